@@ -1,0 +1,32 @@
+"""Fine-grained optimizer-state offload for Megatron-Bridge.
+
+    import bridge_fgo
+    bridge_fgo.install()
+    cfg.optimizer.offload_optimizer_states = True
+
+Importing this package imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.wiring.installation import Installation, install, uninstall
+
+if TYPE_CHECKING:
+    from bridge_fgo.figures import Stats
+
+__version__ = "0.1.0"
+__all__ = ["Installation", "OffloadConfig", "install", "stats", "uninstall"]
+
+
+def stats() -> Stats | None:
+    """Return the figures of the newest training step on this rank, or None before anything attached.
+
+    The object is a snapshot: it does not change as training goes on. See `bridge_fgo.figures.Stats`.
+    """
+    from bridge_fgo.wiring.session import newest_session
+
+    session = newest_session()
+    return None if session is None else session.figures.snapshot()

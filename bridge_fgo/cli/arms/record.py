@@ -1,0 +1,142 @@
+"""What an arm leaves behind: one JSON object a line, and digests of its final state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One training step. `step` counts from 1; `loss` and `grad_norm` are None where Bridge gave none."""
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    skipped: bool
+    passes: int
+    """Forward-backward passes: 2 where the rerun state machine asked for another."""
+    seconds: float = 0.0
+    exit_code: int | None = None
+    """Status with which Bridge's loop would end the process after this step; None where it would go on."""
+    should_checkpoint: bool = False
+    """Whether Bridge's loop would save a checkpoint before it ends the process."""
+
+
+@dataclass
+class RunRecord:
+    """A whole run: its steps, the sha256 of its final state by kind, and bytes of live optimizer state.
+
+    `peak_forward_backward_bytes` is the largest sample taken as a microbatch's forward begins,
+    `peak_step_bytes` the largest taken after a step.
+    """
+
+    steps: list[StepRecord] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    state_bytes: int = 0
+    peak_forward_backward_bytes: int = 0
+    peak_step_bytes: int = 0
+
+
+class EventWriter:
+    """Appends events to a file, each a line of JSON that is on disk when the call returns.
+
+    JSON has no NaN or infinity: such a number is null, and the field `<name>_hex` keeps it exactly.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (lives as long as the run)
+
+    def start(self, device: str) -> None:
+        """Write the first event: where the arm runs ("cpu", or the GPU's name) and on which versions."""
+        versions = {
+            name: metadata.version(distribution)
+            for name, distribution in (("bridge", "megatron-bridge"), ("mcore", "megatron-core"), ("torch", "torch"))
+        }
+        self._write("start", device=device, **versions)
+
+    def step(
+        self,
+        *,
+        step: int,
+        loss: float | None,
+        grad_norm: float | None,
+        skipped: bool,
+        passes: int,
+        seconds: float,
+    ) -> None:
+        """Write the event of one training step."""
+        self._write(
+            "step",
+            step=step,
+            **_number("loss", loss),
+            **_number("grad_norm", grad_norm),
+            skipped=skipped,
+            passes=passes,
+            seconds=seconds,
+        )
+
+    def result(
+        self,
+        *,
+        digests: Mapping[str, str],
+        engine: str | None,
+        state_bytes: int,
+        released_bytes: int,
+        pinned_bytes: int,
+        peak_allocated_bytes: int,
+        peak_reserved_bytes: int,
+        peak_forward_backward_bytes: int,
+        peak_step_bytes: int,
+        step_seconds: list[float],
+    ) -> None:
+        """Write the last event: the final state and the figures of the run, in bytes and seconds."""
+        self._write(
+            "result",
+            digests=dict(digests),
+            engine=engine,
+            state_bytes=state_bytes,
+            released_bytes=released_bytes,
+            pinned_bytes=pinned_bytes,
+            peak_allocated_bytes=peak_allocated_bytes,
+            peak_reserved_bytes=peak_reserved_bytes,
+            peak_forward_backward_bytes=peak_forward_backward_bytes,
+            peak_step_bytes=peak_step_bytes,
+            step_seconds=step_seconds,
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, event: str, **fields: Any) -> None:
+        self._file.write(json.dumps({"event": event, **fields}, allow_nan=False) + "\n")
+
+
+def _number(name: str, value: float | None) -> dict[str, float | str | None]:
+    finite = value is not None and math.isfinite(value)
+    return {name: value if finite else None, f"{name}_hex": None if value is None else float(value).hex()}
+
+
+def digest(tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor]) -> str:
+    """Return the sha256 (hex) over the raw bytes of tensors of any dtype, in the order given.
+
+    One tensor at a time is copied to the CPU. Of a mapping the values count, not the names.
+    """
+    import torch
+
+    hasher = hashlib.sha256()
+    for tensor in tensors.values() if isinstance(tensors, Mapping) else tensors:
+        flat = tensor.detach().contiguous().view(-1)
+        # As bytes, because numpy has no bfloat16.
+        hasher.update(flat.view(torch.uint8).cpu().numpy().data)
+    return hasher.hexdigest()

@@ -1,0 +1,167 @@
+"""The typer application behind ``bridge-fgo`` and ``python -m bridge_fgo``.
+
+Nothing here imports torch or Megatron: each command loads what it needs when it
+runs, so that ``--help`` answers at once and on any machine.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from bridge_fgo.cli import demo as demo_command
+from bridge_fgo.cli import run_script
+
+
+class Engine(StrEnum):
+    """Which offloader does the work."""
+
+    auto = "auto"
+    native = "native"
+    mcore = "mcore"
+
+
+class Device(StrEnum):
+    """Where the demo runs."""
+
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+class MomentsDtype(StrEnum):
+    """dtype of Adam's moments under ``--precision-aware``."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class _RunsScriptsOutsideOfClick(TyperGroup):
+    """Starts the script of ``run`` only after click has returned.
+
+    click catches KeyboardInterrupt, EOFError and broken pipes of whatever it calls
+    and turns them into a short message and its own exit status. A training script
+    has to end here as it ends under ``python script.py``, so ``run`` only leaves its
+    request in the context and the script starts once click is off the stack.
+    """
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        requests: list[run_script.Request] = []
+        try:
+            outcome = super().main(*args, obj=requests, **kwargs)
+        except SystemExit:
+            if not requests:
+                raise
+            outcome = None
+        if requests:
+            run_script.run(requests[0])
+            raise SystemExit(0)
+        return outcome
+
+
+app = typer.Typer(
+    cls=_RunsScriptsOutsideOfClick,
+    help="Fine-grained optimizer-state offload for Megatron-Bridge.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help: "[...]" in these texts is no markup
+    pretty_exceptions_enable=False,  # a script's traceback is shown as Python shows it
+)
+
+
+# Interspersed arguments are off: from SCRIPT on everything is the script's own, also what
+# begins with "--" and "--help". Before SCRIPT an unknown option stays an error: passed
+# over, a misspelt `--engin native` would be taken for the name of the script.
+@app.command(
+    "run",
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[OPTIONS]",
+    short_help="Run an unmodified training script with the package installed.",
+)
+def run_command(
+    context: typer.Context,
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help="The training script.", show_default=False)
+    ],
+    args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGS", help="Passed to SCRIPT verbatim.", show_default=False),
+    ] = None,
+    engine: Annotated[Engine | None, typer.Option(help="Which offloader does the work.")] = None,
+    fraction: Annotated[float | None, typer.Option(help="Share of the state to offload, up to 1.")] = None,
+    slab_mib: Annotated[int | None, typer.Option(help="Size of a slab, in MiB.")] = None,
+    piece_mib: Annotated[int | None, typer.Option(help="Size of what one copy moves, in MiB.")] = None,
+    no_moments: Annotated[bool, typer.Option("--no-moments", help="Leave the moments on the GPU.")] = False,
+    no_master_weights: Annotated[
+        bool, typer.Option("--no-master-weights", help="Leave the fp32 master weights on the GPU.")
+    ] = False,
+) -> None:
+    """Run SCRIPT as `python SCRIPT ARGS...` would, with bridge_fgo installed.
+
+    Offload itself is switched on by the script's own
+    `cfg.optimizer.offload_optimizer_states = True`. Options of this command come
+    before SCRIPT. On several GPUs: `torchrun ... -m bridge_fgo run SCRIPT ARGS...`.
+    """
+    request = run_script.Request(
+        script=script,
+        args=tuple(args or ()),
+        config=run_script.config_options(
+            engine=None if engine is None else engine.value,
+            fraction=fraction,
+            slab_mib=slab_mib,
+            piece_mib=piece_mib,
+            no_moments=no_moments,
+            no_master_weights=no_master_weights,
+        ),
+    )
+    try:
+        run_script.prepare(request)
+    except ValueError as error:
+        typer.echo(f"bridge-fgo run: {error}", err=True)
+        raise typer.Exit(2) from None
+    context.obj.append(request)
+
+
+@app.command("demo", short_help="Train twice, resident and offloaded, and compare bit by bit.")
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each arm.")] = 20,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
+    device: Annotated[Device, typer.Option(help="Where to run; auto takes the GPU if it can.")] = Device.auto,
+    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep logs and events here.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="GPU: layers.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="GPU: hidden size.")] = None,
+    ffn: Annotated[int | None, typer.Option(min=1, help="GPU: size of the MLP.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="GPU: attention heads.")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="GPU: tokens of a sequence.")] = None,
+    mbs: Annotated[int | None, typer.Option(min=1, help="GPU: sequences of a microbatch.")] = None,
+    gbs: Annotated[int | None, typer.Option(min=1, help="GPU: sequences of a step.")] = None,
+    precision_aware: Annotated[
+        bool, typer.Option("--precision-aware", help="GPU: the precision-aware optimizer.")
+    ] = False,
+    moments_dtype: Annotated[
+        MomentsDtype | None, typer.Option(help="GPU: moments of the precision-aware optimizer.")
+    ] = None,
+) -> None:
+    """Train a small model twice through Megatron-Bridge's own loop and compare.
+
+    Exit status: 0 where the two runs are bitwise equal and the offloaded one released
+    memory, 1 where not, 2 where a run failed.
+    """
+    sizes = dict(layers=layers, hidden=hidden, ffn=ffn, heads=heads, seq=seq, mbs=mbs, gbs=gbs)
+    gpu_options = [part for name, size in sizes.items() if size for part in (f"--{name}", str(size))]
+    if precision_aware:
+        gpu_options.append("--precision-aware")
+    if moments_dtype is not None:
+        gpu_options += ["--moments-dtype", moments_dtype.value]
+    settings = demo_command.Settings(
+        steps=steps,
+        json_output=json_output,
+        device=device.value,
+        keep=keep,
+        gpu_options=tuple(gpu_options),
+    )
+    raise typer.Exit(demo_command.run(settings))

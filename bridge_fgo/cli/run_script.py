@@ -1,0 +1,79 @@
+"""``bridge-fgo run``: an unmodified training script, with the package installed.
+
+Torch and Megatron are imported by :func:`run` only, never by importing this module.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to run, and how.
+
+    ``config`` holds the keyword arguments of ``bridge_fgo.OffloadConfig`` that the
+    user gave; what is missing there keeps the default that OffloadConfig documents.
+    """
+
+    script: Path
+    args: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def config_options(
+    *,
+    engine: str | None = None,
+    fraction: float | None = None,
+    slab_mib: int | None = None,
+    piece_mib: int | None = None,
+    no_moments: bool = False,
+    no_master_weights: bool = False,
+) -> dict[str, Any]:
+    """Returns OffloadConfig's keyword arguments for the options that were given (sizes in MiB)."""
+    given: dict[str, Any] = {
+        "engine": engine,
+        "fraction": fraction,
+        "slab_bytes": None if slab_mib is None else slab_mib * MIB,
+        "piece_bytes": None if piece_mib is None else piece_mib * MIB,
+        "moments": False if no_moments else None,
+        "master_weights": False if no_master_weights else None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def prepare(request: Request) -> None:
+    """Checks ``request``, so that a user's mistake shows before anything is imported or patched.
+
+    Raises ValueError where the script is missing or OffloadConfig refuses the options.
+    """
+    if not request.script.is_file():
+        raise ValueError(f"there is no script {str(request.script)!r}")
+    import bridge_fgo
+
+    bridge_fgo.OffloadConfig(**request.config)
+
+
+def run(request: Request) -> None:
+    """Installs the package and runs the script as ``python SCRIPT ARGS...`` would.
+
+    The script sees its own ``sys.argv``, its folder as ``sys.path[0]``, and
+    ``__name__ == "__main__"``. Whatever it raises, SystemExit included, passes
+    through. ``sys.argv`` and ``sys.path`` stay as the script leaves them: its
+    threads and exit handlers may still read them.
+    """
+    import bridge_fgo
+
+    bridge_fgo.install(bridge_fgo.OffloadConfig(**request.config))
+    sys.argv = [str(request.script), *request.args]
+    if not sys.flags.safe_path:  # under `python -P` the script's folder is not added either
+        # Python resolves symbolic links here, so that a linked script finds its neighbours.
+        sys.path[0] = os.path.dirname(os.path.realpath(request.script))
+    runpy.run_path(str(request.script), run_name="__main__")

@@ -1,0 +1,121 @@
+"""Which Bridge and mcore are here, and which engine serves them."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from typing import Any, Literal
+
+from bridge_fgo.config import OffloadConfig
+
+Choice = Literal["native", "mcore generation 1", "mcore generation 2"]
+
+FLAG = "offload_optimizer_states"
+CHUNKED_FLAG = "chunked_optimizer_state_offload"
+
+
+def version_of(distribution: str) -> str:
+    """Return the installed version of a distribution, or "unknown"."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def mcore_version() -> str:
+    """Return mcore's own version, which is right also for a checkout that shadows the wheel."""
+    from megatron.core.package_info import __version__
+
+    return str(__version__)
+
+
+def release(version: str) -> tuple[int, int]:
+    """Return (major, minor) of a version; (0, 0) where it does not say.
+
+    >>> release("0.6.2rc1")
+    (0, 6)
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def flag_is_set(optimizer_config: Any) -> bool:
+    """Return whether an OptimizerConfig asks for the offload, in either spelling.
+
+    Generation 2 rewrites `offload_optimizer_states=True` to its own flag and resets the former when the
+    config is finalized, so both are read. Only a real True counts: a mock's attribute is not a setting.
+    """
+    if getattr(optimizer_config, FLAG, False) is True:
+        return True
+    chunked = getattr(optimizer_config, CHUNKED_FLAG, False) is True
+    return chunked and getattr(optimizer_config, "optimizer_state_offload_fraction", 1.0) > 0.0
+
+
+def check_flag_type(optimizer_config: Any) -> None:
+    """Raise ValueError where the flag is neither True nor False, so that "true" is not taken for unset."""
+    value = getattr(optimizer_config, FLAG, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"optimizer.{FLAG}={value!r}: use True or False")
+
+
+def upstream_generation() -> Choice | None:
+    """Return which offloader the installed mcore has, by its capabilities; None where it has none."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from bridge_fgo.upstream import generation1, generation2
+
+    if generation2.is_available(DistributedOptimizer):
+        return "mcore generation 2"
+    if generation1.is_available(DistributedOptimizer):
+        return "mcore generation 1"
+    return None
+
+
+def upstream_adam_is_fused() -> bool:
+    """Return whether mcore builds TE's FusedAdam, the only Adam that generation 1 takes."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    return distrib_optimizer.Adam.__module__.startswith("transformer_engine")
+
+
+def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
+    """Return the engine that serves this run.
+
+    Raises:
+        ValueError: the engine asked for is not there, or does not honour a setting.
+    """
+    generation = upstream_generation()
+    native_only = config.native_only_settings()
+    if config.engine == "mcore":
+        if generation is None:
+            raise ValueError(
+                f"OffloadConfig.engine='mcore': megatron-core {mcore_version()} has no optimizer-state offloader; "
+                "use engine='native' or 'auto'"
+            )
+        if native_only:
+            raise ValueError(
+                f"OffloadConfig.{', '.join(native_only)}: not honoured by engine='mcore'; use engine='native', or "
+                "leave the defaults (generation 2 has optimizer.optimizer_state_offload_fraction and "
+                "optimizer.optimizer_state_offload_chunk_size_mb of its own)"
+            )
+        if generation == "mcore generation 1" and not upstream_adam_is_fused():
+            raise ValueError(
+                "OffloadConfig.engine='mcore': mcore's offloader takes only Transformer Engine's FusedAdam, and this "
+                "mcore builds another Adam; install transformer-engine or use engine='native'"
+            )
+        return generation
+    fits = generation is not None and not native_only
+    if generation == "mcore generation 1":
+        fits = fits and upstream_adam_is_fused()
+    if config.engine == "auto" and fits:
+        assert generation is not None
+        return generation
+    if generation == "mcore generation 2":
+        for name, default in (("optimizer_state_offload_fraction", 1.0), ("optimizer_state_offload_chunk_size_mb", 0)):
+            value = getattr(optimizer_config, name, default)
+            if value != default:
+                raise ValueError(
+                    f"optimizer.{name}={value!r}: not honoured by the native engine; use OffloadConfig.fraction and "
+                    "OffloadConfig.slab_bytes, or engine='mcore'"
+                )
+    return "native"

@@ -1,0 +1,78 @@
+"""What a user may ask of the offload: one small frozen dataclass, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+MIB = 2**20
+
+Engine = Literal["auto", "native", "mcore"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Settings of the offload, given to `bridge_fgo.install`.
+
+    The offload itself is turned on per run, by `cfg.optimizer.offload_optimizer_states = True`.
+
+    Raises:
+        ValueError: a setting is of the wrong type or out of range; the message names it.
+    """
+
+    engine: Engine = "auto"
+    """Who moves the bytes. "native": this package's engine, on every mcore. "mcore": the offloader of the
+    installed mcore, refused where that mcore has none. "auto": mcore's where there is one that honours
+    every setting below, the native engine otherwise."""
+
+    moments: bool = True
+    """Offload Adam's `exp_avg` and `exp_avg_sq`."""
+
+    master_weights: bool = True
+    """Offload the fp32 master weights (or their 16-bit remainders)."""
+
+    fraction: float = 1.0
+    """Share of the state bytes to offload, in (0, 1]. Parameters are taken whole, in the optimizer's order,
+    until the share is reached."""
+
+    slab_bytes: int = 256 * MIB
+    """Size that a slab aims for, in bytes: one GPU allocation and one host buffer. A tensor is never split,
+    so a tensor that is larger makes a larger slab."""
+
+    piece_bytes: int = 32 * MIB
+    """Largest single copy between host and GPU, in bytes."""
+
+    pin_memory: bool = True
+    """Page-lock the host buffers. Without it a copy cannot overlap computation."""
+
+    def __post_init__(self) -> None:
+        if self.engine not in get_args(Engine):
+            raise ValueError(f"OffloadConfig.engine={self.engine!r}: use one of {', '.join(get_args(Engine))}")
+        for name in ("moments", "master_weights", "pin_memory"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"OffloadConfig.{name}={getattr(self, name)!r}: use True or False")
+        if not (self.moments or self.master_weights):
+            raise ValueError(
+                "OffloadConfig.moments=False with master_weights=False offloads nothing: set one of them to "
+                "True, or leave optimizer.offload_optimizer_states unset"
+            )
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
+            raise ValueError(f"OffloadConfig.fraction={self.fraction!r}: use a number in (0, 1]")
+        if not 0.0 < self.fraction <= 1.0:
+            raise ValueError(
+                f"OffloadConfig.fraction={self.fraction!r}: use a number in (0, 1]; to offload nothing, leave "
+                "optimizer.offload_optimizer_states unset"
+            )
+        for name, least in (("slab_bytes", MIB), ("piece_bytes", 64 * 1024)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"OffloadConfig.{name}={value!r}: use a number of bytes of at least {least}")
+
+    def native_only_settings(self) -> list[str]:
+        """Return the settings, as `name=value`, that differ from the default and only "native" honours."""
+        defaults = OffloadConfig()
+        return [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if f.name != "engine" and getattr(self, f.name) != getattr(defaults, f.name)
+        ]

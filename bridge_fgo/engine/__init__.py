@@ -1,0 +1,1 @@
+"""The native engine: planning, memory, transfers and residency. It knows nothing of Bridge."""

@@ -1,0 +1,76 @@
+"""The one protocol between the wiring and whatever moves the bytes."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Offloader(Protocol):
+    """Drives the states of one DistributedOptimizer. Every verb is idempotent, in any order."""
+
+    @property
+    def engine(self) -> str:
+        """ "native", or the upstream offloader's name."""
+        ...
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states of the optimizer on this rank, offloaded or not; before the first step made the
+        moments, as they will be."""
+        ...
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes of them that are offloaded when all exist."""
+        ...
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host bytes held for them."""
+        ...
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes copied to the host so far."""
+        ...
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes copied from the host so far."""
+        ...
+
+    def offload(self) -> None:
+        """Start the copies to the host."""
+
+    def release(self) -> int:
+        """Give the GPU memory back; return the bytes that went."""
+        ...
+
+    def reload(self) -> None:
+        """Take GPU memory again and start the copies to it."""
+
+    def require_readable(self) -> None:
+        """Return when work queued on the current stream from now on may read the states."""
+
+    def require_writable(self) -> None:
+        """Return when work queued on the current stream from now on may read and write the states."""
+
+    def has_states(self) -> bool:
+        """Return whether there is anything to offload yet."""
+        ...
+
+    def resident_note(self) -> str:
+        """Return, in words, what stays on the GPU and why; empty where nothing does."""
+        ...
+
+    def close(self) -> None:
+        """Make the states resident for good and let go of host memory, streams and hooks."""
+
+
+def total(offloaders: list[Offloader], name: str) -> int:
+    """Return the sum of the attribute `name` over the offloaders."""
+    return sum(int(getattr(offloader, name)) for offloader in offloaders)
+
+
+AnyOptimizer = Any
+"""A MegatronOptimizer; mcore is not imported here."""

@@ -1,0 +1,96 @@
+"""The one tracker of where states are. Nothing else decides whether a tensor may be read or written."""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol
+
+
+class Residency(enum.Enum):
+    """Where the bytes of a slab are.
+
+    RESIDENT: on the GPU, readable and writable on the current stream.
+    OFFLOADING: a copy to the host is under way; the GPU copy is still there and readable.
+    RELEASED: only the host copy is valid; the GPU memory is gone.
+    RELOADING: GPU memory is there again and a copy to it is under way; not readable yet.
+    """
+
+    RESIDENT = "resident"
+    OFFLOADING = "offloading"
+    RELEASED = "released"
+    RELOADING = "reloading"
+
+
+class Mover(Protocol):
+    """What a tracker drives: the four actions, each called only in the state that it is valid in."""
+
+    def start_offload(self) -> None:
+        """Start the copy to the host, after all work queued on the current stream."""
+
+    def release(self) -> None:
+        """Give the GPU memory back; it must not be reused before the copy to the host has read it."""
+
+    def start_reload(self) -> None:
+        """Take GPU memory and start the copy to it, after the copy to the host has ended."""
+
+    def wait_reload(self) -> None:
+        """Make the current stream wait for the copy to the GPU."""
+
+
+class ResidencyTracker:
+    """The state machine of one slab (or of one upstream offloader). Every transition is idempotent.
+
+    A transition that the present state does not call for does nothing, so the verbs may come in any order
+    and any number of times: a second pass of the rerun loop, a skipped step and an early exit need no
+    special case.
+    """
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._state = Residency.RESIDENT
+
+    @property
+    def state(self) -> Residency:
+        """The present residency."""
+        return self._state
+
+    def offload(self) -> None:
+        """Start towards the host, from RESIDENT or RELOADING."""
+        if self._state is Residency.RELOADING:
+            # Race: the copy to the host would read GPU memory that the reload has not filled yet, and
+            # write the host buffer that the reload still reads.
+            self._mover.wait_reload()
+            self._state = Residency.RESIDENT
+        if self._state is Residency.RESIDENT:
+            self._mover.start_offload()
+            self._state = Residency.OFFLOADING
+
+    def release(self) -> None:
+        """Let go of the GPU memory of an OFFLOADING slab."""
+        if self._state is Residency.OFFLOADING:
+            self._mover.release()
+            self._state = Residency.RELEASED
+
+    def reload(self) -> None:
+        """Start towards the GPU; a slab that was never released just stays."""
+        if self._state is Residency.RELEASED:
+            self._mover.start_reload()
+            self._state = Residency.RELOADING
+        elif self._state is Residency.OFFLOADING:
+            self._state = Residency.RESIDENT
+
+    def require_readable(self) -> None:
+        """Make the states readable by work that the current stream gets from now on."""
+        if self._state is Residency.RELEASED:
+            self.reload()
+        if self._state is Residency.RELOADING:
+            self._mover.wait_reload()
+            self._state = Residency.RESIDENT
+
+    def require_writable(self) -> None:
+        """Make the states readable and writable by work that the current stream gets from now on.
+
+        An offload under way is given up: its host copy will be stale, so it must not be released.
+        """
+        self.require_readable()
+        self._state = Residency.RESIDENT

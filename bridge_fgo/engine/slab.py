@@ -1,0 +1,82 @@
+"""A slab: a group of whole tensors with one GPU allocation and one host buffer of the same layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from bridge_fgo.engine.host_buffer import HostBuffer
+from bridge_fgo.engine.plan import SlabLayout
+
+if TYPE_CHECKING:
+    from bridge_fgo.engine.states import StateRef
+
+
+class Slab:
+    """The memory of one slab and the state tensors that live in it.
+
+    The tensors keep their identity: only the storage behind each moves into the slab, so every holder of
+    one (param groups, the keys of `optimizer.state`, `param.main_param`) goes on seeing it.
+
+    Args:
+        layout: where each tensor lies, in bytes.
+        refs: the state tensors, in the order of `layout.members`.
+        device: where the states are when resident.
+        pin: page-lock the host buffer.
+    """
+
+    def __init__(self, layout: SlabLayout, refs: Sequence[StateRef], device: torch.device, pin: bool) -> None:
+        assert len(refs) == len(layout.offsets)
+        self.layout = layout
+        self.refs = list(refs)
+        self.device = device
+        self.host = HostBuffer(layout.nbytes, pin)
+        self.gpu: torch.Tensor | None = None  # uint8 [layout.nbytes]; its storage is empty while released
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the slab in bytes, on the GPU and on the host alike."""
+        return self.layout.nbytes
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of GPU memory that the slab holds now."""
+        return 0 if self.gpu is None else self.gpu.untyped_storage().nbytes()
+
+    def adopt(self) -> None:
+        """Move every tensor that is not in the slab yet into it, bit for bit, on the current stream.
+
+        Needed before the first offload, and again for tensors that a checkpoint load replaced. The memory
+        that a tensor had before goes back to the allocator, so for a moment one slab is held twice.
+
+        Raises:
+            RuntimeError: a tensor is not of the size that was planned; nothing is moved then.
+        """
+        for ref in self.refs:
+            ref.check_size()
+        if self.gpu is None:
+            self.gpu = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        storage = self.gpu.untyped_storage()._cdata
+        for ref, offset in zip(self.refs, self.layout.offsets, strict=True):
+            tensor = ref.tensor()
+            if tensor is None or tensor.untyped_storage()._cdata == storage:
+                continue
+            home = self.gpu[offset : offset + ref.nbytes].view(tensor.dtype).view(tensor.shape)
+            home.copy_(tensor)
+            tensor.data = home
+
+    def allocate(self) -> None:
+        """Take GPU memory again for every tensor of the slab; its content is undefined."""
+        assert self.gpu is not None
+        self.gpu.untyped_storage().resize_(self.nbytes)
+
+    def free(self) -> None:
+        """Give the GPU memory back; the tensors keep their shape and device and must not be read."""
+        assert self.gpu is not None
+        self.gpu.untyped_storage().resize_(0)
+
+    def close(self) -> None:
+        """Let go of the host buffer; the tensors stay in the slab's GPU memory."""
+        self.host.close()

@@ -1,0 +1,172 @@
+"""Figures of each training step: bytes moved, memory peaks by phase, reload wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from bridge_fgo.engine.offloader import Offloader, total
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the offload did in the newest training step on this rank. Sizes in bytes, times in seconds."""
+
+    engine: str
+    """Engine that moves the bytes: "native", "mcore generation 1" or "mcore generation 2"."""
+    mcore: str
+    """Version of megatron-core."""
+    steps: int = 0
+    """Training steps run with the offload on."""
+    passes: int = 0
+    """Forward-backward passes of the newest step; more than one when the rerun machine asked for it."""
+    state_bytes: int = 0
+    """All optimizer state of the rank: moments and master weights, offloaded or not."""
+    offloaded_bytes: int = 0
+    """Share of `state_bytes` that is offloaded once all of it exists."""
+    pinned_bytes: int = 0
+    """Page-locked host memory held."""
+    released_bytes: int = 0
+    """GPU memory given back before the newest forward-backward pass."""
+    bytes_offloaded: int = 0
+    """Copied from the GPU to the host in the newest step."""
+    bytes_reloaded: int = 0
+    """Copied from the host to the GPU in the newest step."""
+    peak_forward_backward_bytes: int | None = None
+    """Peak of allocated GPU memory from release to reload; the largest of the passes. None without a GPU.
+
+    Bridge samples memory after the step, when states are resident again, so its own figure hides the saving.
+    """
+    peak_step_bytes: int | None = None
+    """Peak of allocated GPU memory in the rest of the step: reload, optimizer step, offload. None without a
+    GPU."""
+    reload_wait_seconds: float | None = None
+    """Time that the compute stream stood still for the reload, of the newest step in which it is known (the
+    GPU reports it a step late). None without a GPU."""
+
+    def scalars(self) -> dict[str, float]:
+        """Return the figures that belong in a dashboard, by tag."""
+        names = ("released_bytes", "bytes_offloaded", "bytes_reloaded", "pinned_bytes", "passes")
+        optional = ("peak_forward_backward_bytes", "peak_step_bytes", "reload_wait_seconds")
+        values = asdict(self)
+        return {f"bridge_fgo/{n}": values[n] for n in (*names, *optional) if values[n] is not None}
+
+
+class ReloadWait:
+    """Measures on the GPU how long the compute stream waits for reloads, without a host synchronisation."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._used = 0
+
+    def begin_step(self) -> None:
+        """Forget the waits of the last step."""
+        self._used = 0
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measure the waits that are enqueued inside the block."""
+        if not has_gpu():
+            yield
+            return
+        if self._used == len(self._pairs):
+            self._pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+        start, end = self._pairs[self._used]
+        start.record()
+        yield
+        end.record()
+        self._used += 1
+
+    def seconds(self) -> float | None:
+        """Return the sum of the step's waits; None where there was none or the GPU is not past it yet."""
+        pairs = self._pairs[: self._used]
+        if not pairs or not pairs[-1][1].query():
+            return None
+        return sum(start.elapsed_time(end) for start, end in pairs) / 1e3
+
+
+class Figures:
+    """Collects the figures of one session; `snapshot` gives them as a `Stats`."""
+
+    def __init__(self, offloaders: Sequence[Offloader], engine: str, mcore: str) -> None:
+        self._offloaders = list(offloaders)
+        self.run_peaks: dict[str, int] = {}
+        """Highest value so far of each `*.all.peak` key of `torch.cuda.memory_stats`; resetting the counters
+        between phases must not lower what Bridge reports."""
+        self.wait = ReloadWait()
+        self._moved = (0, 0)
+        self._step_peak: int | None = None
+        self._now = Stats(
+            engine, mcore, state_bytes=self._sum("state_bytes"), offloaded_bytes=self._sum("planned_bytes")
+        )
+
+    def _sum(self, name: str) -> int:
+        return total(self._offloaders, name)
+
+    def snapshot(self) -> Stats:
+        """Return the figures as they are now."""
+        return replace(self._now, pinned_bytes=self._sum("pinned_bytes"))
+
+    def begin_step(self) -> None:
+        """Start a new training step."""
+        self._moved = self._sum("bytes_out"), self._sum("bytes_in")
+        waited = self.wait.seconds()
+        self.wait.begin_step()
+        self._now = replace(
+            self._now,
+            passes=0,
+            released_bytes=0,
+            bytes_offloaded=0,
+            bytes_reloaded=0,
+            peak_forward_backward_bytes=None,
+            reload_wait_seconds=waited if waited is not None else self._now.reload_wait_seconds,
+        )
+        self._step_peak = None
+
+    def released(self, nbytes: int) -> None:
+        """Note a release; a forward-backward pass begins."""
+        self._end_of_other_phase()
+        self._now = replace(self._now, passes=self._now.passes + 1, released_bytes=nbytes)
+
+    def reloading(self) -> None:
+        """Note that forward and backward are done and the reload is about to take memory."""
+        peak = self._take_peak()
+        if peak is not None:
+            peak = max(peak, self._now.peak_forward_backward_bytes or 0)
+            self._now = replace(self._now, peak_forward_backward_bytes=peak)
+
+    def end_step(self) -> None:
+        """Finish the step."""
+        self._end_of_other_phase()
+        out, back = self._moved
+        self._now = replace(
+            self._now,
+            steps=self._now.steps + 1,
+            bytes_offloaded=self._sum("bytes_out") - out,
+            bytes_reloaded=self._sum("bytes_in") - back,
+            peak_step_bytes=self._step_peak,
+        )
+
+    def _end_of_other_phase(self) -> None:
+        peak = self._take_peak()
+        if peak is not None:
+            self._step_peak = max(peak, self._step_peak or 0)
+
+    def _take_peak(self) -> int | None:
+        """Return the peak of allocated bytes since the last call and start the next phase."""
+        if not has_gpu():
+            return None
+        stats = torch.cuda.memory_stats()
+        for key, value in stats.items():
+            if key.endswith(".all.peak"):
+                self.run_peaks[key] = max(value, self.run_peaks.get(key, 0))
+        torch.cuda.reset_peak_memory_stats()
+        return stats.get("allocated_bytes.all.peak", 0)
+
+
+def has_gpu() -> bool:
+    """Return whether CUDA is up in this process."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -1,0 +1,152 @@
+"""install() and uninstall(): applies the table of patches, now or when Bridge is imported."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING
+
+import wrapt
+
+from bridge_fgo.config import OffloadConfig
+
+if TYPE_CHECKING:
+    from bridge_fgo.wiring.patch import Patch
+
+_installation: Installation | None = None
+_hooked: set[str] = set()
+
+
+class Installation:
+    """The handle that `install` returns; as a context manager it uninstalls at the end of the block."""
+
+    def __init__(self, config: OffloadConfig) -> None:
+        from bridge_fgo.wiring.table import patches
+
+        self.config = config
+        self._waiting: dict[str, list[Patch]] = {}
+        for patch in patches():
+            self._waiting.setdefault(patch.module, []).append(patch)
+        self._applied: list[tuple[Patch, ModuleType]] = []
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if _installation is self:
+            uninstall()
+
+    def uninstall(self) -> None:
+        """See `bridge_fgo.uninstall`; does nothing when uninstalled already."""
+        if _installation is self:
+            uninstall()
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules that the table patches."""
+        return list({**self._waiting, **{patch.module: None for patch, _ in self._applied}})
+
+    def apply_to_imported(self) -> None:
+        """Apply the patches of every module that is imported: all, or none where one does not fit.
+
+        Raises:
+            RuntimeError: a binding is not the one that its patch was written for.
+        """
+        ready = [(p, sys.modules[name]) for name in self._waiting if name in sys.modules for p in self._waiting[name]]
+        for patch, module in ready:
+            patch.check(module)
+        for patch, module in ready:
+            patch.apply(module)
+            self._applied.append((patch, module))
+            self._waiting.pop(patch.module, None)
+
+    def module_imported(self, module: ModuleType) -> None:
+        """Apply the patches of a module that has just been imported; undo everything where one does not fit."""
+        patches = self._waiting.get(module.__name__, [])
+        try:
+            for patch in patches:
+                patch.check(module)
+        except RuntimeError:
+            uninstall()
+            raise
+        for patch in patches:
+            patch.apply(module)
+            self._applied.append((patch, module))
+        self._waiting.pop(module.__name__, None)
+
+    def undo(self) -> None:
+        """Undo every patch in reverse.
+
+        Raises:
+            RuntimeError: someone patched on top; nothing is undone then.
+        """
+        for patch, module in self._applied:
+            patch.check_undo(module)
+        for patch, module in reversed(self._applied):
+            patch.undo(module)
+        self._applied.clear()
+        self._waiting.clear()
+
+
+def install(config: OffloadConfig | None = None) -> Installation:
+    """Make `cfg.optimizer.offload_optimizer_states = True` work in Megatron-Bridge.
+
+    Works before or after Bridge is imported, and changes nothing in a run that leaves the flag unset.
+    Calling it again returns the same handle.
+
+    Args:
+        config: settings of the offload; the defaults when None.
+
+    Raises:
+        ValueError: installed already with other settings.
+        RuntimeError: the Bridge or mcore here is not one that the patches fit; nothing is patched then.
+    """
+    global _installation
+    if _installation is not None:
+        if config is not None and config != _installation.config:
+            raise ValueError(
+                f"bridge_fgo.install({config}) after install({_installation.config}): call bridge_fgo.uninstall() "
+                "first to change the settings"
+            )
+        return _installation
+    installation = Installation(config or OffloadConfig())
+    installation.apply_to_imported()
+    _installation = installation
+    for name in installation.modules:
+        if name not in _hooked:
+            _hooked.add(name)  # wrapt cannot take a hook back, so it is set once and asks who is installed
+            wrapt.register_post_import_hook(_module_imported, name)
+    return installation
+
+
+def _module_imported(module: ModuleType) -> None:
+    if _installation is not None:
+        _installation.module_imported(module)
+
+
+def uninstall() -> None:
+    """Restore every binding exactly; sessions that are attached make their states resident and end.
+
+    Does nothing when not installed.
+
+    Raises:
+        RuntimeError: someone patched on top of one of the bindings; names it, and leaves all as it was.
+    """
+    global _installation
+    if _installation is None:
+        return
+    _installation.undo()
+    _installation = None
+    if "bridge_fgo.wiring.session" in sys.modules:
+        from bridge_fgo.wiring.session import all_sessions
+
+        for session in all_sessions():
+            session.close()
+
+
+def installed_config() -> OffloadConfig:
+    """Return the settings given to `install`."""
+    assert _installation is not None
+    return _installation.config

@@ -1,0 +1,90 @@
+"""Walking the optimizers that Bridge builds: chains, nested chains, MIMO, stubs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def leaves(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers that step parameters, through chains of any depth and MIMO's active optimizers.
+
+    mcore's own loop looks at direct children only and misses nested chains (LayerWise among them).
+    """
+    if optimizer is None:
+        return
+    children = vars(optimizer).get("chained_optimizers", vars(optimizer).get("_active_optimizers"))
+    if children is None:
+        yield optimizer
+        return
+    for child in children:
+        yield from leaves(child)
+
+
+def eligible(optimizer: Any) -> list[Any]:
+    """Return the DistributedOptimizers under `optimizer` whose states can be offloaded.
+
+    Stub optimizers of frozen sub-models are skipped; a rank on which all are stubs gives an empty list.
+
+    Raises:
+        ValueError: an optimizer cannot be offloaded, or there is none at all; says which setting to change.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    found = []
+    stubs = 0
+    for leaf in leaves(optimizer):
+        if getattr(leaf, "is_stub_optimizer", False):
+            stubs += 1
+            continue
+        if not isinstance(leaf, DistributedOptimizer):
+            raise ValueError(
+                f"optimizer.offload_optimizer_states=True with a {type(leaf).__name__}: only mcore's "
+                "DistributedOptimizer can be offloaded; set optimizer.use_distributed_optimizer=True and "
+                "optimizer.optimizer='adam'"
+            )
+        check_inner(leaf)
+        found.append(leaf)
+    if not found and not stubs and not getattr(optimizer, "is_stub_optimizer", False):
+        raise ValueError(
+            "optimizer.offload_optimizer_states=True, but there is no DistributedOptimizer to attach to; set "
+            "optimizer.use_distributed_optimizer=True, or leave the flag unset"
+        )
+    return found
+
+
+def check_inner(leaf: Any) -> None:
+    """Raise ValueError where the optimizer inside a DistributedOptimizer is not an Adam on the GPU."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    ddp_config = getattr(leaf, "ddp_config", None)
+    if getattr(ddp_config, "use_megatron_fsdp", False):
+        raise ValueError(
+            "optimizer.offload_optimizer_states=True with ddp.use_megatron_fsdp=True: Megatron-FSDP manages the "
+            "optimizer state itself; set ddp.use_megatron_fsdp=False or leave the flag unset"
+        )
+    inner = leaf.optimizer
+    if type(inner).__name__ == "HybridDeviceOptimizer":
+        raise ValueError(
+            "optimizer.offload_optimizer_states=True with optimizer.optimizer_cpu_offload=True: "
+            "HybridDeviceOptimizer keeps and updates the states on the CPU already; set one of the two to False"
+        )
+    if not isinstance(inner, (distrib_optimizer.Adam, torch.optim.AdamW, torch.optim.Adam)):
+        raise ValueError(
+            f"optimizer.offload_optimizer_states=True with {type(inner).__name__}: only Adam's states can be "
+            "offloaded; set optimizer.optimizer='adam' or leave the flag unset"
+        )
+    for key in ("exp_avg", "exp_avg_sq"):
+        dtype = getattr(inner, "name_to_dtype_map", {}).get(key)
+        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
+            raise ValueError(
+                f"optimizer.{key}_dtype={dtype} with optimizer.offload_optimizer_states=True: FP8 moments carry "
+                f"scales of their own and cannot be offloaded; set optimizer.{key}_dtype=torch.bfloat16"
+            )
+    if getattr(inner, "capturable", False) or getattr(leaf.config, "optimizer_cuda_graph", False):
+        raise ValueError(
+            "optimizer.offload_optimizer_states=True with optimizer.optimizer_cuda_graph=True: the graph has the "
+            "states' addresses baked in; set optimizer.optimizer_cuda_graph=False"
+        )

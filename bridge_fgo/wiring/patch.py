@@ -1,0 +1,139 @@
+"""What a patch is: one binding, what it is replaced by, and how it is put back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+import wrapt
+
+from bridge_fgo.compat import release, version_of
+
+Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+"""A wrapt wrapper: (wrapped, instance, args, kwargs) -> result."""
+
+_ABSENT = object()
+
+
+class Patch(Protocol):
+    """One entry of the table."""
+
+    @property
+    def module(self) -> str:
+        """Module whose import the patch waits for."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The binding, for messages."""
+        ...
+
+    def check(self, module: ModuleType) -> None:
+        """Raise RuntimeError where the binding is not the one that the patch was written for."""
+
+    def apply(self, module: ModuleType) -> None:
+        """Replace the binding."""
+
+    def check_undo(self, module: ModuleType) -> None:
+        """Raise RuntimeError where someone patched on top."""
+
+    def undo(self, module: ModuleType) -> None:
+        """Put back what was there."""
+
+
+@dataclass(eq=False)
+class FunctionPatch:
+    """Wraps a function of a module, or a method of a class in it.
+
+    target: "function" or "Class.method".
+    parameters: the names that the wrapper relies on; each must be a parameter of the function.
+    why: why this is the one binding to replace.
+    distribution, series: the releases that it was read in, as (first, end) of (major, minor).
+    optional: the target may be missing (another generation of mcore).
+    """
+
+    module: str
+    target: str
+    wrapper: Wrapper
+    parameters: tuple[str, ...]
+    why: str
+    distribution: str = "megatron-bridge"
+    series: tuple[tuple[int, int], tuple[int, int]] = ((0, 6), (0, 7))
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        self._original: Any = _ABSENT  # what vars(owner) held; absent where it was inherited
+        self._installed: Any = None
+
+    @property
+    def name(self) -> str:
+        """See `Patch.name`."""
+        return f"{self.module}.{self.target}"
+
+    def _owner(self, module: ModuleType) -> tuple[Any, str]:
+        *path, attribute = self.target.split(".")
+        owner: Any = module
+        for part in path:
+            owner = getattr(owner, part)
+        return owner, attribute
+
+    def check(self, module: ModuleType) -> None:
+        """See `Patch.check`."""
+        version = version_of(self.distribution)
+        first, end = self.series
+        # A checkout on the path has no distribution; then the signature alone decides.
+        if version != "unknown" and not first <= release(version) < end:
+            raise RuntimeError(
+                f"bridge_fgo supports {self.distribution} {first[0]}.{first[1]} up to but not including "
+                f"{end[0]}.{end[1]}, found {version}: install a supported version, or a newer bridge-fgo"
+            )
+        owner, attribute = self._owner(module)
+        function = getattr(owner, attribute, None)
+        if function is None and self.optional:
+            return
+        if not callable(function):
+            raise RuntimeError(f"bridge_fgo cannot patch {self.name}: it is not there in {version}")
+        missing = set(self.parameters) - set(inspect.signature(function).parameters)
+        if missing:
+            raise RuntimeError(
+                f"bridge_fgo cannot patch {self.name} of {self.distribution} {version}: it has no parameter "
+                f"{', '.join(sorted(missing))} any more"
+            )
+
+    def apply(self, module: ModuleType) -> None:
+        """See `Patch.apply`."""
+        owner, attribute = self._owner(module)
+        current = getattr(owner, attribute, None)
+        if current is None and self.optional:
+            return
+        # vars, not getattr: a method that is inherited must be inherited again after the undo.
+        self._original = vars(owner).get(attribute, _ABSENT)
+        wrapped = current if self._original is _ABSENT else self._original
+        assert wrapped is not None
+        self._installed = wrapt.FunctionWrapper(wrapped, self.wrapper)
+        setattr(owner, attribute, self._installed)
+
+    def check_undo(self, module: ModuleType) -> None:
+        """See `Patch.check_undo`."""
+        if self._installed is None:
+            return
+        owner, attribute = self._owner(module)
+        if vars(owner).get(attribute) is not self._installed:
+            raise RuntimeError(
+                f"bridge_fgo cannot uninstall: {self.name} was patched again after bridge_fgo.install(); undo that "
+                "patch first"
+            )
+
+    def undo(self, module: ModuleType) -> None:
+        """See `Patch.undo`."""
+        if self._installed is None:
+            return
+        owner, attribute = self._owner(module)
+        if self._original is _ABSENT:
+            delattr(owner, attribute)
+        else:
+            setattr(owner, attribute, self._original)
+        self._installed = None

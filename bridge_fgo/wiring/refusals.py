@@ -1,0 +1,81 @@
+"""What is refused before a model is built, by the name of the setting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bridge_fgo.compat import check_flag_type, flag_is_set
+
+FLAG_TEXT = "optimizer.offload_optimizer_states=True"
+
+
+def refuse_config(cfg: Any) -> None:
+    """Check a Bridge ConfigContainer whose flag may be set, after Bridge's own validation.
+
+    Raises:
+        ValueError: a setting cannot be combined with the offload; names it, its value and what to do.
+    """
+    check_flag_type(cfg.optimizer)
+    if not flag_is_set(cfg.optimizer):
+        return
+    refuse_optimizer_config(cfg.optimizer)
+    for path, why in (
+        ("ddp.use_megatron_fsdp", "Megatron-FSDP manages the optimizer state itself"),
+        ("dist.use_megatron_fsdp", "Megatron-FSDP manages the optimizer state itself"),
+        ("dist.use_torch_fsdp2", "torch FSDP2 shards the optimizer state itself"),
+    ):
+        section, name = path.split(".")
+        if getattr(getattr(cfg, section, None), name, False) is True:
+            raise ValueError(f"{path}=True with {FLAG_TEXT}: {why}; set {path}=False or leave the flag unset")
+    refuse_full_iteration_graph(cfg.model)
+
+
+def refuse_full_iteration_graph(model_config: Any) -> None:
+    """Raise ValueError where the model asks for a full-iteration CUDA graph.
+
+    mcore calls `finalize_model_grads_func` inside the schedule, so inside such a graph the reload is
+    captured once and its Python never runs again.
+    """
+    from megatron.bridge.utils.cuda_graph import is_full_iteration_cuda_graph
+
+    if is_full_iteration_cuda_graph(model_config):
+        raise ValueError(
+            f"a full-iteration CUDA graph (model.cuda_graph_impl={getattr(model_config, 'cuda_graph_impl', None)!r}) "
+            f"with {FLAG_TEXT}: the reload would be captured and never run again; set model.cuda_graph_impl='none' "
+            "or capture per-layer modules, or leave the flag unset"
+        )
+
+
+def refuse_optimizer_config(config: Any) -> None:
+    """Check an OptimizerConfig whose flag is set.
+
+    Raises:
+        ValueError: as `refuse_config`.
+    """
+    if config.optimizer != "adam":
+        raise ValueError(
+            f"optimizer.optimizer={config.optimizer!r} with {FLAG_TEXT}: only Adam's states can be offloaded; set "
+            "optimizer.optimizer='adam' or leave the flag unset"
+        )
+    if not config.use_distributed_optimizer:
+        raise ValueError(
+            f"optimizer.use_distributed_optimizer=False with {FLAG_TEXT}: only the DistributedOptimizer's states can "
+            "be offloaded; set optimizer.use_distributed_optimizer=True and ddp.use_distributed_optimizer=True"
+        )
+    for name, why in (
+        ("optimizer_cpu_offload", "HybridDeviceOptimizer keeps and updates the states on the CPU already"),
+        ("optimizer_cuda_graph", "the graph has the states' addresses baked in"),
+    ):
+        if getattr(config, name, False) is True:
+            raise ValueError(
+                f"optimizer.{name}=True with {FLAG_TEXT}: {why}; set optimizer.{name}=False or leave the flag unset"
+            )
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        dtype = getattr(config, name, torch.float32)
+        if isinstance(dtype, torch.dtype) and not (dtype.is_floating_point and dtype.itemsize >= 2):
+            raise ValueError(
+                f"optimizer.{name}={dtype} with {FLAG_TEXT}: FP8 moments carry scales of their own and cannot be "
+                f"offloaded; set optimizer.{name}=torch.bfloat16 or leave the flag unset"
+            )

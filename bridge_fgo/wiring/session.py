@@ -1,0 +1,236 @@
+"""One session for each top-level optimizer: drives its offloaders through a training step."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bridge_fgo.compat import Choice, choose_engine, flag_is_set, mcore_version
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine.native import NativeOffloader
+from bridge_fgo.engine.offloader import Offloader, total
+from bridge_fgo.engine.states import home_device
+from bridge_fgo.engine.transfers import make_transfers
+from bridge_fgo.figures import Figures
+from bridge_fgo.upstream.generation1 import Generation1Offloader
+from bridge_fgo.upstream.generation2 import Generation2Offloader
+from bridge_fgo.wiring.finalize import bind_reload, unbind_reload
+from bridge_fgo.wiring.optimizers import eligible
+from bridge_fgo.wiring.refusals import refuse_full_iteration_graph, refuse_optimizer_config
+
+logger = logging.getLogger(__name__)
+
+SESSION = "_bridge_fgo_session"
+OFFLOADER = "_bridge_fgo_offloader"
+UPSTREAM_OFFLOADERS: dict[str, Callable[[Any], Offloader]] = {
+    "_state_offloader": Generation1Offloader,
+    "_optimizer_state_offloader": Generation2Offloader,
+}
+"""The attribute in which each generation of mcore keeps its offloader, and the adapter for it."""
+
+_active: list[Session] = []
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_newest: weakref.ref[Session] | None = None
+
+
+class Session:
+    """The offloaders of one top-level optimizer, and where they stand in the training step.
+
+    It hangs on the optimizer, so it goes when the optimizer goes.
+
+    Args:
+        optimizer: what Bridge hands to `train_step`: a ChainedOptimizer, a MimoOptimizer or a
+            DistributedOptimizer.
+        model_config: the model config that holds `finalize_model_grads_func`.
+        config: what `install` was given.
+
+    Raises:
+        ValueError: the optimizer or a setting is refused.
+        RuntimeError: host memory could not be had.
+    """
+
+    def __init__(self, optimizer: Any, model_config: Any, config: OffloadConfig) -> None:
+        optimizer_config = getattr(optimizer, "config", None)  # an empty chain has none
+        if optimizer_config is not None:
+            refuse_optimizer_config(optimizer_config)
+        refuse_full_iteration_graph(model_config)
+        distributed = eligible(optimizer)
+        self.engine: Choice = choose_engine(config, optimizer_config)
+        self.model_config = model_config
+        self.offloaders: list[Offloader] = []
+        transfers = make_transfers(home_device(distributed[0]), config.piece_bytes) if distributed else None
+        for leaf in distributed:
+            if self.engine == "native":
+                drop_upstream_offloader(leaf)
+                assert transfers is not None
+                self.offloaders.append(NativeOffloader(leaf, config, transfers))
+            else:
+                self.offloaders.append(upstream_offloader(leaf))
+        # Only now, so that a refusal of the last one leaves nothing half attached.
+        for leaf, offloader in zip(distributed, self.offloaders, strict=True):
+            setattr(leaf, OFFLOADER, offloader)
+        self._leaves = weakref.WeakSet(distributed)
+        self.figures = Figures(self.offloaders, self.engine, mcore_version())
+        self.closed = False
+        self._proven = False  # that the offload releases memory
+        self._eligible = False  # whether this step had states to release
+        self._freed = 0
+
+    # What the wrappers call, in the order of one training step.
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Be the active session of a training step; afterwards the states are resident, on every way out
+        but an exception."""
+        bind_reload(self.model_config, self)
+        self.figures.begin_step()
+        _active.append(self)
+        try:
+            yield
+        finally:
+            _active.pop()
+        # A skipped step and an early exit leave a reload in flight: whatever reads the states next (a save,
+        # a callback) does so on the current stream.
+        for offloader in self.offloaders:
+            offloader.require_readable()
+        self.figures.end_step()
+        self._prove()
+
+    def _prove(self) -> None:
+        """Raise RuntimeError where the first step that could release memory released none."""
+        if self._proven or not self._eligible:
+            return
+        if not self._freed:
+            raise RuntimeError(
+                "optimizer.offload_optimizer_states=True, but the first training step with optimizer state to "
+                f"offload released no bytes (engine {self.engine}): the flag would be a silent no-op. Please "
+                "report this with the output of the run, and train with the flag unset meanwhile"
+            )
+        self._proven = True
+
+    def begin_pass(self) -> None:
+        """A forward-backward pass begins: start the copies out."""
+        if not self._proven:
+            self._eligible = self._eligible or any(offloader.has_states() for offloader in self.offloaders)
+        for offloader in self.offloaders:
+            offloader.offload()
+
+    def release(self) -> None:
+        """Grads are zeroed and nothing reads the states any more: let their GPU memory go."""
+        freed = sum(offloader.release() for offloader in self.offloaders)
+        self._freed += freed
+        self.figures.released(freed)
+
+    def reload(self) -> None:
+        """Backward is done: take GPU memory again and start the copies in."""
+        self.figures.reloading()
+        for offloader in self.offloaders:
+            offloader.reload()
+
+    def require(self, offloader: Offloader, write: bool) -> None:
+        """Something is about to read (and write) one optimizer's states on the current stream."""
+        with self.figures.wait.measure():
+            if write:
+                offloader.require_writable()
+            else:
+                offloader.require_readable()
+
+    def close(self) -> None:
+        """Make the states resident for good and undo what the session hung on the optimizer and the model."""
+        for offloader in self.offloaders:
+            offloader.close()
+        for leaf in self._leaves:
+            vars(leaf).pop(OFFLOADER, None)
+        unbind_reload(self.model_config, self)
+        self.offloaders = []
+        self.closed = True
+
+    def announce(self) -> None:
+        """Say in one line, on rank 0, what will happen."""
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+            return
+        gib = 2**30
+        stays = "; ".join(note for o in self.offloaders if (note := o.resident_note())) or "no state"
+        if not self.offloaders:
+            stays = "everything: this rank has only stub optimizers"
+        print(
+            f"bridge_fgo: optimizer-state offload on, engine {self.engine}, mcore {mcore_version()}: "
+            f"{total(self.offloaders, 'planned_bytes') / gib:.2f} of "
+            f"{total(self.offloaders, 'state_bytes') / gib:.2f} GiB a rank offloaded, "
+            f"{total(self.offloaders, 'pinned_bytes') / gib:.2f} GiB of host memory pinned, stays resident: {stays}",
+            flush=True,
+        )
+
+
+def upstream_offloader(leaf: Any) -> Offloader:
+    """Return the adapter of the offloader that mcore built into a DistributedOptimizer.
+
+    Raises:
+        ValueError: mcore built none, because the flag was set after the optimizer was made.
+    """
+    for name, adapter in UPSTREAM_OFFLOADERS.items():
+        if vars(leaf).get(name) is not None:
+            return adapter(leaf)
+    raise ValueError(
+        "optimizer.offload_optimizer_states=True was set after the optimizer was built, so mcore gave it no "
+        "offloader: set it before, or use OffloadConfig(engine='native')"
+    )
+
+
+def drop_upstream_offloader(leaf: Any) -> None:
+    """Take an unused offloader of mcore's off a DistributedOptimizer that the native engine serves."""
+    for name in UPSTREAM_OFFLOADERS:
+        if vars(leaf).get(name) is not None:
+            setattr(leaf, name, None)
+
+
+def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:
+    """Return the session of a top-level optimizer, made and announced on the first call.
+
+    Raises:
+        ValueError, RuntimeError: see `Session`.
+    """
+    global _newest
+    session: Session | None = vars(optimizer).get(SESSION)
+    if session is None or session.closed:
+        session = Session(optimizer, model_config, config)
+        setattr(optimizer, SESSION, session)
+        _sessions.add(session)
+        session.announce()
+    session.model_config = model_config
+    _newest = weakref.ref(session)
+    return session
+
+
+def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: OffloadConfig) -> Session | None:
+    """Return the session that drives a training step, or None where the flag is not set.
+
+    A flag that was unset in mid-run makes the states resident and closes the session.
+    """
+    if flag_is_set(cfg.optimizer):
+        return attach(optimizer, model_config, config)
+    session = None if optimizer is None else getattr(optimizer, "__dict__", {}).get(SESSION)
+    if session is not None:
+        session.close()
+        delattr(optimizer, SESSION)
+    return None
+
+
+def active_session() -> Session | None:
+    """Return the session whose training step is running."""
+    return _active[-1] if _active else None
+
+
+def newest_session() -> Session | None:
+    """Return the session that was attached or used last."""
+    return None if _newest is None else _newest()
+
+
+def all_sessions() -> list[Session]:
+    """Return the sessions whose optimizers are alive."""
+    return list(_sessions)

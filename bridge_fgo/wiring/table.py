@@ -1,0 +1,107 @@
+"""The table of patches: every binding of Bridge and mcore that this package replaces, and why that one."""
+
+from __future__ import annotations
+
+from bridge_fgo.wiring import wrappers
+from bridge_fgo.wiring.flag_field import FlagFieldPatch
+from bridge_fgo.wiring.patch import FunctionPatch, Patch
+
+TRAIN = "megatron.bridge.training.train"
+MIMO = "megatron.bridge.training.train_megatron_mimo"
+DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+
+READERS = (
+    "state_dict",
+    "get_parameter_state_dp_zero",
+    "get_parameter_state_dp_reshardable",
+    "save_parameter_state",
+    "_copy_main_params_to_param_buffer",
+    "_copy_main_params_to_model_params",
+)
+"""Methods of DistributedOptimizer that read states."""
+
+WRITERS = (
+    "step_with_ready_grads",
+    "sharded_state_dict",  # made for loading, it steps the Adam to have the states made
+    "load_state_dict",
+    "load_parameter_state",
+    "load_parameter_state_from_dp_zero",
+    "load_parameter_state_from_dp_reshardable",
+    "load_parameter_state_from_fully_reshardable",
+    "load_parameter_state_from_fs_model_space",
+    "_copy_model_params_to_main_params",
+    "offload_to_cpu",
+    "restore_from_cpu",
+)
+"""Methods of DistributedOptimizer that write states."""
+
+
+def patches() -> list[Patch]:
+    """Return the table, freshly made: a patch remembers what it replaced."""
+    table: list[Patch] = [
+        FlagFieldPatch(),
+        FunctionPatch(
+            "megatron.bridge.training.config", "ConfigContainer.validate", wrappers.validate_config, (),
+            "every road into pretrain() ends in it, before a model is built",
+        ),
+        FunctionPatch(
+            "megatron.bridge.training.setup", "setup_optimizer", wrappers.build_optimizer, ("optimizer_config",),
+            "setup() looks it up here; the flag must be hidden from mcore only while the optimizer is built",
+        ),
+        FunctionPatch(
+            "megatron.core.models.mimo.optimizer", "get_mimo_optimizer", wrappers.build_optimizer, ("config",),
+            "the MIMO setup imports it from here when it runs",
+            distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
+        ),
+        FunctionPatch(
+            "megatron.bridge.training.setup", "_update_model_config_funcs", wrappers.after_model_hooks,
+            ("optimizer", "model_config"),
+            "binds finalize after the checkpoint load: the first moment at which everything to attach to is there",
+        ),
+        FunctionPatch(
+            "megatron.bridge.training.setup_megatron_mimo", "_update_megatron_mimo_model_config_funcs",
+            wrappers.after_model_hooks, ("optimizer", "model"),
+            "the same moment of the MIMO setup",
+        ),
+        FunctionPatch(
+            "megatron.bridge.training.initialize", "compile_helpers", wrappers.compile_helpers, (),
+            "Bridge looks it up here; mcore's own stays as it is for others",
+        ),
+        FunctionPatch(
+            TRAIN, "train_step", wrappers.train_step, ("model", "optimizer", "global_state"),
+            "train() looks it up as a module global each run, and NVRx wraps what it finds there",
+        ),
+        FunctionPatch(
+            TRAIN, "get_rerun_state_machine", wrappers.get_rerun_state_machine, (),
+            "should_run_forward_backward is the only call between two passes and before grads are zeroed",
+        ),
+        FunctionPatch(
+            TRAIN, "_handle_mxfp8_param_buffer_copy", wrappers.release_after, ("optimizer", "model"),
+            "the last reader of the masters before forward; called in every pass, also where it does nothing",
+        ),
+        FunctionPatch(
+            MIMO, "train_step_megatron_mimo", wrappers.train_step_megatron_mimo,
+            ("model", "optimizer", "global_state"),
+            "the MIMO loop looks it up as a module global",
+        ),
+        FunctionPatch(
+            MIMO, "zero_grad_buffer_for_multimodule", wrappers.release_after, ("module_to_grid_tuple",),
+            "the one call between the start of the MIMO step and its forward",
+        ),
+        FunctionPatch(
+            "megatron.bridge.training.utils.train_utils", "report_memory", wrappers.report_memory, (),
+            "Bridge reads the allocator's peaks here, and the phases' figures reset them",
+        ),
+    ]  # fmt: skip
+    for names, wrapper, why in (
+        (READERS, wrappers.reads_states, "reads states, from wherever it is called"),
+        (WRITERS, wrappers.writes_states, "writes states, from wherever it is called"),
+    ):
+        table += [
+            FunctionPatch(
+                DISTRIBUTED_OPTIMIZER, f"DistributedOptimizer.{name}", wrapper, (), why,
+                distribution="megatron-core", series=((0, 15), (1, 0)), optional=name != "step_with_ready_grads",
+            )
+            for name in names
+        ]  # fmt: skip
+    return table

@@ -1,0 +1,220 @@
+"""What the patched bindings do. Each wrapper passes through unless a session is active or attached."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import wrapt
+
+from bridge_fgo.compat import CHUNKED_FLAG, FLAG, choose_engine, flag_is_set
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.wiring import installation
+from bridge_fgo.wiring.refusals import refuse_config, refuse_optimizer_config
+from bridge_fgo.wiring.reporting import log_figures
+from bridge_fgo.wiring.session import OFFLOADER, active_session, all_sessions, attach, session_for_step
+
+logger = logging.getLogger(__name__)
+
+Wrapped = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+@lru_cache(maxsize=64)
+def _signature(function: Wrapped) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _arguments(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    return _signature(wrapped).bind(*args, **kwargs).arguments
+
+
+def _config() -> OffloadConfig:
+    return installation.installed_config()
+
+
+# Before training.
+
+
+def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Refuse what cannot be combined, once Bridge has validated and finalized the config."""
+    result = wrapped(*args, **kwargs)
+    refuse_config(instance)
+    return result
+
+
+def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Keep mcore from building its own offloader where the native engine serves the run.
+
+    Generation 1's constructor asserts on any Adam but TE's, and generation 2's step goes through its
+    offloader, so the flag is hidden while the optimizer is built.
+    """
+    arguments = _arguments(wrapped, args, kwargs)
+    config = arguments.get("optimizer_config", arguments.get("config"))
+    if not flag_is_set(config):
+        return wrapped(*args, **kwargs)
+    refuse_optimizer_config(config)
+    if choose_engine(_config(), config) != "native":
+        return wrapped(*args, **kwargs)
+    before = {name: getattr(config, name) for name in (FLAG, CHUNKED_FLAG) if hasattr(config, name)}
+    for name in before:
+        setattr(config, name, False)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def after_model_hooks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Attach as soon as the optimizer exists, a checkpoint is loaded and finalize is bound.
+
+    So a refusal comes, and host memory is pinned, before the first collective of training.
+    """
+    result = wrapped(*args, **kwargs)
+    arguments = _arguments(wrapped, args, kwargs)
+    optimizer = arguments.get("optimizer")
+    if optimizer is not None and flag_is_set(getattr(optimizer, "config", None)):
+        attach(optimizer, _model_config(arguments), _config())
+    return result
+
+
+def _model_config(arguments: dict[str, Any]) -> Any:
+    from megatron.core.utils import get_model_config
+
+    if "model_config" in arguments:
+        return arguments["model_config"]
+    model = arguments["model"]
+    return get_model_config(model[0] if isinstance(model, list) else model)
+
+
+def compile_helpers(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Let Bridge go on where `make` fails but the compiled dataset helper is there.
+
+    mcore's wheel ships the helper built and no Makefile, so Bridge would exit.
+    """
+    try:
+        return wrapped(*args, **kwargs)
+    except (SystemExit, FileNotFoundError) as error:
+        try:
+            importlib.import_module("megatron.core.datasets.helpers_cpp")
+        except ImportError:
+            raise error from None
+        logger.info("megatron.core.datasets.helpers_cpp is there already; going on without make")
+        return None
+
+
+# Inside a training step.
+
+
+def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Run Bridge's step with the session of its optimizer active."""
+    arguments = _arguments(wrapped, args, kwargs)
+    state = arguments["global_state"]
+    session = session_for_step(arguments["optimizer"], _model_config(arguments), state.cfg, _config())
+    if session is None:
+        return wrapped(*args, **kwargs)
+    with session.training_step():
+        result = wrapped(*args, **kwargs)
+    log_figures(session.figures.snapshot(), state)
+    return result
+
+
+def train_step_megatron_mimo(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Run Bridge's MIMO step, which has one pass and no rerun loop, with the session active."""
+    arguments = _arguments(wrapped, args, kwargs)
+    state = arguments["global_state"]
+    session = session_for_step(arguments["optimizer"], _model_config(arguments), state.cfg, _config())
+    if session is None:
+        return wrapped(*args, **kwargs)
+    with session.training_step():
+        session.begin_pass()
+        result = wrapped(*args, **kwargs)
+    log_figures(session.figures.snapshot(), state)
+    return result
+
+
+class PassBeginningMachine(wrapt.ObjectProxy):
+    """The rerun state machine, telling the session of every pass that it grants."""
+
+    def should_run_forward_backward(self, *args: Any, **kwargs: Any) -> bool:
+        """Ask the machine; when a pass is granted, start the offload before grads are zeroed."""
+        granted = self.__wrapped__.should_run_forward_backward(*args, **kwargs)
+        session = active_session()
+        if granted and session is not None:
+            session.begin_pass()
+        return granted
+
+
+def get_rerun_state_machine(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Inside an active training step, hand out the machine that tells of passes."""
+    machine = wrapped(*args, **kwargs)
+    return machine if active_session() is None else PassBeginningMachine(machine)
+
+
+def release_after(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Release once the last reader of the masters before forward (MXFP8's copy) or the zeroing is done."""
+    result = wrapped(*args, **kwargs)
+    session = active_session()
+    if session is not None:
+        session.release()
+    return result
+
+
+# Readers and writers of the states, wherever they are called from.
+
+
+def _require(instance: Any, write: bool) -> None:
+    offloader = vars(instance).get(OFFLOADER)
+    if offloader is None:
+        return
+    session = active_session()
+    if session is not None and offloader in session.offloaders:
+        session.require(offloader, write)
+    elif write:
+        offloader.require_writable()
+    else:
+        offloader.require_readable()
+
+
+def reads_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the states readable first."""
+    _require(instance, write=False)
+    return wrapped(*args, **kwargs)
+
+
+def writes_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the states readable and writable first."""
+    _require(instance, write=True)
+    return wrapped(*args, **kwargs)
+
+
+# Figures.
+
+
+def report_memory(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Keep Bridge's peak figures those of the run, though the counters are reset between phases."""
+    import torch
+
+    peaks: dict[str, int] = {}
+    for session in all_sessions():
+        for key, value in session.figures.run_peaks.items():
+            peaks[key] = max(value, peaks.get(key, 0))
+    if not peaks:
+        return wrapped(*args, **kwargs)
+    original = torch.cuda.memory_stats
+
+    def memory_stats(*stats_args: Any, **stats_kwargs: Any) -> dict[str, Any]:
+        stats = original(*stats_args, **stats_kwargs)
+        return {**stats, **{key: max(peak, stats.get(key, 0)) for key, peak in peaks.items()}}
+
+    torch.cuda.memory_stats = memory_stats
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        torch.cuda.memory_stats = original

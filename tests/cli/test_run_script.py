@@ -1,0 +1,209 @@
+"""``bridge-fgo run``: the script sees what it sees under ``python script.py``, plus the package."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge_fgo.cli import run_script
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Runs the application in a process of its own, with an install() that only notes what it
+# was given: these tests are about the script's surroundings, on any machine.
+DRIVER = """
+import sys
+import bridge_fgo
+
+def install(config=None):
+    bridge_fgo.noted = config
+
+bridge_fgo.install = install
+from bridge_fgo.cli.main import app
+app(sys.argv[1:], prog_name="bridge-fgo")
+"""
+
+SHOW = """
+import json, sys
+import bridge_fgo
+config = bridge_fgo.noted
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__,
+    "config": {name: getattr(config, name) for name in
+               ("engine", "fraction", "slab_bytes", "piece_bytes", "moments", "master_weights")},
+}))
+"""
+
+
+def command_line(*arguments: object, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Runs ``bridge-fgo arguments...`` and returns its outcome."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    return subprocess.run(
+        [sys.executable, *python, "-c", DRIVER, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    """Returns a function that writes a script and returns its path."""
+
+    def write(text: str, name: str = "train.py") -> Path:
+        path = tmp_path / "scripts" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def shown(outcome: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert outcome.returncode == 0, outcome.stderr
+    return json.loads(outcome.stdout)
+
+
+def test_arguments_after_the_script_reach_it_verbatim(script: Any) -> None:
+    path = script(SHOW)
+    arguments = ["--help", "--engine", "native", "-x", "--a=b", "--", "plain", "", "two words"]
+    assert shown(command_line("run", path, *arguments))["argv"] == [str(path), *arguments]
+
+
+def test_the_script_is_main_and_finds_its_neighbours(script: Any) -> None:
+    path = script("import neighbour\n" + SHOW)
+    script("", "neighbour.py")
+    seen = shown(command_line("run", path))
+    assert (seen["name"], seen["file"], seen["path"]) == ("__main__", str(path), str(path.parent))
+
+
+def test_a_linked_script_finds_the_neighbours_of_the_real_one(script: Any, tmp_path: Path) -> None:
+    link = tmp_path / "link.py"
+    link.symlink_to(script(SHOW))
+    seen = shown(command_line("run", link))
+    assert seen["path"] == str((tmp_path / "scripts").resolve())
+    assert seen["argv"] == [str(link)]
+
+
+def test_a_safe_path_stays_safe(script: Any) -> None:
+    path = script(SHOW)
+    assert shown(command_line("run", path, python=("-P",)))["path"] != str(path.parent)
+
+
+def test_the_package_is_installed_with_the_options_before_the_script(script: Any) -> None:
+    options = [
+        "--engine",
+        "native",
+        "--fraction",
+        "0.5",
+        "--slab-mib",
+        "64",
+        "--piece-mib",
+        "8",
+        "--no-moments",
+    ]
+    assert shown(command_line("run", *options, script(SHOW), "--fraction", "0.1"))["config"] == {
+        "engine": "native",
+        "fraction": 0.5,
+        "slab_bytes": 64 * 2**20,
+        "piece_bytes": 8 * 2**20,
+        "moments": False,
+        "master_weights": True,
+    }
+
+
+def test_options_not_given_keep_the_defaults_of_offload_config() -> None:
+    assert run_script.config_options() == {}
+    assert run_script.config_options(no_master_weights=True) == {"master_weights": False}
+
+
+@pytest.mark.parametrize(("text", "status"), [("7", 7), ("", 0), ("None", 0), ("'no luck'", 1)])
+def test_the_exit_status_is_the_scripts(script: Any, text: str, status: int) -> None:
+    outcome = command_line("run", script(f"import sys; sys.exit({text})"))
+    assert outcome.returncode == status
+    assert outcome.stderr.strip() == ("no luck" if status == 1 else "")
+
+
+@pytest.mark.parametrize("error", ["ValueError", "EOFError", "BrokenPipeError"])
+def test_an_exception_ends_in_pythons_own_traceback(script: Any, error: str) -> None:
+    path = script(f"def inner():\n    raise {error}('told you')\n\ninner()\n")
+    outcome = command_line("run", path)
+    assert outcome.returncode == 1
+    assert "Traceback (most recent call last):" in outcome.stderr
+    assert f'File "{path}", line 2, in inner' in outcome.stderr
+    assert outcome.stderr.rstrip().endswith(f"{error}: told you")
+    assert "During handling" not in outcome.stderr
+
+
+def test_an_interrupt_is_no_short_message(script: Any) -> None:
+    outcome = command_line("run", script("raise KeyboardInterrupt"))
+    assert "Aborted" not in outcome.stderr
+    assert outcome.stderr.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_a_missing_script_is_a_clean_error() -> None:
+    outcome = command_line("run", "not_there.py", "--help")
+    assert outcome.returncode == 2
+    assert outcome.stderr == "bridge-fgo run: there is no script 'not_there.py'\n"
+
+
+def test_a_setting_that_offload_config_refuses_is_a_clean_error(script: Any) -> None:
+    outcome = command_line("run", "--fraction", "1.5", script("raise SystemExit(0)"))
+    assert outcome.returncode == 2
+    assert "fraction" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+def test_a_misspelt_option_is_not_taken_for_the_script(script: Any) -> None:
+    outcome = command_line("run", "--engin", "native", script("raise SystemExit(0)"))
+    assert outcome.returncode == 2
+    assert "--engin" in outcome.stderr
+
+
+def test_help_imports_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys\n"
+        "from bridge_fgo.cli.main import app\n"
+        "try:\n    app(['--help'])\n"
+        "except SystemExit:\n    pass\n"
+        "loaded = {'torch', 'megatron'} & set(sys.modules)\n"
+        "sys.exit(f'loaded: {loaded}' if loaded else 0)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    outcome = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert "run" in outcome.stdout and "demo" in outcome.stdout
+
+
+def test_python_dash_m_installs_the_package_for_the_script(script: Any) -> None:
+    # install() without settings returns the handle of what is installed, if anything is.
+    path = script("import bridge_fgo\nprint(bridge_fgo.install().config.fraction)\n")
+    outcome = subprocess.run(
+        [sys.executable, "-m", "bridge_fgo", "run", "--fraction", "0.25", path],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert (outcome.returncode, outcome.stdout) == (0, "0.25\n"), outcome.stderr
+
+
+def test_python_dash_m_reports_a_missing_script() -> None:
+    outcome = subprocess.run(
+        [sys.executable, "-m", "bridge_fgo", "run", "not_there.py"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert (outcome.returncode, outcome.stderr) == (2, "bridge-fgo run: there is no script 'not_there.py'\n")

@@ -1,0 +1,95 @@
+"""Bridge's own ``pretrain()`` with TE FusedAdam: offloaded training against resident training.
+
+Each arm is a process (under torchrun: several), so that neither inherits anything from
+the other. Imports alone take about half a minute an arm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+import pytest
+
+from bridge_fgo.cli import demo
+
+ARM = "bridge_fgo.cli.arms.gpu"
+
+# 128M parameters, 1.5 GB of masters and moments; four microbatches a step.
+SMALL = ("--layers", "4", "--hidden", "1024", "--heads", "16", "--seq", "1024", "--mbs", "2", "--gbs", "8")
+# The same parameters with larger microbatches. Attention scores of 16 heads over 4 x 2048
+# tokens and the logits hold several GB more than the states do. So the peak lies in the
+# backward pass, and not in the optimizer step, where the states have to be resident.
+MANY_ACTIVATIONS = (*SMALL[:6], "--seq", "2048", "--mbs", "4", "--gbs", "16")
+PRECISION_AWARE = ("--precision-aware", "--moments-dtype", "bf16")
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    """Returns what goes between ``python`` and ``-m ARM`` to start ``ranks`` processes; () for one."""
+    if ranks == 1:
+        return ()
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    master = ("--master-addr", "127.0.0.1", "--master-port", str(port))
+    return ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *master)
+
+
+def both_arms(folder: Path, *options: str, steps: int, ranks: int = 1) -> tuple[demo.ArmRun, demo.ArmRun]:
+    """Runs the resident and the offloaded arm; the test fails with the log's end where one fails."""
+    arms = []
+    for name, offload in (("resident", "off"), ("offloaded", "on")):
+        all_options = [*options, "--steps", str(steps), "--offload", offload]
+        try:
+            arms.append(demo.run_arm(name, ARM, all_options, folder, launcher=torchrun(ranks)))
+        except demo.ArmFailed as failure:
+            pytest.fail(f"{failure}\n{failure.log_tail}")
+    return arms[0], arms[1]
+
+
+def assert_bitwise_equal(resident: demo.ArmRun, offloaded: demo.ArmRun, steps: int) -> None:
+    """Also checks that the comparison is one: all steps ran, and states did leave the GPU."""
+    assert len(resident.steps) == len(offloaded.steps) == steps
+    assert all(loss is not None for loss in resident.values("loss"))
+    assert resident.result["released_bytes"] == 0 < offloaded.result["released_bytes"]
+    same = demo.compare(resident, offloaded)
+    first = next((index + 1 for index, equal in enumerate(same.steps) if not equal), None)
+    assert same.bitwise_equal, f"{same.parts}, first different step: {first}"
+
+
+def needs_gpus(count: int) -> None:
+    """Skips the test where fewer than ``count`` GPUs are visible."""
+    import torch
+
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [(), PRECISION_AWARE], ids=["fused_adam", "precision_aware_bf16_moments"])
+def test_50_steps_are_bitwise_equal_to_resident(tmp_path: Path, options: tuple[str, ...]) -> None:
+    resident, offloaded = both_arms(tmp_path, *SMALL, *options, steps=50)
+    assert_bitwise_equal(resident, offloaded, steps=50)
+
+
+@pytest.mark.gpu
+def test_peak_allocated_falls_by_the_bytes_offloaded(tmp_path: Path) -> None:
+    resident, offloaded = both_arms(tmp_path, *MANY_ACTIVATIONS, steps=8)
+    assert_bitwise_equal(resident, offloaded, steps=8)
+    fallen = resident.result["peak_allocated_bytes"] - offloaded.result["peak_allocated_bytes"]
+    assert fallen >= 0.95 * offloaded.result["released_bytes"], (resident.result, offloaded.result)
+
+
+@pytest.mark.gpu
+def test_tensor_parallel_2_is_bitwise_equal_to_resident(tmp_path: Path) -> None:
+    needs_gpus(2)
+    resident, offloaded = both_arms(tmp_path, *SMALL, "--tp", "2", steps=20, ranks=2)
+    assert_bitwise_equal(resident, offloaded, steps=20)
+
+
+@pytest.mark.gpu
+def test_data_parallel_2_with_overlap_is_bitwise_equal_to_resident(tmp_path: Path) -> None:
+    needs_gpus(2)
+    resident, offloaded = both_arms(tmp_path, *SMALL, "--dp-overlap", steps=20, ranks=2)
+    assert_bitwise_equal(resident, offloaded, steps=20)

@@ -1,0 +1,37 @@
+"""OffloadConfig: a user's mistake is a ValueError that names the setting."""
+
+import dataclasses
+
+import pytest
+
+from bridge_fgo import OffloadConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"engine": "fast"}, "engine"),
+        ({"fraction": 0.0}, "fraction"),
+        ({"fraction": 1.5}, "fraction"),
+        ({"fraction": True}, "fraction"),
+        ({"fraction": "half"}, "fraction"),
+        ({"moments": False, "master_weights": False}, "moments"),
+        ({"moments": 1}, "moments"),
+        ({"slab_bytes": 10}, "slab_bytes"),
+        ({"piece_bytes": 1.5}, "piece_bytes"),
+        ({"pin_memory": None}, "pin_memory"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(settings, name):
+    with pytest.raises(ValueError, match=rf"OffloadConfig\.{name}"):
+        OffloadConfig(**settings)
+
+
+def test_it_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OffloadConfig().fraction = 0.5  # type: ignore[misc]
+
+
+def test_settings_that_only_native_honours_are_listed():
+    assert OffloadConfig().native_only_settings() == []
+    assert OffloadConfig(engine="mcore", fraction=0.5).native_only_settings() == ["fraction=0.5"]
