@@ -23,10 +23,13 @@ def version_of(distribution: str) -> str:
 
 
 def mcore_version() -> str:
-    """Return mcore's own version, which is right also for a checkout that shadows the wheel."""
+    """Return mcore's own version, which is right also for a checkout that shadows the wheel.
+
+    Without the local part: mcore puts the commit of whatever git repository the process runs in there.
+    """
     from megatron.core.package_info import __version__
 
-    return str(__version__)
+    return str(__version__).partition("+")[0]
 
 
 def release(version: str) -> tuple[int, int]:

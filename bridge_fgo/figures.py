@@ -43,6 +43,9 @@ class Stats:
     peak_step_bytes: int | None = None
     """Peak of allocated GPU memory in the rest of the step: reload, optimizer step, offload. None without a
     GPU."""
+    peak_reserved_bytes: int | None = None
+    """Peak of GPU memory that PyTorch's allocator reserved in the step: what another process cannot have. None
+    without a GPU."""
     reload_wait_seconds: float | None = None
     """Time that the compute stream stood still for the reload, of the newest step in which it is known (the
     GPU reports it a step late). None without a GPU."""
@@ -50,7 +53,7 @@ class Stats:
     def scalars(self) -> dict[str, float]:
         """Return the figures that belong in a dashboard, by tag."""
         names = ("released_bytes", "bytes_offloaded", "bytes_reloaded", "pinned_bytes", "passes")
-        optional = ("peak_forward_backward_bytes", "peak_step_bytes", "reload_wait_seconds")
+        optional = ("peak_forward_backward_bytes", "peak_step_bytes", "peak_reserved_bytes", "reload_wait_seconds")
         values = asdict(self)
         return {f"bridge_fgo/{n}": values[n] for n in (*names, *optional) if values[n] is not None}
 
@@ -99,6 +102,7 @@ class Figures:
         self.wait = ReloadWait()
         self._moved = (0, 0)
         self._step_peak: int | None = None
+        self._reserved_peak: int | None = None
         self._now = Stats(
             engine, mcore, state_bytes=self._sum("state_bytes"), offloaded_bytes=self._sum("planned_bytes")
         )
@@ -124,7 +128,7 @@ class Figures:
             peak_forward_backward_bytes=None,
             reload_wait_seconds=waited if waited is not None else self._now.reload_wait_seconds,
         )
-        self._step_peak = None
+        self._step_peak = self._reserved_peak = None
 
     def released(self, nbytes: int) -> None:
         """Note a release; a forward-backward pass begins."""
@@ -148,6 +152,7 @@ class Figures:
             bytes_offloaded=self._sum("bytes_out") - out,
             bytes_reloaded=self._sum("bytes_in") - back,
             peak_step_bytes=self._step_peak,
+            peak_reserved_bytes=self._reserved_peak,
         )
 
     def _end_of_other_phase(self) -> None:
@@ -164,6 +169,7 @@ class Figures:
             if key.endswith(".all.peak"):
                 self.run_peaks[key] = max(value, self.run_peaks.get(key, 0))
         torch.cuda.reset_peak_memory_stats()
+        self._reserved_peak = max(stats.get("reserved_bytes.all.peak", 0), self._reserved_peak or 0)
         return stats.get("allocated_bytes.all.peak", 0)
 
 

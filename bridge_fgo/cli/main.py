@@ -84,9 +84,7 @@ app = typer.Typer(
 )
 def run_command(
     context: typer.Context,
-    script: Annotated[
-        Path, typer.Argument(metavar="SCRIPT", help="The training script.", show_default=False)
-    ],
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Training script.", show_default=False)],
     args: Annotated[
         list[str] | None,
         typer.Argument(metavar="ARGS", help="Passed to SCRIPT verbatim.", show_default=False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,16 +38,17 @@ class ReloadThenFinalize:
         return self.bound(*args, **kwargs)
 
 
-def layers(function: Any) -> list[Any]:
-    """Return a function and what it wraps, outermost first, through `partial` and `__wrapped__`."""
-    found = []
-    while function is not None and function not in found:
-        found.append(function)
+def layers(function: Any) -> Iterator[Any]:
+    """Yield a function and what it wraps, outermost first, through `partial` and `functools.wraps`."""
+    while function is not None:
+        yield function
         if isinstance(function, ReloadThenFinalize):
             function = function.bound
+        elif isinstance(function, functools.partial):
+            function = function.func
         else:
-            function = getattr(function, "func", None) or getattr(function, "__wrapped__", None)
-    return found
+            # Not getattr: a mock has every attribute, and each would be followed for ever.
+            function = getattr(function, "__dict__", {}).get("__wrapped__")
 
 
 def bind_reload(model_config: Any, session: Session) -> None:

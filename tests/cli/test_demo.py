@@ -16,6 +16,8 @@ from bridge_fgo.cli import demo
 
 NAN_BITS = 0x7FF8000000000000
 
+Captured = pytest.CaptureFixture[str]
+
 
 def step(number: int, loss: float = 1.0, grad_norm: float = 0.5, skipped: bool = False) -> demo.Event:
     """Returns a step's event as an arm writes it."""
@@ -162,9 +164,7 @@ def run_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_equal_arms_exit_with_0_and_print_one_json_object(
-    run_fake: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_arms_exit_with_0_and_print_one_json_object(run_fake: Any, capfd: Captured) -> None:
     assert run_fake(json_output=True) == 0
     printed = json.loads(capfd.readouterr().out)
     assert printed["loss_resident"] == printed["loss_offloaded"] == [1 / 3, 2 / 3, 1.0]
@@ -181,7 +181,7 @@ def test_equal_arms_exit_with_0_and_print_one_json_object(
     assert {name: printed[name] for name in wanted} == wanted
 
 
-def test_the_report_says_bitwise_equal(run_fake: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_report_says_bitwise_equal(run_fake: Any, capfd: Captured) -> None:
     assert run_fake() == 0
     printed = capfd.readouterr().out
     assert "Bitwise equal" in printed
@@ -189,23 +189,19 @@ def test_the_report_says_bitwise_equal(run_fake: Any, capfd: pytest.CaptureFixtu
     assert "0.333333333" in printed
 
 
-def test_arms_that_differ_exit_with_1(run_fake: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_arms_that_differ_exit_with_1(run_fake: Any, capfd: Captured) -> None:
     assert run_fake("loss") == 1
     assert "NOT bitwise equal" in capfd.readouterr().out
     assert run_fake("loss", json_output=True) == 1
     assert json.loads(capfd.readouterr().out)["bitwise_equal"] is False
 
 
-def test_an_offloaded_arm_that_released_nothing_exits_with_1(
-    run_fake: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_offloaded_arm_that_released_nothing_exits_with_1(run_fake: Any, capfd: Captured) -> None:
     assert run_fake("nothing") == 1
     assert "released no memory" in capfd.readouterr().err
 
 
-def test_an_arm_that_fails_exits_with_2_and_shows_its_last_lines(
-    run_fake: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_arm_that_fails_exits_with_2_and_shows_its_last_lines(run_fake: Any, capfd: Captured) -> None:
     assert run_fake("crash", json_output=True, steps=40) == 2
     captured = capfd.readouterr()
     assert captured.out == ""
@@ -214,12 +210,12 @@ def test_an_arm_that_fails_exits_with_2_and_shows_its_last_lines(
     assert "trained step 11\n" not in captured.err, "only the last 30 lines are shown"
 
 
-def test_an_arm_without_a_result_exits_with_2(run_fake: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_arm_without_a_result_exits_with_2(run_fake: Any, capfd: Captured) -> None:
     assert run_fake("silent") == 2
     assert "no result" in capfd.readouterr().err
 
 
-def test_json_has_null_for_a_loss_that_is_nan(run_fake: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_has_null_for_a_loss_that_is_nan(run_fake: Any, capfd: Captured) -> None:
     assert run_fake("nan", json_output=True) == 1
     text = capfd.readouterr().out
     printed = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -235,7 +231,7 @@ def test_keep_leaves_logs_and_events_and_a_second_demo_starts_afresh(run_fake: A
 
 
 def test_without_megatron_bridge_the_error_names_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: Captured
 ) -> None:
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
     assert demo.run(demo.Settings()) == 2
@@ -250,7 +246,7 @@ def test_without_megatron_bridge_the_error_names_what_to_install(
     or importlib.util.find_spec("bridge_fgo.cli.arms.cpu") is None,
     reason="the CPU arm is not there",
 )
-def test_demo_on_the_cpu_is_bitwise_equal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_demo_on_the_cpu_is_bitwise_equal(tmp_path: Path, capfd: Captured) -> None:
     status = demo.run(demo.Settings(steps=4, json_output=True, device="cpu", keep=tmp_path))
     captured = capfd.readouterr()
     assert status == 0, captured.err

@@ -178,9 +178,8 @@ def test_help_imports_neither_torch_nor_megatron() -> None:
         "sys.exit(f'loaded: {loaded}' if loaded else 0)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    outcome = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
-    )
+    command = [sys.executable, "-c", code]
+    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert outcome.returncode == 0, outcome.stderr
     assert "run" in outcome.stdout and "demo" in outcome.stdout
 

@@ -7,7 +7,8 @@ Engine is absent. Stood in for:
   annotations and base classes); mcore does not. So mcore is imported first, with Transformer Engine hidden,
   and decides on its own fallbacks; then Bridge gets three hollow modules. A machine that has the real one
   hides it too: its FusedAdam steps only CUDA tensors.
-- `nvidia_resiliency_ext`. `megatron.bridge.training.pretrain` needs one class of it for an annotation.
+- `nvidia_resiliency_ext`, where it is not installed. `megatron.bridge.training.pretrain` needs one class of
+  it, for an annotation.
 - CUDA. mcore creates tensors on `torch.cuda.current_device()` or "cuda", uses streams, and reads
   `Tensor.type()` to tell dtypes apart.
 
@@ -42,6 +43,14 @@ HOLLOW_MODULES = {
 """Modules that Bridge imports without a fallback. Other modules of these packages are said to be missing, so
 that whoever asks for one takes the path for that."""
 
+IMPORTED_WITHOUT_TRANSFORMER_ENGINE = (
+    "extensions.transformer_engine",
+    "optimizer",
+    "models.gpt.gpt_model",
+    "tensor_parallel.random",
+)
+"""Modules of `megatron.core` that ask for Transformer Engine when imported and serve a training step."""
+
 PATCHED_BY_THE_PACKAGE = ("train", "setup", "pretrain", "setup_megatron_mimo", "train_megatron_mimo")
 """Modules of `megatron.bridge.training` that must be importable, for the package patches them."""
 
@@ -75,7 +84,9 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Answers for the packages that stand in: missing while `hiding`, hollow afterwards."""
 
     def __init__(self) -> None:
-        self.packages = {name.split(".")[0] for name in HOLLOW_MODULES}
+        self.packages = {"transformer_engine"}
+        if importlib.util.find_spec("nvidia_resiliency_ext") is None:
+            self.packages.add("nvidia_resiliency_ext")
         self.hiding = True
 
     def find_spec(
@@ -104,7 +115,11 @@ class CudaAsCpu(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
@@ -207,14 +222,13 @@ def remove_standins() -> None:
 def _import_bridge() -> None:
     if "transformer_engine" in sys.modules:
         raise RuntimeError(
-            "transformer_engine is imported already, so that mcore would build an Adam for CUDA tensors; run the "
-            "CPU arm in a process of its own"
+            "transformer_engine is imported already, so that mcore would build an Adam for CUDA tensors; run "
+            "the CPU arm in a process of its own"
         )
     finder = StandInFinder()
     sys.meta_path.insert(0, finder)
     try:
-        # All that asks for Transformer Engine when it is imported and serves a training step.
-        for name in ("extensions.transformer_engine", "optimizer", "models.gpt.gpt_model", "tensor_parallel.random"):
+        for name in IMPORTED_WITHOUT_TRANSFORMER_ENGINE:
             importlib.import_module(f"megatron.core.{name}")
         finder.hiding = False
         for name in PATCHED_BY_THE_PACKAGE:

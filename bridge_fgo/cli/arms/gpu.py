@@ -35,7 +35,11 @@ FIRST_MEASURED_STEP = 4
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options; a combination that makes no sense ends the process with status 2."""
-    parser = argparse.ArgumentParser(prog="python -m bridge_fgo.cli.arms.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bridge_fgo.cli.arms.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     size = parser.add_argument_group("size")
     size.add_argument("--layers", type=int, default=8)
     size.add_argument("--hidden", type=int, default=2048)
@@ -193,7 +197,8 @@ def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, tor
     Masters are the inner optimizer's parameters, or their ``master_param`` states (fp32,
     or int16 remainders) where the precision-aware optimizer holds them. Looks for them
     itself instead of asking the package: what is compared should not depend on what is
-    being tested. Raises RuntimeError where a tensor's memory is released.
+    being tested. Raises RuntimeError where a tensor's memory is released, and where there
+    are no masters or moments: equal digests of nothing would prove nothing.
     """
     state: dict[str, dict[str, torch.Tensor]] = {"params": {}, "masters": {}, "moments": {}}
     for chunk, module in enumerate(model):
@@ -205,19 +210,17 @@ def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, tor
         inner = distributed.optimizer
         if inner is None:  # a rank with nothing to train
             continue
-        held = distributed.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         for group, parameters in enumerate(inner.param_groups):
             for index, parameter in enumerate(parameters["params"]):
                 name = f"{number}.{group}.{index}"
                 states = inner.state.get(parameter, {})
-                if not held:
-                    state["masters"][name] = parameter
-                elif "master_param" in states:
-                    state["masters"][name] = states["master_param"]
+                state["masters"][name] = states.get("master_param", parameter)
                 for key in ("exp_avg", "exp_avg_sq"):
                     if key in states:
                         state["moments"][f"{name}.{key}"] = states[key]
     for part, tensors in state.items():
+        if not tensors:
+            raise RuntimeError(f"found no {part} to compare after training")
         for name, tensor in tensors.items():
             end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
             if tensor.untyped_storage().nbytes() < end:
@@ -298,9 +301,10 @@ def make_recorder(options: argparse.Namespace) -> Callback:
             stats = bridge_fgo.stats()
             forward_backward = 0 if stats is None else stats.peak_forward_backward_bytes or 0
             step = 0 if stats is None else stats.peak_step_bytes or 0
+            reserved = 0 if stats is None else stats.peak_reserved_bytes or 0
             newest = {
                 "allocated": max(torch.cuda.max_memory_allocated(), forward_backward, step),
-                "reserved": max(torch.cuda.max_memory_reserved(), torch.cuda.memory_reserved()),
+                "reserved": max(torch.cuda.max_memory_reserved(), reserved),
                 "forward_backward": forward_backward,
                 "step": step,
             }
@@ -336,9 +340,8 @@ def use_one_rank_by_default() -> None:
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ.update(
-        RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def skip_building_what_is_built() -> None:

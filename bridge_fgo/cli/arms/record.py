@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One training step. `step` counts from 1; `loss` and `grad_norm` are None where Bridge gave none."""
+    """One training step, counted from 1. `loss` and `grad_norm` are None where Bridge gave none."""
 
     step: int
     loss: float | None
@@ -30,6 +30,11 @@ class StepRecord:
     """Status with which Bridge's loop would end the process after this step; None where it would go on."""
     should_checkpoint: bool = False
     """Whether Bridge's loop would save a checkpoint before it ends the process."""
+
+    def event(self) -> dict[str, Any]:
+        """Return the arguments of `EventWriter.step`."""
+        names = ("step", "loss", "grad_norm", "skipped", "passes", "seconds")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass
@@ -58,10 +63,8 @@ class EventWriter:
 
     def start(self, device: str) -> None:
         """Write the first event: where the arm runs ("cpu", or the GPU's name) and on which versions."""
-        versions = {
-            name: metadata.version(distribution)
-            for name, distribution in (("bridge", "megatron-bridge"), ("mcore", "megatron-core"), ("torch", "torch"))
-        }
+        distributions = {"bridge": "megatron-bridge", "mcore": "megatron-core", "torch": "torch"}
+        versions = {name: metadata.version(wheel) for name, wheel in distributions.items()}
         self._write("start", device=device, **versions)
 
     def step(

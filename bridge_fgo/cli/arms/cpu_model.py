@@ -1,0 +1,293 @@
+"""What the CPU arm trains: options, Bridge's config, a small GPT in mcore's DDP, data, and a schedule."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+Precision = Literal["bf16", "fp16", "fp32_params"]
+
+CONSTANT_LOSS_SCALE = 128.0
+"""Gives bf16 the grad scaler without which mcore does not look for infs; a power of two, so that scaling and
+unscaling are exact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuOptions:
+    """What to train and what to let happen. Steps count from 1.
+
+    Raises:
+        ValueError: an option that cannot be had; the message names it.
+    """
+
+    offload: bool = False
+    """`cfg.optimizer.offload_optimizer_states`."""
+    chunks: int = 1
+    """Model chunks (virtual pipeline stages) on the one rank: 1 or 2."""
+    experts: bool = False
+    """Mixture of experts, so that the ChainedOptimizer has a DistributedOptimizer for dense parameters and
+    another for expert parameters."""
+    precision: Precision = "bf16"
+    """"fp16" scales the loss dynamically, from so high that the first steps overflow and are skipped.
+    "fp32_params" is bf16 with native fp32 layer norms, whose "masters" are views of DDP's buffers."""
+    adam: Literal["torch"] = "torch"
+    """The Adam inside: mcore's fallback, torch.optim.AdamW."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients during backward, as soon as they are ready."""
+    found_inf_steps: frozenset[int] = frozenset()
+    """Steps whose gradients are infinite, so that the optimizer skips them."""
+    grad_norm_skip_steps: frozenset[int] = frozenset()
+    """Steps that the optimizer skips because of `grad_norm_skip_threshold`."""
+    rerun_steps: frozenset[int] = frozenset()
+    """Steps with a transient fault in the first forward-backward pass, so that there is a second one."""
+    checkpoint_exit_step: int | None = None
+    """Step with a fault in both passes, after which Bridge's loop would save a checkpoint and exit."""
+    layers: int = 2
+    """Transformer layers of each chunk: mcore does not divide them on a single pipeline rank."""
+    hidden: int = 128
+    vocab: int = 256
+    sequence: int = 32
+    microbatches: int = 2
+    micro_batch_size: int = 2
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if self.chunks not in (1, 2):
+            raise ValueError(f"chunks={self.chunks}: use 1 or 2")
+        if self.layers % self.chunks:
+            raise ValueError(f"layers={self.layers}: use a multiple of chunks={self.chunks}")
+        if self.precision not in get_args(Precision):
+            one_of = ", ".join(get_args(Precision))
+            raise ValueError(f"precision={self.precision!r}: use one of {one_of}")
+        if self.adam != "torch":
+            raise ValueError(f"adam={self.adam!r}: only 'torch' runs on the CPU")
+        exits = set() if self.checkpoint_exit_step is None else {self.checkpoint_exit_step}
+        for name, steps in (("rerun_steps", self.rerun_steps), ("checkpoint_exit_step", exits)):
+            if any(step < 2 for step in steps):
+                raise ValueError(f"{name}: use steps from 2 on; Bridge does not validate the first step")
+        if exits & self.rerun_steps:
+            raise ValueError(f"checkpoint_exit_step={self.checkpoint_exit_step} is one of rerun_steps")
+
+
+def make_config(options: CpuOptions) -> Any:
+    """Return Bridge's ConfigContainer, not validated yet.
+
+    Nothing in it depends on how many steps will run, so that a shorter run is the beginning of a longer one.
+    """
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.training import config as bridge
+
+    half = torch.float16 if options.precision == "fp16" else torch.bfloat16
+    is_fp16 = half == torch.float16
+    experts: dict[str, Any] = {}
+    if options.experts:
+        experts.update(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=options.hidden)
+    model = GPTModelProvider(
+        num_layers=options.layers,
+        hidden_size=options.hidden,
+        ffn_hidden_size=4 * options.hidden,
+        num_attention_heads=4,
+        vocab_size=options.vocab,
+        seq_length=options.sequence,
+        virtual_pipeline_model_parallel_size=options.chunks if options.chunks > 1 else None,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        hidden_dropout=0.1,  # so that a rerun that did not restore the random state would differ
+        attention_dropout=0.0,
+        add_bias_linear=not options.experts,  # mcore's plain-torch experts cannot differentiate a bias
+        fp16=is_fp16,
+        bf16=not is_fp16,
+        params_dtype=half,
+        pipeline_dtype=half,
+        autocast_dtype=half,
+        use_cpu_initialization=True,
+        # Everything fused is a CUDA kernel.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        cross_entropy_loss_fusion=False,
+        persist_layer_norm=False,
+        transformer_layer_spec=layer_spec,
+        **experts,
+    )
+    optimizer: Any = bridge.OptimizerConfig(
+        optimizer="adam",
+        lr=2e-3,
+        min_lr=1e-4,
+        clip_grad=1.0,
+        fp16=is_fp16,
+        bf16=not is_fp16,
+        params_dtype=half,
+        use_distributed_optimizer=True,
+        loss_scale=CONSTANT_LOSS_SCALE if options.found_inf_steps and not is_fp16 else None,
+        initial_loss_scale=2.0**20,
+        loss_scale_window=4,
+        hysteresis=1,
+    )
+    # An attribute and no argument: mcore releases without an offloader have no such field.
+    optimizer.offload_optimizer_states = options.offload
+    validates = options.rerun_steps or options.checkpoint_exit_step is not None
+    rerun_mode = "validate_results" if validates else "disabled"
+    return bridge.ConfigContainer(
+        model=model,
+        train=bridge.TrainingConfig(
+            micro_batch_size=options.micro_batch_size,
+            global_batch_size=options.micro_batch_size * options.microbatches,
+            train_iters=1000,
+        ),
+        optimizer=optimizer,
+        scheduler=bridge.SchedulerConfig(
+            lr_decay_style="cosine",
+            lr_decay_iters=1000,
+            lr_warmup_iters=0,  # with a warm-up the first step's learning rate is 0 and updates nothing
+            start_weight_decay=0.01,
+            end_weight_decay=0.01,
+            weight_decay_incr_style="constant",
+        ),
+        ddp=bridge.DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=options.overlap_grad_reduce,
+            overlap_param_gather=False,
+            check_for_nan_in_grad=False,  # would raise where the optimizer is to find the infs
+        ),
+        dataset=bridge.MockGPTDatasetConfig(
+            seq_length=options.sequence,
+            random_seed=options.seed,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+        ),
+        rerun_state_machine=bridge.RerunStateMachineConfig(rerun_mode=rerun_mode),
+        logger=bridge.LoggerConfig(),
+        tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=options.vocab),
+        checkpoint=bridge.CheckpointConfig(),
+    )
+
+
+def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Return mcore's layers of plain torch for one model chunk."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, pp_rank=0)
+
+
+def make_model(options: CpuOptions, cfg: Any, groups: Any) -> list[torch.nn.Module]:
+    """Return the model chunks, each as DDP(Float16Module(GPTModel)), like Bridge's `get_model`.
+
+    Not through `get_model`, because it makes several chunks only on several pipeline ranks.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.module import Float16Module
+
+    provider = cfg.model
+    provider._pg_collection = groups
+    model = []
+    for chunk in range(options.chunks):
+        module = Float16Module(provider, provider.provide(vp_stage=chunk if options.chunks > 1 else None))
+        for name, parameter in module.named_parameters():
+            if ".experts." in name:
+                # mcore says so itself only where expert parallelism spans several ranks.
+                parameter.allreduce = False  # type: ignore[reportAttributeAccessIssue]
+        if options.precision == "fp32_params":
+            for layer in module.modules():
+                if isinstance(layer, torch.nn.LayerNorm):
+                    layer.float()
+        model.append(
+            DistributedDataParallel(
+                provider,
+                cfg.ddp,
+                module,
+                disable_bucketing=chunk > 0,
+                pg_collection=groups,
+            )
+        )
+    return model
+
+
+def microbatches(options: CpuOptions) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield microbatches for ever: "tokens" and "labels", int64 of (micro_batch_size, sequence).
+
+    Each row counts up by a stride of its own, which a small model can learn.
+    """
+    generator = torch.Generator().manual_seed(options.seed)
+    rows = (options.micro_batch_size, 1)
+    while True:
+        start = torch.randint(options.vocab, rows, generator=generator)
+        stride = torch.randint(1, 4, rows, generator=generator)
+        row = (start + stride * torch.arange(options.sequence + 1)) % options.vocab
+        yield {"tokens": row[:, :-1].contiguous(), "labels": row[:, 1:].contiguous()}
+
+
+def forward_backward_chunks(
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: list[Iterator[dict[str, torch.Tensor]]],
+    model: list[torch.nn.Module],
+    num_microbatches: int,
+    pg_collection: Any,
+    forward_only: bool = False,
+    force_all_reduce: bool = False,
+    **unused: Any,
+) -> list[dict[str, torch.Tensor]]:
+    """Run forward and backward of several model chunks that lie on one rank; return the microbatches' losses.
+
+    mcore's interleaved schedule cannot do this: with one pipeline rank it plans no warm-up, so that its first
+    backward comes before the last chunk's first forward. This one is built of the same parts: mcore's
+    forward_step and backward_step for one chunk, and one call of `finalize_model_grads_func` for all chunks.
+    Each microbatch goes forward through all chunks and back before the next.
+    """
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.utils import get_model_config
+
+    assert not forward_only, "this schedule is for training"
+    config = get_model_config(model[0])
+    last = len(model) - 1
+    losses: list[dict[str, torch.Tensor]] = []
+    tokens = torch.zeros([], dtype=torch.int)
+    for microbatch in range(num_microbatches):
+        with contextlib.ExitStack() as no_sync:
+            if config.no_sync_func is not None and microbatch < num_microbatches - 1:
+                for chunk_no_sync in config.no_sync_func:
+                    no_sync.enter_context(chunk_no_sync())
+            inputs: list[torch.Tensor | None] = [None]
+            outputs: list[Any] = []
+            for chunk, module in enumerate(model):
+                output: Any
+                output, count = schedules.forward_step(
+                    forward_step_func,
+                    data_iterator[chunk],
+                    module,
+                    num_microbatches,
+                    inputs[chunk],
+                    losses,
+                    config,
+                    pg_collection.cp.size(),
+                    is_first_microbatch=microbatch == 0,
+                    current_microbatch=microbatch,
+                    vp_stage=chunk,
+                    is_last_stage=chunk == last,
+                )
+                tokens += count
+                outputs.append(output)
+                if chunk < last:
+                    # What the next stage would receive: the values, without the graph.
+                    inputs.append(output.detach().clone().requires_grad_())
+                    schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
+            gradient = None
+            for chunk in reversed(range(len(model))):
+                gradient = schedules.backward_step(inputs[chunk], outputs[chunk], gradient, config)
+    if config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func(
+            model,
+            tokens if config.calculate_per_token_loss else None,
+            pg_collection=pg_collection,
+            force_all_reduce=force_all_reduce,
+        )
+    return losses

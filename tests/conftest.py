@@ -1,0 +1,41 @@
+"""Shared fixtures of the CPU lane: the real Bridge with Transformer Engine and CUDA standing in."""
+
+import pytest
+
+import bridge_fgo
+
+
+@pytest.fixture
+def bridge_train(cpu_standins):
+    """Bridge's real train module."""
+    import megatron.bridge.training.train as module
+
+    return module
+
+
+@pytest.fixture(scope="session")
+def cpu_standins():
+    """Install the stand-ins once; they serve the whole run."""
+    from bridge_fgo.cli.arms.cpu_standin import install_standins, remove_standins
+
+    install_standins()
+    yield
+    remove_standins()
+
+
+@pytest.fixture
+def installed(cpu_standins):
+    """The package installed for one test, with the native engine."""
+    with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")) as handle:
+        yield handle
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_installed():
+    """Fail a test that leaves the package installed, and clean up for the next."""
+    yield
+    from bridge_fgo.wiring import installation
+
+    left = installation._installation is not None
+    bridge_fgo.uninstall()
+    assert not left, "the test left bridge_fgo installed"

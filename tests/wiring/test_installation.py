@@ -1,0 +1,131 @@
+"""install() and uninstall(): idempotent, exact, all or nothing."""
+
+import subprocess
+import sys
+
+import pytest
+
+import bridge_fgo
+from bridge_fgo.wiring.table import patches
+
+
+def bindings():
+    """Return every binding of the modules and classes that the table touches."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    modules = {patch.module for patch in patches()} & set(sys.modules)
+    owners = [sys.modules[name] for name in sorted(modules)]
+    config = sys.modules["megatron.bridge.training.config"]
+    owners += [DistributedOptimizer, config.ConfigContainer, *config.OptimizerConfig.__mro__[:2]]
+    found = {(owner.__name__, name): value for owner in owners for name, value in vars(owner).items()}
+    for cls in config.OptimizerConfig.__mro__[:2]:
+        found[(cls.__qualname__, "fields")] = tuple(cls.__dataclass_fields__)
+        found[(cls.__qualname__, "annotations")] = tuple(cls.__annotations__)
+    return found
+
+
+def test_uninstall_leaves_every_binding_identical(cpu_standins):
+    before = bindings()
+    bridge_fgo.install()
+    assert {key for key, value in bindings().items() if before.get(key) is not value}
+    bridge_fgo.uninstall()
+    after = bindings()
+    assert after.keys() == before.keys()
+    assert [key for key in before if before[key] is not after[key] and before[key] != after[key]] == []
+
+
+def test_every_patch_of_the_table_is_applied(cpu_standins):
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    handle = bridge_fgo.install()
+    assert {patch.name for patch, _ in handle._applied} == {patch.name for patch in patches()}
+    assert hasattr(DistributedOptimizer.state_dict, "__wrapped__")
+    bridge_fgo.uninstall()
+
+
+def test_install_twice_is_one_installation(cpu_standins):
+    handle = bridge_fgo.install()
+    patched = bindings()
+    assert bridge_fgo.install() is handle
+    assert bridge_fgo.install(bridge_fgo.OffloadConfig()) is handle
+    assert all(patched[key] is value or patched[key] == value for key, value in bindings().items())
+    bridge_fgo.uninstall()
+
+
+def test_install_with_other_settings_is_refused(cpu_standins):
+    with bridge_fgo.install(), pytest.raises(ValueError, match="uninstall"):
+        bridge_fgo.install(bridge_fgo.OffloadConfig(fraction=0.5))
+
+
+def test_handle_uninstalls_at_the_end_of_its_block(bridge_train):
+    original = bridge_train.train_step
+    with bridge_fgo.install() as handle:
+        assert bridge_train.train_step is not original
+        handle.uninstall()
+        assert bridge_train.train_step is original
+    bridge_fgo.uninstall()
+
+
+def test_uninstall_refuses_when_someone_patched_on_top(bridge_train):
+    bridge_fgo.install()
+    ours = bridge_train.train_step
+    release = bridge_train._handle_mxfp8_param_buffer_copy
+    bridge_train.train_step = lambda *args: None
+    try:
+        with pytest.raises(RuntimeError, match=r"megatron\.bridge\.training\.train\.train_step"):
+            bridge_fgo.uninstall()
+        assert bridge_train._handle_mxfp8_param_buffer_copy is release, "nothing may be undone"
+    finally:
+        bridge_train.train_step = ours
+        bridge_fgo.uninstall()
+
+
+def test_a_changed_signature_patches_nothing(monkeypatch, bridge_train):
+    before = bindings()
+    monkeypatch.setattr(bridge_train, "train_step", lambda forward_step_func, everything_else: None)
+    with pytest.raises(RuntimeError, match=r"train_step.*global_state"):
+        bridge_fgo.install()
+    monkeypatch.undo()
+    after = bindings()
+    assert [key for key in before if before[key] is not after[key] and before[key] != after[key]] == []
+
+
+def test_an_unknown_bridge_is_refused(monkeypatch, cpu_standins):
+    from bridge_fgo.wiring import patch
+
+    monkeypatch.setattr(patch, "version_of", lambda name: "0.7.0")
+    with pytest.raises(RuntimeError, match=r"megatron-bridge 0\.6 .* found 0\.7\.0"):
+        bridge_fgo.install()
+
+
+def test_wrapped_functions_keep_their_signature(bridge_train):
+    import inspect
+
+    before = inspect.signature(bridge_train.train_step)
+    with bridge_fgo.install():
+        assert inspect.signature(bridge_train.train_step) == before
+        assert bridge_train.train_step.__name__ == "train_step"
+
+
+BEFORE_IMPORT = """
+import sys
+import bridge_fgo
+assert "torch" not in sys.modules, "importing the package must not import torch"
+handle = bridge_fgo.install()
+assert "megatron.bridge" not in sys.modules
+from bridge_fgo.cli.arms.cpu_standin import install_standins
+install_standins()
+import megatron.bridge.training.train as train
+from megatron.bridge.training.config import OptimizerConfig
+assert hasattr(train.train_step, "__wrapped__")
+assert OptimizerConfig(offload_optimizer_states=True).offload_optimizer_states is True
+handle.uninstall()
+assert type(train.train_step).__name__ == "function"
+assert not hasattr(OptimizerConfig(), "offload_optimizer_states")
+print("ok")
+"""
+
+
+def test_install_before_bridge_is_imported():
+    done = subprocess.run([sys.executable, "-c", BEFORE_IMPORT], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip().endswith("ok"), done.stderr[-3000:]

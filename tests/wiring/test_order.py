@@ -1,0 +1,145 @@
+"""Call order inside Bridge's real train_step, by mocks."""
+
+import functools
+
+import pytest
+from loop import Loop
+
+ONE_PASS = ["offload", "zero_grad_buffer", "zero_grad", "release", "forward_backward", "reload", "finalize"]
+
+
+def test_flag_off_makes_no_call(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train, flag=False)
+    assert loop.step() == ["zero_grad_buffer", "zero_grad", "forward_backward", "finalize", "step"]
+    assert loop.model_config.finalize_model_grads_func is loop.bound_finalize
+
+
+def test_an_mcore_without_the_field_counts_as_off(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train, flag=None)
+    assert "offload" not in loop.step()
+
+
+def test_flag_on_offloads_zeroes_releases_runs_reloads_finalizes_steps(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train)
+    assert loop.step() == [*ONE_PASS, "step", "readable"]
+
+
+def test_mxfp8_copy_reads_the_masters_before_they_are_released(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train, mxfp8=True)
+    events = loop.step()
+    assert events.index("zero_grad") < events.index("mxfp8_copy") < events.index("release")
+
+
+def test_every_pass_of_the_rerun_loop_offloads_and_reloads(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train, passes=3)
+    assert loop.step() == [*ONE_PASS * 3, "step", "readable"]
+
+
+def test_second_step_is_like_the_first(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train)
+    assert loop.step() == loop.step()
+
+
+def test_two_model_chunks_are_one_offload(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train, chunks=2)
+    events = loop.step()
+    assert events.count("zero_grad_buffer") == 2
+    assert [events.count(verb) for verb in ("offload", "release", "reload", "finalize")] == [1, 1, 1, 1]
+
+
+def test_bound_partial_gets_its_arguments(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train)
+    seen = []
+
+    def finalize(model, num_tokens=None, *, pg_collection, extra):
+        seen.append((model, num_tokens, pg_collection, extra))
+
+    loop.model_config.finalize_model_grads_func = functools.partial(finalize, extra="bound")
+    loop.step()
+    assert seen == [(loop.model, None, "groups", "bound")]
+
+
+def test_finalize_is_wrapped_once_over_many_steps(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train)
+    loop.step()
+    hook = loop.model_config.finalize_model_grads_func
+    for _ in range(3):
+        loop.step()
+    assert loop.model_config.finalize_model_grads_func is hook
+    assert hook.bound is loop.bound_finalize
+
+
+def test_a_users_wrapper_around_ours_is_not_wrapped_again(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train)
+    loop.step()
+    users = functools.partial(loop.model_config.finalize_model_grads_func)
+    loop.model_config.finalize_model_grads_func = users
+    assert loop.step().count("reload") == 1
+    assert loop.model_config.finalize_model_grads_func is users
+
+
+def test_hook_is_bound_again_after_an_in_process_restart(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train)
+    loop.step()
+    loop.model_config.finalize_model_grads_func = None  # what reset_for_restart does
+    assert "reload" not in loop.step()
+    loop.model_config.finalize_model_grads_func = loop.bound_finalize  # what setup does
+    assert loop.step() == [*ONE_PASS, "step", "readable"]
+
+
+def test_a_restart_with_a_new_optimizer_drives_only_the_new_one(monkeypatch, bridge_train, installed):
+    old = Loop(monkeypatch, bridge_train)
+    old.step()
+    new = Loop(monkeypatch, bridge_train)
+    new.model_config = old.model_config
+    new.model = old.model
+    new.model_config.finalize_model_grads_func = new.bound_finalize
+    new.step()
+    old.events.clear()
+    assert new.step().count("reload") == 1
+    assert old.events.count("reload") == 0
+
+
+def test_without_a_bound_finalize_the_step_itself_reloads(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train)
+    loop.model_config.finalize_model_grads_func = None
+    assert loop.step()[-2:] == ["step", "readable"]
+
+
+def test_flag_on_with_nothing_released_is_an_error(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train, freed=0)
+    with pytest.raises(RuntimeError, match="released no bytes"):
+        loop.step()
+
+
+def test_release_seam_gone_is_an_error_not_a_silent_skip(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train)
+    monkeypatch.setattr(bridge_train, "_handle_mxfp8_param_buffer_copy", lambda **kwargs: None)
+    with pytest.raises(RuntimeError, match="released no bytes"):
+        loop.step()
+    monkeypatch.undo()
+
+
+def test_an_exception_in_forward_is_not_hidden_by_a_reload(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train)
+    loop.forward_backward = lambda **kwargs: (_ for _ in ()).throw(MemoryError("activations"))
+    with pytest.raises(MemoryError, match="activations"):
+        loop.step()
+    assert "readable" not in loop.events
+    from bridge_fgo.wiring.session import active_session
+
+    assert active_session() is None
+
+
+def test_nvrx_wraps_the_installed_step(monkeypatch, bridge_train, installed):
+    """NVRx hangs the function on an object and replaces the attribute by an instrumented one."""
+    loop = Loop(monkeypatch, bridge_train)
+
+    class TrainStepWrapper:
+        def __init__(self, function):
+            self.train_step = function
+
+    holder = TrainStepWrapper(bridge_train.train_step)
+    inner = holder.train_step
+    holder.train_step = functools.wraps(inner)(lambda *args, **kwargs: inner(*args, **kwargs))
+    assert loop.step(holder.train_step) == [*ONE_PASS, "step", "readable"]
