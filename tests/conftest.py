@@ -13,9 +13,9 @@ def bridge_train(cpu_standins):
     return module
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cpu_standins():
-    """Install the stand-ins once; they serve the whole run."""
+    """Bridge runs on the CPU for the tests of a module."""
     from bridge_fgo.cli.arms.cpu_standin import install_standins, remove_standins
 
     install_standins()

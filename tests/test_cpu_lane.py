@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,7 @@ from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining, run
 KINDS = ("params", "masters", "moments")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cuda_stands_in() -> Iterator[None]:
-    """CUDA stands in for this module's tests only."""
-    cpu_standin.install_standins()
-    yield
-    cpu_standin.remove_standins()
+pytestmark = pytest.mark.usefixtures("cpu_standins")
 
 
 def skipped_steps(record: RunRecord) -> list[int]:

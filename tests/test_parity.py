@@ -1,0 +1,174 @@
+"""Bridge's own train_step, resident and offloaded: 20 steps, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bridge_fgo
+from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining, run
+from bridge_fgo.wiring.session import SESSION
+
+pytestmark = pytest.mark.usefixtures("cpu_standins")
+
+STEPS = 20
+SMALL_SLABS = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, piece_bytes=2**16)
+
+SCENARIOS = {
+    "plain": {},
+    "two_model_chunks": {"chunks": 2},
+    "two_model_chunks_with_overlapped_grad_reduce": {"chunks": 2, "overlap_grad_reduce": True},
+    "chained_optimizers": {"experts": True},
+    "native_fp32_parameters": {"precision": "fp32_params"},
+    "fp16_with_loss_scaling": {"precision": "fp16"},
+    "injected_found_inf": {"found_inf_steps": frozenset({3, 4, 9})},
+    "injected_rerun": {"rerun_steps": frozenset({2, 5, 6})},
+    "grad_norm_skips": {"grad_norm_skip_steps": frozenset({2, 3, 11})},
+    "all_at_once": {
+        "chunks": 2,
+        "experts": True,
+        "found_inf_steps": frozenset({4}),
+        "rerun_steps": frozenset({5, 7}),
+        "grad_norm_skip_steps": frozenset({9}),
+    },
+}
+
+
+def numbers(record):
+    """Return what each step reported, as exact values."""
+    return [(s.loss, s.grad_norm, s.skipped, s.passes) for s in record.steps]
+
+
+def offloaded(options, config=SMALL_SLABS, steps=STEPS):
+    """Run with the package installed and the flag set; return the record and the last step's figures."""
+    figures = []
+    with bridge_fgo.install(config):
+        record = run(CpuOptions(offload=True, **options), steps, lambda step: figures.append(bridge_fgo.stats()))
+    return record, figures[-1]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_20_steps_are_bitwise_equal_to_resident(name):
+    resident = run(CpuOptions(**SCENARIOS[name]), STEPS)
+    record, stats = offloaded(SCENARIOS[name])
+    assert len(resident.steps) == STEPS
+    assert numbers(record) == numbers(resident)
+    assert record.digests == resident.digests
+    assert record.peak_forward_backward_bytes == 0, "every state was off during forward and backward"
+    assert stats.released_bytes >= stats.state_bytes > 0
+    assert stats.steps == STEPS
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5])
+def test_a_fraction_is_bitwise_equal_and_keeps_the_rest(fraction):
+    resident = run(CpuOptions(), STEPS)
+    config = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, fraction=fraction)
+    record, stats = offloaded({}, config)
+    assert numbers(record) == numbers(resident)
+    assert record.digests == resident.digests
+    assert stats.offloaded_bytes >= fraction * stats.state_bytes
+    left = record.peak_forward_backward_bytes
+    assert 0 < left <= (1 - fraction) * stats.state_bytes
+
+
+@pytest.mark.parametrize("kinds", [{"moments": False}, {"master_weights": False}])
+def test_one_kind_alone_is_bitwise_equal(kinds):
+    resident = run(CpuOptions(), 5)
+    record, _ = offloaded({}, bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, **kinds), steps=5)
+    assert numbers(record) == numbers(resident)
+    assert record.digests == resident.digests
+
+
+def test_installed_but_never_enabled_is_the_run_without_it():
+    resident = run(CpuOptions(experts=True), 5)
+    with bridge_fgo.install(SMALL_SLABS):
+        record = run(CpuOptions(experts=True), 5)
+    assert numbers(record) == numbers(resident)
+    assert record.digests == resident.digests
+    assert record.peak_forward_backward_bytes > 0
+
+
+def test_an_early_exit_that_checkpoints_leaves_readable_and_right_states():
+    resident = run(CpuOptions(checkpoint_exit_step=4), STEPS)
+    record, _ = offloaded({"checkpoint_exit_step": 4})
+    assert record.steps[-1].should_checkpoint
+    assert record.digests == resident.digests
+
+
+def test_every_pass_and_skipped_step_moves_the_bytes_again():
+    figures = []
+    with bridge_fgo.install(SMALL_SLABS):
+        options = CpuOptions(offload=True, rerun_steps=frozenset({3}), grad_norm_skip_steps=frozenset({4}))
+        run(options, 5, lambda step: figures.append(bridge_fgo.stats()))
+    moved = [(s.passes, s.bytes_offloaded // s.released_bytes, s.bytes_reloaded // s.released_bytes) for s in figures]
+    assert moved == [(1, 1, 1), (1, 1, 1), (2, 2, 2), (1, 1, 1), (1, 1, 1)]
+
+
+def released(training):
+    """Take a training to the point where its states are released, as in a forward pass."""
+    session = vars(training.optimizer)[SESSION]
+    session.begin_pass()
+    session.release()
+    assert training.live_state_bytes() == 0
+
+
+def test_weights_that_are_loaded_while_offloaded_stay():
+    # Without the gate the write goes into freed storage, and the next reload brings stale bytes.
+    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
+        training.step()
+        released(training)
+        with torch.no_grad():
+            for parameter in training.model[0].parameters():
+                parameter.fill_(0.5)
+        training.optimizer.reload_model_params()
+        assert all(bool((t == 0.5).all()) for _, t in training.state_tensors()["masters"])
+        vars(training.optimizer)[SESSION].begin_pass()
+        vars(training.optimizer)[SESSION].release()
+        training.optimizer.chained_optimizers[0].state_dict()
+        assert all(bool((t == 0.5).all()) for _, t in training.state_tensors()["masters"])
+
+
+def test_states_that_are_saved_while_offloaded_are_right():
+    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
+        training.step()
+        leaf = training.optimizer.chained_optimizers[0]
+        before = leaf.get_parameter_state_dp_zero()
+        released(training)
+        after = leaf.get_parameter_state_dp_zero()
+
+    def tensors(state):
+        for value in state.values() if isinstance(state, dict) else state:
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, dict | list):
+                yield from tensors(value)
+
+    pairs = list(zip(tensors(before), tensors(after), strict=True))
+    assert pairs
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_flag_that_is_unset_in_mid_run_brings_the_states_back():
+    resident = run(CpuOptions(), 6)
+    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
+        for _ in range(3):
+            training.step()
+        training.cfg.optimizer.offload_optimizer_states = False
+        for _ in range(3):
+            training.step()
+        assert min(training.live_bytes) > 0
+        assert training.digests() == resident.digests
+
+
+def test_uninstall_in_mid_run_brings_the_states_back():
+    resident = run(CpuOptions(), 6)
+    handle = bridge_fgo.install(SMALL_SLABS)
+    with CpuTraining(CpuOptions(offload=True)) as training:
+        for _ in range(3):
+            training.step()
+        finalize = training.model[0].config.finalize_model_grads_func
+        handle.uninstall()
+        assert training.model[0].config.finalize_model_grads_func is finalize.bound
+        for _ in range(3):
+            training.step()
+        assert training.digests() == resident.digests
