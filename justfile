@@ -1,0 +1,22 @@
+# Commands for people who work on bridge_fgo; `just` lists them.
+
+default:
+    @just --list
+
+# The CPU lane, as CI runs it.
+test *ARGS:
+    uv run pytest {{ARGS}}
+
+# The GPU lane: needs CUDA, Transformer Engine and Megatron-Bridge in the environment of PYTHON.
+test-gpu PYTHON="python3" *ARGS="":
+    {{PYTHON}} -m pytest -m gpu tests/gpu {{ARGS}}
+
+# Lint, format and types.
+check:
+    uv run ruff check .
+    uv run ruff format --check .
+    uv run pyright
+
+# The CPU lane on a Megatron-LM checkout (generation 1 or 2 of mcore's offloader) instead of the released mcore.
+mcore-dev PATH:
+    BRIDGE_FGO_MEGATRON_LM={{PATH}} uv run pytest tests/upstream/test_checkout.py

@@ -1,0 +1,73 @@
+"""The adapter of generation 2: upstream's verbs in Megatron-LM's order, with and without late readers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_optimizer import make_distributed_optimizer, step
+
+from bridge_fgo.upstream.generation2 import Generation2Offloader, is_available
+
+
+class FakeGeneration2:
+    """A DistributedOptimizer of generation 2, which really binds host tensors while states are out."""
+
+    def __init__(self, mxfp8):
+        self.__dict__.update(vars(make_distributed_optimizer([100, 3000])))
+        self.buffers[0].grad_data = torch.zeros(1, device="meta")  # so that host tensors are not at home
+        self.config = SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=mxfp8, overlap_param_gather=mxfp8)
+        self.events = []
+        masters = self.shard_fp32_from_float16_groups[0]
+        self._optimizer_state_offloader = SimpleNamespace(selected_params=masters, _cpu_master={}, _cpu_state={})
+
+    def offload_optimizer_state_for_forward(self, offload_master=True):
+        self.events.append(f"offload masters={offload_master}")
+
+    def prefetch_optimizer_state_for_gradient_finalization(self):
+        self.events.append("prefetch")
+
+    def ensure_master_weights_for_param_sync(self):
+        self.events.append("ensure masters")
+
+
+@pytest.mark.parametrize(
+    ("mxfp8", "expected"),
+    [
+        (False, ["offload masters=True", "prefetch"]),
+        (True, ["offload masters=False", "offload masters=True", "prefetch"]),
+    ],
+)
+def test_verbs_come_in_upstreams_order(mxfp8, expected):
+    optimizer = FakeGeneration2(mxfp8)
+    offloader = Generation2Offloader(optimizer)
+    offloader.offload()
+    offloader.release()
+    offloader.reload()
+    assert optimizer.events == expected
+
+
+def test_release_and_reload_without_offload_do_nothing():
+    optimizer = FakeGeneration2(mxfp8=True)
+    offloader = Generation2Offloader(optimizer)
+    assert offloader.release() == 0
+    offloader.reload()
+    assert optimizer.events == []
+
+
+def test_released_bytes_are_those_off_the_gpu():
+    optimizer = FakeGeneration2(mxfp8=False)
+    step(optimizer, 0)
+    offloader = Generation2Offloader(optimizer)
+    offloader.offload()
+    assert offloader.release() == 3 * 4 * 3100 == offloader.state_bytes == offloader.planned_bytes
+
+
+def test_readers_get_the_masters_from_upstream():
+    optimizer = FakeGeneration2(mxfp8=False)
+    Generation2Offloader(optimizer).require_readable()
+    assert optimizer.events == ["ensure masters"]
+
+
+def test_it_is_found_by_its_verbs():
+    assert is_available(FakeGeneration2)
+    assert not is_available(torch.optim.AdamW)

@@ -1,0 +1,158 @@
+"""Every combination that is refused: a ValueError before training that names the setting."""
+
+import pytest
+import torch
+
+from bridge_fgo.wiring.optimizers import eligible, leaves
+
+
+@pytest.fixture
+def cfg(installed):
+    from bridge_fgo.cli.arms.cpu_model import CpuOptions, make_config
+
+    return make_config(CpuOptions(offload=True))
+
+
+def set_path(cfg, path, value):
+    section, name = path.split(".")
+    setattr(getattr(cfg, section), name, value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("optimizer.optimizer_cpu_offload", True),
+        ("optimizer.optimizer_cuda_graph", True),
+        ("optimizer.optimizer", "sgd"),
+        ("optimizer.optimizer", "muon"),
+        ("optimizer.exp_avg_dtype", torch.uint8),
+        ("optimizer.exp_avg_sq_dtype", torch.float8_e4m3fn),
+        ("dist.use_torch_fsdp2", True),
+        ("dist.use_megatron_fsdp", True),
+        ("ddp.use_megatron_fsdp", True),
+    ],
+)
+def test_config_is_refused_by_name(cfg, path, value):
+    from bridge_fgo.wiring.refusals import refuse_config
+
+    set_path(cfg, path, value)
+    with pytest.raises(ValueError, match=path.replace(".", r"\.")) as caught:
+        refuse_config(cfg)
+    assert "offload_optimizer_states=True" in str(caught.value)
+
+
+def test_no_distributed_optimizer_is_refused_through_validate(cfg):
+    cfg.optimizer.use_distributed_optimizer = cfg.ddp.use_distributed_optimizer = False
+    with pytest.raises(ValueError, match=r"use_distributed_optimizer=False"):
+        cfg.validate()
+
+
+def test_full_iteration_cuda_graph_is_refused(cfg):
+    from bridge_fgo.wiring.refusals import refuse_config
+
+    cfg.model.cuda_graph_impl = "full_iteration"
+    with pytest.raises(ValueError, match="full-iteration CUDA graph"):
+        refuse_config(cfg)
+
+
+def test_nothing_is_refused_with_the_flag_unset(cfg):
+    from bridge_fgo.wiring.refusals import refuse_config
+
+    cfg.optimizer.offload_optimizer_states = False
+    cfg.optimizer.optimizer = "muon"
+    cfg.dist.use_torch_fsdp2 = True
+    refuse_config(cfg)
+
+
+def test_training_is_refused_before_the_first_step_without_a_distributed_optimizer(installed):
+    from types import SimpleNamespace
+
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    optimizer = object.__new__(FP32Optimizer)
+    optimizer.config = SimpleNamespace()
+    with pytest.raises(ValueError, match="FP32Optimizer"):
+        eligible(optimizer)
+
+
+def chain(*children):
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    optimizer = object.__new__(ChainedOptimizer)
+    optimizer.chained_optimizers = list(children)
+    optimizer.is_stub_optimizer = bool(children) and all(c.is_stub_optimizer for c in children)
+    return optimizer
+
+
+def leaf(stub=False, inner=None):
+    from types import SimpleNamespace
+
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    optimizer = object.__new__(DistributedOptimizer)
+    optimizer.is_stub_optimizer = stub
+    optimizer.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+    optimizer.config = SimpleNamespace(optimizer_cuda_graph=False)
+    optimizer.optimizer = None if stub else inner or torch.optim.AdamW([torch.zeros(1)])
+    return optimizer
+
+
+def test_nested_chains_and_mimo_are_walked_and_stubs_skipped(cpu_standins):
+    from megatron.core.models.mimo.optimizer import MimoOptimizer
+
+    a, b, c = leaf(), leaf(), leaf()
+    mimo = object.__new__(MimoOptimizer)
+    mimo._active_optimizers = [chain(a, chain(b, leaf(stub=True))), c]
+    assert list(leaves(mimo))[:2] == [a, b]
+    assert eligible(mimo) == [a, b, c]
+
+
+def test_a_rank_with_stubs_alone_is_fine(cpu_standins):
+    assert eligible(chain(leaf(stub=True), leaf(stub=True))) == []
+
+
+def test_an_empty_chain_that_is_no_stub_is_refused(cpu_standins):
+    with pytest.raises(ValueError, match="no DistributedOptimizer"):
+        eligible(chain())
+
+
+def test_hybrid_device_optimizer_is_refused_by_name(cpu_standins):
+    class HybridDeviceOptimizer(torch.optim.AdamW):
+        pass
+
+    with pytest.raises(ValueError, match="optimizer_cpu_offload"):
+        eligible(chain(leaf(), leaf(inner=HybridDeviceOptimizer([torch.zeros(1)]))))
+
+
+def test_an_optimizer_that_is_not_adam_is_refused_by_name(cpu_standins):
+    with pytest.raises(ValueError, match="SGD"):
+        eligible(leaf(inner=torch.optim.SGD([torch.zeros(1)])))
+
+
+def test_megatron_fsdp_is_refused_by_name(cpu_standins):
+    optimizer = leaf()
+    optimizer.ddp_config.use_megatron_fsdp = True
+    with pytest.raises(ValueError, match="use_megatron_fsdp"):
+        eligible(optimizer)
+
+
+def test_fp8_moments_and_cuda_graphs_of_the_built_optimizer_are_refused(cpu_standins):
+    inner = torch.optim.AdamW([torch.zeros(1)])
+    inner.name_to_dtype_map = {"exp_avg": torch.uint8, "exp_avg_sq": torch.float32}
+    with pytest.raises(ValueError, match="exp_avg_dtype"):
+        eligible(leaf(inner=inner))
+    graphed = leaf()
+    graphed.config.optimizer_cuda_graph = True
+    with pytest.raises(ValueError, match="optimizer_cuda_graph"):
+        eligible(graphed)
+
+
+@pytest.mark.parametrize("asked", [{"engine": "mcore"}, {"engine": "mcore", "fraction": 0.5}])
+def test_mcore_engine_is_refused_where_mcore_has_none(cpu_standins, asked):
+    from types import SimpleNamespace
+
+    from bridge_fgo.compat import choose_engine
+    from bridge_fgo.config import OffloadConfig
+
+    with pytest.raises(ValueError, match=r"engine='mcore'"):
+        choose_engine(OffloadConfig(**asked), SimpleNamespace())
