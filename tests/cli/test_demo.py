@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from bridge_fgo.cli import demo
+from bridge_fgo.cli.arms import runner
 
 NAN_BITS = 0x7FF8000000000000
 
 Captured = pytest.CaptureFixture[str]
 
 
-def step(number: int, loss: float = 1.0, grad_norm: float = 0.5, skipped: bool = False) -> demo.Event:
+def step(number: int, loss: float = 1.0, grad_norm: float = 0.5, skipped: bool = False) -> runner.Event:
     """Returns a step's event as an arm writes it."""
     return {
         "event": "step",
@@ -34,15 +35,15 @@ def step(number: int, loss: float = 1.0, grad_norm: float = 0.5, skipped: bool =
     }
 
 
-def arm(name: str, steps: list[demo.Event], **digests: str) -> demo.ArmRun:
+def arm(name: str, steps: list[runner.Event], **digests: str) -> runner.ArmRun:
     """Returns a finished arm."""
     all_digests = {"params": "p", "masters": "m", "moments": "o"} | digests
     result = {"event": "result", "digests": all_digests, "released_bytes": 10, "state_bytes": 10}
-    return demo.ArmRun(name, {"device": "cpu"}, steps, result)
+    return runner.ArmRun(name, {"device": "cpu"}, steps, result)
 
 
-def compare(theirs: list[demo.Event], ours: list[demo.Event], **digests: str) -> demo.Comparison:
-    return demo.compare(arm("resident", theirs), arm("offloaded", ours, **digests))
+def compare(theirs: list[runner.Event], ours: list[runner.Event], **digests: str) -> runner.Comparison:
+    return runner.compare(arm("resident", theirs), arm("offloaded", ours, **digests))
 
 
 # --- the comparison -----------------------------------------------------------------
@@ -73,7 +74,7 @@ def test_a_digest_that_neither_arm_has_is_no_equality() -> None:
     resident, offloaded = arm("resident", [step(1)]), arm("offloaded", [step(1)])
     for run in (resident, offloaded):
         del run.result["digests"]["moments"]
-    assert not demo.compare(resident, offloaded).bitwise_equal
+    assert not runner.compare(resident, offloaded).bitwise_equal
 
 
 def test_a_step_skipped_in_one_arm_only_is_different() -> None:
@@ -96,12 +97,12 @@ def test_nan_equals_the_same_nan_and_zero_does_not_equal_minus_zero() -> None:
 
 def test_without_hexadecimal_text_the_bits_of_the_number_are_compared() -> None:
     nan, other = (struct.unpack("<d", struct.pack("<Q", NAN_BITS | payload))[0] for payload in (1, 2))
-    assert demo.number_bits({"loss": nan}, "loss") == demo.number_bits({"loss": nan}, "loss")
-    assert demo.number_bits({"loss": nan}, "loss") != demo.number_bits({"loss": other}, "loss")
+    assert runner.number_bits({"loss": nan}, "loss") == runner.number_bits({"loss": nan}, "loss")
+    assert runner.number_bits({"loss": nan}, "loss") != runner.number_bits({"loss": other}, "loss")
     assert (
-        demo.number_bits({"loss": None}, "loss")
-        == demo.number_bits({}, "loss")
-        != demo.number_bits({"loss": 0.0}, "loss")
+        runner.number_bits({"loss": None}, "loss")
+        == runner.number_bits({}, "loss")
+        != runner.number_bits({"loss": 0.0}, "loss")
     )
 
 
@@ -110,7 +111,7 @@ def test_without_hexadecimal_text_the_bits_of_the_number_are_compared() -> None:
 
 def test_a_line_that_is_still_being_written_waits(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    tail = demo.EventTail(path)
+    tail = runner.EventTail(path)
     assert list(tail.new_events()) == []
     path.write_bytes(b'{"event": "start"}\n{"event": "st')
     assert list(tail.new_events()) == [{"event": "start"}]
@@ -155,7 +156,7 @@ FAKE_ARM = """
 def run_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns a function that runs the demo with an arm whose offloaded run has the given trouble."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(demo, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
 
     def run(trouble: str = "", steps: int = 3, **settings: Any) -> int:
         (tmp_path / "fake_arm.py").write_text(textwrap.dedent(FAKE_ARM.format(trouble=trouble)))

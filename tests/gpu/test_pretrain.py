@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_fgo.cli import demo
+from bridge_fgo.cli.arms import runner
 
 ARM = "bridge_fgo.cli.arms.gpu"
 
@@ -36,24 +36,24 @@ def torchrun(ranks: int) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *master)
 
 
-def both_arms(folder: Path, *options: str, steps: int, ranks: int = 1) -> tuple[demo.ArmRun, demo.ArmRun]:
+def both_arms(folder: Path, *options: str, steps: int, ranks: int = 1) -> tuple[runner.ArmRun, runner.ArmRun]:
     """Runs the resident and the offloaded arm; the test fails with the log's end where one fails."""
     arms = []
     for name, offload in (("resident", "off"), ("offloaded", "on")):
         all_options = [*options, "--steps", str(steps), "--offload", offload]
         try:
-            arms.append(demo.run_arm(name, ARM, all_options, folder, launcher=torchrun(ranks)))
-        except demo.ArmFailed as failure:
+            arms.append(runner.run_arm(name, ARM, all_options, folder, launcher=torchrun(ranks)))
+        except runner.ArmFailed as failure:
             pytest.fail(f"{failure}\n{failure.log_tail}")
     return arms[0], arms[1]
 
 
-def assert_bitwise_equal(resident: demo.ArmRun, offloaded: demo.ArmRun, steps: int) -> None:
+def assert_bitwise_equal(resident: runner.ArmRun, offloaded: runner.ArmRun, steps: int) -> None:
     """Also checks that the comparison is one: all steps ran, and states did leave the GPU."""
     assert len(resident.steps) == len(offloaded.steps) == steps
     assert all(loss is not None for loss in resident.values("loss"))
     assert resident.result["released_bytes"] == 0 < offloaded.result["released_bytes"]
-    same = demo.compare(resident, offloaded)
+    same = runner.compare(resident, offloaded)
     first = next((index + 1 for index, equal in enumerate(same.steps) if not equal), None)
     assert same.bitwise_equal, f"{same.parts}, first different step: {first}"
 

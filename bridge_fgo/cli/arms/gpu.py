@@ -12,22 +12,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import importlib.util
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge_fgo.cli.arms.record import EventWriter, digest
+from bridge_fgo.cli.arms.final_state import final_state, joined_digests
+from bridge_fgo.cli.arms.gpu_config import build_config
+from bridge_fgo.cli.arms.record import EventWriter
 from bridge_fgo.cli.run_script import config_options
 
 if TYPE_CHECKING:
-    import torch
     from megatron.bridge.training.callbacks import Callback
-    from megatron.bridge.training.config import ConfigContainer
 
 # From the 4th step on moments exist, buffers are warm, and every step is like the next.
 FIRST_MEASURED_STEP = 4
@@ -85,170 +84,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.hybrid and options.offload == "on":
         parser.error("--hybrid keeps the states on the CPU for good: it does not go with --offload on")
     return options
-
-
-def build_config(options: argparse.Namespace) -> ConfigContainer:
-    """Returns the configuration that ``pretrain()`` runs."""
-    import torch
-    import torch.nn.functional as F
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
-    from megatron.bridge.training import config as bridge
-    from megatron.core.transformer.enums import AttnBackend
-
-    model = GPTModelProvider(
-        num_layers=options.layers,
-        hidden_size=options.hidden,
-        ffn_hidden_size=options.ffn,
-        num_attention_heads=options.heads,
-        num_query_groups=options.heads // 2 if options.heads % 2 == 0 else options.heads,
-        seq_length=options.seq,
-        normalization="RMSNorm",
-        activation_func=F.silu,
-        gated_linear_unit=True,
-        position_embedding_type="rope",
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        share_embeddings_and_output_weights=False,
-        tensor_model_parallel_size=options.tp,
-        pipeline_model_parallel_size=options.pp,
-        sequence_parallel=options.tp > 1,
-        pipeline_dtype=torch.bfloat16,
-        bf16=True,
-        make_vocab_size_divisible_by=128,
-        vocab_size=None,
-        gradient_accumulation_fusion=False,  # needs Apex
-        # Unfused attention is deterministic, and does not depend on the cuDNN that is here.
-        attention_backend=AttnBackend.unfused,
-        deterministic_mode=options.deterministic,
-        cross_entropy_loss_fusion=not options.deterministic,  # its backward is not deterministic
-    )
-    optimizer = bridge.OptimizerConfig(
-        optimizer="adam",
-        bf16=True,
-        use_distributed_optimizer=True,
-        clip_grad=1.0,
-        lr=3e-4,
-        min_lr=1e-5,
-        weight_decay=0.01,
-    )
-    if options.precision_aware:
-        optimizer.use_precision_aware_optimizer = True
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.moments_dtype]
-        optimizer.exp_avg_dtype = optimizer.exp_avg_sq_dtype = dtype
-    if options.hybrid:
-        # Megatron-LM accepts the hybrid optimizer with the precision-aware one only: without
-        # it a second set of fp32 masters stays on the GPU.
-        optimizer.use_precision_aware_optimizer = True
-        optimizer.optimizer_cpu_offload = True
-        optimizer.optimizer_offload_fraction = 1.0
-        optimizer.overlap_cpu_optimizer_d2h_h2d = True
-    if options.offload == "on":
-        # A plain attribute where this mcore has no such field.
-        optimizer.offload_optimizer_states = True  # pyright: ignore[reportAttributeAccessIssue]
-    return bridge.ConfigContainer(
-        model=model,
-        train=bridge.TrainingConfig(
-            train_iters=options.steps, global_batch_size=options.gbs, micro_batch_size=options.mbs
-        ),
-        validation=bridge.ValidationConfig(eval_interval=None, eval_iters=0),
-        optimizer=optimizer,
-        scheduler=bridge.SchedulerConfig(
-            start_weight_decay=0.01,
-            end_weight_decay=0.01,
-            weight_decay_incr_style="constant",
-            lr_decay_style="cosine",
-            lr_warmup_iters=min(2, options.steps - 1),
-            lr_decay_iters=options.steps,
-            override_opt_param_scheduler=True,
-        ),
-        ddp=bridge.DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=options.dp_overlap,
-            overlap_param_gather=options.dp_overlap,
-            use_distributed_optimizer=True,
-        ),
-        dataset=bridge.MockGPTDatasetConfig(
-            random_seed=1234,
-            reset_attention_mask=False,
-            reset_position_ids=False,
-            eod_mask_loss=False,
-            seq_length=options.seq,
-            num_dataset_builder_threads=1,
-            data_sharding=True,
-            dataloader_type="single",
-            num_workers=1,
-        ),
-        logger=bridge.LoggerConfig(log_interval=1),
-        tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=options.vocab),
-        checkpoint=bridge.CheckpointConfig(save=None),
-        rng=bridge.RNGConfig(seed=1234),
-    )
-
-
-# --- the final state ----------------------------------------------------------------
-
-
-def distributed_optimizers(optimizer: Any) -> Iterator[Any]:
-    """Yields every DistributedOptimizer at or below ``optimizer``, chained ones in their order."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    if isinstance(optimizer, DistributedOptimizer):
-        yield optimizer
-    for child in getattr(optimizer, "chained_optimizers", ()):
-        yield from distributed_optimizers(child)
-
-
-def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns this rank's parameters, master weights and moments, each by name.
-
-    Masters are the inner optimizer's parameters, or their ``master_param`` states (fp32,
-    or int16 remainders) where the precision-aware optimizer holds them. Looks for them
-    itself instead of asking the package: what is compared should not depend on what is
-    being tested. Raises RuntimeError where a tensor's memory is released, and where there
-    are no masters or moments: equal digests of nothing would prove nothing.
-    """
-    state: dict[str, dict[str, torch.Tensor]] = {"params": {}, "masters": {}, "moments": {}}
-    for chunk, module in enumerate(model):
-        for name, parameter in module.named_parameters():
-            state["params"][f"{chunk}.{name}"] = parameter
-    for number, distributed in enumerate(distributed_optimizers(optimizer)):
-        if hasattr(distributed, "synchronize_optimizer_state_for_checkpoint"):
-            distributed.synchronize_optimizer_state_for_checkpoint()  # mcore generation 2
-        inner = distributed.optimizer
-        if inner is None:  # a rank with nothing to train
-            continue
-        for group, parameters in enumerate(inner.param_groups):
-            for index, parameter in enumerate(parameters["params"]):
-                name = f"{number}.{group}.{index}"
-                states = inner.state.get(parameter, {})
-                state["masters"][name] = states.get("master_param", parameter)
-                for key in ("exp_avg", "exp_avg_sq"):
-                    if key in states:
-                        state["moments"][f"{name}.{key}"] = states[key]
-    for part, tensors in state.items():
-        if not tensors:
-            raise RuntimeError(f"found no {part} to compare after training")
-        for name, tensor in tensors.items():
-            end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-            if tensor.untyped_storage().nbytes() < end:
-                raise RuntimeError(f"{part} {name} has no memory after training: it is still released")
-    return state
-
-
-def joined_digests(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, str]:
-    """Returns one digest for each part of the state, over all ranks. Collective; all ranks get it."""
-    import torch
-
-    mine = {part: digest(tensors) for part, tensors in state.items()}
-    every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, mine)
-    if len(every) == 1:
-        return mine
-    return {part: hashlib.sha256("".join(rank[part] for rank in every).encode()).hexdigest() for part in mine}
-
-
-# --- watching the run ---------------------------------------------------------------
 
 
 def make_recorder(options: argparse.Namespace) -> Callback:
@@ -336,9 +171,6 @@ def make_recorder(options: argparse.Namespace) -> Callback:
             )
 
     return Recorder()
-
-
-# --- running it ---------------------------------------------------------------------
 
 
 def use_one_rank_by_default() -> None:

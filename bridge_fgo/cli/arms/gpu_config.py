@@ -1,0 +1,108 @@
+"""The configuration of the GPU arm: a small GPT on mock data, for Bridge's `pretrain()`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+
+
+def build_config(options: argparse.Namespace) -> ConfigContainer:
+    """Returns the configuration that ``pretrain()`` runs."""
+    import torch
+    import torch.nn.functional as F
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.training import config as bridge
+    from megatron.core.transformer.enums import AttnBackend
+
+    model = GPTModelProvider(
+        num_layers=options.layers,
+        hidden_size=options.hidden,
+        ffn_hidden_size=options.ffn,
+        num_attention_heads=options.heads,
+        num_query_groups=options.heads // 2 if options.heads % 2 == 0 else options.heads,
+        seq_length=options.seq,
+        normalization="RMSNorm",
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        position_embedding_type="rope",
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        share_embeddings_and_output_weights=False,
+        tensor_model_parallel_size=options.tp,
+        pipeline_model_parallel_size=options.pp,
+        sequence_parallel=options.tp > 1,
+        pipeline_dtype=torch.bfloat16,
+        bf16=True,
+        make_vocab_size_divisible_by=128,
+        vocab_size=None,
+        gradient_accumulation_fusion=False,  # needs Apex
+        # Unfused attention is deterministic, and does not depend on the cuDNN that is here.
+        attention_backend=AttnBackend.unfused,
+        deterministic_mode=options.deterministic,
+        cross_entropy_loss_fusion=not options.deterministic,  # its backward is not deterministic
+    )
+    optimizer = bridge.OptimizerConfig(
+        optimizer="adam",
+        bf16=True,
+        use_distributed_optimizer=True,
+        clip_grad=1.0,
+        lr=3e-4,
+        min_lr=1e-5,
+        weight_decay=0.01,
+    )
+    if options.precision_aware:
+        optimizer.use_precision_aware_optimizer = True
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.moments_dtype]
+        optimizer.exp_avg_dtype = optimizer.exp_avg_sq_dtype = dtype
+    if options.hybrid:
+        # Megatron-LM accepts the hybrid optimizer with the precision-aware one only: without
+        # it a second set of fp32 masters stays on the GPU.
+        optimizer.use_precision_aware_optimizer = True
+        optimizer.optimizer_cpu_offload = True
+        optimizer.optimizer_offload_fraction = 1.0
+        optimizer.overlap_cpu_optimizer_d2h_h2d = True
+    if options.offload == "on":
+        # A plain attribute where this mcore has no such field.
+        optimizer.offload_optimizer_states = True  # pyright: ignore[reportAttributeAccessIssue]
+    return bridge.ConfigContainer(
+        model=model,
+        train=bridge.TrainingConfig(
+            train_iters=options.steps, global_batch_size=options.gbs, micro_batch_size=options.mbs
+        ),
+        validation=bridge.ValidationConfig(eval_interval=None, eval_iters=0),
+        optimizer=optimizer,
+        scheduler=bridge.SchedulerConfig(
+            start_weight_decay=0.01,
+            end_weight_decay=0.01,
+            weight_decay_incr_style="constant",
+            lr_decay_style="cosine",
+            lr_warmup_iters=min(2, options.steps - 1),
+            lr_decay_iters=options.steps,
+            override_opt_param_scheduler=True,
+        ),
+        ddp=bridge.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=options.dp_overlap,
+            overlap_param_gather=options.dp_overlap,
+            use_distributed_optimizer=True,
+        ),
+        dataset=bridge.MockGPTDatasetConfig(
+            random_seed=1234,
+            reset_attention_mask=False,
+            reset_position_ids=False,
+            eod_mask_loss=False,
+            seq_length=options.seq,
+            num_dataset_builder_threads=1,
+            data_sharding=True,
+            dataloader_type="single",
+            num_workers=1,
+        ),
+        logger=bridge.LoggerConfig(log_interval=1),
+        tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=options.vocab),
+        checkpoint=bridge.CheckpointConfig(save=None),
+        rng=bridge.RNGConfig(seed=1234),
+    )

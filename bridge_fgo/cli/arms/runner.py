@@ -1,0 +1,177 @@
+"""Runs an arm as a process of its own, follows its events, and compares two arms bit by bit.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LOG_LINES_SHOWN = 30
+POLL_SECONDS = 0.1
+DIGESTS = ("params", "masters", "moments")
+
+Event = dict[str, Any]
+
+
+@dataclass
+class ArmRun:
+    """The events of one finished arm."""
+
+    name: str
+    start: Event = field(default_factory=dict)
+    steps: list[Event] = field(default_factory=list)
+    result: Event = field(default_factory=dict)
+
+    def add(self, event: Event) -> None:
+        """Files ``event`` by its kind; kinds that this version does not know are left out."""
+        kind = event.get("event")
+        if kind == "start":
+            self.start = event
+        elif kind == "step":
+            self.steps.append(event)
+        elif kind == "result":
+            self.result = event
+
+    def values(self, name: str) -> list[float | None]:
+        """Returns the number called ``name`` of every step."""
+        return [event.get(name) for event in self.steps]
+
+
+class ArmFailed(RuntimeError):
+    """An arm ended with an error, or without a result; ``log_tail`` holds its last lines."""
+
+    def __init__(self, name: str, why: str, log_tail: str) -> None:
+        super().__init__(f"the {name} arm failed: {why}")
+        self.log_tail = log_tail
+
+
+def number_bits(event: Event, name: str) -> str:
+    """Returns text that is equal for two numbers exactly when their bits are.
+
+    Prefers the event's hexadecimal form. ``==`` would not do: it holds 0.0 and -0.0
+    for equal, and a NaN for different from itself.
+    """
+    text = event.get(f"{name}_hex")
+    if text is not None:
+        return str(text)
+    value = event.get(name)
+    return "none" if value is None else struct.pack("<d", value).hex()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What of two arms is equal to the last bit. ``steps[i]`` is the i-th step's loss."""
+
+    steps: tuple[bool, ...]
+    same_steps: bool
+    grad_norms: bool
+    digests: dict[str, bool]
+
+    @property
+    def parts(self) -> dict[str, bool]:
+        """Every part that was compared, by name."""
+        losses = self.same_steps and all(self.steps)
+        return {"losses": losses, "grad norms": self.grad_norms, **self.digests}
+
+    @property
+    def bitwise_equal(self) -> bool:
+        """Whether all parts are equal."""
+        return all(self.parts.values())
+
+
+def compare(resident: ArmRun, offloaded: ArmRun) -> Comparison:
+    """Compares losses, gradient norms, skipped steps and the digests of the final state.
+
+    A digest that is missing on either side counts as different: equality has to be shown.
+    """
+    pairs = list(zip(resident.steps, offloaded.steps, strict=False))
+    whole = len(resident.steps) == len(offloaded.steps) > 0
+    ours, theirs = offloaded.result.get("digests", {}), resident.result.get("digests", {})
+
+    def equal(name: str) -> list[bool]:
+        return [number_bits(a, name) == number_bits(b, name) for a, b in pairs]
+
+    def ran_alike(a: Event, b: Event) -> bool:
+        return a["step"] == b["step"] and bool(a["skipped"]) == bool(b["skipped"])
+
+    return Comparison(
+        steps=tuple(equal("loss")),
+        same_steps=whole and all(ran_alike(a, b) for a, b in pairs),
+        grad_norms=whole and all(equal("grad_norm")),
+        digests={name: bool(ours.get(name)) and ours.get(name) == theirs.get(name) for name in DIGESTS},
+    )
+
+
+class EventTail:
+    """Reads the whole lines that were appended to a file since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new_events(self) -> Iterator[Event]:
+        """Yields the new events; a line still being written waits for the next call."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            lines = file.read().split(b"\n")
+        for line in lines[:-1]:
+            self._offset += len(line) + 1
+            if line.strip():
+                yield json.loads(line)
+
+
+def run_arm(
+    name: str,
+    module: str,
+    options: list[str],
+    folder: Path,
+    on_event: Callable[[Event], None] = lambda event: None,
+    launcher: tuple[str, ...] = (),
+) -> ArmRun:
+    """Runs ``python LAUNCHER... -m module options... --events FILE`` and returns its events.
+
+    ``launcher`` is for arms of several ranks: ``("-m", "torch.distributed.run", ...)``.
+    Leaves ``NAME.events.jsonl`` and ``NAME.log`` in ``folder``; calls ``on_event`` as
+    events come in. Raises ArmFailed where the process fails or leaves no result.
+    """
+    events, log = folder / f"{name}.events.jsonl", folder / f"{name}.log"
+    events.unlink(missing_ok=True)  # the arm appends: an earlier demo's events must not count
+    arm, tail = ArmRun(name), EventTail(events)
+    command = [sys.executable, *launcher, "-m", module, *options, "--events", str(events)]
+
+    def collect() -> None:
+        for event in tail.new_events():
+            arm.add(event)
+            on_event(event)
+
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            while process.poll() is None:
+                collect()
+                time.sleep(POLL_SECONDS)
+        finally:
+            if process.poll() is None:  # Ctrl-C here must not leave a trainer on the GPU
+                process.terminate()
+                try:
+                    process.wait(timeout=10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+    collect()
+    if process.returncode != 0 or not arm.result:
+        why = f"exit status {process.returncode}" if process.returncode else "it left no result"
+        lines = log.read_text(errors="replace").splitlines()
+        raise ArmFailed(name, why, "\n".join(lines[-LOG_LINES_SHOWN:]))
+    return arm
