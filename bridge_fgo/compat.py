@@ -54,11 +54,21 @@ def flag_is_set(optimizer_config: Any) -> bool:
     return chunked and getattr(optimizer_config, "optimizer_state_offload_fraction", 1.0) > 0.0
 
 
-def check_flag_type(optimizer_config: Any) -> None:
-    """Raise ValueError where the flag is neither True nor False, so that "true" is not taken for unset."""
-    value = getattr(optimizer_config, FLAG, False)
-    if not isinstance(value, bool):
-        raise ValueError(f"optimizer.{FLAG}={value!r}: use True or False")
+def check_flag(optimizer_config: Any) -> None:
+    """Refuse a flag that would otherwise be taken for unset.
+
+    Raises:
+        ValueError: a flag is "true" or 1 instead of True, or generation 2's own fraction is 0.
+    """
+    for name in (FLAG, CHUNKED_FLAG):
+        value = getattr(optimizer_config, name, False)
+        if not isinstance(value, bool) and (value is None or isinstance(value, str | int | float)):
+            raise ValueError(f"optimizer.{name}={value!r}: use True or False")
+        if value is True and getattr(optimizer_config, "optimizer_state_offload_fraction", 1.0) == 0.0:
+            raise ValueError(
+                f"optimizer.{name}=True with optimizer.optimizer_state_offload_fraction=0.0 offloads nothing: raise "
+                "the fraction or leave the flag unset"
+            )
 
 
 def upstream_generation() -> Choice | None:

@@ -32,8 +32,8 @@ class OffloadConfig:
     """Offload the fp32 master weights (or their 16-bit remainders)."""
 
     fraction: float = 1.0
-    """Share of the state bytes to offload, in (0, 1]. Parameters are taken whole, in the optimizer's order,
-    until the share is reached."""
+    """Share to offload, in (0, 1], of the bytes that `moments` and `master_weights` ask for. Parameters are
+    taken whole, in the optimizer's order, until the share is reached."""
 
     slab_bytes: int = 256 * MIB
     """Size that a slab aims for, in bytes: one GPU allocation and one host buffer. A tensor is never split,

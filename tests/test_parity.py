@@ -148,6 +148,45 @@ def test_states_that_are_saved_while_offloaded_are_right():
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+def test_a_checkpoint_load_through_mcore_is_offloaded_again_and_right():
+    # load_state_dict puts another dictionary in place of `optimizer.state`, with other tensors in it.
+    resident = run(CpuOptions(), 6)
+    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
+        leaf = training.optimizer.chained_optimizers[0]
+        for _ in range(3):
+            training.step()
+        moments = {name: tensor.clone() for name, tensor in training.state_tensors()["moments"]}
+        states = leaf.optimizer.state
+        released(training)
+        leaf.load_state_dict(leaf.state_dict())
+        assert leaf.optimizer.state is not states
+        for name, tensor in training.state_tensors()["moments"]:
+            tensor.copy_(moments[name])  # mcore fills its scaffold from the checkpoint's shards
+        for _ in range(3):
+            training.step()
+            assert max(training.live_bytes) == 0
+        assert training.digests() == resident.digests
+
+
+def test_the_wrapped_step_that_train_still_holds_works_after_an_uninstall():
+    from megatron.bridge.training import train as bridge_train
+
+    resident = run(CpuOptions(), 4)
+    handle = bridge_fgo.install(SMALL_SLABS)
+    held = bridge_train.train_step
+    with CpuTraining(CpuOptions(offload=True)) as training:
+        for _ in range(2):
+            training.step()
+        handle.uninstall()
+        original, bridge_train.train_step = bridge_train.train_step, held
+        try:
+            for _ in range(2):
+                training.step()
+        finally:
+            bridge_train.train_step = original
+        assert training.digests() == resident.digests
+
+
 def test_a_flag_that_is_unset_in_mid_run_brings_the_states_back():
     resident = run(CpuOptions(), 6)
     with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:

@@ -59,6 +59,7 @@ class HostBuffer:
 
 
 def _unregister(address: int) -> None:
+    torch.cuda.synchronize()  # race: a copy may be under way from or to pages that are being unlocked
     _runtime().cudaHostUnregister(address)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.offloader import AnyOptimizer
 from bridge_fgo.engine.plan import pack, select
@@ -147,6 +145,16 @@ class NativeOffloader:
                 tracker.reload()
         self.bytes_in += self._transfers.bytes_in - before
 
+    def settle(self) -> None:
+        """See `Offloader.settle`."""
+        self.require_readable()
+
+    def states_replaced(self) -> None:
+        """See `Offloader.states_replaced`; the next offload takes the new tensors into the slabs."""
+        for slab, tracker in zip(self._slabs, self._trackers, strict=True):
+            if tracker.state is Residency.RESIDENT:
+                slab.drop_if_left()
+
     def resident_note(self) -> str:
         """See `Offloader.resident_note`."""
         left = self.state_bytes - self.planned_bytes
@@ -166,8 +174,6 @@ class NativeOffloader:
     def close(self) -> None:
         """See `Offloader.close`."""
         self.require_writable()
-        if any(slab.host.pinned_bytes for slab in self._slabs):
-            torch.cuda.synchronize()  # no copy may be under way from or to pages that are being unlocked
         for slab in self._slabs:
             slab.close()
 

@@ -55,6 +55,12 @@ class Offloader(Protocol):
     def require_writable(self) -> None:
         """Return when work queued on the current stream from now on may read and write the states."""
 
+    def settle(self) -> None:
+        """A training step has ended: what reads the masters on the current stream may, from now on."""
+
+    def states_replaced(self) -> None:
+        """Something may have put other tensors in the place of the states: let go of the old ones' memory."""
+
     def has_states(self) -> bool:
         """Return whether there is anything to offload yet."""
         ...

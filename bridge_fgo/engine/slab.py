@@ -67,6 +67,15 @@ class Slab:
             home.copy_(tensor)
             tensor.data = home
 
+    def drop_if_left(self) -> None:
+        """Give the GPU memory back where no tensor lives in it any more, because all were replaced."""
+        if self.gpu is None or self.gpu_bytes == 0:
+            return
+        storage = self.gpu.untyped_storage()._cdata
+        tensors = (ref.tensor() for ref in self.refs)
+        if not any(tensor is not None and tensor.untyped_storage()._cdata == storage for tensor in tensors):
+            self.gpu = None
+
     def allocate(self) -> None:
         """Take GPU memory again for every tensor of the slab; its content is undefined."""
         assert self.gpu is not None

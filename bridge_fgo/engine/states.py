@@ -6,7 +6,7 @@ and `state`, `shard_fp32_from_float16_groups` and `buffers`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ class StateRef:
     kind: Kind
     param: torch.Tensor
     key: str | None
-    states: Any  # `optimizer.state` of the Adam inside
+    adam: torch.optim.Optimizer  # not its `state`: load_state_dict puts another dictionary there
     dtype: torch.dtype
 
     @property
@@ -54,7 +54,7 @@ class StateRef:
         if self.key is None:
             return self.param
         # Not states[param]: `optimizer.state` is a defaultdict, and Adam takes an empty entry for a made one.
-        tensor = self.states.get(self.param, {}).get(self.key)
+        tensor = self.adam.state.get(self.param, {}).get(self.key)
         if tensor is None or (isinstance(tensor, torch.Tensor) and type(tensor) in (torch.Tensor, torch.nn.Parameter)):
             return tensor
         raise ValueError(
@@ -92,7 +92,7 @@ def bundles(optimizer: Any) -> list[Bundle]:
                 continue
             bundle = Bundle(param)
             if id(param) in masters and param.untyped_storage().data_ptr() not in owned_by_ddp:
-                bundle.refs.append(StateRef("master", param, None, adam.state, param.dtype))
+                bundle.refs.append(StateRef("master", param, None, adam, param.dtype))
             bundle.refs += _inner_states(adam, param)
             result.append(bundle)
     return result
@@ -101,12 +101,12 @@ def bundles(optimizer: Any) -> list[Bundle]:
 def _inner_states(adam: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[StateRef]:
     dtypes = getattr(adam, "name_to_dtype_map", None)  # TE FusedAdam; torch's Adam keeps the dtype of the param
     for key in MOMENTS:
-        yield StateRef("moment", param, key, adam.state, param.dtype if dtypes is None else dtypes[key])
+        yield StateRef("moment", param, key, adam, param.dtype if dtypes is None else dtypes[key])
     if getattr(adam, "master_weights", False):
         assert dtypes is not None
         # TE keeps the low 16 bits of a bf16 parameter's fp32 master alone (store_param_remainders).
         remainders = getattr(adam, "store_param_remainders", False) and param.dtype == torch.bfloat16
-        yield StateRef("master", param, MASTER, adam.state, torch.int16 if remainders else dtypes[MASTER])
+        yield StateRef("master", param, MASTER, adam, torch.int16 if remainders else dtypes[MASTER])
 
 
 def ddp_storages(optimizer: Any) -> set[int]:
@@ -120,16 +120,16 @@ def ddp_storages(optimizer: Any) -> set[int]:
     return addresses - {0}
 
 
-def live_bytes(optimizer: Any) -> int:
-    """Return the bytes of memory that the states of a DistributedOptimizer hold on the GPU now.
+def live_bytes(states: Iterable[Bundle], home: torch.device) -> int:
+    """Return the bytes of memory on the device `home` that states hold now.
 
     Released states count as nothing; states that an upstream offloader turned into host tensors neither.
     """
     storages: dict[int, int] = {}
-    for bundle in bundles(optimizer):
+    for bundle in states:
         for ref in bundle.refs:
             tensor = ref.tensor()
-            if tensor is not None and tensor.device == home_device(optimizer):
+            if tensor is not None and tensor.device == home:
                 storage = tensor.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

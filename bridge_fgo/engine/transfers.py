@@ -76,6 +76,8 @@ class CudaTransfers:
             for start, end in pieces(slab.nbytes, self._piece_bytes):
                 slab.gpu[start:end].copy_(slab.host.tensor[start:end], non_blocking=True)
             self._event(self._in_done, slab).record(self._in)
+        # Race: an optimizer that is dropped in mid-reload frees the slab while the copy still writes it.
+        slab.gpu.record_stream(self._in)
         self.bytes_in += slab.nbytes
 
     def wait_in(self, slab: Slab) -> None:

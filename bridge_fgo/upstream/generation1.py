@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from bridge_fgo.engine.residency import ResidencyTracker
-from bridge_fgo.engine.states import bundles, live_bytes
+from bridge_fgo.engine.states import bundles, home_device, live_bytes
 
 
 def is_available(optimizer_class: type) -> bool:
@@ -24,7 +24,13 @@ class Generation1Mover:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
+        self.states = bundles(optimizer)
+        self._home = home_device(optimizer)
         self.released = 0
+
+    def live_bytes(self) -> int:
+        """Return the bytes of GPU memory that the states hold now."""
+        return live_bytes(self.states, self._home)
 
     def start_offload(self) -> None:
         """Start the copy out of whatever states exist."""
@@ -36,9 +42,9 @@ class Generation1Mover:
 
     def release(self) -> None:
         """Free the GPU memory; upstream keeps it from reuse with record_stream."""
-        before = live_bytes(self.optimizer)
+        before = self.live_bytes()
         self.optimizer.release_offloaded_gpu_states()
-        self.released = before - live_bytes(self.optimizer)
+        self.released = before - self.live_bytes()
 
     def start_reload(self) -> None:
         """Start the copy in; upstream orders it after the copy out."""
@@ -66,7 +72,7 @@ class Generation1Offloader:
         assert optimizer._state_offloader is not None
         self._mover = Generation1Mover(optimizer)
         self._tracker = ResidencyTracker(self._mover)
-        self.state_bytes = sum(bundle.nbytes for bundle in bundles(optimizer))
+        self.state_bytes = sum(bundle.nbytes for bundle in self._mover.states)
         self.planned_bytes = self.state_bytes
         self.bytes_out = 0
         self.bytes_in = 0
@@ -81,7 +87,7 @@ class Generation1Offloader:
 
     def has_states(self) -> bool:
         """Return whether any state exists."""
-        return live_bytes(self._mover.optimizer) > 0
+        return self._mover.live_bytes() > 0
 
     def offload(self) -> None:
         """Start the copy out."""
@@ -96,9 +102,9 @@ class Generation1Offloader:
 
     def reload(self) -> None:
         """Start the copy in."""
-        before = live_bytes(self._mover.optimizer)
+        before = self._mover.live_bytes()
         self._tracker.reload()
-        self.bytes_in += live_bytes(self._mover.optimizer) - before
+        self.bytes_in += self._mover.live_bytes() - before
 
     def require_readable(self) -> None:
         """See `Offloader.require_readable`."""
@@ -107,6 +113,13 @@ class Generation1Offloader:
     def require_writable(self) -> None:
         """See `Offloader.require_writable`."""
         self._tracker.require_writable()
+
+    def settle(self) -> None:
+        """See `Offloader.settle`."""
+        self._tracker.require_readable()
+
+    def states_replaced(self) -> None:
+        """See `Offloader.states_replaced`; upstream looks the tensors up each time."""
 
     def resident_note(self) -> str:
         """See `Offloader.resident_note`; generation 1 offloads every state."""

@@ -35,10 +35,10 @@ class Generation2Offloader:
         # With MXFP8 and a shared gradient buffer the masters are read once more after grads are zeroed.
         self._masters_are_read_late = config.reuse_grad_buf_for_mxfp8_param_ag and config.overlap_param_gather
         self._home = home_device(optimizer)
+        self._states = bundles(optimizer)
         selected = {id(p) for p in optimizer._optimizer_state_offloader.selected_params}
-        everything = bundles(optimizer)
-        self.state_bytes = sum(bundle.nbytes for bundle in everything)
-        self.planned_bytes = sum(bundle.nbytes for bundle in everything if id(bundle.param) in selected)
+        self.state_bytes = sum(bundle.nbytes for bundle in self._states)
+        self.planned_bytes = sum(bundle.nbytes for bundle in self._states if id(bundle.param) in selected)
         self.bytes_out = 0
         self.bytes_in = 0
         self._is_out = False
@@ -56,7 +56,7 @@ class Generation2Offloader:
         return self._existing_bytes() > 0
 
     def _existing_bytes(self) -> int:
-        tensors = (ref.tensor() for bundle in bundles(self._optimizer) for ref in bundle.refs)
+        tensors = (ref.tensor() for bundle in self._states for ref in bundle.refs)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def offload(self) -> None:
@@ -70,7 +70,7 @@ class Generation2Offloader:
             return 0
         if self._masters_are_read_late:
             self._optimizer.offload_optimizer_state_for_forward()
-        off_gpu = self._existing_bytes() - live_bytes(self._optimizer)
+        off_gpu = self._existing_bytes() - live_bytes(self._states, self._home)
         self.bytes_out += off_gpu
         return off_gpu
 
@@ -78,17 +78,29 @@ class Generation2Offloader:
         """Start upstream's prefetch of the masters and the first chunk."""
         if not self._is_out:
             return
-        self.bytes_in += self._existing_bytes() - live_bytes(self._optimizer)
+        self.bytes_in += self._existing_bytes() - live_bytes(self._states, self._home)
         self._optimizer.prefetch_optimizer_state_for_gradient_finalization()
         self._is_out = False
 
     def require_readable(self) -> None:
-        """Wait for the masters; the moments are upstream's own to bring back where it reads them."""
+        """Restore the masters, and wait on the host for the moments' copies out.
+
+        Race: upstream binds the moments to host tensors as soon as their copies are enqueued, and only its
+        sharded state dict waits for them; another reader would see torn bytes.
+        """
         self._optimizer.ensure_master_weights_for_param_sync()
+        self._optimizer._optimizer_state_offloader._d2h_stream.synchronize()
 
     def require_writable(self) -> None:
-        """See `require_readable`: upstream's step and its loader bind what they write themselves."""
+        """Restore the masters: upstream's step and its loader bind the moments that they write themselves."""
         self._optimizer.ensure_master_weights_for_param_sync()
+
+    def settle(self) -> None:
+        """Restore the masters; the moments stay in host memory, where upstream keeps them between updates."""
+        self._optimizer.ensure_master_weights_for_param_sync()
+
+    def states_replaced(self) -> None:
+        """See `Offloader.states_replaced`; upstream looks the tensors up each time."""
 
     def resident_note(self) -> str:
         """See `Offloader.resident_note`."""

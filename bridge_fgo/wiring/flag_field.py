@@ -91,7 +91,7 @@ class FlagFieldPatch:
                 setattr(cls, name, before)
         for cls in self._field_owners:
             del vars(cls)["__dataclass_fields__"][FLAG]
-            cls.__annotations__.pop(FLAG, None)
+            vars(cls).get("__annotations__", {}).pop(FLAG, None)
         self._undo.clear()
         self._field_owners.clear()
 

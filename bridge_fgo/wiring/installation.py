@@ -146,7 +146,6 @@ def uninstall() -> None:
             session.close()
 
 
-def installed_config() -> OffloadConfig:
-    """Return the settings given to `install`."""
-    assert _installation is not None
-    return _installation.config
+def installed_config() -> OffloadConfig | None:
+    """Return the settings given to `install`, or None when not installed."""
+    return None if _installation is None else _installation.config

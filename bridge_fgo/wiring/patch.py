@@ -77,7 +77,7 @@ class FunctionPatch:
         *path, attribute = self.target.split(".")
         owner: Any = module
         for part in path:
-            owner = getattr(owner, part)
+            owner = getattr(owner, part, None)
         return owner, attribute
 
     def check(self, module: ModuleType) -> None:

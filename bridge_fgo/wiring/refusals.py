@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.compat import check_flag_type, flag_is_set
+from bridge_fgo.compat import Choice, check_flag, flag_is_set
 
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
 
@@ -17,7 +17,7 @@ def refuse_config(cfg: Any) -> None:
     Raises:
         ValueError: a setting cannot be combined with the offload; names it, its value and what to do.
     """
-    check_flag_type(cfg.optimizer)
+    check_flag(cfg.optimizer)
     if not flag_is_set(cfg.optimizer):
         return
     refuse_optimizer_config(cfg.optimizer)
@@ -29,7 +29,37 @@ def refuse_config(cfg: Any) -> None:
         section, name = path.split(".")
         if getattr(getattr(cfg, section, None), name, False) is True:
             raise ValueError(f"{path}=True with {FLAG_TEXT}: {why}; set {path}=False or leave the flag unset")
+    refuse_async_save(cfg.checkpoint)
     refuse_full_iteration_graph(cfg.model)
+
+
+def refuse_async_save(checkpoint: Any) -> None:
+    """Raise ValueError where a background writer would be given optimizer state.
+
+    The writer gets the tensors as CUDA IPC handles, or as host memory by reference, and reads them while the
+    next step releases, reloads and overwrites that memory (NeMo-RL #3312, MLM #6544).
+    """
+    if _saves_states(checkpoint) and checkpoint.async_save:
+        raise ValueError(
+            f"checkpoint.async_save=True with {FLAG_TEXT}: the background writer could read memory that the offload "
+            "has given away; set checkpoint.async_save=False, or checkpoint.save_optim=False, or leave the flag unset"
+        )
+
+
+def refuse_checkpoint_format(checkpoint: Any, engine: Choice) -> None:
+    """Raise ValueError where generation 2, whose states are host tensors, would be saved in another format.
+
+    Megatron-LM's own loop has the same check (its `save_checkpoint`).
+    """
+    if engine == "mcore generation 2" and _saves_states(checkpoint) and checkpoint.ckpt_format != "torch_dist":
+        raise ValueError(
+            f"checkpoint.ckpt_format={checkpoint.ckpt_format!r} with {FLAG_TEXT} and mcore's chunked offloader: set "
+            "checkpoint.ckpt_format='torch_dist', or use OffloadConfig(engine='native')"
+        )
+
+
+def _saves_states(checkpoint: Any) -> bool:
+    return checkpoint.save is not None and checkpoint.save_optim
 
 
 def refuse_full_iteration_graph(model_config: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.compat import Choice, choose_engine, flag_is_set, mcore_version
+from bridge_fgo.compat import Choice, check_flag, choose_engine, flag_is_set, mcore_version
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.offloader import Offloader, total
@@ -77,8 +77,11 @@ class Session:
         self._leaves = weakref.WeakSet(distributed)
         self.figures = Figures(self.offloaders, self.engine, mcore_version())
         self.closed = False
-        self._proven = False  # that the offload releases memory
-        self._eligible = False  # whether this step had states to release
+        # What the proof that the flag is no silent no-op needs: see _prove.
+        self._proven = False
+        self._updates = 0
+        self._updates_before = 0
+        self._eligible = False
         self._freed = 0
 
     # What the wrappers call, in the order of one training step.
@@ -89,6 +92,7 @@ class Session:
         but an exception."""
         bind_reload(self.model_config, self)
         self.figures.begin_step()
+        self._updates_before, self._freed = self._updates, 0
         _active.append(self)
         try:
             yield
@@ -97,21 +101,28 @@ class Session:
         # A skipped step and an early exit leave a reload in flight: whatever reads the states next (a save,
         # a callback) does so on the current stream.
         for offloader in self.offloaders:
-            offloader.require_readable()
+            offloader.settle()
         self.figures.end_step()
         self._prove()
 
     def _prove(self) -> None:
-        """Raise RuntimeError where the first step that could release memory released none."""
-        if self._proven or not self._eligible:
+        """Raise RuntimeError where the flag turns out to be a no-op, in whole or in part.
+
+        A step that had any state released at least something; and the first step after an update, when every
+        state exists, released what was planned.
+        """
+        if self._proven:
             return
-        if not self._freed:
+        planned = total(self.offloaders, "planned_bytes")
+        complete = self._updates_before > 0
+        wanted = 0.95 * planned if complete else 1 if self._eligible else 0
+        if self._freed < wanted:
             raise RuntimeError(
-                "optimizer.offload_optimizer_states=True, but the first training step with optimizer state to "
-                f"offload released no bytes (engine {self.engine}): the flag would be a silent no-op. Please "
-                "report this with the output of the run, and train with the flag unset meanwhile"
+                f"optimizer.offload_optimizer_states=True, but a training step released {self._freed} bytes of the "
+                f"{planned} planned (engine {self.engine}): the flag would be a silent no-op. Please report this "
+                "with the output of the run, and train with the flag unset meanwhile"
             )
-        self._proven = True
+        self._proven = complete
 
     def begin_pass(self) -> None:
         """A forward-backward pass begins: start the copies out."""
@@ -123,7 +134,7 @@ class Session:
     def release(self) -> None:
         """Grads are zeroed and nothing reads the states any more: let their GPU memory go."""
         freed = sum(offloader.release() for offloader in self.offloaders)
-        self._freed += freed
+        self._freed = max(freed, self._freed)
         self.figures.released(freed)
 
     def reload(self) -> None:
@@ -131,6 +142,10 @@ class Session:
         self.figures.reloading()
         for offloader in self.offloaders:
             offloader.reload()
+
+    def updating(self) -> None:
+        """An optimizer is about to step, so that every state will exist."""
+        self._updates += 1
 
     def require(self, offloader: Offloader, write: bool) -> None:
         """Something is about to read (and write) one optimizer's states on the current stream."""
@@ -212,6 +227,7 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
 
     A flag that was unset in mid-run makes the states resident and closes the session.
     """
+    check_flag(cfg.optimizer)
     if flag_is_set(cfg.optimizer):
         return attach(optimizer, model_config, config)
     session = None if optimizer is None else getattr(optimizer, "__dict__", {}).get(SESSION)

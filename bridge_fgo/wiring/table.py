@@ -21,19 +21,18 @@ READERS = (
 """Methods of DistributedOptimizer that read states."""
 
 WRITERS = (
-    "step_with_ready_grads",
     "sharded_state_dict",  # made for loading, it steps the Adam to have the states made
-    "load_state_dict",
     "load_parameter_state",
     "load_parameter_state_from_dp_zero",
     "load_parameter_state_from_dp_reshardable",
     "load_parameter_state_from_fully_reshardable",
     "load_parameter_state_from_fs_model_space",
     "_copy_model_params_to_main_params",
-    "offload_to_cpu",
-    "restore_from_cpu",
 )
 """Methods of DistributedOptimizer that write states."""
+
+REPLACERS = ("load_state_dict", "offload_to_cpu", "restore_from_cpu")
+"""Methods of DistributedOptimizer that put other tensors in the place of states."""
 
 
 def patches() -> list[Patch]:
@@ -43,6 +42,11 @@ def patches() -> list[Patch]:
         FunctionPatch(
             "megatron.bridge.training.config", "ConfigContainer.validate", wrappers.validate_config, (),
             "every road into pretrain() ends in it, before a model is built",
+        ),
+        FunctionPatch(
+            "megatron.bridge.training.pretrain_megatron_mimo", "megatron_mimo_runtime_config_update",
+            wrappers.validate_mimo_config, ("cfg",),
+            "MIMO's road into training, which skips the container's validation",
         ),
         FunctionPatch(
             "megatron.bridge.training.setup", "setup_optimizer", wrappers.build_optimizer, ("optimizer_config",),
@@ -61,7 +65,7 @@ def patches() -> list[Patch]:
         FunctionPatch(
             "megatron.bridge.training.setup_megatron_mimo", "_update_megatron_mimo_model_config_funcs",
             wrappers.after_model_hooks, ("optimizer", "model"),
-            "the same moment of the MIMO setup",
+            "binds finalize in the MIMO setup, there before the checkpoint load",
         ),
         FunctionPatch(
             "megatron.bridge.training.initialize", "compile_helpers", wrappers.compile_helpers, (),
@@ -80,6 +84,15 @@ def patches() -> list[Patch]:
             "the last reader of the masters before forward; called in every pass, also where it does nothing",
         ),
         FunctionPatch(
+            TRAIN, "clip_qk", wrappers.clip_qk, (),
+            "writes the masters after the optimizer step, also one that was skipped with a reload in flight",
+        ),
+        FunctionPatch(
+            "megatron.core.transformer.moe.paged_stash", "PagedStashRunner.prepare_for_rerun", wrappers.pass_around, (),
+            "the overflow retry does not ask the rerun machine; without it the retry runs with states resident",
+            distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
+        ),
+        FunctionPatch(
             MIMO, "train_step_megatron_mimo", wrappers.train_step_megatron_mimo,
             ("model", "optimizer", "global_state"),
             "the MIMO loop looks it up as a module global",
@@ -94,8 +107,10 @@ def patches() -> list[Patch]:
         ),
     ]  # fmt: skip
     for names, wrapper, why in (
+        (("step_with_ready_grads",), wrappers.updates_states, "the one way to the inner optimizer's step"),
         (READERS, wrappers.reads_states, "reads states, from wherever it is called"),
         (WRITERS, wrappers.writes_states, "writes states, from wherever it is called"),
+        (REPLACERS, wrappers.replaces_states, "replaces states, from wherever it is called"),
     ):
         table += [
             FunctionPatch(

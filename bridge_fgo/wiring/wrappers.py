@@ -11,12 +11,12 @@ from typing import Any
 
 import wrapt
 
-from bridge_fgo.compat import CHUNKED_FLAG, FLAG, choose_engine, flag_is_set
+from bridge_fgo.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.wiring import installation
-from bridge_fgo.wiring.refusals import refuse_config, refuse_optimizer_config
+from bridge_fgo.wiring.refusals import refuse_checkpoint_format, refuse_config, refuse_optimizer_config
 from bridge_fgo.wiring.reporting import log_figures
-from bridge_fgo.wiring.session import OFFLOADER, active_session, all_sessions, attach, session_for_step
+from bridge_fgo.wiring.session import OFFLOADER, Session, active_session, all_sessions, attach, session_for_step
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,8 @@ def _arguments(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     return _signature(wrapped).bind(*args, **kwargs).arguments
 
 
-def _config() -> OffloadConfig:
+def _config() -> OffloadConfig | None:
+    """Return the settings, or None: `train()` keeps the wrapped step, also after an uninstall in mid-run."""
     return installation.installed_config()
 
 
@@ -44,7 +45,21 @@ def _config() -> OffloadConfig:
 def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse what cannot be combined, once Bridge has validated and finalized the config."""
     result = wrapped(*args, **kwargs)
-    refuse_config(instance)
+    _refuse(instance)
+    return result
+
+
+def _refuse(cfg: Any) -> None:
+    refuse_config(cfg)
+    settings = _config()
+    if settings is not None and flag_is_set(cfg.optimizer):
+        refuse_checkpoint_format(cfg.checkpoint, choose_engine(settings, cfg.optimizer))
+
+
+def validate_mimo_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Refuse what cannot be combined; MIMO's road does not go through the container's own validation."""
+    result = wrapped(*args, **kwargs)
+    _refuse(_arguments(wrapped, args, kwargs)["cfg"])
     return result
 
 
@@ -56,10 +71,12 @@ def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     """
     arguments = _arguments(wrapped, args, kwargs)
     config = arguments.get("optimizer_config", arguments.get("config"))
-    if not flag_is_set(config):
+    settings = _config()
+    check_flag(config)
+    if settings is None or not flag_is_set(config):
         return wrapped(*args, **kwargs)
     refuse_optimizer_config(config)
-    if choose_engine(_config(), config) != "native":
+    if choose_engine(settings, config) != "native":
         return wrapped(*args, **kwargs)
     before = {name: getattr(config, name) for name in (FLAG, CHUNKED_FLAG) if hasattr(config, name)}
     for name in before:
@@ -72,15 +89,15 @@ def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 
 def after_model_hooks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Attach as soon as the optimizer exists, a checkpoint is loaded and finalize is bound.
+    """Attach as soon as the optimizer exists and finalize is bound.
 
     So a refusal comes, and host memory is pinned, before the first collective of training.
     """
     result = wrapped(*args, **kwargs)
     arguments = _arguments(wrapped, args, kwargs)
-    optimizer = arguments.get("optimizer")
-    if optimizer is not None and flag_is_set(getattr(optimizer, "config", None)):
-        attach(optimizer, _model_config(arguments), _config())
+    optimizer, settings = arguments.get("optimizer"), _config()
+    if settings is not None and optimizer is not None and flag_is_set(getattr(optimizer, "config", None)):
+        attach(optimizer, _model_config(arguments), settings)
     return result
 
 
@@ -112,11 +129,18 @@ def compile_helpers(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 # Inside a training step.
 
 
-def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run Bridge's step with the session of its optimizer active."""
+def _session_of_step(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> tuple[Session | None, Any]:
+    settings = _config()
+    if settings is None:
+        return None, None
     arguments = _arguments(wrapped, args, kwargs)
     state = arguments["global_state"]
-    session = session_for_step(arguments["optimizer"], _model_config(arguments), state.cfg, _config())
+    return session_for_step(arguments["optimizer"], _model_config(arguments), state.cfg, settings), state
+
+
+def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Run Bridge's step with the session of its optimizer active."""
+    session, state = _session_of_step(wrapped, args, kwargs)
     if session is None:
         return wrapped(*args, **kwargs)
     with session.training_step():
@@ -127,9 +151,7 @@ def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> A
 
 def train_step_megatron_mimo(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run Bridge's MIMO step, which has one pass and no rerun loop, with the session active."""
-    arguments = _arguments(wrapped, args, kwargs)
-    state = arguments["global_state"]
-    session = session_for_step(arguments["optimizer"], _model_config(arguments), state.cfg, _config())
+    session, state = _session_of_step(wrapped, args, kwargs)
     if session is None:
         return wrapped(*args, **kwargs)
     with session.training_step():
@@ -166,6 +188,14 @@ def release_after(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
     return result
 
 
+def pass_around(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A second attempt at forward and backward in the same pass: offload before it zeroes, release after."""
+    session = active_session()
+    if session is not None:
+        session.begin_pass()
+    return release_after(wrapped, instance, args, kwargs)
+
+
 # Readers and writers of the states, wherever they are called from.
 
 
@@ -191,6 +221,33 @@ def reads_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
 def writes_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states readable and writable first."""
     _require(instance, write=True)
+    return wrapped(*args, **kwargs)
+
+
+def updates_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the states writable for the optimizer step, which is not called where a step is skipped."""
+    session = active_session()
+    if session is not None:
+        session.updating()
+    return writes_states(wrapped, instance, args, kwargs)
+
+
+def replaces_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the states writable first; afterwards let go of the memory of tensors that were replaced."""
+    _require(instance, write=True)
+    result = wrapped(*args, **kwargs)
+    offloader = vars(instance).get(OFFLOADER)
+    if offloader is not None:
+        offloader.states_replaced()
+    return result
+
+
+def clip_qk(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the masters writable for QK-clip, which scales them also after a step that was skipped."""
+    session = active_session()
+    if session is not None:
+        for offloader in session.offloaders:
+            session.require(offloader, write=True)
     return wrapped(*args, **kwargs)
 
 

@@ -1,5 +1,7 @@
 """The native engine on a real AdamW in host memory: bits, bytes and identity."""
 
+import copy
+
 import pytest
 import torch
 from fake_optimizer import make_distributed_optimizer, state_bytes, step
@@ -10,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.residency import Residency
-from bridge_fgo.engine.states import bundles, live_bytes
+from bridge_fgo.engine.states import bundles, home_device, live_bytes
 from bridge_fgo.engine.transfers import HostTransfers
 
 SIZES = [1000, 3, 70_000, 256, 400_000, 12, 64]
@@ -21,6 +23,10 @@ def make(config=None, **kwargs):
     optimizer = make_distributed_optimizer(SIZES, **kwargs)
     config = config or OffloadConfig(engine="native", slab_bytes=MIB, piece_bytes=65536)
     return optimizer, NativeOffloader(optimizer, config, HostTransfers(config.piece_bytes))
+
+
+def live(optimizer):
+    return live_bytes(bundles(optimizer), home_device(optimizer))
 
 
 def one_pass(offloader):
@@ -55,7 +61,7 @@ def test_released_states_hold_no_memory():
     step(optimizer, 1)
     offloader.offload()
     offloader.release()
-    assert live_bytes(optimizer) == 0
+    assert live(optimizer) == 0
     assert set(offloader.residencies) == {Residency.RELEASED}
 
 
@@ -103,9 +109,48 @@ def test_tensors_that_a_load_replaced_are_taken_in_again():
     optimizer.optimizer.state[param]["exp_avg"] = loaded.clone()
     offloader.offload()
     offloader.release()
-    assert live_bytes(optimizer) == 0
+    assert live(optimizer) == 0
     offloader.require_readable()
     assert torch.equal(optimizer.optimizer.state[param]["exp_avg"], loaded)
+
+
+def load_state_dict(optimizer):
+    """Load a copy of the state as torch and mcore do: the dictionary and every tensor in it are replaced."""
+    state = copy.deepcopy(optimizer.optimizer.state_dict())
+    optimizer.optimizer.load_state_dict(state)
+
+
+def test_states_of_a_load_before_the_first_step_go_too():
+    trained = make_distributed_optimizer(SIZES)
+    step(trained, 1)
+    optimizer, offloader = make()
+    one_pass(offloader)
+    optimizer.optimizer.load_state_dict(copy.deepcopy(trained.optimizer.state_dict()))
+    assert one_pass(offloader) >= 3 * 4 * sum(SIZES)
+    offloader.offload()
+    offloader.release()
+    assert live(optimizer) == 0
+
+
+def test_states_of_a_load_in_mid_run_go_and_the_old_ones_memory_too():
+    resident = make_distributed_optimizer(SIZES)
+    optimizer, offloader = make()
+    for seed in range(3):
+        step(resident, seed)
+        offloader.require_writable()
+        step(optimizer, seed)
+        one_pass(offloader)
+        offloader.require_writable()
+        load_state_dict(optimizer)
+        offloader.states_replaced()
+        late = [slab for slab in offloader.slabs if slab.refs[0].key is not None]
+        assert all(slab.gpu_bytes == 0 for slab in late), "memory of tensors that nobody holds"
+        offloader.offload()
+        offloader.release()
+        assert live(optimizer) == 0
+        offloader.reload()
+    offloader.require_readable()
+    assert state_bytes(optimizer) == state_bytes(resident)
 
 
 def test_a_load_of_another_dtype_is_an_error_and_loses_nothing():
@@ -124,7 +169,7 @@ def test_fraction_releases_that_share_of_the_bytes(fraction):
     config = OffloadConfig(engine="native", fraction=fraction, slab_bytes=MIB)
     optimizer, offloader = make(config)
     step(optimizer, 1)
-    total = live_bytes(optimizer)
+    total = live(optimizer)
     freed = one_pass(offloader)
     assert freed >= fraction * total
     assert "fraction" in offloader.resident_note()
@@ -142,7 +187,7 @@ def test_state_bytes_are_known_before_the_first_step():
     optimizer, offloader = make()
     predicted = offloader.state_bytes
     step(optimizer, 1)
-    assert predicted == live_bytes(optimizer)
+    assert predicted == live(optimizer)
 
 
 def test_close_leaves_the_states_usable():
@@ -217,6 +262,8 @@ class AnyOrderOfVerbs(RuleBasedStateMachine):
                 param.data.copy_(torch.randn(param.shape, generator=generator))
                 if param in optimizer.optimizer.state:
                     optimizer.optimizer.state[param]["exp_avg"] = torch.randn(param.shape, generator=generator)
+            load_state_dict(optimizer)
+        self.offloader.states_replaced()
 
     def teardown(self):
         self.offloader.require_readable()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_optimizer import make_distributed_optimizer, step
 
-from bridge_fgo.engine.states import live_bytes
+from bridge_fgo.engine.states import bundles, home_device, live_bytes
 from bridge_fgo.upstream.generation1 import Generation1Offloader, is_available, power_of_two_at_least
 
 
@@ -113,9 +113,9 @@ def test_moments_from_a_checkpoint_go_in_the_first_forward(optimizer):
     offloader = Generation1Offloader(optimizer)
     offloader.offload()
     assert "mark" in optimizer.events
-    before = live_bytes(optimizer)
+    before = live_bytes(bundles(optimizer), home_device(optimizer))
     assert offloader.release() == before > 0
-    assert live_bytes(optimizer) == 0
+    assert live_bytes(bundles(optimizer), home_device(optimizer)) == 0
 
 
 def test_moments_that_do_not_exist_are_not_marked(optimizer):

@@ -18,7 +18,10 @@ class FakeGeneration2:
         self.config = SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=mxfp8, overlap_param_gather=mxfp8)
         self.events = []
         masters = self.shard_fp32_from_float16_groups[0]
-        self._optimizer_state_offloader = SimpleNamespace(selected_params=masters, _cpu_master={}, _cpu_state={})
+        d2h = SimpleNamespace(synchronize=lambda: self.events.append("wait for copies out"))
+        self._optimizer_state_offloader = SimpleNamespace(
+            selected_params=masters, _cpu_master={}, _cpu_state={}, _d2h_stream=d2h
+        )
 
     def offload_optimizer_state_for_forward(self, offload_master=True):
         self.events.append(f"offload masters={offload_master}")
@@ -62,9 +65,15 @@ def test_released_bytes_are_those_off_the_gpu():
     assert offloader.release() == 3 * 4 * 3100 == offloader.state_bytes == offloader.planned_bytes
 
 
-def test_readers_get_the_masters_from_upstream():
+def test_readers_get_the_masters_and_whole_moments():
     optimizer = FakeGeneration2(mxfp8=False)
     Generation2Offloader(optimizer).require_readable()
+    assert optimizer.events == ["ensure masters", "wait for copies out"]
+
+
+def test_the_end_of_a_step_does_not_stop_the_host():
+    optimizer = FakeGeneration2(mxfp8=False)
+    Generation2Offloader(optimizer).settle()
     assert optimizer.events == ["ensure masters"]
 
 

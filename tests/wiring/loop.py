@@ -5,8 +5,6 @@ from unittest import mock
 
 import torch
 
-OFFLOADER_VERBS = ("offload", "release", "reload", "require_readable", "require_writable")
-
 
 class RecordingOffloader:
     """An offloader that moves nothing and writes down every verb."""
@@ -34,6 +32,12 @@ class RecordingOffloader:
 
     def require_writable(self):
         self.events.append("writable")
+
+    def settle(self):
+        self.events.append("settle")
+
+    def states_replaced(self):
+        self.events.append("replaced")
 
     def has_states(self):
         return True

@@ -35,6 +35,9 @@ def test_uninstall_leaves_every_binding_identical(cpu_standins):
 
 
 def test_every_patch_of_the_table_is_applied(cpu_standins):
+    import megatron.bridge.training.pretrain_megatron_mimo
+    import megatron.core.models.mimo.optimizer
+    import megatron.core.transformer.moe.paged_stash  # noqa: F401
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     handle = bridge_fgo.install()

@@ -21,7 +21,7 @@ def test_an_mcore_without_the_field_counts_as_off(monkeypatch, bridge_train, ins
 
 def test_flag_on_offloads_zeroes_releases_runs_reloads_finalizes_steps(monkeypatch, bridge_train, installed):
     loop = Loop(monkeypatch, bridge_train)
-    assert loop.step() == [*ONE_PASS, "step", "readable"]
+    assert loop.step() == [*ONE_PASS, "step", "settle"]
 
 
 def test_mxfp8_copy_reads_the_masters_before_they_are_released(monkeypatch, bridge_train, installed):
@@ -32,7 +32,7 @@ def test_mxfp8_copy_reads_the_masters_before_they_are_released(monkeypatch, brid
 
 def test_every_pass_of_the_rerun_loop_offloads_and_reloads(monkeypatch, bridge_train, installed):
     loop = Loop(monkeypatch, bridge_train, passes=3)
-    assert loop.step() == [*ONE_PASS * 3, "step", "readable"]
+    assert loop.step() == [*ONE_PASS * 3, "step", "settle"]
 
 
 def test_second_step_is_like_the_first(monkeypatch, bridge_train, installed):
@@ -84,7 +84,7 @@ def test_hook_is_bound_again_after_an_in_process_restart(monkeypatch, bridge_tra
     loop.model_config.finalize_model_grads_func = None  # what reset_for_restart does
     assert "reload" not in loop.step()
     loop.model_config.finalize_model_grads_func = loop.bound_finalize  # what setup does
-    assert loop.step() == [*ONE_PASS, "step", "readable"]
+    assert loop.step() == [*ONE_PASS, "step", "settle"]
 
 
 def test_a_restart_with_a_new_optimizer_drives_only_the_new_one(monkeypatch, bridge_train, installed):
@@ -103,19 +103,19 @@ def test_a_restart_with_a_new_optimizer_drives_only_the_new_one(monkeypatch, bri
 def test_without_a_bound_finalize_the_step_itself_reloads(monkeypatch, bridge_train, installed):
     loop = Loop(monkeypatch, bridge_train)
     loop.model_config.finalize_model_grads_func = None
-    assert loop.step()[-2:] == ["step", "readable"]
+    assert loop.step()[-2:] == ["step", "settle"]
 
 
 def test_flag_on_with_nothing_released_is_an_error(monkeypatch, bridge_train, installed):
     loop = Loop(monkeypatch, bridge_train, freed=0)
-    with pytest.raises(RuntimeError, match="released no bytes"):
+    with pytest.raises(RuntimeError, match="silent no-op"):
         loop.step()
 
 
 def test_release_seam_gone_is_an_error_not_a_silent_skip(monkeypatch, bridge_train, installed):
     loop = Loop(monkeypatch, bridge_train)
     monkeypatch.setattr(bridge_train, "_handle_mxfp8_param_buffer_copy", lambda **kwargs: None)
-    with pytest.raises(RuntimeError, match="released no bytes"):
+    with pytest.raises(RuntimeError, match="silent no-op"):
         loop.step()
     monkeypatch.undo()
 
@@ -125,7 +125,7 @@ def test_an_exception_in_forward_is_not_hidden_by_a_reload(monkeypatch, bridge_t
     loop.forward_backward = lambda **kwargs: (_ for _ in ()).throw(MemoryError("activations"))
     with pytest.raises(MemoryError, match="activations"):
         loop.step()
-    assert "readable" not in loop.events
+    assert "settle" not in loop.events
     from bridge_fgo.wiring.session import active_session
 
     assert active_session() is None
@@ -142,4 +142,4 @@ def test_nvrx_wraps_the_installed_step(monkeypatch, bridge_train, installed):
     holder = TrainStepWrapper(bridge_train.train_step)
     inner = holder.train_step
     holder.train_step = functools.wraps(inner)(lambda *args, **kwargs: inner(*args, **kwargs))
-    assert loop.step(holder.train_step) == [*ONE_PASS, "step", "readable"]
+    assert loop.step(holder.train_step) == [*ONE_PASS, "step", "settle"]

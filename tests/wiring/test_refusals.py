@@ -55,6 +55,48 @@ def test_full_iteration_cuda_graph_is_refused(cfg):
         refuse_config(cfg)
 
 
+def test_async_save_of_optimizer_state_is_refused(cfg):
+    from bridge_fgo.wiring.refusals import refuse_config
+
+    cfg.checkpoint.save, cfg.checkpoint.async_save = "somewhere", True
+    with pytest.raises(ValueError, match=r"checkpoint\.async_save=True"):
+        refuse_config(cfg)
+    cfg.checkpoint.save_optim = False
+    refuse_config(cfg)
+
+
+def test_generation_2_saves_in_torch_dist_alone(cfg):
+    from bridge_fgo.wiring.refusals import refuse_checkpoint_format
+
+    cfg.checkpoint.save, cfg.checkpoint.ckpt_format = "somewhere", "fsdp_dtensor"
+    with pytest.raises(ValueError, match=r"checkpoint\.ckpt_format='fsdp_dtensor'"):
+        refuse_checkpoint_format(cfg.checkpoint, "mcore generation 2")
+    refuse_checkpoint_format(cfg.checkpoint, "native")
+
+
+def test_mimos_road_refuses_too(monkeypatch, cfg):
+    from megatron.bridge.training import pretrain_megatron_mimo as mimo
+
+    cfg.optimizer.optimizer_cpu_offload = True
+    update = mimo.megatron_mimo_runtime_config_update
+    monkeypatch.setattr(update, "__wrapped__", lambda cfg: None)
+    with pytest.raises(ValueError, match="optimizer_cpu_offload"):
+        update(cfg)
+
+
+@pytest.mark.parametrize("name", ["offload_optimizer_states", "chunked_optimizer_state_offload"])
+def test_a_flag_with_generation_2s_fraction_at_zero_is_refused(name):
+    from types import SimpleNamespace
+
+    from bridge_fgo.compat import check_flag
+
+    config = SimpleNamespace(**{name: True}, optimizer_state_offload_fraction=0.0)
+    with pytest.raises(ValueError, match="optimizer_state_offload_fraction"):
+        check_flag(config)
+    config.optimizer_state_offload_fraction = 0.5
+    check_flag(config)
+
+
 def test_nothing_is_refused_with_the_flag_unset(cfg):
     from bridge_fgo.wiring.refusals import refuse_config
 

@@ -84,7 +84,7 @@ def mimo_step(monkeypatch, loop):
 def test_mimo_step_offloads_zeroes_releases_runs_reloads_finalizes_steps(monkeypatch, bridge_train, installed):
     loop = Loop(monkeypatch, bridge_train)
     assert mimo_step(monkeypatch, loop) == [
-        "offload", "zero_grad_buffer", "release", "forward_backward", "reload", "finalize", "step", "readable",
+        "offload", "zero_grad_buffer", "release", "forward_backward", "reload", "finalize", "step", "settle",
     ]  # fmt: skip
 
 
@@ -93,6 +93,51 @@ def test_mimo_step_with_the_flag_off_makes_no_call(monkeypatch, bridge_train, in
     expected = ["zero_grad_buffer", "forward_backward", "finalize", "step"]
     assert mimo_step(monkeypatch, loop) == expected
     assert loop.model_config.finalize_model_grads_func is loop.bound_finalize
+
+
+def test_qk_clip_gets_writable_masters_also_after_a_skipped_step(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train)
+    loop.cfg.model.qk_clip = True
+    loop.leaf.step = lambda: loop.events.append("skipped") or (False, 1.0, None)
+    monkeypatch.setattr(bridge_train.clip_qk, "__wrapped__", lambda model: loop.events.append("clip_qk"))
+    assert loop.step()[-4:] == ["skipped", "writable", "clip_qk", "settle"]
+
+
+def test_paged_stash_retry_is_a_pass_of_its_own(monkeypatch, bridge_train, installed):
+    from megatron.core.transformer.moe.paged_stash import PagedStashRunner
+
+    loop = Loop(monkeypatch, bridge_train)
+    runner = object.__new__(PagedStashRunner)
+    wrapper = vars(PagedStashRunner)["prepare_for_rerun"]
+    monkeypatch.setattr(wrapper, "__wrapped__", lambda self, is_training=True: loop.events.append("prepare"))
+    first_attempt = loop.forward_backward
+
+    def with_retry(**kwargs):
+        first_attempt(**kwargs)
+        runner.prepare_for_rerun()
+        return first_attempt(**kwargs)
+
+    loop.forward_backward = with_retry
+    attempt = ["release", "forward_backward", "reload", "finalize"]
+    assert loop.step() == [
+        "offload", "zero_grad_buffer", "zero_grad", *attempt, "offload", "prepare", *attempt, "step", "settle",
+    ]  # fmt: skip
+    runner.prepare_for_rerun()  # evaluation retries too, outside of any training step
+    assert loop.events[-1] == "prepare"
+
+
+def test_a_part_that_never_goes_is_an_error(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train, freed=60)  # of 100 planned
+    loop.leaf.step = lambda: session_of(loop).updating() or loop.events.append("step") or (True, 1.0, None)
+    loop.step()
+    with pytest.raises(RuntimeError, match="60 bytes of the 100 planned"):
+        loop.step()
+
+
+def session_of(loop):
+    from bridge_fgo.wiring.session import SESSION
+
+    return vars(loop.optimizer)[SESSION]
 
 
 def test_figures_go_to_the_loggers_at_bridges_interval(monkeypatch, bridge_train, installed):
