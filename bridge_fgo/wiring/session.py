@@ -171,13 +171,16 @@ class Session:
             return
         gib = 2**30
         stays = "; ".join(note for o in self.offloaders if (note := o.resident_note())) or "no state"
+        pinned = f"{total(self.offloaders, 'pinned_bytes') / gib:.2f} GiB of host memory pinned"
+        if self.engine != "native":
+            pinned = "host memory pinned by mcore in the first steps"
         if not self.offloaders:
             stays = "everything: this rank has only stub optimizers"
         print(
             f"bridge_fgo: optimizer-state offload on, engine {self.engine}, mcore {mcore_version()}: "
             f"{total(self.offloaders, 'planned_bytes') / gib:.2f} of "
             f"{total(self.offloaders, 'state_bytes') / gib:.2f} GiB a rank offloaded, "
-            f"{total(self.offloaders, 'pinned_bytes') / gib:.2f} GiB of host memory pinned, stays resident: {stays}",
+            f"{pinned}, stays resident: {stays}",
             flush=True,
         )
 
