@@ -212,9 +212,7 @@ def test_uninstall_in_mid_run_brings_the_states_back():
     with CpuTraining(CpuOptions(offload=True)) as training:
         for _ in range(3):
             training.step()
-        finalize = training.model[0].config.finalize_model_grads_func
         handle.uninstall()
-        assert training.model[0].config.finalize_model_grads_func is finalize.bound
         for _ in range(3):
             training.step()
         assert training.digests() == resident.digests

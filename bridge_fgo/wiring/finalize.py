@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,52 +24,31 @@ class ReloadThenFinalize:
     def __init__(self, bound: Callable[..., Any], session: Session) -> None:
         functools.update_wrapper(self, bound, updated=())
         self.bound = bound
-        self._session = weakref.ref(session)
-
-    def belongs_to(self, session: Session) -> bool:
-        """Return whether this is the hook of `session`."""
-        return self._session() is session
+        self._session = session
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Reload, then delegate."""
-        session = self._session()
-        if session is not None:
-            session.reload()
+        self._session.reload()
         return self.bound(*args, **kwargs)
 
 
-def layers(function: Any) -> Iterator[Any]:
-    """Yield a function and what it wraps, outermost first, through `partial` and `functools.wraps`."""
-    while function is not None:
-        yield function
-        if isinstance(function, ReloadThenFinalize):
-            function = function.bound
-        elif isinstance(function, functools.partial):
-            function = function.func
-        else:
-            # Not getattr: a mock has every attribute, and each would be followed for ever.
-            function = getattr(function, "__dict__", {}).get("__wrapped__")
+@contextmanager
+def reload_hook(model_config: Any, session: Session) -> Iterator[None]:
+    """Have the reload hook around the bound finalize inside the block, and what was bound after it.
 
-
-def bind_reload(model_config: Any, session: Session) -> None:
-    """Put the reload hook around the bound finalize, once for each session.
-
-    Called at the start of every training step: an in-process restart sets the hook to None and binds
-    another. With no hook bound, mcore's schedule calls none, and the optimizer step itself reloads.
+    Only for the length of a training step: an in-process restart binds another hook between steps, and a
+    checkpoint's run config, saved between steps, must name Bridge's function and not ours. With no hook
+    bound, mcore's schedule calls none, and the optimizer step itself reloads.
     """
     bound = getattr(model_config, HOOK, None)
     if bound is None:
+        yield
         return
-    hooks = [layer for layer in layers(bound) if isinstance(layer, ReloadThenFinalize)]
-    if any(hook.belongs_to(session) for hook in hooks):
-        return
-    if isinstance(bound, ReloadThenFinalize) and bound._session() is None:
-        bound = bound.bound  # the optimizer that it belonged to is gone
-    setattr(model_config, HOOK, ReloadThenFinalize(bound, session))
-
-
-def unbind_reload(model_config: Any, session: Session) -> None:
-    """Put back what was bound, where the session's hook is the outermost; elsewhere it turns inert."""
-    bound = getattr(model_config, HOOK, None)
-    if isinstance(bound, ReloadThenFinalize) and bound.belongs_to(session):
-        setattr(model_config, HOOK, bound.bound)
+    hook = ReloadThenFinalize(bound, session)
+    setattr(model_config, HOOK, hook)
+    try:
+        yield
+    finally:
+        # Where the step itself bound another one, that one stays.
+        if getattr(model_config, HOOK, None) is hook:
+            setattr(model_config, HOOK, bound)

@@ -19,7 +19,7 @@ from bridge_fgo.engine.transfers import make_transfers
 from bridge_fgo.figures import Figures
 from bridge_fgo.upstream.generation1 import Generation1Offloader
 from bridge_fgo.upstream.generation2 import Generation2Offloader
-from bridge_fgo.wiring.finalize import bind_reload, unbind_reload
+from bridge_fgo.wiring.finalize import reload_hook
 from bridge_fgo.wiring.optimizers import eligible
 from bridge_fgo.wiring.refusals import refuse_full_iteration_graph, refuse_optimizer_config
 
@@ -90,12 +90,12 @@ class Session:
     def training_step(self) -> Iterator[None]:
         """Be the active session of a training step; afterwards the states are resident, on every way out
         but an exception."""
-        bind_reload(self.model_config, self)
         self.figures.begin_step()
         self._updates_before, self._freed = self._updates, 0
         _active.append(self)
         try:
-            yield
+            with reload_hook(self.model_config, self):
+                yield
         finally:
             _active.pop()
         # A skipped step and an early exit leave a reload in flight: whatever reads the states next (a save,
@@ -156,12 +156,11 @@ class Session:
                 offloader.require_readable()
 
     def close(self) -> None:
-        """Make the states resident for good and undo what the session hung on the optimizer and the model."""
+        """Make the states resident for good and undo what the session hung on the optimizers."""
         for offloader in self.offloaders:
             offloader.close()
         for leaf in self._leaves:
             vars(leaf).pop(OFFLOADER, None)
-        unbind_reload(self.model_config, self)
         self.offloaders = []
         self.closed = True
 
