@@ -58,14 +58,20 @@ class Slab:
             ref.check_size()
         if self.gpu is None:
             self.gpu = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        storage = self.gpu.untyped_storage()._cdata
+        self._bind(self.gpu, copy=True)
+
+    def _bind(self, gpu: torch.Tensor, copy: bool) -> None:
+        """Make `gpu` (uint8 [nbytes]) the memory behind every tensor, with the tensor's bytes in it or not."""
+        storage = gpu.untyped_storage()._cdata
         for ref, offset in zip(self.refs, self.layout.offsets, strict=True):
             tensor = ref.tensor()
             if tensor is None or tensor.untyped_storage()._cdata == storage:
                 continue
-            home = self.gpu[offset : offset + ref.nbytes].view(tensor.dtype).view(tensor.shape)
-            home.copy_(tensor)
+            home = gpu[offset : offset + ref.nbytes].view(tensor.dtype).view(tensor.shape)
+            if copy:
+                home.copy_(tensor)
             tensor.data = home
+        self.gpu = gpu
 
     def drop_if_left(self) -> None:
         """Give the GPU memory back where no tensor lives in it any more, because all were replaced."""
@@ -82,8 +88,14 @@ class Slab:
         self.gpu.untyped_storage().resize_(self.nbytes)
 
     def free(self) -> None:
-        """Give the GPU memory back; the tensors keep their shape and device and must not be read."""
+        """Give the GPU memory back; the tensors keep their shape and device and must not be read.
+
+        Memory that a checkpoint writer shares with the slab (by numpy or another process) cannot be emptied
+        under it. Then the tensors move to an allocation of their own, and the old one goes with the writer.
+        """
         assert self.gpu is not None
+        if not self.gpu.untyped_storage().resizable():
+            self._bind(torch.empty_like(self.gpu), copy=False)
         self.gpu.untyped_storage().resize_(0)
 
     def close(self) -> None:

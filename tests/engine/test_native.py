@@ -153,6 +153,25 @@ def test_states_of_a_load_in_mid_run_go_and_the_old_ones_memory_too():
     assert state_bytes(optimizer) == state_bytes(resident)
 
 
+def test_memory_that_a_writer_shares_is_left_to_the_writer():
+    resident = make_distributed_optimizer(SIZES)
+    optimizer, offloader = make()
+    for seed in range(3):
+        step(resident, seed)
+        one_pass(offloader)
+        step(optimizer, seed)
+        if seed == 1:
+            one_pass(offloader)
+            shared = optimizer.shard_fp32_from_float16_groups[0][2].numpy()
+            saved = shared.tobytes()
+    offloader.offload()
+    offloader.release()
+    assert live(optimizer) == 0
+    offloader.require_readable()
+    assert state_bytes(optimizer) == state_bytes(resident)
+    assert shared.shape == (SIZES[2],) and len(saved) == shared.nbytes
+
+
 def test_a_load_of_another_dtype_is_an_error_and_loses_nothing():
     optimizer, offloader = make()
     step(optimizer, 1)
