@@ -9,6 +9,7 @@ Importing this package imports neither torch nor Megatron.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from bridge_fgo.config import OffloadConfig
@@ -26,6 +27,8 @@ def stats() -> Stats | None:
 
     The object is a snapshot: it does not change as training goes on. See `bridge_fgo.figures.Stats`.
     """
+    if "bridge_fgo.wiring.session" not in sys.modules:
+        return None  # nothing was installed yet, and torch need not be imported to say so
     from bridge_fgo.wiring.session import newest_session
 
     session = newest_session()
