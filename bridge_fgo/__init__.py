@@ -25,11 +25,11 @@ __all__ = ["Installation", "OffloadConfig", "install", "stats", "uninstall"]
 def stats() -> Stats | None:
     """Return the figures of the newest training step on this rank, or None before anything attached.
 
-    The object is a snapshot: it does not change as training goes on. See `bridge_fgo.figures.Stats`.
+    A snapshot: it does not change as training goes on, and is there after training too. See
+    `bridge_fgo.figures.Stats`.
     """
     if "bridge_fgo.wiring.session" not in sys.modules:
         return None  # nothing was installed yet, and torch need not be imported to say so
-    from bridge_fgo.wiring.session import newest_session
+    from bridge_fgo.wiring.session import newest_stats
 
-    session = newest_session()
-    return None if session is None else session.figures.snapshot()
+    return newest_stats()

@@ -104,6 +104,20 @@ def test_every_pass_and_skipped_step_moves_the_bytes_again():
     assert moved == [(1, 1, 1), (1, 1, 1), (2, 2, 2), (1, 1, 1), (1, 1, 1)]
 
 
+def test_stats_are_there_after_training_and_hold_no_memory():
+    import gc
+    import weakref
+
+    with bridge_fgo.install(SMALL_SLABS):
+        with CpuTraining(CpuOptions(offload=True)) as training:
+            training.step()
+            optimizer = weakref.ref(training.optimizer.chained_optimizers[0])
+        del training
+        gc.collect()
+        assert optimizer() is None
+        assert bridge_fgo.stats().steps == 1
+
+
 def released(training):
     """Take a training to the point where its states are released, as in a forward pass."""
     session = vars(training.optimizer)[SESSION]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,14 +15,12 @@ from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.offloader import Offloader, total
 from bridge_fgo.engine.states import home_device
 from bridge_fgo.engine.transfers import make_transfers
-from bridge_fgo.figures import Figures
+from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.upstream.generation1 import Generation1Offloader
 from bridge_fgo.upstream.generation2 import Generation2Offloader
 from bridge_fgo.wiring.finalize import reload_hook
 from bridge_fgo.wiring.optimizers import eligible
 from bridge_fgo.wiring.refusals import refuse_full_iteration_graph, refuse_optimizer_config
-
-logger = logging.getLogger(__name__)
 
 SESSION = "_bridge_fgo_session"
 OFFLOADER = "_bridge_fgo_offloader"
@@ -35,7 +32,7 @@ UPSTREAM_OFFLOADERS: dict[str, Callable[[Any], Offloader]] = {
 
 _active: list[Session] = []
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-_newest: weakref.ref[Session] | None = None
+_newest_stats: Stats | None = None  # a snapshot, so that it holds no state of a training that is over
 
 
 class Session:
@@ -103,6 +100,7 @@ class Session:
         for offloader in self.offloaders:
             offloader.settle()
         self.figures.end_step()
+        self.publish()
         self._prove()
 
     def _prove(self) -> None:
@@ -164,6 +162,11 @@ class Session:
         self.offloaders = []
         self.closed = True
 
+    def publish(self) -> None:
+        """Make the figures as they are now what `bridge_fgo.stats` returns."""
+        global _newest_stats
+        _newest_stats = self.figures.snapshot()
+
     def announce(self) -> None:
         """Say in one line, on rank 0, what will happen."""
         if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
@@ -212,15 +215,14 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:
     Raises:
         ValueError, RuntimeError: see `Session`.
     """
-    global _newest
     session: Session | None = vars(optimizer).get(SESSION)
     if session is None or session.closed:
         session = Session(optimizer, model_config, config)
         setattr(optimizer, SESSION, session)
         _sessions.add(session)
+        session.publish()
         session.announce()
     session.model_config = model_config
-    _newest = weakref.ref(session)
     return session
 
 
@@ -244,9 +246,9 @@ def active_session() -> Session | None:
     return _active[-1] if _active else None
 
 
-def newest_session() -> Session | None:
-    """Return the session that was attached or used last."""
-    return None if _newest is None else _newest()
+def newest_stats() -> Stats | None:
+    """Return the figures of the newest training step, also when its training is over."""
+    return _newest_stats
 
 
 def all_sessions() -> list[Session]:
