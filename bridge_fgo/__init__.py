@@ -25,7 +25,7 @@ __all__ = ["Installation", "OffloadConfig", "install", "stats", "uninstall"]
 def stats() -> Stats | None:
     """Return the figures of the newest training step on this rank, or None before anything attached.
 
-    A snapshot: it does not change as training goes on, and is there after training too. See
+    A snapshot: it does not change as training goes on, and is there after training too, until `uninstall`. See
     `bridge_fgo.figures.Stats`.
     """
     if "bridge_fgo.wiring.session" not in sys.modules:

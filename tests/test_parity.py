@@ -116,6 +116,7 @@ def test_stats_are_there_after_training_and_hold_no_memory():
         gc.collect()
         assert optimizer() is None
         assert bridge_fgo.stats().steps == 1
+    assert bridge_fgo.stats() is None
 
 
 def released(training):

@@ -140,10 +140,9 @@ def uninstall() -> None:
     _installation.undo()
     _installation = None
     if "bridge_fgo.wiring.session" in sys.modules:
-        from bridge_fgo.wiring.session import all_sessions
+        from bridge_fgo.wiring.session import close_all
 
-        for session in all_sessions():
-            session.close()
+        close_all()
 
 
 def installed_config() -> OffloadConfig | None:

@@ -254,3 +254,11 @@ def newest_stats() -> Stats | None:
 def all_sessions() -> list[Session]:
     """Return the sessions whose optimizers are alive."""
     return list(_sessions)
+
+
+def close_all() -> None:
+    """End every session, and forget the figures."""
+    global _newest_stats
+    for session in all_sessions():
+        session.close()
+    _newest_stats = None
