@@ -99,7 +99,7 @@ def make_recorder(options: argparse.Namespace) -> Callback:
             self.step = 0
             self.started = 0.0
             self.seconds: list[float] = []
-            self.peaks: dict[str, int] = {}
+            self.peaks: dict[str, Any] = {}
 
         def on_train_start(self, context: Any) -> None:
             if torch.distributed.get_rank() == 0:
@@ -159,6 +159,8 @@ def make_recorder(options: argparse.Namespace) -> Callback:
             if self.writer is None:
                 return
             stats = bridge_fgo.stats()
+            if stats is None:  # nobody told the phases of a step apart
+                self.peaks.update(forward_backward=None, step=None)
             tensors = [tensor for part in ("masters", "moments") for tensor in state[part].values()]
             self.writer.result(
                 digests=digests,

@@ -98,11 +98,14 @@ class EventWriter:
         pinned_bytes: int,
         peak_allocated_bytes: int,
         peak_reserved_bytes: int,
-        peak_forward_backward_bytes: int,
-        peak_step_bytes: int,
+        peak_forward_backward_bytes: int | None,
+        peak_step_bytes: int | None,
         step_seconds: list[float],
     ) -> None:
-        """Write the last event: the final state and the figures of the run, in bytes and seconds."""
+        """Write the last event: the final state and the figures of the run, in bytes and seconds.
+
+        None stands for what an arm could not measure.
+        """
         self._write(
             "result",
             digests=dict(digests),
