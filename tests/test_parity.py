@@ -231,3 +231,30 @@ def test_uninstall_in_mid_run_brings_the_states_back():
         for _ in range(3):
             training.step()
         assert training.digests() == resident.digests
+
+
+def with_a_stub_in_a_nested_chain(offload):
+    """Train with the optimizer two chains deep, beside a stub of a frozen sub-model; return numbers and digests."""
+    from megatron.core.optimizer import ChainedOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    with CpuTraining(CpuOptions(offload=offload)) as training:
+        real = training.optimizer.chained_optimizers[0]
+        stub = DistributedOptimizer(
+            None, real.config, None, None,
+            model_chunks=training.model, per_model_buffers={}, data_parallel_group=real.data_parallel_group,
+            data_parallel_group_gloo=None, data_parallel_group_idx=0, distributed_optimizer_instance_id=0,
+        )  # fmt: skip
+        stub.grad_stats_parallel_group = real.grad_stats_parallel_group
+        stub.tp_group, stub.expert_tp_group = real.tp_group, real.expert_tp_group
+        training.optimizer = ChainedOptimizer([ChainedOptimizer([real]), stub])
+        steps = [training.step() for _ in range(5)]
+        return [(s.loss, s.grad_norm, s.skipped) for s in steps], training.digests(), training.live_bytes
+
+
+def test_a_nested_chain_with_a_stub_is_bitwise_equal():
+    resident = with_a_stub_in_a_nested_chain(offload=False)
+    with bridge_fgo.install(SMALL_SLABS):
+        offloaded_run = with_a_stub_in_a_nested_chain(offload=True)
+    assert offloaded_run[:2] == resident[:2]
+    assert max(offloaded_run[2]) == 0 < min(resident[2])

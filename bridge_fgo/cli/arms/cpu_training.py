@@ -22,6 +22,7 @@ from bridge_fgo.cli.arms.cpu_model import (
     microbatches,
 )
 from bridge_fgo.cli.arms.cpu_standin import install_standins
+from bridge_fgo.cli.arms.final_state import distributed_optimizers
 from bridge_fgo.cli.arms.record import RunRecord, StepRecord, digest
 
 FAULT = 64.0
@@ -202,7 +203,9 @@ class CpuTraining:
             for name, parameter in module.named_parameters():
                 names[parameter] = f"{chunk}.{name}"
                 yield "params", names[parameter], parameter
-        for distributed in self.optimizer.chained_optimizers:
+        for distributed in distributed_optimizers(self.optimizer):
+            if distributed.is_stub_optimizer:
+                continue
             for weights, masters in (
                 (distributed.model_fp32_groups, distributed.shard_fp32_groups),
                 (distributed.model_float16_groups, distributed.shard_fp32_from_float16_groups),
