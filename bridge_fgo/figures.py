@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
@@ -94,8 +94,8 @@ class ReloadWait:
 class Figures:
     """Collects the figures of one session; `snapshot` gives them as a `Stats`."""
 
-    def __init__(self, offloaders: Sequence[Offloader], engine: str, mcore: str) -> None:
-        self._offloaders = list(offloaders)
+    def __init__(self, offloaders: list[Offloader], engine: str, mcore: str) -> None:
+        self._offloaders = offloaders  # the session's own list, which it empties when it ends
         self.run_peaks: dict[str, int] = {}
         """Highest value so far of each `*.all.peak` key of `torch.cuda.memory_stats`; resetting the counters
         between phases must not lower what Bridge reports."""

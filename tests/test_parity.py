@@ -221,6 +221,22 @@ def test_a_flag_that_is_unset_in_mid_run_brings_the_states_back():
         assert training.digests() == resident.digests
 
 
+def test_uninstall_in_mid_run_lets_the_host_memory_go():
+    import gc
+    import weakref
+
+    handle = bridge_fgo.install(SMALL_SLABS)
+    with CpuTraining(CpuOptions(offload=True)) as training:
+        for _ in range(2):
+            training.step()
+        session = vars(training.optimizer)[SESSION]
+        buffers = [weakref.ref(slab.host) for slab in session.offloaders[0].slabs]
+        handle.uninstall()
+        gc.collect()
+        assert buffers and all(buffer() is None for buffer in buffers)
+        training.step()
+
+
 def test_uninstall_in_mid_run_brings_the_states_back():
     resident = run(CpuOptions(), 6)
     handle = bridge_fgo.install(SMALL_SLABS)

@@ -159,7 +159,7 @@ class Session:
             offloader.close()
         for leaf in self._leaves:
             vars(leaf).pop(OFFLOADER, None)
-        self.offloaders = []
+        self.offloaders.clear()
         self.closed = True
 
     def publish(self) -> None:
