@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engine.offloader import AnyOptimizer
 from bridge_fgo.engine.plan import pack, select
 from bridge_fgo.engine.residency import Residency, ResidencyTracker
 from bridge_fgo.engine.slab import Slab
@@ -57,7 +57,7 @@ class NativeOffloader:
 
     engine = "native"
 
-    def __init__(self, optimizer: AnyOptimizer, config: OffloadConfig, transfers: Transfers) -> None:
+    def __init__(self, optimizer: Any, config: OffloadConfig, transfers: Transfers) -> None:
         self._config = config
         self._transfers = transfers
         device = home_device(optimizer)

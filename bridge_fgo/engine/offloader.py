@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class Offloader(Protocol):
@@ -76,7 +76,3 @@ class Offloader(Protocol):
 def total(offloaders: list[Offloader], name: str) -> int:
     """Return the sum of the attribute `name` over the offloaders."""
     return sum(int(getattr(offloader, name)) for offloader in offloaders)
-
-
-AnyOptimizer = Any
-"""A MegatronOptimizer; mcore is not imported here."""

@@ -54,19 +54,22 @@ class Slab:
         Raises:
             RuntimeError: a tensor is not of the size that was planned; nothing is moved then.
         """
-        for ref in self.refs:
-            ref.check_size()
-        if self.gpu is None:
-            self.gpu = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        self._bind(self.gpu, copy=True)
+        gpu = self.gpu
+        if gpu is None:
+            gpu = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        self._bind(gpu, copy=True)
 
     def _bind(self, gpu: torch.Tensor, copy: bool) -> None:
         """Make `gpu` (uint8 [nbytes]) the memory behind every tensor, with the tensor's bytes in it or not."""
         storage = gpu.untyped_storage()._cdata
-        for ref, offset in zip(self.refs, self.layout.offsets, strict=True):
-            tensor = ref.tensor()
-            if tensor is None or tensor.untyped_storage()._cdata == storage:
-                continue
+        strangers = [
+            (ref, tensor, offset)
+            for ref, offset in zip(self.refs, self.layout.offsets, strict=True)
+            if (tensor := ref.tensor()) is not None and tensor.untyped_storage()._cdata != storage
+        ]
+        for ref, tensor, _ in strangers:
+            ref.check_size(tensor)
+        for ref, tensor, offset in strangers:
             home = gpu[offset : offset + ref.nbytes].view(tensor.dtype).view(tensor.shape)
             if copy:
                 home.copy_(tensor)

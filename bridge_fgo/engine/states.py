@@ -36,10 +36,9 @@ class StateRef:
         """Size in bytes, also before the tensor exists."""
         return self.param.numel() * self.dtype.itemsize
 
-    def check_size(self) -> None:
+    def check_size(self, tensor: torch.Tensor) -> None:
         """Raise RuntimeError where the tensor is not of the size that was planned for it."""
-        tensor = self.tensor()
-        if tensor is not None and tensor.nbytes != self.nbytes:
+        if tensor.nbytes != self.nbytes:
             raise RuntimeError(
                 f"optimizer state {self.key or 'master weight'!r} has {tensor.nbytes} bytes of {tensor.dtype}, planned "
                 f"were {self.nbytes} of {self.dtype}: something replaced it by a tensor of another kind"

@@ -54,27 +54,24 @@ class Installation:
         Raises:
             RuntimeError: a binding is not the one that its patch was written for.
         """
-        ready = [(p, sys.modules[name]) for name in self._waiting if name in sys.modules for p in self._waiting[name]]
+        self._apply([sys.modules[name] for name in self._waiting if name in sys.modules])
+
+    def module_imported(self, module: ModuleType) -> None:
+        """Apply the patches of a module that has just been imported; undo everything where one does not fit."""
+        try:
+            self._apply([module])
+        except RuntimeError:
+            uninstall()
+            raise
+
+    def _apply(self, modules: list[ModuleType]) -> None:
+        ready = [(patch, module) for module in modules for patch in self._waiting.get(module.__name__, [])]
         for patch, module in ready:
             patch.check(module)
         for patch, module in ready:
             patch.apply(module)
             self._applied.append((patch, module))
-            self._waiting.pop(patch.module, None)
-
-    def module_imported(self, module: ModuleType) -> None:
-        """Apply the patches of a module that has just been imported; undo everything where one does not fit."""
-        patches = self._waiting.get(module.__name__, [])
-        try:
-            for patch in patches:
-                patch.check(module)
-        except RuntimeError:
-            uninstall()
-            raise
-        for patch in patches:
-            patch.apply(module)
-            self._applied.append((patch, module))
-        self._waiting.pop(module.__name__, None)
+            self._waiting.pop(module.__name__, None)
 
     def undo(self) -> None:
         """Undo every patch in reverse.

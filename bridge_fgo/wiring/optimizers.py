@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from bridge_fgo.engine.states import MOMENTS
+from bridge_fgo.wiring.refusals import FLAG_TEXT, refuse_fp8_moment
+
 
 def leaves(optimizer: Any) -> Iterator[Any]:
     """Yield the optimizers that step parameters, through chains of any depth and MIMO's active optimizers.
@@ -41,7 +44,7 @@ def eligible(optimizer: Any) -> list[Any]:
             continue
         if not isinstance(leaf, DistributedOptimizer):
             raise ValueError(
-                f"optimizer.offload_optimizer_states=True with a {type(leaf).__name__}: only mcore's "
+                f"{FLAG_TEXT} with a {type(leaf).__name__}: only mcore's "
                 "DistributedOptimizer can be offloaded; set optimizer.use_distributed_optimizer=True and "
                 "optimizer.optimizer='adam'"
             )
@@ -49,7 +52,7 @@ def eligible(optimizer: Any) -> list[Any]:
         found.append(leaf)
     if not found and not stubs and not getattr(optimizer, "is_stub_optimizer", False):
         raise ValueError(
-            "optimizer.offload_optimizer_states=True, but there is no DistributedOptimizer to attach to; set "
+            f"{FLAG_TEXT}, but there is no DistributedOptimizer to attach to; set "
             "optimizer.use_distributed_optimizer=True, or leave the flag unset"
         )
     return found
@@ -62,29 +65,24 @@ def check_inner(leaf: Any) -> None:
     ddp_config = getattr(leaf, "ddp_config", None)
     if getattr(ddp_config, "use_megatron_fsdp", False):
         raise ValueError(
-            "optimizer.offload_optimizer_states=True with ddp.use_megatron_fsdp=True: Megatron-FSDP manages the "
+            f"{FLAG_TEXT} with ddp.use_megatron_fsdp=True: Megatron-FSDP manages the "
             "optimizer state itself; set ddp.use_megatron_fsdp=False or leave the flag unset"
         )
     inner = leaf.optimizer
     if type(inner).__name__ == "HybridDeviceOptimizer":
         raise ValueError(
-            "optimizer.offload_optimizer_states=True with optimizer.optimizer_cpu_offload=True: "
+            f"{FLAG_TEXT} with optimizer.optimizer_cpu_offload=True: "
             "HybridDeviceOptimizer keeps and updates the states on the CPU already; set one of the two to False"
         )
     if not isinstance(inner, (distrib_optimizer.Adam, torch.optim.AdamW, torch.optim.Adam)):
         raise ValueError(
-            f"optimizer.offload_optimizer_states=True with {type(inner).__name__}: only Adam's states can be "
+            f"{FLAG_TEXT} with {type(inner).__name__}: only Adam's states can be "
             "offloaded; set optimizer.optimizer='adam' or leave the flag unset"
         )
-    for key in ("exp_avg", "exp_avg_sq"):
-        dtype = getattr(inner, "name_to_dtype_map", {}).get(key)
-        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
-            raise ValueError(
-                f"optimizer.{key}_dtype={dtype} with optimizer.offload_optimizer_states=True: FP8 moments carry "
-                f"scales of their own and cannot be offloaded; set optimizer.{key}_dtype=torch.bfloat16"
-            )
+    for key in MOMENTS:
+        refuse_fp8_moment(key, getattr(inner, "name_to_dtype_map", {}).get(key))
     if getattr(inner, "capturable", False) or getattr(leaf.config, "optimizer_cuda_graph", False):
         raise ValueError(
-            "optimizer.offload_optimizer_states=True with optimizer.optimizer_cuda_graph=True: the graph has the "
+            f"{FLAG_TEXT} with optimizer.optimizer_cuda_graph=True: the graph has the "
             "states' addresses baked in; set optimizer.optimizer_cuda_graph=False"
         )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.compat import Choice, check_flag, flag_is_set
+from bridge_fgo.engine.states import MOMENTS
 
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
 
@@ -102,10 +103,14 @@ def refuse_optimizer_config(config: Any) -> None:
             raise ValueError(
                 f"optimizer.{name}=True with {FLAG_TEXT}: {why}; set optimizer.{name}=False or leave the flag unset"
             )
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        dtype = getattr(config, name, torch.float32)
-        if isinstance(dtype, torch.dtype) and not (dtype.is_floating_point and dtype.itemsize >= 2):
-            raise ValueError(
-                f"optimizer.{name}={dtype} with {FLAG_TEXT}: FP8 moments carry scales of their own and cannot be "
-                f"offloaded; set optimizer.{name}=torch.bfloat16 or leave the flag unset"
-            )
+    for key in MOMENTS:
+        refuse_fp8_moment(key, getattr(config, f"{key}_dtype", None))
+
+
+def refuse_fp8_moment(key: str, dtype: Any) -> None:
+    """Raise ValueError where a moment's dtype is an 8-bit one; anything that is no dtype passes."""
+    if isinstance(dtype, torch.dtype) and not (dtype.is_floating_point and dtype.itemsize >= 2):
+        raise ValueError(
+            f"optimizer.{key}_dtype={dtype} with {FLAG_TEXT}: FP8 moments carry scales of their own and cannot be "
+            f"offloaded; set optimizer.{key}_dtype=torch.bfloat16 or leave the flag unset"
+        )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import torch
 import wrapt
 
 from bridge_fgo.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
@@ -16,7 +17,14 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.wiring import installation
 from bridge_fgo.wiring.refusals import refuse_checkpoint_format, refuse_config, refuse_optimizer_config
 from bridge_fgo.wiring.reporting import log_figures
-from bridge_fgo.wiring.session import OFFLOADER, Session, active_session, all_sessions, attach, session_for_step
+from bridge_fgo.wiring.session import (
+    OFFLOADER,
+    active_session,
+    all_sessions,
+    attach,
+    newest_stats,
+    session_for_step,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -129,36 +137,37 @@ def compile_helpers(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 # Inside a training step.
 
 
-def _session_of_step(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> tuple[Session | None, Any]:
+def _run_step(wrapped: Wrapped, args: Args, kwargs: Kwargs, one_pass: bool) -> Any:
+    """Run a training step with the session of its optimizer active, where the flag is set.
+
+    one_pass: the step has no rerun loop that would tell when a pass begins.
+    """
     settings = _config()
     if settings is None:
-        return None, None
+        return wrapped(*args, **kwargs)
     arguments = _arguments(wrapped, args, kwargs)
     state = arguments["global_state"]
-    return session_for_step(arguments["optimizer"], _model_config(arguments), state.cfg, settings), state
+    session = session_for_step(arguments["optimizer"], _model_config(arguments), state.cfg, settings)
+    if session is None:
+        return wrapped(*args, **kwargs)
+    with session.training_step():
+        if one_pass:
+            session.begin_pass()
+        result = wrapped(*args, **kwargs)
+    stats = newest_stats()
+    assert stats is not None
+    log_figures(stats, state)
+    return result
 
 
 def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run Bridge's step with the session of its optimizer active."""
-    session, state = _session_of_step(wrapped, args, kwargs)
-    if session is None:
-        return wrapped(*args, **kwargs)
-    with session.training_step():
-        result = wrapped(*args, **kwargs)
-    log_figures(session.figures.snapshot(), state)
-    return result
+    return _run_step(wrapped, args, kwargs, one_pass=False)
 
 
 def train_step_megatron_mimo(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run Bridge's MIMO step, which has one pass and no rerun loop, with the session active."""
-    session, state = _session_of_step(wrapped, args, kwargs)
-    if session is None:
-        return wrapped(*args, **kwargs)
-    with session.training_step():
-        session.begin_pass()
-        result = wrapped(*args, **kwargs)
-    log_figures(session.figures.snapshot(), state)
-    return result
+    return _run_step(wrapped, args, kwargs, one_pass=True)
 
 
 class PassBeginningMachine(wrapt.ObjectProxy):
@@ -256,8 +265,6 @@ def clip_qk(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def report_memory(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Keep Bridge's peak figures those of the run, though the counters are reset between phases."""
-    import torch
-
     peaks: dict[str, int] = {}
     for session in all_sessions():
         for key, value in session.figures.run_peaks.items():
