@@ -19,7 +19,21 @@ if TYPE_CHECKING:
     from bridge_fgo.figures import Stats
 
 __version__ = "0.1.0"
-__all__ = ["Installation", "OffloadConfig", "install", "stats", "uninstall"]
+__all__ = ["Installation", "OffloadConfig", "install", "reload_states", "stats", "uninstall"]
+
+
+def reload_states() -> None:
+    """Make every offloaded state of this rank readable, until the next training step.
+
+    For code that reads `optimizer.state` or `param.main_param` itself between steps, when the memory behind them
+    may be released. Bridge's own readers (checkpoints, `log_params_norm`) need no such call. The work that
+    reads them goes to the current stream, after this call.
+    """
+    if "bridge_fgo.wiring.session" in sys.modules:
+        from bridge_fgo.wiring.session import all_sessions
+
+        for session in all_sessions():
+            session.require_readable()
 
 
 def stats() -> Stats | None:

@@ -35,12 +35,18 @@ class OffloadConfig:
     """Share to offload, in (0, 1], of the bytes that `moments` and `master_weights` ask for. Parameters are
     taken whole, in the optimizer's order, until the share is reached."""
 
-    slab_bytes: int = 256 * MIB
-    """Size that a slab aims for, in bytes: one GPU allocation and one host buffer. A tensor is never split,
-    so a tensor that is larger makes a larger slab."""
+    gpu_memory_budget_gib: float | None = None
+    """Peak of GPU memory allocated by PyTorch on a rank, in GiB, under which to keep the run while offloading
+    as little as possible. The first steps offload everything and measure. What PyTorch does not allocate (the
+    CUDA context, NCCL) comes on top."""
 
-    piece_bytes: int = 32 * MIB
-    """Largest single copy between host and GPU, in bytes."""
+    slab_bytes: int = 256 * MIB
+    """Size in bytes that the states updated in one go aim for at most; a 64th of the optimizer's state where
+    that is less. Each such part has a slab for its masters and one for its moments: one GPU allocation and one
+    host buffer each. A tensor is never split, so a tensor that is larger makes a larger slab."""
+
+    piece_bytes: int = 64 * MIB
+    """Largest single copy between host and GPU, in bytes: a copy of the training loop's own waits for one."""
 
     pin_memory: bool = True
     """Page-lock the host buffers. Without it a copy cannot overlap computation."""
@@ -63,6 +69,17 @@ class OffloadConfig:
                 f"OffloadConfig.fraction={self.fraction!r}: use a number in (0, 1]; to offload nothing, leave "
                 "optimizer.offload_optimizer_states unset"
             )
+        budget = self.gpu_memory_budget_gib
+        if budget is not None:
+            if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0.0 < budget < float("inf"):
+                raise ValueError(
+                    f"OffloadConfig.gpu_memory_budget_gib={budget!r}: use a number of GiB above 0, or None"
+                )
+            if self.fraction < 1.0:
+                raise ValueError(
+                    f"OffloadConfig.gpu_memory_budget_gib={budget!r} with fraction={self.fraction!r}: both say how "
+                    "much to offload; leave one of them at its default"
+                )
         for name, least in (("slab_bytes", MIB), ("piece_bytes", 64 * 1024)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

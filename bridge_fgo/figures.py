@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from bridge_fgo.engine.offloader import Offloader, total
+from bridge_fgo.engine.peaks import PeakMeter
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Stats:
     pinned_bytes: int = 0
     """Page-locked host memory held."""
     released_bytes: int = 0
-    """GPU memory given back before the newest forward-backward pass."""
+    """The most state that was off the GPU at once in the newest step."""
     bytes_offloaded: int = 0
     """Copied from the GPU to the host in the newest step."""
     bytes_reloaded: int = 0
@@ -47,7 +48,7 @@ class Stats:
     """Peak of GPU memory that PyTorch's allocator reserved in the step: what another process cannot have. None
     without a GPU."""
     reload_wait_seconds: float | None = None
-    """Time that the compute stream stood still for the reload, of the newest step in which it is known (the
+    """Time that the compute stream stood still for reloads, of the newest step in which it is known (the
     GPU reports it a step late). None without a GPU."""
 
     def scalars(self) -> dict[str, float]:
@@ -61,7 +62,8 @@ class Stats:
 class ReloadWait:
     """Measures on the GPU how long the compute stream waits for reloads, without a host synchronisation."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: PeakMeter) -> None:
+        self._meter = meter
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._used = 0
 
@@ -72,7 +74,7 @@ class ReloadWait:
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Measure the waits that are enqueued inside the block."""
-        if not has_gpu():
+        if not self._meter.works:
             yield
             return
         if self._used == len(self._pairs):
@@ -94,18 +96,20 @@ class ReloadWait:
 class Figures:
     """Collects the figures of one session; `snapshot` gives them as a `Stats`."""
 
-    def __init__(self, offloaders: list[Offloader], engine: str, mcore: str) -> None:
+    def __init__(self, offloaders: list[Offloader], engine: str, mcore: str, meter: PeakMeter) -> None:
         self._offloaders = offloaders  # the session's own list, which it empties when it ends
-        self.run_peaks: dict[str, int] = {}
-        """Highest value so far of each `*.all.peak` key of `torch.cuda.memory_stats`; resetting the counters
-        between phases must not lower what Bridge reports."""
-        self.wait = ReloadWait()
+        self._meter = meter
+        self.wait = ReloadWait(meter)
         self._moved = (0, 0)
         self._step_peak: int | None = None
-        self._reserved_peak: int | None = None
         self._now = Stats(
             engine, mcore, state_bytes=self._sum("state_bytes"), offloaded_bytes=self._sum("planned_bytes")
         )
+
+    @property
+    def run_peaks(self) -> dict[str, int]:
+        """See `PeakMeter.run_peaks`."""
+        return self._meter.run_peaks
 
     def _sum(self, name: str) -> int:
         return total(self._offloaders, name)
@@ -128,16 +132,17 @@ class Figures:
             peak_forward_backward_bytes=None,
             reload_wait_seconds=waited if waited is not None else self._now.reload_wait_seconds,
         )
-        self._step_peak = self._reserved_peak = None
+        self._step_peak = None
+        self._meter.reserved_bytes = 0
 
-    def released(self, nbytes: int) -> None:
-        """Note a release; a forward-backward pass begins."""
+    def released(self) -> None:
+        """Note a release; forward and backward begin."""
         self._end_of_other_phase()
-        self._now = replace(self._now, passes=self._now.passes + 1, released_bytes=nbytes)
+        self._now = replace(self._now, passes=self._now.passes + 1)
 
     def reloading(self) -> None:
-        """Note that forward and backward are done and the reload is about to take memory."""
-        peak = self._take_peak()
+        """Note that forward and backward are done and the rest of the reload is about to take memory."""
+        peak = self._meter.end_phase()
         if peak is not None:
             peak = max(peak, self._now.peak_forward_backward_bytes or 0)
             self._now = replace(self._now, peak_forward_backward_bytes=peak)
@@ -149,30 +154,14 @@ class Figures:
         self._now = replace(
             self._now,
             steps=self._now.steps + 1,
+            released_bytes=self._sum("released_bytes"),
             bytes_offloaded=self._sum("bytes_out") - out,
             bytes_reloaded=self._sum("bytes_in") - back,
             peak_step_bytes=self._step_peak,
-            peak_reserved_bytes=self._reserved_peak,
+            peak_reserved_bytes=self._meter.reserved_bytes if self._meter.works else None,
         )
 
     def _end_of_other_phase(self) -> None:
-        peak = self._take_peak()
+        peak = self._meter.end_phase()
         if peak is not None:
             self._step_peak = max(peak, self._step_peak or 0)
-
-    def _take_peak(self) -> int | None:
-        """Return the peak of allocated bytes since the last call and start the next phase."""
-        if not has_gpu():
-            return None
-        stats = torch.cuda.memory_stats()
-        for key, value in stats.items():
-            if key.endswith(".all.peak"):
-                self.run_peaks[key] = max(value, self.run_peaks.get(key, 0))
-        torch.cuda.reset_peak_memory_stats()
-        self._reserved_peak = max(stats.get("reserved_bytes.all.peak", 0), self._reserved_peak or 0)
-        return stats.get("allocated_bytes.all.peak", 0)
-
-
-def has_gpu() -> bool:
-    """Return whether CUDA is up in this process."""
-    return torch.cuda.is_available() and torch.cuda.is_initialized()

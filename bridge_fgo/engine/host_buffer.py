@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+PINNING_THREADS = 16
+"""Measured on an H200 host of 16 cores, 8.6 GB in 256 MiB buffers, touching and registering: 3.8 GB/s with one
+thread, 5.7 with 4, 9.5 with 8, 14.7 with 16. Transparent huge pages changed none of it by more than 7%, and
+registering pages that nobody touched before ran at 2.1 GB/s."""
+
 
 class HostBuffer:
-    """`nbytes` of host memory as one uint8 tensor, page-locked with CUDA when `pin` is set.
+    """`nbytes` of host memory as one uint8 tensor. See `page_lock` for locking it.
 
     PyTorch's own pinned allocator rounds every block up to a power of two (pytorch#95823, pytorch#150517),
     which can double the host memory of a job; here a mapping of the exact size is registered instead.
 
     Args:
         nbytes: size in bytes, positive.
-        pin: page-lock the memory; needs a CUDA device.
 
     Raises:
-        RuntimeError: the memory could not be mapped or page-locked; says how much was asked for.
+        RuntimeError: the memory could not be mapped; says how much was asked for.
     """
 
-    def __init__(self, nbytes: int, pin: bool) -> None:
+    def __init__(self, nbytes: int) -> None:
         try:
             mapping = mmap.mmap(-1, nbytes)
         except OSError as error:
@@ -33,29 +41,55 @@ class HostBuffer:
             ) from error
         self.tensor: torch.Tensor = torch.frombuffer(mapping, dtype=torch.uint8)
         self.pinned_bytes = 0
-        if pin:
-            self.tensor.zero_()  # touches every page from several threads; registering alone uses one
-            self._register(nbytes)
 
-    def _register(self, nbytes: int) -> None:
+    def _lock(self) -> int:
+        """Touch every page and page-lock the buffer; return CUDA's error code, 0 for none."""
+        nbytes = self.tensor.numel()
         address = self.tensor.data_ptr()
-        error = _runtime().cudaHostRegister(address, nbytes, 0)
-        if int(error) != 0:
-            raise RuntimeError(
-                f"bridge_fgo could not page-lock {nbytes} bytes of host memory for optimizer state (CUDA error "
-                f"{int(error)}): raise `ulimit -l`, lower OffloadConfig.fraction, or set "
-                "OffloadConfig.pin_memory=False (slower)"
-            )
-        self.pinned_bytes = nbytes
-        self._unregister = weakref.finalize(self, _unregister, address)
-        # At interpreter exit the CUDA context may be gone already, and the driver unlocks the pages itself.
-        self._unregister.atexit = False
+        ctypes.memset(address, 0, nbytes)  # without the GIL; registering touches pages too, many times slower
+        error = int(_runtime().cudaHostRegister(address, nbytes, 0))
+        if error == 0:
+            self.pinned_bytes = nbytes
+            self._unregister = weakref.finalize(self, _unregister, address)
+            # At interpreter exit the CUDA context may be gone already, and the driver unlocks the pages itself.
+            self._unregister.atexit = False
+        return error
 
     def close(self) -> None:
         """Unlock the pages; the memory goes with the last reference to the tensor."""
         if self.pinned_bytes:
             self._unregister()
             self.pinned_bytes = 0
+
+
+def page_lock(buffers: Sequence[HostBuffer], local_cpus: set[int] | None = None) -> None:
+    """Page-lock the buffers with CUDA, from several threads.
+
+    Args:
+        buffers: what to lock.
+        local_cpus: CPUs of the GPU's NUMA node. The threads run there, so that the pages, which go to the node
+            of whoever touches them first, are near the GPU. None leaves the threads where the process may run.
+
+    Raises:
+        RuntimeError: CUDA refused one; says how much was asked for and what to change.
+    """
+    device = torch.cuda.current_device()
+
+    def begin() -> None:
+        torch.cuda.set_device(device)  # a thread's own setting
+        if local_cpus:
+            os.sched_setaffinity(0, local_cpus)  # 0 is the calling thread
+
+    with ThreadPoolExecutor(PINNING_THREADS, initializer=begin) as pool:
+        errors = list(pool.map(HostBuffer._lock, buffers))
+    for buffer, error in zip(buffers, errors, strict=True):
+        if error != 0:
+            total = sum(buffer.tensor.numel() for buffer in buffers)
+            raise RuntimeError(
+                f"bridge_fgo could not page-lock {buffer.tensor.numel()} of {total} bytes of host memory for optimizer "
+                f"state (CUDA error {error}): raise `ulimit -l`, lower OffloadConfig.fraction, or set "
+                "OffloadConfig.pin_memory=False (slower)"
+            )
 
 
 def _unregister(address: int) -> None:

@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from bridge_fgo.config import OffloadConfig
+from bridge_fgo.config import MIB, OffloadConfig
+from bridge_fgo.engine.host_buffer import page_lock
+from bridge_fgo.engine.host_memory import local_cpus, require_host_memory
+from bridge_fgo.engine.inner_step import InnerStep
+from bridge_fgo.engine.master_copy import MasterCopy
+from bridge_fgo.engine.part import StepPart, TrackedSlab, Traffic
 from bridge_fgo.engine.plan import pack, select
-from bridge_fgo.engine.residency import Residency, ResidencyTracker
+from bridge_fgo.engine.residency import Residency
+from bridge_fgo.engine.schedule import Schedule
 from bridge_fgo.engine.slab import Slab
-from bridge_fgo.engine.states import StateRef, bundles, home_device
-from bridge_fgo.engine.transfers import Transfers
+from bridge_fgo.engine.states import Bundle, StateRef, bundles, home_device
 
-
-@dataclass(frozen=True)
-class SlabMover:
-    """The actions of a residency tracker, on one slab."""
-
-    slab: Slab
-    transfers: Transfers
-
-    def start_offload(self) -> None:
-        """Gather the slab's tensors and start the copy out."""
-        self.slab.adopt()
-        self.transfers.copy_out(self.slab)
-
-    def release(self) -> None:
-        """Free the slab's GPU memory."""
-        self.transfers.release(self.slab)
-
-    def start_reload(self) -> None:
-        """Start the copy in."""
-        self.transfers.copy_in(self.slab)
-
-    def wait_reload(self) -> None:
-        """Order the current stream after the copy in."""
-        self.transfers.wait_in(self.slab)
+LEAST_PARTS = 64
+"""Parts that the states of an optimizer make at least, where its tensors are small enough: the pipeline fills and
+drains in the time of one part, and two parts are what the peak may rise by."""
 
 
 class NativeOffloader:
@@ -49,111 +34,164 @@ class NativeOffloader:
     Args:
         optimizer: a DistributedOptimizer that is not a stub, with Adam inside.
         config: what to offload.
-        transfers: the streams, shared by the optimizers of the rank.
+        schedule: the order of moves, shared by the optimizers of the rank; to be made in the order in which
+            they step.
 
     Raises:
+        ValueError: the host has not the memory.
         RuntimeError: host memory could not be mapped or page-locked.
     """
 
     engine = "native"
 
-    def __init__(self, optimizer: Any, config: OffloadConfig, transfers: Transfers) -> None:
+    def __init__(self, optimizer: Any, config: OffloadConfig, schedule: Schedule) -> None:
         self._config = config
-        self._transfers = transfers
-        device = home_device(optimizer)
+        self._schedule = schedule
+        self._optimizer = optimizer
+        self._device = home_device(optimizer)
+        self._traffic = Traffic()
         everything = bundles(optimizer)
         self.state_bytes = sum(bundle.nbytes for bundle in everything)
         for bundle in everything:
             bundle.refs = [ref for ref in bundle.refs if self._wanted(ref)]
         chosen = [everything[i] for i in select([bundle.nbytes for bundle in everything], config.fraction)]
-        refs = [ref for bundle in chosen for ref in bundle.refs]
-        self.planned_bytes = sum(ref.nbytes for ref in refs)
-        self._slabs: list[Slab] = []
-        self._trackers: list[ResidencyTracker] = []
-        pin = config.pin_memory and device.type == "cuda"
-        for group in ([r for r in refs if r.key is None], [r for r in refs if r.key is not None]):
-            for layout in pack([ref.nbytes for ref in group], config.slab_bytes):
-                slab = Slab(layout, [group[i] for i in layout.members], device, pin)
-                self._slabs.append(slab)
-                self._trackers.append(ResidencyTracker(SlabMover(slab, transfers)))
-        self.bytes_out = 0
-        self.bytes_in = 0
+        self.planned_bytes = sum(bundle.nbytes for bundle in chosen)
+        self.parts = self._make_parts(chosen)
+        self._slabs = [slab for part in self.parts for slab in part.slabs]
+        if config.pin_memory and self._device.type == "cuda":
+            require_host_memory(sum(slab.nbytes for slab in self._slabs))
+            page_lock([slab.slab.host for slab in self._slabs], local_cpus(self._device))
+        schedule.parts += self.parts
+        self._owners = {i: part for part in self.parts for i in part.ids}
+        self._inner_step = InnerStep(optimizer.optimizer)
+        self._master_copy = MasterCopy(optimizer)
 
     def _wanted(self, ref: StateRef) -> bool:
         return self._config.moments if ref.kind == "moment" else self._config.master_weights
 
+    def _make_parts(self, chosen: list[Bundle]) -> list[StepPart]:
+        target = min(self._config.slab_bytes, max(MIB, self.planned_bytes // LEAST_PARTS))
+        self._schedule.slack_bytes = max(2 * target, self._schedule.slack_bytes)
+        parts = []
+        for members in pack([bundle.nbytes for bundle in chosen], target):
+            of_part = [chosen[i] for i in members.members]
+            slabs = []
+            for of_adam in (False, True):
+                refs = [ref for bundle in of_part for ref in bundle.refs if (ref.key is not None) is of_adam]
+                if refs:
+                    (layout,) = pack([ref.nbytes for ref in refs], slab_bytes=2**63)
+                    slab = Slab(layout, refs, self._device, self._schedule.ledger)
+                    slabs.append(TrackedSlab(slab, refs[0].key is None, self._schedule.transfers, self._traffic))
+            parts.append(StepPart([bundle.param for bundle in of_part], slabs))
+        return parts
+
     @property
     def pinned_bytes(self) -> int:
         """Page-locked host bytes; 0 where the states live on the CPU."""
-        return sum(slab.host.pinned_bytes for slab in self._slabs)
+        return sum(slab.slab.host.pinned_bytes for slab in self._slabs)
+
+    @property
+    def bytes_out(self) -> int:
+        """See `Offloader.bytes_out`."""
+        return self._traffic.out
+
+    @property
+    def bytes_in(self) -> int:
+        """See `Offloader.bytes_in`."""
+        return self._traffic.back
+
+    @property
+    def released_bytes(self) -> int:
+        """See `Offloader.released_bytes`."""
+        return self._traffic.most_released
 
     @property
     def slabs(self) -> list[Slab]:
         """The slabs, in the order in which they move."""
-        return self._slabs
+        return [slab.slab for slab in self._slabs]
 
     @property
     def residencies(self) -> list[Residency]:
         """The residency of each slab."""
-        return [tracker.state for tracker in self._trackers]
+        return [slab.tracker.state for slab in self._slabs]
 
     def has_states(self) -> bool:
         """Return whether any tensor of any slab exists."""
-        return any(_exists(slab) for slab in self._slabs)
+        return any(slab.exists() for slab in self.slabs)
 
     def offload(self) -> None:
-        """Start the copies out of every slab whose tensors exist."""
-        before = self._transfers.bytes_out
-        for slab, tracker in zip(self._slabs, self._trackers, strict=True):
-            if _exists(slab):
-                tracker.offload()
-        self.bytes_out += self._transfers.bytes_out - before
+        """Start the copies out of every slab whose tensors exist, but those that stay."""
+        self._traffic.most_released = self._traffic.released
+        for part in self.parts:
+            for slab in part.slabs:
+                if not part.stays and slab.slab.exists():
+                    slab.tracker.offload()
+        self._schedule.begin_pass()
 
-    def release(self) -> int:
-        """Free the GPU memory of every slab that is on its way out; return the bytes freed."""
-        freed = 0
-        for slab, tracker in zip(self._slabs, self._trackers, strict=True):
-            held = slab.gpu_bytes
-            tracker.release()
-            freed += held - slab.gpu_bytes
-        return freed
+    def release(self) -> None:
+        """Free the GPU memory of slabs that are on their way out, as far as the schedule has no room for them."""
+        self._schedule.release()
 
     def reload(self) -> None:
-        """Start the copies in."""
-        before = self._transfers.bytes_in
-        for tracker in self._trackers:
-            tracker.reload()
-        self.bytes_in += self._transfers.bytes_in - before
+        """Start the copies in, as far as the schedule has room for them."""
+        self._schedule.reload()
 
-    def require_readable(self) -> None:
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """See `Offloader.stepping`: the inner optimizer steps part by part, as the states come and go."""
+        if not self._inner_step.divides():
+            self.require_writable()
+            yield
+            return
+        by_part = not self._schedule.all_fit and self._master_copy.divides()
+
+        def update(part: StepPart) -> None:
+            self._inner_step.update(part)
+            if by_part and any(slab.is_copied_to_model for slab in part.slabs):
+                self._master_copy.copy_part(part.ids)
+
+        def step() -> None:
+            self._inner_step.update(None)  # parameters whose states are not offloaded
+            self._schedule.step(self.parts, update, hold_masters=not by_part)
+
+        with self._inner_step.replaced(step, self._owners), self._master_copy.session():
+            yield
+
+    def copy_masters(self, copy: Callable[[], Any]) -> Any:
+        """See `Offloader.copy_masters`."""
+        if self._master_copy.copying_part:
+            return copy()
+        left = [
+            slab
+            for part in self.parts
+            for slab in part.slabs
+            if slab.is_copied_to_model and not part.ids <= self._master_copy.copied
+        ]
+        _require_readable(left)
+        with self._master_copy.only_the_rest():
+            return copy()
+
+    def require_readable(self, masters_only: bool = False) -> None:
         """See `Offloader.require_readable`."""
-        self.reload_released()
-        for tracker in self._trackers:
-            tracker.require_readable()
+        _require_readable([slab for slab in self._slabs if slab.is_copied_to_model or not masters_only])
 
     def require_writable(self) -> None:
         """See `Offloader.require_writable`."""
-        self.reload_released()
-        for tracker in self._trackers:
-            tracker.require_writable()
-
-    def reload_released(self) -> None:
-        """Start the copies in of released slabs, all before the first is waited for; leave others alone."""
-        before = self._transfers.bytes_in
-        for tracker in self._trackers:
-            if tracker.state is Residency.RELEASED:
-                tracker.reload()
-        self.bytes_in += self._transfers.bytes_in - before
+        self.require_readable()
+        for slab in self._slabs:
+            slab.tracker.require_writable()
 
     def settle(self) -> None:
-        """See `Offloader.settle`."""
-        self.require_readable()
+        """See `Offloader.settle`; what is released stays so, and comes back when somebody asks for it."""
+        for slab in self._slabs:
+            if slab.tracker.state is Residency.RELOADING:
+                slab.tracker.require_readable()
 
     def states_replaced(self) -> None:
         """See `Offloader.states_replaced`; the next offload takes the new tensors into the slabs."""
-        for slab, tracker in zip(self._slabs, self._trackers, strict=True):
-            if tracker.state is Residency.RESIDENT:
-                slab.drop_if_left()
+        for slab in self._slabs:
+            if slab.tracker.state is Residency.RESIDENT:
+                slab.slab.drop_if_left()
 
     def resident_note(self) -> str:
         """See `Offloader.resident_note`."""
@@ -174,9 +212,15 @@ class NativeOffloader:
     def close(self) -> None:
         """See `Offloader.close`."""
         self.require_writable()
+        self._schedule.remove(self.parts)
         for slab in self._slabs:
-            slab.close()
+            slab.slab.close()
 
 
-def _exists(slab: Slab) -> bool:
-    return any(ref.tensor() is not None for ref in slab.refs)
+def _require_readable(slabs: list[TrackedSlab]) -> None:
+    """Start all copies in before the first is waited for."""
+    for slab in slabs:
+        if slab.tracker.state is Residency.RELEASED:
+            slab.tracker.reload()
+    for slab in slabs:
+        slab.tracker.require_readable()

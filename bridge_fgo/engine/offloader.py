@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 
 class Offloader(Protocol):
@@ -39,18 +41,29 @@ class Offloader(Protocol):
         """Bytes copied from the host so far."""
         ...
 
-    def offload(self) -> None:
-        """Start the copies to the host."""
-
-    def release(self) -> int:
-        """Give the GPU memory back; return the bytes that went."""
+    @property
+    def released_bytes(self) -> int:
+        """The most bytes of state that were off the GPU at once since the newest `offload`."""
         ...
 
-    def reload(self) -> None:
-        """Take GPU memory again and start the copies to it."""
+    def offload(self) -> None:
+        """A forward-backward pass begins: start the copies to the host."""
 
-    def require_readable(self) -> None:
-        """Return when work queued on the current stream from now on may read the states."""
+    def release(self) -> None:
+        """Nothing reads the states until the optimizer steps: give the GPU memory back."""
+
+    def reload(self) -> None:
+        """The last backward is done: take GPU memory again and start the copies to it."""
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """Be the optimizer's step with ready gradients: the inner step finds its states where it needs them."""
+        ...
+
+    def copy_masters(self, copy: Callable[[], Any]) -> Any:
+        """Call `copy`, which copies masters to the model's weights, with every master readable that it reads."""
+
+    def require_readable(self, masters_only: bool = False) -> None:
+        """Return when work queued on the current stream from now on may read the states (or masters)."""
 
     def require_writable(self) -> None:
         """Return when work queued on the current stream from now on may read and write the states."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,21 @@ from bridge_fgo.engine.plan import SlabLayout
 
 if TYPE_CHECKING:
     from bridge_fgo.engine.states import StateRef
+
+
+class Ledger:
+    """Bytes of GPU memory that all slabs of the rank hold now."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.before_change: Callable[[], None] | None = None
+        """Called before slabs take or give back memory, with `nbytes` still as it was."""
+
+    def change(self, difference: int) -> None:
+        """Note that slabs are about to take (or, negative, to give back) that many bytes."""
+        if self.before_change is not None:
+            self.before_change()
+        self.nbytes += difference
 
 
 class Slab:
@@ -24,15 +39,16 @@ class Slab:
         layout: where each tensor lies, in bytes.
         refs: the state tensors, in the order of `layout.members`.
         device: where the states are when resident.
-        pin: page-lock the host buffer.
+        ledger: counts the GPU memory of all slabs of the rank.
     """
 
-    def __init__(self, layout: SlabLayout, refs: Sequence[StateRef], device: torch.device, pin: bool) -> None:
+    def __init__(self, layout: SlabLayout, refs: Sequence[StateRef], device: torch.device, ledger: Ledger) -> None:
         assert len(refs) == len(layout.offsets)
         self.layout = layout
         self.refs = list(refs)
         self.device = device
-        self.host = HostBuffer(layout.nbytes, pin)
+        self.host = HostBuffer(layout.nbytes)
+        self._ledger = ledger
         self.gpu: torch.Tensor | None = None  # uint8 [layout.nbytes]; its storage is empty while released
 
     @property
@@ -56,8 +72,13 @@ class Slab:
         """
         gpu = self.gpu
         if gpu is None:
+            self._ledger.change(self.nbytes)
             gpu = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         self._bind(gpu, copy=True)
+
+    def exists(self) -> bool:
+        """Return whether any tensor of the slab exists; moments are made by the first step."""
+        return any(ref.tensor() is not None for ref in self.refs)
 
     def _bind(self, gpu: torch.Tensor, copy: bool) -> None:
         """Make `gpu` (uint8 [nbytes]) the memory behind every tensor, with the tensor's bytes in it or not."""
@@ -83,11 +104,13 @@ class Slab:
         storage = self.gpu.untyped_storage()._cdata
         tensors = (ref.tensor() for ref in self.refs)
         if not any(tensor is not None and tensor.untyped_storage()._cdata == storage for tensor in tensors):
+            self._ledger.change(-self.gpu_bytes)
             self.gpu = None
 
     def allocate(self) -> None:
         """Take GPU memory again for every tensor of the slab; its content is undefined."""
         assert self.gpu is not None
+        self._ledger.change(self.nbytes - self.gpu_bytes)
         self.gpu.untyped_storage().resize_(self.nbytes)
 
     def free(self) -> None:
@@ -97,10 +120,12 @@ class Slab:
         under it. Then the tensors move to an allocation of their own, and the old one goes with the writer.
         """
         assert self.gpu is not None
+        self._ledger.change(-self.gpu_bytes)
         if not self.gpu.untyped_storage().resizable():
             self._bind(torch.empty_like(self.gpu), copy=False)
         self.gpu.untyped_storage().resize_(0)
 
     def close(self) -> None:
-        """Let go of the host buffer; the tensors stay in the slab's GPU memory."""
+        """Let go of the host buffer; the tensors stay in the slab's GPU memory, which counts no more."""
+        self._ledger.change(-self.gpu_bytes)
         self.host.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -13,11 +15,12 @@ from bridge_fgo.engine.slab import Slab
 class Transfers(Protocol):
     """Moves slabs. One object a device, shared by every optimizer of the rank."""
 
-    bytes_out: int
-    """Bytes copied to the host so far."""
+    def begin_pass(self) -> None:
+        """Remember the current stream as the one that forward and backward run on."""
 
-    bytes_in: int
-    """Bytes copied from the host so far."""
+    def on_compute_stream(self) -> AbstractContextManager[object]:
+        """Be on that stream inside the block: a model's hooks may run on side streams of its own."""
+        ...
 
     def copy_out(self, slab: Slab) -> None:
         """Start the copy of a slab to its host buffer, after what the current stream holds."""
@@ -32,36 +35,87 @@ class Transfers(Protocol):
         """Make the current stream wait for the copy in."""
 
 
-class CudaTransfers:
-    """Asynchronous copies on one stream a direction, in pieces of at most `piece_bytes`."""
+class Lane:
+    """Copies in one direction, one after another, in pieces that let other copies pass between them.
+
+    A GPU has one copy engine a direction, and it serves a stream for as long as that has copies ready: a copy
+    of a few bytes by the training loop (`.item()`, a NaN check) would wait for all of them. So the pieces go to
+    two streams in turn, each waiting for the one before by an event. Measured on an H200 with 2 GiB queued in
+    pieces of 64 MiB: the longest `.item()` took 38 ms with one stream and 0.7 ms with two, at 53.8 GB/s both.
+    Two events between the pieces of one stream do not do it (38 ms).
+    """
 
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
-        self.bytes_out = 0
-        self.bytes_in = 0
         self._piece_bytes = piece_bytes
-        self._out = torch.cuda.Stream(device)
-        self._in = torch.cuda.Stream(device)
+        self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        self._ends = (torch.cuda.Event(), torch.cuda.Event())
+        self._turn = 0
+        self._used = False
+
+    def wait_stream(self, stream: torch.cuda.Stream) -> None:
+        """Make the next piece, and so every later one, wait for what `stream` holds now."""
+        self._streams[self._turn].wait_stream(stream)
+
+    def wait_event(self, event: torch.cuda.Event) -> None:
+        """Make the next piece, and so every later one, wait for `event`."""
+        self._streams[self._turn].wait_event(event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, done: torch.cuda.Event) -> None:
+        """Enqueue the copy of `source` to `target` (uint8, equal sizes), and record `done` after it."""
+        stream = self._streams[self._turn]
+        for start, end in pieces(source.numel(), self._piece_bytes):
+            stream = self._streams[self._turn]
+            if self._used:
+                # Race: the pieces of a lane are one sequence; whoever waits for the last has waited for all.
+                stream.wait_event(self._ends[1 - self._turn])
+            with torch.cuda.stream(stream):
+                target[start:end].copy_(source[start:end], non_blocking=True)
+            self._ends[self._turn].record(stream)
+            self._turn, self._used = 1 - self._turn, True
+        done.record(stream)
+
+    def synchronize(self) -> None:
+        """Wait on the host until every piece is done."""
+        for stream in self._streams:
+            stream.synchronize()
+
+
+class CudaTransfers:
+    """Asynchronous copies, a lane a direction, in pieces of at most `piece_bytes`."""
+
+    def __init__(self, device: torch.device, piece_bytes: int) -> None:
+        self._compute = torch.cuda.current_stream(device)
+        self._out = Lane(device, piece_bytes)
+        self._in = Lane(device, piece_bytes)
         self._out_done: dict[Slab, torch.cuda.Event] = {}
         self._in_done: dict[Slab, torch.cuda.Event] = {}
+        # Race: an optimizer that is dropped in mid-copy would free memory that a copy still reads or writes. The
+        # dictionaries hold the slabs until the copies are done. At exit the driver waits by itself.
+        weakref.finalize(self, _drain, self._out, self._in, self._out_done, self._in_done).atexit = False
+
+    def begin_pass(self) -> None:
+        """See `Transfers.begin_pass`."""
+        self._compute = torch.cuda.current_stream()
+
+    def on_compute_stream(self) -> AbstractContextManager[object]:
+        """See `Transfers.on_compute_stream`."""
+        return torch.cuda.stream(self._compute)
 
     def copy_out(self, slab: Slab) -> None:
         """See `Transfers.copy_out`."""
         assert slab.gpu is not None
         # Race: optimizer.step() or the adoption, queued on the current stream, still writes the states.
         self._out.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._out):
-            for start, end in pieces(slab.nbytes, self._piece_bytes):
-                slab.host.tensor[start:end].copy_(slab.gpu[start:end], non_blocking=True)
-            self._event(self._out_done, slab).record(self._out)
-        self.bytes_out += slab.nbytes
+        self._out.copy(slab.host.tensor, slab.gpu, self._event(self._out_done, slab))
 
     def release(self, slab: Slab) -> None:
-        """See `Transfers.release`."""
-        assert slab.gpu is not None
+        """See `Transfers.release`.
+
+        The wait is on the current stream, so the memory is free for it at once; `record_stream` would keep
+        the block from everybody until the allocator sees the copy end, and reserve new memory meanwhile.
+        """
         # Race: forward's activations would be written into the memory while the copy out still reads it.
-        # The allocator holds the block back until the copy stream has passed this point, and waits for it
-        # itself where memory runs short.
-        slab.gpu.record_stream(self._out)
+        torch.cuda.current_stream().wait_event(self._out_done[slab])
         slab.free()
 
     def copy_in(self, slab: Slab) -> None:
@@ -72,13 +126,7 @@ class CudaTransfers:
         self._in.wait_stream(torch.cuda.current_stream())
         # Race: the copy out may still be writing the host buffer that this copy reads.
         self._in.wait_event(self._out_done[slab])
-        with torch.cuda.stream(self._in):
-            for start, end in pieces(slab.nbytes, self._piece_bytes):
-                slab.gpu[start:end].copy_(slab.host.tensor[start:end], non_blocking=True)
-            self._event(self._in_done, slab).record(self._in)
-        # Race: an optimizer that is dropped in mid-reload frees the slab while the copy still writes it.
-        slab.gpu.record_stream(self._in)
-        self.bytes_in += slab.nbytes
+        self._in.copy(slab.gpu, slab.host.tensor, self._event(self._in_done, slab))
 
     def wait_in(self, slab: Slab) -> None:
         """See `Transfers.wait_in`."""
@@ -92,6 +140,13 @@ class CudaTransfers:
         return events[slab]
 
 
+def _drain(out: Lane, back: Lane, *slabs: dict[Slab, torch.cuda.Event]) -> None:
+    out.synchronize()
+    back.synchronize()
+    for held in slabs:
+        held.clear()
+
+
 class HostTransfers:
     """The same copies, done at once, where the states live in host memory (no GPU).
 
@@ -99,16 +154,20 @@ class HostTransfers:
     """
 
     def __init__(self, piece_bytes: int) -> None:
-        self.bytes_out = 0
-        self.bytes_in = 0
         self._piece_bytes = piece_bytes
+
+    def begin_pass(self) -> None:
+        """See `Transfers.begin_pass`."""
+
+    def on_compute_stream(self) -> AbstractContextManager[object]:
+        """See `Transfers.on_compute_stream`."""
+        return nullcontext()
 
     def copy_out(self, slab: Slab) -> None:
         """See `Transfers.copy_out`."""
         assert slab.gpu is not None
         for start, end in pieces(slab.nbytes, self._piece_bytes):
             slab.host.tensor[start:end].copy_(slab.gpu[start:end])
-        self.bytes_out += slab.nbytes
 
     def release(self, slab: Slab) -> None:
         """See `Transfers.release`."""
@@ -120,7 +179,6 @@ class HostTransfers:
         assert slab.gpu is not None
         for start, end in pieces(slab.nbytes, self._piece_bytes):
             slab.gpu[start:end].copy_(slab.host.tensor[start:end])
-        self.bytes_in += slab.nbytes
 
     def wait_in(self, slab: Slab) -> None:
         """See `Transfers.wait_in`; the copy in has ended already."""

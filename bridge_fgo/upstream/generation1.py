@@ -11,6 +11,7 @@ from typing import Any
 
 from bridge_fgo.engine.residency import ResidencyTracker
 from bridge_fgo.engine.states import bundles, home_device, live_bytes
+from bridge_fgo.upstream.whole_step import WholeStep
 
 
 def is_available(optimizer_class: type) -> bool:
@@ -59,7 +60,7 @@ class Generation1Mover:
         self.optimizer._state_offloader.sync_before_step()
 
 
-class Generation1Offloader:
+class Generation1Offloader(WholeStep):
     """See `bridge_fgo.engine.offloader.Offloader`.
 
     Args:
@@ -76,6 +77,7 @@ class Generation1Offloader:
         self.planned_bytes = self.state_bytes
         self.bytes_out = 0
         self.bytes_in = 0
+        self.released_bytes = 0
 
     @property
     def pinned_bytes(self) -> int:
@@ -93,12 +95,12 @@ class Generation1Offloader:
         """Start the copy out."""
         self._tracker.offload()
 
-    def release(self) -> int:
-        """Free the GPU memory; return the bytes freed."""
+    def release(self) -> None:
+        """Free the GPU memory."""
         self._mover.released = 0
         self._tracker.release()
         self.bytes_out += self._mover.released
-        return self._mover.released
+        self.released_bytes = self._mover.released
 
     def reload(self) -> None:
         """Start the copy in."""
@@ -106,7 +108,7 @@ class Generation1Offloader:
         self._tracker.reload()
         self.bytes_in += self._mover.live_bytes() - before
 
-    def require_readable(self) -> None:
+    def require_readable(self, masters_only: bool = False) -> None:
         """See `Offloader.require_readable`."""
         self._tracker.require_readable()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from bridge_fgo.engine.states import bundles, home_device, live_bytes
 from bridge_fgo.upstream.generation1 import power_of_two_at_least
+from bridge_fgo.upstream.whole_step import WholeStep
 
 
 def is_available(optimizer_class: type) -> bool:
@@ -19,7 +20,7 @@ def is_available(optimizer_class: type) -> bool:
     return all(hasattr(optimizer_class, verb) for verb in verbs)
 
 
-class Generation2Offloader:
+class Generation2Offloader(WholeStep):
     """See `bridge_fgo.engine.offloader.Offloader`.
 
     Args:
@@ -41,6 +42,7 @@ class Generation2Offloader:
         self.planned_bytes = sum(bundle.nbytes for bundle in self._states if id(bundle.param) in selected)
         self.bytes_out = 0
         self.bytes_in = 0
+        self.released_bytes = 0
         self._is_out = False
 
     @property
@@ -64,15 +66,15 @@ class Generation2Offloader:
         self._optimizer.offload_optimizer_state_for_forward(offload_master=not self._masters_are_read_late)
         self._is_out = True
 
-    def release(self) -> int:
-        """Let the masters go too where they were still read; return the bytes that are off the GPU."""
+    def release(self) -> None:
+        """Let the masters go too where they were still read."""
+        self.released_bytes = 0
         if not self._is_out:
-            return 0
+            return
         if self._masters_are_read_late:
             self._optimizer.offload_optimizer_state_for_forward()
-        off_gpu = self._existing_bytes() - live_bytes(self._states, self._home)
-        self.bytes_out += off_gpu
-        return off_gpu
+        self.released_bytes = self._existing_bytes() - live_bytes(self._states, self._home)
+        self.bytes_out += self.released_bytes
 
     def reload(self) -> None:
         """Start upstream's prefetch of the masters and the first chunk."""
@@ -82,7 +84,7 @@ class Generation2Offloader:
         self._optimizer.prefetch_optimizer_state_for_gradient_finalization()
         self._is_out = False
 
-    def require_readable(self) -> None:
+    def require_readable(self, masters_only: bool = False) -> None:
         """Restore the masters, and wait on the host for the moments' copies out.
 
         Race: upstream binds the moments to host tensors as soon as their copies are enqueued, and only its

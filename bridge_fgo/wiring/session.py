@@ -13,6 +13,8 @@ from bridge_fgo.compat import Choice, check_flag, choose_engine, flag_is_set, mc
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.offloader import Offloader, total
+from bridge_fgo.engine.peaks import PeakMeter
+from bridge_fgo.engine.schedule import Schedule
 from bridge_fgo.engine.states import home_device
 from bridge_fgo.engine.transfers import make_transfers
 from bridge_fgo.figures import Figures, Stats
@@ -20,6 +22,7 @@ from bridge_fgo.upstream.generation1 import Generation1Offloader
 from bridge_fgo.upstream.generation2 import Generation2Offloader
 from bridge_fgo.wiring.finalize import reload_hook
 from bridge_fgo.wiring.optimizers import eligible
+from bridge_fgo.wiring.points import ModelPoints
 from bridge_fgo.wiring.refusals import refuse_full_iteration_graph, refuse_optimizer_config
 
 SESSION = "_bridge_fgo_session"
@@ -60,38 +63,50 @@ class Session:
         self.engine: Choice = choose_engine(config, optimizer_config)
         self.model_config = model_config
         self.offloaders: list[Offloader] = []
-        transfers = make_transfers(home_device(distributed[0]), config.piece_bytes) if distributed else None
+        meter = PeakMeter()
+        self.schedule = None if self.engine != "native" else make_schedule(distributed, config, meter)
         for leaf in distributed:
-            if self.engine == "native":
+            if self.schedule is not None:
                 drop_upstream_offloader(leaf)
-                assert transfers is not None
-                self.offloaders.append(NativeOffloader(leaf, config, transfers))
+                self.offloaders.append(NativeOffloader(leaf, config, self.schedule))
             else:
                 self.offloaders.append(upstream_offloader(leaf))
         # Only now, so that a refusal of the last one leaves nothing half attached.
         for leaf, offloader in zip(distributed, self.offloaders, strict=True):
             setattr(leaf, OFFLOADER, offloader)
         self._leaves = weakref.WeakSet(distributed)
-        self.figures = Figures(self.offloaders, self.engine, mcore_version())
+        self.figures = Figures(self.offloaders, self.engine, mcore_version(), meter)
+        if self.schedule is not None:
+            self.schedule.measure_wait = self.figures.wait.measure
+            self.schedule.announce = say
+        self._points = ModelPoints()
         self.closed = False
         # What the proof that the flag is no silent no-op needs: see _prove.
         self._proven = False
         self._updates = 0
         self._updates_before = 0
         self._eligible = False
-        self._freed = 0
+        self.updated = False
+        """Whether the optimizer stepped in the newest training step; the wrapper of the step sets it."""
 
     # What the wrappers call, in the order of one training step.
 
     @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Be the active session of a training step; afterwards the states are resident, on every way out
-        but an exception."""
+    def training_step(self, model: Any, microbatches: int) -> Iterator[None]:
+        """Be the active session of a training step; afterwards no reload is in flight, on every way out but
+        an exception.
+
+        Args:
+            model: the model chunk, or a list of them.
+            microbatches: how many the step runs.
+        """
         self.figures.begin_step()
-        self._updates_before, self._freed = self._updates, 0
+        self._updates_before, self.updated = self._updates, False
         _active.append(self)
         try:
-            with reload_hook(self.model_config, self):
+            with reload_hook(self.model_config, self), self._points.hooked(model, self.schedule):
+                if self.schedule is not None:
+                    self.schedule.signature = microbatches
                 yield
         finally:
             _active.pop()
@@ -100,6 +115,8 @@ class Session:
         for offloader in self.offloaders:
             offloader.settle()
         self.figures.end_step()
+        if self.schedule is not None:
+            self.schedule.end_step(self.updated)
         self.publish()
         self._prove()
 
@@ -114,9 +131,10 @@ class Session:
         planned = total(self.offloaders, "planned_bytes")
         complete = self._updates_before > 0
         wanted = 0.95 * planned if complete else 1 if self._eligible else 0
-        if self._freed < wanted:
+        freed = total(self.offloaders, "released_bytes")
+        if freed < wanted:
             raise RuntimeError(
-                f"optimizer.offload_optimizer_states=True, but a training step released {self._freed} bytes of the "
+                f"optimizer.offload_optimizer_states=True, but a training step released {freed} bytes of the "
                 f"{planned} planned (engine {self.engine}): the flag would be a silent no-op. Please report this "
                 "with the output of the run, and train with the flag unset meanwhile"
             )
@@ -130,10 +148,10 @@ class Session:
             offloader.offload()
 
     def release(self) -> None:
-        """Grads are zeroed and nothing reads the states any more: let their GPU memory go."""
-        freed = sum(offloader.release() for offloader in self.offloaders)
-        self._freed = max(freed, self._freed)
-        self.figures.released(freed)
+        """Grads are zeroed and nothing reads the states any more: let GPU memory go."""
+        for offloader in self.offloaders:
+            offloader.release()
+        self.figures.released()
 
     def reload(self) -> None:
         """Backward is done: take GPU memory again and start the copies in."""
@@ -145,13 +163,24 @@ class Session:
         """An optimizer is about to step, so that every state will exist."""
         self._updates += 1
 
-    def require(self, offloader: Offloader, write: bool) -> None:
-        """Something is about to read (and write) one optimizer's states on the current stream."""
-        with self.figures.wait.measure():
-            if write:
+    @contextmanager
+    def stepping(self, offloader: Offloader) -> Iterator[None]:
+        """One optimizer steps, with its states where it needs them."""
+        if self.schedule is None:  # which measures its waits itself
+            with self.figures.wait.measure():
                 offloader.require_writable()
-            else:
-                offloader.require_readable()
+        with offloader.stepping():
+            yield
+
+    def require_readable(self, masters_only: bool = False) -> None:
+        """Something is about to read the states (or masters) of every optimizer on the current stream."""
+        for offloader in self.offloaders:
+            offloader.require_readable(masters_only)
+
+    def evaluating(self) -> None:
+        """An evaluation is about to begin: it must not need more memory than training."""
+        if self.schedule is not None:
+            self.schedule.release_everything()
 
     def close(self) -> None:
         """Make the states resident for good and undo what the session hung on the optimizers."""
@@ -169,8 +198,6 @@ class Session:
 
     def announce(self) -> None:
         """Say in one line, on rank 0, what will happen."""
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
-            return
         gib = 2**30
         stays = "; ".join(note for o in self.offloaders if (note := o.resident_note())) or "no state"
         pinned = f"{total(self.offloaders, 'pinned_bytes') / gib:.2f} GiB of host memory pinned"
@@ -178,13 +205,60 @@ class Session:
             pinned = "host memory pinned by mcore in the first steps"
         if not self.offloaders:
             stays = "everything: this rank has only stub optimizers"
-        print(
-            f"bridge_fgo: optimizer-state offload on, engine {self.engine}, mcore {mcore_version()}: "
+        say(
+            f"optimizer-state offload on, engine {self.engine}, mcore {mcore_version()}: "
             f"{total(self.offloaders, 'planned_bytes') / gib:.2f} of "
             f"{total(self.offloaders, 'state_bytes') / gib:.2f} GiB a rank offloaded, "
-            f"{pinned}, stays resident: {stays}",
-            flush=True,
+            f"{pinned}, stays resident: {stays}"
         )
+
+
+def say(text: str) -> None:
+    """Print a line on rank 0."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        print(f"bridge_fgo: {text}", flush=True)
+
+
+def make_schedule(distributed: list[Any], config: OffloadConfig, meter: PeakMeter) -> Schedule:
+    """Return the order of moves of the native engine on this rank.
+
+    Raises:
+        ValueError: a budget is asked for where GPU memory cannot be measured.
+    """
+    budget = config.gpu_memory_budget_gib
+    if budget is not None and not meter.works:
+        raise ValueError(
+            f"OffloadConfig.gpu_memory_budget_gib={budget!r} needs a GPU, whose memory it measures: leave it unset, or "
+            "set OffloadConfig.fraction"
+        )
+    device = home_device(distributed[0]) if distributed else torch.device("cpu")
+    schedule = Schedule(
+        make_transfers(device, config.piece_bytes),
+        meter,
+        budget_bytes=None if budget is None else int(budget * 2**30),
+    )
+    schedule.agree = agree
+    return schedule
+
+
+def agree(room: int, least: int) -> tuple[int, int]:
+    """Return the bytes that may stay on every rank of this pipeline stage, and the least budget of the fullest rank.
+
+    Ranks of one stage hold equal shards, so that one that kept less would make the others wait for its copies.
+    Stages differ in what they hold, and each chooses for itself.
+
+    Args:
+        room: bytes that may stay on this rank.
+        least: least possible budget of this rank in bytes.
+    """
+    if not torch.distributed.is_initialized():
+        return room, least
+    from megatron.core import parallel_state
+
+    stage = parallel_state.get_pipeline_model_parallel_rank() if parallel_state.is_initialized() else 0
+    answers: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(answers, (stage, room, least))
+    return min(r for s, r, _ in answers if s == stage), max(bytes_ for _, _, bytes_ in answers)
 
 
 def upstream_offloader(leaf: Any) -> Offloader:

@@ -15,8 +15,6 @@ READERS = (
     "get_parameter_state_dp_zero",
     "get_parameter_state_dp_reshardable",
     "save_parameter_state",
-    "_copy_main_params_to_param_buffer",
-    "_copy_main_params_to_model_params",
 )
 """Methods of DistributedOptimizer that read states."""
 
@@ -88,6 +86,14 @@ def patches() -> list[Patch]:
             "writes the masters after the optimizer step, also one that was skipped with a reload in flight",
         ),
         FunctionPatch(
+            TRAIN, "calc_params_l2_norm", wrappers.reads_all_masters, ("model",),
+            "reads `param.main_param` between steps, when masters may be released",
+        ),
+        FunctionPatch(
+            "megatron.bridge.training.eval", "evaluate", wrappers.evaluate, ("model",),
+            "both loops evaluate through it, with states on the GPU that had not left yet",
+        ),
+        FunctionPatch(
             "megatron.core.transformer.moe.paged_stash", "PagedStashRunner.prepare_for_rerun", wrappers.pass_around, (),
             "the overflow retry does not ask the rerun machine; without it the retry runs with states resident",
             distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
@@ -108,6 +114,8 @@ def patches() -> list[Patch]:
     ]  # fmt: skip
     for names, wrapper, why in (
         (("step_with_ready_grads",), wrappers.updates_states, "the one way to the inner optimizer's step"),
+        (("_copy_main_params_to_model_params",), wrappers.copies_masters, "reads what was not copied part by part"),
+        (("_copy_main_params_to_param_buffer",), wrappers.reads_masters, "reads masters, from wherever it is called"),
         (READERS, wrappers.reads_states, "reads states, from wherever it is called"),
         (WRITERS, wrappers.writes_states, "writes states, from wherever it is called"),
         (REPLACERS, wrappers.replaces_states, "replaces states, from wherever it is called"),

@@ -150,14 +150,19 @@ def _run_step(wrapped: Wrapped, args: Args, kwargs: Kwargs, one_pass: bool) -> A
     session = session_for_step(arguments["optimizer"], _model_config(arguments), state.cfg, settings)
     if session is None:
         return wrapped(*args, **kwargs)
-    with session.training_step():
+    with session.training_step(arguments["model"], _microbatches(wrapped)):
         if one_pass:
             session.begin_pass()
         result = wrapped(*args, **kwargs)
+        session.updated = not result[1]  # `skipped_iter`, in Bridge's step and in MIMO's
     stats = newest_stats()
     assert stats is not None
     log_figures(stats, state)
     return result
+
+
+def _microbatches(step: Wrapped) -> int:
+    return importlib.import_module(step.__module__).get_num_microbatches()
 
 
 def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -208,23 +213,34 @@ def pass_around(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
 # Readers and writers of the states, wherever they are called from.
 
 
-def _require(instance: Any, write: bool) -> None:
+def _require(instance: Any, write: bool, masters_only: bool = False) -> None:
     offloader = vars(instance).get(OFFLOADER)
     if offloader is None:
         return
-    session = active_session()
-    if session is not None and offloader in session.offloaders:
-        session.require(offloader, write)
-    elif write:
+    if write:
         offloader.require_writable()
     else:
-        offloader.require_readable()
+        offloader.require_readable(masters_only)
 
 
 def reads_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states readable first."""
     _require(instance, write=False)
     return wrapped(*args, **kwargs)
+
+
+def reads_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the masters readable first."""
+    _require(instance, write=False, masters_only=True)
+    return wrapped(*args, **kwargs)
+
+
+def copies_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Copy the masters that were not copied part by part."""
+    offloader = vars(instance).get(OFFLOADER)
+    if offloader is None:
+        return wrapped(*args, **kwargs)
+    return offloader.copy_masters(lambda: wrapped(*args, **kwargs))
 
 
 def writes_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -234,11 +250,15 @@ def writes_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
 
 
 def updates_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the states writable for the optimizer step, which is not called where a step is skipped."""
+    """Bring the states for the optimizer step, which is not called where a step is skipped."""
     session = active_session()
+    offloader = vars(instance).get(OFFLOADER)
     if session is not None:
         session.updating()
-    return writes_states(wrapped, instance, args, kwargs)
+    if offloader is None:
+        return wrapped(*args, **kwargs)
+    with offloader.stepping() if session is None else session.stepping(offloader):
+        return wrapped(*args, **kwargs)
 
 
 def replaces_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -256,7 +276,21 @@ def clip_qk(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     session = active_session()
     if session is not None:
         for offloader in session.offloaders:
-            session.require(offloader, write=True)
+            offloader.require_writable()
+    return wrapped(*args, **kwargs)
+
+
+def reads_all_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the masters of every session readable first, for a reader that knows parameters and no optimizer."""
+    for session in all_sessions():
+        session.require_readable(masters_only=True)
+    return wrapped(*args, **kwargs)
+
+
+def evaluate(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Give back what is on its way to the host before an evaluation takes memory."""
+    for session in all_sessions():
+        session.evaluating()
     return wrapped(*args, **kwargs)
 
 

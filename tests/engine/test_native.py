@@ -11,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.native import NativeOffloader
+from bridge_fgo.engine.peaks import PeakMeter
 from bridge_fgo.engine.residency import Residency
+from bridge_fgo.engine.schedule import Schedule
 from bridge_fgo.engine.states import bundles, home_device, live_bytes
 from bridge_fgo.engine.transfers import HostTransfers
 
@@ -19,10 +21,14 @@ SIZES = [1000, 3, 70_000, 256, 400_000, 12, 64]
 MIB = 2**20
 
 
+def make_schedule(config):
+    return Schedule(HostTransfers(config.piece_bytes), PeakMeter())
+
+
 def make(config=None, **kwargs):
     optimizer = make_distributed_optimizer(SIZES, **kwargs)
     config = config or OffloadConfig(engine="native", slab_bytes=MIB, piece_bytes=65536)
-    return optimizer, NativeOffloader(optimizer, config, HostTransfers(config.piece_bytes))
+    return optimizer, NativeOffloader(optimizer, config, make_schedule(config))
 
 
 def live(optimizer):
@@ -31,10 +37,10 @@ def live(optimizer):
 
 def one_pass(offloader):
     offloader.offload()
-    freed = offloader.release()
+    offloader.release()
     offloader.reload()
     offloader.require_writable()
-    return freed
+    return offloader.released_bytes
 
 
 def test_masters_go_before_the_first_step_and_moments_after_it():
@@ -247,7 +253,7 @@ class AnyOrderOfVerbs(RuleBasedStateMachine):
         self.resident = make_distributed_optimizer([100, 7, 5000], fp32_views=1)
         self.optimizer = make_distributed_optimizer([100, 7, 5000], fp32_views=1)
         config = OffloadConfig(engine="native", slab_bytes=MIB, piece_bytes=65536)
-        self.offloader = NativeOffloader(self.optimizer, config, HostTransfers(config.piece_bytes))
+        self.offloader = NativeOffloader(self.optimizer, config, make_schedule(config))
 
     @rule()
     def offload(self):

@@ -1,5 +1,6 @@
 """Bridge's real train_step with everything around it mocked, recording the order of calls."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,7 +12,7 @@ class RecordingOffloader:
 
     engine = "native"
     state_bytes = planned_bytes = 100
-    pinned_bytes = bytes_out = bytes_in = 0
+    pinned_bytes = bytes_out = bytes_in = released_bytes = 0
 
     def __init__(self, events, freed=100):
         self.events = events
@@ -22,13 +23,22 @@ class RecordingOffloader:
 
     def release(self):
         self.events.append("release")
-        return self.freed
+        self.released_bytes = self.freed
 
     def reload(self):
         self.events.append("reload")
 
-    def require_readable(self):
-        self.events.append("readable")
+    @contextmanager
+    def stepping(self):
+        self.events.append("stepping")
+        yield
+
+    def copy_masters(self, copy):
+        self.events.append("masters readable")
+        return copy()
+
+    def require_readable(self, masters_only=False):
+        self.events.append("masters readable" if masters_only else "readable")
 
     def require_writable(self):
         self.events.append("writable")

@@ -63,6 +63,7 @@ def mimo_step(monkeypatch, loop):
     monkeypatch.setattr(mimo.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
     loop.events.clear()
+    monkeypatch.setattr(mimo, "get_num_microbatches", lambda: 1)
     mimo.train_step_megatron_mimo(
         forward_step_func=mock.Mock(),
         data_iterator=None,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import bridge_fgo
 from bridge_fgo.cli.arms.cpu_model import (
     CpuOptions,
     forward_backward_chunks,
@@ -233,6 +234,7 @@ class CpuTraining:
 
     def digests(self) -> dict[str, str]:
         """Return the sha256 of the bytes of `state_tensors`, by kind."""
+        bridge_fgo.reload_states()
         return {kind: digest(tensor for _, tensor in pairs) for kind, pairs in self.state_tensors().items()}
 
     def live_state_bytes(self) -> int:

@@ -154,6 +154,7 @@ def make_recorder(options: argparse.Namespace) -> Callback:
             self.peaks = {name: max(self.peaks.get(name, 0), value) for name, value in newest.items()}
 
         def on_train_end(self, context: Any) -> None:
+            bridge_fgo.reload_states()
             state = final_state(context.model, context.optimizer)
             digests = joined_digests(state)
             if self.writer is None:

@@ -1,0 +1,65 @@
+"""How many bytes of state the GPU may hold at each point of a training step: pure arithmetic on measured peaks.
+
+A **point** is a moment of the forward-backward pass that the model's hooks report: a layer begins its forward,
+or ends its backward. Point 0 is the release before the first forward. The interval of a point lasts until the
+next one; the optimizer step is an interval of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class MemoryProfile:
+    """Peaks of what is on the GPU beside the slabs, measured in one step, in bytes."""
+
+    intervals: list[int] = field(default_factory=list)
+    """One for each point of the pass."""
+    step: int = 0
+    """From the end of the last backward to the end of the optimizer step."""
+
+    @property
+    def peak(self) -> int:
+        """The peak of a run whose states are released throughout."""
+        return max([*self.intervals, self.step])
+
+
+@dataclass(frozen=True)
+class HoldPlan:
+    """The most bytes of state that the GPU may hold.
+
+    leave[i]: in the interval of point i. Whatever is above has to leave at the point.
+    come[i]: from point i to the end of the pass. Up to that much may come back at the point, and stay.
+    step: while the optimizer steps.
+    """
+
+    leave: tuple[int, ...]
+    come: tuple[int, ...]
+    step: int
+
+
+def plan_holding(profile: MemoryProfile, limit: int) -> HoldPlan:
+    """Return what may be held so that the peak of everything stays at or below `limit` bytes."""
+    leave = [max(0, limit - peak) for peak in profile.intervals]
+    come = list(leave)
+    for i in range(len(come) - 2, -1, -1):
+        come[i] = min(come[i], come[i + 1])
+    return HoldPlan(tuple(leave), tuple(come), max(0, limit - profile.step))
+
+
+def choose_staying(part_bytes: Sequence[int], room: int) -> int:
+    """Return how many parts, counted from the last, fit into `room` bytes and need never leave."""
+    staying = 0
+    for nbytes in reversed(part_bytes):
+        if nbytes > room:
+            break
+        room -= nbytes
+        staying += 1
+    return staying
+
+
+def least_budget(profile: MemoryProfile, part_bytes: Sequence[int]) -> int:
+    """Return the least peak in bytes that any choice can reach: everything leaves, two parts step in turn."""
+    return max(profile.peak, profile.step + 2 * max(part_bytes, default=0))

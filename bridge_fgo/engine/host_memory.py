@@ -1,0 +1,96 @@
+"""How much host memory there is, and on which CPUs it is near a GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+PCI = Path("/sys/bus/pci/devices")
+
+
+def require_host_memory(nbytes: int) -> None:
+    """Raise ValueError where this rank, or the ranks of this node together, need more than the host has.
+
+    Linux hands out memory that it does not have and kills whoever touches it, so it is asked before.
+    What the other ranks pin is taken to be as much as this one's.
+
+    Args:
+        nbytes: what this rank is about to pin.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free, whole = available_bytes(), total_bytes()
+    if nbytes <= free and ranks * nbytes <= whole:
+        return
+    raise ValueError(
+        f"offloading the optimizer state pins {nbytes} bytes of host memory a rank, about {ranks * nbytes} on this "
+        f"node with its {ranks} rank(s), but the node has {whole} bytes, {free} of them free now: lower "
+        f"OffloadConfig.fraction (at most {min(free, whole // ranks) / nbytes:.2f} times what it is now), set "
+        "moments=False or master_weights=False, or give the job more host memory"
+    )
+
+
+def available_bytes() -> int:
+    """Return the bytes that can be had now: the kernel's estimate, or what the cgroup has left if less."""
+    free = _meminfo("MemAvailable")
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    if limit is not None and used is not None:
+        # Page cache counts as used, and goes when memory is asked for.
+        free = min(free, limit - used + _cgroup_stat("inactive_file"))
+    return free
+
+
+def total_bytes() -> int:
+    """Return the bytes of the host, or of the cgroup if less."""
+    limit = _cgroup("memory.max")
+    whole = _meminfo("MemTotal")
+    return whole if limit is None else min(limit, whole)
+
+
+def local_cpus(device: torch.device) -> set[int] | None:
+    """Return the CPUs of a GPU's NUMA node that this process may use; None where that is not known."""
+    properties = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "pci_bus_id"):
+        return None
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    try:
+        text = (PCI / address / "local_cpulist").read_text()
+    except OSError:  # no such file in many containers and virtual machines
+        return None
+    return parse_cpulist(text) & os.sched_getaffinity(0) or None
+
+
+def parse_cpulist(text: str) -> set[int]:
+    """Return the numbers in a kernel list such as "0-3,8"."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def _meminfo(name: str) -> int:
+    for line in MEMINFO.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{MEMINFO} has no {name}")
+
+
+def _cgroup(name: str) -> int | None:
+    try:
+        text = (CGROUP / name).read_text().strip()
+    except OSError:  # cgroup v1, or none
+        return None
+    return None if text == "max" else int(text)
+
+
+def _cgroup_stat(name: str) -> int:
+    try:
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)

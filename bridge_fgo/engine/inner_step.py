@@ -1,0 +1,103 @@
+"""Stepping the Adam inside a DistributedOptimizer for some of its parameters at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+
+_ABSENT = object()
+
+
+class InnerStep:
+    """Adam updates every element for itself, so an update in parts has the bits of an update in one.
+
+    What is not per element is kept exact: TE's FusedAdam counts `step` in the param group (torch's Adam in the
+    state of each parameter), so every part is stepped from the count before, and the group ends one higher.
+
+    Args:
+        adam: TE's FusedAdam or torch's Adam.
+    """
+
+    def __init__(self, adam: torch.optim.Optimizer) -> None:
+        self._adam = adam
+        self._step: Callable[[], Any] = adam.step
+        self._counts: list[tuple[dict[str, Any], Any]] = []
+        self._ends: dict[int, Any] = {}
+        self._shares: dict[Any, list[tuple[dict[str, Any], list[Any]]]] = {}
+
+    def divides(self) -> bool:
+        """Return whether the step may be divided: hooks on it must run once a step, with everything there."""
+        hooks = (
+            getattr(self._adam, "_optimizer_step_pre_hooks", {}),
+            getattr(self._adam, "_optimizer_step_post_hooks", {}),
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+        )
+        return not any(hooks)
+
+    @contextmanager
+    def replaced(self, step: Callable[[], None], owners: Mapping[int, Any]) -> Iterator[None]:
+        """Have `adam.step()` call `step`, which calls `update` once for each owner, inside the block.
+
+        owners: for the `id` of a parameter, whose it is; parameters that are not in it are None's.
+        """
+        original = self._adam.step
+        before = vars(self._adam).get("step", _ABSENT)
+
+        def in_parts(*args: Any, **kwargs: Any) -> None:
+            if args or kwargs:
+                raise RuntimeError("the optimizer step got arguments that an update in parts cannot honour")
+            self._divide(owners)
+            step()
+            for group, _ in self._counts:
+                if id(group) in self._ends:
+                    group["step"] = self._ends[id(group)]
+
+        self._step = original
+        self._adam.step = in_parts  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            if before is _ABSENT:
+                del self._adam.step
+            else:
+                self._adam.step = before  # type: ignore[method-assign]
+
+    def _divide(self, owners: Mapping[int, Any]) -> None:
+        self._counts, self._ends, self._shares = [], {}, {}
+        for group in self._adam.param_groups:
+            self._counts.append((group, group.get("step", _ABSENT)))
+            shares: dict[Any, list[Any]] = {}
+            for param in group["params"]:
+                shares.setdefault(owners.get(id(param)), []).append(param)
+            for owner, params in shares.items():
+                self._shares.setdefault(owner, []).append((group, params))
+
+    def update(self, owner: Any) -> None:
+        """Step the parameters of one owner."""
+        shares = self._shares.get(owner, [])
+        if not shares:
+            return
+        for group, count in self._counts:
+            if count is _ABSENT:
+                group.pop("step", None)
+            else:
+                group["step"] = count
+        groups = self._adam.param_groups
+        whole = [group["params"] for group, _ in shares]
+        try:
+            for group, params in shares:
+                group["params"] = params
+            self._adam.param_groups = [group for group, _ in shares]
+            self._step()
+        finally:
+            self._adam.param_groups = groups
+            for (group, _), params in zip(shares, whole, strict=True):
+                group["params"] = params
+        for group, _ in shares:
+            if "step" in group:
+                self._ends[id(group)] = group["step"]

@@ -1,0 +1,307 @@
+"""What moves when: all slabs of a rank, through one training step.
+
+Slabs leave after the update of their part, during what follows: the rest of the optimizer step and the first
+microbatch's forward, each no later than its place is needed. They come back in the last microbatch's backward
+as activations go, and in the optimizer step. How much the GPU may hold at each point of the step comes from
+peaks that were measured in an earlier step, one in which everything was released throughout.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from bridge_fgo.engine.holding import HoldPlan, MemoryProfile, choose_staying, least_budget, plan_holding
+from bridge_fgo.engine.part import StepPart, TrackedSlab
+from bridge_fgo.engine.peaks import PeakMeter
+from bridge_fgo.engine.residency import Residency
+from bridge_fgo.engine.slab import Ledger
+from bridge_fgo.engine.transfers import Transfers
+
+LOOKAHEAD = 2
+"""Parts that are brought back before the one in hand, where room has to be made for them first."""
+
+Agree = Callable[[int, int], tuple[int, int]]
+"""Takes this rank's bytes that may stay and its least possible budget; returns what all ranks can keep to."""
+
+
+class Schedule:
+    """The order of all moves on one rank. Without measured peaks everything is released throughout.
+
+    Args:
+        transfers: the copies.
+        meter: the allocator's peaks; where it does not work (no GPU), nothing is ever measured.
+        budget_bytes: peak of allocated bytes to stay under while offloading as little as possible, instead; None
+            to offload everything.
+    """
+
+    def __init__(self, transfers: Transfers, meter: PeakMeter, budget_bytes: int | None = None) -> None:
+        self.ledger = Ledger()
+        self.transfers = transfers
+        self.parts: list[StepPart] = []
+        """Of all optimizers of the rank, in the order in which they step."""
+        self.slack_bytes = 0
+        """By how much the peak may be above that of a run whose states are released throughout: two parts."""
+        self.signature: object = None
+        """What a pass must have in common with the measured one: set before a pass; the number of microbatches."""
+        self.agree: Agree = lambda room, least: (room, least)
+        self.measure_wait: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.announce: Callable[[str], None] = lambda text: None
+        self._meter = meter
+        self._budget = budget_bytes
+        self._plans: dict[object, HoldPlan] = {}
+        self._profiles: dict[object, MemoryProfile] = {}
+        self._chosen = False
+        self._fresh = False
+        self._warm = False
+        self._record: MemoryProfile | None = None
+        self._in_step_phase = False
+        self._plan: HoldPlan | None = None
+        self._index = 0
+        self._leaving: deque[TrackedSlab] = deque()
+        self._coming: list[TrackedSlab] = []
+        self._position: dict[TrackedSlab, int] = {}
+        self._next = 0
+        self.ledger.before_change = self._measure
+
+    def remove(self, parts: list[StepPart]) -> None:
+        """Forget parts that are no more offloaded."""
+        self.parts = [part for part in self.parts if part not in parts]
+        self._coming, self._position, self._next = [], {}, 0
+        self._leaving.clear()
+
+    # The pass.
+
+    def begin_pass(self) -> None:
+        """A forward-backward pass begins; every slab that is to leave is on its way, or gone."""
+        self.transfers.begin_pass()
+        self._record = None  # of a pass that is run again
+        self._plan = self._plans.get(self.signature)
+        self._index = 0
+        self._coming = [slab for part in self.parts for slab in part.slabs if not part.stays]
+        self._position = {slab: i for i, slab in enumerate(self._coming)}
+        self._leaving = deque(slab for slab in self._coming if slab.tracker.state is Residency.OFFLOADING)
+        self._next = 0
+        self._in_step_phase = False
+
+    def release(self) -> None:
+        """Point 0: nothing reads the states any more until the optimizer steps."""
+        if self._plan is None:
+            self._release_down_to(0)
+            if self._warm and self._meter.works and self.signature not in self._profiles:
+                self._meter.end_interval()  # what came before belongs to no interval
+                self._record = MemoryProfile([0])
+        else:
+            self._hold_to(self._plan)
+
+    def point(self) -> None:
+        """The model passed a point of the pass: a layer begins its forward or ends its backward."""
+        self._index += 1
+        if self._record is not None:
+            self._measure()
+            self._record.intervals.append(0)
+            return
+        plan = self._plan
+        if plan is None:
+            return
+        last = len(plan.leave) - 1
+        index = min(self._index, last)
+        held = self.ledger.nbytes
+        if held > plan.leave[index] or (
+            self._next < len(self._coming) and held + self._coming[self._next].nbytes <= plan.come[index]
+        ):
+            with self.transfers.on_compute_stream():
+                self._hold_to(plan)
+
+    def _hold_to(self, plan: HoldPlan) -> None:
+        known = self._index < len(plan.leave)
+        self._release_down_to(plan.leave[self._index] if known else 0)
+        if known and not self._fresh:
+            self._bring_up_to(plan.come[self._index])
+
+    def reload(self) -> None:
+        """The last backward is done: bring back what the optimizer step has room for."""
+        if self._plan is not None and self._index + 1 != len(self._plan.leave):
+            # Another number of points than in the measured pass: measure this kind of pass anew.
+            del self._plans[self.signature], self._profiles[self.signature]
+            self._plan = None
+        self._measure()
+        self._in_step_phase = True
+        if self._fresh and self._plan is not None:
+            # Blocks that the allocator cut to the sizes of activations do not fit slabs, and what it has reserved it
+            # does not give back by itself. From here on activations take their memory from slabs that went.
+            torch.cuda.empty_cache()
+            self._fresh = False
+        self._bring_up_to(self.step_limit)
+
+    @property
+    def step_limit(self) -> int:
+        """Bytes of state that the GPU may hold while the optimizer steps; two parts where that is not known."""
+        if self._plan is not None:
+            return self._plan.step
+        return 2 * max((part.nbytes for part in self.parts if not part.stays), default=0) + self._staying_bytes()
+
+    def _staying_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts if part.stays)
+
+    # The optimizer step.
+
+    @property
+    def all_fit(self) -> bool:
+        """Whether every slab may be on the GPU while the optimizer steps."""
+        return sum(part.nbytes for part in self.parts) <= self.step_limit
+
+    def step(self, parts: list[StepPart], update: Callable[[StepPart], None], hold_masters: bool) -> None:
+        """Bring back, update and send off the parts of one optimizer, as a pipeline in both directions.
+
+        hold_masters: masters that mcore copies to the model stay on the GPU until the next pass; their copy out
+        starts all the same.
+        """
+        here = [part for part in parts if not part.stays and not _is_away(part)]
+        staying = [part for part in parts if part.stays]  # needs no copy: fills the time while others come
+        away = [part for part in parts if not part.stays and _is_away(part)]
+        for part in [*here, *staying, *away]:
+            self._bring_for(part)
+            if any(slab.tracker.state is Residency.RELOADING for slab in part.slabs):
+                with self.measure_wait():
+                    self._require(part)
+            else:
+                self._require(part)
+            update(part)
+            if not part.stays:
+                self._send_off(part, hold_masters)
+
+    def _require(self, part: StepPart) -> None:
+        for slab in part.slabs:
+            slab.tracker.require_writable()
+
+    def _send_off(self, part: StepPart, hold_masters: bool) -> None:
+        for slab in part.slabs:
+            if slab.slab.exists():
+                slab.tracker.offload()
+                if not (hold_masters and slab.is_copied_to_model):
+                    self._leaving.append(slab)
+
+    def _bring_for(self, part: StepPart) -> None:
+        """Bring back the parts from this one on, making room for the nearest only.
+
+        To make room is to have the current stream wait for a copy out, and the updates that it gets next with
+        it: so it is not done for parts whose turn is far off.
+        """
+        limit = self.step_limit
+        self._bring_up_to(limit)
+        if not part.slabs:
+            return
+        until = self._position.get(part.slabs[-1], -1) + 1 + LOOKAHEAD * len(part.slabs)
+        while self._next < min(until, len(self._coming)):
+            before = self._next
+            self._release_down_to(limit - self._coming[self._next].nbytes)
+            self._bring_up_to(limit)
+            if self._next == before:
+                return
+
+    # Moves.
+
+    def _release_down_to(self, limit: int) -> None:
+        while self.ledger.nbytes > limit and self._leaving:
+            self._leaving.popleft().tracker.release()
+
+    def _bring_up_to(self, limit: int) -> None:
+        while self._next < len(self._coming):
+            slab = self._coming[self._next]
+            if slab.tracker.state is Residency.RELEASED:
+                if self.ledger.nbytes + slab.nbytes > limit:
+                    return
+                slab.tracker.reload()
+            self._next += 1
+
+    def release_everything(self) -> None:
+        """Free every slab that is on its way out; for work between steps that needs the memory."""
+        for part in self.parts:
+            for slab in part.slabs:
+                if not part.stays:
+                    slab.tracker.release()
+
+    # Measuring, and what follows from it.
+
+    def _measure(self) -> None:
+        if self._record is None:
+            return
+        others = self._meter.end_interval() - self.ledger.nbytes
+        if self._in_step_phase:
+            self._record.step = max(others, self._record.step)
+        else:
+            self._record.intervals[-1] = max(others, self._record.intervals[-1])
+
+    def end_step(self, updated: bool) -> None:
+        """The training step is over: make the plan, if this was the measured step.
+
+        updated: whether the optimizer stepped, on this rank and on the others.
+
+        Raises:
+            ValueError: the budget cannot be met; gives the least one that can.
+        """
+        if self._record is not None and self._in_step_phase and updated:
+            self._measure()
+            self._profiles[self.signature] = self._record
+            self._make_plans()
+            self._fresh = True
+        self._record = None
+        self._warm = self._warm or updated
+        self._in_step_phase = False
+
+    def _make_plans(self) -> None:
+        sizes = [part.nbytes for part in self.parts]
+        worst = MemoryProfile(
+            [max(max(profile.intervals) for profile in self._profiles.values())],
+            max(profile.step for profile in self._profiles.values()),
+        )
+        least = least_budget(worst, sizes)
+        if self._budget is None:
+            limit = max(worst.peak + self.slack_bytes, least)
+        else:
+            limit = self._budget
+            self._choose(sizes, limit - worst.intervals[0], limit - least, least)
+        for signature, profile in self._profiles.items():
+            self._plans[signature] = plan_holding(profile, limit)
+        away = sum(part.nbytes for part in self.parts if not part.stays)
+        gib = 2**30
+        self.announce(
+            f"measured {worst.peak / gib:.2f} GiB beside the states; {away / gib:.2f} of {sum(sizes) / gib:.2f} GiB "
+            f"leave the GPU, and the peak stays under {limit / gib:.2f} GiB"
+        )
+
+    def _choose(self, sizes: list[int], room: int, room_in_step: int, least: int) -> None:
+        """Choose the parts that stay under the budget.
+
+        The ranks agree when the first choice is made. Later, when another kind of pass has been measured, each
+        rank looks after itself: it lets fewer parts stay, or says that the budget does not hold.
+        """
+        assert self._budget is not None
+        room = min(room, room_in_step)
+        if not self._chosen:
+            room, least = self.agree(room, least)
+            if least > self._budget:
+                raise ValueError(
+                    f"OffloadConfig.gpu_memory_budget_gib={self._budget / 2**30:g} cannot be met: with all of the "
+                    f"optimizer state offloaded the fullest rank needs {least / 2**30:.2f} GiB; set it to at least "
+                    "that, or make the rest of the step smaller (micro batch, recompute, parallelism)"
+                )
+            self._chosen = True
+        else:
+            room = min(room, self._staying_bytes())
+            if least > self._budget:
+                self.announce(
+                    f"OffloadConfig.gpu_memory_budget_gib={self._budget / 2**30:g} does not hold any more: this kind "
+                    f"of step needs {least / 2**30:.2f} GiB with everything offloaded"
+                )
+        staying = choose_staying(sizes, room)
+        for index, part in enumerate(self.parts):
+            part.stays = index >= len(sizes) - staying
+
+
+def _is_away(part: StepPart) -> bool:
+    return any(slab.tracker.state is Residency.RELEASED for slab in part.slabs)

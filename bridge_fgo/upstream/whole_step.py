@@ -1,0 +1,31 @@
+"""What the adapters share: upstream's offloaders have every state on the GPU for the optimizer step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class WholeStep(ABC):
+    """The parts of `Offloader` that come down to its gates."""
+
+    @abstractmethod
+    def require_readable(self, masters_only: bool = False) -> None:
+        """See `Offloader.require_readable`."""
+
+    @abstractmethod
+    def require_writable(self) -> None:
+        """See `Offloader.require_writable`."""
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """See `Offloader.stepping`."""
+        self.require_writable()
+        yield
+
+    def copy_masters(self, copy: Callable[[], Any]) -> Any:
+        """See `Offloader.copy_masters`."""
+        self.require_readable(masters_only=True)
+        return copy()

@@ -1,0 +1,82 @@
+"""Telling the schedule how far forward and backward have come: hooks on the model's layers, within a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bridge_fgo.engine.schedule import Schedule
+
+
+class ModelPoints:
+    """Reports a point where a layer begins its forward, and where its backward has ended.
+
+    Layers are the members of the model's module lists, and those of their children that have parameters. The
+    hooks are there only within a training step: nothing of them is in a saved, copied or evaluated model.
+    """
+
+    def __init__(self) -> None:
+        self._layers: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = weakref.WeakKeyDictionary()
+
+    @contextmanager
+    def hooked(self, model: Any, schedule: Schedule | None) -> Iterator[None]:
+        """Have the points of `model` (a chunk or a list of them) reported to `schedule` inside the block."""
+        chunks = model if isinstance(model, list) else [model]
+        handles = []
+        if schedule is not None:
+            hook = PointHook(schedule)
+            handles = [
+                layer.register_forward_pre_hook(hook.before_forward, with_kwargs=True)
+                for chunk in chunks
+                if isinstance(chunk, torch.nn.Module)
+                for layer in self._of(chunk)
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _of(self, chunk: torch.nn.Module) -> list[torch.nn.Module]:
+        if chunk not in self._layers:
+            self._layers[chunk] = layers(chunk)
+        return self._layers[chunk]
+
+
+class PointHook:
+    """The hooks of one training step."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Report the forward, and have the backward reported when the gradient of the layer's input is there.
+
+        A hook on a tensor adds no node to the graph and changes no gradient.
+        """
+        self._schedule.point()
+        if torch.is_grad_enabled():
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    value.register_hook(self._after_backward)
+                    return
+
+    def _after_backward(self, grad: torch.Tensor) -> None:
+        self._schedule.point()
+
+
+def layers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers of a model chunk and their children with parameters, each once."""
+    found: dict[int, torch.nn.Module] = {}
+    for module in chunk.modules():
+        if isinstance(module, torch.nn.ModuleList):
+            for layer in module:
+                found[id(layer)] = layer
+                for child in layer.children():
+                    if any(True for _ in child.parameters()):
+                        found[id(child)] = child
+    return list(found.values())

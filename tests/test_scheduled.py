@@ -1,0 +1,64 @@
+"""The schedule with measured peaks, in Bridge's real train_step on the CPU: what leaves late and comes early."""
+
+from contextlib import nullcontext
+
+import pytest
+from fake_meter import FakeMeter, FakeWait
+from test_parity import SMALL_SLABS
+
+import bridge_fgo
+from bridge_fgo import figures
+from bridge_fgo.cli.arms.cpu_model import CpuOptions
+from bridge_fgo.cli.arms.cpu_training import CpuTraining, run
+from bridge_fgo.wiring import session
+from bridge_fgo.wiring.session import SESSION
+
+STEPS = 8
+
+
+@pytest.fixture
+def meter(monkeypatch):
+    """Have sessions use a fake meter; its class attributes set the sizes."""
+    monkeypatch.setattr(FakeWait, "measure", nullcontext, raising=False)
+    monkeypatch.setattr(session, "PeakMeter", FakeMeter)
+    monkeypatch.setattr(figures, "ReloadWait", FakeWait)
+    for name in ("activation", "step", "forward_points"):
+        monkeypatch.setattr(FakeMeter, name, getattr(FakeMeter, name))
+    return FakeMeter
+
+
+def watched(options, config, held):
+    """Run a training with offload; append what was held at each point after the plan was made."""
+    with bridge_fgo.install(config), CpuTraining(options) as training:
+        for _ in range(STEPS):
+            training.step()
+            schedule = vars(training.optimizer)[SESSION].schedule
+            if not hasattr(schedule, "watched"):
+                schedule.watched = True
+                point = schedule.point
+
+                def spy(schedule=schedule, point=point):
+                    point()
+                    if schedule._plan is not None:
+                        held.append((schedule._index, schedule.ledger.nbytes, schedule._plan))
+
+                schedule.point = spy
+        return training.digests()
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("name", ["plain", "two chunks", "experts"])
+def test_bits_are_equal_and_no_more_is_held_than_the_plan_has_room_for(meter, share, name):
+    kinds = {"plain": {}, "two chunks": {"chunks": 2}, "experts": {"experts": True}}
+    options = CpuOptions(offload=True, **kinds[name])
+    resident = run(CpuOptions(**kinds[name]), STEPS)
+    meter.forward_points = 4
+    meter.activation = int(share * resident.state_bytes) // 4
+    held = []
+    assert watched(options, SMALL_SLABS, held) == resident.digests
+    assert all(nbytes <= plan.leave[index] for index, nbytes, plan in held)
+    first, last = held[0][0], max(index for index, _, _ in held)
+    in_forward = [nbytes for index, nbytes, _ in held if index <= first + 1]
+    at_the_end = [nbytes for index, nbytes, _ in held if index == last]
+    assert min(in_forward) > 0, "nothing left late"
+    assert min(at_the_end) > 0, "nothing came early"
