@@ -1,15 +1,19 @@
-"""Figures of each training step: bytes moved, memory peaks by phase, reload wait."""
+"""Figures of each training step: bytes moved, memory peaks by phase, the optimizer's time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
 from bridge_fgo.engine.offloader import Offloader, total
 from bridge_fgo.engine.peaks import PeakMeter
+
+COUNTERS = ("bytes_out", "bytes_in", "enqueue_seconds")
+"""What offloaders count up."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,17 @@ class Stats:
     """Share of `state_bytes` that is offloaded once all of it exists."""
     pinned_bytes: int = 0
     """Page-locked host memory held."""
+    pin_seconds: float = 0.0
+    """Host time that page-locking took, before training. 0 where mcore's own offloader pins."""
     released_bytes: int = 0
     """The most state that was off the GPU at once in the newest step."""
     bytes_offloaded: int = 0
     """Copied from the GPU to the host in the newest step."""
     bytes_reloaded: int = 0
     """Copied from the host to the GPU in the newest step."""
+    enqueue_seconds: float = 0.0
+    """Host time of the newest step that went into enqueuing copies, waits and changes of GPU memory. 0 where mcore's
+    own offloader does it."""
     peak_forward_backward_bytes: int | None = None
     """Peak of allocated GPU memory from release to reload; the largest of the passes. None without a GPU.
 
@@ -47,20 +56,20 @@ class Stats:
     peak_reserved_bytes: int | None = None
     """Peak of GPU memory that PyTorch's allocator reserved in the step: what another process cannot have. None
     without a GPU."""
-    reload_wait_seconds: float | None = None
-    """Time that the compute stream stood still for reloads, of the newest step in which it is known (the
-    GPU reports it a step late). None without a GPU."""
+    optimizer_step_seconds: float | None = None
+    """Time on the GPU of the optimizers' steps, with their waits for copies, of the newest step in which it is
+    known (the GPU reports it a step late). None without a GPU."""
 
     def scalars(self) -> dict[str, float]:
         """Return the figures that belong in a dashboard, by tag."""
-        names = ("released_bytes", "bytes_offloaded", "bytes_reloaded", "pinned_bytes", "passes")
-        optional = ("peak_forward_backward_bytes", "peak_step_bytes", "peak_reserved_bytes", "reload_wait_seconds")
+        names = ("released_bytes", "bytes_offloaded", "bytes_reloaded", "pinned_bytes", "passes", "enqueue_seconds")
+        optional = ("peak_forward_backward_bytes", "peak_step_bytes", "peak_reserved_bytes", "optimizer_step_seconds")
         values = asdict(self)
         return {f"bridge_fgo/{n}": values[n] for n in (*names, *optional) if values[n] is not None}
 
 
-class ReloadWait:
-    """Measures on the GPU how long the compute stream waits for reloads, without a host synchronisation."""
+class StepClock:
+    """Measures on the GPU how long optimizers step, without a host synchronisation."""
 
     def __init__(self, meter: PeakMeter) -> None:
         self._meter = meter
@@ -68,12 +77,12 @@ class ReloadWait:
         self._used = 0
 
     def begin_step(self) -> None:
-        """Forget the waits of the last step."""
+        """Forget the last step."""
         self._used = 0
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure the waits that are enqueued inside the block."""
+        """Measure the work that is enqueued inside the block."""
         if not self._meter.works:
             yield
             return
@@ -86,7 +95,7 @@ class ReloadWait:
         self._used += 1
 
     def seconds(self) -> float | None:
-        """Return the sum of the step's waits; None where there was none or the GPU is not past it yet."""
+        """Return the sum of what was measured in the step; None where nothing was or the GPU is not past it yet."""
         pairs = self._pairs[: self._used]
         if not pairs or not pairs[-1][1].query():
             return None
@@ -99,11 +108,15 @@ class Figures:
     def __init__(self, offloaders: list[Offloader], engine: str, mcore: str, meter: PeakMeter) -> None:
         self._offloaders = offloaders  # the session's own list, which it empties when it ends
         self._meter = meter
-        self.wait = ReloadWait(meter)
-        self._moved = (0, 0)
+        self.step_clock = StepClock(meter)
+        self._before: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._step_peak: int | None = None
         self._now = Stats(
-            engine, mcore, state_bytes=self._sum("state_bytes"), offloaded_bytes=self._sum("planned_bytes")
+            engine,
+            mcore,
+            state_bytes=self._sum("state_bytes"),
+            offloaded_bytes=self._sum("planned_bytes"),
+            pin_seconds=self._sum("pin_seconds"),
         )
 
     @property
@@ -111,7 +124,7 @@ class Figures:
         """See `PeakMeter.run_peaks`."""
         return self._meter.run_peaks
 
-    def _sum(self, name: str) -> int:
+    def _sum(self, name: str) -> Any:
         return total(self._offloaders, name)
 
     def snapshot(self) -> Stats:
@@ -120,9 +133,9 @@ class Figures:
 
     def begin_step(self) -> None:
         """Start a new training step."""
-        self._moved = self._sum("bytes_out"), self._sum("bytes_in")
-        waited = self.wait.seconds()
-        self.wait.begin_step()
+        self._before = {name: self._sum(name) for name in COUNTERS}
+        measured = self.step_clock.seconds()
+        self.step_clock.begin_step()
         self._now = replace(
             self._now,
             passes=0,
@@ -130,7 +143,7 @@ class Figures:
             bytes_offloaded=0,
             bytes_reloaded=0,
             peak_forward_backward_bytes=None,
-            reload_wait_seconds=waited if waited is not None else self._now.reload_wait_seconds,
+            optimizer_step_seconds=measured if measured is not None else self._now.optimizer_step_seconds,
         )
         self._step_peak = None
         self._meter.reserved_bytes = 0
@@ -150,13 +163,14 @@ class Figures:
     def end_step(self) -> None:
         """Finish the step."""
         self._end_of_other_phase()
-        out, back = self._moved
+        since = {name: self._sum(name) - before for name, before in self._before.items()}
         self._now = replace(
             self._now,
             steps=self._now.steps + 1,
             released_bytes=self._sum("released_bytes"),
-            bytes_offloaded=self._sum("bytes_out") - out,
-            bytes_reloaded=self._sum("bytes_in") - back,
+            bytes_offloaded=since["bytes_out"],
+            bytes_reloaded=since["bytes_in"],
+            enqueue_seconds=since["enqueue_seconds"],
             peak_step_bytes=self._step_peak,
             peak_reserved_bytes=self._meter.reserved_bytes if self._meter.works else None,
         )

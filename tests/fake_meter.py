@@ -33,8 +33,8 @@ class FakeMeter(PeakMeter):
         return others + schedule.ledger.nbytes
 
 
-class FakeWait:
-    """Stands for `ReloadWait`, which would ask CUDA for events."""
+class FakeClock:
+    """Stands for `StepClock`, which would ask CUDA for events."""
 
     def __init__(self, meter):
         pass

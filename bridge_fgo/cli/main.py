@@ -40,6 +40,14 @@ class MomentsDtype(StrEnum):
     bf16 = "bf16"
 
 
+class Preset(StrEnum):
+    """What the bench trains."""
+
+    short = "short"
+    long = "long"
+    moe = "moe"
+
+
 class _RunsScriptsOutsideOfClick(TyperGroup):
     """Starts the script of ``run`` only after click has returned.
 
@@ -93,6 +101,9 @@ def run_command(
     fraction: Annotated[float | None, typer.Option(help="Share of the state to offload, up to 1.")] = None,
     slab_mib: Annotated[int | None, typer.Option(help="Size of a slab, in MiB.")] = None,
     piece_mib: Annotated[int | None, typer.Option(help="Size of what one copy moves, in MiB.")] = None,
+    budget_gib: Annotated[
+        float | None, typer.Option(help="Peak of GPU memory to stay under, in GiB, offloading no more than that takes.")
+    ] = None,
     no_moments: Annotated[bool, typer.Option("--no-moments", help="Leave the moments on the GPU.")] = False,
     no_master_weights: Annotated[
         bool, typer.Option("--no-master-weights", help="Leave the fp32 master weights on the GPU.")
@@ -112,6 +123,7 @@ def run_command(
             fraction=fraction,
             slab_mib=slab_mib,
             piece_mib=piece_mib,
+            budget_gib=budget_gib,
             no_moments=no_moments,
             no_master_weights=no_master_weights,
         ),
@@ -163,3 +175,51 @@ def demo(
         gpu_options=tuple(gpu_options),
     )
     raise typer.Exit(demo_command.run(settings))
+
+
+@app.command("bench", short_help="Measure resident training, this package and its peers on the GPUs here.")
+def bench(
+    arms: Annotated[str, typer.Option(help="Which arms, resident first.")] = "resident,native,half,mcore,hybrid",
+    preset: Annotated[Preset, typer.Option(help="What to train.")] = Preset.short,
+    steps: Annotated[int, typer.Option(min=8, help="Steps of each arm; from the 4th on they count.")] = 14,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each arm runs, in turn.")] = 1,
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs; all by default.")] = None,
+    megatron_lm: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Checkout of Megatron-LM's dev branch for an mcore arm; may be repeated."),
+    ] = None,
+    keep: Annotated[Path, typer.Option(metavar="DIR", help="Where all files go.")] = Path("bench"),
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
+    pictures: Annotated[bool, typer.Option(help="Draw pictures, which needs matplotlib.")] = True,
+    arm_timeout: Annotated[float, typer.Option(help="Seconds after which an arm is given up.")] = 1800.0,
+) -> None:
+    """Train the same model through Bridge's own `pretrain()` once an arm, in turn, and compare.
+
+    Exit status: 0, 1 where an arm is not bitwise equal to the resident one, 2 where an arm failed.
+    """
+    from bridge_fgo.cli.bench import command
+
+    if gpus is None:
+        import torch
+
+        gpus = torch.cuda.device_count()
+    if gpus == 0:
+        typer.echo("bridge-fgo bench: torch sees no CUDA device here", err=True)
+        raise typer.Exit(2)
+    settings = command.Settings(
+        arms=arms.split(","),
+        preset=preset.value,
+        steps=steps,
+        rounds=rounds,
+        gpus=gpus,
+        folder=keep,
+        megatron_lm=[str(path.resolve()) for path in megatron_lm or ()],
+        json_output=json_output,
+        pictures=pictures,
+        arm_timeout=arm_timeout,
+    )
+    try:
+        raise typer.Exit(command.run(settings))
+    except ValueError as error:
+        typer.echo(f"bridge-fgo bench: {error}", err=True)
+        raise typer.Exit(2) from None

@@ -34,6 +34,7 @@ def config_options(
     fraction: float | None = None,
     slab_mib: int | None = None,
     piece_mib: int | None = None,
+    budget_gib: float | None = None,
     no_moments: bool = False,
     no_master_weights: bool = False,
 ) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def config_options(
         "fraction": fraction,
         "slab_bytes": None if slab_mib is None else slab_mib * MIB,
         "piece_bytes": None if piece_mib is None else piece_mib * MIB,
+        "gpu_memory_budget_gib": budget_gib,
         "moments": False if no_moments else None,
         "master_weights": False if no_master_weights else None,
     }

@@ -40,13 +40,21 @@ class HoldPlan:
     step: int
 
 
-def plan_holding(profile: MemoryProfile, limit: int) -> HoldPlan:
-    """Return what may be held so that the peak of everything stays at or below `limit` bytes."""
-    leave = [max(0, limit - peak) for peak in profile.intervals]
+def plan_holding(profile: MemoryProfile, limit: int, staying: int, part_bytes: Sequence[int]) -> HoldPlan:
+    """Return what may be held so that the peak of everything stays at or below `limit` bytes where it can.
+
+    Args:
+        profile: what there is beside the slabs.
+        limit: in bytes.
+        staying: bytes of slabs that stay for good, and are held in any case.
+        part_bytes: sizes of all parts; two of them are held in the optimizer step in any case.
+    """
+    leave = [max(staying, limit - peak) for peak in profile.intervals]
     come = list(leave)
     for i in range(len(come) - 2, -1, -1):
         come[i] = min(come[i], come[i + 1])
-    return HoldPlan(tuple(leave), tuple(come), max(0, limit - profile.step))
+    step = max(staying + 2 * max(part_bytes, default=0), limit - profile.step)
+    return HoldPlan(tuple(leave), tuple(come), step)
 
 
 def choose_staying(part_bytes: Sequence[int], room: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,10 @@ from bridge_fgo.engine.states import Bundle, StateRef, bundles, home_device
 
 LEAST_PARTS = 64
 """Parts that the states of an optimizer make at least, where its tensors are small enough: the pipeline fills and
-drains in the time of one part, and two parts are what the peak may rise by."""
+drains in the time of one part, and two parts are what the optimizer step holds at least."""
+
+MARGIN_PARTS = 6
+"""See `Schedule.margin_bytes`."""
 
 
 class NativeOffloader:
@@ -50,6 +54,7 @@ class NativeOffloader:
         self._optimizer = optimizer
         self._device = home_device(optimizer)
         self._traffic = Traffic()
+        self.pin_seconds = 0.0
         everything = bundles(optimizer)
         self.state_bytes = sum(bundle.nbytes for bundle in everything)
         for bundle in everything:
@@ -60,7 +65,9 @@ class NativeOffloader:
         self._slabs = [slab for part in self.parts for slab in part.slabs]
         if config.pin_memory and self._device.type == "cuda":
             require_host_memory(sum(slab.nbytes for slab in self._slabs))
+            started = time.perf_counter()
             page_lock([slab.slab.host for slab in self._slabs], local_cpus(self._device))
+            self.pin_seconds = time.perf_counter() - started
         schedule.parts += self.parts
         self._owners = {i: part for part in self.parts for i in part.ids}
         self._inner_step = InnerStep(optimizer.optimizer)
@@ -71,17 +78,16 @@ class NativeOffloader:
 
     def _make_parts(self, chosen: list[Bundle]) -> list[StepPart]:
         target = min(self._config.slab_bytes, max(MIB, self.planned_bytes // LEAST_PARTS))
-        self._schedule.slack_bytes = max(2 * target, self._schedule.slack_bytes)
+        self._schedule.margin_bytes = max(MARGIN_PARTS * target, self._schedule.margin_bytes)
         parts = []
         for members in pack([bundle.nbytes for bundle in chosen], target):
             of_part = [chosen[i] for i in members.members]
             slabs = []
             for of_adam in (False, True):
                 refs = [ref for bundle in of_part for ref in bundle.refs if (ref.key is not None) is of_adam]
-                if refs:
-                    (layout,) = pack([ref.nbytes for ref in refs], slab_bytes=2**63)
-                    slab = Slab(layout, refs, self._device, self._schedule.ledger)
-                    slabs.append(TrackedSlab(slab, refs[0].key is None, self._schedule.transfers, self._traffic))
+                for layout in pack([ref.nbytes for ref in refs], target):
+                    slab = Slab(layout, [refs[i] for i in layout.members], self._device, self._schedule.ledger)
+                    slabs.append(TrackedSlab(slab, not of_adam, self._schedule.transfers, self._traffic))
             parts.append(StepPart([bundle.param for bundle in of_part], slabs))
         return parts
 
@@ -104,6 +110,11 @@ class NativeOffloader:
     def released_bytes(self) -> int:
         """See `Offloader.released_bytes`."""
         return self._traffic.most_released
+
+    @property
+    def enqueue_seconds(self) -> float:
+        """See `Offloader.enqueue_seconds`."""
+        return self._traffic.seconds
 
     @property
     def slabs(self) -> list[Slab]:

@@ -32,6 +32,11 @@ class Offloader(Protocol):
         ...
 
     @property
+    def pin_seconds(self) -> float:
+        """Host time that page-locking took, before training; 0 where nobody counts it."""
+        ...
+
+    @property
     def bytes_out(self) -> int:
         """Bytes copied to the host so far."""
         ...
@@ -44,6 +49,11 @@ class Offloader(Protocol):
     @property
     def released_bytes(self) -> int:
         """The most bytes of state that were off the GPU at once since the newest `offload`."""
+        ...
+
+    @property
+    def enqueue_seconds(self) -> float:
+        """Host time spent so far on enqueuing copies, waits and changes of memory; 0 where nobody counts it."""
         ...
 
     def offload(self) -> None:
@@ -86,6 +96,6 @@ class Offloader(Protocol):
         """Make the states resident for good and let go of host memory, streams and hooks."""
 
 
-def total(offloaders: list[Offloader], name: str) -> int:
+def total(offloaders: list[Offloader], name: str) -> Any:
     """Return the sum of the attribute `name` over the offloaders."""
-    return sum(int(getattr(offloader, name)) for offloader in offloaders)
+    return sum(getattr(offloader, name) for offloader in offloaders)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,7 @@ from bridge_fgo.engine.transfers import Transfers
 
 @dataclass
 class Traffic:
-    """What one offloader has moved, in bytes."""
+    """What one offloader has moved, in bytes, and what it cost the host."""
 
     out: int = 0
     back: int = 0
@@ -21,6 +22,18 @@ class Traffic:
     """Off the GPU now."""
     most_released: int = 0
     """The most that was off the GPU at once since the newest pass began."""
+    seconds: float = 0.0
+    """Host time spent on the moves."""
+
+    def timed(self) -> Traffic:
+        """Count the host time inside the block."""
+        return self
+
+    def __enter__(self) -> None:
+        self.seconds -= time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self.seconds += time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -33,25 +46,29 @@ class SlabMover:
 
     def start_offload(self) -> None:
         """Gather the slab's tensors and start the copy out."""
-        self.slab.adopt()
-        self.transfers.copy_out(self.slab)
+        with self.traffic.timed():
+            self.slab.adopt()
+            self.transfers.copy_out(self.slab)
         self.traffic.out += self.slab.nbytes
 
     def release(self) -> None:
         """Free the slab's GPU memory."""
-        self.transfers.release(self.slab)
+        with self.traffic.timed():
+            self.transfers.release(self.slab)
         self.traffic.released += self.slab.nbytes
         self.traffic.most_released = max(self.traffic.most_released, self.traffic.released)
 
     def start_reload(self) -> None:
         """Start the copy in."""
-        self.transfers.copy_in(self.slab)
+        with self.traffic.timed():
+            self.transfers.copy_in(self.slab)
         self.traffic.back += self.slab.nbytes
         self.traffic.released -= self.slab.nbytes
 
     def wait_reload(self) -> None:
         """Order the current stream after the copy in."""
-        self.transfers.wait_in(self.slab)
+        with self.traffic.timed():
+            self.transfers.wait_in(self.slab)
 
 
 class TrackedSlab:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -43,12 +42,12 @@ class Schedule:
         self.transfers = transfers
         self.parts: list[StepPart] = []
         """Of all optimizers of the rank, in the order in which they step."""
-        self.slack_bytes = 0
-        """By how much the peak may be above that of a run whose states are released throughout: two parts."""
+        self.margin_bytes = 0
+        """How far below the peak of a run whose states are released throughout to stay while any is held: slabs and
+        activations that share memory leave holes between them, which the allocator has reserved all the same."""
         self.signature: object = None
         """What a pass must have in common with the measured one: set before a pass; the number of microbatches."""
         self.agree: Agree = lambda room, least: (room, least)
-        self.measure_wait: Callable[[], AbstractContextManager[None]] = nullcontext
         self.announce: Callable[[str], None] = lambda text: None
         self._meter = meter
         self._budget = budget_bytes
@@ -107,12 +106,9 @@ class Schedule:
         plan = self._plan
         if plan is None:
             return
-        last = len(plan.leave) - 1
-        index = min(self._index, last)
+        index = min(self._index, len(plan.leave) - 1)
         held = self.ledger.nbytes
-        if held > plan.leave[index] or (
-            self._next < len(self._coming) and held + self._coming[self._next].nbytes <= plan.come[index]
-        ):
+        if held > plan.leave[index] or (held < plan.come[index] and self._next < len(self._coming)):
             with self.transfers.on_compute_stream():
                 self._hold_to(plan)
 
@@ -165,18 +161,11 @@ class Schedule:
         away = [part for part in parts if not part.stays and _is_away(part)]
         for part in [*here, *staying, *away]:
             self._bring_for(part)
-            if any(slab.tracker.state is Residency.RELOADING for slab in part.slabs):
-                with self.measure_wait():
-                    self._require(part)
-            else:
-                self._require(part)
+            for slab in part.slabs:
+                slab.tracker.require_writable()
             update(part)
             if not part.stays:
                 self._send_off(part, hold_masters)
-
-    def _require(self, part: StepPart) -> None:
-        for slab in part.slabs:
-            slab.tracker.require_writable()
 
     def _send_off(self, part: StepPart, hold_masters: bool) -> None:
         for slab in part.slabs:
@@ -210,12 +199,15 @@ class Schedule:
             self._leaving.popleft().tracker.release()
 
     def _bring_up_to(self, limit: int) -> None:
+        """Have slabs here for the optimizer step, in its order, as long as no more than `limit` bytes are held."""
         while self._next < len(self._coming):
             slab = self._coming[self._next]
-            if slab.tracker.state is Residency.RELEASED:
-                if self.ledger.nbytes + slab.nbytes > limit:
+            state = slab.tracker.state
+            needed = slab.nbytes if state is Residency.RELEASED else 0
+            if state in (Residency.RELEASED, Residency.OFFLOADING):
+                if self.ledger.nbytes + needed > limit:
                     return
-                slab.tracker.reload()
+                slab.tracker.reload()  # of a slab that has not left: it need not leave any more
             self._next += 1
 
     def release_everything(self) -> None:
@@ -260,13 +252,12 @@ class Schedule:
             max(profile.step for profile in self._profiles.values()),
         )
         least = least_budget(worst, sizes)
-        if self._budget is None:
-            limit = max(worst.peak + self.slack_bytes, least)
-        else:
+        limit = least
+        if self._budget is not None:
             limit = self._budget
             self._choose(sizes, limit - worst.intervals[0], limit - least, least)
         for signature, profile in self._profiles.items():
-            self._plans[signature] = plan_holding(profile, limit)
+            self._plans[signature] = plan_holding(profile, limit - self.margin_bytes, self._staying_bytes(), sizes)
         away = sum(part.nbytes for part in self.parts if not part.stays)
         gib = 2**30
         self.announce(

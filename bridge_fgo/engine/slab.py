@@ -61,6 +61,17 @@ class Slab:
         """Bytes of GPU memory that the slab holds now."""
         return 0 if self.gpu is None else self.gpu.untyped_storage().nbytes()
 
+    @property
+    def gpu_address(self) -> int:
+        """Address of the slab on the GPU."""
+        assert self.gpu is not None
+        return self.gpu.data_ptr()
+
+    @property
+    def host_address(self) -> int:
+        """Address of the slab on the host."""
+        return self.host.tensor.data_ptr()
+
     def adopt(self) -> None:
         """Move every tensor that is not in the slab yet into it, bit for bit, on the current stream.
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
+from bridge_fgo.engine.driver import Event, copy_to_gpu, copy_to_host
 from bridge_fgo.engine.plan import pieces
 from bridge_fgo.engine.slab import Slab
+
+
+def current_stream(device_index: int) -> int:
+    """Return the handle of the current stream; `torch.cuda.current_stream` makes an object around it."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 class Transfers(Protocol):
@@ -45,34 +52,31 @@ class Lane:
     Two events between the pieces of one stream do not do it (38 ms).
     """
 
-    def __init__(self, device: torch.device, piece_bytes: int) -> None:
+    def __init__(self, device: torch.device, piece_bytes: int, copy: Callable[[int, int, int, int], None]) -> None:
         self._piece_bytes = piece_bytes
+        self._copy = copy
         self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
-        self._ends = (torch.cuda.Event(), torch.cuda.Event())
+        self._handles = tuple(stream.cuda_stream for stream in self._streams)
+        self._ends = (Event(), Event())
         self._turn = 0
-        self._used = False
+        self._last: Event | None = None
 
-    def wait_stream(self, stream: torch.cuda.Stream) -> None:
-        """Make the next piece, and so every later one, wait for what `stream` holds now."""
-        self._streams[self._turn].wait_stream(stream)
-
-    def wait_event(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: Event) -> None:
         """Make the next piece, and so every later one, wait for `event`."""
-        self._streams[self._turn].wait_event(event)
+        event.hold(self._handles[self._turn])
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, done: torch.cuda.Event) -> None:
-        """Enqueue the copy of `source` to `target` (uint8, equal sizes), and record `done` after it."""
-        stream = self._streams[self._turn]
-        for start, end in pieces(source.numel(), self._piece_bytes):
-            stream = self._streams[self._turn]
-            if self._used:
+    def copy(self, target: int, source: int, nbytes: int, done: Event) -> None:
+        """Enqueue the copy of `nbytes` between two addresses, and record `done` after it."""
+        for start in range(0, nbytes, self._piece_bytes):
+            left = nbytes - start
+            stream = self._handles[self._turn]
+            if self._last is not None:
                 # Race: the pieces of a lane are one sequence; whoever waits for the last has waited for all.
-                stream.wait_event(self._ends[1 - self._turn])
-            with torch.cuda.stream(stream):
-                target[start:end].copy_(source[start:end], non_blocking=True)
-            self._ends[self._turn].record(stream)
-            self._turn, self._used = 1 - self._turn, True
-        done.record(stream)
+                self._last.hold(stream)
+            self._copy(target + start, source + start, min(self._piece_bytes, left), stream)
+            self._last = done if left <= self._piece_bytes else self._ends[self._turn]
+            self._last.record(stream)
+            self._turn = 1 - self._turn
 
     def synchronize(self) -> None:
         """Wait on the host until every piece is done."""
@@ -84,29 +88,33 @@ class CudaTransfers:
     """Asynchronous copies, a lane a direction, in pieces of at most `piece_bytes`."""
 
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
+        self._device = device
         self._compute = torch.cuda.current_stream(device)
-        self._out = Lane(device, piece_bytes)
-        self._in = Lane(device, piece_bytes)
-        self._out_done: dict[Slab, torch.cuda.Event] = {}
-        self._in_done: dict[Slab, torch.cuda.Event] = {}
+        self._index = self._compute.device_index
+        self._out = Lane(device, piece_bytes, copy_to_host)
+        self._in = Lane(device, piece_bytes, copy_to_gpu)
+        self._here = Event()
+        self._done: dict[Slab, tuple[Event, Event]] = {}
         # Race: an optimizer that is dropped in mid-copy would free memory that a copy still reads or writes. The
-        # dictionaries hold the slabs until the copies are done. At exit the driver waits by itself.
-        weakref.finalize(self, _drain, self._out, self._in, self._out_done, self._in_done).atexit = False
+        # dictionary holds the slabs until the copies are done. At exit the driver waits by itself.
+        weakref.finalize(self, _drain, self._out, self._in, self._done).atexit = False
 
     def begin_pass(self) -> None:
         """See `Transfers.begin_pass`."""
-        self._compute = torch.cuda.current_stream()
+        self._compute = torch.cuda.current_stream(self._device)
 
     def on_compute_stream(self) -> AbstractContextManager[object]:
         """See `Transfers.on_compute_stream`."""
+        if current_stream(self._index) == self._compute.cuda_stream:
+            return nullcontext()
         return torch.cuda.stream(self._compute)
 
     def copy_out(self, slab: Slab) -> None:
         """See `Transfers.copy_out`."""
-        assert slab.gpu is not None
         # Race: optimizer.step() or the adoption, queued on the current stream, still writes the states.
-        self._out.wait_stream(torch.cuda.current_stream())
-        self._out.copy(slab.host.tensor, slab.gpu, self._event(self._out_done, slab))
+        self._here.record(current_stream(self._index))
+        self._out.wait(self._here)
+        self._out.copy(slab.host_address, slab.gpu_address, slab.nbytes, self._events(slab)[0])
 
     def release(self, slab: Slab) -> None:
         """See `Transfers.release`.
@@ -115,36 +123,36 @@ class CudaTransfers:
         the block from everybody until the allocator sees the copy end, and reserve new memory meanwhile.
         """
         # Race: forward's activations would be written into the memory while the copy out still reads it.
-        torch.cuda.current_stream().wait_event(self._out_done[slab])
+        self._events(slab)[0].hold(current_stream(self._index))
         slab.free()
 
     def copy_in(self, slab: Slab) -> None:
         """See `Transfers.copy_in`."""
         slab.allocate()
-        assert slab.gpu is not None
+        out_done, in_done = self._events(slab)
         # Race: the allocator handed out memory whose last user may still run on the current stream.
-        self._in.wait_stream(torch.cuda.current_stream())
+        self._here.record(current_stream(self._index))
+        self._in.wait(self._here)
         # Race: the copy out may still be writing the host buffer that this copy reads.
-        self._in.wait_event(self._out_done[slab])
-        self._in.copy(slab.gpu, slab.host.tensor, self._event(self._in_done, slab))
+        self._in.wait(out_done)
+        self._in.copy(slab.gpu_address, slab.host_address, slab.nbytes, in_done)
 
     def wait_in(self, slab: Slab) -> None:
         """See `Transfers.wait_in`."""
         # Race: optimizer.step(), a save or a second offload would use states that have not all landed.
-        torch.cuda.current_stream().wait_event(self._in_done[slab])
+        self._events(slab)[1].hold(current_stream(self._index))
 
-    @staticmethod
-    def _event(events: dict[Slab, torch.cuda.Event], slab: Slab) -> torch.cuda.Event:
-        if slab not in events:
-            events[slab] = torch.cuda.Event()
-        return events[slab]
+    def _events(self, slab: Slab) -> tuple[Event, Event]:
+        events = self._done.get(slab)
+        if events is None:
+            events = self._done[slab] = (Event(), Event())
+        return events
 
 
-def _drain(out: Lane, back: Lane, *slabs: dict[Slab, torch.cuda.Event]) -> None:
+def _drain(out: Lane, back: Lane, done: dict[Slab, tuple[Event, Event]]) -> None:
     out.synchronize()
     back.synchronize()
-    for held in slabs:
-        held.clear()
+    done.clear()
 
 
 class HostTransfers:

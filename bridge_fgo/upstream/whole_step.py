@@ -11,6 +11,10 @@ from typing import Any
 class WholeStep(ABC):
     """The parts of `Offloader` that come down to its gates."""
 
+    enqueue_seconds = 0.0
+    pin_seconds = 0.0
+    """Upstream's own code enqueues and pins."""
+
     @abstractmethod
     def require_readable(self, masters_only: bool = False) -> None:
         """See `Offloader.require_readable`."""

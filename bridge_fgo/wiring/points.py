@@ -15,7 +15,7 @@ from bridge_fgo.engine.schedule import Schedule
 class ModelPoints:
     """Reports a point where a layer begins its forward, and where its backward has ended.
 
-    Layers are the members of the model's module lists, and those of their children that have parameters. The
+    Layers are the members of the model's module lists; see `layers`. The
     hooks are there only within a training step: nothing of them is in a saved, copied or evaluated model.
     """
 
@@ -69,14 +69,17 @@ class PointHook:
         self._schedule.point()
 
 
+ENOUGH_LAYERS = 16
+"""From so many layers on the children report no points of their own: each point costs the host some microseconds."""
+
+
 def layers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the layers of a model chunk and their children with parameters, each once."""
+    """Return the layers of a model chunk, and their children with parameters where layers are few; each once."""
     found: dict[int, torch.nn.Module] = {}
     for module in chunk.modules():
         if isinstance(module, torch.nn.ModuleList):
-            for layer in module:
-                found[id(layer)] = layer
-                for child in layer.children():
-                    if any(True for _ in child.parameters()):
-                        found[id(child)] = child
+            found.update((id(layer), layer) for layer in module)
+    if len(found) < ENOUGH_LAYERS:
+        for layer in list(found.values()):
+            found.update((id(child), child) for child in layer.children() if any(True for _ in child.parameters()))
     return list(found.values())

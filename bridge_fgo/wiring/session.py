@@ -77,7 +77,6 @@ class Session:
         self._leaves = weakref.WeakSet(distributed)
         self.figures = Figures(self.offloaders, self.engine, mcore_version(), meter)
         if self.schedule is not None:
-            self.schedule.measure_wait = self.figures.wait.measure
             self.schedule.announce = say
         self._points = ModelPoints()
         self.closed = False
@@ -166,10 +165,7 @@ class Session:
     @contextmanager
     def stepping(self, offloader: Offloader) -> Iterator[None]:
         """One optimizer steps, with its states where it needs them."""
-        if self.schedule is None:  # which measures its waits itself
-            with self.figures.wait.measure():
-                offloader.require_writable()
-        with offloader.stepping():
+        with self.figures.step_clock.measure(), offloader.stepping():
             yield
 
     def require_readable(self, masters_only: bool = False) -> None:

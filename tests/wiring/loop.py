@@ -12,7 +12,7 @@ class RecordingOffloader:
 
     engine = "native"
     state_bytes = planned_bytes = 100
-    pinned_bytes = bytes_out = bytes_in = released_bytes = 0
+    pinned_bytes = bytes_out = bytes_in = released_bytes = enqueue_seconds = pin_seconds = 0
 
     def __init__(self, events, freed=100):
         self.events = events

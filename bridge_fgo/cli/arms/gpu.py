@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_fgo.cli.arms.final_state import final_state, joined_digests
 from bridge_fgo.cli.arms.gpu_config import build_config
+from bridge_fgo.cli.arms.phase_clock import PhaseClock
 from bridge_fgo.cli.arms.record import EventWriter
+from bridge_fgo.cli.arms.step_trace import StepTrace
 from bridge_fgo.cli.run_script import config_options
 
 if TYPE_CHECKING:
@@ -48,10 +50,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     size.add_argument("--seq", type=int, default=1024)
     size.add_argument("--mbs", type=int, default=2, help="sequences of a microbatch")
     size.add_argument("--gbs", type=int, default=8, help="sequences of a step, over all ranks")
+    size.add_argument("--experts", type=int, help="of a mixture of experts in every layer; default: none")
+    size.add_argument("--topk", type=int, default=2, help="experts a token")
     size.add_argument("--steps", type=int, default=20)
     spread = parser.add_argument_group("parallelism")
     spread.add_argument("--tp", type=int, default=1)
     spread.add_argument("--pp", type=int, default=1)
+    spread.add_argument("--ep", type=int, default=1)
     spread.add_argument(
         "--dp-overlap",
         action=argparse.BooleanOptionalAction,
@@ -75,6 +80,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     offload.add_argument("--fraction", type=float)
     offload.add_argument("--slab-mib", type=int)
     offload.add_argument("--piece-mib", type=int)
+    offload.add_argument("--budget-gib", type=float)
+    parser.add_argument("--recompute", action="store_true", help="recompute every layer in backward")
+    parser.add_argument("--trace", type=Path, help="profile two steps more, not among the figures, into this file")
     parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
     options = parser.parse_args(arguments)
     if options.ffn is None:
@@ -86,7 +94,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def make_recorder(options: argparse.Namespace) -> Callback:
+def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
     """Returns the callback that measures the run and, on rank 0, writes its events."""
     import torch
     from megatron.bridge.training.callbacks import Callback
@@ -99,7 +107,11 @@ def make_recorder(options: argparse.Namespace) -> Callback:
             self.step = 0
             self.started = 0.0
             self.seconds: list[float] = []
+            self.newest: dict[str, Any] = {}
             self.peaks: dict[str, Any] = {}
+            self.base = 0
+            self.enqueue: list[float] = []
+            self.trace: StepTrace | None = None
 
         def on_train_start(self, context: Any) -> None:
             if torch.distributed.get_rank() == 0:
@@ -107,15 +119,23 @@ def make_recorder(options: argparse.Namespace) -> Callback:
                 self.writer.start(torch.cuda.get_device_name())
 
         def on_train_step_start(self, context: Any) -> None:
+            # A step lasts until the next one begins. Only the compute stream is waited for: copies may go on
+            # from one step into the next, as they do in training.
+            torch.cuda.current_stream().synchronize()
+            self.end_step(time.perf_counter())
             self.step += 1
-            if self.step == min(FIRST_MEASURED_STEP, options.steps):
+            if self.step == options.steps + 1:
+                self.trace = StepTrace()
+            if self.trace is not None:
+                self.trace.begin_step()
+            elif self.step == min(FIRST_MEASURED_STEP, options.steps):
                 torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
+                self.base = torch.cuda.memory_allocated()
             self.started = time.perf_counter()
 
         def on_train_step_end(self, context: Any) -> None:
-            torch.cuda.synchronize()
-            self.seconds.append(time.perf_counter() - self.started)
+            if self.trace is not None:
+                return
             self.sample_peaks()
             loss = (context.loss_dict or {}).get("lm loss")
             loss = None if loss is None else float(loss)
@@ -123,15 +143,22 @@ def make_recorder(options: argparse.Namespace) -> Callback:
                 losses: list[Any] = [None] * torch.distributed.get_world_size()
                 torch.distributed.all_gather_object(losses, loss)
                 loss = next((value for value in losses if value is not None), None)
+            self.newest = dict(
+                step=self.step,
+                loss=loss,
+                grad_norm=None if context.grad_norm is None else float(context.grad_norm),
+                skipped=bool(context.skipped_iter),
+                passes=1,  # the rerun machine is off here: one forward and backward pass
+            )
+
+        def end_step(self, now: float) -> None:
+            """Writes down the step that ended ``now``, if it is among those that are measured."""
+            if not self.newest:
+                return
+            self.seconds.append(now - self.started)
             if self.writer is not None:
-                self.writer.step(
-                    step=self.step,
-                    loss=loss,
-                    grad_norm=None if context.grad_norm is None else float(context.grad_norm),
-                    skipped=bool(context.skipped_iter),
-                    passes=1,  # the rerun machine is off here: one forward and backward pass
-                    seconds=self.seconds[-1],
-                )
+                self.writer.step(**self.newest, seconds=self.seconds[-1])
+            self.newest = {}
 
         def sample_peaks(self) -> None:
             """Takes the newest step's peaks into account.
@@ -145,6 +172,7 @@ def make_recorder(options: argparse.Namespace) -> Callback:
             forward_backward = 0 if stats is None else stats.peak_forward_backward_bytes or 0
             step = 0 if stats is None else stats.peak_step_bytes or 0
             reserved = 0 if stats is None else stats.peak_reserved_bytes or 0
+            self.enqueue.append(0.0 if stats is None else stats.enqueue_seconds)
             newest = {
                 "allocated": max(torch.cuda.max_memory_allocated(), forward_backward, step),
                 "reserved": max(torch.cuda.max_memory_reserved(), reserved),
@@ -154,6 +182,10 @@ def make_recorder(options: argparse.Namespace) -> Callback:
             self.peaks = {name: max(self.peaks.get(name, 0), value) for name, value in newest.items()}
 
         def on_train_end(self, context: Any) -> None:
+            torch.cuda.synchronize()
+            self.end_step(time.perf_counter())
+            if self.trace is not None:
+                self.trace.end(options.trace if self.writer is not None else None)
             bridge_fgo.reload_states()
             state = final_state(context.model, context.optimizer)
             digests = joined_digests(state)
@@ -170,6 +202,10 @@ def make_recorder(options: argparse.Namespace) -> Callback:
                 released_bytes=0 if stats is None else stats.released_bytes,
                 pinned_bytes=0 if stats is None else stats.pinned_bytes,
                 step_seconds=self.seconds,
+                base_bytes=self.base,
+                pin_seconds=0.0 if stats is None else stats.pin_seconds,
+                enqueue_seconds=self.enqueue,
+                phase_seconds=clock.medians(),
                 **{f"peak_{name}_bytes": value for name, value in self.peaks.items()},
             )
 
@@ -233,6 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     fraction=options.fraction,
                     slab_mib=options.slab_mib,
                     piece_mib=options.piece_mib,
+                    budget_gib=options.budget_gib,
                 )
             )
         )
@@ -240,7 +277,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from megatron.bridge.training.pretrain import pretrain
 
     skip_building_what_is_built()
-    pretrain(build_config(options), forward_step, callbacks=[make_recorder(options)])
+    clock = PhaseClock()
+    pretrain(build_config(options), clock.timed(forward_step), callbacks=[make_recorder(options, clock)])
 
 
 if __name__ == "__main__":

@@ -45,6 +45,12 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         deterministic_mode=options.deterministic,
         cross_entropy_loss_fusion=not options.deterministic,  # its backward is not deterministic
     )
+    if options.experts is not None:
+        model.num_moe_experts, model.moe_router_topk = options.experts, options.topk
+        model.moe_ffn_hidden_size, model.expert_model_parallel_size = options.ffn, options.ep
+        model.moe_token_dispatcher_type, model.moe_grouped_gemm = "alltoall", False
+    if options.recompute:
+        model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "uniform", 1
     optimizer = bridge.OptimizerConfig(
         optimizer="adam",
         bf16=True,
@@ -71,7 +77,9 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
     return bridge.ConfigContainer(
         model=model,
         train=bridge.TrainingConfig(
-            train_iters=options.steps, global_batch_size=options.gbs, micro_batch_size=options.mbs
+            train_iters=options.steps + (0 if options.trace is None else 2),
+            global_batch_size=options.gbs,
+            micro_batch_size=options.mbs,
         ),
         validation=bridge.ValidationConfig(eval_interval=None, eval_iters=0),
         optimizer=optimizer,
@@ -101,7 +109,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
             dataloader_type="single",
             num_workers=1,
         ),
-        logger=bridge.LoggerConfig(log_interval=1),
+        logger=bridge.LoggerConfig(),
         tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=options.vocab),
         checkpoint=bridge.CheckpointConfig(save=None),
         rng=bridge.RNGConfig(seed=1234),

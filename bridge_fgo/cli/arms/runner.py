@@ -6,11 +6,12 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,10 +139,13 @@ def run_arm(
     folder: Path,
     on_event: Callable[[Event], None] = lambda event: None,
     launcher: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
 ) -> ArmRun:
     """Runs ``python LAUNCHER... -m module options... --events FILE`` and returns its events.
 
     ``launcher`` is for arms of several ranks: ``("-m", "torch.distributed.run", ...)``.
+    ``environment`` is added to this process's; ``timeout`` is in seconds.
     Leaves ``NAME.events.jsonl`` and ``NAME.log`` in ``folder``; calls ``on_event`` as
     events come in. Raises ArmFailed where the process fails or leaves no result.
     """
@@ -156,11 +160,19 @@ def run_arm(
             on_event(event)
 
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **(environment or {})},
+        )
+        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         try:
-            while process.poll() is None:
+            while process.poll() is None and time.monotonic() < deadline:
                 collect()
                 time.sleep(POLL_SECONDS)
+            timed_out = process.poll() is None
         finally:
             if process.poll() is None:  # Ctrl-C here must not leave a trainer on the GPU
                 process.terminate()
@@ -172,6 +184,8 @@ def run_arm(
     collect()
     if process.returncode != 0 or not arm.result:
         why = f"exit status {process.returncode}" if process.returncode else "it left no result"
+        if timed_out:
+            why = f"it ran longer than {timeout:g} s"
         lines = log.read_text(errors="replace").splitlines()
         raise ArmFailed(name, why, "\n".join(lines[-LOG_LINES_SHOWN:]))
     return arm

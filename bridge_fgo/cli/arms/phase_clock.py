@@ -1,0 +1,59 @@
+"""How long a microbatch's forward and backward and the rest of the step take on the GPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+FIRST_COUNTED_STEP = 4
+
+
+class PhaseClock:
+    """Times phases by CUDA events around the calls of the forward step; no pipeline parallelism.
+
+    What lies between the end of a forward and the begin of the next one is a backward. After the last forward of
+    a step there are its backward, the gradients' reduction and the optimizer step.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[list[tuple[Any, Any]]] = []
+
+    def timed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``forward_step`` with the events around it."""
+        import torch
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        @functools.wraps(forward_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if not self._steps or len(self._steps[-1]) == get_num_microbatches():
+                self._steps.append([])
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            result = forward_step(*args, **kwargs)
+            end.record()
+            self._steps[-1].append((start, end))
+            return result
+
+        return step
+
+    def medians(self) -> dict[str, float | None]:
+        """Returns the medians, in seconds, of ``forward``, ``backward`` and ``rest`` of all whole steps.
+
+        ``rest`` is the time from the end of a step's last forward to the first forward of the next step. All
+        but the first forward and all but the last backward of a step count: those may wait for copies.
+        ``first_forward`` is that first one. None where there is nothing to tell a phase by.
+        """
+        steps = self._steps[FIRST_COUNTED_STEP - 1 :]
+        forward = [_seconds(*pair) for step in steps for pair in (step[1:] or step)]
+        first = [_seconds(*step[0]) for step in steps]
+        backward = [_seconds(a[1], b[0]) for step in steps for a, b in itertools.pairwise(step)]
+        rest = [_seconds(a[-1][1], b[0][0]) for a, b in itertools.pairwise(steps)]
+        groups = {"forward": forward, "first_forward": first, "backward": backward, "rest": rest}
+        return {name: statistics.median(values) if values else None for name, values in groups.items()}
+
+
+def _seconds(start: Any, end: Any) -> float:
+    return start.elapsed_time(end) / 1e3

@@ -1,0 +1,110 @@
+"""What a GPU did in one training step: kernels and copies on its clock, host waits, and memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+KINDS = {"kernel": "kernel", "gpu_memset": "kernel"}
+COPIES = {"Memcpy DtoH": "d2h", "Memcpy HtoD": "h2d"}
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+STEP = "bridge_fgo step"
+MEMORY_ENTRIES = 2_000_000
+
+
+class StepTrace:
+    """Profiles two steps by PyTorch's profiler and memory history, and keeps the second.
+
+    Starting the profiler waits for all copies, so the first step has none from the step before it.
+    """
+
+    def __init__(self) -> None:
+        self._profiler: Any = None
+        self._annotation: Any = None
+        self._allocated = 0
+
+    def begin_step(self) -> None:
+        """A step begins: the first starts the profiler, the second is the one to keep."""
+        import torch
+
+        if self._profiler is None:
+            torch.cuda.synchronize()
+            activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            self._profiler = torch.profiler.profile(activities=activities)
+            self._profiler.start()
+            return
+        torch.cuda.memory._record_memory_history(max_entries=MEMORY_ENTRIES, stacks="python", context=None)
+        self._allocated = torch.cuda.memory_allocated()
+        self._annotation = torch.profiler.record_function(STEP)
+        self._annotation.__enter__()
+
+    def end(self, path: Path | None) -> None:
+        """Write what happened in the step that was kept as gzipped JSON; times in seconds from its begin.
+
+        step: (begin, end); gpu: (kind, start, duration, bytes) with kind "kernel", "d2h" or "h2d"; host: (name,
+        start, duration) of calls that wait for the GPU; memory: (time, allocated bytes). A `path` of None
+        only stops the profiler.
+        """
+        import torch
+
+        self._annotation.__exit__(None, None, None)
+        torch.cuda.synchronize()
+        self._profiler.stop()
+        snapshot = torch.cuda.memory._snapshot()
+        torch.cuda.memory._record_memory_history(enabled=None)
+        if path is None:
+            return
+        raw = path.with_suffix(".chrome.json")
+        self._profiler.export_chrome_trace(str(raw))
+        events = json.loads(raw.read_text())["traceEvents"]
+        raw.unlink()
+        step = next(e for e in events if e.get("name") == STEP and e.get("cat") == "user_annotation")
+        zero = step["ts"]
+        gpu = [_gpu_event(e, zero) for e in events if _is_gpu(e)]
+        device_traces: Any = snapshot.get("device_traces", [])
+        trace = {
+            "step": (0.0, step["dur"] / 1e6),
+            "gpu": sorted(e for e in gpu if e[1] + e[2] > 0),
+            "host": [
+                (e["name"], (e["ts"] - zero) / 1e6, e["dur"] / 1e6) for e in events if _is_wait(e) and e["ts"] > zero
+            ],
+            "memory": _memory(device_traces[torch.cuda.current_device()], self._allocated),
+        }
+        with gzip.open(path, "wt") as file:
+            json.dump(trace, file)
+
+
+def _is_gpu(event: dict[str, Any]) -> bool:
+    return event.get("ph") == "X" and (event.get("cat") in KINDS or _copy_kind(event) is not None)
+
+
+def _copy_kind(event: dict[str, Any]) -> str | None:
+    if event.get("cat") != "gpu_memcpy":
+        return None
+    return next((kind for name, kind in COPIES.items() if event["name"].startswith(name)), "kernel")
+
+
+def _gpu_event(event: dict[str, Any], zero: float) -> tuple[str, float, float, int]:
+    kind = KINDS.get(event["cat"]) or _copy_kind(event)
+    assert kind is not None
+    return kind, (event["ts"] - zero) / 1e6, event["dur"] / 1e6, int(event.get("args", {}).get("bytes", 0))
+
+
+def _is_wait(event: dict[str, Any]) -> bool:
+    return event.get("ph") == "X" and event.get("cat") == "cuda_runtime" and event["name"].startswith(WAITS)
+
+
+def _memory(trace: Sequence[Any], allocated: int) -> list[tuple[float, int]]:
+    """Return allocated bytes over time from the allocator's history."""
+    points: list[tuple[float, int]] = []
+    start = trace[0]["time_us"] if trace else 0
+    for entry in trace:
+        # A block is given back when its free is requested; with a use on another stream it is completed later.
+        change = {"alloc": entry["size"], "free_requested": -entry["size"]}.get(entry["action"])
+        if change is not None:
+            allocated += change
+            points.append(((entry["time_us"] - start) / 1e6, allocated))
+    return points

@@ -1,0 +1,199 @@
+"""Runs the bench: link probe, arms in turn, one table, JSON and pictures. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bridge_fgo.cli.arms.runner import ArmFailed, ArmRun, run_arm
+from bridge_fgo.cli.bench.figures import Row, make_row
+from bridge_fgo.cli.bench.plots import gantt, memory_timeline, page
+from bridge_fgo.cli.bench.presets import BenchArm, arms, size_options
+from bridge_fgo.cli.bench.trace import Trace, read_trace
+
+ARM = "bridge_fgo.cli.arms.gpu"
+NOT_EQUAL = 1
+FAILED = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One bench. ``folder`` takes events, logs, traces, ``bench.json``, PNGs and ``bench.html``."""
+
+    arms: list[str]
+    preset: str
+    steps: int
+    rounds: int
+    gpus: int
+    folder: Path
+    megatron_lm: list[str]
+    json_output: bool
+    pictures: bool
+    arm_timeout: float
+    extra: tuple[str, ...] = ()
+
+
+def launcher(gpus: int) -> tuple[str, ...]:
+    """Returns what goes between ``python`` and ``-m`` to start a process a GPU."""
+    if gpus == 1:
+        return ()
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
+
+
+def probe(gpus: int) -> dict[str, float]:
+    """Returns the bandwidths of the link in bytes a second, all GPUs copying at once."""
+    command = [sys.executable, *launcher(gpus), "-m", "bridge_fgo.cli.bench.probe"]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or not lines:
+        raise ArmFailed("link probe", f"exit status {done.returncode}", done.stderr[-3000:])
+    return json.loads(lines[-1])
+
+
+def budget_gib(resident: ArmRun) -> float:
+    """Returns the budget that asks for half of the optimizer state's memory, in GiB."""
+    return (resident.result["peak_allocated_bytes"] - resident.result["state_bytes"] / 2) / 2**30
+
+
+def run_one(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | None) -> ArmRun:
+    """Runs one arm; its trace, of the first round, is ``NAME.trace.gz`` in the folder."""
+    options = [*size_options(settings.preset, settings.gpus), "--steps", str(settings.steps), *arm.options]
+    options += settings.extra
+    if arm.half:
+        assert resident is not None
+        options += ["--budget-gib", repr(budget_gib(resident))]
+    # Also where no picture is asked for: the profiled steps train, and all arms must train equally long.
+    options += ["--trace", str(settings.folder / f"{arm.name}.{number}.trace.gz")]
+    environment = {}
+    if arm.python_path:
+        environment["PYTHONPATH"] = os.pathsep.join([arm.python_path, *sys.path[:1], os.environ.get("PYTHONPATH", "")])
+    run = run_arm(
+        f"{arm.name}.{number}",
+        ARM,
+        options,
+        settings.folder,
+        launcher=launcher(settings.gpus),
+        environment=environment,
+        timeout=settings.arm_timeout,
+    )
+    run.name = arm.name
+    return run
+
+
+def run(settings: Settings) -> int:
+    """Runs the bench; returns the exit status: 1 where an arm that must be is not bitwise equal, 2 for a failure."""
+    console = Console(stderr=settings.json_output)
+    if settings.pictures and importlib.util.find_spec("matplotlib") is None:
+        console.print("bridge-fgo bench: pictures need matplotlib: pip install 'bridge-fgo[bench]', or --no-pictures")
+        return FAILED
+    chosen = arms(settings.arms, settings.megatron_lm)
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    runs: dict[str, list[ArmRun]] = {arm.name: [] for arm in chosen}
+    failures: dict[str, str] = {}
+    try:
+        link = probe(settings.gpus)
+        console.print("link, GB/s: " + ", ".join(f"{name} {value / 1e9:.1f}" for name, value in link.items()))
+        for number in range(settings.rounds):
+            for arm in chosen:
+                if arm.name in failures:
+                    continue
+                try:
+                    run = run_one(settings, arm, number, next(iter(runs["resident"]), None))
+                except ArmFailed as failure:
+                    if arm.name == "resident":
+                        raise
+                    failures[arm.name] = str(failure)
+                    console.print(f"{failure}\n{failure.log_tail}", markup=False)
+                    continue
+                runs[arm.name].append(run)
+                console.print(f"{arm.name}, round {number + 1}: done", markup=False)
+    except ArmFailed as failure:
+        console.print(f"bridge-fgo bench: {failure}\n{failure.log_tail}", markup=False)
+        return FAILED
+    traces = {arm.name: read_trace(settings.folder / f"{arm.name}.0.trace.gz") for arm in chosen if runs[arm.name]}
+    rows = [
+        make_row(runs["resident"], runs[arm.name], link, traces[arm.name], arm.bitwise)
+        for arm in chosen
+        if arm.name not in failures
+    ]
+    report(settings, console, link, rows, traces, failures, runs["resident"][0])
+    if failures:
+        return FAILED
+    return NOT_EQUAL if any(row.bitwise_equal is False for row in rows) else 0
+
+
+def report(
+    settings: Settings,
+    console: Console,
+    link: dict[str, float],
+    rows: list[Row],
+    traces: dict[str, Trace],
+    failures: dict[str, str],
+    resident: ArmRun,
+) -> None:
+    """Prints the table or the JSON, and leaves both and the pictures in the folder."""
+    texts = table_of(rows)
+    result: dict[str, Any] = {
+        "preset": settings.preset,
+        "gpus": settings.gpus,
+        "where": {name: resident.start.get(name) for name in ("device", "bridge", "mcore", "torch")},
+        "link_bytes_per_second": link,
+        "state_bytes": resident.result["state_bytes"],
+        "phase_seconds": resident.result["phase_seconds"],
+        "arms": [row.as_json() for row in rows],
+        "failed": failures,
+    }
+    (settings.folder / "bench.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if settings.pictures:
+        pictures = [settings.folder / "memory.png", settings.folder / "gantt.png"]
+        memory_timeline(traces, pictures[0])
+        gantt(traces, pictures[1])
+        title = f"bridge-fgo bench: {settings.preset}, {settings.gpus} x {resident.start.get('device')}"
+        page(title, texts, pictures, settings.folder / "bench.html")
+    if settings.json_output:
+        print(json.dumps(result))
+        return
+    table = Table(*texts[0])
+    for row in texts[1:]:
+        table.add_row(*row)
+    console.print(table)
+    console.print(
+        f"S = {resident.result['state_bytes'] / 1e9:.2f} GB; all files are in {settings.folder}", markup=False
+    )
+
+
+def table_of(rows: list[Row]) -> list[list[str]]:
+    """Returns the cells of the table, its head first."""
+
+    def number(value: float | None, digits: int = 2) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    table = [
+        [
+            "arm", "step, s", "min-max", "added, s", "E", "floor E", "allocated, GB", "reserved, GB", "saved / S",
+            "saved reserved / S", "pinned, GB", "pin, s", "steps 1-2 added, s", "enqueue", "hidden / floor",
+            "bitwise equal",
+        ]
+    ]  # fmt: skip
+    for row in rows:
+        equal = {True: "yes", False: "NO", None: "-"}[row.bitwise_equal]
+        table.append(
+            [
+                row.arm, number(row.step_seconds, 3), f"{row.step_seconds_min:.3f}-{row.step_seconds_max:.3f}",
+                number(row.added_seconds, 3), number(row.e), number(row.floor_e),
+                number(row.peak_allocated_bytes / 1e9), number(row.peak_reserved_bytes / 1e9),
+                number(row.saved_allocated, 3), number(row.saved_reserved, 3), number(row.pinned_bytes / 1e9),
+                number(row.pin_seconds), number(row.first_two_steps_added_seconds),
+                "-" if row.enqueue_share is None else f"{row.enqueue_share:.1%}", number(row.hidden), equal,
+            ]
+        )  # fmt: skip
+    return table

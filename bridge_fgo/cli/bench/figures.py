@@ -1,0 +1,127 @@
+"""From the events of the arms to the rows of the bench's table: pure arithmetic."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bridge_fgo.cli.arms.runner import ArmRun, compare
+from bridge_fgo.cli.bench.trace import Trace, length, merge, overlap
+from bridge_fgo.engine.plan import floor_seconds
+
+FIRST_COUNTED_STEP = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one arm did. Seconds and bytes of rank 0; S is its optimizer state in bytes."""
+
+    arm: str
+    engine: str | None
+    step_seconds: float
+    step_seconds_min: float
+    step_seconds_max: float
+    added_seconds: float
+    e: float | None
+    """Added time over S / link."""
+    floor_e: float | None
+    """The least E that this step and this link allow for the bytes that left."""
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    saved_allocated: float
+    """Share of S that the peak of allocated memory fell by."""
+    saved_reserved: float
+    pinned_bytes: int
+    pin_seconds: float | None
+    first_two_steps_added_seconds: float
+    enqueue_share: float | None
+    """Share of the step in which the host enqueued copies; None where nobody counts it."""
+    bitwise_equal: bool | None
+    hidden: float | None = None
+    """Time in which copies ran and the step got no longer for it, over what the floor leaves to hide."""
+    overlaps_kernels: float | None = None
+    """Share of the time in which copies ran that kernels ran too."""
+    longest_waits_seconds: tuple[float, ...] = ()
+    """The longest waits of the host for the GPU in the traced step."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the row as JSON takes it."""
+        return asdict(self)
+
+
+def seconds_of(runs: list[ArmRun]) -> list[float]:
+    """Returns the seconds of the steps that count, over all rounds of an arm."""
+    return [event["seconds"] for run in runs for event in run.steps if event["step"] >= FIRST_COUNTED_STEP]
+
+
+def make_row(
+    resident: list[ArmRun], runs: list[ArmRun], link: dict[str, float], trace: Trace | None, bitwise: bool
+) -> Row:
+    """Returns the row of one arm.
+
+    Args:
+        resident: the rounds of the resident arm.
+        runs: the rounds of this arm, as many.
+        link: see ``bridge_fgo.cli.bench.probe``.
+        trace: of one step of this arm.
+        bitwise: whether to compare with the resident arm; only the first rounds are.
+    """
+    base, mine = resident[0].result, runs[0].result
+    state = base["state_bytes"]
+    one_way = min(link["d2h"], link["h2d"])
+    times, resident_times = seconds_of(runs), seconds_of(resident)
+    median = statistics.median(times)
+    added = median - statistics.median(resident_times)
+    is_resident = runs is resident
+    offloads = bool(mine["released_bytes"])
+    floor = least_added(base, mine, link) if offloads else None
+    row = {
+        "arm": runs[0].name,
+        "engine": mine["engine"],
+        "step_seconds": median,
+        "step_seconds_min": min(times),
+        "step_seconds_max": max(times),
+        "added_seconds": added,
+        "e": None if is_resident else added * one_way / state,
+        "floor_e": None if floor is None else floor * one_way / state,
+        "peak_allocated_bytes": max(run.result["peak_allocated_bytes"] for run in runs),
+        "peak_reserved_bytes": max(run.result["peak_reserved_bytes"] for run in runs),
+        "pinned_bytes": mine["pinned_bytes"],
+        "pin_seconds": mine["pin_seconds"] or None,
+        "first_two_steps_added_seconds": statistics.median(
+            sum(event["seconds"] for event in run.steps[:2]) - sum(event["seconds"] for event in other.steps[:2])
+            for run, other in zip(runs, resident, strict=True)
+        ),
+        "enqueue_share": statistics.median(mine["enqueue_seconds"]) / median if any(mine["enqueue_seconds"]) else None,
+        "bitwise_equal": all(compare(a, b).bitwise_equal for a, b in zip(resident, runs, strict=True))
+        if bitwise and not is_resident
+        else None,
+    }
+    for kind in ("allocated", "reserved"):
+        before = max(run.result[f"peak_{kind}_bytes"] for run in resident)
+        row[f"saved_{kind}"] = (before - row[f"peak_{kind}_bytes"]) / state
+    if trace is not None:
+        copies = merge([*trace.d2h, *trace.h2d])
+        row["longest_waits_seconds"] = tuple(wait for wait, _, _ in trace.waits[:3])
+        if copies:
+            row["overlaps_kernels"] = overlap(copies, trace.kernels) / length(copies)
+            if floor is not None and length(copies) > floor:
+                row["hidden"] = (length(copies) - max(added, floor)) / (length(copies) - floor)
+    return Row(**row)
+
+
+def least_added(resident: dict[str, Any], mine: dict[str, Any], link: dict[str, float]) -> float | None:
+    """Returns the floor of the added seconds, from the resident arm's phases; None where those are not known."""
+    phases = resident["phase_seconds"]
+    if any(phases.get(name) is None for name in ("backward", "first_forward", "rest")):
+        return None
+    return floor_seconds(
+        nbytes=mine["released_bytes"],
+        link=min(link["d2h"], link["h2d"]),
+        duplex=link["duplex"],
+        backward=phases["backward"],
+        first_forward=phases["first_forward"],
+        between=max(0.0, phases["rest"] - phases["backward"]),
+        room=resident["peak_allocated_bytes"] - resident["base_bytes"],
+    )

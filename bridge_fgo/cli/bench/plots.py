@@ -1,0 +1,77 @@
+"""Pictures of one step of each arm: allocated memory over time, and what the GPU and its copy engines did."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bridge_fgo.cli.bench.trace import Trace, merge
+
+GAP_SECONDS = 2e-4
+"""Kernels less apart than this are drawn as one bar."""
+ROWS = (("kernels", "tab:blue"), ("d2h", "tab:orange"), ("h2d", "tab:green"))
+
+
+def memory_timeline(traces: Mapping[str, Trace], path: Path) -> None:
+    """Draws the allocated bytes of one step of each arm into a PNG."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
+    for name, trace in traces.items():
+        times = [time for time, _ in trace.memory]
+        axes.step(times, [nbytes / 1e9 for _, nbytes in trace.memory], where="post", label=name, linewidth=1)
+    axes.set(xlabel="seconds from the begin of the step", ylabel="allocated, GB", ylim=(0, None), xlim=(0, None))
+    axes.set_title("GPU memory in one step, as the host allocates it")
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def gantt(traces: Mapping[str, Trace], path: Path) -> None:
+    """Draws kernels, copies to the host and copies to the GPU of one step of each arm into a PNG."""
+    pyplot = _pyplot()
+    figure, all_axes = pyplot.subplots(
+        len(traces), 1, figsize=(9, 1.6 * len(traces) + 0.6), layout="constrained", sharex=True, squeeze=False
+    )
+    for axes, (name, trace) in zip(all_axes[:, 0], traces.items(), strict=True):
+        for row, (kind, colour) in enumerate(ROWS):
+            bars = [(start, end - start) for start, end in merge(getattr(trace, kind), GAP_SECONDS)]
+            axes.broken_barh(bars, (2.1 - row, 0.8), facecolors=colour)
+        axes.axvline(trace.seconds, color="black", linewidth=0.8)
+        axes.set_yticks([2.5, 1.5, 0.5], ["kernels", "D2H", "H2D"])
+        axes.set_title(name, loc="left", fontsize=9)
+    all_axes[-1, 0].set_xlabel("seconds from the begin of the step (profiled, so slower than measured)")
+    all_axes[-1, 0].set_xlim(0, None)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def page(title: str, table: list[list[str]], pictures: list[Path], path: Path) -> None:
+    """Writes one HTML page that opens from disk: the table (its first row is the head) and the pictures."""
+
+    def cells(row: list[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+
+    rows = cells(table[0], "th") + "".join(cells(row, "td") for row in table[1:])
+    images = "".join(
+        f'<p><img alt="{html.escape(picture.stem)}" src="data:image/png;base64,'
+        f'{base64.b64encode(picture.read_bytes()).decode()}"></p>'
+        for picture in pictures
+    )
+    style = "body{font-family:sans-serif;margin:2em}table{border-collapse:collapse}td,th{border:1px solid #ccc;padding:4px 8px;text-align:right}td:first-child{text-align:left}img{max-width:100%}"  # noqa: E501
+    path.write_text(
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{style}</style><h1>{html.escape(title)}</h1><table>{rows}</table>{images}</html>\n",
+        encoding="utf-8",
+    )
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -1,0 +1,72 @@
+"""What the bench trains, and which arms there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PRESETS = {
+    # 1.64B parameters; 4 microbatches of 2 x 2048 tokens on one GPU, far too short to hide the copies behind.
+    "short": "--layers 24 --hidden 2048 --ffn 8192 --heads 16 --seq 2048 --mbs 2",
+    # The same model with ten times the tokens in a microbatch, every layer recomputed: its forward takes longer than
+    # the states take over the link.
+    "long": "--layers 24 --hidden 2048 --ffn 8192 --heads 16 --seq 2048 --mbs 20 --recompute",
+    # A mixture of experts: a ChainedOptimizer of dense and expert parameters, experts over all GPUs.
+    "moe": "--layers 12 --hidden 1024 --ffn 4096 --heads 16 --seq 2048 --mbs 2 --experts 16 --topk 2",
+}
+MICROBATCHES = {"short": 4, "long": 2, "moe": 4}
+NAMES = ("resident", "native", "half", "mcore", "hybrid")
+
+
+@dataclass(frozen=True)
+class BenchArm:
+    """One arm. ``options`` go to ``bridge_fgo.cli.arms.gpu``; ``python_path`` comes first in PYTHONPATH."""
+
+    name: str
+    options: tuple[str, ...]
+    python_path: str = ""
+    bitwise: bool = True
+    """Whether it has to be bitwise equal to the resident arm: Adam on the CPU rounds otherwise."""
+    half: bool = False
+    """Whether it gets a budget that asks for half of the saving, from the resident arm's peak."""
+
+
+def size_options(preset: str, gpus: int) -> list[str]:
+    """Returns the arm's options for the sizes of a preset on ``gpus`` data-parallel ranks."""
+    options = PRESETS[preset].split()
+    microbatch = int(options[options.index("--mbs") + 1])
+    options += ["--gbs", str(microbatch * MICROBATCHES[preset] * gpus)]
+    if preset == "moe":
+        options += ["--ep", str(gpus)]
+    return options
+
+
+def arms(names: list[str], megatron_lm: list[str]) -> list[BenchArm]:
+    """Returns the arms of the given names, in that order.
+
+    Args:
+        names: of ``NAMES``.
+        megatron_lm: checkouts of Megatron-LM's ``dev`` branch; each gives an ``mcore`` arm of its own. With none the
+            installed mcore is taken.
+
+    Raises:
+        ValueError: a name is unknown, or the resident arm, which all others are compared with, is not the first.
+    """
+    unknown = [name for name in names if name not in NAMES]
+    if unknown or not names or names[0] != "resident":
+        raise ValueError(f"--arms {','.join(names)}: use resident first, then any of {', '.join(NAMES[1:])}")
+    native = ("--offload", "on", "--engine", "native")
+    found: list[BenchArm] = []
+    for name in names:
+        if name == "resident":
+            found.append(BenchArm(name, ("--offload", "off")))
+        elif name == "native":
+            found.append(BenchArm(name, native))
+        elif name == "half":
+            found.append(BenchArm(name, native, half=True))
+        elif name == "hybrid":
+            found.append(BenchArm(name, ("--hybrid",), bitwise=False))
+        else:
+            upstream = ("--offload", "on", "--engine", "mcore")
+            paths = megatron_lm or [""]
+            found += [BenchArm(f"mcore{i or ''}", upstream, python_path=path) for i, path in enumerate(paths)]
+    return found

@@ -1,0 +1,169 @@
+"""The bench without a GPU: arithmetic of its figures, reading of traces, and the whole report on made-up arms."""
+
+import gzip
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from bridge_fgo.cli.arms.runner import ArmFailed, ArmRun
+from bridge_fgo.cli.bench import command, figures, presets, trace
+from bridge_fgo.cli.main import app
+from bridge_fgo.engine.plan import floor_seconds
+
+GB = 10**9
+LINK = {"d2h": 50.0 * GB, "h2d": 55.0 * GB, "duplex": 45.0 * GB}
+
+
+def arm(name, seconds, peak, released=0, digest="a"):
+    run = ArmRun(name)
+    run.start = {"event": "start", "device": "GPU", "bridge": "0.6.2", "mcore": "0.19.2", "torch": "2"}
+    run.steps = [
+        {"step": i + 1, "loss": 1.0, "grad_norm": 2.0, "skipped": False, "seconds": s} for i, s in enumerate(seconds)
+    ]
+    run.result = {
+        "digests": dict.fromkeys(("params", "masters", "moments"), digest),
+        "engine": "native" if released else None,
+        "state_bytes": 10 * GB,
+        "released_bytes": released,
+        "pinned_bytes": released,
+        "pin_seconds": 1.5 if released else 0.0,
+        "enqueue_seconds": [0.01] * len(seconds) if released else [0.0] * len(seconds),
+        "base_bytes": 20 * GB,
+        "peak_allocated_bytes": peak,
+        "peak_reserved_bytes": peak + GB,
+        "phase_seconds": {"forward": 0.05, "first_forward": 0.05, "backward": 0.1, "rest": 0.12},
+    }
+    return run
+
+
+def write_trace(path, copies):
+    step = {
+        "step": [0.0, 0.6],
+        "gpu": [["kernel", 0.0, 0.4, 0], *(["d2h", start, took, 2**22] for start, took in copies)],
+        "host": [["cudaStreamSynchronize", 0.1, 0.002], ["cudaStreamSynchronize", 0.4, 0.1]],
+        "memory": [[0.0, 20 * GB], [0.3, 30 * GB]],
+    }
+    with gzip.open(path, "wt") as file:
+        json.dump(step, file)
+
+
+RESIDENT = [1.0, 0.5, 0.5, 0.5, 0.5, 0.5]
+OFFLOADED = [1.5, 0.9, 0.8, 0.7, 0.7, 0.6]
+
+
+def test_the_row_of_an_arm_counts_from_the_fourth_step_on(tmp_path):
+    write_trace(tmp_path / "t.gz", [(0.0, 0.2), (0.35, 0.2)])
+    resident, mine = [arm("resident", RESIDENT, 40 * GB)], [arm("native", OFFLOADED, 30 * GB, 10 * GB)]
+    row = figures.make_row(resident, mine, LINK, trace.read_trace(tmp_path / "t.gz"), True)
+    assert row.step_seconds == 0.7
+    assert row.added_seconds == pytest.approx(0.2)
+    assert row.e == pytest.approx(0.2 * 50 / 10)
+    assert (row.saved_allocated, row.saved_reserved) == (1.0, 1.0)
+    assert row.first_two_steps_added_seconds == pytest.approx(0.9)
+    assert row.enqueue_share == pytest.approx(0.01 / 0.7)
+    assert row.bitwise_equal is True
+    assert row.overlaps_kernels == pytest.approx(0.25 / 0.4)
+    assert row.longest_waits_seconds == (0.1, 0.002)
+
+
+def test_another_digest_is_not_equal():
+    resident = [arm("resident", RESIDENT, 40 * GB)]
+    row = figures.make_row(resident, [arm("native", OFFLOADED, 30 * GB, 10 * GB, "b")], LINK, None, True)
+    assert row.bitwise_equal is False
+
+
+def test_the_floor_is_what_two_directions_at_once_leave_over():
+    # 10 GB; 5 GB come in backward's 0.1 s. The other 5 GB need 0.1 s both ways at once, and then 5 GB more have to go:
+    # 2.5 GB in the 0.05 s of the first forward, the rest before it ends.
+    added = floor_seconds(
+        10 * GB, link=50 * GB, duplex=50 * GB, backward=0.1, first_forward=0.05, between=0.02, room=20 * GB
+    )
+    assert added == pytest.approx(0.1 + 0.1 - 0.02 - 0.05)
+
+
+def test_the_floor_is_zero_where_forward_and_backward_are_longer_than_the_copies():
+    assert floor_seconds(10 * GB, 50 * GB, 45 * GB, backward=0.4, first_forward=0.3, between=0.0, room=20 * GB) == 0.0
+
+
+def test_no_more_can_hide_than_activations_leave_room_for():
+    with_room = floor_seconds(10 * GB, 50 * GB, 45 * GB, 0.4, 0.3, 0.0, room=20 * GB)
+    without = floor_seconds(10 * GB, 50 * GB, 45 * GB, 0.4, 0.3, 0.0, room=0)
+    assert with_room == 0.0
+    assert without == pytest.approx(10 / 45)
+
+
+def test_intervals_merge_and_intersect():
+    merged = trace.merge([(3, 4), (0, 1), (0.5, 2), (2.1, 2.2)], gap=0.2)
+    assert merged == [(0, 2.2), (3, 4)]
+    assert trace.length(merged) == pytest.approx(3.2)
+    assert trace.overlap(merged, [(1, 3.5), (3.9, 9)]) == pytest.approx(1.2 + 0.5 + 0.1)
+
+
+def test_every_checkout_of_megatron_lm_is_an_arm_of_its_own():
+    found = presets.arms(["resident", "mcore"], ["/a", "/b"])
+    assert [(one.name, one.python_path) for one in found] == [("resident", ""), ("mcore", "/a"), ("mcore1", "/b")]
+
+
+@pytest.mark.parametrize("names", [["native"], ["resident", "nativ"], [""]])
+def test_an_unknown_arm_or_a_missing_resident_one_is_refused(names):
+    with pytest.raises(ValueError, match="resident first"):
+        presets.arms(names, [])
+
+
+def test_the_half_arm_asks_for_half_of_the_saving():
+    assert command.budget_gib(arm("resident", RESIDENT, 40 * GB)) == 35 * GB / 2**30
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """Arms that train nothing; returns the digest of each, to be changed, and the names that fail."""
+    digests, failing = {}, set()
+
+    def run_one(settings, one, number, resident):
+        write_trace(settings.folder / f"{one.name}.{number}.trace.gz", [] if one.name == "resident" else [(0.1, 0.2)])
+        if one.name in failing:
+            raise ArmFailed(one.name, "made up", "the log")
+        if one.name == "resident":
+            return arm(one.name, RESIDENT, 40 * GB)
+        return arm(one.name, OFFLOADED, 30 * GB, 10 * GB, digests.get(one.name, "a"))
+
+    monkeypatch.setattr(command, "run_one", run_one)
+    monkeypatch.setattr(command, "probe", lambda gpus: LINK)
+    return digests, failing
+
+
+def bench(folder, *options):
+    return CliRunner().invoke(app, ["bench", "--gpus", "1", "--keep", str(folder), *options])
+
+
+def test_the_bench_prints_a_table_and_leaves_json_and_pictures(made_up, tmp_path):
+    result = bench(tmp_path, "--arms", "resident,native,half")
+    assert result.exit_code == 0, result.output
+    saved = json.loads((tmp_path / "bench.json").read_text())
+    assert [row["arm"] for row in saved["arms"]] == ["resident", "native", "half"]
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "bench.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert "<td>native</td>" in page
+
+
+def test_json_is_the_only_thing_on_standard_output(made_up, tmp_path):
+    result = bench(tmp_path, "--arms", "resident,native", "--json", "--no-pictures")
+    assert json.loads(result.stdout)["arms"][1]["arm"] == "native"
+
+
+def test_an_arm_that_is_not_bitwise_equal_is_status_1_unless_it_need_not_be(made_up, tmp_path):
+    made_up[0]["hybrid"] = "b"
+    assert bench(tmp_path, "--arms", "resident,hybrid", "--no-pictures").exit_code == 0
+    made_up[0]["native"] = "b"
+    assert bench(tmp_path, "--arms", "resident,native", "--no-pictures").exit_code == 1
+
+
+def test_a_failing_peer_is_named_and_the_others_are_reported(made_up, tmp_path):
+    made_up[1].add("mcore")
+    result = bench(tmp_path, "--arms", "resident,mcore,native", "--no-pictures")
+    assert result.exit_code == 2
+    saved = json.loads((tmp_path / "bench.json").read_text())
+    assert list(saved["failed"]) == ["mcore"]
+    assert [row["arm"] for row in saved["arms"]] == ["resident", "native"]
