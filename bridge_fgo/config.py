@@ -45,7 +45,7 @@ class OffloadConfig:
     that is less. Each such part has a slab for its masters and one for its moments: one GPU allocation and one
     host buffer each. A tensor is never split, so a tensor that is larger makes a larger slab."""
 
-    piece_bytes: int = 64 * MIB
+    piece_bytes: int = 32 * MIB
     """Largest single copy between host and GPU, in bytes: a copy of the training loop's own waits for one."""
 
     pin_memory: bool = True

@@ -19,6 +19,10 @@ class FakeMeter(PeakMeter):
     def works(self):
         return True
 
+    @property
+    def expands(self):
+        return True
+
     def end_phase(self):
         return 0
 

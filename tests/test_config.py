@@ -35,3 +35,14 @@ def test_it_is_frozen():
 def test_settings_that_only_native_honours_are_listed():
     assert OffloadConfig().native_only_settings() == []
     assert OffloadConfig(engine="mcore", fraction=0.5).native_only_settings() == ["fraction=0.5"]
+
+
+@pytest.mark.parametrize("budget", [0, -1.0, True, "40", float("inf"), float("nan")])
+def test_a_budget_that_is_no_positive_number_is_refused(budget):
+    with pytest.raises(ValueError, match="gpu_memory_budget_gib"):
+        OffloadConfig(gpu_memory_budget_gib=budget)
+
+
+def test_a_budget_and_a_fraction_are_refused_together():
+    with pytest.raises(ValueError, match=r"fraction=0\.5: both say how much"):
+        OffloadConfig(gpu_memory_budget_gib=40.0, fraction=0.5)

@@ -11,7 +11,7 @@ from bridge_fgo import figures
 from bridge_fgo.cli.arms.cpu_model import CpuOptions
 from bridge_fgo.cli.arms.cpu_training import CpuTraining, run
 from bridge_fgo.engine import native
-from bridge_fgo.wiring import session
+from bridge_fgo.wiring import session, wrappers
 from bridge_fgo.wiring.session import SESSION
 
 STEPS = 8
@@ -65,3 +65,35 @@ def test_bits_are_equal_and_no_more_is_held_than_the_plan_has_room_for(meter, sh
     assert min(in_forward) > 0, "nothing left late"
     # In the first planned step nothing does: the allocator lets go of its blocks after that one's backward.
     assert min(at_the_end[1:]) > 0, "nothing came early"
+
+
+def test_readers_between_steps_find_masters_that_are_on_the_host(bridge_train):
+    # Bridge's calc_params_l2_norm (log_params_norm) reads `param.main_param`; without the gate it reads freed memory.
+    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
+        for _ in range(2):
+            training.step()
+        everything = bridge_fgo.stats().state_bytes
+        assert training.live_state_bytes() < everything
+        parameters = [p for p in training.model[0].parameters() if hasattr(p, "main_param")]
+
+        def norm(model, *args, **kwargs):
+            return sum(float(p.main_param.norm()) for p in parameters)
+
+        assert hasattr(bridge_train.calc_params_l2_norm, "__wrapped__")
+        read = wrappers.reads_all_masters(norm, None, (training.model,), {})
+    assert read > 0
+
+
+def test_an_evaluation_needs_no_more_memory_than_training():
+    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
+        training.step()
+        assert training.live_state_bytes() > 0  # the last parts have not left yet
+        wrappers.evaluate(lambda: None, None, (), {})
+        assert training.live_state_bytes() == 0
+        training.step()
+
+
+def test_a_budget_without_a_gpu_is_refused():
+    config = bridge_fgo.OffloadConfig(engine="native", gpu_memory_budget_gib=40.0)
+    with bridge_fgo.install(config), pytest.raises(ValueError, match=r"gpu_memory_budget_gib=40\.0 needs a GPU"):
+        run(CpuOptions(offload=True), 1)

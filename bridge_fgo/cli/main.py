@@ -190,7 +190,9 @@ def bench(
     ] = None,
     keep: Annotated[Path, typer.Option(metavar="DIR", help="Where all files go.")] = Path("bench"),
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
-    pictures: Annotated[bool, typer.Option(help="Draw pictures, which needs matplotlib.")] = True,
+    traces: Annotated[
+        bool, typer.Option(help="Profile two steps more an arm, and draw them (needs matplotlib).")
+    ] = True,
     arm_timeout: Annotated[float, typer.Option(help="Seconds after which an arm is given up.")] = 1800.0,
 ) -> None:
     """Train the same model through Bridge's own `pretrain()` once an arm, in turn, and compare.
@@ -215,7 +217,7 @@ def bench(
         folder=keep,
         megatron_lm=[str(path.resolve()) for path in megatron_lm or ()],
         json_output=json_output,
-        pictures=pictures,
+        traces=traces,
         arm_timeout=arm_timeout,
     )
     try:

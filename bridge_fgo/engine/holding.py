@@ -31,7 +31,7 @@ class HoldPlan:
     """The most bytes of state that the GPU may hold.
 
     leave[i]: in the interval of point i. Whatever is above has to leave at the point.
-    come[i]: from point i to the end of the pass. Up to that much may come back at the point, and stay.
+    come[i]: from point i to the end of the optimizer step. Up to that much may come back at the point, and stay.
     step: while the optimizer steps.
     """
 
@@ -50,21 +50,21 @@ def plan_holding(profile: MemoryProfile, limit: int, staying: int, part_bytes: S
         part_bytes: sizes of all parts; two of them are held in the optimizer step in any case.
     """
     leave = [max(staying, limit - peak) for peak in profile.intervals]
-    come = list(leave)
-    for i in range(len(come) - 2, -1, -1):
-        come[i] = min(come[i], come[i + 1])
     step = max(staying + 2 * max(part_bytes, default=0), limit - profile.step)
+    come = [*leave, step]
+    for i in range(len(leave) - 1, -1, -1):
+        come[i] = min(come[i], come[i + 1])
+    come.pop()
     return HoldPlan(tuple(leave), tuple(come), step)
 
 
-def choose_staying(part_bytes: Sequence[int], room: int) -> int:
-    """Return how many parts, counted from the last, fit into `room` bytes and need never leave."""
-    staying = 0
-    for nbytes in reversed(part_bytes):
-        if nbytes > room:
-            break
-        room -= nbytes
-        staying += 1
+def choose_staying(part_bytes: Sequence[int], room: int) -> set[int]:
+    """Return the positions of parts that fit into `room` bytes together and need never leave, from the last on."""
+    staying = set()
+    for position in range(len(part_bytes) - 1, -1, -1):
+        if part_bytes[position] <= room:
+            room -= part_bytes[position]
+            staying.add(position)
     return staying
 
 

@@ -23,7 +23,7 @@ LEAST_PARTS = 64
 """Parts that the states of an optimizer make at least, where its tensors are small enough: the pipeline fills and
 drains in the time of one part, and two parts are what the optimizer step holds at least."""
 
-MARGIN_PARTS = 6
+MARGIN_PARTS = 4
 """See `Schedule.margin_bytes`."""
 
 
@@ -154,11 +154,13 @@ class NativeOffloader:
             self.require_writable()
             yield
             return
-        by_part = not self._schedule.all_fit and self._master_copy.divides()
+        # Part by part the copy to the model's weights hides behind the copies of the parts that follow, and the
+        # masters may leave at once.
+        by_part = self._master_copy.divides()
 
         def update(part: StepPart) -> None:
             self._inner_step.update(part)
-            if by_part and any(slab.is_copied_to_model for slab in part.slabs):
+            if by_part and part.has_masters:
                 self._master_copy.copy_part(part.ids)
 
         def step() -> None:

@@ -100,7 +100,11 @@ class StepPart:
     ids: frozenset[int] = field(init=False)
     """`id` of each parameter."""
 
+    has_masters: bool = field(init=False)
+    """Whether mcore copies some of its masters to the model's weights."""
+
     def __post_init__(self) -> None:
+        self.has_masters = any(slab.is_copied_to_model for slab in self.slabs)
         self.ids = frozenset(id(param) for param in self.params)
 
     @property

@@ -29,6 +29,11 @@ class PeakMeter:
         """Whether there are counters to read: CUDA is up in this process."""
         return torch.cuda.is_available() and torch.cuda.is_initialized()
 
+    @property
+    def expands(self) -> bool:
+        """Whether the allocator's segments can grow (`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`)."""
+        return self.works and any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+
     def end_phase(self) -> int | None:
         """Return the peak of allocated bytes since the last call of this method; None without a GPU."""
         if not self.works:

@@ -44,7 +44,8 @@ class Schedule:
         """Of all optimizers of the rank, in the order in which they step."""
         self.margin_bytes = 0
         """How far below the peak of a run whose states are released throughout to stay while any is held: slabs and
-        activations that share memory leave holes between them, which the allocator has reserved all the same."""
+        activations that share memory leave holes between them, which the allocator has reserved all the same. Three
+        times as much where its segments cannot expand."""
         self.signature: object = None
         """What a pass must have in common with the measured one: set before a pass; the number of microbatches."""
         self.agree: Agree = lambda room, least: (room, least)
@@ -64,6 +65,7 @@ class Schedule:
         self._coming: list[TrackedSlab] = []
         self._position: dict[TrackedSlab, int] = {}
         self._next = 0
+        self._early = 0
         self.ledger.before_change = self._measure
 
     def remove(self, parts: list[StepPart]) -> None:
@@ -83,7 +85,7 @@ class Schedule:
         self._coming = [slab for part in self.parts for slab in part.slabs if not part.stays]
         self._position = {slab: i for i, slab in enumerate(self._coming)}
         self._leaving = deque(slab for slab in self._coming if slab.tracker.state is Residency.OFFLOADING)
-        self._next = 0
+        self._next = self._early = 0
         self._in_step_phase = False
 
     def release(self) -> None:
@@ -98,9 +100,9 @@ class Schedule:
 
     def point(self) -> None:
         """The model passed a point of the pass: a layer begins its forward or ends its backward."""
+        self._measure()
         self._index += 1
         if self._record is not None:
-            self._measure()
             self._record.intervals.append(0)
             return
         plan = self._plan
@@ -131,7 +133,11 @@ class Schedule:
             # does not give back by itself. From here on activations take their memory from slabs that went.
             torch.cuda.empty_cache()
             self._fresh = False
-        self._bring_up_to(self.step_limit)
+        self._early = self._next
+        limit = self.step_limit
+        while self.ledger.nbytes > limit and self._leaving:
+            self._leaving.pop().tracker.release()  # the last, which are needed last
+        self._bring_up_to(limit)
 
     @property
     def step_limit(self) -> int:
@@ -145,27 +151,28 @@ class Schedule:
 
     # The optimizer step.
 
-    @property
-    def all_fit(self) -> bool:
-        """Whether every slab may be on the GPU while the optimizer steps."""
-        return sum(part.nbytes for part in self.parts) <= self.step_limit
-
     def step(self, parts: list[StepPart], update: Callable[[StepPart], None], hold_masters: bool) -> None:
         """Bring back, update and send off the parts of one optimizer, as a pipeline in both directions.
 
         hold_masters: masters that mcore copies to the model stay on the GPU until the next pass; their copy out
         starts all the same.
         """
-        here = [part for part in parts if not part.stays and not _is_away(part)]
-        staying = [part for part in parts if part.stays]  # needs no copy: fills the time while others come
-        away = [part for part in parts if not part.stays and _is_away(part)]
-        for part in [*here, *staying, *away]:
+        # What came during backward goes first, so that copies out begin. What stays needs no copy, and fills the time
+        # while the others come.
+        moving = [part for part in parts if not part.stays]
+        early = [part for part in moving if self._came_early(part)]
+        later = [part for part in moving if not self._came_early(part)]
+        staying = [part for part in parts if part.stays]
+        for part in [*early, *staying, *later]:
             self._bring_for(part)
             for slab in part.slabs:
                 slab.tracker.require_writable()
             update(part)
             if not part.stays:
                 self._send_off(part, hold_masters)
+
+    def _came_early(self, part: StepPart) -> bool:
+        return all(self._position.get(slab, 0) < self._early for slab in part.slabs)
 
     def _send_off(self, part: StepPart, hold_masters: bool) -> None:
         for slab in part.slabs:
@@ -256,8 +263,9 @@ class Schedule:
         if self._budget is not None:
             limit = self._budget
             self._choose(sizes, limit - worst.intervals[0], limit - least, least)
+        margin = self.margin_bytes if self._meter.expands else 3 * self.margin_bytes
         for signature, profile in self._profiles.items():
-            self._plans[signature] = plan_holding(profile, limit - self.margin_bytes, self._staying_bytes(), sizes)
+            self._plans[signature] = plan_holding(profile, limit - margin, self._staying_bytes(), sizes)
         away = sum(part.nbytes for part in self.parts if not part.stays)
         gib = 2**30
         self.announce(
@@ -291,8 +299,4 @@ class Schedule:
                 )
         staying = choose_staying(sizes, room)
         for index, part in enumerate(self.parts):
-            part.stays = index >= len(sizes) - staying
-
-
-def _is_away(part: StepPart) -> bool:
-    return any(slab.tracker.state is Residency.RELEASED for slab in part.slabs)
+            part.stays = index in staying

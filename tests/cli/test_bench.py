@@ -149,20 +149,20 @@ def test_the_bench_prints_a_table_and_leaves_json_and_pictures(made_up, tmp_path
 
 
 def test_json_is_the_only_thing_on_standard_output(made_up, tmp_path):
-    result = bench(tmp_path, "--arms", "resident,native", "--json", "--no-pictures")
+    result = bench(tmp_path, "--arms", "resident,native", "--json", "--no-traces")
     assert json.loads(result.stdout)["arms"][1]["arm"] == "native"
 
 
 def test_an_arm_that_is_not_bitwise_equal_is_status_1_unless_it_need_not_be(made_up, tmp_path):
     made_up[0]["hybrid"] = "b"
-    assert bench(tmp_path, "--arms", "resident,hybrid", "--no-pictures").exit_code == 0
+    assert bench(tmp_path, "--arms", "resident,hybrid", "--no-traces").exit_code == 0
     made_up[0]["native"] = "b"
-    assert bench(tmp_path, "--arms", "resident,native", "--no-pictures").exit_code == 1
+    assert bench(tmp_path, "--arms", "resident,native", "--no-traces").exit_code == 1
 
 
 def test_a_failing_peer_is_named_and_the_others_are_reported(made_up, tmp_path):
     made_up[1].add("mcore")
-    result = bench(tmp_path, "--arms", "resident,mcore,native", "--no-pictures")
+    result = bench(tmp_path, "--arms", "resident,mcore,native", "--no-traces")
     assert result.exit_code == 2
     saved = json.loads((tmp_path / "bench.json").read_text())
     assert list(saved["failed"]) == ["mcore"]

@@ -81,7 +81,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     offload.add_argument("--slab-mib", type=int)
     offload.add_argument("--piece-mib", type=int)
     offload.add_argument("--budget-gib", type=float)
-    parser.add_argument("--recompute", action="store_true", help="recompute every layer in backward")
+    parser.add_argument("--recompute-attention", action="store_true", help="recompute attention scores in backward")
     parser.add_argument("--trace", type=Path, help="profile two steps more, not among the figures, into this file")
     parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
     options = parser.parse_args(arguments)
@@ -135,6 +135,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
 
         def on_train_step_end(self, context: Any) -> None:
             if self.trace is not None:
+                self.trace.end_step()
                 return
             self.sample_peaks()
             loss = (context.loss_dict or {}).get("lm loss")

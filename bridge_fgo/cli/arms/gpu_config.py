@@ -49,8 +49,8 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         model.num_moe_experts, model.moe_router_topk = options.experts, options.topk
         model.moe_ffn_hidden_size, model.expert_model_parallel_size = options.ffn, options.ep
         model.moe_token_dispatcher_type, model.moe_grouped_gemm = "alltoall", False
-    if options.recompute:
-        model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "uniform", 1
+    if options.recompute_attention:
+        model.recompute_granularity, model.recompute_modules = "selective", ["core_attn"]
     optimizer = bridge.OptimizerConfig(
         optimizer="adam",
         bf16=True,

@@ -41,6 +41,14 @@ class StepTrace:
         self._annotation = torch.profiler.record_function(STEP)
         self._annotation.__enter__()
 
+    def end_step(self) -> None:
+        """A step ends, once the compute stream has run dry; copies may go on."""
+        import torch
+
+        if self._annotation is not None:
+            torch.cuda.current_stream().synchronize()
+            self._annotation.__exit__(None, None, None)
+
     def end(self, path: Path | None) -> None:
         """Write what happened in the step that was kept as gzipped JSON; times in seconds from its begin.
 
@@ -50,7 +58,6 @@ class StepTrace:
         """
         import torch
 
-        self._annotation.__exit__(None, None, None)
         torch.cuda.synchronize()
         self._profiler.stop()
         snapshot = torch.cuda.memory._snapshot()

@@ -37,7 +37,8 @@ class Settings:
     folder: Path
     megatron_lm: list[str]
     json_output: bool
-    pictures: bool
+    traces: bool
+    """Whether to profile two steps more in each arm, for the pictures and the shares of hidden copies."""
     arm_timeout: float
     extra: tuple[str, ...] = ()
 
@@ -71,8 +72,8 @@ def run_one(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | N
     if arm.half:
         assert resident is not None
         options += ["--budget-gib", repr(budget_gib(resident))]
-    # Also where no picture is asked for: the profiled steps train, and all arms must train equally long.
-    options += ["--trace", str(settings.folder / f"{arm.name}.{number}.trace.gz")]
+    if settings.traces:  # in every arm, because the profiled steps train too
+        options += ["--trace", str(settings.folder / f"{arm.name}.{number}.trace.gz")]
     environment = {}
     if arm.python_path:
         environment["PYTHONPATH"] = os.pathsep.join([arm.python_path, *sys.path[:1], os.environ.get("PYTHONPATH", "")])
@@ -92,8 +93,8 @@ def run_one(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | N
 def run(settings: Settings) -> int:
     """Runs the bench; returns the exit status: 1 where an arm that must be is not bitwise equal, 2 for a failure."""
     console = Console(stderr=settings.json_output)
-    if settings.pictures and importlib.util.find_spec("matplotlib") is None:
-        console.print("bridge-fgo bench: pictures need matplotlib: pip install 'bridge-fgo[bench]', or --no-pictures")
+    if settings.traces and importlib.util.find_spec("matplotlib") is None:
+        console.print("bridge-fgo bench: pictures need matplotlib: pip install 'bridge-fgo[bench]', or --no-traces")
         return FAILED
     chosen = arms(settings.arms, settings.megatron_lm)
     settings.folder.mkdir(parents=True, exist_ok=True)
@@ -119,9 +120,11 @@ def run(settings: Settings) -> int:
     except ArmFailed as failure:
         console.print(f"bridge-fgo bench: {failure}\n{failure.log_tail}", markup=False)
         return FAILED
-    traces = {arm.name: read_trace(settings.folder / f"{arm.name}.0.trace.gz") for arm in chosen if runs[arm.name]}
+    traces: dict[str, Trace] = {}
+    if settings.traces:
+        traces = {arm.name: read_trace(settings.folder / f"{arm.name}.0.trace.gz") for arm in chosen if runs[arm.name]}
     rows = [
-        make_row(runs["resident"], runs[arm.name], link, traces[arm.name], arm.bitwise)
+        make_row(runs["resident"], runs[arm.name], link, traces.get(arm.name), arm.bitwise)
         for arm in chosen
         if arm.name not in failures
     ]
@@ -153,7 +156,7 @@ def report(
         "failed": failures,
     }
     (settings.folder / "bench.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if settings.pictures:
+    if traces:
         pictures = [settings.folder / "memory.png", settings.folder / "gantt.png"]
         memory_timeline(traces, pictures[0])
         gantt(traces, pictures[1])
@@ -162,9 +165,9 @@ def report(
     if settings.json_output:
         print(json.dumps(result))
         return
-    table = Table(*texts[0])
-    for row in texts[1:]:
-        table.add_row(*row)
+    table = Table(*(row[0] for row in texts))  # an arm a column: the other way it is too wide for a terminal
+    for cells in list(zip(*texts, strict=True))[1:]:
+        table.add_row(*cells)
     console.print(table)
     console.print(
         f"S = {resident.result['state_bytes'] / 1e9:.2f} GB; all files are in {settings.folder}", markup=False

@@ -41,9 +41,11 @@ def gantt(traces: Mapping[str, Trace], path: Path) -> None:
             axes.broken_barh(bars, (2.1 - row, 0.8), facecolors=colour)
         axes.axvline(trace.seconds, color="black", linewidth=0.8)
         axes.set_yticks([2.5, 1.5, 0.5], ["kernels", "D2H", "H2D"])
+        axes.set_ylim(0, 3)
         axes.set_title(name, loc="left", fontsize=9)
     all_axes[-1, 0].set_xlabel("seconds from the begin of the step (profiled, so slower than measured)")
-    all_axes[-1, 0].set_xlim(0, None)
+    ends = [intervals[-1][1] for t in traces.values() for intervals in (t.kernels, t.d2h, t.h2d) if intervals]
+    all_axes[-1, 0].set_xlim(0, max(ends, default=1.0))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 PRESETS = {
     # 1.64B parameters; 4 microbatches of 2 x 2048 tokens on one GPU, far too short to hide the copies behind.
     "short": "--layers 24 --hidden 2048 --ffn 8192 --heads 16 --seq 2048 --mbs 2",
-    # The same model with ten times the tokens in a microbatch, every layer recomputed: its forward takes longer than
-    # the states take over the link.
-    "long": "--layers 24 --hidden 2048 --ffn 8192 --heads 16 --seq 2048 --mbs 20 --recompute",
+    # The same model with six times the tokens in a microbatch, in sequences four times as long: its forward takes
+    # longer than the states take over the link, and its activations are larger than they.
+    "long": "--layers 24 --hidden 2048 --ffn 8192 --heads 16 --seq 8192 --mbs 3 --recompute-attention",
     # A mixture of experts: a ChainedOptimizer of dense and expert parameters, experts over all GPUs.
     "moe": "--layers 12 --hidden 1024 --ffn 4096 --heads 16 --seq 2048 --mbs 2 --experts 16 --topk 2",
 }

@@ -1,0 +1,55 @@
+"""What the host has, and the refusal before training where that is too little."""
+
+import pytest
+
+from bridge_fgo.engine import host_memory
+from bridge_fgo.engine.host_memory import available_bytes, parse_cpulist, require_host_memory, total_bytes
+
+GIB = 2**30
+
+
+@pytest.fixture
+def host(monkeypatch, tmp_path):
+    """A host of 100 GiB with 80 free; returns a function that writes a cgroup's limits."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: {100 * 2**20} kB\nMemAvailable: {80 * 2**20} kB\n")
+    monkeypatch.setattr(host_memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+
+    def limit(maximum, current=0, inactive=0):
+        (tmp_path / "memory.max").write_text(f"{maximum}\n")
+        (tmp_path / "memory.current").write_text(f"{current}\n")
+        (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
+
+    return limit
+
+
+def test_enough_memory_passes(host):
+    require_host_memory(80 * GIB)
+
+
+def test_a_rank_that_needs_more_than_is_free_is_refused_with_the_bytes(host):
+    with pytest.raises(ValueError, match=rf"pins {81 * GIB} bytes.*OffloadConfig.fraction \(at most 0.99"):
+        require_host_memory(81 * GIB)
+
+
+def test_ranks_of_a_node_are_refused_together(host, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    require_host_memory(25 * GIB)
+    with pytest.raises(ValueError, match=rf"about {4 * 26 * GIB} on this node with its 4 rank"):
+        require_host_memory(26 * GIB)
+
+
+def test_the_limit_of_a_cgroup_counts_and_its_page_cache_does_not(host):
+    host(50 * GIB, current=40 * GIB, inactive=30 * GIB)
+    assert total_bytes() == 50 * GIB
+    assert available_bytes() == 40 * GIB
+    host("max")
+    assert total_bytes() == 100 * GIB
+    assert available_bytes() == 80 * GIB
+
+
+def test_a_list_of_cpus_is_read():
+    assert parse_cpulist("0-3,8\n") == {0, 1, 2, 3, 8}
+    assert parse_cpulist("\n") == set()

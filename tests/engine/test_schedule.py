@@ -1,0 +1,324 @@
+"""The schedule on real AdamW optimizers in host memory, with made-up peaks: bits, bytes, budget."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_optimizer import make_distributed_optimizer, state_bytes
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine import native
+from bridge_fgo.engine.native import NativeOffloader
+from bridge_fgo.engine.residency import Residency
+from bridge_fgo.engine.schedule import Schedule
+from bridge_fgo.engine.transfers import HostTransfers
+
+SIZES = [1000, 300, 2000, 64, 1500, 700, 1200]
+POINTS = 8
+SHAPE = [0, 1, 2, 3, 4, 3, 2, 1, 0]  # of the activations, from point 0 to point POINTS
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    """Parts of a few kilobytes, and no margin."""
+    monkeypatch.setattr(native, "MIB", 4096)
+    monkeypatch.setattr(native, "MARGIN_PARTS", 0)
+
+
+class Meter:
+    """Peaks of what is beside the slabs: `layer` bytes for each layer that has run forward and not yet backward."""
+
+    works = expands = True
+
+    def __init__(self, layer, step=0):
+        self.layer, self.step = layer, step
+        self.schedule = None
+
+    def end_interval(self):
+        index = min(self.schedule._index, POINTS)
+        others = self.step if self.schedule._in_step_phase else self.layer * SHAPE[index]
+        return others + self.schedule.ledger.nbytes
+
+
+def with_model(optimizer):
+    """Give a stand-in the model's weights, and mcore's copy of masters to them."""
+    masters = optimizer.shard_fp32_from_float16_groups
+    optimizer.model_float16_groups = [[torch.zeros_like(m, dtype=torch.bfloat16) for m in group] for group in masters]
+    optimizer.shard_fp32_groups = optimizer.model_fp32_groups = []
+
+    def copy():
+        pairs = zip(optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups, strict=True)
+        for mains, models in pairs:
+            for main, model in zip(mains, models, strict=True):
+                model.copy_(main)
+                optimizer.copied.append(id(main))
+
+    optimizer._copy_main_params_to_model_params = copy
+    optimizer.copied = []
+    return optimizer
+
+
+class Training:
+    """Optimizers with offload, and twins without, in the order of calls of a training step."""
+
+    def __init__(self, layer, step=0, optimizers=1, budget=None):
+        self.twins = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
+        self.optimizers = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
+        meter = Meter(layer, step)
+        self.schedule = meter.schedule = Schedule(HostTransfers(65536), meter, budget)
+        self.schedule.signature = 1
+        config = OffloadConfig(engine="native", piece_bytes=65536)
+        self.offloaders = [NativeOffloader(optimizer, config, self.schedule) for optimizer in self.optimizers]
+        for twin, offloader, optimizer in zip(self.twins, self.offloaders, self.optimizers, strict=True):
+            offloader.twin = twin
+            wrapped = optimizer._copy_main_params_to_model_params
+            optimizer._copy_main_params_to_model_params = lambda o=offloader, w=wrapped: o.copy_masters(w)
+        self.held = []
+
+    def run_pass(self, points=POINTS):
+        for offloader in self.offloaders:
+            offloader.offload()
+        for offloader in self.offloaders:
+            offloader.release()
+        self.held = [self.schedule.ledger.nbytes]
+        for _ in range(points):
+            self.schedule.point()
+            self.held.append(self.schedule.ledger.nbytes)
+        for offloader in self.offloaders:
+            offloader.reload()
+
+    def update(self, seed):
+        for optimizer, offloader in zip(self.optimizers, self.offloaders, strict=True):
+            for twin in (optimizer, offloader.twin):
+                generator = torch.Generator().manual_seed(seed)
+                for param in twin.optimizer.param_groups[0]["params"]:
+                    param.grad = torch.randn(param.shape, generator=generator)
+            optimizer.copied.clear()
+            with offloader.stepping():
+                optimizer.optimizer.step()
+                optimizer._copy_main_params_to_model_params()
+            offloader.twin.optimizer.step()
+            offloader.twin._copy_main_params_to_model_params()
+
+    def end_step(self, updated):
+        for offloader in self.offloaders:
+            offloader.settle()
+        self.schedule.end_step(updated)
+
+    def step(self, seed, passes=1, skip=False, points=POINTS):
+        for _ in range(passes):
+            self.run_pass(points)
+        if not skip:
+            self.update(seed)
+        self.end_step(updated=not skip)
+
+    def check(self):
+        for optimizer, offloader in zip(self.optimizers, self.offloaders, strict=True):
+            offloader.require_readable()
+            assert state_bytes(optimizer) == state_bytes(offloader.twin)
+            pairs = zip(optimizer.model_float16_groups[0], offloader.twin.model_float16_groups[0], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+
+
+WHOLE = 12 * sum(SIZES)
+
+
+@pytest.mark.parametrize("layer", [0, WHOLE // 10, WHOLE // 4, WHOLE])
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_bits_are_those_of_a_run_without_offload(layer, optimizers):
+    training = Training(layer, optimizers=optimizers)
+    for seed in range(6):
+        training.step(seed)
+    training.check()
+
+
+def test_slabs_leave_late_and_come_early_once_peaks_are_known():
+    training = Training(layer=WHOLE // 4)
+    for seed in range(2):
+        training.step(seed)
+        assert training.held == [0] * (POINTS + 1)  # released throughout, until there are peaks to go by
+    for seed in range(2, 5):
+        training.step(seed)
+        held = training.held
+        assert held[0] > held[2] > 0 == held[4]
+    assert held[-1] > held[-3] > 0
+
+
+def test_states_that_have_not_left_yet_come_back_without_a_copy():
+    # Activations need no more than states do: nothing has to leave at point 0.
+    training = Training(layer=WHOLE)
+    for seed in range(4):
+        training.step(seed)
+    before = training.offloaders[0].bytes_in
+    training.step(9)
+    moved = training.offloaders[0].bytes_in - before
+    assert moved == sum(slab.nbytes for slab in training.offloaders[0].slabs)
+    assert training.held[-1] > 0
+
+
+def test_the_step_holds_two_parts_where_there_is_no_room():
+    training = Training(layer=0, step=WHOLE)  # the step itself is the peak
+    for seed in range(3):
+        training.step(seed)
+    parts = sorted(part.nbytes for part in training.schedule.parts)
+    most = []
+    original = training.schedule._bring_for
+
+    def spy(part):
+        original(part)
+        most.append(training.schedule.ledger.nbytes)
+
+    training.schedule._bring_for = spy
+    training.step(3)
+    assert max(most) <= 2 * parts[-1]
+    training.check()
+
+
+def test_every_master_is_copied_to_the_model_once_a_step():
+    training = Training(layer=WHOLE // 4)
+    for seed in range(3):
+        training.step(seed)
+        masters = [id(m) for m in training.optimizers[0].shard_fp32_from_float16_groups[0]]
+        assert sorted(training.optimizers[0].copied) == sorted(masters)
+
+
+def test_quantized_weights_are_copied_in_one_go():
+    training = Training(layer=WHOLE // 4)
+    training.optimizers[0].ddp_config = SimpleNamespace(fp8_param_gather=True)
+    calls = []
+    copy = training.optimizers[0]._copy_main_params_to_model_params
+    training.optimizers[0]._copy_main_params_to_model_params = lambda: (calls.append(1), copy())
+    training.step(0)
+    assert calls == [1]
+    training.check()
+
+
+def test_a_pass_with_another_number_of_points_is_measured_anew():
+    training = Training(layer=WHOLE // 4)
+    for seed in range(3):
+        training.step(seed)
+    assert training.held[0] > 0
+    training.step(3, points=POINTS - 2)
+    training.step(4, points=POINTS - 2)
+    assert training.held == [0] * (POINTS - 1)
+    training.step(5, points=POINTS - 2)
+    assert training.held[0] > 0
+    training.check()
+
+
+def test_another_number_of_microbatches_is_measured_for_itself():
+    training = Training(layer=WHOLE // 4)
+    for seed in range(3):
+        training.step(seed)
+    training.schedule.signature = 2
+    training.step(3)
+    assert training.held == [0] * (POINTS + 1)
+    training.step(4)
+    assert training.held[0] > 0
+    training.schedule.signature = 1
+    training.step(5)
+    assert training.held[0] > 0
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+def test_a_budget_keeps_what_fits_and_the_peak_under_it(share):
+    layer = WHOLE // 2
+    budget = 4 * layer + int(share * WHOLE)
+    training = Training(layer, budget=budget)
+    for seed in range(6):
+        training.step(seed)
+    staying = sum(part.nbytes for part in training.schedule.parts if part.stays)
+    assert share * WHOLE - max(p.nbytes for p in training.schedule.parts) < staying <= share * WHOLE
+    assert all(held + layer * SHAPE[i] <= budget for i, held in enumerate(training.held))
+    before = training.offloaders[0].bytes_out
+    training.step(9)
+    assert training.offloaders[0].bytes_out - before <= WHOLE - staying + 256 * len(SIZES) * 3
+    training.check()
+
+
+def test_a_budget_that_cannot_be_met_is_an_error_with_the_least_one():
+    training = Training(layer=WHOLE, budget=4 * WHOLE - 1)
+    training.step(0)
+    with pytest.raises(ValueError, match=r"gpu_memory_budget_gib=.*cannot be met.*needs 0\.00 GiB"):
+        training.step(1)
+
+
+def test_ranks_keep_to_what_the_tightest_of_them_has_room_for():
+    training = Training(layer=WHOLE // 2, budget=4 * WHOLE)
+    training.schedule.agree = lambda room, least: (0, least)
+    for seed in range(4):
+        training.step(seed)
+    assert not any(part.stays for part in training.schedule.parts)
+    training = Training(layer=WHOLE // 2, budget=4 * WHOLE)
+    training.schedule.agree = lambda room, least: (room, 5 * WHOLE)
+    training.step(0)
+    with pytest.raises(ValueError, match="cannot be met"):
+        training.step(1)
+
+
+def test_an_evaluation_finds_nothing_held():
+    training = Training(layer=WHOLE)
+    for seed in range(4):
+        training.step(seed)
+    assert training.schedule.ledger.nbytes > 0
+    training.schedule.release_everything()
+    assert training.schedule.ledger.nbytes == 0
+    assert set(training.offloaders[0].residencies) == {Residency.RELEASED}
+    training.step(4)
+    training.check()
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Steps, skips, second passes, readers, loads and evaluations in any order leave the bits of a resident run."""
+
+    @initialize(
+        layer=st.integers(0, WHOLE),
+        step=st.integers(0, 4 * WHOLE),
+        optimizers=st.integers(1, 2),
+        budget=st.none() | st.integers(0, WHOLE),
+    )
+    def start(self, layer, step, optimizers, budget):
+        if budget is not None:
+            budget += max(4 * layer, step + WHOLE)
+        self.training = Training(layer, step, optimizers, budget)
+
+    @rule(seed=st.integers(0, 99), passes=st.integers(1, 2), skip=st.booleans(), points=st.sampled_from([8, 8, 8, 6]))
+    def step(self, seed, passes, skip, points):
+        self.training.step(seed, passes, skip, points)
+
+    @rule(points=st.integers(0, POINTS))
+    def break_off_a_pass(self, points):
+        self.training.run_pass(points)
+        self.training.end_step(updated=False)
+
+    @rule()
+    def read(self):
+        self.training.check()
+
+    @rule()
+    def evaluate(self):
+        self.training.schedule.release_everything()
+
+    @rule(seed=st.integers(0, 99))
+    def write(self, seed):
+        for offloader, optimizer in zip(self.training.offloaders, self.training.optimizers, strict=True):
+            offloader.require_writable()
+            for one in (optimizer, offloader.twin):
+                generator = torch.Generator().manual_seed(seed)
+                for master in one.shard_fp32_from_float16_groups[0]:
+                    master.copy_(torch.randn(master.shape, generator=generator))
+
+    @rule(signature=st.integers(1, 2))
+    def ramp_up(self, signature):
+        self.training.schedule.signature = signature
+
+    def teardown(self):
+        if hasattr(self, "training"):
+            self.training.check()
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)

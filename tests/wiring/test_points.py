@@ -1,0 +1,76 @@
+"""Points of the pass: what the hooks report, and that nothing of them stays in the model."""
+
+import copy
+
+import torch
+
+from bridge_fgo.wiring.points import ENOUGH_LAYERS, ModelPoints, layers
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = torch.nn.Linear(4, 4)
+        self.activation = torch.nn.ReLU()
+
+    def forward(self, *, hidden):
+        return self.activation(self.attention(hidden))
+
+
+class Model(torch.nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.embedding = torch.nn.Linear(4, 4)
+        self.layers = torch.nn.ModuleList([Layer() for _ in range(count)])
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(hidden=x)
+        return x
+
+
+class Schedule:
+    def __init__(self):
+        self.points = 0
+
+    def point(self):
+        self.points += 1
+
+
+def test_layers_and_their_children_with_parameters_report_forward_and_backward():
+    model, schedule = Model(2), Schedule()
+    with ModelPoints().hooked([model], schedule):
+        loss = model(torch.ones(3, 4)).sum()
+        assert schedule.points == 4
+        loss.backward()
+    assert schedule.points == 8
+
+
+def test_many_layers_report_for_themselves_only():
+    assert len(layers(Model(2))) == 4
+    assert len(layers(Model(ENOUGH_LAYERS))) == ENOUGH_LAYERS
+
+
+def test_forward_without_gradients_reports_no_backward():
+    model, schedule = Model(1), Schedule()
+    with ModelPoints().hooked(model, schedule), torch.no_grad():
+        model(torch.ones(3, 4))
+    assert schedule.points == 2
+
+
+def test_hooks_are_gone_after_the_step_and_gradients_are_the_same():
+    model, schedule = Model(2), Schedule()
+    plain = copy.deepcopy(model)
+    with ModelPoints().hooked([model], schedule):
+        model(torch.ones(3, 4)).sum().backward()
+    plain(torch.ones(3, 4)).sum().backward()
+    assert all(not module._forward_pre_hooks for module in model.modules())
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_without_a_schedule_nothing_is_hooked():
+    model = Model(1)
+    with ModelPoints().hooked([model], None):
+        assert all(not module._forward_pre_hooks for module in model.modules())
