@@ -124,6 +124,12 @@ class Figures:
         """See `PeakMeter.run_peaks`."""
         return self._meter.run_peaks
 
+    @property
+    def peak_allocated_bytes(self) -> int | None:
+        """Peak of allocated GPU memory of the newest step; None without a GPU."""
+        peaks = [p for p in (self._now.peak_forward_backward_bytes, self._now.peak_step_bytes) if p is not None]
+        return max(peaks, default=None)
+
     def _sum(self, name: str) -> Any:
         return total(self._offloaders, name)
 

@@ -97,3 +97,12 @@ def test_a_budget_without_a_gpu_is_refused():
     config = bridge_fgo.OffloadConfig(engine="native", gpu_memory_budget_gib=40.0)
     with bridge_fgo.install(config), pytest.raises(ValueError, match=r"gpu_memory_budget_gib=40\.0 needs a GPU"):
         run(CpuOptions(offload=True), 1)
+
+
+def test_a_step_above_the_budget_is_said_once(meter, monkeypatch, capsys):
+    monkeypatch.setattr(meter, "end_phase", lambda self: 3 * 2**30)
+    config = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, gpu_memory_budget_gib=2.0)
+    with bridge_fgo.install(config):
+        run(CpuOptions(offload=True), 5)
+    said = [line for line in capsys.readouterr().out.splitlines() if "allocated 3.00 GiB" in line]
+    assert len(said) == 1

@@ -40,7 +40,9 @@ class HoldPlan:
     step: int
 
 
-def plan_holding(profile: MemoryProfile, limit: int, staying: int, part_bytes: Sequence[int]) -> HoldPlan:
+def plan_holding(
+    profile: MemoryProfile, limit: int, staying: int, part_bytes: Sequence[int], masters_held: int = 0
+) -> HoldPlan:
     """Return what may be held so that the peak of everything stays at or below `limit` bytes where it can.
 
     Args:
@@ -48,9 +50,10 @@ def plan_holding(profile: MemoryProfile, limit: int, staying: int, part_bytes: S
         limit: in bytes.
         staying: bytes of slabs that stay for good, and are held in any case.
         part_bytes: sizes of all parts; two of them are held in the optimizer step in any case.
+        masters_held: bytes of masters that are held to the end of the optimizer step in any case.
     """
     leave = [max(staying, limit - peak) for peak in profile.intervals]
-    step = max(staying + 2 * max(part_bytes, default=0), limit - profile.step)
+    step = max(staying + masters_held + 2 * max(part_bytes, default=0), limit - profile.step)
     come = [*leave, step]
     for i in range(len(leave) - 1, -1, -1):
         come[i] = min(come[i], come[i + 1])
@@ -68,6 +71,6 @@ def choose_staying(part_bytes: Sequence[int], room: int) -> set[int]:
     return staying
 
 
-def least_budget(profile: MemoryProfile, part_bytes: Sequence[int]) -> int:
+def least_budget(profile: MemoryProfile, part_bytes: Sequence[int], masters_held: int = 0) -> int:
     """Return the least peak in bytes that any choice can reach: everything leaves, two parts step in turn."""
-    return max(profile.peak, profile.step + 2 * max(part_bytes, default=0))
+    return max(profile.peak, profile.step + masters_held + 2 * max(part_bytes, default=0))

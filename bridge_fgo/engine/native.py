@@ -72,6 +72,8 @@ class NativeOffloader:
         self._owners = {i: part for part in self.parts for i in part.ids}
         self._inner_step = InnerStep(optimizer.optimizer)
         self._master_copy = MasterCopy(optimizer)
+        if not self._master_copy.divides():
+            schedule.masters_held_bytes += sum(slab.nbytes for slab in self._slabs if slab.is_copied_to_model)
 
     def _wanted(self, ref: StateRef) -> bool:
         return self._config.moments if ref.kind == "moment" else self._config.master_weights
@@ -188,11 +190,12 @@ class NativeOffloader:
         """See `Offloader.require_readable`."""
         _require_readable([slab for slab in self._slabs if slab.is_copied_to_model or not masters_only])
 
-    def require_writable(self) -> None:
+    def require_writable(self, masters_only: bool = False) -> None:
         """See `Offloader.require_writable`."""
-        self.require_readable()
+        self.require_readable(masters_only)
         for slab in self._slabs:
-            slab.tracker.require_writable()
+            if slab.is_copied_to_model or not masters_only:
+                slab.tracker.require_writable()
 
     def settle(self) -> None:
         """See `Offloader.settle`; what is released stays so, and comes back when somebody asks for it."""
@@ -204,6 +207,7 @@ class NativeOffloader:
         """See `Offloader.states_replaced`; the next offload takes the new tensors into the slabs."""
         for slab in self._slabs:
             if slab.tracker.state is Residency.RESIDENT:
+                self._schedule.transfers.wait_out(slab.slab)
                 slab.slab.drop_if_left()
 
     def resident_note(self) -> str:

@@ -75,8 +75,8 @@ class Offloader(Protocol):
     def require_readable(self, masters_only: bool = False) -> None:
         """Return when work queued on the current stream from now on may read the states (or masters)."""
 
-    def require_writable(self) -> None:
-        """Return when work queued on the current stream from now on may read and write the states."""
+    def require_writable(self, masters_only: bool = False) -> None:
+        """Return when work queued on the current stream from now on may read and write the states (or masters)."""
 
     def settle(self) -> None:
         """A training step has ended: what reads the masters on the current stream may, from now on."""

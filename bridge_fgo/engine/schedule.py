@@ -8,6 +8,7 @@ peaks that were measured in an earlier step, one in which everything was release
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -46,12 +47,14 @@ class Schedule:
         """How far below the peak of a run whose states are released throughout to stay while any is held: slabs and
         activations that share memory leave holes between them, which the allocator has reserved all the same. Three
         times as much where its segments cannot expand."""
+        self.masters_held_bytes = 0
+        """Masters that cannot leave before the optimizer step is over, because they are copied to the model at once."""
         self.signature: object = None
         """What a pass must have in common with the measured one: set before a pass; the number of microbatches."""
         self.agree: Agree = lambda room, least: (room, least)
         self.announce: Callable[[str], None] = lambda text: None
         self._meter = meter
-        self._budget = budget_bytes
+        self.budget_bytes = budget_bytes
         self._plans: dict[object, HoldPlan] = {}
         self._profiles: dict[object, MemoryProfile] = {}
         self._chosen = False
@@ -66,7 +69,12 @@ class Schedule:
         self._position: dict[TrackedSlab, int] = {}
         self._next = 0
         self._early = 0
-        self.ledger.before_change = self._measure
+        self.ledger.observer = weakref.WeakMethod(self._memory_changes)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the newest pass went by measured peaks."""
+        return self._plan is not None
 
     def remove(self, parts: list[StepPart]) -> None:
         """Forget parts that are no more offloaded."""
@@ -90,6 +98,11 @@ class Schedule:
 
     def release(self) -> None:
         """Point 0: nothing reads the states any more until the optimizer steps."""
+        for slab in self._coming:
+            # A reader since the pass began (MXFP8's copy of the masters) has had it brought back.
+            if slab.tracker.state is Residency.RESIDENT and slab.slab.exists():
+                slab.tracker.offload()
+                self._leaving.append(slab)
         if self._plan is None:
             self._release_down_to(0)
             if self._warm and self._meter.works and self.signature not in self._profiles:
@@ -122,6 +135,8 @@ class Schedule:
 
     def reload(self) -> None:
         """The last backward is done: bring back what the optimizer step has room for."""
+        if self._in_step_phase:
+            return
         if self._plan is not None and self._index + 1 != len(self._plan.leave):
             # Another number of points than in the measured pass: measure this kind of pass anew.
             del self._plans[self.signature], self._profiles[self.signature]
@@ -134,6 +149,10 @@ class Schedule:
             torch.cuda.empty_cache()
             self._fresh = False
         self._early = self._next
+        for part in self.parts:
+            if part.stays:  # from now on; it was away when that was decided
+                for slab in part.slabs:
+                    slab.tracker.reload()
         limit = self.step_limit
         while self.ledger.nbytes > limit and self._leaving:
             self._leaving.pop().tracker.release()  # the last, which are needed last
@@ -144,7 +163,8 @@ class Schedule:
         """Bytes of state that the GPU may hold while the optimizer steps; two parts where that is not known."""
         if self._plan is not None:
             return self._plan.step
-        return 2 * max((part.nbytes for part in self.parts if not part.stays), default=0) + self._staying_bytes()
+        moving = max((part.nbytes for part in self.parts if not part.stays), default=0)
+        return 2 * moving + self._staying_bytes() + self.masters_held_bytes
 
     def _staying_bytes(self) -> int:
         return sum(part.nbytes for part in self.parts if part.stays)
@@ -167,6 +187,7 @@ class Schedule:
             self._bring_for(part)
             for slab in part.slabs:
                 slab.tracker.require_writable()
+                self._next = max(self._next, self._position.get(slab, -1) + 1)
             update(part)
             if not part.stays:
                 self._send_off(part, hold_masters)
@@ -226,6 +247,13 @@ class Schedule:
 
     # Measuring, and what follows from it.
 
+    def _memory_changes(self, before: bool) -> None:
+        """Slabs take or give back memory: what was there until now has been measured with them, or without."""
+        if before:
+            self._measure()
+        elif self._record is not None:
+            self._meter.end_interval()  # of the change itself
+
     def _measure(self) -> None:
         if self._record is None:
             return
@@ -258,14 +286,16 @@ class Schedule:
             [max(max(profile.intervals) for profile in self._profiles.values())],
             max(profile.step for profile in self._profiles.values()),
         )
-        least = least_budget(worst, sizes)
+        least = least_budget(worst, sizes, self.masters_held_bytes)
         limit = least
-        if self._budget is not None:
-            limit = self._budget
+        if self.budget_bytes is not None:
+            limit = self.budget_bytes
             self._choose(sizes, limit - worst.intervals[0], limit - least, least)
         margin = self.margin_bytes if self._meter.expands else 3 * self.margin_bytes
         for signature, profile in self._profiles.items():
-            self._plans[signature] = plan_holding(profile, limit - margin, self._staying_bytes(), sizes)
+            self._plans[signature] = plan_holding(
+                profile, limit - margin, self._staying_bytes(), sizes, self.masters_held_bytes
+            )
         away = sum(part.nbytes for part in self.parts if not part.stays)
         gib = 2**30
         self.announce(
@@ -279,22 +309,22 @@ class Schedule:
         The ranks agree when the first choice is made. Later, when another kind of pass has been measured, each
         rank looks after itself: it lets fewer parts stay, or says that the budget does not hold.
         """
-        assert self._budget is not None
+        assert self.budget_bytes is not None
         room = min(room, room_in_step)
         if not self._chosen:
             room, least = self.agree(room, least)
-            if least > self._budget:
+            if least > self.budget_bytes:
                 raise ValueError(
-                    f"OffloadConfig.gpu_memory_budget_gib={self._budget / 2**30:g} cannot be met: with all of the "
+                    f"OffloadConfig.gpu_memory_budget_gib={self.budget_bytes / 2**30:g} cannot be met: with all of the "
                     f"optimizer state offloaded the fullest rank needs {least / 2**30:.2f} GiB; set it to at least "
                     "that, or make the rest of the step smaller (micro batch, recompute, parallelism)"
                 )
             self._chosen = True
         else:
             room = min(room, self._staying_bytes())
-            if least > self._budget:
+            if least > self.budget_bytes:
                 self.announce(
-                    f"OffloadConfig.gpu_memory_budget_gib={self._budget / 2**30:g} does not hold any more: this kind "
+                    f"OffloadConfig.gpu_memory_budget_gib={self.budget_bytes / 2**30:g} holds no more: this kind "
                     f"of step needs {least / 2**30:.2f} GiB with everything offloaded"
                 )
         staying = choose_staying(sizes, room)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,14 +21,20 @@ class Ledger:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self.before_change: Callable[[], None] | None = None
-        """Called before slabs take or give back memory, with `nbytes` still as it was."""
+        self.observer: weakref.WeakMethod[Callable[[bool], None]] | None = None
+        """Called with True before slabs take or give back memory, and with False after, when `nbytes` is up to date.
+        Weak: a slab that a copy keeps alive must not keep alive whoever looks on."""
 
-    def change(self, difference: int) -> None:
-        """Note that slabs are about to take (or, negative, to give back) that many bytes."""
-        if self.before_change is not None:
-            self.before_change()
+    @contextmanager
+    def change(self, difference: int) -> Iterator[None]:
+        """Take (or, negative, give back) that many bytes inside the block; they count if the block succeeds."""
+        observer = None if self.observer is None else self.observer()
+        if observer is not None:
+            observer(True)
+        yield
         self.nbytes += difference
+        if observer is not None:
+            observer(False)
 
 
 class Slab:
@@ -83,8 +91,8 @@ class Slab:
         """
         gpu = self.gpu
         if gpu is None:
-            self._ledger.change(self.nbytes)
-            gpu = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+            with self._ledger.change(self.nbytes):
+                self.gpu = gpu = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         self._bind(gpu, copy=True)
 
     def exists(self) -> bool:
@@ -115,14 +123,14 @@ class Slab:
         storage = self.gpu.untyped_storage()._cdata
         tensors = (ref.tensor() for ref in self.refs)
         if not any(tensor is not None and tensor.untyped_storage()._cdata == storage for tensor in tensors):
-            self._ledger.change(-self.gpu_bytes)
-            self.gpu = None
+            with self._ledger.change(-self.gpu_bytes):
+                self.gpu = None
 
     def allocate(self) -> None:
         """Take GPU memory again for every tensor of the slab; its content is undefined."""
         assert self.gpu is not None
-        self._ledger.change(self.nbytes - self.gpu_bytes)
-        self.gpu.untyped_storage().resize_(self.nbytes)
+        with self._ledger.change(self.nbytes - self.gpu_bytes):
+            self.gpu.untyped_storage().resize_(self.nbytes)
 
     def free(self) -> None:
         """Give the GPU memory back; the tensors keep their shape and device and must not be read.
@@ -131,12 +139,12 @@ class Slab:
         under it. Then the tensors move to an allocation of their own, and the old one goes with the writer.
         """
         assert self.gpu is not None
-        self._ledger.change(-self.gpu_bytes)
-        if not self.gpu.untyped_storage().resizable():
-            self._bind(torch.empty_like(self.gpu), copy=False)
-        self.gpu.untyped_storage().resize_(0)
+        with self._ledger.change(-self.gpu_bytes):
+            if not self.gpu.untyped_storage().resizable():
+                self._bind(torch.empty_like(self.gpu), copy=False)
+            self.gpu.untyped_storage().resize_(0)
 
     def close(self) -> None:
         """Let go of the host buffer; the tensors stay in the slab's GPU memory, which counts no more."""
-        self._ledger.change(-self.gpu_bytes)
-        self.host.close()
+        with self._ledger.change(-self.gpu_bytes):
+            self.host.close()

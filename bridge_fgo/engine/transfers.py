@@ -29,6 +29,10 @@ class Transfers(Protocol):
         """Be on that stream inside the block: a model's hooks may run on side streams of its own."""
         ...
 
+    def capturing(self) -> bool:
+        """Return whether the current stream is being captured into a CUDA graph, where nothing may move."""
+        ...
+
     def copy_out(self, slab: Slab) -> None:
         """Start the copy of a slab to its host buffer, after what the current stream holds."""
 
@@ -40,6 +44,9 @@ class Transfers(Protocol):
 
     def wait_in(self, slab: Slab) -> None:
         """Make the current stream wait for the copy in."""
+
+    def wait_out(self, slab: Slab) -> None:
+        """Make the current stream wait for the newest copy out, if there was one."""
 
 
 class Lane:
@@ -109,6 +116,10 @@ class CudaTransfers:
             return nullcontext()
         return torch.cuda.stream(self._compute)
 
+    def capturing(self) -> bool:
+        """See `Transfers.capturing`."""
+        return torch.cuda.is_current_stream_capturing()
+
     def copy_out(self, slab: Slab) -> None:
         """See `Transfers.copy_out`."""
         # Race: optimizer.step() or the adoption, queued on the current stream, still writes the states.
@@ -142,6 +153,11 @@ class CudaTransfers:
         # Race: optimizer.step(), a save or a second offload would use states that have not all landed.
         self._events(slab)[1].hold(current_stream(self._index))
 
+    def wait_out(self, slab: Slab) -> None:
+        """See `Transfers.wait_out`."""
+        # Race: GPU memory that is let go of while a copy out, given up since, still reads it.
+        self._events(slab)[0].hold(current_stream(self._index))
+
     def _events(self, slab: Slab) -> tuple[Event, Event]:
         events = self._done.get(slab)
         if events is None:
@@ -171,6 +187,10 @@ class HostTransfers:
         """See `Transfers.on_compute_stream`."""
         return nullcontext()
 
+    def capturing(self) -> bool:
+        """See `Transfers.capturing`."""
+        return False
+
     def copy_out(self, slab: Slab) -> None:
         """See `Transfers.copy_out`."""
         assert slab.gpu is not None
@@ -190,6 +210,9 @@ class HostTransfers:
 
     def wait_in(self, slab: Slab) -> None:
         """See `Transfers.wait_in`; the copy in has ended already."""
+
+    def wait_out(self, slab: Slab) -> None:
+        """See `Transfers.wait_out`; the copy out has ended already."""
 
 
 def make_transfers(device: torch.device, piece_bytes: int) -> Transfers:

@@ -58,6 +58,8 @@ class PointHook:
 
         A hook on a tensor adds no node to the graph and changes no gradient.
         """
+        if self._schedule.transfers.capturing():
+            return  # a layer that is captured into a graph runs only once in Python
         self._schedule.point()
         if torch.is_grad_enabled():
             for value in (*args, *kwargs.values()):

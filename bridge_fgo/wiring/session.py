@@ -85,6 +85,7 @@ class Session:
         self._updates = 0
         self._updates_before = 0
         self._eligible = False
+        self._over_budget = False
         self.updated = False
         """Whether the optimizer stepped in the newest training step; the wrapper of the step sets it."""
 
@@ -116,8 +117,21 @@ class Session:
         self.figures.end_step()
         if self.schedule is not None:
             self.schedule.end_step(self.updated)
+            self._watch_budget(self.schedule)
         self.publish()
         self._prove()
+
+    def _watch_budget(self, schedule: Schedule) -> None:
+        """Say once that a step needed more than the budget, as a longer sequence may."""
+        peak = self.figures.peak_allocated_bytes
+        if schedule.is_planned and schedule.budget_bytes is not None and (peak or 0) > schedule.budget_bytes:
+            if not self._over_budget:
+                say(
+                    f"a training step allocated {(peak or 0) / 2**30:.2f} GiB, more than "
+                    f"OffloadConfig.gpu_memory_budget_gib={schedule.budget_bytes / 2**30:g}: it needed more than the "
+                    "measured one; set a lower budget to keep room for such steps"
+                )
+            self._over_budget = True
 
     def _prove(self) -> None:
         """Raise RuntimeError where the flag turns out to be a no-op, in whole or in part.
@@ -145,11 +159,15 @@ class Session:
             self._eligible = self._eligible or any(offloader.has_states() for offloader in self.offloaders)
         for offloader in self.offloaders:
             offloader.offload()
+        if self.schedule is not None:  # also on a rank with stub optimizers only: it takes part in the agreement
+            self.schedule.begin_pass()
 
     def release(self) -> None:
         """Grads are zeroed and nothing reads the states any more: let GPU memory go."""
         for offloader in self.offloaders:
             offloader.release()
+        if self.schedule is not None:
+            self.schedule.release()
         self.figures.released()
 
     def reload(self) -> None:
@@ -157,6 +175,8 @@ class Session:
         self.figures.reloading()
         for offloader in self.offloaders:
             offloader.reload()
+        if self.schedule is not None:
+            self.schedule.reload()
 
     def updating(self) -> None:
         """An optimizer is about to step, so that every state will exist."""

@@ -276,7 +276,7 @@ def clip_qk(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     session = active_session()
     if session is not None:
         for offloader in session.offloaders:
-            offloader.require_writable()
+            offloader.require_writable(masters_only=True)
     return wrapped(*args, **kwargs)
 
 

@@ -40,7 +40,7 @@ class RecordingOffloader:
     def require_readable(self, masters_only=False):
         self.events.append("masters readable" if masters_only else "readable")
 
-    def require_writable(self):
+    def require_writable(self, masters_only=False):
         self.events.append("writable")
 
     def settle(self):

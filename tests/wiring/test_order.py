@@ -1,9 +1,12 @@
 """Call order inside Bridge's real train_step, by mocks."""
 
 import functools
+from unittest import mock
 
 import pytest
 from loop import Loop
+
+from bridge_fgo.wiring.session import SESSION
 
 ONE_PASS = ["offload", "zero_grad_buffer", "zero_grad", "release", "forward_backward", "reload", "finalize"]
 
@@ -149,3 +152,20 @@ def test_nvrx_wraps_the_installed_step(monkeypatch, bridge_train, installed):
     inner = holder.train_step
     holder.train_step = functools.wraps(inner)(lambda *args, **kwargs: inner(*args, **kwargs))
     assert loop.step(holder.train_step) == [*ONE_PASS, "step", "settle"]
+
+
+def test_a_rank_with_stub_optimizers_only_takes_part_in_what_ranks_agree_on(monkeypatch, bridge_train, installed):
+    # The schedule of such a rank has no parts, but the agreement on a budget is a collective of all ranks.
+    loop = Loop(monkeypatch, bridge_train)
+    loop.step()
+    session = vars(loop.optimizer)[SESSION]
+    session.offloaders.clear()
+    session._proven = True  # that the mocked optimizer of the first step released something is no matter here
+    session.schedule = mock.Mock(is_planned=False)
+    with session.training_step([], 1):
+        session.begin_pass()
+        session.release()
+        session.reload()
+        session.updated = True
+    calls = [call[0] for call in session.schedule.mock_calls]
+    assert calls == ["begin_pass", "release", "reload", "end_step"]

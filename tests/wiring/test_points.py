@@ -1,6 +1,7 @@
 """Points of the pass: what the hooks report, and that nothing of them stays in the model."""
 
 import copy
+from types import SimpleNamespace
 
 import torch
 
@@ -31,8 +32,9 @@ class Model(torch.nn.Module):
 
 
 class Schedule:
-    def __init__(self):
+    def __init__(self, capturing=False):
         self.points = 0
+        self.transfers = SimpleNamespace(capturing=lambda: capturing)
 
     def point(self):
         self.points += 1
@@ -74,3 +76,10 @@ def test_without_a_schedule_nothing_is_hooked():
     model = Model(1)
     with ModelPoints().hooked([model], None):
         assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_capture_into_a_cuda_graph_reports_nothing():
+    model, schedule = Model(2), Schedule(capturing=True)
+    with ModelPoints().hooked([model], schedule):
+        model(torch.ones(3, 4)).sum().backward()
+    assert schedule.points == 0

@@ -1,0 +1,77 @@
+"""What holds what, with CUDA's streams and events mocked: a session that is over must keep no memory."""
+
+import gc
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+from fake_optimizer import make_distributed_optimizer, step
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine import transfers
+from bridge_fgo.engine.native import NativeOffloader
+from bridge_fgo.engine.peaks import PeakMeter
+from bridge_fgo.engine.schedule import Schedule
+
+
+class Event:
+    def record(self, stream):
+        pass
+
+    def hold(self, stream):
+        pass
+
+
+class Stream:
+    cuda_stream = device_index = 0
+
+    def __init__(self, device=None):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def mocked(monkeypatch):
+    """Copies that copy nothing, on streams that are none; returns the copies as (target, source, bytes)."""
+    copies = []
+    monkeypatch.setattr(transfers, "Event", Event)
+    monkeypatch.setattr(transfers, "current_stream", lambda index: 0)
+    monkeypatch.setattr(transfers, "copy_to_host", lambda *args: copies.append(args[:3]))
+    monkeypatch.setattr(transfers, "copy_to_gpu", lambda *args: copies.append(args[:3]))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    return copies
+
+
+def test_a_session_that_is_over_keeps_no_state_alive(mocked):
+    # The finalizer that drains the lanes is in a registry for good: what it holds must not lead back to the transfers.
+    optimizer = make_distributed_optimizer([1000, 70_000])
+    schedule = Schedule(transfers.CudaTransfers(torch.device("cpu"), 2**20), PeakMeter())
+    offloader = NativeOffloader(optimizer, OffloadConfig(engine="native"), schedule)
+    step(optimizer, 1)
+    offloader.offload()
+    offloader.release()
+    host = weakref.ref(offloader.slabs[0].host)
+    adam = weakref.ref(optimizer.optimizer)
+    del offloader, schedule, optimizer
+    gc.collect()
+    assert host() is None
+    assert adam() is None
+
+
+def test_pieces_cover_the_slab_and_go_to_two_streams_in_turn(mocked):
+    handles = []
+    lane = transfers.Lane(torch.device("cpu"), 100, lambda target, source, nbytes, stream: handles.append(stream))
+    lane._handles = (1, 2)
+    lane.copy(0, 0, 250, Event())
+    lane.copy(0, 0, 50, Event())
+    assert handles == [1, 2, 1, 2]
+
+
+def test_a_copy_is_cut_into_pieces_without_a_gap(mocked):
+    slab = mock.Mock(host_address=1000, gpu_address=5000, nbytes=250)
+    transfers.CudaTransfers(torch.device("cpu"), 100).copy_out(slab)
+    assert mocked == [(1000, 5000, 100), (1100, 5100, 100), (1200, 5200, 50)]
