@@ -34,7 +34,7 @@ class Schedule:
     Args:
         transfers: the copies.
         meter: the allocator's peaks; where it does not work (no GPU), nothing is ever measured.
-        budget_bytes: peak of allocated bytes to stay under while offloading as little as possible, instead; None
+        budget_bytes: peak of allocated bytes to stay under while offloading as little as possible; None
             to offload everything.
     """
 
