@@ -12,7 +12,7 @@ CGROUP = Path("/sys/fs/cgroup")
 PCI = Path("/sys/bus/pci/devices")
 
 
-def require_host_memory(nbytes: int) -> None:
+def require_host_memory(nbytes: int, pinned: int) -> None:
     """Raise ValueError where this rank, or the ranks of this node together, need more than the host has.
 
     Linux hands out memory that it does not have and kills whoever touches it, so it is asked before.
@@ -20,15 +20,17 @@ def require_host_memory(nbytes: int) -> None:
 
     Args:
         nbytes: what this rank is about to pin.
+        pinned: what it has pinned already, for other optimizers.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free, whole = available_bytes(), total_bytes()
-    if nbytes <= free and ranks * nbytes <= whole:
+    needed = pinned + nbytes
+    if nbytes <= free and ranks * needed <= whole:
         return
     raise ValueError(
-        f"offloading the optimizer state pins {nbytes} bytes of host memory a rank, about {ranks * nbytes} on this "
+        f"offloading the optimizer state pins {needed} bytes of host memory a rank, about {ranks * needed} on this "
         f"node with its {ranks} rank(s), but the node has {whole} bytes, {free} of them free now: lower "
-        f"OffloadConfig.fraction (at most {min(free, whole // ranks) / nbytes:.2f} times what it is now), set "
+        f"OffloadConfig.fraction (at most {min(pinned + free, whole // ranks) / needed:.2f} times what it is now), set "
         "moments=False or master_weights=False, or give the job more host memory"
     )
 

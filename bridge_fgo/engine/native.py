@@ -64,7 +64,8 @@ class NativeOffloader:
         self.parts = self._make_parts(chosen)
         self._slabs = [slab for part in self.parts for slab in part.slabs]
         if config.pin_memory and self._device.type == "cuda":
-            require_host_memory(sum(slab.nbytes for slab in self._slabs))
+            pinned = sum(part.nbytes for part in schedule.parts)
+            require_host_memory(sum(slab.nbytes for slab in self._slabs), pinned)
             started = time.perf_counter()
             page_lock([slab.slab.host for slab in self._slabs], local_cpus(self._device))
             self.pin_seconds = time.perf_counter() - started

@@ -74,14 +74,13 @@ class Lane:
 
     def copy(self, target: int, source: int, nbytes: int, done: Event) -> None:
         """Enqueue the copy of `nbytes` between two addresses, and record `done` after it."""
-        for start in range(0, nbytes, self._piece_bytes):
-            left = nbytes - start
+        for start, end in pieces(nbytes, self._piece_bytes):
             stream = self._handles[self._turn]
             if self._last is not None:
                 # Race: the pieces of a lane are one sequence; whoever waits for the last has waited for all.
                 self._last.hold(stream)
-            self._copy(target + start, source + start, min(self._piece_bytes, left), stream)
-            self._last = done if left <= self._piece_bytes else self._ends[self._turn]
+            self._copy(target + start, source + start, end - start, stream)
+            self._last = done if end == nbytes else self._ends[self._turn]
             self._last.record(stream)
             self._turn = 1 - self._turn
 

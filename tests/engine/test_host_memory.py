@@ -26,19 +26,26 @@ def host(monkeypatch, tmp_path):
 
 
 def test_enough_memory_passes(host):
-    require_host_memory(80 * GIB)
+    require_host_memory(80 * GIB, pinned=0)
 
 
 def test_a_rank_that_needs_more_than_is_free_is_refused_with_the_bytes(host):
     with pytest.raises(ValueError, match=rf"pins {81 * GIB} bytes.*OffloadConfig.fraction \(at most 0.99"):
-        require_host_memory(81 * GIB)
+        require_host_memory(81 * GIB, pinned=0)
 
 
 def test_ranks_of_a_node_are_refused_together(host, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    require_host_memory(25 * GIB)
+    require_host_memory(25 * GIB, pinned=0)
     with pytest.raises(ValueError, match=rf"about {4 * 26 * GIB} on this node with its 4 rank"):
-        require_host_memory(26 * GIB)
+        require_host_memory(26 * GIB, pinned=0)
+
+
+def test_what_other_optimizers_of_the_rank_have_pinned_counts(host, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    require_host_memory(15 * GIB, pinned=10 * GIB)
+    with pytest.raises(ValueError, match=rf"pins {26 * GIB} bytes.*about {4 * 26 * GIB} on this node"):
+        require_host_memory(16 * GIB, pinned=10 * GIB)
 
 
 def test_the_limit_of_a_cgroup_counts_and_its_page_cache_does_not(host):

@@ -126,6 +126,20 @@ class Training:
 WHOLE = 12 * sum(SIZES)
 
 
+def most_held_in_step(training, seed):
+    """Run a training step; return the most bytes of slabs that the GPU held before the update of any part."""
+    held = []
+    original = training.schedule._bring_for
+
+    def spy(part):
+        original(part)
+        held.append(training.schedule.ledger.nbytes)
+
+    training.schedule._bring_for = spy
+    training.step(seed)
+    return max(held)
+
+
 @pytest.mark.parametrize("layer", [0, WHOLE // 10, WHOLE // 4, WHOLE])
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_bits_are_those_of_a_run_without_offload(layer, optimizers):
@@ -164,16 +178,7 @@ def test_the_step_holds_two_parts_where_there_is_no_room():
     for seed in range(3):
         training.step(seed)
     parts = sorted(part.nbytes for part in training.schedule.parts)
-    most = []
-    original = training.schedule._bring_for
-
-    def spy(part):
-        original(part)
-        most.append(training.schedule.ledger.nbytes)
-
-    training.schedule._bring_for = spy
-    training.step(3)
-    assert max(most) <= 2 * parts[-1]
+    assert most_held_in_step(training, seed=3) <= 2 * parts[-1]
     training.check()
 
 
@@ -358,14 +363,5 @@ def test_the_first_step_with_a_budget_stays_under_it_while_what_stays_comes_back
     training = Training(layer, step, budget=budget)
     training.step(0)
     training.step(1)
-    most = []
-    original = training.schedule._bring_for
-
-    def spy(part):
-        original(part)
-        most.append(training.schedule.ledger.nbytes)
-
-    training.schedule._bring_for = spy
-    training.step(2)
-    assert max(most) + step <= budget
+    assert most_held_in_step(training, seed=2) + step <= budget
     training.check()

@@ -40,7 +40,6 @@ class Settings:
     traces: bool
     """Whether to profile two steps more in each arm, for the pictures and the shares of hidden copies."""
     arm_timeout: float
-    extra: tuple[str, ...] = ()
 
 
 def launcher(gpus: int) -> tuple[str, ...]:
@@ -68,7 +67,6 @@ def budget_gib(resident: ArmRun) -> float:
 def run_one(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | None) -> ArmRun:
     """Runs one arm; its trace, of the first round, is ``NAME.trace.gz`` in the folder."""
     options = [*size_options(settings.preset, settings.gpus), "--steps", str(settings.steps), *arm.options]
-    options += settings.extra
     if arm.half:
         assert resident is not None
         options += ["--budget-gib", repr(budget_gib(resident))]
