@@ -11,6 +11,8 @@ from functools import cache
 from typing import Any
 
 EVENT_DISABLE_TIMING = 2
+NOT_READY = 600
+"""CUDA_ERROR_NOT_READY."""
 
 
 @cache
@@ -22,6 +24,7 @@ def _library() -> Any:
     library.cuEventCreate.argtypes = (ctypes.POINTER(handle), ctypes.c_uint)
     library.cuEventDestroy_v2.argtypes = (handle,)
     library.cuEventRecord.argtypes = (handle, handle)
+    library.cuEventQuery.argtypes = (handle,)
     library.cuStreamWaitEvent.argtypes = (handle, handle, ctypes.c_uint)
     return library
 
@@ -46,6 +49,13 @@ class Event:
         error = self._library.cuStreamWaitEvent(stream, self._handle, 0)
         if error:
             _check(error, "wait for an event")
+
+    def has_happened(self) -> bool:
+        """Return whether everything that the event was last recorded after is over."""
+        error = self._library.cuEventQuery(self._handle)
+        if error not in (0, NOT_READY):
+            _check(error, "query an event")
+        return error == 0
 
     def __del__(self) -> None:
         # Destroyed when it has happened. At exit the context may be gone, and its events with it: no error then.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from itertools import takewhile
 
 import torch
 
@@ -68,7 +69,6 @@ class Schedule:
         self._coming: list[TrackedSlab] = []
         self._position: dict[TrackedSlab, int] = {}
         self._next = 0
-        self._early = 0
         self.ledger.observer = weakref.WeakMethod(self._memory_changes)
 
     @property
@@ -93,7 +93,7 @@ class Schedule:
         self._coming = [slab for part in self.parts for slab in part.slabs if not part.stays]
         self._position = {slab: i for i, slab in enumerate(self._coming)}
         self._leaving = deque(slab for slab in self._coming if slab.tracker.state is Residency.OFFLOADING)
-        self._next = self._early = 0
+        self._next = 0
         self._in_step_phase = False
 
     def release(self) -> None:
@@ -148,7 +148,6 @@ class Schedule:
             # does not give back by itself. From here on activations take their memory from slabs that went.
             torch.cuda.empty_cache()
             self._fresh = False
-        self._early = self._next
         for part in self.parts:
             if part.stays:  # from now on; it was away when that was decided
                 for slab in part.slabs:
@@ -177,13 +176,12 @@ class Schedule:
         hold_masters: masters that mcore copies to the model stay on the GPU until the next pass; their copy out
         starts all the same.
         """
-        # What came during backward goes first, so that copies out begin. What stays needs no copy, and fills the time
-        # while the others come.
+        # What has landed goes first, so that copies out begin. What stays needs no copy, and fills the time while
+        # the others come.
         moving = [part for part in parts if not part.stays]
-        early = [part for part in moving if self._came_early(part)]
-        later = [part for part in moving if not self._came_early(part)]
+        landed = list(takewhile(self._has_landed, moving))
         staying = [part for part in parts if part.stays]
-        for part in [*early, *staying, *later]:
+        for part in [*landed, *staying, *moving[len(landed) :]]:
             self._bring_for(part)
             for slab in part.slabs:
                 slab.tracker.require_writable()
@@ -192,8 +190,13 @@ class Schedule:
             if not part.stays:
                 self._send_off(part, hold_masters)
 
-    def _came_early(self, part: StepPart) -> bool:
-        return all(self._position.get(slab, 0) < self._early for slab in part.slabs)
+    def _has_landed(self, part: StepPart) -> bool:
+        here = (Residency.RESIDENT, Residency.OFFLOADING)
+        return all(
+            slab.tracker.state in here
+            or (slab.tracker.state is Residency.RELOADING and self.transfers.has_landed(slab.slab))
+            for slab in part.slabs
+        )
 
     def _send_off(self, part: StepPart, hold_masters: bool) -> None:
         for slab in part.slabs:

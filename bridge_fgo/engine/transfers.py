@@ -45,6 +45,10 @@ class Transfers(Protocol):
     def wait_in(self, slab: Slab) -> None:
         """Make the current stream wait for the copy in."""
 
+    def has_landed(self, slab: Slab) -> bool:
+        """Return whether the newest copy in is over; the host does not wait for it."""
+        ...
+
     def wait_out(self, slab: Slab) -> None:
         """Make the current stream wait for the newest copy out, if there was one."""
 
@@ -152,6 +156,10 @@ class CudaTransfers:
         # Race: optimizer.step(), a save or a second offload would use states that have not all landed.
         self._events(slab)[1].hold(current_stream(self._index))
 
+    def has_landed(self, slab: Slab) -> bool:
+        """See `Transfers.has_landed`."""
+        return self._events(slab)[1].has_happened()
+
     def wait_out(self, slab: Slab) -> None:
         """See `Transfers.wait_out`."""
         # Race: GPU memory that is let go of while a copy out, given up since, still reads it.
@@ -209,6 +217,10 @@ class HostTransfers:
 
     def wait_in(self, slab: Slab) -> None:
         """See `Transfers.wait_in`; the copy in has ended already."""
+
+    def has_landed(self, slab: Slab) -> bool:
+        """See `Transfers.has_landed`."""
+        return True
 
     def wait_out(self, slab: Slab) -> None:
         """See `Transfers.wait_out`; the copy out has ended already."""

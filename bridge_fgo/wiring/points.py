@@ -15,7 +15,7 @@ from bridge_fgo.engine.schedule import Schedule
 class ModelPoints:
     """Reports a point where a layer begins its forward, and where its backward has ended.
 
-    Layers are the members of the model's module lists; see `layers`. The
+    Layers are the members of the model's module lists and what stands beside these; see `layers`. The
     hooks are there only within a training step: nothing of them is in a saved, copied or evaluated model.
     """
 
@@ -76,12 +76,30 @@ ENOUGH_LAYERS = 16
 
 
 def layers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the layers of a model chunk, and their children with parameters where layers are few; each once."""
+    """Return the layers of a model chunk, and their children with parameters where layers are few; each once.
+
+    Also what stands beside the outermost lists (the norm after the last layer): once its backward has ended, the
+    logits are gone, which are the largest of all activations.
+    """
     found: dict[int, torch.nn.Module] = {}
     for module in chunk.modules():
         if isinstance(module, torch.nn.ModuleList):
             found.update((id(layer), layer) for layer in module)
     if len(found) < ENOUGH_LAYERS:
         for layer in list(found.values()):
-            found.update((id(child), child) for child in layer.children() if any(True for _ in child.parameters()))
+            found.update((id(child), child) for child in layer.children() if _has_parameters(child))
+    found.update((id(module), module) for module in _beside_lists(chunk))
     return list(found.values())
+
+
+def _beside_lists(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    children = [child for child in module.children() if not isinstance(child, torch.nn.ModuleList)]
+    if len(children) < len(list(module.children())):
+        yield from (child for child in children if _has_parameters(child))
+        return
+    for child in children:
+        yield from _beside_lists(child)
+
+
+def _has_parameters(module: torch.nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

@@ -244,6 +244,22 @@ def test_a_budget_keeps_what_fits_and_the_peak_under_it(share):
     training.check()
 
 
+def test_what_has_landed_steps_first_then_what_stays_then_what_is_on_its_way(monkeypatch):
+    training = Training(layer=WHOLE // 2, budget=2 * WHOLE + WHOLE // 3)
+    for seed in range(4):
+        training.step(seed)
+    parts = training.schedule.parts
+    moving = [part for part in parts if not part.stays]
+    staying = [part for part in parts if part.stays]
+    assert len(moving) > 1 < len(staying)
+    landed = {slab.slab for slab in moving[0].slabs}
+    monkeypatch.setattr(training.schedule.transfers, "has_landed", lambda slab: slab in landed)
+    order = []
+    training.run_pass()
+    training.schedule.step(parts, order.append, hold_masters=True)
+    assert order == [moving[0], *staying, *moving[1:]]
+
+
 def test_a_budget_that_cannot_be_met_is_an_error_with_the_least_one():
     training = Training(layer=WHOLE, budget=4 * WHOLE - 1)
     training.step(0)

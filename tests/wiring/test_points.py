@@ -18,17 +18,27 @@ class Layer(torch.nn.Module):
         return self.activation(self.attention(hidden))
 
 
+class Block(torch.nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer() for _ in range(count)])
+        self.norm = torch.nn.LayerNorm(4)
+        self.dropout = torch.nn.Identity()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(hidden=x)
+        return self.dropout(self.norm(x))
+
+
 class Model(torch.nn.Module):
     def __init__(self, count):
         super().__init__()
         self.embedding = torch.nn.Linear(4, 4)
-        self.layers = torch.nn.ModuleList([Layer() for _ in range(count)])
+        self.decoder = Block(count)
 
     def forward(self, x):
-        x = self.embedding(x)
-        for layer in self.layers:
-            x = layer(hidden=x)
-        return x
+        return self.decoder(self.embedding(x))
 
 
 class Schedule:
@@ -40,25 +50,35 @@ class Schedule:
         self.points += 1
 
 
-def test_layers_and_their_children_with_parameters_report_forward_and_backward():
+def test_layers_their_children_and_the_norm_after_them_report_forward_and_backward():
     model, schedule = Model(2), Schedule()
     with ModelPoints().hooked([model], schedule):
         loss = model(torch.ones(3, 4)).sum()
-        assert schedule.points == 4
+        assert schedule.points == 5
         loss.backward()
-    assert schedule.points == 8
+    assert schedule.points == 10
 
 
-def test_many_layers_report_for_themselves_only():
-    assert len(layers(Model(2))) == 4
-    assert len(layers(Model(ENOUGH_LAYERS))) == ENOUGH_LAYERS
+def test_the_end_of_the_head_s_backward_is_a_point_before_any_layer_s_backward():
+    model, schedule, seen = Model(2), Schedule(), []
+    with ModelPoints().hooked([model], schedule):
+        model.decoder.layers[1].activation.register_full_backward_pre_hook(lambda *_: seen.append(schedule.points))
+        out = model(torch.ones(3, 4))
+        forward = schedule.points
+        out.sum().backward()
+    assert seen == [forward + 1]
+
+
+def test_many_layers_report_without_their_children():
+    assert len(layers(Model(2))) == 5
+    assert len(layers(Model(ENOUGH_LAYERS))) == ENOUGH_LAYERS + 1
 
 
 def test_forward_without_gradients_reports_no_backward():
     model, schedule = Model(1), Schedule()
     with ModelPoints().hooked(model, schedule), torch.no_grad():
         model(torch.ones(3, 4))
-    assert schedule.points == 2
+    assert schedule.points == 3
 
 
 def test_hooks_are_gone_after_the_step_and_gradients_are_the_same():
