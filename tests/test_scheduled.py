@@ -10,7 +10,7 @@ import bridge_fgo
 from bridge_fgo import figures
 from bridge_fgo.cli.arms.cpu_model import CpuOptions
 from bridge_fgo.cli.arms.cpu_training import CpuTraining, run
-from bridge_fgo.engine import native
+from bridge_fgo.engine import native, schedule
 from bridge_fgo.wiring import session, wrappers
 from bridge_fgo.wiring.session import SESSION
 
@@ -23,7 +23,8 @@ def meter(monkeypatch):
     monkeypatch.setattr(FakeClock, "measure", nullcontext, raising=False)
     monkeypatch.setattr(session, "PeakMeter", FakeMeter)
     monkeypatch.setattr(figures, "StepClock", FakeClock)
-    monkeypatch.setattr(native, "MARGIN_PARTS", 0)  # six parts of the least size are more than all states here
+    monkeypatch.setattr(native, "MARGIN_PARTS", 0)  # four parts of the least size are more than all states here
+    monkeypatch.setattr(schedule, "MARGIN_SHARE", 0)
     for name in ("activation", "step", "forward_points"):
         monkeypatch.setattr(FakeMeter, name, getattr(FakeMeter, name))
     return FakeMeter
@@ -54,8 +55,8 @@ def test_bits_are_equal_and_no_more_is_held_than_the_plan_has_room_for(meter, sh
     kinds = {"plain": {}, "two chunks": {"chunks": 2}, "experts": {"experts": True}}
     options = CpuOptions(offload=True, **kinds[name])
     resident = run(CpuOptions(**kinds[name]), STEPS)
-    meter.forward_points = 4
-    meter.activation = int(share * resident.state_bytes) // 4
+    meter.forward_points = 5  # two layers with two children, and the norm after them
+    meter.activation = int(share * resident.state_bytes) // meter.forward_points
     held = []
     assert watched(options, SMALL_SLABS, held) == resident.digests
     assert all(nbytes <= plan.leave[index] for index, nbytes, plan in held)

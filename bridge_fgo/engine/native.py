@@ -24,7 +24,7 @@ LEAST_PARTS = 64
 drains in the time of one part, and two parts are what the optimizer step holds at least."""
 
 MARGIN_PARTS = 4
-"""See `Schedule.margin_bytes`."""
+"""The least margin of the schedule, in parts; see `Schedule.margin_bytes`."""
 
 
 class NativeOffloader:

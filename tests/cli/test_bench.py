@@ -58,6 +58,7 @@ def test_the_row_of_an_arm_counts_from_the_fourth_step_on(tmp_path):
     row = figures.make_row(resident, mine, LINK, trace.read_trace(tmp_path / "t.gz"), True)
     assert row.step_seconds == 0.7
     assert row.added_seconds == pytest.approx(0.2)
+    assert (row.forward_seconds, row.rest_seconds) == (0.05, 0.12)
     assert row.e == pytest.approx(0.2 * 50 / 10)
     assert (row.saved_allocated, row.saved_reserved) == (1.0, 1.0)
     assert row.first_two_steps_added_seconds == pytest.approx(0.9)

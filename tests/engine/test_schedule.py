@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engine import native
+from bridge_fgo.engine import native, schedule
 from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.schedule import Schedule
@@ -26,6 +26,7 @@ def small_parts(monkeypatch):
     """Parts of a few kilobytes, and no margin."""
     monkeypatch.setattr(native, "MIB", 4096)
     monkeypatch.setattr(native, "MARGIN_PARTS", 0)
+    monkeypatch.setattr(schedule, "MARGIN_SHARE", 0)
 
 
 class Meter:
@@ -226,6 +227,20 @@ def test_another_number_of_microbatches_is_measured_for_itself():
     training.schedule.signature = 1
     training.step(5)
     assert training.held[0] > 0
+
+
+@pytest.mark.parametrize("expands", [True, False])
+def test_held_slabs_leave_a_margin_for_holes_that_grows_with_the_activations(monkeypatch, expands):
+    monkeypatch.setattr(schedule, "MARGIN_SHARE", 1 / 12)
+    monkeypatch.setattr(Meter, "expands", expands)
+    training = Training(layer=WHOLE // 2)
+    for seed in range(4):
+        training.step(seed)
+    activations = 4 * (WHOLE // 2)
+    margin = activations // 12 * (1 if expands else 3)
+    assert any(training.held[1:-1])
+    in_use = [held + WHOLE // 2 * SHAPE[i] for i, held in enumerate(training.held)]
+    assert all(training.held[i] == 0 or in_use[i] <= activations - margin for i in range(len(in_use)))
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.9])

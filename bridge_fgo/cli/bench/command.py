@@ -180,7 +180,8 @@ def table_of(rows: list[Row]) -> list[list[str]]:
 
     table = [
         [
-            "arm", "step, s", "min-max", "added, s", "E", "floor E", "allocated, GB", "reserved, GB", "saved / S",
+            "arm", "step, s", "min-max", "added, s", "E", "floor E", "forward, s", "rest, s",
+            "allocated, GB", "reserved, GB", "saved / S",
             "saved reserved / S", "pinned, GB", "pin, s", "steps 1-2 added, s", "enqueue", "hidden / floor",
             "bitwise equal",
         ]
@@ -191,6 +192,7 @@ def table_of(rows: list[Row]) -> list[list[str]]:
             [
                 row.arm, number(row.step_seconds, 3), f"{row.step_seconds_min:.3f}-{row.step_seconds_max:.3f}",
                 number(row.added_seconds, 3), number(row.e), number(row.floor_e),
+                number(row.forward_seconds, 3), number(row.rest_seconds, 3),
                 number(row.peak_allocated_bytes / 1e9), number(row.peak_reserved_bytes / 1e9),
                 number(row.saved_allocated, 3), number(row.saved_reserved, 3), number(row.pinned_bytes / 1e9),
                 number(row.pin_seconds), number(row.first_two_steps_added_seconds),

@@ -38,6 +38,11 @@ class Row:
     enqueue_share: float | None
     """Share of the step in which the host enqueued copies; None where nobody counts it."""
     bitwise_equal: bool | None
+    forward_seconds: float | None = None
+    """Median of a microbatch's forward, but a step's first: no copy runs beside it, so that it should be as long as
+    the resident arm's. Where it is not, the host's launching of kernels differs, and E with it."""
+    rest_seconds: float | None = None
+    """From the end of a step's last forward to the begin of the next step's first one."""
     hidden: float | None = None
     """Time in which copies ran and the step got no longer for it, over what the floor leaves to hide."""
     overlaps_kernels: float | None = None
@@ -53,6 +58,12 @@ class Row:
 def seconds_of(runs: list[ArmRun]) -> list[float]:
     """Returns the seconds of the steps that count, over all rounds of an arm."""
     return [event["seconds"] for run in runs for event in run.steps if event["step"] >= FIRST_COUNTED_STEP]
+
+
+def phase(runs: list[ArmRun], name: str) -> float | None:
+    """Returns the median over all rounds of an arm of one of ``PhaseClock``'s phases, in seconds."""
+    times = [run.result["phase_seconds"].get(name) for run in runs]
+    return None if None in times else statistics.median(times)
 
 
 def make_row(
@@ -89,6 +100,8 @@ def make_row(
         "peak_reserved_bytes": max(run.result["peak_reserved_bytes"] for run in runs),
         "pinned_bytes": mine["pinned_bytes"],
         "pin_seconds": mine["pin_seconds"] or None,
+        "forward_seconds": phase(runs, "forward"),
+        "rest_seconds": phase(runs, "rest"),
         "first_two_steps_added_seconds": statistics.median(
             sum(event["seconds"] for event in run.steps[:2]) - sum(event["seconds"] for event in other.steps[:2])
             for run, other in zip(runs, resident, strict=True)
