@@ -117,16 +117,12 @@ def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
                 "mcore builds another Adam; install transformer-engine or use engine='native'"
             )
         return generation
-    fits = generation is not None and not native_only
-    if generation == "mcore generation 1":
-        fits = fits and upstream_adam_is_fused()
-    if config.engine == "auto" and fits:
-        assert generation is not None
-        return generation
     if generation == "mcore generation 2":
         for name, default in (("optimizer_state_offload_fraction", 1.0), ("optimizer_state_offload_chunk_size_mb", 0)):
             value = getattr(optimizer_config, name, default)
             if value != default:
+                if config.engine == "auto" and not native_only:
+                    return generation  # which honours it
                 raise ValueError(
                     f"optimizer.{name}={value!r}: not honoured by the native engine; use OffloadConfig.fraction and "
                     "OffloadConfig.slab_bytes, or engine='mcore'"

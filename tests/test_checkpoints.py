@@ -1,35 +1,43 @@
-"""Bridge's own save and load (torch_dist, synchronous) around offloaded states."""
+"""Bridge's own save and load (torch_dist) around offloaded states, in the foreground and in the background."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 from pathlib import Path
 
+import async_worker
 import pytest
+import torch
 
 import bridge_fgo
 from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining
+from bridge_fgo.engine.residency import Residency
+from bridge_fgo.wiring.session import SESSION
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
 SMALL_SLABS = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
+FORMATS = ["fully_reshardable", "dp_reshardable"]
 
 
 @contextlib.contextmanager
-def training(offload):
+def training(offload, config=SMALL_SLABS, **options):
     """A CPU training, with the package installed where it is to offload."""
     with contextlib.ExitStack() as stack:
         if offload:
-            stack.enter_context(bridge_fgo.install(SMALL_SLABS))
-        yield stack.enter_context(CpuTraining(CpuOptions(offload=offload)))
+            stack.enter_context(bridge_fgo.install(config))
+        yield stack.enter_context(CpuTraining(CpuOptions(offload=offload, **options)))
 
 
-def save(run, folder):
+def save(run, folder, kind="fully_reshardable", context=None):
     """Save through Bridge's `save_checkpoint`."""
     from megatron.bridge.training.checkpointing import save_checkpoint
 
     run.cfg.checkpoint.save = str(folder)
-    save_checkpoint(run.state, run.model, run.optimizer, run.scheduler, 0, checkpointing_context={})
+    run.cfg.checkpoint.dist_ckpt_optim_fully_reshardable = kind == "fully_reshardable"
+    context = {} if context is None else context
+    save_checkpoint(run.state, run.model, run.optimizer, run.scheduler, 0, checkpointing_context=context)
 
 
 def load(run, folder):
@@ -40,31 +48,91 @@ def load(run, folder):
     load_checkpoint(run.state, run.model, run.optimizer, run.scheduler, checkpointing_context={})
 
 
+def session_of(run):
+    return vars(run.optimizer)[SESSION]
+
+
+def where(run):
+    """The residency of every slab."""
+    return [state for offloader in session_of(run).offloaders for state in offloader.residencies]
+
+
+def assert_same_shards(mine, theirs):
+    """The tensor bytes on disk are equal; the padding of dp_reshardable, which mcore never fills, is not compared."""
+    shards = [sorted(folder.rglob("*.distcp")) for folder in (mine, theirs)]
+    assert [path.name for path in shards[0]] == [path.name for path in shards[1]] != []
+    for ours, resident in zip(*shards, strict=True):
+        assert ours.read_bytes() == resident.read_bytes()
+
+
 @pytest.fixture(scope="module")
 def saved(cpu_standins, tmp_path_factory):
     """Save after three steps, resident and offloaded; return the folders, and the digests by offload."""
     folders, digests = {}, {}
     for offload in (False, True):
-        folders[offload] = tmp_path_factory.mktemp("offloaded" if offload else "resident")
         with training(offload) as run:
             for _ in range(3):
                 run.step()
-            save(run, folders[offload])
+            for kind in FORMATS:
+                folders[offload, kind] = tmp_path_factory.mktemp(f"{'offloaded' if offload else 'resident'}_{kind}")
+                save(run, folders[offload, kind], kind)
             digests[offload] = run.digests()
             run.step()
             assert max(run.live_bytes) == 0 if offload else min(run.live_bytes) > 0
     return folders, digests
 
 
-def test_tensor_bytes_on_disk_equal_those_of_a_resident_run(saved):
-    shards = {offload: sorted(folder.rglob("*.distcp")) for offload, folder in saved[0].items()}
-    assert [path.name for path in shards[True]] == [path.name for path in shards[False]] != []
-    for offloaded, resident in zip(shards[True], shards[False], strict=True):
-        assert offloaded.read_bytes() == resident.read_bytes()
+@pytest.mark.parametrize("kind", FORMATS)
+def test_tensor_bytes_on_disk_equal_those_of_a_resident_run(saved, kind):
+    assert_same_shards(saved[0][True, kind], saved[0][False, kind])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_save_moves_no_state_to_the_gpu(tmp_path, kind):
+    with training(True) as run:
+        for _ in range(2):
+            run.step()
+        (offloader,) = session_of(run).offloaders
+        before = where(run), offloader.bytes_in, run.live_state_bytes()
+        save(run, tmp_path, kind)
+        assert (where(run), offloader.bytes_in, run.live_state_bytes()) == before
+        assert Residency.RESIDENT not in before[0]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_is_handed_out_for_a_checkpoint_shares_no_memory_with_a_slab(kind):
+    # A background writer reads for minutes; a later step must not be able to change a byte of it.
+    with training(True) as run:
+        for _ in range(2):
+            run.step()
+        slabs = [slab for offloader in session_of(run).offloaders for slab in offloader.slabs]
+        ours = {tensor.untyped_storage()._cdata for slab in slabs for tensor in (slab.gpu, slab.host.tensor)}
+        addresses = [(slab.host_address, slab.host_address + slab.nbytes) for slab in slabs]
+        model = run.model[0].sharded_state_dict()
+        state = run.optimizer.sharded_state_dict(model, metadata={"distrib_optim_sharding_type": kind})
+        tensors = list(tensors_in(state["param_state"]))
+        assert tensors
+        assert not ours & {tensor.untyped_storage()._cdata for tensor in tensors}
+        assert not any(start <= tensor.data_ptr() < end for tensor in tensors for start, end in addresses)
+
+
+def tensors_in(value):
+    """Yield every tensor in a nested state dictionary."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif hasattr(value, "data"):
+        yield from tensors_in(value.data)
 
 
 def test_the_saved_run_config_names_nothing_of_ours_but_the_flag(saved):
-    text = {offload: next(folder.rglob("run_config.yaml")).read_text() for offload, folder in saved[0].items()}
+    folders = {offload: saved[0][offload, FORMATS[0]] for offload in (True, False)}
+    text = {offload: next(folder.rglob("run_config.yaml")).read_text() for offload, folder in folders.items()}
     lines = {
         offload: [line for line in text[offload].splitlines() if not line.startswith("  save: ")] for offload in text
     }
@@ -87,24 +155,126 @@ def resumed(folder: Path, offload: bool):
 
 @pytest.mark.parametrize(("was", "will_be"), [(True, True), (True, False), (False, True)])
 def test_a_resumed_run_is_bitwise_the_resident_one(saved, was, will_be):
-    folders, digests = saved
-    after_load, later = resumed(folders[was], will_be)
+    folders, digests = saved  # of the other format mcore cannot load into torch's AdamW (KeyError: 'step')
+    after_load, later = resumed(folders[was, "dp_reshardable"], will_be)
     assert after_load == digests[False]
-    assert later == resumed(folders[False], False)[1]
+    assert later == resumed(folders[False, "dp_reshardable"], False)[1]
 
 
-def test_a_save_in_the_middle_of_a_pass_writes_the_right_bytes(saved, tmp_path):
-    from bridge_fgo.wiring.session import SESSION
-
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_save_in_the_middle_of_a_pass_writes_the_right_bytes(saved, tmp_path, kind):
     with training(True) as run:
         for _ in range(3):
             run.step()
-        session = vars(run.optimizer)[SESSION]
+        session = session_of(run)
         session.begin_pass()
         session.release()
         assert run.live_state_bytes() == 0
-        save(run, tmp_path)
-    for mine, resident in zip(
-        sorted(tmp_path.rglob("*.distcp")), sorted(saved[0][False].rglob("*.distcp")), strict=True
-    ):
-        assert mine.read_bytes() == resident.read_bytes()
+        save(run, tmp_path, kind)
+    assert_same_shards(tmp_path, saved[0][False, kind])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("what", [{"found_inf_steps": (3,)}, {"grad_norm_skip_steps": (3,)}])
+def test_a_save_after_a_skipped_step_writes_the_right_bytes(tmp_path, kind, what):
+    for offload in (False, True):
+        with training(offload, **what) as run:
+            for _ in range(3):
+                record = run.step()
+            assert record.skipped
+            save(run, tmp_path / str(offload), kind)
+    assert_same_shards(tmp_path / "True", tmp_path / "False")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_save_at_the_rerun_machines_early_exit_writes_the_right_bytes(tmp_path, kind):
+    # The step ends before optimizer.step(), with the reload that finalize started in flight.
+    for offload in (False, True):
+        with training(offload, checkpoint_exit_step=3) as run:
+            for _ in range(3):
+                record = run.step()
+            assert record.should_checkpoint
+            save(run, tmp_path / str(offload), kind)
+    assert_same_shards(tmp_path / "True", tmp_path / "False")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_states_that_stay_on_the_gpu_are_saved_too(saved, tmp_path, kind):
+    some = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, fraction=0.5)
+    with training(True, some) as run:
+        for _ in range(3):
+            run.step()
+        (offloader,) = session_of(run).offloaders
+        offloader.parts[0].stays = True
+        offloader.require_readable()
+        save(run, tmp_path, kind)
+    assert_same_shards(tmp_path, saved[0][False, kind])
+
+
+# In the background.
+
+
+def background(run, worker, folder):
+    """Have `save` hand checkpoints to a writer in a process of its own."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    checkpoint = run.cfg.checkpoint
+    checkpoint.async_save, checkpoint.save = True, str(folder)
+    checkpoint.async_strategy = "nvrx" if worker == "nvrx" else "mcore"
+    if worker == "fork":
+        run.state._async_calls_queue = AsyncCallsQueue(persistent=False)
+    else:
+        checkpoint.async_write_results_mp_mode = "spawn"
+        run.state.initialize_async_checkpoint_worker()
+
+
+def finish(run):
+    """Wait for the writer, and end it."""
+    from megatron.bridge.training.checkpointing import maybe_finalize_async_save
+
+    maybe_finalize_async_save(run.state, run.cfg.checkpoint, blocking=True, terminate=True)
+
+
+@pytest.fixture
+def deadline():
+    """Fail the test after two minutes: a worker that died would be waited for without end."""
+
+    def late(*_):
+        raise TimeoutError("the checkpoint worker did not answer")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("deadline")
+@pytest.mark.parametrize("constant_structure", [False, True], ids=["", "constant structure"])
+@pytest.mark.parametrize("worker", ["fork", "mcore", "nvrx"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_three_checkpoints_in_the_background_have_the_bytes_of_their_step(
+    tmp_path, monkeypatch, kind, worker, constant_structure
+):
+    if worker == "nvrx":
+        pytest.importorskip("nvidia_resiliency_ext", reason="needs nvidia-resiliency-ext", exc_type=ImportError)
+    if worker != "fork":  # the persistent workers are spawned, and import what they run
+        name, loop = async_worker.LOOPS[worker]
+        monkeypatch.setattr(async_worker.worker_class(worker), name, staticmethod(loop))
+    for offload in (False, True):
+        context = {}
+        with training(offload) as run:
+            run.cfg.checkpoint.ckpt_assume_constant_structure = constant_structure
+            if offload:
+                background(run, worker, tmp_path)
+            for number in range(3):
+                run.step()
+                save(run, tmp_path / str(offload) / str(number), kind, context)
+                if offload:
+                    assert run.state.async_calls_queue.get_num_unfinalized_calls() > 0
+            run.step()  # overwrites every state and every host buffer while the writer may still read
+            if offload:
+                assert max(run.live_bytes) == 0
+                finish(run)
+    for number in range(3):
+        assert_same_shards(tmp_path / "True" / str(number), tmp_path / "False" / str(number))

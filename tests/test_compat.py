@@ -20,9 +20,15 @@ def mcore(monkeypatch):
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_auto_takes_mcores_offloader_where_there_is_one(mcore, generation):
+def test_auto_takes_native_on_every_mcore(mcore, generation):
     mcore(generation)
-    assert compat.choose_engine(OffloadConfig(), SimpleNamespace()) == (generation or "native")
+    assert compat.choose_engine(OffloadConfig(), SimpleNamespace()) == "native"
+
+
+@pytest.mark.parametrize("generation", GENERATIONS[1:])
+def test_mcore_takes_its_own_offloader_where_there_is_one(mcore, generation):
+    mcore(generation)
+    assert compat.choose_engine(OffloadConfig(engine="mcore"), SimpleNamespace()) == generation
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -31,21 +37,14 @@ def test_native_may_be_asked_for_on_every_mcore(mcore, generation):
     assert compat.choose_engine(OffloadConfig(engine="native"), SimpleNamespace()) == "native"
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_auto_takes_native_for_a_setting_that_only_native_honours(mcore, generation):
-    mcore(generation)
-    assert compat.choose_engine(OffloadConfig(fraction=0.5), SimpleNamespace()) == "native"
-
-
 def test_mcore_with_a_setting_that_it_does_not_honour_is_refused(mcore):
     mcore("mcore generation 1")
     with pytest.raises(ValueError, match=r"fraction=0\.5"):
         compat.choose_engine(OffloadConfig(engine="mcore", fraction=0.5), SimpleNamespace())
 
 
-def test_generation_1_with_torchs_adam_is_served_by_native_or_refused(mcore):
+def test_generation_1_with_torchs_adam_is_refused(mcore):
     mcore("mcore generation 1", fused=False)
-    assert compat.choose_engine(OffloadConfig(), SimpleNamespace()) == "native"
     with pytest.raises(ValueError, match="FusedAdam"):
         compat.choose_engine(OffloadConfig(engine="mcore"), SimpleNamespace())
 
@@ -54,8 +53,9 @@ def test_generation_2s_own_settings_are_not_dropped_by_native(mcore):
     mcore("mcore generation 2")
     config = SimpleNamespace(optimizer_state_offload_fraction=0.5, optimizer_state_offload_chunk_size_mb=0)
     assert compat.choose_engine(OffloadConfig(), config) == "mcore generation 2"
-    with pytest.raises(ValueError, match="optimizer_state_offload_fraction"):
-        compat.choose_engine(OffloadConfig(engine="native"), config)
+    for ours in (OffloadConfig(engine="native"), OffloadConfig(fraction=0.5)):
+        with pytest.raises(ValueError, match="optimizer_state_offload_fraction"):
+            compat.choose_engine(ours, config)
 
 
 @pytest.mark.parametrize(("version", "expected"), [("0.6.2", (0, 6)), ("0.6.0rc1+abc", (0, 6)), ("unknown", (0, 0))])

@@ -7,16 +7,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from bridge_fgo.config import MIB, OffloadConfig
 from bridge_fgo.engine.host_buffer import page_lock
 from bridge_fgo.engine.host_memory import local_cpus, require_host_memory
 from bridge_fgo.engine.inner_step import InnerStep
 from bridge_fgo.engine.master_copy import MasterCopy
-from bridge_fgo.engine.part import StepPart, TrackedSlab, Traffic
+from bridge_fgo.engine.part import StepPart, TrackedSlab, Traffic, require_readable
 from bridge_fgo.engine.plan import pack, select
 from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.schedule import Schedule
 from bridge_fgo.engine.slab import Slab
+from bridge_fgo.engine.snapshot import Snapshot
 from bridge_fgo.engine.states import Bundle, StateRef, bundles, home_device
 
 LEAST_PARTS = 64
@@ -73,6 +76,7 @@ class NativeOffloader:
         self._owners = {i: part for part in self.parts for i in part.ids}
         self._inner_step = InnerStep(optimizer.optimizer)
         self._master_copy = MasterCopy(optimizer)
+        self._snapshot: Snapshot | None = None
         if not self._master_copy.divides():
             schedule.masters_held_bytes += sum(slab.nbytes for slab in self._slabs if slab.is_copied_to_model)
 
@@ -183,13 +187,37 @@ class NativeOffloader:
             for slab in part.slabs
             if slab.is_copied_to_model and not part.ids <= self._master_copy.copied
         ]
-        _require_readable(left)
+        require_readable(left)
         with self._master_copy.only_the_rest():
             return copy()
 
+    @contextmanager
+    def saving(self, copies: bool) -> Iterator[None]:
+        """See `Offloader.saving`: nothing moves."""
+        self._snapshot = Snapshot(self.parts, self._schedule.transfers, copies)
+        try:
+            with self._snapshot.session():
+                yield
+        finally:
+            self._snapshot = None
+
+    @property
+    def is_saving(self) -> bool:
+        """See `Offloader.is_saving`."""
+        return self._snapshot is not None
+
+    def hand_out(self, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """See `Offloader.hand_out`."""
+        if self._snapshot is not None:
+            return self._snapshot.hand_out(param, read)
+        part = self._owners.get(id(param))
+        if part is not None:
+            require_readable(part.slabs)
+        return read()
+
     def require_readable(self, masters_only: bool = False) -> None:
         """See `Offloader.require_readable`."""
-        _require_readable([slab for slab in self._slabs if slab.is_copied_to_model or not masters_only])
+        require_readable([slab for slab in self._slabs if slab.is_copied_to_model or not masters_only])
 
     def require_writable(self, masters_only: bool = False) -> None:
         """See `Offloader.require_writable`."""
@@ -233,12 +261,3 @@ class NativeOffloader:
         self._schedule.remove(self.parts)
         for slab in self._slabs:
             slab.slab.close()
-
-
-def _require_readable(slabs: list[TrackedSlab]) -> None:
-    """Start all copies in before the first is waited for."""
-    for slab in slabs:
-        if slab.tracker.state is Residency.RELEASED:
-            slab.tracker.reload()
-    for slab in slabs:
-        slab.tracker.require_readable()

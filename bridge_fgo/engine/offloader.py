@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
+
 
 class Offloader(Protocol):
     """Drives the states of one DistributedOptimizer. Every verb is idempotent, in any order."""
@@ -71,6 +73,22 @@ class Offloader(Protocol):
 
     def copy_masters(self, copy: Callable[[], Any]) -> Any:
         """Call `copy`, which copies masters to the model's weights, with every master readable that it reads."""
+
+    def saving(self, copies: bool) -> AbstractContextManager[None]:
+        """Be the making of a checkpoint's state dictionary; inside, `hand_out` gives the states.
+
+        copies: whether what is handed out has to be safe to keep, or is copied at once.
+        """
+        ...
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether inside the block states need not be readable, because `hand_out` gives them."""
+        ...
+
+    def hand_out(self, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what `read` returns, the states of the optimizer parameter `param` by name, readable."""
+        ...
 
     def require_readable(self, masters_only: bool = False) -> None:
         """Return when work queued on the current stream from now on may read the states (or masters)."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
-from bridge_fgo.engine.residency import ResidencyTracker
+from bridge_fgo.engine.residency import Residency, ResidencyTracker
 from bridge_fgo.engine.slab import Slab
 from bridge_fgo.engine.transfers import Transfers
 
@@ -111,3 +112,16 @@ class StepPart:
     def nbytes(self) -> int:
         """Size of the slabs in bytes."""
         return sum(slab.nbytes for slab in self.slabs)
+
+
+def require_readable(slabs: Iterable[TrackedSlab]) -> None:
+    """Have work that the current stream gets from now on find the slabs' tensors readable.
+
+    All copies in are started before the first is waited for.
+    """
+    slabs = list(slabs)
+    for slab in slabs:
+        if slab.tracker.state is Residency.RELEASED:
+            slab.tracker.reload()
+    for slab in slabs:
+        slab.tracker.require_readable()

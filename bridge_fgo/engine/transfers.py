@@ -45,6 +45,9 @@ class Transfers(Protocol):
     def wait_in(self, slab: Slab) -> None:
         """Make the current stream wait for the copy in."""
 
+    def finish_out(self) -> None:
+        """Return when every copy out that was started is over, so that the host may read the buffers."""
+
     def has_landed(self, slab: Slab) -> bool:
         """Return whether the newest copy in is over; the host does not wait for it."""
         ...
@@ -156,6 +159,10 @@ class CudaTransfers:
         # Race: optimizer.step(), a save or a second offload would use states that have not all landed.
         self._events(slab)[1].hold(current_stream(self._index))
 
+    def finish_out(self) -> None:
+        """See `Transfers.finish_out`."""
+        self._out.synchronize()
+
     def has_landed(self, slab: Slab) -> bool:
         """See `Transfers.has_landed`."""
         return self._events(slab)[1].has_happened()
@@ -217,6 +224,9 @@ class HostTransfers:
 
     def wait_in(self, slab: Slab) -> None:
         """See `Transfers.wait_in`; the copy in has ended already."""
+
+    def finish_out(self) -> None:
+        """See `Transfers.finish_out`."""
 
     def has_landed(self, slab: Slab) -> bool:
         """See `Transfers.has_landed`."""

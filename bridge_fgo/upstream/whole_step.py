@@ -33,3 +33,17 @@ class WholeStep(ABC):
         """See `Offloader.copy_masters`."""
         self.require_readable(masters_only=True)
         return copy()
+
+    @contextmanager
+    def saving(self, copies: bool) -> Iterator[None]:
+        """See `Offloader.saving`: every state is on the GPU for it."""
+        self.require_readable()
+        yield
+
+    is_saving = False
+    """See `Offloader.is_saving`."""
+
+    def hand_out(self, param: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """See `Offloader.hand_out`."""
+        self.require_readable()
+        return read()

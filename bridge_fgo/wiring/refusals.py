@@ -30,20 +30,21 @@ def refuse_config(cfg: Any) -> None:
         section, name = path.split(".")
         if getattr(getattr(cfg, section, None), name, False) is True:
             raise ValueError(f"{path}=True with {FLAG_TEXT}: {why}; set {path}=False or leave the flag unset")
-    refuse_async_save(cfg.checkpoint)
     refuse_full_iteration_graph(cfg.model)
 
 
-def refuse_async_save(checkpoint: Any) -> None:
-    """Raise ValueError where a background writer would be given optimizer state.
+def refuse_async_save(checkpoint: Any, engine: Choice) -> None:
+    """Raise ValueError where a background writer would be given states that mcore's offloader moves.
 
     The writer gets the tensors as CUDA IPC handles, or as host memory by reference, and reads them while the
-    next step releases, reloads and overwrites that memory (NeMo-RL #3312, MLM #6544).
+    next step releases, reloads and overwrites that memory (NeMo-RL #3312, MLM #6544). The native engine hands
+    out copies; see `bridge_fgo.engine.snapshot`.
     """
-    if _saves_states(checkpoint) and checkpoint.async_save:
+    if engine != "native" and _saves_states(checkpoint) and checkpoint.async_save:
         raise ValueError(
-            f"checkpoint.async_save=True with {FLAG_TEXT}: the background writer could read memory that the offload "
-            "has given away; set checkpoint.async_save=False, or checkpoint.save_optim=False, or leave the flag unset"
+            f"checkpoint.async_save=True with {FLAG_TEXT} and OffloadConfig.engine='mcore': the background writer "
+            "could read memory that mcore's offloader has given away; use OffloadConfig(engine='native'), or set "
+            "checkpoint.async_save=False or checkpoint.save_optim=False"
         )
 
 

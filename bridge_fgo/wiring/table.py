@@ -11,7 +11,6 @@ MIMO = "megatron.bridge.training.train_megatron_mimo"
 DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 
 READERS = (
-    "state_dict",
     "get_parameter_state_dp_zero",
     "get_parameter_state_dp_reshardable",
     "save_parameter_state",
@@ -19,7 +18,6 @@ READERS = (
 """Methods of DistributedOptimizer that read states."""
 
 WRITERS = (
-    "sharded_state_dict",  # made for loading, it steps the Adam to have the states made
     "load_parameter_state",
     "load_parameter_state_from_dp_zero",
     "load_parameter_state_from_dp_reshardable",
@@ -116,6 +114,13 @@ def patches() -> list[Patch]:
         (("step_with_ready_grads",), wrappers.updates_states, "the one way to the inner optimizer's step"),
         (("_copy_main_params_to_model_params",), wrappers.copies_masters, "reads what was not copied part by part"),
         (("_copy_main_params_to_param_buffer",), wrappers.reads_masters, "reads masters, from wherever it is called"),
+        (("sharded_state_dict",), wrappers.saves_states, "begins a checkpoint, and a load"),
+        (("state_dict",), wrappers.reads_no_states, "reads states, also where mcore then drops them"),
+        (
+            ("_get_main_param_and_optimizer_states",),
+            wrappers.hands_out_states,
+            "the one place where checkpoints of every format get the states from",
+        ),
         (READERS, wrappers.reads_states, "reads states, from wherever it is called"),
         (WRITERS, wrappers.writes_states, "writes states, from wherever it is called"),
         (REPLACERS, wrappers.replaces_states, "replaces states, from wherever it is called"),

@@ -15,7 +15,12 @@ import wrapt
 from bridge_fgo.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.wiring import installation
-from bridge_fgo.wiring.refusals import refuse_checkpoint_format, refuse_config, refuse_optimizer_config
+from bridge_fgo.wiring.refusals import (
+    refuse_async_save,
+    refuse_checkpoint_format,
+    refuse_config,
+    refuse_optimizer_config,
+)
 from bridge_fgo.wiring.reporting import log_figures
 from bridge_fgo.wiring.session import (
     OFFLOADER,
@@ -61,7 +66,9 @@ def _refuse(cfg: Any) -> None:
     refuse_config(cfg)
     settings = _config()
     if settings is not None and flag_is_set(cfg.optimizer):
-        refuse_checkpoint_format(cfg.checkpoint, choose_engine(settings, cfg.optimizer))
+        engine = choose_engine(settings, cfg.optimizer)
+        refuse_checkpoint_format(cfg.checkpoint, engine)
+        refuse_async_save(cfg.checkpoint, engine)
 
 
 def validate_mimo_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -219,7 +226,7 @@ def _require(instance: Any, write: bool, masters_only: bool = False) -> None:
         return
     if write:
         offloader.require_writable()
-    else:
+    elif not offloader.is_saving:
         offloader.require_readable(masters_only)
 
 
@@ -247,6 +254,54 @@ def writes_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
     """Make the states readable and writable first."""
     _require(instance, write=True)
     return wrapped(*args, **kwargs)
+
+
+COPIED_AT_ONCE = ("fully_reshardable", "dp_zero_gather_scatter")
+"""Checkpoint formats for which mcore gathers copies of the states; the others take the tensors themselves."""
+
+
+def saves_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have a state dictionary for a checkpoint made without bringing states to the GPU; for loading, bring them.
+
+    Made for loading it steps the Adam, to have the states made.
+    """
+    offloader = vars(instance).get(OFFLOADER)
+    if offloader is None:
+        return wrapped(*args, **kwargs)
+    asked = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    if asked.get("is_loading", False) or not hasattr(instance, "_get_main_param_and_optimizer_states"):
+        return writes_states(wrapped, instance, args, kwargs)
+    # The default is that of mcore's method.
+    sharding = (asked.get("metadata") or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
+    with offloader.saving(copies=(asked.get("sharding_type") or sharding) not in COPIED_AT_ONCE):
+        return wrapped(*args, **kwargs)
+
+
+def reads_no_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the states readable first, but for a checkpoint: mcore drops what TE reads of them there.
+
+    TE's `state_dict` makes fp32 of moments in 16 bits, all of them at once.
+    """
+    offloader = vars(instance).get(OFFLOADER)
+    adam: Any = getattr(instance, "optimizer", None)
+    if offloader is None or not offloader.is_saving or not hasattr(adam, "get_unscaled_state"):
+        return reads_states(wrapped, instance, args, kwargs)
+    adam.get_unscaled_state = lambda param, name: adam.state[param][name]
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        del adam.get_unscaled_state
+
+
+def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Hand out the states of one parameter, for a checkpoint without bringing them to the GPU."""
+    offloader = vars(instance).get(OFFLOADER)
+    if offloader is None:
+        return wrapped(*args, **kwargs)
+    (model_param,) = (*args, *kwargs.values())
+    group, position = instance.model_param_group_index_map[model_param]
+    param = instance.optimizer.param_groups[group]["params"][position]
+    return offloader.hand_out(param, lambda: wrapped(*args, **kwargs))
 
 
 def updates_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

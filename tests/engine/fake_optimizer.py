@@ -27,7 +27,7 @@ def step(optimizer: SimpleNamespace, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for group in optimizer.optimizer.param_groups:
         for param in group["params"]:
-            param.grad = torch.randn(param.shape, generator=generator)
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
     optimizer.optimizer.step()
 
 

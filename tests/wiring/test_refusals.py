@@ -55,14 +55,16 @@ def test_full_iteration_cuda_graph_is_refused(cfg):
         refuse_config(cfg)
 
 
-def test_async_save_of_optimizer_state_is_refused(cfg):
-    from bridge_fgo.wiring.refusals import refuse_config
+@pytest.mark.parametrize("engine", ["mcore generation 1", "mcore generation 2"])
+def test_async_save_of_states_that_mcores_offloader_moves_is_refused(cfg, engine):
+    from bridge_fgo.wiring.refusals import refuse_async_save
 
     cfg.checkpoint.save, cfg.checkpoint.async_save = "somewhere", True
     with pytest.raises(ValueError, match=r"checkpoint\.async_save=True"):
-        refuse_config(cfg)
+        refuse_async_save(cfg.checkpoint, engine)
+    refuse_async_save(cfg.checkpoint, "native")
     cfg.checkpoint.save_optim = False
-    refuse_config(cfg)
+    refuse_async_save(cfg.checkpoint, engine)
 
 
 def test_generation_2_saves_in_torch_dist_alone(cfg):

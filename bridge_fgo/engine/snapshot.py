@@ -1,0 +1,112 @@
+"""Reading states for a checkpoint: the bytes of what is offloaded come from the host, where they are already."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bridge_fgo.engine.part import StepPart, TrackedSlab, require_readable
+from bridge_fgo.engine.residency import Residency
+from bridge_fgo.engine.transfers import Transfers
+
+MOST_BORROWED = 4
+"""Parts that are back on the GPU at once for states that are read in another dtype: mcore asks in the order of its
+buffers and parts are in the order of param groups, so that two or three take turns."""
+
+
+class Snapshot:
+    """Hands out the states of one optimizer as host tensors, and leaves slabs where they are.
+
+    What a writer gets is its own: no tensor that it may hold on to (a background writer for minutes, a cache of CUDA
+    handles for the whole run) shares memory with a slab. So nothing has to wait for a writer, no later step can tear
+    what it reads, and a released slab is gone (NeMo-RL #3312 and #4183, MLM #6544 tell what happens otherwise).
+
+    Args:
+        parts: what the optimizer offloads.
+        transfers: the copies.
+        copies: whether every tensor that is handed out is a copy. Without, a state that is on the host already may be
+            handed out as a view of its page-locked buffer, for a reader that copies it at once.
+    """
+
+    def __init__(self, parts: list[StepPart], transfers: Transfers, copies: bool) -> None:
+        self._owners = {i: part for part in parts for i in part.ids}
+        self._copies = copies
+        self._borrowed: deque[StepPart] = deque()
+        # Race: a copy out that is still under way would be read half done by the host.
+        transfers.finish_out()
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Be the checkpoint's making: on the way out parts that were borrowed go back to the host."""
+        try:
+            yield
+        finally:
+            while self._borrowed:
+                self._send_back(self._borrowed.popleft())
+
+    def hand_out(self, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what `read` returns, the states of an optimizer parameter by name, each tensor safe to keep.
+
+        Args:
+            param: the parameter as the Adam inside has it.
+            read: mcore's `_get_main_param_and_optimizer_states` of it. It returns state tensors themselves, or
+                fp32 copies of moments in 16 bits.
+        """
+        part = self._owners.get(id(param))
+        if part is None:
+            return read()
+        if _is_read_in_another_dtype(param, part):
+            self._borrow(part)
+        places = _places(param, part)
+        return {name: self._safe(value, places) for name, value in read().items()}
+
+    def _safe(self, value: Any, places: dict[int, tuple[TrackedSlab, int]]) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:  # a count of steps is nobody's slab
+            return value
+        slab, offset = places.get(id(value), (None, 0))
+        # A slab whose tensors were replaced (a load) is RESIDENT, so that its host copy is never taken for theirs.
+        if slab is None or slab.tracker.state is Residency.RESIDENT:
+            return _copy(value)
+        host = slab.slab.host.tensor[offset : offset + value.nbytes].view(value.dtype).view(value.shape)
+        return _copy(host) if self._copies else host
+
+    def _borrow(self, part: StepPart) -> None:
+        if part in self._borrowed:
+            return
+        if all(slab.tracker.state is not Residency.RELEASED for slab in part.slabs):
+            require_readable(part.slabs)
+            return
+        require_readable(part.slabs)
+        self._borrowed.append(part)
+        if len(self._borrowed) > MOST_BORROWED:
+            self._send_back(self._borrowed.popleft())
+
+    def _send_back(self, part: StepPart) -> None:
+        for slab in part.slabs:
+            slab.tracker.offload()
+            slab.tracker.release()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory, when it is complete."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+
+
+def _is_read_in_another_dtype(param: torch.Tensor, part: StepPart) -> bool:
+    """Return whether TE's `FusedAdam.get_unscaled_state` makes fp32 of a state of 16 bits, for which it reads it."""
+    refs = [ref for slab in part.slabs for ref in slab.slab.refs if ref.param is param]
+    return any(ref.key is not None and ref.dtype in (torch.bfloat16, torch.float16) for ref in refs)
+
+
+def _places(param: torch.Tensor, part: StepPart) -> dict[int, tuple[TrackedSlab, int]]:
+    """Return slab and offset in bytes of each of the parameter's states, by the `id` of the tensor."""
+    return {
+        id(tensor): (slab, offset)
+        for slab in part.slabs
+        for ref, offset in zip(slab.slab.refs, slab.slab.layout.offsets, strict=True)
+        if ref.param is param and (tensor := ref.tensor()) is not None
+    }
