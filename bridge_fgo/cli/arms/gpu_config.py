@@ -111,6 +111,15 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         ),
         logger=bridge.LoggerConfig(),
         tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=options.vocab),
-        checkpoint=bridge.CheckpointConfig(save=None),
+        checkpoint=bridge.CheckpointConfig(
+            save=None if options.save is None else str(options.save),
+            save_interval=options.save_interval if options.save is not None else None,
+            async_save=options.async_save,
+            async_strategy="mcore",
+            load=None if options.load is None else str(options.load),
+            ckpt_step=options.load_step,
+            ckpt_format="torch_dist",
+            dist_ckpt_optim_fully_reshardable=options.fully_reshardable,
+        ),
         rng=bridge.RNGConfig(seed=1234),
     )
