@@ -257,7 +257,11 @@ def test_three_checkpoints_in_the_background_have_the_bytes_of_their_step(
     tmp_path, monkeypatch, kind, worker, constant_structure
 ):
     if worker == "nvrx":
-        pytest.importorskip("nvidia_resiliency_ext", reason="needs nvidia-resiliency-ext", exc_type=ImportError)
+        pytest.importorskip(
+            "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
+            reason="needs nvidia-resiliency-ext",
+            exc_type=ImportError,
+        )
     if worker != "fork":  # the persistent workers are spawned, and import what they run
         name, loop = async_worker.LOOPS[worker]
         monkeypatch.setattr(async_worker.worker_class(worker), name, staticmethod(loop))

@@ -48,6 +48,9 @@ class Transfers(Protocol):
     def finish_out(self) -> None:
         """Return when every copy out that was started is over, so that the host may read the buffers."""
 
+    def finish_in(self) -> None:
+        """Return when every copy in that was started is over."""
+
     def has_landed(self, slab: Slab) -> bool:
         """Return whether the newest copy in is over; the host does not wait for it."""
         ...
@@ -90,6 +93,11 @@ class Lane:
             self._last = done if end == nbytes else self._ends[self._turn]
             self._last.record(stream)
             self._turn = 1 - self._turn
+
+    def delay(self, cycles: int) -> None:
+        """Have the next piece, and so every later one, begin that many GPU cycles later."""
+        with torch.cuda.stream(self._streams[self._turn]):
+            torch.cuda._sleep(cycles)
 
     def synchronize(self) -> None:
         """Wait on the host until every piece is done."""
@@ -163,6 +171,14 @@ class CudaTransfers:
         """See `Transfers.finish_out`."""
         self._out.synchronize()
 
+    def finish_in(self) -> None:
+        """See `Transfers.finish_in`."""
+        self._in.synchronize()
+
+    def delay(self, out: bool, cycles: int) -> None:
+        """Have copies in one direction begin that many GPU cycles later; for `bridge_fgo.engine.debug`."""
+        (self._out if out else self._in).delay(cycles)
+
     def has_landed(self, slab: Slab) -> bool:
         """See `Transfers.has_landed`."""
         return self._events(slab)[1].has_happened()
@@ -227,6 +243,9 @@ class HostTransfers:
 
     def finish_out(self) -> None:
         """See `Transfers.finish_out`."""
+
+    def finish_in(self) -> None:
+        """See `Transfers.finish_in`."""
 
     def has_landed(self, slab: Slab) -> bool:
         """See `Transfers.has_landed`."""

@@ -11,6 +11,7 @@ import torch
 
 from bridge_fgo.compat import Choice, check_flag, choose_engine, flag_is_set, mcore_version
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine.debug import debugged
 from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.offloader import Offloader, total
 from bridge_fgo.engine.peaks import PeakMeter
@@ -249,7 +250,7 @@ def make_schedule(distributed: list[Any], config: OffloadConfig, meter: PeakMete
         )
     device = home_device(distributed[0]) if distributed else torch.device("cpu")
     schedule = Schedule(
-        make_transfers(device, config.piece_bytes),
+        debugged(make_transfers(device, config.piece_bytes)),
         meter,
         budget_bytes=None if budget is None else int(budget * 2**30),
     )

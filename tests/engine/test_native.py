@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine.debug import debugged
 from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.peaks import PeakMeter
 from bridge_fgo.engine.residency import Residency
@@ -22,7 +23,7 @@ MIB = 2**20
 
 
 def make_schedule(config):
-    return Schedule(HostTransfers(config.piece_bytes), PeakMeter())
+    return Schedule(debugged(HostTransfers(config.piece_bytes)), PeakMeter())
 
 
 def make(config=None, **kwargs):

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine import native, schedule
+from bridge_fgo.engine.debug import debugged
 from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.schedule import Schedule
@@ -69,7 +70,7 @@ class Training:
         self.twins = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
         self.optimizers = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
         meter = Meter(layer, step)
-        self.schedule = meter.schedule = Schedule(HostTransfers(65536), meter, budget)
+        self.schedule = meter.schedule = Schedule(debugged(HostTransfers(65536)), meter, budget)
         self.schedule.signature = 1
         config = OffloadConfig(engine="native", piece_bytes=65536)
         self.offloaders = [NativeOffloader(optimizer, config, self.schedule) for optimizer in self.optimizers]

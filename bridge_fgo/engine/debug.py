@@ -1,0 +1,129 @@
+"""A debug mode that makes races visible: late copies, and poison wherever nobody may read.
+
+Set BRIDGE_FGO_DEBUG to a seed (an integer) in the environment of every rank. Training is slower and, where the
+wiring and the schedule are right, bitwise the same; a read that comes too early or too late meets NaNs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import weakref
+from contextlib import AbstractContextManager
+
+from bridge_fgo.engine.slab import Slab
+from bridge_fgo.engine.transfers import CudaTransfers, Transfers
+
+VARIABLE = "BRIDGE_FGO_DEBUG"
+POISON = 0xFF
+"""Every byte of it: a NaN in fp32, bf16 and fp16, -1 in int16."""
+MOST_CYCLES = 2_000_000
+"""The longest delay of a copy on a GPU, in cycles of its clock: about a millisecond."""
+
+
+def debugged(transfers: Transfers) -> Transfers:
+    """Return the transfers, in debug mode where the environment asks for it.
+
+    Raises:
+        ValueError: BRIDGE_FGO_DEBUG is no integer.
+    """
+    seed = os.environ.get(VARIABLE, "")
+    if not seed:
+        return transfers
+    if not seed.removeprefix("-").isdecimal():
+        raise ValueError(f"{VARIABLE}={seed!r}: set it to an integer, the seed of the delays, or leave it unset")
+    return DebugTransfers(transfers, int(seed))
+
+
+class DebugTransfers:
+    """See `Transfers`.
+
+    - Copies are late by a random time. On a GPU a kernel that only waits goes before them; in host memory, where copies
+      are done at once, they are put off until something asks for their end, which is as late as a GPU could be.
+    - GPU memory is poisoned before it is given back, and after it is taken, before the copy in.
+    - The host buffer is poisoned when its slab is readable again: the only valid bytes are on the GPU from then on.
+    """
+
+    def __init__(self, transfers: Transfers, seed: int) -> None:
+        self._transfers = transfers
+        self._random = random.Random(seed)
+        self._late_out: weakref.WeakSet[Slab] = weakref.WeakSet()
+        self._late_in: weakref.WeakSet[Slab] = weakref.WeakSet()
+
+    def begin_pass(self) -> None:
+        """See `Transfers.begin_pass`."""
+        self._transfers.begin_pass()
+
+    def on_compute_stream(self) -> AbstractContextManager[object]:
+        """See `Transfers.on_compute_stream`."""
+        return self._transfers.on_compute_stream()
+
+    def capturing(self) -> bool:
+        """See `Transfers.capturing`."""
+        return self._transfers.capturing()
+
+    def copy_out(self, slab: Slab) -> None:
+        """See `Transfers.copy_out`."""
+        self._late_out.discard(slab)  # of an offload that was given up
+        if self._is_put_off(out=True):
+            self._late_out.add(slab)
+        else:
+            self._transfers.copy_out(slab)
+
+    def release(self, slab: Slab) -> None:
+        """See `Transfers.release`."""
+        self.wait_out(slab)
+        assert slab.gpu is not None
+        slab.gpu.fill_(POISON)
+        self._transfers.release(slab)
+
+    def copy_in(self, slab: Slab) -> None:
+        """See `Transfers.copy_in`."""
+        self._catch_up_out(slab)
+        slab.allocate()
+        assert slab.gpu is not None
+        slab.gpu.fill_(POISON)
+        if self._is_put_off(out=False):
+            self._late_in.add(slab)
+        else:
+            self._transfers.copy_in(slab)
+
+    def wait_in(self, slab: Slab) -> None:
+        """See `Transfers.wait_in`."""
+        if slab in self._late_in:
+            self._late_in.discard(slab)
+            self._transfers.copy_in(slab)
+        self._transfers.wait_in(slab)
+        self._transfers.finish_in()
+        slab.host.tensor.fill_(POISON)
+
+    def wait_out(self, slab: Slab) -> None:
+        """See `Transfers.wait_out`."""
+        self._catch_up_out(slab)
+        self._transfers.wait_out(slab)
+
+    def finish_out(self) -> None:
+        """See `Transfers.finish_out`."""
+        for slab in list(self._late_out):
+            self._catch_up_out(slab)
+        self._transfers.finish_out()
+
+    def finish_in(self) -> None:
+        """See `Transfers.finish_in`."""
+        self._transfers.finish_in()
+
+    def has_landed(self, slab: Slab) -> bool:
+        """See `Transfers.has_landed`."""
+        return slab not in self._late_in and self._transfers.has_landed(slab)
+
+    def _catch_up_out(self, slab: Slab) -> None:
+        if slab in self._late_out:
+            self._late_out.discard(slab)
+            self._transfers.copy_out(slab)
+
+    def _is_put_off(self, out: bool) -> bool:
+        """Return whether to do a copy later; on a GPU it is enqueued now, behind a delay."""
+        if isinstance(self._transfers, CudaTransfers):
+            self._transfers.delay(out, self._random.randrange(MOST_CYCLES))
+            return False
+        return self._random.random() < 0.5
