@@ -20,3 +20,7 @@ check:
 # The CPU lane on a Megatron-LM checkout (generation 1 or 2 of mcore's offloader) instead of the released mcore.
 mcore-dev PATH:
     BRIDGE_FGO_MEGATRON_LM={{PATH}} uv run pytest tests/upstream/test_checkout.py
+
+# Upstream's own tests without and with this package; PATH: a checkout of Megatron-Bridge or of Megatron-LM.
+upstream PATH:
+    uv run python tests/upstream/suite.py {{PATH}}

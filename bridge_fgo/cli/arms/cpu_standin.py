@@ -203,7 +203,7 @@ def install_standins() -> None:
     if _installed is not None:
         return
     if not any(isinstance(finder, StandInFinder) for finder in sys.meta_path):
-        _import_bridge()
+        import_bridge()
     stack = ExitStack()
     for owner, name, stand_in in _replacements():
         stack.enter_context(mock.patch.object(owner, name, stand_in))
@@ -219,7 +219,7 @@ def remove_standins() -> None:
         _installed = None
 
 
-def _import_bridge() -> None:
+def import_bridge() -> None:
     if "transformer_engine" in sys.modules:
         raise RuntimeError(
             "transformer_engine is imported already, so that mcore would build an Adam for CUDA tensors; run "

@@ -1,0 +1,41 @@
+"""The command that runs upstream's own tests."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SUITE = Path(__file__).with_name("suite.py")
+
+TESTS = """
+import os
+
+def test_the_same():
+    import megatron.bridge
+
+def test_not_the_same():
+    assert os.environ["BRIDGE_FGO_INSTALL"] == "0"
+
+def test_it_is_installed_where_asked():
+    from bridge_fgo.wiring.installation import installed_config
+    assert (installed_config() is not None) == (os.environ["BRIDGE_FGO_INSTALL"] == "1")
+"""
+
+
+def run(checkout):
+    return subprocess.run([sys.executable, str(SUITE), str(checkout)], capture_output=True, text=True, timeout=300)
+
+
+def test_an_outcome_that_the_package_changes_is_named(tmp_path):
+    folder = tmp_path / "tests" / "unit_tests" / "training"
+    folder.mkdir(parents=True)
+    (folder / "test_something.py").write_text(TESTS)
+    done = run(tmp_path)
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["without bridge_fgo: 3 passed", "with bridge_fgo: 1 failed, 2 passed"], done
+    assert len(lines) == 3
+    assert lines[2].endswith("::test_not_the_same: passed without, failed with")
+    assert done.returncode == 1
+
+
+def test_a_folder_without_tests_is_said(tmp_path):
+    assert run(tmp_path).returncode == 2
