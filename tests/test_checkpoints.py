@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 from pathlib import Path
 
 import async_worker
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import bridge_fgo
 from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining
@@ -159,6 +161,24 @@ def test_a_resumed_run_is_bitwise_the_resident_one(saved, was, will_be):
     after_load, later = resumed(folders[was, "dp_reshardable"], will_be)
     assert after_load == digests[False]
     assert later == resumed(folders[False, "dp_reshardable"], False)[1]
+
+
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("harm", ["missing", "truncated"])
+def test_a_harmed_shard_is_an_error_and_the_checkpoint_is_left_as_it_is(saved, tmp_path, harm, offload):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(saved[0][True, "dp_reshardable"], folder)
+    shard = max(folder.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    if harm == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    left = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with training(offload) as run:
+        run.step()
+        with pytest.raises(CheckpointException):  # on every rank
+            load(run, folder)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == left
 
 
 @pytest.mark.parametrize("kind", FORMATS)

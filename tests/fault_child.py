@@ -1,0 +1,90 @@
+"""A training in a process of its own that is killed, or has an operation fail, at a chosen point."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+
+from bridge_fgo.cli.arms.cpu_standin import install_standins
+
+install_standins()
+
+import bridge_fgo  # noqa: E402
+from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining  # noqa: E402
+from bridge_fgo.engine.inner_step import InnerStep  # noqa: E402
+from bridge_fgo.engine.master_copy import MasterCopy  # noqa: E402
+from bridge_fgo.engine.snapshot import Snapshot  # noqa: E402
+from bridge_fgo.engine.transfers import HostTransfers  # noqa: E402
+from bridge_fgo.wiring.session import Session  # noqa: E402
+
+POINTS = {
+    "the offload begins": (Session, "begin_pass"),
+    "memory goes": (Session, "release"),
+    "a forward": (CpuTraining, "_forward_step"),
+    "the reload begins": (Session, "reload"),
+    "the update of a part": (InnerStep, "update"),
+    "a part's copy to the model": (MasterCopy, "copy_part"),
+    "a copy out": (HostTransfers, "copy_out"),
+    "a release": (HostTransfers, "release"),
+    "a copy in": (HostTransfers, "copy_in"),
+    "a state is handed to a checkpoint": (Snapshot, "hand_out"),
+}
+SAVED_AFTER = 3
+CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
+
+
+class Injected(RuntimeError):
+    """What a failing operation raises."""
+
+
+def break_at(point: str, call: int, kill: bool) -> None:
+    """Have the `call`-th call of an operation from now on kill the process, or fail."""
+    owner, name = POINTS[point]
+    original = getattr(owner, name)
+    left = call
+
+    def broken(*args, **kwargs):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            if kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise Injected(point)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, broken)
+
+
+def save(run, folder):
+    """Save through Bridge's `save_checkpoint`."""
+    from megatron.bridge.training.checkpointing import save_checkpoint
+
+    run.cfg.checkpoint.save = folder
+    save_checkpoint(run.state, run.model, run.optimizer, run.scheduler, 0, checkpointing_context={})
+
+
+def train(folder: str, point: str | None, call: int, kill: bool) -> None:
+    """Save after three steps, then train one step more and save again; break in between.
+
+    Exit status: 0 where nothing broke, 3 where the failure came out as itself.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()  # mcore's is in a process of its own, which would outlive this one
+    offload = point is not None
+    if offload:
+        bridge_fgo.install(CONFIG)
+    with CpuTraining(CpuOptions(offload=offload)) as run:
+        for _ in range(SAVED_AFTER):
+            run.step()
+        save(run, folder)
+        if point is None:
+            return
+        break_at(point, call, kill)
+        try:
+            run.step()
+            save(run, folder)
+        except Injected as error:
+            assert str(error) == point
+            os._exit(3)
