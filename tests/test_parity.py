@@ -21,6 +21,7 @@ SCENARIOS = {
     "chained_optimizers": {"experts": True},
     "native_fp32_parameters": {"precision": "fp32_params"},
     "fp16_with_loss_scaling": {"precision": "fp16"},
+    "most_parameters_frozen": {"frozen": True},
     "injected_found_inf": {"found_inf_steps": frozenset({3, 4, 9})},
     "injected_rerun": {"rerun_steps": frozenset({2, 5, 6})},
     "grad_norm_skips": {"grad_norm_skip_steps": frozenset({2, 3, 11})},

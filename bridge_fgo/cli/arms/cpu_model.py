@@ -31,6 +31,8 @@ class CpuOptions:
     experts: bool = False
     """Mixture of experts, so that the ChainedOptimizer has a DistributedOptimizer for dense parameters and
     another for expert parameters."""
+    frozen: bool = False
+    """Train the attention's output projections only, as PEFT trains adapters."""
     precision: Precision = "bf16"
     """"fp16" scales the loss dynamically, from so high that the first steps overflow and are skipped.
     "fp32_params" is bf16 with native fp32 layer norms, whose "masters" are views of DDP's buffers."""
@@ -195,6 +197,8 @@ def make_model(options: CpuOptions, cfg: Any, groups: Any) -> list[torch.nn.Modu
             if ".experts." in name:
                 # mcore says so itself only where expert parallelism spans several ranks.
                 parameter.allreduce = False  # type: ignore[reportAttributeAccessIssue]
+            if options.frozen:
+                parameter.requires_grad_(".linear_proj." in name)
         if options.precision == "fp32_params":
             for layer in module.modules():
                 if isinstance(layer, torch.nn.LayerNorm):
