@@ -95,6 +95,10 @@ class Slab:
                 self.gpu = gpu = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         self._bind(gpu, copy=True)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lives in the slab's GPU memory, be it released or not."""
+        return self.gpu is not None and tensor.untyped_storage()._cdata == self.gpu.untyped_storage()._cdata
+
     def exists(self) -> bool:
         """Return whether any tensor of the slab exists; moments are made by the first step."""
         return any(ref.tensor() is not None for ref in self.refs)

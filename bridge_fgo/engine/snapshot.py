@@ -35,7 +35,8 @@ class Snapshot:
     def __init__(self, parts: list[StepPart], transfers: Transfers, copies: bool) -> None:
         self._owners = {i: part for part in parts for i in part.ids}
         self._copies = copies
-        self._borrowed: deque[StepPart] = deque()
+        self._borrowed: deque[list[TrackedSlab]] = deque()
+        """Slabs that were released before, part by part."""
         # Race: a copy out that is still under way would be read half done by the host.
         transfers.finish_out()
 
@@ -46,7 +47,7 @@ class Snapshot:
             yield
         finally:
             while self._borrowed:
-                self._send_back(self._borrowed.popleft())
+                _send_back(self._borrowed.popleft())
 
     def hand_out(self, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what `read` returns, the states of an optimizer parameter by name, each tensor safe to keep.
@@ -68,27 +69,25 @@ class Snapshot:
         if not isinstance(value, torch.Tensor) or value.dim() == 0:  # a count of steps is nobody's slab
             return value
         slab, offset = places.get(id(value), (None, 0))
-        # A slab whose tensors were replaced (a load) is RESIDENT, so that its host copy is never taken for theirs.
-        if slab is None or slab.tracker.state is Residency.RESIDENT:
+        # A tensor that a load put in the place of another has memory of its own until the next offload.
+        if slab is None or slab.tracker.state is Residency.RESIDENT or not slab.slab.holds(value):
             return _copy(value)
         host = slab.slab.host.tensor[offset : offset + value.nbytes].view(value.dtype).view(value.shape)
         return _copy(host) if self._copies else host
 
     def _borrow(self, part: StepPart) -> None:
-        if part in self._borrowed:
-            return
-        if all(slab.tracker.state is not Residency.RELEASED for slab in part.slabs):
-            require_readable(part.slabs)
-            return
+        away = [slab for slab in part.slabs if slab.tracker.state is Residency.RELEASED]
+        if away:
+            while len(self._borrowed) >= MOST_BORROWED:
+                _send_back(self._borrowed.popleft())
+            self._borrowed.append(away)  # before it can fail, so that what has come goes back
         require_readable(part.slabs)
-        self._borrowed.append(part)
-        if len(self._borrowed) > MOST_BORROWED:
-            self._send_back(self._borrowed.popleft())
 
-    def _send_back(self, part: StepPart) -> None:
-        for slab in part.slabs:
-            slab.tracker.offload()
-            slab.tracker.release()
+
+def _send_back(slabs: list[TrackedSlab]) -> None:
+    for slab in slabs:
+        slab.tracker.offload()
+        slab.tracker.release()
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -142,3 +142,14 @@ def test_a_checkpoints_state_dict_does_not_have_te_read_states_that_mcore_drops(
     assert set(offloader.residencies) == {Residency.RELEASED}
     wrappers.reads_no_states(state_dict, distributed, (), {})
     assert set(offloader.residencies) == {Residency.RESIDENT}
+
+
+def test_a_state_that_somebody_replaced_while_its_slab_was_away_is_saved_as_it_is():
+    optimizer, offloader, _ = made()
+    param = params(optimizer)[0]
+    new = torch.full_like(optimizer.optimizer.state[param]["exp_avg"], 3.0)
+    optimizer.optimizer.state[param]["exp_avg"] = new
+    with offloader.saving(copies=True):
+        handed = offloader.hand_out(param, read_as_it_is(optimizer, param))
+    assert torch.equal(handed["exp_avg"], new)
+    assert handed["exp_avg"].data_ptr() != new.data_ptr()
