@@ -23,8 +23,8 @@ class OffloadConfig:
     engine: Engine = "auto"
     """Who moves the bytes. "native": this package's engine, on every mcore. "mcore": the offloader of the
     installed mcore, refused where that mcore has none. "auto": native, but mcore's chunked offloader where its
-    own fraction or chunk size is set. Native was the faster in every run of both on a GPU, and gives reserved
-    memory back."""
+    own fraction or chunk size is set. Native was the faster in all but one of the runs of both on GPUs, gives
+    reserved memory back and saves in the background."""
 
     moments: bool = True
     """Offload Adam's `exp_avg` and `exp_avg_sq`."""
