@@ -6,6 +6,8 @@ import os
 import queue
 import signal
 
+from saving import save
+
 from bridge_fgo.cli.arms.cpu_standin import install_standins
 
 install_standins()
@@ -56,14 +58,6 @@ def break_at(point: str, call: int, kill: bool) -> None:
     setattr(owner, name, broken)
 
 
-def save(run, folder):
-    """Save through Bridge's `save_checkpoint`."""
-    from megatron.bridge.training.checkpointing import save_checkpoint
-
-    run.cfg.checkpoint.save = folder
-    save_checkpoint(run.state, run.model, run.optimizer, run.scheduler, 0, checkpointing_context={})
-
-
 def train(folder: str, point: str | None, call: int, kill: bool) -> None:
     """Save after three steps, then train one step more and save again; break in between.
 
@@ -78,13 +72,13 @@ def train(folder: str, point: str | None, call: int, kill: bool) -> None:
     with CpuTraining(CpuOptions(offload=offload)) as run:
         for _ in range(SAVED_AFTER):
             run.step()
-        save(run, folder)
+        save(run, folder, "dp_reshardable")
         if point is None:
             return
         break_at(point, call, kill)
         try:
             run.step()
-            save(run, folder)
+            save(run, folder, "dp_reshardable")
         except Injected as error:
             assert str(error) == point
             os._exit(3)

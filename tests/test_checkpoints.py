@@ -10,6 +10,7 @@ from pathlib import Path
 import async_worker
 import pytest
 import torch
+from saving import load, save
 from torch.distributed.checkpoint.api import CheckpointException
 
 import bridge_fgo
@@ -30,24 +31,6 @@ def training(offload, config=SMALL_SLABS, **options):
         if offload:
             stack.enter_context(bridge_fgo.install(config))
         yield stack.enter_context(CpuTraining(CpuOptions(offload=offload, **options)))
-
-
-def save(run, folder, kind="fully_reshardable", context=None):
-    """Save through Bridge's `save_checkpoint`."""
-    from megatron.bridge.training.checkpointing import save_checkpoint
-
-    run.cfg.checkpoint.save = str(folder)
-    run.cfg.checkpoint.dist_ckpt_optim_fully_reshardable = kind == "fully_reshardable"
-    context = {} if context is None else context
-    save_checkpoint(run.state, run.model, run.optimizer, run.scheduler, 0, checkpointing_context=context)
-
-
-def load(run, folder):
-    """Load through Bridge's `load_checkpoint`."""
-    from megatron.bridge.training.checkpointing import load_checkpoint
-
-    run.cfg.checkpoint.load = str(folder)
-    load_checkpoint(run.state, run.model, run.optimizer, run.scheduler, checkpointing_context={})
 
 
 def session_of(run):
@@ -194,28 +177,27 @@ def test_a_save_in_the_middle_of_a_pass_writes_the_right_bytes(saved, tmp_path, 
     assert_same_shards(tmp_path, saved[0][False, kind])
 
 
+def assert_third_step_is_saved_alike(folder, kind, ended, **options):
+    """Resident and offloaded, a save after the third step writes the same; `ended` tells that the step did so."""
+    for offload in (False, True):
+        with training(offload, **options) as run:
+            for _ in range(3):
+                record = run.step()
+            assert ended(record)
+            save(run, folder / str(offload), kind)
+    assert_same_shards(folder / "True", folder / "False")
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("what", [{"found_inf_steps": (3,)}, {"grad_norm_skip_steps": (3,)}])
 def test_a_save_after_a_skipped_step_writes_the_right_bytes(tmp_path, kind, what):
-    for offload in (False, True):
-        with training(offload, **what) as run:
-            for _ in range(3):
-                record = run.step()
-            assert record.skipped
-            save(run, tmp_path / str(offload), kind)
-    assert_same_shards(tmp_path / "True", tmp_path / "False")
+    assert_third_step_is_saved_alike(tmp_path, kind, lambda record: record.skipped, **what)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_save_at_the_rerun_machines_early_exit_writes_the_right_bytes(tmp_path, kind):
     # The step ends before optimizer.step(), with the reload that finalize started in flight.
-    for offload in (False, True):
-        with training(offload, checkpoint_exit_step=3) as run:
-            for _ in range(3):
-                record = run.step()
-            assert record.should_checkpoint
-            save(run, tmp_path / str(offload), kind)
-    assert_same_shards(tmp_path / "True", tmp_path / "False")
+    assert_third_step_is_saved_alike(tmp_path, kind, lambda record: record.should_checkpoint, checkpoint_exit_step=3)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

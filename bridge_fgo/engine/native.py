@@ -194,7 +194,7 @@ class NativeOffloader:
     @contextmanager
     def saving(self, copies: bool) -> Iterator[None]:
         """See `Offloader.saving`: nothing moves."""
-        self._snapshot = Snapshot(self.parts, self._schedule.transfers, copies)
+        self._snapshot = Snapshot(self._owners, self._schedule.transfers, copies)
         try:
             with self._snapshot.session():
                 yield

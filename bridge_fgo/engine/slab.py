@@ -124,9 +124,8 @@ class Slab:
         """Give the GPU memory back where no tensor lives in it any more, because all were replaced."""
         if self.gpu is None or self.gpu_bytes == 0:
             return
-        storage = self.gpu.untyped_storage()._cdata
         tensors = (ref.tensor() for ref in self.refs)
-        if not any(tensor is not None and tensor.untyped_storage()._cdata == storage for tensor in tensors):
+        if not any(tensor is not None and self.holds(tensor) for tensor in tensors):
             with self._ledger.change(-self.gpu_bytes):
                 self.gpu = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,14 +26,14 @@ class Snapshot:
     what it reads, and a released slab is gone (NeMo-RL #3312 and #4183, MLM #6544 tell what happens otherwise).
 
     Args:
-        parts: what the optimizer offloads.
+        owners: the part that offloads a parameter's states, by the `id` of the parameter as the Adam inside has it.
         transfers: the copies.
         copies: whether every tensor that is handed out is a copy. Without, a state that is on the host already may be
             handed out as a view of its page-locked buffer, for a reader that copies it at once.
     """
 
-    def __init__(self, parts: list[StepPart], transfers: Transfers, copies: bool) -> None:
-        self._owners = {i: part for part in parts for i in part.ids}
+    def __init__(self, owners: Mapping[int, StepPart], transfers: Transfers, copies: bool) -> None:
+        self._owners = owners
         self._copies = copies
         self._borrowed: deque[list[TrackedSlab]] = deque()
         """Slabs that were released before, part by part."""

@@ -20,19 +20,19 @@ from pathlib import Path
 PLUGINS = Path(__file__).parent
 
 
-def what_to_run(checkout: Path) -> tuple[Path | None, list[str]]:
-    """Return the tests, and what has to come first in PYTHONPATH."""
+def what_to_run(checkout: Path) -> Path | None:
+    """Return the tests."""
     bridge = checkout / "tests" / "unit_tests" / "training"
     if bridge.is_dir():
-        return bridge, [str(checkout)]  # for its `scripts`; Bridge itself is in `src`
-    found = sorted(checkout.glob("tests/**/test_optimizer_state_offloading.py"))
-    return (found[0], [str(checkout)]) if found else (None, [])
+        return bridge
+    return next(iter(sorted(checkout.glob("tests/**/test_optimizer_state_offloading.py"))), None)
 
 
-def outcomes(checkout: Path, tests: Path, first: list[str], installed: bool) -> dict[str, str]:
+def outcomes(checkout: Path, tests: Path, installed: bool) -> dict[str, str]:
     """Run the tests; return the outcome of each by its name."""
     project = PLUGINS.parents[1]
-    path = [*first, str(PLUGINS), str(project), os.environ.get("PYTHONPATH", "")]
+    # The checkout first: for Megatron-LM's mcore, and Bridge's `scripts` (Bridge itself is in `src`).
+    path = [str(checkout), str(PLUGINS), str(project), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "BRIDGE_FGO_INSTALL": str(int(installed)), "PYTHONPATH": os.pathsep.join(path)}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -59,13 +59,13 @@ def outcome(case: ElementTree.Element) -> str:
 def main() -> int:
     """Run and compare; see the module."""
     checkout = Path(sys.argv[1]).resolve()
-    tests, first = what_to_run(checkout)
+    tests = what_to_run(checkout)
     if tests is None:
         print(
             f"{checkout} has neither Bridge's tests/unit_tests/training nor mcore's test_optimizer_state_offloading.py"
         )
         return 2
-    results = {installed: outcomes(checkout, tests, first, installed) for installed in (False, True)}
+    results = {installed: outcomes(checkout, tests, installed) for installed in (False, True)}
     for installed, found in results.items():
         counts = ", ".join(f"{number} {name}" for name, number in sorted(Counter(found.values()).items()))
         print(f"{'with' if installed else 'without'} bridge_fgo: {counts or 'no tests'}")

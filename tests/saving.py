@@ -1,0 +1,19 @@
+"""Bridge's own save and load of a CPU training."""
+
+
+def save(run, folder, kind="fully_reshardable", context=None):
+    """Save through Bridge's `save_checkpoint`."""
+    from megatron.bridge.training.checkpointing import save_checkpoint
+
+    run.cfg.checkpoint.save = str(folder)
+    run.cfg.checkpoint.dist_ckpt_optim_fully_reshardable = kind == "fully_reshardable"
+    context = {} if context is None else context
+    save_checkpoint(run.state, run.model, run.optimizer, run.scheduler, 0, checkpointing_context=context)
+
+
+def load(run, folder):
+    """Load through Bridge's `load_checkpoint`."""
+    from megatron.bridge.training.checkpointing import load_checkpoint
+
+    run.cfg.checkpoint.load = str(folder)
+    load_checkpoint(run.state, run.model, run.optimizer, run.scheduler, checkpointing_context={})
