@@ -56,7 +56,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     spread = parser.add_argument_group("parallelism")
     spread.add_argument("--tp", type=int, default=1)
     spread.add_argument("--pp", type=int, default=1)
+    spread.add_argument("--vpp", type=int, help="model chunks of a pipeline stage; default: one, not interleaved")
+    spread.add_argument("--cp", type=int, default=1)
     spread.add_argument("--ep", type=int, default=1)
+    spread.add_argument("--instances", type=int, default=1, help="distributed optimizer instances")
     spread.add_argument(
         "--dp-overlap",
         action=argparse.BooleanOptionalAction,
@@ -88,6 +91,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     checkpoint.add_argument("--fully-reshardable", action="store_true", help="default: dp_reshardable")
     checkpoint.add_argument("--load", type=Path, help="folder to resume from")
     checkpoint.add_argument("--load-step", type=int, help="default: the newest")
+    checkpoint.add_argument("--load-optim", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--recompute-attention", action="store_true", help="recompute attention scores in backward")
     parser.add_argument("--trace", type=Path, help="profile two steps more, not among the figures, into this file")
     parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")

@@ -34,14 +34,20 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         share_embeddings_and_output_weights=False,
         tensor_model_parallel_size=options.tp,
         pipeline_model_parallel_size=options.pp,
+        virtual_pipeline_model_parallel_size=options.vpp,
+        # Two interleaved stages would send to each other twice in one batch of calls, which mcore rules out.
+        overlap_p2p_comm=options.vpp is not None,
+        batch_p2p_comm=options.vpp is None,
+        context_parallel_size=options.cp,
         sequence_parallel=options.tp > 1,
         pipeline_dtype=torch.bfloat16,
         bf16=True,
         make_vocab_size_divisible_by=128,
         vocab_size=None,
         gradient_accumulation_fusion=False,  # needs Apex
-        # Unfused attention is deterministic, and does not depend on the cuDNN that is here.
-        attention_backend=AttnBackend.unfused,
+        # Unfused attention is deterministic, and does not depend on the cuDNN that is here. It knows no context
+        # parallelism; cuDNN's, in its deterministic form, does.
+        attention_backend=AttnBackend.unfused if options.cp == 1 else AttnBackend.fused,
         deterministic_mode=options.deterministic,
         cross_entropy_loss_fusion=not options.deterministic,  # its backward is not deterministic
     )
@@ -97,6 +103,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
             overlap_grad_reduce=options.dp_overlap,
             overlap_param_gather=options.dp_overlap,
             use_distributed_optimizer=True,
+            num_distributed_optimizer_instances=options.instances,
         ),
         dataset=bridge.MockGPTDatasetConfig(
             random_seed=1234,
@@ -118,6 +125,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
             async_strategy="mcore",
             load=None if options.load is None else str(options.load),
             ckpt_step=options.load_step,
+            load_optim=options.load_optim,
             ckpt_format="torch_dist",
             dist_ckpt_optim_fully_reshardable=options.fully_reshardable,
         ),

@@ -1,0 +1,50 @@
+"""A rank of two that is killed, or has an operation fail, at any phase of a step: the run ends, and resumes bitwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fault_arm import POINTS
+from test_parallelism import run_arm
+from test_pretrain import needs_gpus
+from test_resume import shards
+
+from bridge_fgo.cli.arms import runner
+
+
+def newest(folder: Path) -> Path:
+    """Returns the checkpoint that Bridge would resume from."""
+    return folder / f"iter_{int((folder / 'latest_checkpointed_iteration.txt').read_text()):07d}"
+
+
+@pytest.fixture(scope="module")
+def resident(tmp_path_factory: pytest.TempPathFactory):
+    """A resident run of two ranks, and its folder of checkpoints."""
+    needs_gpus(2)
+    folder = tmp_path_factory.mktemp("resident")
+    return run_arm("resident", folder, 2, "--offload", "off", "--save", str(folder / "kept")), folder / "kept"
+
+
+CASES = [(point, "kill") for point in POINTS] + [
+    (point, "fail") for point in ("a_piece_of_a_copy", "a_copy_out", "a_copy_in", "a_release")
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("point", "kind"), CASES, ids=["-".join(case) for case in CASES])
+def test_a_run_that_lost_a_rank_ends_and_resumes_bitwise(resident, tmp_path: Path, monkeypatch, point, kind) -> None:
+    kept = tmp_path / "kept"
+    monkeypatch.setenv("FAULT", f"{point},6,{kind},1")
+    options = ("--offload", "on", "--save", str(kept))
+    with pytest.raises(runner.ArmFailed, match="exit status"):
+        run_arm("failed", tmp_path, 2, *options, module="fault_arm")
+    if kind == "fail":
+        assert f"RuntimeError: injected: {point}" in (tmp_path / "failed.log").read_text()
+    assert newest(kept).name == "iter_0000004"
+    mine, theirs = shards(newest(kept)), shards(resident[1] / "iter_0000004")
+    assert mine.keys() == theirs.keys() and mine
+    assert not [name for name in mine if mine[name].read_bytes() != theirs[name].read_bytes()]
+    if point in ("the_update_of_a_part", "a_state_is_handed_to_a_checkpoint"):
+        resumed = run_arm("resumed", tmp_path, 2, "--offload", "on", "--load", str(kept))
+        assert resumed.result["digests"] == resident[0].result["digests"]

@@ -1,0 +1,92 @@
+"""Every kind of parallelism, and checkpoints from one to another, through Bridge's own ``pretrain()``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_pretrain import ARM, SMALL, assert_bitwise_equal, both_arms, needs_gpus, torchrun
+from test_resume import shards
+
+from bridge_fgo.cli.arms import runner
+
+EXPERTS = ("--experts", "4", "--topk", "2")
+CASES = {
+    "tensor": (2, ("--tp", "2")),
+    "data_without_overlap": (2, ("--no-dp-overlap",)),
+    "pipeline": (2, ("--pp", "2")),
+    "interleaved_pipeline": (2, ("--pp", "2", "--vpp", "2")),
+    "context": (2, ("--cp", "2")),
+    "expert": (2, ("--ep", "2", *EXPERTS)),
+    "optimizer_instances": (2, ("--instances", "2")),
+    "tensor_and_pipeline": (4, ("--tp", "2", "--pp", "2")),
+    "data_and_optimizer_instances": (4, ("--instances", "2")),
+    "expert_and_interleaved_pipeline": (4, ("--ep", "2", "--pp", "2", "--vpp", "2", *EXPERTS)),
+    "context_and_tensor": (4, ("--cp", "2", "--tp", "2")),
+}
+
+
+def needs_fused_attention(folder: Path) -> None:
+    """Skips the test where TE's attention with context parallelism does not run, resident or not."""
+    try:
+        runner.run_arm("attention", ARM, [*SMALL, "--cp", "2", "--steps", "2"], folder, launcher=torchrun(2))
+    except runner.ArmFailed:
+        if "cuDNN Error" in (folder / "attention.log").read_text(errors="replace"):
+            pytest.skip("Transformer Engine's fused attention fails with the cuDNN of this machine")
+        raise
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_30_steps_are_bitwise_equal_to_resident_under_parallelism(tmp_path: Path, case: str) -> None:
+    ranks, options = CASES[case]
+    needs_gpus(ranks)
+    if "--cp" in options:
+        needs_fused_attention(tmp_path)
+    resident, offloaded = both_arms(tmp_path, *SMALL, *options, steps=30, ranks=ranks)
+    assert_bitwise_equal(resident, offloaded, steps=30)
+
+
+def run_arm(name: str, folder: Path, ranks: int, *options: str, module: str = ARM) -> runner.ArmRun:
+    """Runs an arm of eight steps; ends it long before NCCL's ten minutes are over where it hangs."""
+    steps = ("--steps", "8", "--save-interval", "4", "--fully-reshardable")
+    return runner.run_arm(name, module, [*SMALL, *steps, *options], folder, launcher=torchrun(ranks), timeout=240)
+
+
+def arm(name: str, folder: Path, ranks: int, *options: str) -> runner.ArmRun:
+    """Runs an arm of eight steps; the test fails with the log's end where it fails."""
+    try:
+        return run_arm(name, folder, ranks, *options)
+    except runner.ArmFailed as failure:
+        pytest.fail(f"{failure}\n{failure.log_tail}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [((2, "--tp=2"), (2, "--pp=2")), ((2, "--tp=1"), (1, "--tp=1")), ((1, "--tp=1"), (2, "--tp=1"))],
+    ids=["tp2_to_pp2", "dp2_to_dp1", "dp1_to_dp2"],
+)
+def test_a_checkpoint_loads_into_another_layout_as_a_resident_runs_does(
+    tmp_path: Path, saved: tuple[int, str], loaded: tuple[int, str]
+) -> None:
+    needs_gpus(2)
+    kept = {offload: tmp_path / offload for offload in ("off", "on")}
+    for offload, folder in kept.items():
+        arm(f"saved_{offload}", tmp_path, *saved, "--offload", offload, "--save", str(folder))
+    mine, theirs = shards(kept["on"]), shards(kept["off"])
+    assert mine.keys() == theirs.keys() and mine
+    assert not [name for name in mine if mine[name].read_bytes() != theirs[name].read_bytes()]
+    runs = []
+    for offload in ("off", "on"):
+        load = ("--offload", offload, "--load", str(kept["on"]), "--load-step", "4")
+        runs.append(arm(f"loaded_{offload}", tmp_path, *loaded, *load))
+    assert_bitwise_equal(*runs, steps=4)
+
+
+@pytest.mark.gpu
+def test_a_checkpoint_loads_without_its_optimizer_states(tmp_path: Path) -> None:
+    arm("saved", tmp_path, 1, "--offload", "on", "--save", str(tmp_path / "kept"))
+    load = ("--load", str(tmp_path / "kept"), "--load-step", "4", "--no-load-optim")
+    runs = [arm(f"loaded_{offload}", tmp_path, 1, *load, "--offload", offload) for offload in ("off", "on")]
+    assert_bitwise_equal(*runs, steps=4)
