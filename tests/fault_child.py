@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+from collections.abc import Callable
 
 from saving import save
 
@@ -40,7 +41,7 @@ class Injected(RuntimeError):
     """What a failing operation raises."""
 
 
-def break_at(point: str, call: int, kill: bool) -> None:
+def break_at(point: str, call: int, kill: bool, patch: Callable[..., None] = setattr) -> None:
     """Have the `call`-th call of an operation from now on kill the process, or fail."""
     owner, name = POINTS[point]
     original = getattr(owner, name)
@@ -55,7 +56,7 @@ def break_at(point: str, call: int, kill: bool) -> None:
             raise Injected(point)
         return original(*args, **kwargs)
 
-    setattr(owner, name, broken)
+    patch(owner, name, broken)
 
 
 def train(folder: str, point: str | None, call: int, kill: bool) -> None:

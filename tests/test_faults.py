@@ -9,7 +9,11 @@ from pathlib import Path
 
 import fault_child
 import pytest
+from saving import save
 from test_checkpoints import assert_same_shards, resumed
+
+import bridge_fgo
+from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -65,3 +69,19 @@ def test_the_last_checkpoint_stands(resident, tmp_path, point, call, kill):
 def test_a_killed_run_resumes_bitwise(resident, tmp_path, point):
     assert run(tmp_path, point, call=2, kill=True) == -signal.SIGKILL
     assert resumed(tmp_path, True) == resident[1]
+
+
+def test_a_torn_step_is_neither_saved_nor_gone_on_with(tmp_path, monkeypatch):
+    # Some parameters have had an update more than others: a handler that saves must not make a checkpoint of it.
+    with bridge_fgo.install(fault_child.CONFIG), CpuTraining(CpuOptions(offload=True)) as training:
+        training.step()
+        save(training, tmp_path, "dp_reshardable")
+        before = newest(tmp_path)
+        fault_child.break_at("the update of a part", call=3, kill=False, patch=monkeypatch.setattr)
+        with pytest.raises(fault_child.Injected):
+            training.step()
+        with pytest.raises(RuntimeError, match=r"cannot be saved.*last checkpoint"):
+            save(training, tmp_path, "dp_reshardable")
+        with pytest.raises(RuntimeError, match="cannot be updated"):
+            training.step()
+        assert newest(tmp_path) == before

@@ -241,9 +241,11 @@ def test_uninstall_in_mid_run_lets_the_host_memory_go():
             training.step()
         session = vars(training.optimizer)[SESSION]
         buffers = [weakref.ref(slab.host) for slab in session.offloaders[0].slabs]
+        copies = weakref.ref(session.schedule.transfers)  # on a GPU they hold every slab
         handle.uninstall()
         gc.collect()
         assert buffers and all(buffer() is None for buffer in buffers)
+        assert copies() is None
         training.step()
 
 

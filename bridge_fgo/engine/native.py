@@ -77,6 +77,8 @@ class NativeOffloader:
         self._inner_step = InnerStep(optimizer.optimizer)
         self._master_copy = MasterCopy(optimizer)
         self._snapshot: Snapshot | None = None
+        self._torn = False
+        """Whether an optimizer step updated some parts and not the others."""
         if not self._master_copy.divides():
             schedule.masters_held_bytes += sum(slab.nbytes for slab in self._slabs if slab.is_copied_to_model)
 
@@ -102,6 +104,10 @@ class NativeOffloader:
     def pinned_bytes(self) -> int:
         """Page-locked host bytes; 0 where the states live on the CPU."""
         return sum(slab.slab.host.pinned_bytes for slab in self._slabs)
+
+    def copied_for_a_save(self) -> list[int]:
+        """See `Offloader.copied_for_a_save`; TE makes fp32 of 16-bit states."""
+        return [ref.nbytes * max(1, 4 // ref.dtype.itemsize) for slab in self.slabs for ref in slab.refs]
 
     @property
     def bytes_out(self) -> int:
@@ -156,7 +162,12 @@ class NativeOffloader:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """See `Offloader.stepping`: the inner optimizer steps part by part, as the states come and go."""
+        """See `Offloader.stepping`: the inner optimizer steps part by part, as the states come and go.
+
+        Raises:
+            RuntimeError: an error ended an earlier step between two parts.
+        """
+        self._require_whole("updated")
         if not self._inner_step.divides():
             self.require_writable()
             yield
@@ -174,8 +185,17 @@ class NativeOffloader:
             self._inner_step.update(None)  # parameters whose states are not offloaded
             self._schedule.step(self.parts, update, hold_masters=not by_part)
 
+        self._torn = True  # until the last part is updated: an error on the way leaves it so
         with self._inner_step.replaced(step, self._owners), self._master_copy.session():
             yield
+        self._torn = False
+
+    def _require_whole(self, what: str) -> None:
+        if self._torn:
+            raise RuntimeError(
+                f"the optimizer state cannot be {what}: an error ended an optimizer step after some parameters were "
+                "updated and before others were; build the optimizer anew and resume from the last checkpoint"
+            )
 
     def copy_masters(self, copy: Callable[[], Any]) -> Any:
         """See `Offloader.copy_masters`."""
@@ -193,7 +213,12 @@ class NativeOffloader:
 
     @contextmanager
     def saving(self, copies: bool) -> Iterator[None]:
-        """See `Offloader.saving`: nothing moves."""
+        """See `Offloader.saving`: nothing moves.
+
+        Raises:
+            RuntimeError: an error ended the newest optimizer step between two parts.
+        """
+        self._require_whole("saved")
         self._snapshot = Snapshot(self._owners, self._schedule.transfers, copies)
         try:
             with self._snapshot.session():

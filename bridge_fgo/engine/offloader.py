@@ -90,6 +90,10 @@ class Offloader(Protocol):
         """Return what `read` returns, the states of the optimizer parameter `param` by name, readable."""
         ...
 
+    def copied_for_a_save(self) -> list[int]:
+        """Return the bytes, at most, of each host tensor that a checkpoint gets of the states."""
+        ...
+
     def require_readable(self, masters_only: bool = False) -> None:
         """Return when work queued on the current stream from now on may read the states (or masters)."""
 

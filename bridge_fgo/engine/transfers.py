@@ -164,8 +164,13 @@ class CudaTransfers:
 
     def wait_in(self, slab: Slab) -> None:
         """See `Transfers.wait_in`."""
+        done, reader = self._events(slab)[1], current_stream(self._index)
         # Race: optimizer.step(), a save or a second offload would use states that have not all landed.
-        self._events(slab)[1].hold(current_stream(self._index))
+        done.hold(reader)
+        if reader != self._compute.cuda_stream:
+            # Race: after a reader on a side stream the slab counts as readable, so that the optimizer step on the
+            # training stream would wait for nothing.
+            done.hold(self._compute.cuda_stream)
 
     def finish_out(self) -> None:
         """See `Transfers.finish_out`."""

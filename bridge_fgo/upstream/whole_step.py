@@ -43,6 +43,10 @@ class WholeStep(ABC):
     is_saving = False
     """See `Offloader.is_saving`."""
 
+    def copied_for_a_save(self) -> list[int]:
+        """See `Offloader.copied_for_a_save`: a checkpoint gets the tensors themselves."""
+        return []
+
     def hand_out(self, param: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """See `Offloader.hand_out`."""
         self.require_readable()

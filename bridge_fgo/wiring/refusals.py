@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from typing import Any
 
 import torch
@@ -10,6 +12,9 @@ from bridge_fgo.compat import Choice, check_flag, flag_is_set
 from bridge_fgo.engine.states import MOMENTS
 
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
+SHARED_MEMORY = "/dev/shm"
+OTHER_FILES = 256
+"""Open files that a trainer or its checkpoint worker has besides: libraries, sockets, devices."""
 
 
 def refuse_config(cfg: Any) -> None:
@@ -46,6 +51,38 @@ def refuse_async_save(checkpoint: Any, engine: Choice) -> None:
             "could read memory that mcore's offloader has given away; use OffloadConfig(engine='native'), or set "
             "checkpoint.async_save=False or checkpoint.save_optim=False"
         )
+
+
+def refuse_small_shared_memory(checkpoint: Any, copies: list[int]) -> None:
+    """Raise ValueError where a persistent checkpoint worker could not be handed the copies of the states.
+
+    It is a process of its own and gets host tensors through files in /dev/shm, an open one for each. Where either
+    runs out, the thread that sends them prints an error, and training waits for the worker without end. (On the GPU
+    states go as CUDA handles. In the formats that mcore gathers on the host it is the same without offload.)
+
+    Args:
+        checkpoint: Bridge's CheckpointConfig.
+        copies: bytes of each host tensor that this rank's checkpoint gets.
+    """
+    takes_tensors = not getattr(checkpoint, "dist_ckpt_optim_fully_reshardable", False)
+    if not (_saves_states(checkpoint) and checkpoint.async_save and takes_tensors and copies):
+        return
+    if not checkpoint.use_persistent_ckpt_worker:  # a fork has the memory already
+        return
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    shared = os.statvfs(SHARED_MEMORY)
+    free, needed = shared.f_bavail * shared.f_frsize, ranks * sum(copies)
+    files, limit = len(copies) + OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    for what, there, wanted, how in (
+        ("bytes of /dev/shm", free, needed, "start the container with a larger one (--shm-size, or --ipc=host)"),
+        ("open files a process (ulimit -n)", limit, files, "raise the limit"),
+    ):
+        if there < wanted:
+            raise ValueError(
+                f"checkpoint.async_save=True with {FLAG_TEXT}: the checkpoint worker gets the states of this node's "
+                f"{ranks} rank(s) through shared memory and needs up to {wanted} {what}, but there are {there}: {how}, "
+                "or set checkpoint.async_save=False"
+            )
 
 
 def refuse_checkpoint_format(checkpoint: Any, engine: Choice) -> None:

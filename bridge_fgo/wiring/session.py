@@ -24,7 +24,11 @@ from bridge_fgo.upstream.generation2 import Generation2Offloader
 from bridge_fgo.wiring.finalize import reload_hook
 from bridge_fgo.wiring.optimizers import eligible
 from bridge_fgo.wiring.points import ModelPoints
-from bridge_fgo.wiring.refusals import refuse_full_iteration_graph, refuse_optimizer_config
+from bridge_fgo.wiring.refusals import (
+    refuse_full_iteration_graph,
+    refuse_optimizer_config,
+    refuse_small_shared_memory,
+)
 
 SESSION = "_bridge_fgo_session"
 OFFLOADER = "_bridge_fgo_offloader"
@@ -81,6 +85,8 @@ class Session:
             self.schedule.announce = say
         self._points = ModelPoints()
         self.closed = False
+        self.began = False
+        """Whether a training step has begun."""
         # What the proof that the flag is no silent no-op needs: see _prove.
         self._proven = False
         self._updates = 0
@@ -194,6 +200,15 @@ class Session:
         for offloader in self.offloaders:
             offloader.require_readable(masters_only)
 
+    def check_background_saves(self, checkpoint: Any) -> None:
+        """Refuse a checkpoint worker that could not be handed this rank's copies of the states.
+
+        Raises:
+            ValueError: see `refuse_small_shared_memory`.
+        """
+        copies = [nbytes for offloader in self.offloaders for nbytes in offloader.copied_for_a_save()]
+        refuse_small_shared_memory(checkpoint, copies)
+
     def evaluating(self) -> None:
         """An evaluation is about to begin: it must not need more memory than training."""
         if self.schedule is not None:
@@ -206,6 +221,7 @@ class Session:
         for leaf in self._leaves:
             vars(leaf).pop(OFFLOADER, None)
         self.offloaders.clear()
+        self.schedule = None  # its transfers know every slab that was ever copied, and so its host memory
         self.closed = True
 
     def publish(self) -> None:
@@ -321,10 +337,17 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
     """Return the session that drives a training step, or None where the flag is not set.
 
     A flag that was unset in mid-run makes the states resident and closes the session.
+
+    Raises:
+        ValueError, RuntimeError: see `Session` and `Session.check_background_saves`.
     """
     check_flag(cfg.optimizer)
     if flag_is_set(cfg.optimizer):
-        return attach(optimizer, model_config, config)
+        session = attach(optimizer, model_config, config)
+        if not session.began:
+            session.check_background_saves(cfg.checkpoint)
+            session.began = True
+        return session
     session = None if optimizer is None else getattr(optimizer, "__dict__", {}).get(SESSION)
     if session is not None:
         session.close()

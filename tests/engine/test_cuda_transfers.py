@@ -16,11 +16,14 @@ from bridge_fgo.engine.schedule import Schedule
 
 
 class Event:
+    def __init__(self):
+        self.held = []
+
     def record(self, stream):
         pass
 
     def hold(self, stream):
-        pass
+        self.held.append(stream)
 
     def has_happened(self):
         return True
@@ -78,3 +81,16 @@ def test_a_copy_is_cut_into_pieces_without_a_gap(mocked):
     slab = mock.Mock(host_address=1000, gpu_address=5000, nbytes=250)
     transfers.CudaTransfers(torch.device("cpu"), 100).copy_out(slab)
     assert mocked == [(1000, 5000, 100), (1100, 5100, 100), (1200, 5200, 50)]
+
+
+def test_a_read_on_a_side_stream_orders_the_training_stream_too(mocked, monkeypatch):
+    # The slab counts as readable from then on: without it the optimizer step would wait for nothing.
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
+    slab = mock.Mock(host_address=1000, gpu_address=5000, nbytes=250)
+    moves.copy_in(slab)
+    side = 7
+    monkeypatch.setattr(transfers, "current_stream", lambda index: side)
+    landed = moves._events(slab)[1]
+    landed.held.clear()
+    moves.wait_in(slab)
+    assert landed.held == [side, Stream.cuda_stream]

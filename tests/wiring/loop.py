@@ -49,6 +49,9 @@ class RecordingOffloader:
     def states_replaced(self):
         self.events.append("replaced")
 
+    def copied_for_a_save(self):
+        return []
+
     def has_states(self):
         return True
 
@@ -105,6 +108,7 @@ class Loop:
             dataset=SimpleNamespace(dataloader_type="single"),
             dist=SimpleNamespace(use_decentralized_pg=True),
             logger=SimpleNamespace(tensorboard_log_interval=1),
+            checkpoint=SimpleNamespace(save=None),
             data_parallel_size=1,
         )
         self.state = SimpleNamespace(

@@ -1,5 +1,7 @@
 """Every combination that is refused: a ValueError before training that names the setting."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -193,10 +195,37 @@ def test_fp8_moments_and_cuda_graphs_of_the_built_optimizer_are_refused(cpu_stan
 
 @pytest.mark.parametrize("asked", [{"engine": "mcore"}, {"engine": "mcore", "fraction": 0.5}])
 def test_mcore_engine_is_refused_where_mcore_has_none(cpu_standins, asked):
-    from types import SimpleNamespace
-
     from bridge_fgo.compat import choose_engine
     from bridge_fgo.config import OffloadConfig
 
     with pytest.raises(ValueError, match=r"engine='mcore'"):
         choose_engine(OffloadConfig(**asked), SimpleNamespace())
+
+
+@pytest.fixture
+def background(monkeypatch, cfg):
+    """A config that saves through the persistent worker, on a node of 2 ranks, 1000 bytes and 500 files."""
+    from bridge_fgo.wiring import refusals
+
+    shared = SimpleNamespace(f_bavail=10, f_frsize=100)
+    monkeypatch.setattr(refusals.os, "statvfs", lambda path: shared)
+    monkeypatch.setattr(refusals.resource, "getrlimit", lambda which: (500, 500))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    cfg.checkpoint.save, cfg.checkpoint.async_save = "somewhere", True
+    return cfg.checkpoint
+
+
+@pytest.mark.parametrize(
+    ("copies", "match"), [([501], r"1002 bytes of /dev/shm.*there are 1000.*--shm-size"), ([1] * 300, "556 open files")]
+)
+def test_a_worker_that_cannot_be_handed_the_states_is_refused(background, copies, match):
+    from bridge_fgo.wiring.refusals import refuse_small_shared_memory
+
+    with pytest.raises(ValueError, match=match):
+        refuse_small_shared_memory(background, copies)
+    refuse_small_shared_memory(background, [500])
+    for name, value in (("save_optim", False), ("async_save", False), ("use_persistent_ckpt_worker", False)):
+        before = getattr(background, name)
+        setattr(background, name, value)
+        refuse_small_shared_memory(background, copies)
+        setattr(background, name, before)
