@@ -81,13 +81,10 @@ class TrackedSlab:
 
     def __init__(self, slab: Slab, is_copied_to_model: bool, transfers: Transfers, traffic: Traffic) -> None:
         self.slab = slab
+        self.nbytes = slab.nbytes
+        """Size in bytes."""
         self.is_copied_to_model = is_copied_to_model
         self.tracker = ResidencyTracker(SlabMover(slab, transfers, traffic))
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.slab.nbytes
 
 
 @dataclass(eq=False)
@@ -104,14 +101,13 @@ class StepPart:
     has_masters: bool = field(init=False)
     """Whether mcore copies some of its masters to the model's weights."""
 
+    nbytes: int = field(init=False)
+    """Size of the slabs in bytes."""
+
     def __post_init__(self) -> None:
         self.has_masters = any(slab.is_copied_to_model for slab in self.slabs)
         self.ids = frozenset(id(param) for param in self.params)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the slabs in bytes."""
-        return sum(slab.nbytes for slab in self.slabs)
+        self.nbytes = sum(slab.nbytes for slab in self.slabs)
 
 
 def require_readable(slabs: Iterable[TrackedSlab]) -> None:

@@ -183,8 +183,9 @@ class Schedule:
         moving = [part for part in parts if not part.stays]
         landed = list(takewhile(self._has_landed, moving))
         staying = [part for part in parts if part.stays]
+        limit = self.step_limit
         for part in [*landed, *staying, *moving[len(landed) :]]:
-            self._bring_for(part)
+            self._bring_for(part, limit)
             for slab in part.slabs:
                 slab.tracker.require_writable()
                 self._next = max(self._next, self._position.get(slab, -1) + 1)
@@ -207,13 +208,12 @@ class Schedule:
                 if not (hold_masters and slab.is_copied_to_model):
                     self._leaving.append(slab)
 
-    def _bring_for(self, part: StepPart) -> None:
+    def _bring_for(self, part: StepPart, limit: int) -> None:
         """Bring back the parts from this one on, making room for the nearest only.
 
         To make room is to have the current stream wait for a copy out, and the updates that it gets next with
         it: so it is not done for parts whose turn is far off.
         """
-        limit = self.step_limit
         self._bring_up_to(limit)
         if not part.slabs:
             return

@@ -53,16 +53,13 @@ class Slab:
     def __init__(self, layout: SlabLayout, refs: Sequence[StateRef], device: torch.device, ledger: Ledger) -> None:
         assert len(refs) == len(layout.offsets)
         self.layout = layout
+        self.nbytes = layout.nbytes
+        """Size of the slab in bytes, on the GPU and on the host alike."""
         self.refs = list(refs)
         self.device = device
         self.host = HostBuffer(layout.nbytes)
         self._ledger = ledger
         self.gpu: torch.Tensor | None = None  # uint8 [layout.nbytes]; its storage is empty while released
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the slab in bytes, on the GPU and on the host alike."""
-        return self.layout.nbytes
 
     @property
     def gpu_bytes(self) -> int:

@@ -133,8 +133,8 @@ def most_held_in_step(training, seed):
     held = []
     original = training.schedule._bring_for
 
-    def spy(part):
-        original(part)
+    def spy(part, limit):
+        original(part, limit)
         held.append(training.schedule.ledger.nbytes)
 
     training.schedule._bring_for = spy
