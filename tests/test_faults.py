@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 from pathlib import Path
 
+import children
 import fault_child
 import pytest
 from test_checkpoints import assert_same_shards, resumed
@@ -19,18 +18,8 @@ PATIENCE = 120
 
 def run(folder: Path, point: str | None = None, call: int = 1, kill: bool = False) -> int:
     """Run a child to its end; return its exit status, negative where a signal ended it."""
-    context = multiprocessing.get_context("forkserver")  # forks from a process that has run nothing, so has no threads
-    context.set_forkserver_preload(["fault_child"])
-    child = context.Process(target=fault_child.train, args=(str(folder), point, call, kill))
-    with pytest.MonkeyPatch.context() as patch:  # the process that forks is started with the first child
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        child.start()
-    child.join(PATIENCE)
-    if child.exitcode is None:
-        child.kill()
-        pytest.fail(f"the child hung at: {point}")
-    return child.exitcode
+    child = children.start(fault_child.train, str(folder), point, call, kill)
+    return children.join(child, PATIENCE, f"at {point}")
 
 
 @pytest.fixture(scope="module")

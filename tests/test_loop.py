@@ -102,8 +102,8 @@ def test_local_checkpoints_have_the_bytes_of_a_resident_run_and_resume_bitwise(t
     for offload in (False, True):
         with training(offload) as run:
             save_locally(run, tmp_path / str(offload), background)
-            train(run, 2 + background, lambda number: digests.update({offload: run.digests()}))
-            digests[offload] = digests[offload] if background else run.digests()
+            train(run, 2)
+            digests[offload] = run.digests()
     assert digests[True] == digests[False]
     ours, resident = (tmp_path / str(offload) / "local/0/iter_0000002_0_local.pt" for offload in (True, False))
     assert ours.read_bytes() == resident.read_bytes()
