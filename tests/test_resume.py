@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 
 import fused_adam
 import pytest
-import torch
 from saving import load, save
 from test_checkpoints import FORMATS, SMALL_SLABS, session_of, training
 

@@ -194,8 +194,8 @@ class Session:
         for offloader in self.offloaders:
             offloader.require_readable(masters_only)
 
-    def evaluating(self) -> None:
-        """An evaluation is about to begin: it must not need more memory than training."""
+    def make_room(self) -> None:
+        """Something between steps takes memory (an evaluation, the capture of graphs): as little is held as in one."""
         if self.schedule is not None:
             self.schedule.release_everything()
 
