@@ -67,7 +67,7 @@ def train(run, until, each_step=lambda number: None, valid=None):
     ):
         callbacks.register(event, function)
     original_norm = bridge.calc_params_l2_norm
-    run.cfg.train.train_iters = until
+    before, run.cfg.train.train_iters = run.cfg.train.train_iters, until
     bridge.calc_params_l2_norm = norm
     gc.freeze()  # what is imported need not be looked through by manual_gc
     try:
@@ -76,6 +76,7 @@ def train(run, until, each_step=lambda number: None, valid=None):
             create_checkpoint_manager(run.cfg.checkpoint), run.groups, callback_manager=callbacks,
         )  # fmt: skip
     finally:
+        run.cfg.train.train_iters = before  # the schedules of a resumed run are made from it
         bridge.calc_params_l2_norm = original_norm
         gc.unfreeze()
         gc.enable()  # manual_gc turns it off for good

@@ -195,7 +195,7 @@ class Session:
             offloader.require_readable(masters_only)
 
     def make_room(self) -> None:
-        """Something between steps takes memory (an evaluation, the capture of graphs): as little is held as in one."""
+        """Something between steps takes memory (an evaluation, the capture of graphs): let go of all that may leave."""
         if self.schedule is not None:
             self.schedule.release_everything()
 
