@@ -58,6 +58,9 @@ def train(run, until, each_step=lambda number: None, valid=None):
         seen.params_norms.append(original_norm(*args, **kwargs))
         return seen.params_norms[-1]
 
+    def forward_step(data_iterator, model):
+        return run._forward_step(data_iterator, model)  # looked up here, so that a test may replace it in mid-run
+
     callbacks = CallbackManager()
     for event, function in (
         ("on_train_step_start", begin),
@@ -72,7 +75,7 @@ def train(run, until, each_step=lambda number: None, valid=None):
     gc.freeze()  # what is imported need not be looked through by manual_gc
     try:
         bridge.train(
-            run._forward_step, run.model, run.optimizer, run.scheduler, run._batches, valid, run.state,
+            forward_step, run.model, run.optimizer, run.scheduler, run._batches, valid, run.state,
             create_checkpoint_manager(run.cfg.checkpoint), run.groups, callback_manager=callbacks,
         )  # fmt: skip
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PRELOADED = ["fault_child", "rank_child"]
+PRELOADED = ["fault_child", "rank_child", "restart_child"]
 
 
 def start(target, *args) -> multiprocessing.Process:

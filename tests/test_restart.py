@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 
+import children
 import fused_adam
 import pytest
+import restart_child
 from bridge_loop import train
 from saving import load
 from test_checkpoints import SMALL_SLABS, assert_same_shards, session_of, training
@@ -172,3 +175,17 @@ def restart(run):
     """What Bridge's in-process restart does with the old run, in its order (`destroy_state`)."""
     run.close()
     run.state.reset_for_restart()
+
+
+def test_nvrx_restarts_a_training_in_its_process_and_nothing_of_the_old_one_is_left(tmp_path):
+    module = "nvidia_resiliency_ext.inprocess.wrap"
+    pytest.importorskip(module, reason="needs nvidia-resiliency-ext", exc_type=ImportError)
+    seen = {}
+    for function in (restart_child.train, restart_child.train_resident):
+        folder = tmp_path / function.__name__
+        folder.mkdir()
+        assert children.join(children.start(function, str(folder)), 120, "in its restart") == 0
+        seen[function] = json.loads((folder / "seen.json").read_text())
+    ours, resident = seen.values()
+    assert (ours["attempts"], ours["kept"], ours["held"]) == (2, [], [0] * 4)
+    assert ours["digests"] == resident["digests"]

@@ -93,7 +93,7 @@ def patches() -> list[Patch]:
         ),
         FunctionPatch(
             "megatron.core.transformer.cuda_graphs", "TECudaGraphHelper.create_cudagraphs", wrappers.make_room, (),
-            "train() captures layers between two steps, which takes the activations' memory; vision's helper inherits it",
+            "train() captures layers between two steps, which takes activations' memory; vision's helper inherits it",
             distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
         ),
         FunctionPatch(
