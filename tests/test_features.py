@@ -54,17 +54,26 @@ def assert_bitwise_equal(cls=CpuTraining, **options):
 
 
 class Distillation(CpuTraining):
-    """Trains by Bridge's loss function for ModelOpt's distillation."""
+    """Trains by Bridge's loss function for ModelOpt's distillation, whose config mirrors settings to the teacher's."""
 
     def _loss(self, losses, **fault):
         from megatron.bridge.training.losses import masked_next_token_loss
         from megatron.bridge.training.post_training.distillation import loss_func_kd
         from megatron.core.utils import unwrap_model
 
-        # Inside a step the hook is ours, on the student's config alone; outside it is what Bridge bound.
-        assert self.cfg.model.finalize_model_grads_func is not None
         lm_loss = partial(masked_next_token_loss, self._loss_mask)
         return loss_func_kd(losses, self._loss_mask, lm_loss, unwrap_model(self.model[0]))
+
+    def step(self):
+        bound, calls = self.cfg.model.finalize_model_grads_func, []
+        counted = partial(lambda *args, **kwargs: calls.append(len(args)) or bound(*args, **kwargs))
+        self.cfg.model.finalize_model_grads_func = counted
+        record = super().step()
+        assert len(calls) == 1, "what was bound is called"
+        for config in (self.cfg.model, self.cfg.model.teacher):
+            assert config.finalize_model_grads_func is counted, "and is there again after the step"
+        self.cfg.model.finalize_model_grads_func = bound
+        return record
 
 
 def test_distillation_is_bitwise_equal(monkeypatch, provided):
