@@ -1,5 +1,7 @@
 """Shared fixtures of the CPU lane: the real Bridge with Transformer Engine and CUDA standing in."""
 
+import signal
+
 import pytest
 
 import bridge_fgo
@@ -39,3 +41,17 @@ def leaves_nothing_installed():
     left = installation._installation is not None
     bridge_fgo.uninstall()
     assert not left, "the test left bridge_fgo installed"
+
+
+@pytest.fixture
+def deadline():
+    """Fail the test after two minutes: a worker that died would be waited for without end."""
+
+    def late(*_):
+        raise TimeoutError("the checkpoint worker did not answer")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)

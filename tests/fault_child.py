@@ -1,11 +1,10 @@
-"""A training in a process of its own that is killed, or has an operation fail, at a chosen point."""
+"""A training in a process of its own that is killed or interrupted, or has an operation fail, at a chosen point."""
 
 from __future__ import annotations
 
 import os
 import queue
 import signal
-from collections.abc import Callable
 
 from saving import save
 
@@ -41,8 +40,12 @@ class Injected(RuntimeError):
     """What a failing operation raises."""
 
 
-def break_at(point: str, call: int, kill: bool, patch: Callable[..., None] = setattr) -> None:
-    """Have the `call`-th call of an operation from now on kill the process, or fail."""
+def break_at(point: str, call: int, how: str, set_attribute=setattr) -> None:
+    """Have the `call`-th call of an operation from now on fail, or get a signal.
+
+    how: "failed", or the name of a signal that the process sends to itself.
+    set_attribute: `setattr`, or a monkeypatch's.
+    """
     owner, name = POINTS[point]
     original = getattr(owner, name)
     left = call
@@ -51,15 +54,15 @@ def break_at(point: str, call: int, kill: bool, patch: Callable[..., None] = set
         nonlocal left
         left -= 1
         if left == 0:
-            if kill:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise Injected(point)
+            if how == "failed":
+                raise Injected(point)
+            os.kill(os.getpid(), getattr(signal, how))
         return original(*args, **kwargs)
 
-    patch(owner, name, broken)
+    set_attribute(owner, name, broken)
 
 
-def train(folder: str, point: str | None, call: int, kill: bool) -> None:
+def train(folder: str, point: str | None, call: int, how: str) -> None:
     """Save after three steps, then train one step more and save again; break in between.
 
     Exit status: 0 where nothing broke, 3 where the failure came out as itself.
@@ -76,7 +79,7 @@ def train(folder: str, point: str | None, call: int, kill: bool) -> None:
         save(run, folder, "dp_reshardable")
         if point is None:
             return
-        break_at(point, call, kill)
+        break_at(point, call, how)
         try:
             run.step()
             save(run, folder, "dp_reshardable")

@@ -11,9 +11,10 @@ def save(run, folder, kind="fully_reshardable", context=None):
     save_checkpoint(run.state, run.model, run.optimizer, run.scheduler, 0, checkpointing_context=context)
 
 
-def load(run, folder):
+def load(run, folder, context=None):
     """Load through Bridge's `load_checkpoint`."""
     from megatron.bridge.training.checkpointing import load_checkpoint
 
     run.cfg.checkpoint.load = str(folder)
-    load_checkpoint(run.state, run.model, run.optimizer, run.scheduler, checkpointing_context={})
+    context = {} if context is None else context
+    load_checkpoint(run.state, run.model, run.optimizer, run.scheduler, checkpointing_context=context)

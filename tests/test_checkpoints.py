@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 from pathlib import Path
 
 import async_worker
@@ -235,20 +234,6 @@ def finish(run):
     from megatron.bridge.training.checkpointing import maybe_finalize_async_save
 
     maybe_finalize_async_save(run.state, run.cfg.checkpoint, blocking=True, terminate=True)
-
-
-@pytest.fixture
-def deadline():
-    """Fail the test after two minutes: a worker that died would be waited for without end."""
-
-    def late(*_):
-        raise TimeoutError("the checkpoint worker did not answer")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(120)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.usefixtures("deadline")

@@ -213,6 +213,7 @@ def test_a_second_training_is_refused_while_the_first_is_open() -> None:
         ({"chunks": 2, "layers": 3}, "layers=3"),
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"adam": "fused"}, "adam='fused'"),
+        ({"overlap_param_gather": True}, "overlap_param_gather=True"),
         ({"rerun_steps": frozenset({1})}, "rerun_steps"),
         ({"checkpoint_exit_step": 1}, "checkpoint_exit_step"),
         ({"checkpoint_exit_step": 3, "rerun_steps": frozenset({3})}, "checkpoint_exit_step=3"),

@@ -1,19 +1,24 @@
-"""A rank that is killed, or an operation that fails, at any point of a step or a save: the last checkpoint stands."""
+"""A signal, or an operation that fails, at any point of a step or a save: the last checkpoint stands.
+
+With BRIDGE_FGO_ALL_FAULTS=1 in the environment every point is tried in every way.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
+import gc
 import os
 import signal
 from pathlib import Path
 
+import children
 import fault_child
 import pytest
+from bridge_loop import train
 from saving import save
-from test_checkpoints import assert_same_shards, resumed
+from test_checkpoints import assert_same_shards, resumed, training
+from test_loop import configured
 
-import bridge_fgo
-from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining
+from bridge_fgo.engine import host_buffer
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -21,20 +26,10 @@ PATIENCE = 120
 """Seconds that a child may take; it takes some five."""
 
 
-def run(folder: Path, point: str | None = None, call: int = 1, kill: bool = False) -> int:
+def run(folder: Path, point: str | None = None, call: int = 1, how: str = "SIGKILL") -> int:
     """Run a child to its end; return its exit status, negative where a signal ended it."""
-    context = multiprocessing.get_context("forkserver")  # forks from a process that has run nothing, so has no threads
-    context.set_forkserver_preload(["fault_child"])
-    child = context.Process(target=fault_child.train, args=(str(folder), point, call, kill))
-    with pytest.MonkeyPatch.context() as patch:  # the process that forks is started with the first child
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        child.start()
-    child.join(PATIENCE)
-    if child.exitcode is None:
-        child.kill()
-        pytest.fail(f"the child hung at: {point}")
-    return child.exitcode
+    child = children.start(fault_child.train, str(folder), point, call, how)
+    return children.join(child, PATIENCE, f"at {point}")
 
 
 @pytest.fixture(scope="module")
@@ -50,38 +45,152 @@ def newest(folder: Path) -> Path:
     return folder / f"iter_{int((folder / 'latest_checkpointed_iteration.txt').read_text()):07d}"
 
 
-@pytest.mark.parametrize("kill", [True, False], ids=["killed", "failed"])
-@pytest.mark.parametrize("call", [1, 2])
-@pytest.mark.parametrize("point", fault_child.POINTS)
-def test_the_last_checkpoint_stands(resident, tmp_path, point, call, kill):
-    status = run(tmp_path, point, call, kill)
-    once_a_step = point in ("the offload begins", "memory goes", "the reload begins")
-    if once_a_step and call > 1:
-        assert status == 0  # nothing broke: the second checkpoint is there
-        assert newest(tmp_path).name == f"iter_{fault_child.SAVED_AFTER + 1:07d}"
-        return
-    assert status == (-signal.SIGKILL if kill else 3)
+ALL = bool(os.environ.get("BRIDGE_FGO_ALL_FAULTS"))
+ONCE_A_STEP = ("the offload begins", "memory goes", "the reload begins")
+INTERRUPTED = ("the update of a part", "a copy out", "a state is handed to a checkpoint")
+STATUS = {"SIGKILL": -signal.SIGKILL, "SIGINT": 1, "failed": 3}
+FAULTS = [
+    (point, call, how)
+    for point in fault_child.POINTS
+    for call in (1, 2)
+    for how in STATUS
+    if not (point in ONCE_A_STEP and call > 1) and (ALL or how != "SIGINT" or (point in INTERRUPTED and call > 1))
+]
+
+
+@pytest.mark.parametrize(("point", "call", "how"), FAULTS)
+def test_the_last_checkpoint_stands(resident, tmp_path, point, call, how):
+    assert run(tmp_path, point, call, how) == STATUS[how]
     assert newest(tmp_path).name == f"iter_{fault_child.SAVED_AFTER:07d}"
     assert_same_shards(newest(tmp_path), newest(resident[0]))
 
 
 @pytest.mark.parametrize("point", ["the update of a part", "a state is handed to a checkpoint"])
 def test_a_killed_run_resumes_bitwise(resident, tmp_path, point):
-    assert run(tmp_path, point, call=2, kill=True) == -signal.SIGKILL
+    assert run(tmp_path, point, call=2) == -signal.SIGKILL
     assert resumed(tmp_path, True) == resident[1]
 
 
 def test_a_torn_step_is_neither_saved_nor_gone_on_with(tmp_path, monkeypatch):
     # Some parameters have had an update more than others: a handler that saves must not make a checkpoint of it.
-    with bridge_fgo.install(fault_child.CONFIG), CpuTraining(CpuOptions(offload=True)) as training:
-        training.step()
-        save(training, tmp_path, "dp_reshardable")
+    with training(True) as run:
+        run.step()
+        save(run, tmp_path, "dp_reshardable")
         before = newest(tmp_path)
-        fault_child.break_at("the update of a part", call=3, kill=False, patch=monkeypatch.setattr)
+        fault_child.break_at("the update of a part", 3, "failed", monkeypatch.setattr)
         with pytest.raises(fault_child.Injected):
-            training.step()
+            run.step()
         with pytest.raises(RuntimeError, match=r"cannot be saved.*last checkpoint"):
-            save(training, tmp_path, "dp_reshardable")
+            save(run, tmp_path, "dp_reshardable")
         with pytest.raises(RuntimeError, match="cannot be updated"):
-            training.step()
+            run.step()
         assert newest(tmp_path) == before
+
+
+@pytest.fixture(scope="module")
+def fourth_step(cpu_standins, tmp_path_factory):
+    """The checkpoint of a resident run after its fourth step."""
+    folder = tmp_path_factory.mktemp("fourth")
+    with training(False) as run:
+        configured(run, checkpoint__save=str(folder))
+        train(run, 4)
+    return newest(folder)
+
+
+@pytest.mark.parametrize("point", fault_child.POINTS)
+def test_a_signal_ends_the_run_after_its_step_with_a_right_checkpoint(fourth_step, tmp_path, monkeypatch, point):
+    # Bridge's handler of SIGTERM takes a note, and its loop saves and exits when the step is over.
+    in_the_save = point == "a state is handed to a checkpoint"
+
+    def send(number):
+        if number == 4 - in_the_save:
+            fault_child.break_at(point, 2 - (point in ONCE_A_STEP), "SIGTERM", monkeypatch.setattr)
+
+    with training(True) as run:
+        configured(run, checkpoint__save=str(tmp_path), train__exit_signal_handler=True)
+        if in_the_save:
+            configured(run, checkpoint__save_interval=3)
+        with pytest.raises(SystemExit) as exit:
+            train(run, 100, send)
+    assert exit.value.code == 0
+    assert_same_shards(newest(tmp_path), fourth_step)
+
+
+TRANSFERS = {"copy_out": "a copy out", "release": "a release", "copy_in": "a copy in"}
+
+
+def transfers_of_a_step(monkeypatch):
+    """How often each transfer happens in the third step."""
+    counts = dict.fromkeys(TRANSFERS, 0)
+    with training(True) as run:
+        finish(run, 2)
+        with monkeypatch.context() as patch:
+            for name in TRANSFERS:
+                original = getattr(fault_child.HostTransfers, name)
+
+                def counted(self, slab, name=name, original=original):
+                    counts[name] += 1
+                    original(self, slab)
+
+                patch.setattr(fault_child.HostTransfers, name, counted)
+            run.step()
+    return counts
+
+
+def finish(run, steps):
+    for _ in range(steps):
+        run.step()
+
+
+def test_each_transfer_of_a_step_that_fails_ends_the_step_with_its_error(monkeypatch):
+    counts = transfers_of_a_step(monkeypatch)
+    assert min(counts.values()) > 5
+    tried = 0
+    for name, count in counts.items():
+        for call in range(1, count + 1) if ALL else sorted({1, count // 2, count}):
+            with training(True) as run, monkeypatch.context() as patch:
+                finish(run, 2)
+                fault_child.break_at(TRANSFERS[name], call, "failed", patch.setattr)
+                with pytest.raises(fault_child.Injected, match=TRANSFERS[name]):
+                    run.step()
+                tried += 1
+    assert tried == (sum(counts.values()) if ALL else 9)
+
+
+@pytest.mark.parametrize("call", [5])
+def test_host_memory_that_cannot_be_had_is_an_error_before_training_that_leaves_nothing(monkeypatch, call):
+    buffers, mapping, left = [], host_buffer.mmap.mmap, call
+
+    def fail(*args):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise OSError("Cannot allocate memory")
+        buffers.append(mapping(*args))
+        return buffers[-1]
+
+    monkeypatch.setattr(host_buffer.mmap, "mmap", fail)
+    with pytest.raises(RuntimeError, match=r"could not map .* lower OffloadConfig\.fraction"), training(True):
+        pass
+    gc.collect()
+    assert len(buffers) == call - 1
+    for buffer in buffers:
+        buffer.close()  # BufferError where a tensor still uses it
+
+
+@pytest.mark.parametrize("call", [1, 14, 28])
+def test_host_memory_gone_in_a_save_is_an_error_after_which_training_can_go_on(tmp_path, monkeypatch, call):
+    digests = {}
+    for offload in (False, True):
+        with training(offload) as run:
+            finish(run, 2)
+            if offload:
+                with monkeypatch.context() as patch:
+                    fault_child.break_at("a state is handed to a checkpoint", call, "failed", patch.setattr)
+                    with pytest.raises(fault_child.Injected):
+                        save(run, tmp_path, "dp_reshardable")
+                assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+            finish(run, 2)
+            assert not offload or max(run.live_bytes) == 0
+            digests[offload] = run.digests()
+    assert digests[True] == digests[False]

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 import pytest
+from bridge_loop import train
 from fake_meter import FakeClock, FakeMeter
 from test_parity import SMALL_SLABS
 
@@ -89,7 +90,7 @@ def test_an_evaluation_needs_no_more_memory_than_training():
     with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
         training.step()
         assert training.live_state_bytes() > 0  # the last parts have not left yet
-        wrappers.evaluate(lambda: None, None, (), {})
+        wrappers.make_room(lambda: None, None, (), {})
         assert training.live_state_bytes() == 0
         training.step()
 
@@ -107,3 +108,57 @@ def test_a_step_above_the_budget_is_said_once(meter, monkeypatch, capsys):
         run(CpuOptions(offload=True), 5)
     said = [line for line in capsys.readouterr().out.splitlines() if "allocated 3.00 GiB" in line]
     assert len(said) == 1
+
+
+class StandInGraphs:
+    """Stands for mcore's helper that captures layers into graphs: a replayed layer is one that is called."""
+
+    def __init__(self, model, **others):
+        from megatron.core.transformer.module import GraphableMegatronModule
+        from megatron.core.transformer.transformer_layer import TransformerLayer
+
+        self.modules = list(model[0].modules())
+        self.layers = [module for module in self.modules if isinstance(module, TransformerLayer)]
+        for module in self.modules:
+            if isinstance(module, GraphableMegatronModule):  # made before the config asked for graphs
+                module.cuda_graphs, module.cuda_graph_manual_hooks = [], []
+        self._graphs_created = False
+
+    def create_cudagraphs(self):
+        """Note what there is now, and have the layers called past their hooks from now on."""
+        hooks = sum(len(module._forward_pre_hooks) for module in self.modules)
+        held = sum(s.schedule.ledger.nbytes for s in session.all_sessions())
+        StandInGraphs.found = hooks, session.active_session(), held
+        self._graphs_created = True
+        for layer in self.layers:
+
+            def replay(*args, layer=layer, is_first_microbatch=None, **kwargs):
+                return layer.forward(*args, **kwargs)[:1]
+
+            layer.cuda_graphs = [replay]
+
+    def delete_cuda_graphs(self):
+        """Nothing to delete."""
+
+
+def test_layers_are_captured_with_no_state_on_the_gpu_and_what_they_need_is_measured_again(meter, monkeypatch):
+    # Replayed layers run no hooks, so no point tells that their activations grow.
+    from megatron.core.transformer import transformer_layer
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    monkeypatch.setattr(transformer_layer, "is_te_min_version", lambda version: True)  # it stands in here
+    for name in ("__init__", "create_cudagraphs", "delete_cuda_graphs"):
+        monkeypatch.setattr(TECudaGraphHelper, name, vars(StandInGraphs)[name])
+    meter.forward_points = 5
+    meter.activation = 10 * run(CpuOptions(), 2).state_bytes // meter.forward_points
+    digests, seen = {}, {}
+    for offload in (False, True):
+        install = bridge_fgo.install(SMALL_SLABS) if offload else nullcontext()
+        with install, CpuTraining(CpuOptions(offload=offload)) as training:
+            training.cfg.model.cuda_graph_impl, training.cfg.model.cuda_graph_warmup_steps = "transformer_engine", 5
+            seen[offload] = train(training, 8)
+            digests[offload] = training.digests()
+    assert digests[True] == digests[False] and seen[True].numbers == seen[False].numbers
+    assert StandInGraphs.found == (0, None, 0)
+    assert min(seen[True].held[3:5]) > 0, "by the plan some stay into the forward"
+    assert seen[True].held[5:7] == [0, 0], "released before the capture; then another number of points, measured"

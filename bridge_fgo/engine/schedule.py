@@ -244,10 +244,11 @@ class Schedule:
             self._next += 1
 
     def release_everything(self) -> None:
-        """Free every slab that is on its way out; for work between steps that needs the memory."""
+        """Free every slab that may leave; for work between steps that needs the memory."""
         for part in self.parts:
             for slab in part.slabs:
-                if not part.stays:
+                if not part.stays and slab.slab.exists():
+                    slab.tracker.offload()  # where a reader between steps has had it brought back
                     slab.tracker.release()
 
     # Measuring, and what follows from it.

@@ -209,8 +209,8 @@ class Session:
         copies = [nbytes for offloader in self.offloaders for nbytes in offloader.copied_for_a_save()]
         refuse_small_shared_memory(checkpoint, copies)
 
-    def evaluating(self) -> None:
-        """An evaluation is about to begin: it must not need more memory than training."""
+    def make_room(self) -> None:
+        """Something between steps takes memory (an evaluation, the capture of graphs): let go of all that may leave."""
         if self.schedule is not None:
             self.schedule.release_everything()
 

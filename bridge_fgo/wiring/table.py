@@ -88,8 +88,13 @@ def patches() -> list[Patch]:
             "reads `param.main_param` between steps, when masters may be released",
         ),
         FunctionPatch(
-            "megatron.bridge.training.eval", "evaluate", wrappers.evaluate, ("model",),
+            "megatron.bridge.training.eval", "evaluate", wrappers.make_room, ("model",),
             "both loops evaluate through it, with states on the GPU that had not left yet",
+        ),
+        FunctionPatch(
+            "megatron.core.transformer.cuda_graphs", "TECudaGraphHelper.create_cudagraphs", wrappers.make_room, (),
+            "train() captures layers between two steps, which takes activations' memory; vision's helper inherits it",
+            distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
         ),
         FunctionPatch(
             "megatron.core.transformer.moe.paged_stash", "PagedStashRunner.prepare_for_rerun", wrappers.pass_around, (),

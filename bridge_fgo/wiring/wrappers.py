@@ -342,10 +342,10 @@ def reads_all_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
     return wrapped(*args, **kwargs)
 
 
-def evaluate(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Give back what is on its way to the host before an evaluation takes memory."""
+def make_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have every state off the GPU before something between steps takes memory."""
     for session in all_sessions():
-        session.evaluating()
+        session.make_room()
     return wrapped(*args, **kwargs)
 
 

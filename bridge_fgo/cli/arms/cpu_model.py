@@ -40,6 +40,8 @@ class CpuOptions:
     """The Adam inside: mcore's fallback, torch.optim.AdamW."""
     overlap_grad_reduce: bool = False
     """Reduce gradients during backward, as soon as they are ready."""
+    overlap_param_gather: bool = False
+    """Gather parameters in the next forward, by hooks before each module; needs `overlap_grad_reduce`."""
     found_inf_steps: frozenset[int] = frozenset()
     """Steps whose gradients are infinite, so that the optimizer skips them."""
     grad_norm_skip_steps: frozenset[int] = frozenset()
@@ -67,6 +69,8 @@ class CpuOptions:
             raise ValueError(f"precision={self.precision!r}: use one of {one_of}")
         if self.adam != "torch":
             raise ValueError(f"adam={self.adam!r}: only 'torch' runs on the CPU")
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError("overlap_param_gather=True: set overlap_grad_reduce=True too, as mcore asks for")
         exits = set() if self.checkpoint_exit_step is None else {self.checkpoint_exit_step}
         for name, steps in (("rerun_steps", self.rerun_steps), ("checkpoint_exit_step", exits)):
             if any(step < 2 for step in steps):
@@ -156,7 +160,7 @@ def make_config(options: CpuOptions) -> Any:
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=options.overlap_grad_reduce,
-            overlap_param_gather=False,
+            overlap_param_gather=options.overlap_param_gather,
             check_for_nan_in_grad=False,  # would raise where the optimizer is to find the infs
         ),
         dataset=bridge.MockGPTDatasetConfig(

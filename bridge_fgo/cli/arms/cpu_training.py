@@ -56,6 +56,11 @@ class CpuTraining:
             self.close()
             raise
 
+    def _join(self) -> None:
+        """Make the process group: of this process alone."""
+        store = torch.distributed.HashStore()  # type: ignore[reportPrivateImportUsage]
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
     def _build(self) -> None:
         from megatron.bridge.training import setup as bridge_setup
         from megatron.bridge.training.initialize import init_rerun_state
@@ -67,8 +72,7 @@ class CpuTraining:
         from megatron.core.rerun_state_machine import RerunDataIterator
 
         options = self.options
-        store = torch.distributed.HashStore()  # type: ignore[reportPrivateImportUsage]
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        self._join()
         parallel_state.initialize_model_parallel()
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         random.seed(options.seed)

@@ -1,0 +1,69 @@
+"""One rank of a data-parallel training, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import queue
+from pathlib import Path
+
+import fused_adam
+from saving import load, save
+
+from bridge_fgo.cli.arms.cpu_standin import install_standins
+
+install_standins()
+
+import torch  # noqa: E402
+
+import bridge_fgo  # noqa: E402
+from bridge_fgo.cli.arms.cpu_model import microbatches  # noqa: E402
+from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining  # noqa: E402
+
+CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What all ranks of a training do: load, save what was loaded, train, save again."""
+
+    folder: Path
+    ranks: int
+    offload: bool
+    loads: Path | None
+    steps: int = 2
+
+
+class Rank(CpuTraining):
+    """A CPU training as one of several ranks; each has data of its own."""
+
+    def __init__(self, options: CpuOptions, rank: int, job: Job) -> None:
+        self.rank, self.job = rank, job
+        super().__init__(options)
+
+    def _join(self) -> None:
+        store = torch.distributed.FileStore(str(self.job.folder / "store"), self.job.ranks)
+        torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.job.ranks)
+
+
+def train(rank: int, job: Job) -> None:
+    """Be a rank of `job`: leave checkpoints in `loaded` and `trained`, and what was seen in `<rank>.json`."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()  # mcore's is in a process of its own, which would outlive this one
+    fused_adam.have_mcore_take_it(setattr)
+    options = CpuOptions(offload=job.offload)
+    held, numbers = [], []
+    with bridge_fgo.install(CONFIG) if job.offload else contextlib.nullcontext(), Rank(options, rank, job) as run:
+        run._batches.iterable = microbatches(dataclasses.replace(options, seed=options.seed + rank))
+        if job.loads:
+            load(run, job.loads)
+            save(run, job.folder / "loaded")
+        for _ in range(job.steps):
+            record = run.step()
+            numbers.append((record.loss, record.grad_norm))
+            held.append(max(run.live_bytes))
+        save(run, job.folder / "trained")
+        seen = {"numbers": numbers, "held": held, "digests": run.digests()}
+        (job.folder / f"{rank}.json").write_text(json.dumps(seen))

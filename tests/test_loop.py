@@ -1,0 +1,204 @@
+"""The corners of Bridge's training loop, in its real `train()`: when it saves, skips, evaluates and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import signal
+
+import pytest
+import torch
+from bridge_loop import train
+from saving import load
+from test_checkpoints import assert_same_shards, training
+
+from bridge_fgo.cli.arms.cpu_model import microbatches
+
+pytestmark = pytest.mark.usefixtures("cpu_standins")
+
+
+def configured(run, **settings):
+    """Set `section.name` of the run's config; written section__name."""
+    for path, value in settings.items():
+        section, name = path.split("__")
+        assert hasattr(getattr(run.cfg, section), name), path
+        setattr(getattr(run.cfg, section), name, value)
+
+
+def a_signal_in_the_second_step(number):
+    if number == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def grow_the_batch(run):
+    """Have the batch be one microbatch at first, and two from the fifth sample on."""
+    from megatron.core import num_microbatches_calculator as calculator
+
+    size = run.cfg.train.micro_batch_size
+    calculator.reconfigure_num_microbatches_calculator(
+        0, None, 2 * size, size, 1, step_batch_size_schedule=f"0:{size} {2 * size}:{2 * size}"
+    )
+
+
+SAVES = {
+    "at an interval": ({"checkpoint__save_interval": 2}, [2, 4]),
+    "at the end": ({}, [4]),
+    "at exit_interval": ({"train__exit_interval": 3}, [3]),
+    "at exit_duration": ({"train__exit_duration_in_mins": 1e-9}, [1]),
+    "on a signal": ({"train__exit_signal_handler": True}, [2]),
+    "at a batch-size ramp-up": ({}, [2, 4]),
+    "non-persistent": (
+        {"checkpoint__non_persistent_save_interval": 3, "checkpoint__non_persistent_ckpt_type": "global"}, [4],
+    ),
+}  # fmt: skip
+"""Settings, and the steps after which there are checkpoints."""
+
+
+@pytest.mark.parametrize("when", SAVES)
+def test_what_the_loop_saves_has_the_bytes_of_a_resident_run(tmp_path, when):
+    settings, steps = SAVES[when]
+    for offload in (False, True):
+        with training(offload) as run:
+            configured(run, checkpoint__save=str(tmp_path / str(offload)), **settings)
+            if when == "at a batch-size ramp-up":
+                grow_the_batch(run)
+            ends = when.startswith(("at exit", "on a signal"))
+            with pytest.raises(SystemExit) if ends else contextlib.nullcontext():
+                train(run, 4, a_signal_in_the_second_step if when == "on a signal" else lambda number: None)
+    saved = sorted(path.name for path in (tmp_path / "True").glob("iter_*"))
+    assert saved == [f"iter_{step:07d}" for step in steps]
+    assert_same_shards(tmp_path / "True", tmp_path / "False")
+    if when == "non-persistent":
+        (extra,) = (tmp_path / "True").glob("*/iter_*")
+        assert extra.name == "iter_0000003" and list(extra.glob("*.distcp"))
+
+
+@pytest.fixture
+def local_checkpoints():
+    """Skip the test where mcore's local checkpoints cannot be had."""
+    pytest.importorskip(
+        "nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager",
+        reason="needs nvidia-resiliency-ext",
+        exc_type=ImportError,
+    )
+
+
+def save_locally(run, folder, background):
+    """Have the loop save to local storage after the second step."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    local = {"non_persistent_save_interval": 2, "non_persistent_ckpt_type": "local", "save_interval": 100}
+    configured(run, **{f"checkpoint__{name}": value for name, value in local.items()})
+    configured(run, checkpoint__save=str(folder), checkpoint__non_persistent_local_ckpt_dir=str(folder / "local"))
+    if background:
+        configured(run, checkpoint__async_save=True)
+        run.state._async_calls_queue = AsyncCallsQueue(persistent=False)
+
+
+@pytest.mark.usefixtures("local_checkpoints", "deadline")
+@pytest.mark.parametrize("background", [False, True], ids=["", "in the background"])
+def test_local_checkpoints_have_the_bytes_of_a_resident_run_and_resume_bitwise(tmp_path, background):
+    digests = {}
+    for offload in (False, True):
+        with training(offload) as run:
+            save_locally(run, tmp_path / str(offload), background)
+            train(run, 2)
+            digests[offload] = run.digests()
+    assert digests[True] == digests[False]
+    ours, resident = (tmp_path / str(offload) / "local/0/iter_0000002_0_local.pt" for offload in (True, False))
+    assert ours.read_bytes() == resident.read_bytes()
+    later = {offload: resumed_locally(tmp_path / "True", offload) for offload in (False, True)}
+    assert later[True] == later[False]
+    assert later[True][0] == digests[True]
+
+
+def resumed_locally(folder, offload):
+    """Load the newest local checkpoint into a training that has stepped once; return digests then, and two steps on."""
+    from megatron.bridge.training.checkpointing import init_checkpointing_context
+
+    with training(offload) as run:
+        run.step()  # mcore cannot load into torch's AdamW before its first step
+        save_locally(run, folder, background=False)
+        load(run, folder / "not there", init_checkpointing_context(run.cfg.checkpoint))
+        after_load = run.digests()
+        for _ in range(2):
+            run.step()
+            assert not offload or max(run.live_bytes) == 0
+        return after_load, run.digests()
+
+
+EVALUATES = {"validation__eval_interval": 2, "validation__eval_iters": 2, "validation__eval_global_batch_size": 4}
+HASHES = {"train__check_weight_hash_across_dp_replicas_interval": 2}
+NORM = {"logger__log_params_norm": True, "logger__log_interval": 1}
+LOOPS = {
+    "iterations to skip": ({"train__iterations_to_skip": [2, 4]}, {}),
+    "manual GC": ({"train__manual_gc": True, "train__manual_gc_interval": 2}, {}),
+    "weight hashes across DP replicas": (HASHES, {}),
+    "evaluations": (EVALUATES, {}),
+    "evaluations after the norm of the parameters": ({**EVALUATES, **NORM}, {}),
+    "overlapped parameter gathering, evaluations, hashes and the norm": (
+        {**EVALUATES, **NORM, **HASHES}, {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    ),
+}  # fmt: skip
+"""Settings, and options of the training."""
+
+
+@pytest.mark.parametrize("what", LOOPS)
+def test_the_loop_is_bitwise_equal_with(what):
+    settings, options = LOOPS[what]
+    seen, digests = {}, {}
+    for offload in (False, True):
+        with training(offload, **options) as run:
+            configured(run, validation__eval_micro_batch_size=2, **settings)
+            run.state.train_state.do_valid = True
+            seen[offload] = train(run, 6, valid=valid_batches(run))
+            digests[offload] = run.digests()
+    assert seen[True].numbers == seen[False].numbers
+    assert digests[True] == digests[False]
+    assert max(seen[True].held) == 0 < min(seen[False].held), "every state was off in every forward"
+    if "evaluations" in what:
+        assert seen[True].held_in_evaluations == [0, 0, 0], "an evaluation holds no more than training"
+    if "norm" in what:
+        assert len(seen[True].params_norms) == 6
+    if "skip" in what:
+        assert len(seen[True].losses) == 4
+
+
+def valid_batches(run):
+    """Microbatches to evaluate on, others than those of the training."""
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    return RerunDataIterator(microbatches(dataclasses.replace(run.options, seed=run.options.seed + 1)))
+
+
+def garbage_of_three_steps(run):
+    """Return what three steps leave that only the garbage collector can free."""
+    for _ in range(2):
+        run.step()
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    try:
+        for _ in range(3):
+            run.step()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return list(gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.unfreeze()
+        gc.enable()
+
+
+def test_with_manual_gc_a_step_leaves_nothing_of_ours_for_the_collector():
+    # With manual_gc nothing is collected for thousands of steps; a slab or a graph in a cycle would stay as long.
+    left = {}
+    for offload in (False, True):
+        with training(offload) as run:
+            garbage = garbage_of_three_steps(run)
+            assert not [thing for thing in garbage if type(thing).__module__.startswith("bridge_fgo")]
+            left[offload] = sum(isinstance(thing, torch.Tensor) for thing in garbage)
+    assert left[True] == left[False]
