@@ -97,14 +97,43 @@ def test_a_bench_folder_is_its_arms_in_the_tables_order_with_the_pictures_of_a_s
     for name in ("half", "native", "resident"):
         arm(tmp_path, f"{name}.0", [2.0, 1.0], released_bytes=0 if name == "resident" else 20 * GB)
         write_trace(tmp_path / f"{name}.0.trace.gz", [(0.0, 0.2)])
-    table = {"arms": [{"arm": "resident"}, {"arm": "native"}, {"arm": "half"}]}
-    (tmp_path / "bench.json").write_text(json.dumps(table))
+    bench_table(tmp_path, resident=None, native=True, half=True)
     assert [run.name for run in load(tmp_path / "bench.json")] == ["resident", "native", "half"]
     done = report(tmp_path, "--output", tmp_path / "page.html")
     assert done.exit_code == 0, done.output
     page = (tmp_path / "page.html").read_text()
     assert cells(page, "released") == ["0 B", "20.00 GB", "20.00 GB"]
     assert 'alt="gantt"' in page and 'alt="memory"' in page
+
+
+def bench_table(folder, **arms):
+    """Write a bench's `bench.json`: whether each arm was found bitwise equal."""
+    rows = [
+        {"arm": name, "bitwise_equal": equal, "step_seconds": 0.5, "step_seconds_min": 0.4, "step_seconds_max": 0.6}
+        for name, equal in arms.items()
+    ]
+    table = {"arms": [{**row, "pinned_bytes": GB} for row in rows], "state_bytes": 20 * GB, "where": {"device": "H200"}}
+    (folder / "bench.json").write_text(json.dumps(table))
+
+
+@pytest.mark.parametrize(("equal", "status"), [(True, 0), (False, 1)])
+def test_a_table_with_no_events_beside_it_is_enough(tmp_path, equal, status):
+    bench_table(tmp_path, resident=None, native=equal)
+    done = report(tmp_path / "bench.json", "--output", tmp_path / "page.html")
+    assert done.exit_code == status, done.output
+    assert ("are bitwise equal: all that the bench compared" in done.output) is equal
+    page = (tmp_path / "page.html").read_text()
+    assert cells(page, "step, median (min-max), from the fourth on")[1] == "0.500 s (0.400-0.600)"
+    assert cells(page, "where") == ["H200", "H200"]
+
+
+def test_an_arm_that_the_bench_lets_differ_is_no_failure(tmp_path):
+    arm(tmp_path, "resident.0", [2.0])
+    arm(tmp_path, "hybrid.0", [2.5])
+    bench_table(tmp_path, resident=None, hybrid=None)
+    done = report(tmp_path, "--output", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    assert "not meant to be bitwise equal" in done.output
 
 
 def test_a_final_state_that_differs_is_not_equal(tmp_path):

@@ -31,13 +31,13 @@ def run(paths: list[Path], output: Path) -> int:
     runs = _named_apart([(path, run) for path in paths for run in load(path)])
     others = [(run, compare_runs(runs[0], run)) for run in runs[1:]]
     with TemporaryDirectory() as folder:
-        parts = [page.verdict(verdict(runs[0], run, parity), is_bitwise_equal(parity)) for run, parity in others]
+        parts = [page.verdict(verdict(runs[0], run, parity), is_good(run, parity)) for run, parity in others]
         parts += _sections(runs, others, Path(folder))
         page.write_page(output, "bridge-fgo report: " + ", ".join(run.name for run in runs), parts)
     for other, parity in others:
         typer.echo(verdict(runs[0], other, parity))
     typer.echo(f"wrote {output}")
-    return 0 if all(is_bitwise_equal(parity) for _, parity in others) else NOT_EQUAL
+    return 0 if all(is_good(other, parity) for other, parity in others) else NOT_EQUAL
 
 
 def _named_apart(found: list[tuple[Path, Run]]) -> list[Run]:
@@ -51,13 +51,21 @@ def _named_apart(found: list[tuple[Path, Run]]) -> list[Run]:
     return [run for _, run in found]
 
 
+def is_good(run: Run, parity: list[Parity]) -> bool:
+    """Returns whether a run is as it should be: equal to the first, where it is meant to."""
+    return run.may_differ or is_bitwise_equal(parity)
+
+
 def verdict(first: Run, second: Run, parity: list[Parity]) -> str:
     """Says in a sentence whether two runs are equal."""
     names = f"{first.name} and {second.name}"
     different = [part for part in parity if not part.equal]
+    if second.may_differ:
+        return f"{names} are not meant to be bitwise equal: their optimizers are not the same."
     if is_bitwise_equal(parity):
-        steps = min(part.steps for part in parity if part.steps is not None)
-        return f"{names} are bitwise equal over {steps} steps: {', '.join(part.part for part in parity)}."
+        steps = [part.steps for part in parity if part.steps is not None]
+        over = f" over {min(steps)} steps" if steps else ""
+        return f"{names} are bitwise equal{over}: {', '.join(part.part for part in parity)}."
     if not different:
         return f"{names} have no step in common of which both logged a loss: nothing is shown."
     steps_of = [(part.first_different, part.part) for part in different if part.first_different is not None]
@@ -79,9 +87,13 @@ def _sections(runs: list[Run], others: list[tuple[Run, list[Parity]]], folder: P
     parts += [
         drawn("loss", "losses", nothing="No loss was logged."),
         page.heading("Step time"),
-        drawn("seconds", "step_seconds", nothing="No step time: set logger.log_timers_to_tensorboard=True."),
+        drawn(
+            "seconds",
+            "step_seconds",
+            nothing="No time of a step was logged; Bridge does with logger.log_timers_to_tensorboard=True.",
+        ),
         page.heading("Peaks by phase"),
-        drawn("peaks", "peaks", nothing="No peak: set logger.log_memory_to_tensorboard=True."),
+        drawn("peaks", "peaks", nothing="No peak was logged; Bridge does with logger.log_memory_to_tensorboard=True."),
         page.heading("Host bytes"),
         drawn("host", "host_bytes", nothing=no_figures),
         drawn("copies", "copies", nothing="What each step copied is in TensorBoard logs only."),
@@ -102,7 +114,7 @@ def _overview(runs: list[Run]) -> list[list[str]]:
     rows = [["", *(run.name for run in runs)]]
     if any(run.where for run in runs):
         rows.append(["where", *(run.where or "-" for run in runs)])
-    rows.append(["steps logged", *(str(max(map(len, run.scalars.values()))) for run in runs)])
+    rows.append(["steps logged", *(str(max(map(len, run.scalars.values()), default=0)) for run in runs)])
     rows.append(["step, median (min-max), from the fourth on", *map(_seconds, runs)])
     for name, (label, _) in TOTALS.items():
         if any(run.totals.get(name) for run in runs):
@@ -111,10 +123,13 @@ def _overview(runs: list[Run]) -> list[list[str]]:
 
 
 def _seconds(run: Run) -> str:
-    seconds = pictures.counted_seconds(run)
-    if not seconds:
+    if seconds := pictures.counted_seconds(run):
+        figures = statistics.median(seconds), min(seconds), max(seconds)
+    elif run.row:
+        figures = run.row["step_seconds"], run.row["step_seconds_min"], run.row["step_seconds_max"]
+    else:
         return "-"
-    return f"{statistics.median(seconds):.3f} s ({min(seconds):.3f}-{max(seconds):.3f})"
+    return "{:.3f} s ({:.3f}-{:.3f})".format(*figures)
 
 
 def _parity_table(others: list[tuple[Run, list[Parity]]]) -> list[list[str]]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from bridge_fgo.cli.arms.runner import DIGESTS
 from bridge_fgo.cli.report.runs import GRAD_NORM, LOSS, Run
 
+BY_THE_BENCH = "all that the bench compared"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
@@ -26,7 +28,10 @@ class Parity:
 
 
 def compare_runs(first: Run, second: Run) -> list[Parity]:
-    """Returns the comparison of every loss, of the gradient norm, and of the digests of arms."""
+    """Returns the comparison of every loss, of the gradient norm, and of the digests of arms.
+
+    Where only the table of a bench is there: what that found.
+    """
     names = [name for name in first.scalars if name in second.scalars and _is_compared(name)]
     # TensorBoard keeps 32 bits of a number, so that is what can be compared. Bridge's losses have no more.
     as_fp32 = first.is_fp32 or second.is_fp32
@@ -36,6 +41,8 @@ def compare_runs(first: Run, second: Run) -> list[Parity]:
             Parity(part=f"final {name}", equal=bool(a := first.digests.get(name)) and a == second.digests.get(name))
             for name in DIGESTS
         ]
+    if not parts and second.row.get("bitwise_equal") is not None:
+        parts.append(Parity(part=BY_THE_BENCH, equal=second.row["bitwise_equal"]))
     return parts
 
 
@@ -45,7 +52,8 @@ def _is_compared(name: str) -> bool:
 
 def is_bitwise_equal(parts: list[Parity]) -> bool:
     """Returns whether equality was shown: all parts are equal, and a loss of at least one step is among them."""
-    return all(part.equal for part in parts) and any(part.part == LOSS and part.steps for part in parts)
+    shown = any((part.part == LOSS and part.steps) or part.part == BY_THE_BENCH for part in parts)
+    return shown and all(part.equal for part in parts)
 
 
 def _scalar(name: str, first: dict[int, float], second: dict[int, float], as_fp32: bool) -> Parity:

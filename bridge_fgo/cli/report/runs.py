@@ -47,6 +47,7 @@ class Run:
     digests: sha256 of the final parameters, masters and moments, where an arm left them.
     where: device and versions, where known.
     trace: of one step, for the pictures of it.
+    row: of the bench's table, where there is one; see `bridge_fgo.cli.bench.figures.Row`.
     """
 
     name: str
@@ -56,6 +57,12 @@ class Run:
     digests: dict[str, str] = field(default_factory=dict)
     where: str = ""
     trace: Path | None = None
+    row: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether the bench does not ask this arm to be equal to the resident one: its Adam is another."""
+        return bool(self.row) and self.row["bitwise_equal"] is None and self.row["arm"] != "resident"
 
 
 def load(path: Path) -> list[Run]:
@@ -63,18 +70,19 @@ def load(path: Path) -> list[Run]:
 
     Args:
         path: a folder or file of TensorBoard events; a folder of ``bridge-fgo bench`` or ``demo --keep``, or its
-            ``bench.json``; or one arm's ``NAME.events.jsonl``.
+            ``bench.json``, which without the events beside it has the table's figures and no steps; or one arm's
+            ``NAME.events.jsonl``.
 
     Raises:
         ValueError: it holds none, or more than one where one is meant.
     """
-    if path.name == "bench.json":
+    if path.name == "bench.json" and path.is_file():
         path = path.parent
     if path.is_file():
         return [_arm(path)] if path.name.endswith(EVENTS) else [_tensorboard(path, path.parent.name)]
     if not path.is_dir():
         raise ValueError(f"{path}: there is no such file or folder")
-    arms = [_arm(events) for events in sorted(path.glob(f"*{EVENTS}"), key=lambda file: _resident_first(path, file))]
+    arms = _bench(path)
     folders = sorted({file.parent for file in path.rglob(TFEVENTS)})
     if arms:
         return arms
@@ -89,13 +97,34 @@ def load(path: Path) -> list[Run]:
     return [_tensorboard(folders[0], path.name)]
 
 
-def _resident_first(folder: Path, events: Path) -> tuple[int, str]:
-    """Order of the arms: as in the bench's table, and with no table the resident one first."""
-    table = folder / "bench.json"
-    names = [arm["arm"] for arm in json.loads(table.read_text())["arms"]] if table.exists() else ["resident"]
-    name = events.name.removesuffix(EVENTS)
-    arm = name.rpartition(".")[0] or name  # the bench adds the number of its round
-    return (names.index(arm) if arm in names else len(names), name)
+def _bench(folder: Path) -> list[Run]:
+    """Returns the arms in the order of the bench's table; with no table the resident one first."""
+    file = folder / "bench.json"
+    table: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"arms": []}
+    rows = {row["arm"]: row for row in table["arms"]}
+    names = list(rows) or ["resident"]
+    runs = [_arm(events) for events in sorted(folder.glob(f"*{EVENTS}"))]
+    if not runs:
+        runs = [_row(row, table["state_bytes"], _where(table["where"])) for row in rows.values()]
+    for run in runs:
+        arm = run.name.rpartition(".")[0]  # the bench adds the number of its round, but to the first
+        run.row = rows.get(run.name) or rows.get(arm) or {}
+
+    def place(run: Run) -> int:
+        name = run.row.get("arm", run.name)
+        return names.index(name) if name in names else len(names)
+
+    return sorted(runs, key=place)
+
+
+def _row(row: dict[str, Any], state_bytes: int, where: str) -> Run:
+    totals = {name: row[name] for name in TOTALS if row.get(name) is not None}
+    return Run(name=row["arm"], is_fp32=False, totals={"state_bytes": state_bytes, **totals}, where=where)
+
+
+def _where(start: dict[str, str]) -> str:
+    versions = [f"{name} {start[name]}" for name in ("bridge", "mcore", "torch") if name in start]
+    return ", ".join([start.get("device", "?"), *versions])
 
 
 def _arm(path: Path) -> Run:
@@ -105,7 +134,6 @@ def _arm(path: Path) -> Run:
     if not arm.steps:
         raise ValueError(f"{path} holds no training step")
     trace = path.with_name(f"{arm.name}.trace.gz")
-    versions = [f"{name} {arm.start[name]}" for name in ("bridge", "mcore", "torch") if name in arm.start]
     return Run(
         name=arm.name.removesuffix(".0"),  # the bench's first round, and mostly the only one
         is_fp32=False,
@@ -116,7 +144,7 @@ def _arm(path: Path) -> Run:
         },
         totals={name: arm.result[name] for name in TOTALS if arm.result.get(name) is not None},
         digests=arm.result.get("digests", {}),
-        where=", ".join([arm.start.get("device", "?"), *versions]),
+        where=_where(arm.start),
         trace=trace if trace.exists() else None,
     )
 
