@@ -2,9 +2,11 @@
 
 import json
 import re
-from inspect import getsource
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 from test_bench import write_trace
 from torch.utils.tensorboard import SummaryWriter
 from typer.testing import CliRunner
@@ -12,7 +14,7 @@ from typer.testing import CliRunner
 from bridge_fgo.cli.arms.record import EventWriter
 from bridge_fgo.cli.main import app
 from bridge_fgo.cli.report.parity import compare_runs, is_bitwise_equal
-from bridge_fgo.cli.report.runs import GRAD_NORM, LOSS, SECONDS, TOTALS, Run, load
+from bridge_fgo.cli.report.runs import GRAD_NORM, LOSS, SECONDS, Run, load
 from bridge_fgo.figures import Stats
 
 GB = 10**9
@@ -181,13 +183,54 @@ def test_what_is_no_run_is_an_error_that_says_what_would_be(tmp_path):
     assert "given twice" in report(tmp_path / "a", tmp_path / "a").output
 
 
-def test_the_tags_are_those_that_bridge_and_this_package_write(cpu_standins):
+def test_what_bridge_and_this_package_log_is_read(monkeypatch, cpu_standins, tmp_path):
+    """The log is written by Bridge's own `training_log` and by `log_figures`."""
+    from megatron.bridge.training import config as bridge
     from megatron.bridge.training.utils import train_utils
 
-    ours = Stats("native", "0", **STATS, **PEAKS).scalars()
-    for _, tags in TOTALS.values():
-        for tag in tags:
-            assert tag in ours or tag.removeprefix("memory/").replace("gigabytes", "bytes") in (
-                train_utils.MEMORY_KEYS.values()
-            )
-    assert all(f'"{tag}"' in getsource(train_utils.training_log) for tag in (GRAD_NORM, SECONDS))
+    from bridge_fgo.wiring.reporting import log_figures
+
+    logger = bridge.LoggerConfig(
+        log_timers_to_tensorboard=True, log_memory_to_tensorboard=True, log_interval=1, tensorboard_log_interval=1
+    )
+    cfg = mock.MagicMock(
+        logger=logger,
+        train=bridge.TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=3),
+        optimizer=bridge.OptimizerConfig(),
+        model=SimpleNamespace(num_moe_experts=None, mtp_num_layers=None),
+        profiling=None,
+        data_parallel_size=1,
+    )
+    others = dict.fromkeys(("wandb_logger", "mlflow_logger", "comet_logger", "energy_monitor"))
+    state = mock.MagicMock(cfg=cfg, tensorboard_logger=SummaryWriter(str(tmp_path)), **others)
+    state.timers.return_value.elapsed.return_value = 0.5
+    peaks = {"allocated_bytes.all.peak": 30 * GB, "reserved_bytes.all.peak": 31 * GB}
+    monkeypatch.setattr("torch.cuda.memory_stats", lambda: peaks)
+    monkeypatch.setattr(train_utils, "get_num_microbatches", lambda: 1)
+    monkeypatch.setattr(train_utils, "reduce_max_memory_across_pp_group", lambda report, group: report)
+    for step in range(3):
+        state.train_state = SimpleNamespace(step=step)
+        log_figures(Stats("native", "0.19.2", **STATS, **PEAKS), state)
+        state.train_state = SimpleNamespace(step=step + 1, consumed_train_samples=step + 1, skipped_train_samples=0)
+        train_utils.training_log(
+            {"lm loss": torch.tensor(2.0)},
+            {},
+            1e-4,
+            None,
+            1.0,
+            False,
+            0,
+            1.5,
+            None,
+            None,
+            cfg,
+            state,
+            None,
+            [mock.Mock()],
+        )
+    state.tensorboard_logger.close()
+    (run,) = load(tmp_path)
+    assert run.scalars[LOSS] == dict.fromkeys((1, 2, 3), 2.0)
+    assert run.scalars[GRAD_NORM] == dict.fromkeys((1, 2, 3), 1.5)
+    assert run.scalars[SECONDS] == dict.fromkeys((1, 2, 3), 0.5)
+    assert run.totals == pytest.approx({**STATS, **PEAKS, "peak_allocated_bytes": 30 * GB})
