@@ -24,3 +24,7 @@ mcore-dev PATH:
 # Upstream's own tests without and with this package; PATH: a checkout of Megatron-Bridge or of Megatron-LM.
 upstream PATH:
     uv run python tests/upstream/suite.py {{PATH}}
+
+# The series in patches/ on copies of the installed wheel; its own tests and the wiring tests on the patched one.
+patches:
+    uv run pytest tests/patches

@@ -225,3 +225,27 @@ def bench(
     except ValueError as error:
         typer.echo(f"bridge-fgo bench: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+@app.command("report", short_help="Make one HTML page of runs that are over: losses, step time, memory, timeline.")
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN [RUN]...", help="TensorBoard log, or a folder of bench or of demo --keep.", show_default=False
+        ),
+    ],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Compare runs bit by bit, and draw them into one page that opens from disk with no network.
+
+    The first run is the one that the others are compared with. Exit status: 0, 1 where another
+    run's losses are not bitwise equal to its, 2 where a RUN cannot be read.
+    """
+    from bridge_fgo.cli.report import command
+
+    try:
+        raise typer.Exit(command.run(runs, output))
+    except ValueError as error:
+        typer.echo(f"bridge-fgo report: {error}", err=True)
+        raise typer.Exit(2) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bridge_fgo.wiring import wrappers
 from bridge_fgo.wiring.flag_field import FlagFieldPatch
 from bridge_fgo.wiring.patch import FunctionPatch, Patch
+from bridge_fgo.wiring.patched_bridge import StandAsidePatch
 
 TRAIN = "megatron.bridge.training.train"
 MIMO = "megatron.bridge.training.train_megatron_mimo"
@@ -34,6 +35,7 @@ REPLACERS = ("load_state_dict", "offload_to_cpu", "restore_from_cpu")
 def patches() -> list[Patch]:
     """Return the table, freshly made: a patch remembers what it replaced."""
     table: list[Patch] = [
+        StandAsidePatch(),
         FlagFieldPatch(),
         FunctionPatch(
             "megatron.bridge.training.config", "ConfigContainer.validate", wrappers.validate_config, (),

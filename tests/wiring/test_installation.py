@@ -120,11 +120,12 @@ from bridge_fgo.cli.arms.cpu_standin import install_standins
 install_standins()
 import megatron.bridge.training.train as train
 from megatron.bridge.training.config import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 assert hasattr(train.train_step, "__wrapped__")
 assert OptimizerConfig(offload_optimizer_states=True).offload_optimizer_states is True
 handle.uninstall()
 assert type(train.train_step).__name__ == "function"
-assert not hasattr(OptimizerConfig(), "offload_optimizer_states")
+assert not hasattr(CoreOptimizerConfig(), "offload_optimizer_states")
 print("ok")
 """
 

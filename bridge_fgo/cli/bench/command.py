@@ -14,9 +14,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bridge_fgo.cli import page
 from bridge_fgo.cli.arms.runner import ArmFailed, ArmRun, run_arm
 from bridge_fgo.cli.bench.figures import Row, make_row
-from bridge_fgo.cli.bench.plots import gantt, memory_timeline, page
+from bridge_fgo.cli.bench.plots import gantt, memory_timeline
 from bridge_fgo.cli.bench.presets import BenchArm, arms, size_options
 from bridge_fgo.cli.bench.trace import Trace, read_trace
 
@@ -159,7 +160,8 @@ def report(
         memory_timeline(traces, pictures[0])
         gantt(traces, pictures[1])
         title = f"bridge-fgo bench: {settings.preset}, {settings.gpus} x {resident.start.get('device')}"
-        page(title, texts, pictures, settings.folder / "bench.html")
+        parts = [page.table(texts), *(page.picture(path) for path in pictures)]
+        page.write_page(settings.folder / "bench.html", title, parts)
     if settings.json_output:
         print(json.dumps(result))
         return

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import html
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ ROWS = (("kernels", "tab:blue"), ("d2h", "tab:orange"), ("h2d", "tab:green"))
 
 def memory_timeline(traces: Mapping[str, Trace], path: Path) -> None:
     """Draws the allocated bytes of one step of each arm into a PNG."""
-    pyplot = _pyplot()
+    pyplot = agg_pyplot()
     figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     for name, trace in traces.items():
         times = [time for time, _ in trace.memory]
@@ -31,7 +29,7 @@ def memory_timeline(traces: Mapping[str, Trace], path: Path) -> None:
 
 def gantt(traces: Mapping[str, Trace], path: Path) -> None:
     """Draws kernels, copies to the host and copies to the GPU of one step of each arm into a PNG."""
-    pyplot = _pyplot()
+    pyplot = agg_pyplot()
     figure, all_axes = pyplot.subplots(
         len(traces), 1, figsize=(9, 1.6 * len(traces) + 0.6), layout="constrained", sharex=True, squeeze=False
     )
@@ -50,27 +48,8 @@ def gantt(traces: Mapping[str, Trace], path: Path) -> None:
     pyplot.close(figure)
 
 
-def page(title: str, table: list[list[str]], pictures: list[Path], path: Path) -> None:
-    """Writes one HTML page that opens from disk: the table (its first row is the head) and the pictures."""
-
-    def cells(row: list[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-
-    rows = cells(table[0], "th") + "".join(cells(row, "td") for row in table[1:])
-    images = "".join(
-        f'<p><img alt="{html.escape(picture.stem)}" src="data:image/png;base64,'
-        f'{base64.b64encode(picture.read_bytes()).decode()}"></p>'
-        for picture in pictures
-    )
-    style = "body{font-family:sans-serif;margin:2em}table{border-collapse:collapse}td,th{border:1px solid #ccc;padding:4px 8px;text-align:right}td:first-child{text-align:left}img{max-width:100%}"  # noqa: E501
-    path.write_text(
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{style}</style><h1>{html.escape(title)}</h1><table>{rows}</table>{images}</html>\n",
-        encoding="utf-8",
-    )
-
-
-def _pyplot() -> Any:
+def agg_pyplot() -> Any:
+    """Returns matplotlib's pyplot, which draws to files and needs no display."""
     import matplotlib
 
     matplotlib.use("Agg")

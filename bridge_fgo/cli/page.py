@@ -1,0 +1,60 @@
+"""One HTML page that opens from disk, with no network: its pictures are inside it."""
+
+from __future__ import annotations
+
+import base64
+import html
+from pathlib import Path
+
+STYLE = """
+body { font-family: sans-serif; margin: 2em auto; padding: 0 1em; max-width: 72em; color: #222 }
+h2 { margin-top: 2em; border-bottom: 1px solid #ccc }
+div.scroll { overflow-x: auto }
+table { border-collapse: collapse }
+td, th { border: 1px solid #ccc; padding: 4px 8px; text-align: right }
+td:first-child, th:first-child { text-align: left }
+img { max-width: 100% }
+p.good, p.bad { padding: 0.6em 1em; border-left: 6px solid #2a2; background: #efe }
+p.bad { border-color: #c22; background: #fee }
+"""
+
+
+def write_page(path: Path, title: str, parts: list[str]) -> None:
+    """Writes a page of the HTML ``parts``, which the functions below make."""
+    path.write_text(
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
+        f"<h1>{html.escape(title)}</h1>\n" + "\n".join(parts) + "</html>\n",
+        encoding="utf-8",
+    )
+
+
+def heading(text: str) -> str:
+    """Returns a heading."""
+    return f"<h2>{html.escape(text)}</h2>"
+
+
+def paragraph(text: str) -> str:
+    """Returns a paragraph of plain text."""
+    return f"<p>{html.escape(text)}</p>"
+
+
+def verdict(text: str, is_good: bool) -> str:
+    """Returns a paragraph that stands out, in a colour for good or for bad."""
+    return f'<p class="{"good" if is_good else "bad"}">{html.escape(text)}</p>'
+
+
+def table(rows: list[list[str]]) -> str:
+    """Returns a table; its first row is the head."""
+
+    def cells(row: list[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+
+    body = cells(rows[0], "th") + "".join(cells(row, "td") for row in rows[1:])
+    return f'<div class="scroll"><table>{body}</table></div>'
+
+
+def picture(path: Path) -> str:
+    """Returns a PNG, put into the page; its file name is what a reader without pictures gets."""
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<p><img alt="{html.escape(path.stem)}" src="data:image/png;base64,{data}"></p>'

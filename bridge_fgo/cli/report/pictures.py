@@ -1,0 +1,150 @@
+"""The pictures of the report: scalars over the steps of the runs, and peaks of memory by phase."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bridge_fgo.cli.bench.plots import agg_pyplot
+from bridge_fgo.cli.report.runs import LOSS, OURS, SECONDS, TOTALS, Run
+
+STYLES = ("-", "--", ":", "-.")
+"""Of the runs, in turn, so that one that lies on another is still seen."""
+
+PEAKS = ("peak_forward_backward_bytes", "peak_step_bytes", "peak_allocated_bytes", "peak_reserved_bytes")
+ON_HOST = ("pinned_bytes", "released_bytes")
+DIFFERENCE = "difference"
+
+
+def losses(runs: list[Run], path: Path) -> bool:
+    """Draws the loss of the runs into a PNG, and how far the others are from the first where one is not equal.
+
+    Returns whether there was anything to draw.
+    """
+    first = runs[0].scalars.get(LOSS, {})
+    apart = [
+        replace(run, scalars={**run.scalars, DIFFERENCE: _apart(first, run.scalars.get(LOSS, {}))}) for run in runs
+    ]
+    panels = [(LOSS, "loss", 1.0)]
+    if any(any(run.scalars[DIFFERENCE].values()) for run in apart):
+        panels.append((DIFFERENCE, f"difference\nfrom {runs[0].name}", 1.0))
+    return _lines(apart, panels, path)
+
+
+def _apart(first: dict[int, float], second: dict[int, float]) -> dict[int, float]:
+    return {step: second[step] - first[step] for step in first.keys() & second.keys()}
+
+
+def step_seconds(runs: list[Run], path: Path) -> bool:
+    """Draws the seconds of the steps; see `losses`. The axis leaves out what the first steps of a run take longer."""
+    later = [value for run in runs for value in counted_seconds(run)]
+    return _lines(runs, [(SECONDS, "seconds a step", 1.0)], path, bottom=0.0, top=1.1 * max(later, default=0.0))
+
+
+def memory(runs: list[Run], path: Path) -> bool:
+    """Draws the memory of each step over the steps: its peaks by phase, and what was released; see `losses`."""
+    panels = [
+        (f"{OURS}peak_forward_backward_bytes", "peak in forward\nand backward, GB", 1e9),
+        (f"{OURS}peak_step_bytes", "peak in the rest\nof the step, GB", 1e9),
+        (f"{OURS}released_bytes", "released, GB", 1e9),
+    ]
+    return _lines(runs, panels, path, bottom=0.0)
+
+
+def copies(runs: list[Run], path: Path) -> bool:
+    """Draws the bytes that each step copied to the host and back; see `losses`."""
+    panels = [
+        (f"{OURS}bytes_offloaded", "to the host\nin a step, GB", 1e9),
+        (f"{OURS}bytes_reloaded", "to the GPU\nin a step, GB", 1e9),
+    ]
+    return _lines(runs, panels, path, bottom=0.0)
+
+
+def counted_seconds(run: Run) -> list[float]:
+    """Returns the seconds of the steps from a run's fourth on: the first ones allocate, compile and measure."""
+    seconds = run.scalars.get(SECONDS, {})
+    return [value for step, value in seconds.items() if step >= min(seconds) + 3]
+
+
+def _lines(
+    runs: list[Run],
+    panels: list[tuple[str, str, float]],
+    path: Path,
+    bottom: float | None = None,
+    top: float = 0.0,
+) -> bool:
+    """Draws each panel's scalar (name, label, unit) over the steps, a line a run; panels without data are left out."""
+    panels = [panel for panel in panels if any(panel[0] in run.scalars for run in runs)]
+    if not panels:
+        return False
+    pyplot = agg_pyplot()
+    height = 3.2 if len(panels) == 1 else 1.6 * len(panels) + 0.6
+    figure, axes = pyplot.subplots(
+        len(panels), 1, figsize=(9, height), layout="constrained", sharex=True, squeeze=False
+    )
+    for panel, (name, label, unit) in zip(axes[:, 0], panels, strict=True):
+        for number, run in enumerate(runs):
+            if name in run.scalars:
+                _line(panel, run, name, unit, number)
+        panel.set(ylabel=label)
+        panel.set_ylim(bottom=bottom, top=top or None)
+        panel.grid(alpha=0.3)
+    axes[0, 0].legend(loc="best")
+    axes[-1, 0].set_xlabel("step")
+    axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
+    _save(figure, path)
+    return True
+
+
+def _line(panel: Any, run: Run, name: str, unit: float, number: int) -> None:
+    points = sorted(run.scalars[name].items())
+    panel.plot(
+        [step for step, _ in points],
+        [value / unit for _, value in points],
+        STYLES[number % len(STYLES)],
+        color=f"C{number}",
+        label=run.name,
+        marker="." if len(points) < 50 else None,
+    )
+
+
+def peaks(runs: list[Run], path: Path) -> bool:
+    """Draws the largest peaks of the runs by phase, as bars; see `losses`."""
+    return _bars(runs, PEAKS, path)
+
+
+def host_bytes(runs: list[Run], path: Path) -> bool:
+    """Draws what the runs pinned on the host, and what they released on the GPU, as bars; see `losses`."""
+    return _bars(runs, ON_HOST, path)
+
+
+def _bars(runs: list[Run], names: tuple[str, ...], path: Path) -> bool:
+    names = tuple(name for name in names if any(run.totals.get(name) for run in runs))
+    if not names:
+        return False
+    pyplot = agg_pyplot()
+    figure, axes = pyplot.subplots(figsize=(9, 0.3 * len(names) * (len(runs) + 1) + 1.0), layout="constrained")
+    height = 0.8 / len(runs)
+    for number, run in enumerate(runs):
+        known = [(row, run.totals[name] / 1e9) for row, name in enumerate(names) if run.totals.get(name)]
+        bars = axes.barh(
+            [row + (number - (len(runs) - 1) / 2) * height for row, _ in known],
+            [gigabytes for _, gigabytes in known],
+            height=0.9 * height,
+            label=run.name,
+            color=f"C{number}",
+        )
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+    axes.set_yticks(range(len(names)), [TOTALS[name][0] for name in names])
+    axes.invert_yaxis()
+    axes.set_xlabel("GB")
+    axes.margins(x=0.1)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    _save(figure, path)
+    return True
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=120)
+    agg_pyplot().close(figure)

@@ -1,0 +1,178 @@
+"""Reads runs that are over: TensorBoard logs of Bridge, and what ``bridge-fgo bench`` or ``demo --keep`` left."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bridge_fgo.cli.arms.runner import ArmRun, EventTail
+
+LOSS = "lm loss"
+GRAD_NORM = "grad-norm"
+SECONDS = "iteration-time"
+OURS = "bridge_fgo/"
+"""Names of scalars are Bridge's TensorBoard tags, and this package's begin with this; see `Stats.scalars`."""
+
+EVENTS = ".events.jsonl"
+TFEVENTS = "events.out.tfevents*"
+
+TOTALS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "state_bytes": ("optimizer state", ()),
+    "peak_forward_backward_bytes": ("peak in forward and backward", (f"{OURS}peak_forward_backward_bytes",)),
+    "peak_step_bytes": ("peak in the rest of the step", (f"{OURS}peak_step_bytes",)),
+    "peak_allocated_bytes": ("peak allocated", ("memory/mem-max-allocated-gigabytes",)),
+    "peak_reserved_bytes": (
+        "peak reserved",
+        (f"{OURS}peak_reserved_bytes", "memory/mem-max-reserved-gigabytes"),
+    ),
+    "released_bytes": ("released", (f"{OURS}released_bytes",)),
+    "pinned_bytes": ("pinned host memory", (f"{OURS}pinned_bytes",)),
+    "bytes_offloaded": ("copied to the host in a step", (f"{OURS}bytes_offloaded",)),
+    "bytes_reloaded": ("copied to the GPU in a step", (f"{OURS}bytes_reloaded",)),
+}
+"""Figures of a whole run in bytes: what they are called, and tags, whose largest value a figure is. The first tag that
+was logged counts."""
+
+NO_PACKAGE = "needs the package {0}, which is not here: pip install 'bridge-fgo[bench]'"
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One training run.
+
+    scalars: by name and step (counted from 1). Seconds; numbers of TensorBoard are as exact as fp32.
+    totals: see `TOTALS`; what a run did not log is not in it.
+    digests: sha256 of the final parameters, masters and moments, where an arm left them.
+    where: device and versions, where known.
+    trace: of one step, for the pictures of it.
+    row: of the bench's table, where there is one; see `bridge_fgo.cli.bench.figures.Row`.
+    """
+
+    name: str
+    is_fp32: bool
+    scalars: dict[str, dict[int, float]] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    where: str = ""
+    trace: Path | None = None
+    row: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether the bench does not ask this arm to be equal to the resident one: its Adam is another."""
+        return bool(self.row) and self.row["bitwise_equal"] is None and self.row["arm"] != "resident"
+
+
+def load(path: Path) -> list[Run]:
+    """Returns the runs that ``path`` holds, a resident one first.
+
+    Args:
+        path: a folder or file of TensorBoard events; a folder of ``bridge-fgo bench`` or ``demo --keep``, or its
+            ``bench.json``, which without the events beside it has the table's figures and no steps; or one arm's
+            ``NAME.events.jsonl``.
+
+    Raises:
+        ValueError: it holds none, or more than one where one is meant.
+    """
+    if path.name == "bench.json" and path.is_file():
+        path = path.parent
+    if path.is_file():
+        return [_arm(path)] if path.name.endswith(EVENTS) else [_tensorboard(path, path.parent.name)]
+    if not path.is_dir():
+        raise ValueError(f"{path}: there is no such file or folder")
+    arms = _bench(path)
+    folders = sorted({file.parent for file in path.rglob(TFEVENTS)})
+    if arms:
+        return arms
+    if len(folders) > 1:
+        names = ", ".join(str(folder) for folder in folders)
+        raise ValueError(f"{path} holds {len(folders)} TensorBoard logs: name one of {names}")
+    if not folders:
+        raise ValueError(
+            f"{path}: neither TensorBoard events ({TFEVENTS}, from logger.tensorboard_dir) nor arms of `bridge-fgo "
+            f"bench` (*{EVENTS})"
+        )
+    return [_tensorboard(folders[0], path.name)]
+
+
+def _bench(folder: Path) -> list[Run]:
+    """Returns the arms in the order of the bench's table; with no table the resident one first."""
+    file = folder / "bench.json"
+    table: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"arms": []}
+    rows = {row["arm"]: row for row in table["arms"]}
+    names = list(rows) or ["resident"]
+    runs = [_arm(events) for events in sorted(folder.glob(f"*{EVENTS}"))]
+    if not runs:
+        runs = [_row(row, table["state_bytes"], _where(table["where"])) for row in rows.values()]
+    for run in runs:
+        arm = run.name.rpartition(".")[0]  # the bench adds the number of its round, but to the first
+        run.row = rows.get(run.name) or rows.get(arm) or {}
+
+    def place(run: Run) -> int:
+        name = run.row.get("arm", run.name)
+        return names.index(name) if name in names else len(names)
+
+    return sorted(runs, key=place)
+
+
+def _row(row: dict[str, Any], state_bytes: int, where: str) -> Run:
+    totals = {name: row[name] for name in TOTALS if row.get(name) is not None}
+    return Run(name=row["arm"], is_fp32=False, totals={"state_bytes": state_bytes, **totals}, where=where)
+
+
+def _where(start: dict[str, str]) -> str:
+    versions = [f"{name} {start[name]}" for name in ("bridge", "mcore", "torch") if name in start]
+    return ", ".join([start.get("device", "?"), *versions])
+
+
+def _arm(path: Path) -> Run:
+    arm = ArmRun(path.name.removesuffix(EVENTS))
+    for event in EventTail(path).new_events():
+        arm.add(event)
+    if not arm.steps:
+        raise ValueError(f"{path} holds no training step")
+    trace = path.with_name(f"{arm.name}.trace.gz")
+    return Run(
+        name=arm.name.removesuffix(".0"),  # the bench's first round, and mostly the only one
+        is_fp32=False,
+        scalars={
+            LOSS: {event["step"]: value for event in arm.steps if (value := _exact(event, "loss")) is not None},
+            GRAD_NORM: {event["step"]: v for event in arm.steps if (v := _exact(event, "grad_norm")) is not None},
+            SECONDS: {event["step"]: event["seconds"] for event in arm.steps},
+        },
+        totals={name: arm.result[name] for name in TOTALS if arm.result.get(name) is not None},
+        digests=arm.result.get("digests", {}),
+        where=_where(arm.start),
+        trace=trace if trace.exists() else None,
+    )
+
+
+def _exact(event: dict[str, Any], name: str) -> float | None:
+    """Returns a number of an event to the last bit, also one that JSON has no word for."""
+    text = event.get(f"{name}_hex")
+    return event.get(name) if text is None else float.fromhex(text)
+
+
+def _tensorboard(path: Path, name: str) -> Run:
+    """Returns the run of a TensorBoard log; of a step that was run again after a resume, the last values."""
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError:
+        raise ValueError(f"{path} {NO_PACKAGE.format('tensorboard')}") from None
+    log = EventAccumulator(str(path), size_guidance={"scalars": 0})  # 0: all of them
+    log.Reload()
+    scalars = {
+        tag: {event.step: event.value for event in log.Scalars(tag)}
+        for tag in log.Tags()["scalars"]
+        if not tag.endswith(" vs samples")
+    }
+    if not scalars:
+        raise ValueError(f"{path}: no scalar in it; is it a TensorBoard log of Megatron-Bridge?")
+    run = Run(name=name, is_fp32=True, scalars=scalars)
+    for total, (_, tags) in TOTALS.items():
+        for tag in [tag for tag in tags if tag in scalars][:1]:
+            unit = 1e9 if tag.endswith("gigabytes") else 1.0
+            run.totals[total] = max(scalars[tag].values()) * unit
+    return run

@@ -1,0 +1,236 @@
+"""`bridge-fgo report`: what it reads, what it finds equal, and the page."""
+
+import json
+import re
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from test_bench import write_trace
+from torch.utils.tensorboard import SummaryWriter
+from typer.testing import CliRunner
+
+from bridge_fgo.cli.arms.record import EventWriter
+from bridge_fgo.cli.main import app
+from bridge_fgo.cli.report.parity import compare_runs, is_bitwise_equal
+from bridge_fgo.cli.report.runs import GRAD_NORM, LOSS, SECONDS, Run, load
+from bridge_fgo.figures import Stats
+
+GB = 10**9
+STATS = {"released_bytes": 20 * GB, "pinned_bytes": 20 * GB, "bytes_offloaded": 19 * GB, "bytes_reloaded": 18 * GB}
+PEAKS = {"peak_forward_backward_bytes": 28 * GB, "peak_step_bytes": 27 * GB, "peak_reserved_bytes": 29 * GB}
+
+
+def tensorboard(folder, losses, offloaded=False):
+    """Write a log as Bridge's `training_log` and this package's `log_figures` do."""
+    with SummaryWriter(str(folder)) as writer:
+        for step, loss in enumerate(losses, start=1):
+            writer.add_scalar(LOSS, loss, step)
+            writer.add_scalar(f"{LOSS} vs samples", loss, 8 * step)
+            writer.add_scalar(GRAD_NORM, 2.0, step)
+            writer.add_scalar(SECONDS, 9.0 if step < 3 else 0.5 + 0.1 * offloaded, step)
+            writer.add_scalar("memory/mem-max-allocated-gigabytes", 28.5 if offloaded else 48.2, step)
+            for tag, value in Stats("native", "0.19.2", **STATS, **PEAKS).scalars().items() if offloaded else ():
+                writer.add_scalar(tag, value, step)
+    return folder
+
+
+def arm(folder, name, losses, digest="a", **result):
+    """Write the events of an arm as the bench does."""
+    writer = EventWriter(folder / f"{name}.events.jsonl")
+    for step, loss in enumerate(losses, start=1):
+        writer.step(step=step, loss=loss, grad_norm=1.0, skipped=False, passes=1, seconds=0.1 * step)
+    digests = dict.fromkeys(("params", "masters", "moments"), digest)
+    figures = dict.fromkeys(("state_bytes", "released_bytes", "pinned_bytes"), 20 * GB) | PEAKS
+    figures = {**figures, "peak_allocated_bytes": 30 * GB, "engine": "native", "step_seconds": []} | result
+    writer.result(digests=digests, **figures)
+    writer.close()
+
+
+def report(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def cells(page, label):
+    """Return the cells of a row of the page's tables."""
+    row = re.search(rf"<tr><td>{re.escape(label)}</td>(.*?)</tr>", page)
+    assert row is not None, label
+    return re.findall(r"<td>(.*?)</td>", row[1])
+
+
+def test_two_equal_logs_are_one_page_that_needs_no_network(tmp_path):
+    resident = tensorboard(tmp_path / "resident", [3.0, 2.0, 1.5, 1.25, 1.0])
+    offloaded = tensorboard(tmp_path / "offloaded", [3.0, 2.0, 1.5, 1.25, 1.0], offloaded=True)
+    done = report(resident, offloaded, "--output", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    assert "resident and offloaded are bitwise equal over 5 steps: lm loss, grad-norm." in done.output
+    page = (tmp_path / "page.html").read_text()
+    assert set(re.findall(r'(?:src|href)="([^,"]*)', page)) == {"data:image/png;base64"}
+    assert page.count("<img") == 6  # loss, step time, peaks, host bytes, copies, timeline
+    assert cells(page, "peak allocated") == ["48.20 GB", "28.50 GB"]
+    assert cells(page, "peak in forward and backward") == ["-", "28.00 GB"]
+    assert cells(page, "copied to the host in a step") == ["-", "19.00 GB"]
+    assert cells(page, "step, median (min-max), from the fourth on")[1] == "0.600 s (0.600-0.600)"
+
+
+def test_the_first_different_step_is_named(tmp_path):
+    first = tensorboard(tmp_path / "first", [3.0, 2.0, 1.5])
+    second = tensorboard(tmp_path / "second", [3.0, 2.0 + 2**-21, 1.0])
+    done = report(first, second, "--output", tmp_path / "page.html")
+    assert done.exit_code == 1
+    assert "first and second DIFFER, first at step 2 in lm loss." in done.output
+    assert "step 2: 2 / 2.00000048" in (tmp_path / "page.html").read_text()
+
+
+def test_one_run_is_a_page_too(tmp_path):
+    done = report(tensorboard(tmp_path / "run", [1.0]), "--output", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+
+
+def test_of_a_step_that_was_run_again_after_a_resume_the_last_value_counts(tmp_path):
+    tensorboard(tmp_path, [3.0, 2.0, 1.0])
+    with SummaryWriter(str(tmp_path), filename_suffix=".resumed") as writer:
+        writer.add_scalar(LOSS, 7.0, 3)
+    assert load(tmp_path)[0].scalars[LOSS] == {1: 3.0, 2: 2.0, 3: 7.0}
+
+
+def test_a_bench_folder_is_its_arms_in_the_tables_order_with_the_pictures_of_a_step(tmp_path):
+    for name in ("half", "native", "resident"):
+        arm(tmp_path, f"{name}.0", [2.0, 1.0], released_bytes=0 if name == "resident" else 20 * GB)
+        write_trace(tmp_path / f"{name}.0.trace.gz", [(0.0, 0.2)])
+    bench_table(tmp_path, resident=None, native=True, half=True)
+    assert [run.name for run in load(tmp_path / "bench.json")] == ["resident", "native", "half"]
+    done = report(tmp_path, "--output", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "page.html").read_text()
+    assert cells(page, "released") == ["0 B", "20.00 GB", "20.00 GB"]
+    assert 'alt="gantt"' in page and 'alt="memory"' in page
+
+
+def bench_table(folder, **arms):
+    """Write a bench's `bench.json`: whether each arm was found bitwise equal."""
+    rows = [
+        {"arm": name, "bitwise_equal": equal, "step_seconds": 0.5, "step_seconds_min": 0.4, "step_seconds_max": 0.6}
+        for name, equal in arms.items()
+    ]
+    table = {"arms": [{**row, "pinned_bytes": GB} for row in rows], "state_bytes": 20 * GB, "where": {"device": "H200"}}
+    (folder / "bench.json").write_text(json.dumps(table))
+
+
+@pytest.mark.parametrize(("equal", "status"), [(True, 0), (False, 1)])
+def test_a_table_with_no_events_beside_it_is_enough(tmp_path, equal, status):
+    bench_table(tmp_path, resident=None, native=equal)
+    done = report(tmp_path / "bench.json", "--output", tmp_path / "page.html")
+    assert done.exit_code == status, done.output
+    assert ("are bitwise equal: all that the bench compared" in done.output) is equal
+    page = (tmp_path / "page.html").read_text()
+    assert cells(page, "step, median (min-max), from the fourth on")[1] == "0.500 s (0.400-0.600)"
+    assert cells(page, "where") == ["H200", "H200"]
+
+
+def test_an_arm_that_the_bench_lets_differ_is_no_failure(tmp_path):
+    arm(tmp_path, "resident.0", [2.0])
+    arm(tmp_path, "hybrid.0", [2.5])
+    bench_table(tmp_path, resident=None, hybrid=None)
+    done = report(tmp_path, "--output", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    assert "not meant to be bitwise equal" in done.output
+
+
+def test_a_final_state_that_differs_is_not_equal(tmp_path):
+    arm(tmp_path, "resident", [1.0])
+    arm(tmp_path, "offloaded", [1.0], digest="b")
+    done = report(tmp_path, "--output", tmp_path / "page.html")
+    assert done.exit_code == 1
+    assert "DIFFER in final params, final masters, final moments" in done.output
+
+
+def run(losses, is_fp32=False):
+    return Run(name="run", is_fp32=is_fp32, scalars={LOSS: dict(enumerate(losses))})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "equal"),
+    [
+        ([float("nan")], [float("nan")], True),
+        ([0.0], [-0.0], False),
+        ([1.0], [1.0 + 2**-40], False),
+        ([1.0, 2.0], [1.0], True),
+        ([1.0], [], False),
+    ],
+)
+def test_it_is_the_bits_that_count(first, second, equal):
+    assert is_bitwise_equal(compare_runs(run(first), run(second))) is equal
+
+
+def test_an_arm_and_a_log_are_compared_in_the_32_bits_that_a_log_has():
+    assert is_bitwise_equal(compare_runs(run([0.1]), run([0.10000000149011612], is_fp32=True)))
+
+
+def test_a_loss_that_json_has_no_word_for_is_read_back(tmp_path):
+    arm(tmp_path, "run", [float("inf")])
+    assert load(tmp_path)[0].scalars[LOSS] == {1: float("inf")}
+
+
+def test_what_is_no_run_is_an_error_that_says_what_would_be(tmp_path):
+    for path, why in ((tmp_path / "nothing", "no such file"), (tmp_path, "neither TensorBoard events")):
+        done = report(path, "--output", tmp_path / "page.html")
+        assert (done.exit_code, why in done.output) == (2, True), done.output
+    tensorboard(tmp_path / "a", [1.0])
+    tensorboard(tmp_path / "b", [1.0])
+    assert "holds 2 TensorBoard logs" in report(tmp_path).output
+    assert "given twice" in report(tmp_path / "a", tmp_path / "a").output
+
+
+def test_what_bridge_and_this_package_log_is_read(monkeypatch, cpu_standins, tmp_path):
+    """The log is written by Bridge's own `training_log` and by `log_figures`."""
+    from megatron.bridge.training import config as bridge
+    from megatron.bridge.training.utils import train_utils
+
+    from bridge_fgo.wiring.reporting import log_figures
+
+    logger = bridge.LoggerConfig(
+        log_timers_to_tensorboard=True, log_memory_to_tensorboard=True, log_interval=1, tensorboard_log_interval=1
+    )
+    cfg = mock.MagicMock(
+        logger=logger,
+        train=bridge.TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=3),
+        optimizer=bridge.OptimizerConfig(),
+        model=SimpleNamespace(num_moe_experts=None, mtp_num_layers=None),
+        profiling=None,
+        data_parallel_size=1,
+    )
+    others = dict.fromkeys(("wandb_logger", "mlflow_logger", "comet_logger", "energy_monitor"))
+    state = mock.MagicMock(cfg=cfg, tensorboard_logger=SummaryWriter(str(tmp_path)), **others)
+    state.timers.return_value.elapsed.return_value = 0.5
+    peaks = {"allocated_bytes.all.peak": 30 * GB, "reserved_bytes.all.peak": 31 * GB}
+    monkeypatch.setattr("torch.cuda.memory_stats", lambda: peaks)
+    monkeypatch.setattr(train_utils, "get_num_microbatches", lambda: 1)
+    monkeypatch.setattr(train_utils, "reduce_max_memory_across_pp_group", lambda report, group: report)
+    for step in range(3):
+        state.train_state = SimpleNamespace(step=step)
+        log_figures(Stats("native", "0.19.2", **STATS, **PEAKS), state)
+        state.train_state = SimpleNamespace(step=step + 1, consumed_train_samples=step + 1, skipped_train_samples=0)
+        train_utils.training_log(
+            {"lm loss": torch.tensor(2.0)},
+            {},
+            1e-4,
+            None,
+            1.0,
+            False,
+            0,
+            1.5,
+            None,
+            None,
+            cfg,
+            state,
+            None,
+            [mock.Mock()],
+        )
+    state.tensorboard_logger.close()
+    (run,) = load(tmp_path)
+    assert run.scalars[LOSS] == dict.fromkeys((1, 2, 3), 2.0)
+    assert run.scalars[GRAD_NORM] == dict.fromkeys((1, 2, 3), 1.5)
+    assert run.scalars[SECONDS] == dict.fromkeys((1, 2, 3), 0.5)
+    assert run.totals == pytest.approx({**STATS, **PEAKS, "peak_allocated_bytes": 30 * GB})

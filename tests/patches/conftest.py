@@ -1,0 +1,7 @@
+"""Puts the wiring tests on the path, for the mocked loop, and the folder of the series' script."""
+
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "wiring"), str(TESTS.parent / "patches")]
