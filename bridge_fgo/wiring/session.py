@@ -366,8 +366,8 @@ def newest_stats() -> Stats | None:
 
 
 def all_sessions() -> list[Session]:
-    """Return the sessions whose optimizers are alive."""
-    return list(_sessions)
+    """Return the open sessions whose optimizers are alive."""
+    return [session for session in _sessions if not session.closed]
 
 
 def close_all() -> None:
