@@ -78,7 +78,7 @@ def turn_off_conflicts(config: Any) -> list[str]:
 
     Returns a line for each setting: what it was and is, and why.
     """
-    from megatron.bridge.utils.cuda_graph import clear_cuda_graph_modules, is_full_iteration_cuda_graph
+    from megatron.bridge.utils.cuda_graph import is_full_iteration_cuda_graph
 
     changes: list[tuple[Any, str, Any, str]] = []
     if is_full_iteration_cuda_graph(config.model):
@@ -95,8 +95,6 @@ def turn_off_conflicts(config: Any) -> list[str]:
         name = path.split(".")[1]
         lines.append(f"turned off for the offload: {path} was {getattr(section, name)!r}, is {value!r} ({why})")
         setattr(section, name, value)
-        if name == "cuda_graph_impl":
-            clear_cuda_graph_modules(section)
     return lines
 
 
