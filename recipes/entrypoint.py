@@ -9,12 +9,14 @@
 # and knows Optional[X] but not X | None.
 import os
 import shlex
+import traceback
 from dataclasses import dataclass
-from typing import Any, Optional, get_args
+from typing import Any, Literal, Optional, get_args
 
 import fiddle as fdl
 import nemo_run as run
 from nemo_run.cli.api import RunContext
+from nemo_run.cli.cli_parser import CLIException
 
 from bridge_fgo.cli.run_script import config_options
 from bridge_fgo.config import OffloadConfig
@@ -119,7 +121,7 @@ class Job:
                 f"recipe {recipe.name} needs a container with Megatron-LM's dev branch ({recipe.mcore_module})"
             )
         gpus = (self.nodes or recipe.nodes) * self.gpus_per_node
-        if self.scheduler == "slurm" and gpus != recipe.gpus:
+        if self.scheduler == "slurm" and gpus not in (0, recipe.gpus):
             lines.append(f"recipe {recipe.name} is laid out for {recipe.gpus} GPUs, this job has {gpus}")
         command = shlex.join(["python", "-m", "bridge_fgo.recipes.train", *self.arguments()])
         if self.scheduler == "slurm" and self.gpus_per_node:
@@ -149,6 +151,16 @@ class Job:
 
 class PretrainContext(RunContext):
     """Turns the parsed `Job` into a script and an executor, so that the training container needs no NeMo-Run."""
+
+    def cli_execute(self, fn: Any, args: list[str], entrypoint_type: Literal["task", "experiment"] = "task") -> None:
+        """As upstream's, but an error ends the process with status 1: under `run.cli.main` it would be 0."""
+        try:
+            super().cli_execute(fn, args, entrypoint_type)
+        except (ValueError, CLIException) as error:
+            raise SystemExit(f"{self.name}: {error}") from None
+        except Exception:
+            traceback.print_exc()
+            raise SystemExit(1) from None
 
     def _execute_task(self, fn: Any, task_args: list[str]) -> None:
         if self.to_yaml or self.to_toml or self.to_json:

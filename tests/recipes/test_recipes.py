@@ -73,7 +73,9 @@ def test_offload_adds_the_flag_and_turns_off_only_what_is_refused(name):
     assert difference(built.config, upstream(name)) == DIFFERENCE[name]
     assert built.config.optimizer.offload_optimizer_states is True
     for path in DIFFERENCE[name] - FLAG_ALONE:
-        assert any(f"turned off for the offload: {path} was 'full_iteration', is 'none'" in line for line in built.notes)
+        assert any(
+            f"turned off for the offload: {path} was 'full_iteration', is 'none'" in line for line in built.notes
+        )
     refuse_config(built.config)
 
 
