@@ -73,7 +73,7 @@ class Job:
     retries: int = 0
 
     def __post_init__(self) -> None:
-        catalog.find(self.recipe)
+        self.found = catalog.find(self.recipe)
         OffloadConfig(**self._offload_settings())
         if self._offload_settings() and not self.offload:
             raise ValueError(f"offload=false with {', '.join(self._offload_settings())}: leave out one or the other")
@@ -115,7 +115,7 @@ class Job:
 
     def notes(self) -> list[str]:
         """Return what to know before the launch, a line each, with the command that each process will run."""
-        recipe, lines = catalog.find(self.recipe), []
+        recipe, lines = self.found, []
         if recipe.mcore_module:
             lines.append(
                 f"recipe {recipe.name} needs a container with Megatron-LM's dev branch ({recipe.mcore_module})"
@@ -130,23 +130,7 @@ class Job:
 
     def executor(self) -> run.Executor:
         """Return where and how the ranks run."""
-        recipe = catalog.find(self.recipe)
-        if self.scheduler == "local":
-            return executors.local(recipe)
-        assert self.account is not None  # checked above
-        return executors.slurm(
-            recipe,
-            account=self.account,
-            partition=self.partition,
-            nodes=self.nodes or recipe.nodes,
-            gpus_per_node=self.gpus_per_node,
-            segment=self.segment,
-            time=self.time,
-            container_image=self.container_image,
-            container_mounts=[mount for mount in self.container_mounts.split(",") if mount],
-            env_names=self.env_names(),
-            retries=self.retries,
-        )
+        return executors.local(self) if self.scheduler == "local" else executors.slurm(self)
 
 
 class PretrainContext(RunContext):

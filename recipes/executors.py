@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import nemo_run as run
 from nemo_run.config import get_nemorun_home
 from nemo_run.core.execution.launcher import SlurmTemplate
 
-from bridge_fgo.recipes.catalog import Recipe
+if TYPE_CHECKING:
+    from bridge_fgo.recipes.entrypoint import Job
 
 NODES_A_RACK = 18
 """Nodes that share NVLink in a GB200 NVL72."""
@@ -32,57 +34,47 @@ def near_cpu(gpus_per_node: int, command: str) -> str:
     return f"exec numactl --cpunodebind={node} --membind={node} {command}"
 
 
-def slurm(
-    recipe: Recipe,
-    *,
-    account: str,
-    partition: str | None,
-    nodes: int,
-    gpus_per_node: int,
-    segment: int | None,
-    time: str,
-    container_image: str | None,
-    container_mounts: list[str],
-    env_names: list[str],
-    retries: int,
-) -> run.SlurmExecutor:
+def slurm(job: Job) -> run.SlurmExecutor:
     """Return the executor for whole nodes of two CPUs, a process a GPU, bound to the memory of its CPU.
 
-    With `gpus_per_node=0` one process a node that is not bound. `segment` is as in `Job`. Slurm gets the
-    recipe's environment as it is, and of the caller's environment PATH, HOME and `env_names` alone: their values
-    travel with the submission and are in no file.
+    With `gpus_per_node=0` one process a node that is not bound. Slurm gets the recipe's environment as it is, and
+    of the caller's environment PATH, HOME and what `job.env` names: those values travel with the submission and
+    are in no file.
     """
+    assert job.account is not None  # checked by Job
+    environment, names = job.found.environment, job.env_names()
+    nodes = job.nodes or job.found.nodes
     executor = run.SlurmExecutor(
-        account=account,
-        partition=partition,
+        account=job.account,
+        partition=job.partition,
         nodes=nodes,
-        ntasks_per_node=gpus_per_node or 1,
-        gpus_per_node=gpus_per_node or None,
-        segment=segment_of(nodes) if segment is None else segment or None,
+        ntasks_per_node=job.gpus_per_node or 1,
+        gpus_per_node=job.gpus_per_node or None,
+        segment=segment_of(nodes) if job.segment is None else job.segment or None,
         exclusive=True,
         mem="0",
-        time=time,
-        container_image=container_image,
-        container_mounts=container_mounts,
+        time=job.time,
+        container_image=job.container_image,
+        container_mounts=[mount for mount in job.container_mounts.split(",") if mount],
         # What the image sets under these names must not win.
-        container_env=sorted({*recipe.environment, *env_names}) if container_image else None,
-        srun_args=["--no-container-mount-home"] if container_image else None,
-        env_vars=dict(recipe.environment),
-        additional_parameters={"export": ",".join(["PATH", "HOME", *env_names]), "requeue": True},
+        container_env=sorted({*environment, *names}) if job.container_image else None,
+        srun_args=["--no-container-mount-home"] if job.container_image else None,
+        env_vars=dict(environment),
+        additional_parameters={"export": ",".join(["PATH", "HOME", *names]), "requeue": True},
         packager=run.Packager(),  # the package is installed in the container, or on the nodes
         tunnel=run.LocalTunnel(job_dir=os.path.join(get_nemorun_home(), "experiments")),
-        retries=retries,
+        retries=job.retries,
     )
-    if gpus_per_node:
-        executor.launcher = SlurmTemplate(template_inline=near_cpu(gpus_per_node, "{{ command | safe }}"))
+    if job.gpus_per_node:
+        executor.launcher = SlurmTemplate(template_inline=near_cpu(job.gpus_per_node, "{{ command | safe }}"))
     return executor
 
 
-def local(recipe: Recipe) -> run.LocalExecutor:
+def local(job: Job) -> run.LocalExecutor:
     """Return the executor for this machine: torchrun with a process a GPU of the recipe."""
     return run.LocalExecutor(
-        ntasks_per_node=recipe.gpus,
+        ntasks_per_node=job.found.gpus,
         launcher="torchrun",
-        env_vars=dict(recipe.environment),
+        env_vars=dict(job.found.environment),
         packager=run.Packager(),
     )

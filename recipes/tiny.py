@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -42,9 +43,8 @@ def train_on_cpu(offload: OffloadConfig | None, overrides: Sequence[str] = ()) -
     install_standins()
     import bridge_fgo
 
-    if offload is not None:
-        bridge_fgo.install(offload)
-    with CpuTraining(CpuOptions(offload=offload is not None)) as training:
+    installed = contextlib.nullcontext() if offload is None else bridge_fgo.install(offload)
+    with installed, CpuTraining(CpuOptions(offload=offload is not None)) as training:
         for _ in range(steps):
             step = training.step()
             stats = bridge_fgo.stats()

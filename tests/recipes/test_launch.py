@@ -141,15 +141,16 @@ def test_a_mistake_is_an_error_before_anything_is_launched(settings, message):
         Job(**{"recipe": "dsv4_flash_64gpu", "account": "acct"} | settings)
 
 
-def test_nemorun_finds_the_command_by_its_entry_point(tmp_path):
-    """In a process of its own, as the installed console script would start it."""
+def test_nemorun_finds_the_command_by_its_entry_point_also_without_megatron(tmp_path):
+    """In a process of its own, as the installed console script would start it on a login node."""
+    (tmp_path / "megatron.py").write_text("raise ModuleNotFoundError('hidden by the test')")
     (entry,) = importlib.metadata.entry_points(group="nemo_run.cli", name="fgo")
     assert entry.value == "bridge_fgo.recipes.entrypoint"
     program = "import sys; sys.argv[0] = 'nemorun'; from nemo_run.__main__ import app; app()"
     arguments = ["fgo", "pretrain", "--factory", "dsv4_flash_64gpu", "account=acct", "--dryrun"]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program, *arguments],
-        env=os.environ | {"NEMORUN_HOME": str(tmp_path), "COLUMNS": "1000"},
+        env=os.environ | {"NEMORUN_HOME": str(tmp_path), "COLUMNS": "1000", "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -2,12 +2,15 @@
 
 import functools
 import importlib
+import re
 import socket
 
 import pytest
 import torch
 
+from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes import catalog, config, hf_config, train
+from bridge_fgo.recipes.tiny import train_on_cpu
 from bridge_fgo.wiring.refusals import refuse_config
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
@@ -174,3 +177,32 @@ def test_tiny_for_a_gpu_is_a_config_that_the_package_accepts():
     built = config.build(catalog.find("tiny"), offload=True, overrides=["train.train_iters=3"])
     assert built.config.train.train_iters == 3
     refuse_config(built.config)
+
+
+def test_tiny_on_the_cpu_has_the_same_losses_with_and_without_offload(capsys):
+    printed = []
+    for offload in (None, OffloadConfig()):
+        train_on_cpu(offload, ["train.train_iters=3"])
+        printed.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")])
+    resident, offloaded = printed
+    assert [line.split(",")[0] for line in resident] == [line.split(",")[0] for line in offloaded]
+    assert resident[-1].endswith(", 0 bytes released")
+    assert offloaded[-1].startswith("step 3/3: loss ") and not offloaded[-1].endswith(", 0 bytes released")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama"], "recipe='llama': there is no such recipe"),
+        (["tiny", "--no-offload", "--fraction", "0.5"], "--no-offload with fraction: leave out one or the other"),
+        (["tiny", "--fraction", "2"], "OffloadConfig.fraction=2.0"),
+        (["tiny", "--hf-config", "mine"], "--hf-config mine: use auto, hub or kept"),
+        (["tiny", "optimizer.lr=1"], "optimizer.lr=1: on the CPU tiny takes no override but train.train_iters"),
+        (["llama3_70b_64gpu"], "recipe='llama3_70b_64gpu' needs GPUs and torch sees none"),
+    ],
+)
+def test_a_mistake_on_a_ranks_command_line_is_a_value_error(arguments, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train.os, "environ", dict(train.os.environ))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train.app(arguments, standalone_mode=False)
