@@ -1,5 +1,6 @@
 """A recipe is upstream's configuration and the flag; what has to give way to it is said."""
 
+import dataclasses
 import functools
 import importlib
 import re
@@ -8,6 +9,7 @@ import socket
 import pytest
 import torch
 
+import bridge_fgo
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes import catalog, config, hf_config, train
 from bridge_fgo.recipes.tiny import train_on_cpu
@@ -206,3 +208,27 @@ def test_a_mistake_on_a_ranks_command_line_is_a_value_error(arguments, message, 
     monkeypatch.setattr(train.os, "environ", dict(train.os.environ))
     with pytest.raises(ValueError, match=re.escape(message)):
         train.app(arguments, standalone_mode=False)
+
+
+def test_a_rank_hands_bridge_the_config_and_says_what_was_turned_off(monkeypatch, capsys):
+    from megatron.bridge.training import pretrain as bridge_pretrain
+
+    from bridge_fgo.cli.arms import gpu
+
+    calls = []
+    monkeypatch.setattr(bridge_pretrain, "pretrain", lambda config, forward_step: calls.append(config))
+    monkeypatch.setattr(gpu, "skip_building_what_is_built", lambda: None)
+    monkeypatch.setattr(train.os, "environ", dict(train.os.environ) | {"RANK": "0"})
+    try:
+        recipe = catalog.find("deepseek_v3_256gpu_mxfp8")
+        train.pretrain(recipe, OffloadConfig(fraction=0.5), "kept", ["train.train_iters=5"])
+        assert calls[0].optimizer.offload_optimizer_states is True
+        assert calls[0].train.train_iters == 5
+        # The flag is a field now, as saved run configs and overrides need it.
+        assert "offload_optimizer_states" in {field.name for field in dataclasses.fields(calls[0].optimizer)}
+    finally:
+        bridge_fgo.uninstall()
+    printed = capsys.readouterr().out
+    assert "turned off for the offload: model.cuda_graph_impl was 'full_iteration', is 'none'" in printed
+    assert "model: numbers of deepseek-ai/DeepSeek-V3 as kept in this project" in printed
+    assert "upstream's benchmark recipe" in printed
