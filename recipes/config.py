@@ -1,0 +1,126 @@
+"""Builds a recipe's configuration: upstream's, and with offload the flag and what has to give way to it.
+
+`python -m recipes.config` prints the environments of all recipes, as `environment.json` keeps them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bridge_fgo.compat import FLAG
+from bridge_fgo.recipes import catalog, hf_config
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+
+
+@dataclass(frozen=True)
+class Built:
+    """A configuration, and what to tell the user about it, a line each."""
+
+    config: ConfigContainer
+    notes: list[str]
+
+
+def build(
+    recipe: catalog.Recipe,
+    *,
+    offload: bool,
+    hf: hf_config.Choice = "auto",
+    overrides: Sequence[str] = (),
+) -> Built:
+    """Return the configuration of a recipe. Without offload it is upstream's, bit by bit.
+
+    With offload it differs in `optimizer.offload_optimizer_states` and in what `turn_off_conflicts` says.
+    `overrides` are `section.field=value`, in Bridge's own syntax (Hydra's), and come last: one that cannot be
+    combined with the offload is refused when training begins.
+
+    Raises:
+        ValueError: a Hugging Face config that is not there; see `hf_config.origin`.
+    """
+    import_bridge()
+    notes: list[str] = []
+    if not recipe.builder:
+        from bridge_fgo.recipes.tiny import gpu_config
+
+        config = gpu_config()
+    else:
+        module, function = recipe.builder.split(":")
+        with hf_config.served(hf):
+            config = getattr(importlib.import_module(f"megatron.bridge.{module}"), function)()
+        notes.append(f"config: megatron.bridge.{module}.{function}")
+        if hf_config.origin(recipe.hf_model, hf) == "hub":
+            notes.append(f"model: config.json of {recipe.hf_model} from Hugging Face")
+        else:
+            source = hf_config.kept_configs()[recipe.hf_model]["source"]
+            notes.append(f"model: numbers of {recipe.hf_model} as kept in this project ({source})")
+    if recipe.benchmark:
+        notes.append("upstream's benchmark recipe: few steps, no checkpoints, balanced routers; override what you need")
+    if offload:
+        notes += turn_off_conflicts(config)
+        setattr(config.optimizer, FLAG, True)
+    if overrides:
+        from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+        config = process_config_with_overrides(config, cli_overrides=list(overrides))
+    return Built(config, notes)
+
+
+def turn_off_conflicts(config: Any) -> list[str]:
+    """Turn off what a builder set and the offload refuses (`bridge_fgo.wiring.refusals`).
+
+    Returns a line for each setting: what it was and is, and why.
+    """
+    from megatron.bridge.utils.cuda_graph import is_full_iteration_cuda_graph
+
+    changes: list[tuple[Any, str, Any, str]] = []
+    if is_full_iteration_cuda_graph(config.model):
+        why = "a full-iteration CUDA graph would capture the reload once and never run it again"
+        changes.append((config.model, "model.cuda_graph_impl", "none", why))
+    for name, why in (
+        ("optimizer_cuda_graph", "the graph has the states' addresses baked in"),
+        ("optimizer_cpu_offload", "HybridDeviceOptimizer keeps the states on the CPU already"),
+    ):
+        if getattr(config.optimizer, name, False):
+            changes.append((config.optimizer, f"optimizer.{name}", False, why))
+    lines = []
+    for section, path, value, why in changes:
+        name = path.split(".")[1]
+        lines.append(f"turned off for the offload: {path} was {getattr(section, name)!r}, is {value!r} ({why})")
+        setattr(section, name, value)
+    return lines
+
+
+def import_bridge() -> None:
+    """Import Bridge also where Transformer Engine is missing, which Bridge's import needs and a config does not.
+
+    Raises:
+        ValueError: megatron-bridge is not installed.
+    """
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
+        raise ValueError("a recipe's configuration needs megatron-bridge: pip install 'megatron-bridge>=0.6,<0.7'")
+    if "megatron.bridge" not in sys.modules and importlib.util.find_spec("transformer_engine") is None:
+        from bridge_fgo.cli.arms import cpu_standin
+
+        cpu_standin.import_bridge()
+
+
+def main() -> None:
+    """Print each recipe's `env_vars`, from Bridge's builders."""
+    found = {}
+    with contextlib.redirect_stdout(sys.stderr):  # Bridge logs to stdout as it is imported
+        for recipe in catalog.RECIPES.values():
+            config = build(recipe, offload=False, hf="kept").config
+            found[recipe.name] = {name: str(value) for name, value in config.env_vars.items()}
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

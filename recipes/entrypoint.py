@@ -1,0 +1,173 @@
+"""The NeMo-Run command `fgo pretrain`: entry point `fgo` in group `nemo_run.cli`, and `python -m recipes.launch`.
+
+    nemorun fgo pretrain --factory dsv4_flash_64gpu account=me partition=gb200 container_image=... --dryrun
+
+`--factory` takes the name of a recipe. NeMo-Run finds all of this when it loads this module.
+"""
+
+# No `from __future__ import annotations`: NeMo-Run parses the command line by the types of the fields, as objects,
+# and knows Optional[X] but not X | None.
+import os
+import shlex
+import traceback
+from dataclasses import dataclass
+from typing import Any, Literal, Optional, get_args
+
+import fiddle as fdl
+import nemo_run as run
+from nemo_run.cli.api import RunContext
+from nemo_run.cli.cli_parser import CLIException
+
+from bridge_fgo.cli.run_script import config_options
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.recipes import catalog, executors, hf_config
+
+SCHEDULERS = ("slurm", "local")
+
+
+@dataclass(kw_only=True)
+class Job:
+    """Pretrain one of the recipes, on Slurm (GB200 by default) or on this machine.
+
+    Args:
+        recipe: name of a recipe, which `--factory` sets.
+        offload: offload the optimizer's states. Without it, exactly upstream's recipe.
+        engine: OffloadConfig.engine.
+        fraction: OffloadConfig.fraction.
+        budget_gib: OffloadConfig.gpu_memory_budget_gib.
+        hf_config: Hugging Face config: auto (its cache, else kept in the project), hub, or kept.
+        overrides: overrides of Bridge's config, `section.field=value` with spaces between.
+        scheduler: slurm or local.
+        account: Slurm account. Required for slurm.
+        partition: Slurm partition.
+        nodes: nodes. Default: as many as the recipe is for.
+        gpus_per_node: GPUs of a node, a process each; 0 for one process without a GPU.
+        segment: nodes that must share an NVLink domain; 0 leaves it to Slurm. Default: as many as a rack holds.
+        time: Slurm time limit.
+        container_image: container to run in. Default: none.
+        container_mounts: HOST:CONTAINER, with commas between.
+        env: names of environment variables to pass on, with commas between. Values never reach a file.
+        retries: how often Slurm queues the job again after a failure.
+
+    Raises:
+        ValueError: a setting that is not there or makes no sense; the message names it.
+    """
+
+    recipe: str
+    offload: bool = True
+    engine: Optional[str] = None  # noqa: UP045
+    fraction: Optional[float] = None  # noqa: UP045
+    budget_gib: Optional[float] = None  # noqa: UP045
+    hf_config: str = "auto"
+    overrides: str = ""
+    scheduler: str = "slurm"
+    account: Optional[str] = None  # noqa: UP045
+    partition: Optional[str] = None  # noqa: UP045
+    nodes: Optional[int] = None  # noqa: UP045
+    gpus_per_node: int = catalog.GPUS_A_NODE
+    segment: Optional[int] = None  # noqa: UP045
+    time: str = "04:00:00"
+    container_image: Optional[str] = None  # noqa: UP045
+    container_mounts: str = ""
+    env: str = ""
+    retries: int = 0
+
+    def __post_init__(self) -> None:
+        self.found = catalog.find(self.recipe)
+        OffloadConfig(**self._offload_settings())
+        if self._offload_settings() and not self.offload:
+            raise ValueError(f"offload=false with {', '.join(self._offload_settings())}: leave out one or the other")
+        if self.hf_config not in get_args(hf_config.Choice):
+            raise ValueError(f"hf_config={self.hf_config!r}: use one of {', '.join(get_args(hf_config.Choice))}")
+        if self.scheduler not in SCHEDULERS:
+            raise ValueError(f"scheduler={self.scheduler!r}: use one of {', '.join(SCHEDULERS)}")
+        if self.scheduler == "slurm" and not self.account:
+            raise ValueError("account=None: Slurm needs an account; give account=NAME, or scheduler=local")
+        if self.nodes is not None and self.nodes < 1:
+            raise ValueError(f"nodes={self.nodes}: use a number of at least 1")
+        if self.gpus_per_node < 0:
+            raise ValueError(f"gpus_per_node={self.gpus_per_node}: use a number of at least 0")
+        for name in self.env_names():
+            if name not in os.environ:
+                raise ValueError(f"env: {name!r} is not set here; give names only, of variables that are set")
+
+    def _offload_settings(self) -> dict[str, Any]:
+        return config_options(engine=self.engine, fraction=self.fraction, budget_gib=self.budget_gib)
+
+    def env_names(self) -> list[str]:
+        """Return the names in `env`."""
+        return [name for name in self.env.split(",") if name]
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of `bridge_fgo.recipes.train`."""
+        given = {"--engine": self.engine, "--fraction": self.fraction, "--budget-gib": self.budget_gib}
+        options = [item for name, value in given.items() if value is not None for item in (name, str(value))]
+        hf = [] if self.hf_config == "auto" else ["--hf-config", self.hf_config]
+        on_or_off = "--offload" if self.offload else "--no-offload"
+        return [self.recipe, on_or_off, *options, *hf, *shlex.split(self.overrides)]
+
+    def task(self) -> run.Script:
+        """Return what each rank runs."""
+        arguments = self.arguments()
+        if self.scheduler == "slurm":  # NeMo-Run joins them with spaces into a line of shell
+            arguments = [shlex.quote(argument) for argument in arguments]
+        return run.Script(path="bridge_fgo.recipes.train", m=True, entrypoint="python", args=arguments)
+
+    def notes(self) -> list[str]:
+        """Return what to know before the launch, a line each, with the command that each process will run."""
+        recipe, lines = self.found, []
+        if recipe.mcore_module:
+            lines.append(
+                f"recipe {recipe.name} needs a container with Megatron-LM's dev branch ({recipe.mcore_module})"
+            )
+        gpus = (self.nodes or recipe.nodes) * self.gpus_per_node
+        if self.scheduler == "slurm" and gpus not in (0, recipe.gpus):
+            lines.append(f"recipe {recipe.name} is laid out for {recipe.gpus} GPUs, this job has {gpus}")
+        command = shlex.join(["python", "-m", "bridge_fgo.recipes.train", *self.arguments()])
+        if self.scheduler == "slurm" and self.gpus_per_node:
+            command = executors.near_cpu(self.gpus_per_node, command)
+        return [*lines, "each process runs:", command]
+
+    def executor(self) -> run.Executor:
+        """Return where and how the ranks run."""
+        return executors.local(self) if self.scheduler == "local" else executors.slurm(self)
+
+
+class PretrainContext(RunContext):
+    """Turns the parsed `Job` into a script and an executor, so that the training container needs no NeMo-Run."""
+
+    def cli_execute(self, fn: Any, args: list[str], entrypoint_type: Literal["task", "experiment"] = "task") -> None:
+        """As upstream's, but an error ends the process with status 1: under `run.cli.main` it would be 0."""
+        try:
+            super().cli_execute(fn, args, entrypoint_type)
+        except (ValueError, CLIException) as error:
+            raise SystemExit(f"{self.name}: {error}") from None
+        except Exception:
+            traceback.print_exc()
+            raise SystemExit(1) from None
+
+    def _execute_task(self, fn: Any, task_args: list[str]) -> None:
+        if self.to_yaml or self.to_toml or self.to_json:
+            super()._execute_task(fn, task_args)  # exports and ends
+            return
+        job = fdl.build(self.parse_fn(fn, task_args))()
+        self.executor = self.executor or job.executor()
+        for line in job.notes():
+            print(line)
+        with run.Experiment(f"fgo-{job.recipe}") as experiment:
+            experiment.add(job.task(), executor=self.executor, name="train")
+            if self.dryrun or self._should_continue(self.skip_confirmation):
+                self.launch(experiment)
+
+
+def _register(name: str) -> None:
+    def factory() -> run.Partial[Job]:
+        return run.Partial(Job, recipe=name, scheduler="local" if name == "tiny" else "slurm")
+
+    factory.__doc__ = f"The recipe {name}."
+    run.cli.factory(factory, target=Job, name=name)
+
+
+run.cli.entrypoint(Job, name="pretrain", namespace="fgo", run_ctx_cls=PretrainContext)
+for _name in catalog.RECIPES:
+    _register(_name)

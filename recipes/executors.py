@@ -1,0 +1,80 @@
+"""NeMo-Run executors for the recipes: Slurm with one process a GPU, and this machine under torchrun."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import nemo_run as run
+from nemo_run.config import get_nemorun_home
+from nemo_run.core.execution.launcher import SlurmTemplate
+
+if TYPE_CHECKING:
+    from bridge_fgo.recipes.entrypoint import Job
+
+NODES_A_RACK = 18
+"""Nodes that share NVLink in a GB200 NVL72."""
+
+
+def segment_of(nodes: int) -> int:
+    """Return the largest number of nodes within one rack that divides `nodes`.
+
+    >>> segment_of(16), segment_of(32), segment_of(64)
+    (16, 16, 16)
+    """
+    return next(size for size in range(min(nodes, NODES_A_RACK), 0, -1) if nodes % size == 0)
+
+
+def near_cpu(gpus_per_node: int, command: str) -> str:
+    """Return the lines of bash that run `command` on the CPU that the process's GPU hangs on, and in its memory.
+
+    Pinned host buffers belong there. For nodes of two CPUs with as many GPUs each, in order, as GB200's.
+    """
+    node = f"$((SLURM_LOCALID / {max(1, gpus_per_node // 2)}))"
+    return f"exec numactl --cpunodebind={node} --membind={node} {command}"
+
+
+def slurm(job: Job) -> run.SlurmExecutor:
+    """Return the executor for whole nodes of two CPUs, a process a GPU, bound to the memory of its CPU.
+
+    With `gpus_per_node=0` one process a node that is not bound. Slurm gets the recipe's environment as it is, and
+    of the caller's environment PATH, HOME and what `job.env` names: those values travel with the submission and
+    are in no file.
+    """
+    assert job.account is not None  # checked by Job
+    environment, names = job.found.environment, job.env_names()
+    nodes = job.nodes or job.found.nodes
+    executor = run.SlurmExecutor(
+        account=job.account,
+        partition=job.partition,
+        nodes=nodes,
+        ntasks_per_node=job.gpus_per_node or 1,
+        gpus_per_node=job.gpus_per_node or None,
+        segment=segment_of(nodes) if job.segment is None else job.segment or None,
+        exclusive=True,
+        mem="0",
+        time=job.time,
+        container_image=job.container_image,
+        container_mounts=[mount for mount in job.container_mounts.split(",") if mount],
+        # What the image sets under these names must not win.
+        container_env=sorted({*environment, *names}) if job.container_image else None,
+        srun_args=["--no-container-mount-home"] if job.container_image else None,
+        env_vars=dict(environment),
+        additional_parameters={"export": ",".join(["PATH", "HOME", *names]), "requeue": True},
+        packager=run.Packager(),  # the package is installed in the container, or on the nodes
+        tunnel=run.LocalTunnel(job_dir=os.path.join(get_nemorun_home(), "experiments")),
+        retries=job.retries,
+    )
+    if job.gpus_per_node:
+        executor.launcher = SlurmTemplate(template_inline=near_cpu(job.gpus_per_node, "{{ command | safe }}"))
+    return executor
+
+
+def local(job: Job) -> run.LocalExecutor:
+    """Return the executor for this machine: torchrun with a process a GPU of the recipe."""
+    return run.LocalExecutor(
+        ntasks_per_node=job.found.gpus,
+        launcher="torchrun",
+        env_vars=dict(job.found.environment),
+        packager=run.Packager(),
+    )

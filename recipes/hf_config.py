@@ -1,0 +1,62 @@
+"""Hugging Face configs for Bridge's builders on a machine without network: the numbers kept in this project."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+FOLDER = Path(__file__).with_name("hf")
+
+Choice = Literal["auto", "hub", "kept"]
+"""Where a model's config comes from. "hub": Hugging Face's cache or the network, as upstream does. "kept": this
+project. "auto": the cache where it has the model, else this project, without asking the network."""
+
+
+@cache
+def kept_configs() -> dict[str, dict[str, Any]]:
+    """Return the kept configs by model: `config`, the keys of its config.json, and `source`, where they are from."""
+    return {entry["model"]: entry for path in sorted(FOLDER.glob("*.json")) for entry in [json.loads(path.read_text())]}
+
+
+def origin(model: str, choice: Choice) -> Literal["hub", "kept"]:
+    """Return where the config of a model will come from.
+
+    Raises:
+        ValueError: "kept" for a model whose numbers are not kept.
+    """
+    if choice == "hub":
+        return "hub"
+    if choice == "kept":
+        if model not in kept_configs():
+            raise ValueError(f"hf_config='kept': the numbers of {model} are not kept in this project; use 'hub'")
+        return "kept"
+    from huggingface_hub import try_to_load_from_cache
+
+    in_cache = isinstance(try_to_load_from_cache(model, "config.json"), str)
+    return "hub" if in_cache or model not in kept_configs() else "kept"
+
+
+@contextlib.contextmanager
+def served(choice: Choice) -> Iterator[None]:
+    """Let Bridge's `AutoBridge.from_hf_pretrained` get configs as `choice` says, in this block.
+
+    Only the loading of `config.json` is replaced; all that Bridge makes of it is Bridge's own.
+    """
+    from megatron.bridge.models.conversion import auto_bridge
+    from transformers import CONFIG_MAPPING
+
+    upstream = auto_bridge.safe_load_config_with_retry
+
+    def load(path: str | Path, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+        if origin(str(path), choice) == "hub":
+            return upstream(path, trust_remote_code=trust_remote_code, **kwargs)
+        config = kept_configs()[str(path)]["config"]
+        return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config), **kwargs)
+
+    with mock.patch.object(auto_bridge, "safe_load_config_with_retry", load):
+        yield

@@ -1,0 +1,52 @@
+"""`tiny`: a small GPT on made-up data, on one GPU of any kind or on the CPU, to try a launch from end to end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from bridge_fgo.config import OffloadConfig
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+
+STEPS = 10
+SIZE = ("--layers", "4", "--hidden", "256", "--heads", "8", "--vocab", "1024", "--seq", "256", "--gbs", "8")
+
+
+def gpu_config() -> ConfigContainer:
+    """Return the configuration for Bridge's `pretrain()`: 4 layers, hidden size 256, `STEPS` steps."""
+    from bridge_fgo.cli.arms import gpu
+    from bridge_fgo.cli.arms.gpu_config import build_config
+
+    return build_config(gpu.parse([*SIZE, "--steps", str(STEPS), "--no-deterministic", "--events", "unused"]))
+
+
+def train_on_cpu(offload: OffloadConfig | None, overrides: Sequence[str] = ()) -> None:
+    """Train through Bridge's real `train_step` on the CPU, with what `bridge_fgo.cli.arms.cpu_standin` stands in.
+
+    `offload` is None for a resident run. Prints a line a step.
+
+    Raises:
+        ValueError: `overrides` has anything but `train.train_iters`: there is no `pretrain()` to read it.
+    """
+    steps = STEPS
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if name != "train.train_iters" or not value.isdecimal():
+            raise ValueError(f"{override}: on the CPU tiny takes no override but train.train_iters=NUMBER")
+        steps = int(value)
+    from bridge_fgo.cli.arms.cpu_standin import install_standins
+    from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining
+
+    install_standins()
+    import bridge_fgo
+
+    installed = contextlib.nullcontext() if offload is None else bridge_fgo.install(offload)
+    with installed, CpuTraining(CpuOptions(offload=offload is not None)) as training:
+        for _ in range(steps):
+            step = training.step()
+            stats = bridge_fgo.stats()
+            released = 0 if stats is None else stats.released_bytes
+            print(f"step {step.step}/{steps}: loss {step.loss:.6f}, {released:,} bytes released", flush=True)

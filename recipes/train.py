@@ -1,0 +1,102 @@
+"""What every rank of a recipe's job runs: `python -m bridge_fgo.recipes.train RECIPE [SECTION.FIELD=VALUE ...]`.
+
+Under torchrun, or one process a GPU under srun: Bridge finds its rank in either's environment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Annotated, Any, Literal
+
+import typer
+
+from bridge_fgo.cli.run_script import config_options
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.recipes import catalog
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    name: Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a recipe.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Overrides of Bridge's config.", show_default=False),
+    ] = None,
+    offload: Annotated[bool, typer.Option(help="Offload the optimizer's states.")] = True,
+    engine: Annotated[str | None, typer.Option(help="OffloadConfig.engine: auto, native or mcore.")] = None,
+    fraction: Annotated[float | None, typer.Option(help="OffloadConfig.fraction, up to 1.")] = None,
+    budget_gib: Annotated[float | None, typer.Option(help="OffloadConfig.gpu_memory_budget_gib.")] = None,
+    hf_config: Annotated[str, typer.Option(help="Hugging Face config: auto, hub, or kept (in the project).")] = "auto",
+) -> None:
+    """Train one of the recipes of `bridge_fgo.recipes.catalog`."""
+    recipe = catalog.find(name)
+    if hf_config not in ("auto", "hub", "kept"):
+        raise ValueError(f"--hf-config {hf_config}: use auto, hub or kept")
+    settings = config_options(engine=engine, fraction=fraction, budget_gib=budget_gib)
+    if settings and not offload:
+        raise ValueError(f"--no-offload with {', '.join(settings)}: leave out one or the other")
+    config = OffloadConfig(**settings) if offload else None
+    # Before torch is imported. What is set already stays, as in Bridge's own `apply_environment_variables`.
+    for variable, value in recipe.environment.items():
+        os.environ.setdefault(variable, value)
+    import torch
+
+    if torch.cuda.is_available():
+        pretrain(recipe, config, hf_config, overrides or ())  # type: ignore[reportArgumentType] (checked above)
+    elif recipe.builder:
+        raise ValueError(f"recipe={name!r} needs GPUs and torch sees none: run it in a job, or try recipe='tiny'")
+    else:
+        from bridge_fgo.recipes.tiny import train_on_cpu
+
+        train_on_cpu(config, overrides or ())
+
+
+def pretrain(
+    recipe: catalog.Recipe, offload: OffloadConfig | None, hf: Literal["auto", "hub", "kept"], overrides: Any
+) -> None:
+    """Build the recipe's configuration and hand it to Bridge's `pretrain()`, with the package installed or not.
+
+    Raises:
+        ValueError: the installed mcore cannot build the model, or as `bridge_fgo.recipes.config.build`.
+    """
+    require_mcore(recipe)
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain as bridge_pretrain
+    from megatron.bridge.utils.common_utils import print_rank_0
+
+    import bridge_fgo
+    from bridge_fgo.cli.arms.gpu import skip_building_what_is_built, use_one_rank_by_default
+    from bridge_fgo.recipes.config import build
+
+    if offload is not None:
+        bridge_fgo.install(offload)
+    built = build(recipe, offload=offload is not None, hf=hf, overrides=overrides)
+    for note in built.notes:
+        print_rank_0(f"recipe {recipe.name}: {note}")
+    if "SLURM_NTASKS" not in os.environ:
+        use_one_rank_by_default()
+    skip_building_what_is_built()
+    bridge_pretrain(built.config, forward_step)
+
+
+def require_mcore(recipe: catalog.Recipe) -> None:
+    """Raise ValueError where the installed mcore lacks the module that the recipe's model is made of."""
+    module = recipe.mcore_module
+    if module is None:
+        return
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise ValueError(
+            f"recipe={recipe.name!r} needs Megatron-LM's dev branch: the installed megatron-core has no {module}; put "
+            "a checkout of dev (Megatron-Bridge names the commit in its .dev.commit) on PYTHONPATH"
+        )
+
+
+if __name__ == "__main__":
+    app()

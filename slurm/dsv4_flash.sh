@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# DeepSeek-V4-Flash pretraining on GB200, 16 nodes of 4 GPUs, with optimizer-state offload. No NeMo-Run.
+#
+#   CONTAINER_IMAGE=... sbatch --account=ME --partition=GB200 slurm/dsv4_flash.sh [SECTION.FIELD=VALUE ...]
+#   DRY_RUN=1 slurm/dsv4_flash.sh      prints what a job would run; needs no Slurm
+#
+# The arguments are overrides of Bridge's config. The container holds Megatron-Bridge 0.6 with Megatron-LM's dev
+# branch, which this model needs, and bridge-fgo. Options of sbatch on the command line win over the lines below;
+# a Slurm older than 23.11 does not know --segment: delete that line there.
+
+#SBATCH --job-name=dsv4_flash
+#SBATCH --nodes=16
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --segment=16
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=04:00:00
+#SBATCH --output=%x_%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@600
+
+set -euo pipefail
+
+# --- what to set, in the environment of sbatch ---
+
+RECIPE="${RECIPE:-dsv4_flash_64gpu}"                      # or dsv4_flash_64gpu_bf16
+OFFLOAD="${OFFLOAD:-1}"                                   # 0: upstream's recipe as it is
+CONTAINER_IMAGE="${CONTAINER_IMAGE:-}"                    # empty: runs on the nodes themselves
+CONTAINER_MOUNTS="${CONTAINER_MOUNTS:-$PWD:$PWD}"         # HOST:CONTAINER,...
+ENV_NAMES="${ENV_NAMES:-}"                                # names that enter the container: HF_TOKEN,WANDB_API_KEY
+CHECKPOINTS="${CHECKPOINTS-$PWD/checkpoints/$RECIPE}"     # saved to and resumed from; empty: as the recipe says
+MAX_RESTARTS="${MAX_RESTARTS:-3}"                         # a failed job is queued again as long as it began fewer times
+NUMA="${NUMA:-1}"                                         # 0: processes and their pinned memory on any CPU
+PREFLIGHT="${PREFLIGHT-bridge-fgo doctor}"                # on every node, before training; empty: none
+PYTHON="${PYTHON:-python}"
+DRY_RUN="${DRY_RUN:-0}"
+
+# The environment of upstream's 64-GPU recipes.
+export NCCL_GRAPH_REGISTER="${NCCL_GRAPH_REGISTER:-0}"
+export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+export TORCH_NCCL_AVOID_RECORD_STREAMS="${TORCH_NCCL_AVOID_RECORD_STREAMS:-1}"
+export TORCH_NCCL_HIGH_PRIORITY="${TORCH_NCCL_HIGH_PRIORITY:-1}"
+RECIPE_ENV=NCCL_GRAPH_REGISTER,NCCL_NVLS_ENABLE,PYTORCH_CUDA_ALLOC_CONF
+RECIPE_ENV+=,TORCH_NCCL_AVOID_RECORD_STREAMS,TORCH_NCCL_HIGH_PRIORITY
+
+# --- what runs ---
+
+run() { # Runs a command, or prints it in a dry run, as bash would read it.
+    if [[ $DRY_RUN != 1 ]]; then
+        "$@"
+        return
+    fi
+    local word words=()
+    for word in "$@"; do
+        if [[ $word =~ ^[[:alnum:]_./:,=@+-]+$ ]]; then words+=("$word"); else words+=("${word@Q}"); fi
+    done
+    echo "${words[*]}"
+}
+
+if [[ $DRY_RUN != 1 && -z ${SLURM_JOB_ID:-} ]]; then
+    echo "${0##*/}: not in a Slurm job; submit it with sbatch, or set DRY_RUN=1" >&2
+    exit 2
+fi
+
+if [[ $DRY_RUN == 1 ]]; then
+    for name in ${RECIPE_ENV//,/ }; do run export "$name=${!name}"; done
+fi
+
+container=()
+if [[ -n $CONTAINER_IMAGE ]]; then
+    # Without --container-env, what the image sets under these names would win.
+    container=(--container-image="$CONTAINER_IMAGE" --container-mounts="$CONTAINER_MOUNTS" --no-container-mount-home
+        --container-env="$RECIPE_ENV${ENV_NAMES:+,$ENV_NAMES}")
+fi
+
+train=("$PYTHON" -m bridge_fgo.recipes.train "$RECIPE")
+if [[ $OFFLOAD == 1 ]]; then train+=(--offload); else train+=(--no-offload); fi
+if [[ -n $CHECKPOINTS ]]; then
+    # Bridge resumes from `load` where there is a checkpoint, and at SIGTERM saves one and ends. Upstream's recipe
+    # advises checkpoint.save_optim=false with HybridEP; a run that resumes from such a checkpoint has new moments.
+    train+=("checkpoint.save=$CHECKPOINTS" "checkpoint.load=$CHECKPOINTS" train.exit_signal_handler=true)
+fi
+train+=("$@")
+if [[ $NUMA == 1 ]]; then
+    # shellcheck disable=SC2016 # expanded by each process: two GPUs hang on either CPU of a node, in order
+    train=(bash -c 'node=$((SLURM_LOCALID / 2)); exec numactl --cpunodebind=$node --membind=$node "$@"' numa "${train[@]}")
+fi
+
+if [[ -n $PREFLIGHT ]]; then
+    read -ra preflight <<<"$PREFLIGHT"
+    if ! run srun --ntasks="${SLURM_JOB_NUM_NODES:-16}" --ntasks-per-node=1 "${container[@]}" "${preflight[@]}"; then
+        echo "${0##*/}: $PREFLIGHT refuses this job on a node, see above; training was not started" >&2
+        exit 1
+    fi
+fi
+
+if [[ $DRY_RUN == 1 ]]; then
+    run srun --kill-on-bad-exit=1 "${container[@]}" "${train[@]}"
+    exit 0
+fi
+
+# In the background, so that the shell can take the signal that Slurm sends before the time is up.
+srun --kill-on-bad-exit=1 "${container[@]}" "${train[@]}" &
+step=$!
+time_is_up=0
+# Not by a signal to srun, which would kill the processes before they have saved.
+trap 'time_is_up=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+status=0
+wait "$step" || status=$?
+while kill -0 "$step" 2>/dev/null; do # `wait` also returns when the trap has run
+    status=0
+    wait "$step" || status=$?
+done
+
+if ((time_is_up)) || ((status != 0 && ${SLURM_RESTART_COUNT:-0} < MAX_RESTARTS)); then
+    echo "${0##*/}: status $status, time is up: $time_is_up; queued again, to go on from the last checkpoint"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

