@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,7 @@ def test_a_job_saves_as_its_time_ends_and_is_queued_again_also_after_a_failure(s
         wait_until(
             lambda queued=queued: all(each in output(["scontrol", "show", "job", job], slurm) for each in queued), 60
         )
+        time.sleep(2)  # begun in the second in which the last run was revoked, the new one would count as revoked too
         subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], env=slurm, check=True)
     wait_for_job(job, slurm, 60)
     lines = printed.read_text().splitlines()
