@@ -225,3 +225,65 @@ def bench(
     except ValueError as error:
         typer.echo(f"bridge-fgo bench: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of the job; the fewest it can have by default.")]
+OffloadEngine = Annotated[Engine | None, typer.Option(help="Which offloader does the work.")]
+Fraction = Annotated[float | None, typer.Option(help="Share of the state to offload, up to 1.")]
+Budget = Annotated[float | None, typer.Option(help="Peak of GPU memory to stay under, in GiB.")]
+NoMoments = Annotated[bool, typer.Option("--no-moments", help="Leave the moments on the GPU.")]
+NoMasters = Annotated[bool, typer.Option("--no-master-weights", help="Leave the master weights on the GPU.")]
+GpusPerNode = Annotated[int | None, typer.Option(min=1, help="GPUs of a node; the system's own by default.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
+
+
+@app.command("plan", short_help="Compute a job's memory and copies, with and without the offload. No GPU needed.")
+def plan(
+    target: Annotated[
+        str, typer.Argument(metavar="RECIPE|CONFIG", help="A recipe, module:function, or run_config.yaml.")
+    ],
+    gpus: Gpus = None,
+    gpus_per_node: GpusPerNode = None,
+    system: Annotated[str | None, typer.Option(help="GB200, GH200, H200 or H100; all by default.")] = None,
+    link_gbs: Annotated[float | None, typer.Option(help="Measured link speed of a GPU, GB/s each way.")] = None,
+    forward_seconds: Annotated[float | None, typer.Option(help="A microbatch's forward on a rank.")] = None,
+    backward_seconds: Annotated[float | None, typer.Option(help="The same; twice the forward by default.")] = None,
+    engine: OffloadEngine = None,
+    fraction: Fraction = None,
+    budget_gib: Budget = None,
+    no_moments: NoMoments = False,
+    no_master_weights: NoMasters = False,
+    json_output: Json = False,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the components (matplotlib).")] = None,
+) -> None:
+    """Compute the memory of each pipeline stage's ranks by component, and what the copies cost.
+
+    States are exact, to the byte; activations are counted for GPTs. Exit status: 0, 1 where training would refuse
+    the config, 2 where there is no plan.
+    """
+    from bridge_fgo.cli.plan import command
+
+    settings = command.Settings(
+        target=target,
+        gpus=gpus,
+        gpus_per_node=gpus_per_node,
+        system=system,
+        link_gbs=link_gbs,
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
+        offload=run_script.config_options(
+            engine=None if engine is None else engine.value,
+            fraction=fraction,
+            budget_gib=budget_gib,
+            no_moments=no_moments,
+            no_master_weights=no_master_weights,
+        ),
+        json_output=json_output,
+        picture=picture,
+    )
+    try:
+        status = command.run(settings)
+    except (ValueError, RuntimeError) as error:
+        typer.echo(f"bridge-fgo plan: {error}", err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(status)
