@@ -14,15 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from bridge_fgo.cli import demo as demo_command
-from bridge_fgo.cli import run_script
-
-
-class Engine(StrEnum):
-    """Which offloader does the work."""
-
-    auto = "auto"
-    native = "native"
-    mcore = "mcore"
+from bridge_fgo.cli import job_commands, run_script
 
 
 class Device(StrEnum):
@@ -97,7 +89,7 @@ def run_command(
         list[str] | None,
         typer.Argument(metavar="ARGS", help="Passed to SCRIPT verbatim.", show_default=False),
     ] = None,
-    engine: Annotated[Engine | None, typer.Option(help="Which offloader does the work.")] = None,
+    engine: Annotated[run_script.Engine | None, typer.Option(help="Which offloader does the work.")] = None,
     fraction: Annotated[float | None, typer.Option(help="Share of the state to offload, up to 1.")] = None,
     slab_mib: Annotated[int | None, typer.Option(help="Size of a slab, in MiB.")] = None,
     piece_mib: Annotated[int | None, typer.Option(help="Size of what one copy moves, in MiB.")] = None,
@@ -227,63 +219,9 @@ def bench(
         raise typer.Exit(2) from None
 
 
-Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of the job; the fewest it can have by default.")]
-OffloadEngine = Annotated[Engine | None, typer.Option(help="Which offloader does the work.")]
-Fraction = Annotated[float | None, typer.Option(help="Share of the state to offload, up to 1.")]
-Budget = Annotated[float | None, typer.Option(help="Peak of GPU memory to stay under, in GiB.")]
-NoMoments = Annotated[bool, typer.Option("--no-moments", help="Leave the moments on the GPU.")]
-NoMasters = Annotated[bool, typer.Option("--no-master-weights", help="Leave the master weights on the GPU.")]
-GpusPerNode = Annotated[int | None, typer.Option(min=1, help="GPUs of a node; the system's own by default.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
-
-
-@app.command("plan", short_help="Compute a job's memory and copies, with and without the offload. No GPU needed.")
-def plan(
-    target: Annotated[
-        str, typer.Argument(metavar="RECIPE|CONFIG", help="A recipe, module:function, or run_config.yaml.")
-    ],
-    gpus: Gpus = None,
-    gpus_per_node: GpusPerNode = None,
-    system: Annotated[str | None, typer.Option(help="GB200, GH200, H200 or H100; all by default.")] = None,
-    link_gbs: Annotated[float | None, typer.Option(help="Measured link speed of a GPU, GB/s each way.")] = None,
-    forward_seconds: Annotated[float | None, typer.Option(help="A microbatch's forward on a rank.")] = None,
-    backward_seconds: Annotated[float | None, typer.Option(help="The same; twice the forward by default.")] = None,
-    engine: OffloadEngine = None,
-    fraction: Fraction = None,
-    budget_gib: Budget = None,
-    no_moments: NoMoments = False,
-    no_master_weights: NoMasters = False,
-    json_output: Json = False,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the components (matplotlib).")] = None,
-) -> None:
-    """Compute the memory of each pipeline stage's ranks by component, and what the copies cost.
-
-    States are exact, to the byte; activations are counted for GPTs. Exit status: 0, 1 where training would refuse
-    the config, 2 where there is no plan.
-    """
-    from bridge_fgo.cli.plan import command
-
-    settings = command.Settings(
-        target=target,
-        gpus=gpus,
-        gpus_per_node=gpus_per_node,
-        system=system,
-        link_gbs=link_gbs,
-        forward_seconds=forward_seconds,
-        backward_seconds=backward_seconds,
-        offload=run_script.config_options(
-            engine=None if engine is None else engine.value,
-            fraction=fraction,
-            budget_gib=budget_gib,
-            no_moments=no_moments,
-            no_master_weights=no_master_weights,
-        ),
-        json_output=json_output,
-        picture=picture,
-    )
-    try:
-        status = command.run(settings)
-    except (ValueError, RuntimeError) as error:
-        typer.echo(f"bridge-fgo plan: {error}", err=True)
-        raise typer.Exit(2) from None
-    raise typer.Exit(status)
+app.command("plan", short_help="Compute a job's memory and copies, with and without the offload. No GPU needed.")(
+    job_commands.plan
+)
+app.command("doctor", short_help="Say what is installed, what a config will do here, and what is refused.")(
+    job_commands.doctor
+)

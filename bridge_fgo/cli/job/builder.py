@@ -2,7 +2,8 @@
 
     python -m bridge_fgo.cli.job.builder REQUEST
 
-REQUEST is JSON: target, gpus, offload (OffloadConfig's arguments), model (whether to build it). The answer is one
+REQUEST is JSON: target (or null), gpus, offload (OffloadConfig's arguments), vocab_size, patches (whether to try
+that all of this package's patches fit). The answer is one
 JSON object on stdout; whatever Megatron prints goes to stderr. torch's fake process groups make a world of any
 size, Transformer Engine is `te_shapes`, and Bridge's own `runtime_config_update` and model builder do the rest, so
 that what comes out is what `pretrain()` makes of the same config.
@@ -11,6 +12,7 @@ that what comes out is what `pretrain()` makes of the same config.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -24,30 +26,58 @@ from unittest import mock
 import torch
 
 from bridge_fgo.cli.job import te_shapes
+from bridge_fgo.cli.job.parallel import parallel_of
 
 PLAIN = (str, int, float, bool, type(None))
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what is known of the job; see `main`."""
+    """Return what is known of the job, and of what is installed; see `main`."""
     import bridge_fgo
     from bridge_fgo.cli.job.recipes import load_config
+    from bridge_fgo.compat import mcore_version, upstream_generation
 
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # deterministic configs ask for these two
     os.environ.setdefault("NCCL_ALGO", "Ring")
-    with bridge_fgo.install(bridge_fgo.OffloadConfig(**request["offload"])), no_gpu():
+    found: dict[str, Any] = {}
+    with bridge_fgo.install(bridge_fgo.OffloadConfig(**request["offload"])) as installation, no_gpu():
+        if request["patches"]:
+            try:
+                import_all(installation.modules)
+            except RuntimeError as error:
+                return {"install_refuses": str(error)}
+        found |= {"mcore": mcore_version(), "offloader": upstream_generation()}
+        if request["target"] is None:
+            return found
         try:
             config = load_config(request["target"])
-            gpus = request["gpus"] or config_gpus(config)
+            gpus = parallel_of(config, request["gpus"]).gpus
         except ValueError as error:
             return {"error": str(error)}
-        refusals, bridge_refuses = prepare(config, gpus, request["offload"])
-        found: dict[str, Any] = {"gpus": gpus, "refusals": refusals, "bridge_refuses": bridge_refuses}
-        if request["model"] and bridge_refuses is None:
-            found["stages"] = [build_stage(config, gpus, rank) for rank in range(pipeline_size(config))]
+        found["gpus"] = gpus
+        found["bridge_refuses"] = bridge_refuses = prepare(config, gpus)
+        found |= offload_of(config, request["offload"])
+        if bridge_refuses is None:
+            try:
+                set_vocabulary(config, request["vocab_size"])
+                found["stages"] = [build_stage(config, gpus, stage) for stage in range(pipeline_size(config))]
+            except Exception as error:  # of layers that have no shapes here; the whole of it goes to stderr
+                traceback.print_exc()
+                return {"error": f"the model could not be built without a GPU: {type(error).__name__}: {error}"}
             found["bridge_estimate"] = bridge_estimate(config)
         found["config"] = plain_config(config)  # last: the vocabulary is only now known
         return found
+
+
+def import_all(modules: list[str]) -> None:
+    """Import what the package patches, as training would; what this Bridge does not have has nothing to patch.
+
+    Raises:
+        RuntimeError: a patch does not fit the Bridge that is here.
+    """
+    for module in modules:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(module)
 
 
 @contextlib.contextmanager
@@ -92,35 +122,36 @@ def pipeline_size(config: Any) -> int:
     return int(config.model.pipeline_model_parallel_size)
 
 
-def config_gpus(config: Any) -> int:
-    """Return the fewest GPUs that the config can run on.
+def prepare(config: Any, gpus: int) -> str | None:
+    """Finish the config as `pretrain()` does; return why Bridge refuses it, or None.
 
-    A run config does not say on how many it ran: data parallelism fills what there is.
+    The last part of Bridge's validation is this package's check, whose refusals `offload_of` lists.
     """
-    model = config.model
-    dense = model.tensor_model_parallel_size * model.context_parallel_size
-    expert = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or model.tensor_model_parallel_size)
-    if getattr(model, "num_moe_experts", None) is None:
-        expert = 1
-    return pipeline_size(config) * max(dense, expert)
-
-
-def prepare(config: Any, gpus: int, offload: dict[str, Any]) -> tuple[list[str], str | None]:
-    """Finish the config as `pretrain()` does; return this package's refusals, and Bridge's own if there is one."""
     from megatron.bridge.training.config import runtime_config_update
 
+    from bridge_fgo.wiring import wrappers
+
+    with mock.patch.object(wrappers, "refuse_config", lambda cfg, settings: None), world(gpus, 0):
+        try:
+            runtime_config_update(config)
+        except Exception as error:  # asserts, ValueErrors and whatever else a setting makes Bridge stumble over
+            traceback.print_exc()
+            return f"{type(error).__name__}: {error}"
+    return None
+
+
+def offload_of(config: Any, offload: dict[str, Any]) -> dict[str, Any]:
+    """Return whether the config asks for the offload, its refusals with the flag set, and the engine to serve it."""
     from bridge_fgo import OffloadConfig
+    from bridge_fgo.compat import as_if_set, choose_engine
     from bridge_fgo.wiring.refusals import all_refusals
 
-    try:
-        with world(gpus, 0):
-            runtime_config_update(config)  # whose last part is this package's check
-    except Exception as error:
-        traceback.print_exc()
-        refusals = list(all_refusals(config, OffloadConfig(**offload)))
-        ours = isinstance(error, ValueError) and str(error) in refusals
-        return refusals, None if ours else f"{type(error).__name__}: {error}"
-    return [], None
+    flag, optimizer = as_if_set(config.optimizer)
+    settings = OffloadConfig(**offload)
+    sections = {name: getattr(config, name) for name in ("ddp", "dist", "model", "checkpoint")}
+    refusals = list(all_refusals(SimpleNamespace(optimizer=optimizer, **sections), settings))
+    engine = None if refusals else choose_engine(settings, optimizer)
+    return {"flag": flag, "refusals": refusals, "engine": engine}
 
 
 def build_stage(config: Any, gpus: int, stage: int) -> list[list[dict[str, Any]]]:
@@ -149,8 +180,6 @@ def build_stage(config: Any, gpus: int, stage: int) -> list[list[dict[str, Any]]
             assert parallel_state.get_pipeline_model_parallel_rank() == stage
             groups = ProcessGroupCollection.use_mpu_process_groups()
             model._pg_collection = groups
-            if model.vocab_size is None:
-                model.vocab_size, model.should_pad_vocab = vocabulary(config), True
             chunks = get_model(
                 model,
                 config.ddp,
@@ -164,14 +193,18 @@ def build_stage(config: Any, gpus: int, stage: int) -> list[list[dict[str, Any]]
             parallel_state.destroy_model_parallel()
 
 
-def vocabulary(config: Any) -> int:
-    """Return the vocabulary that Bridge takes from the tokenizer where the model names none."""
-    size = getattr(config.tokenizer, "vocab_size", None)
+def set_vocabulary(config: Any, vocab_size: int | None) -> None:
+    """Give the model the vocabulary that Bridge takes from the tokenizer, which is not loaded here.
+
+    Raises:
+        ValueError: nobody says how large it is.
+    """
+    if config.model.vocab_size is not None:
+        return
+    size = getattr(config.tokenizer, "vocab_size", None) or vocab_size
     if size is None:
-        raise ValueError(
-            "model.vocab_size and tokenizer.vocab_size are None, and a tokenizer is not loaded here: set one of them"
-        )
-    return size
+        raise ValueError("model.vocab_size and tokenizer.vocab_size are None, and no tokenizer is loaded: --vocab-size")
+    config.model.vocab_size, config.model.should_pad_vocab = size, True
 
 
 def tensor_of(name: str, param: torch.nn.Parameter) -> dict[str, Any]:

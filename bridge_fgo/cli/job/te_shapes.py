@@ -172,12 +172,17 @@ REAL: dict[str, Any] = {cls.__name__: cls for cls in LAYERS} | {
 
 
 class _Hollow(type):
-    """A class with any attribute, so that it can stand for classes and functions alike."""
+    """A class with any attribute, made from anything: it stands for what only has to be there, such as FP8 recipes."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return _Hollow(name, (), {})
+
+
+class _HollowLayer(torch.nn.Module):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
 
 
 class _Module(types.ModuleType):
@@ -188,7 +193,7 @@ class _Module(types.ModuleType):
             raise AttributeError(f"stand-in module {self.__name__!r} has no {name!r}")
         if name in SUBMODULES:
             return importlib.import_module(f"{self.__name__}.{name}")
-        value = REAL.get(name) or _Hollow(name, (torch.nn.Module,), {})
+        value = REAL.get(name) or _Hollow(name, (_HollowLayer,), {})
         setattr(self, name, value)
         return value
 

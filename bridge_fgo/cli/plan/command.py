@@ -25,6 +25,7 @@ class Settings:
     target: str
     gpus: int | None = None
     gpus_per_node: int | None = None
+    vocab_size: int | None = None
     system: str | None = None
     link_gbs: float | None = None
     forward_seconds: float | None = None
@@ -35,7 +36,7 @@ class Settings:
 
 
 def run(settings: Settings) -> int:
-    """Print the plan; return 1 where training would refuse the config, else 0.
+    """Print the plan; return 1 where training would be refused, else 0.
 
     Raises:
         ValueError: a setting or the config makes no plan possible; says which and what to do.
@@ -49,7 +50,7 @@ def run(settings: Settings) -> int:
         raise ValueError("--backward-seconds needs --forward-seconds")
     offload = OffloadConfig(**settings.offload)
     of_links = links(settings.system, settings.link_gbs, settings.gpus_per_node)
-    job = read_job(settings.target, settings.gpus, settings.offload, model=True)
+    job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size)
     if job.bridge_refuses is not None:
         raise ValueError(f"Megatron-Bridge refuses this config: {job.bridge_refuses}")
     plan = make_plan(job, offload, of_links, settings.forward_seconds, settings.backward_seconds)
@@ -59,4 +60,4 @@ def run(settings: Settings) -> int:
         print(json.dumps(as_json(plan)))
     else:
         print_plan(Console(), plan)
-    return REFUSED if job.refusals else 0
+    return REFUSED if job.flag and job.refusals else 0

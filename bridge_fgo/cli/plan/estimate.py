@@ -66,11 +66,12 @@ class LinkPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job's plan. exact: whether the tensors come from the model itself."""
+    """A job's plan. most_offloaded: bytes of the rank that offloads the most."""
 
     job: Job
     offload: OffloadConfig
     stages: list[StagePlan]
+    most_offloaded: int
     links: list[LinkPlan]
     notes: list[str]
 
@@ -101,7 +102,7 @@ def make_plan(
     most = max(max(of_stage) for of_stage in moved)
     room = min((plan.activations for plan in stages if plan.activations is not None), default=0)
     of_links = [_link_plan(job, link, moved, most, room, forward, backward) for link in links]
-    return Plan(job, offload, stages, of_links, _notes(job, stages))
+    return Plan(job, offload, stages, most, of_links, _notes(job, stages))
 
 
 def _stage_buffers(job: Job, stage: int) -> list[Buffer]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.cli.job.job import Parallel
+from bridge_fgo.cli.job.parallel import Parallel
 from bridge_fgo.cli.job.tensors import Chunk, Tensor
 
 PARAM_ALIGNMENT = 64

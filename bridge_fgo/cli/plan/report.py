@@ -32,6 +32,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "stages": [_stage_json(plan, stage) for stage in plan.stages],
         "links": [asdict(link) for link in plan.links],
         "bridge_estimate": estimate,
+        "flag": plan.job.flag,
         "refusals": plan.job.refusals,
         "notes": plan.notes,
     }
@@ -88,7 +89,8 @@ def print_plan(console: Console, plan: Plan) -> None:
     for note in plan.notes:
         console.print(f"- {note}", markup=False)
     for refusal in plan.job.refusals:
-        console.print(f"REFUSED: {refusal}", markup=False, style="red")
+        word = "refused" if plan.job.flag else "refused, once the flag is set"
+        console.print(f"{word}: {refusal}", markup=False, style="red")
 
 
 def _print_bridges_estimate(console: Console, plan: Plan) -> None:
