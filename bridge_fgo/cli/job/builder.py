@@ -50,8 +50,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if request["target"] is None:
             return found
         try:
-            config = load_config(request["target"])
-            gpus = parallel_of(config, request["gpus"]).gpus
+            config, gpus = load_config(request["target"])
+            gpus = parallel_of(config, request["gpus"] or gpus).gpus
         except ValueError as error:
             return {"error": str(error)}
         found["gpus"] = gpus
@@ -85,9 +85,10 @@ def no_gpu() -> Iterator[None]:
     """Let mcore and Bridge build where there is no GPU: memory is meta, streams do nothing."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    from bridge_fgo.cli.arms.cpu_standin import NoStream
+    from bridge_fgo.cli.arms.cpu_standin import CudaAsCpu, NoStream
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(CudaAsCpu(torch.device("meta")))
         for name, value in (
             ("current_device", lambda: torch.device("meta")),
             ("current_stream", NoStream),
@@ -180,6 +181,8 @@ def build_stage(config: Any, gpus: int, stage: int) -> list[list[dict[str, Any]]
             assert parallel_state.get_pipeline_model_parallel_rank() == stage
             groups = ProcessGroupCollection.use_mpu_process_groups()
             model._pg_collection = groups
+            for name in ("gradient_accumulation_fusion", "use_transformer_engine_op_fuser"):
+                setattr(model, name, False)  # they need CUDA extensions or fused operations, and change no parameter
             chunks = get_model(
                 model,
                 config.ddp,

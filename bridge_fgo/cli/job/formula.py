@@ -34,6 +34,9 @@ UNKNOWN = (
 )
 """Settings that change the layers in ways that are not written down here."""
 
+SAME_LAYERS = ("default_layer_spec", "transformer_engine_layer_spec", "local_layer_spec")
+"""Bridge's specs of one layer for all, which leave `moe_layer_freq` aside."""
+
 
 def stages_from_numbers(config: SimpleNamespace) -> list[list[Chunk]]:
     """Return the tensors of each model chunk of each pipeline stage.
@@ -92,6 +95,8 @@ def _layer(model: Any, layer: int, tensor: Any) -> Iterator[Tensor]:
     attention = _latent_attention if getattr(model, "multi_latent_attention", False) else _attention
     yield from attention(model, tensor)
     frequency = getattr(model, "moe_layer_freq", 1)
+    if getattr(model, "transformer_layer_spec", None) in SAME_LAYERS:
+        frequency = 1
     has_experts = model.num_moe_experts is not None and (
         bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
     )

@@ -71,7 +71,12 @@ def read_job(target: str, gpus: int | None, offload: dict[str, Any], vocab_size:
     found = ask_builder(target=target, gpus=gpus, offload=offload, vocab_size=vocab_size)
     if "error" in found:
         raise ValueError(found["error"])
-    config = SimpleNamespace(**{name: SimpleNamespace(**_dtypes(values)) for name, values in found["config"].items()})
+    return job_of(found)
+
+
+def job_of(found: dict[str, Any]) -> Job:
+    """Return the job of a builder's answer."""
+    config = sections_of(found["config"])
     stages = [
         [[Tensor(**{**t, "dtype": getattr(torch, t["dtype"])}) for t in chunk] for chunk in stage]
         for stage in found.get("stages", [])
@@ -87,6 +92,11 @@ def read_job(target: str, gpus: int | None, offload: dict[str, Any], vocab_size:
         found["bridge_refuses"],
         found.get("bridge_estimate"),
     )
+
+
+def sections_of(config: dict[str, dict[str, Any]]) -> SimpleNamespace:
+    """Return the builder's plain config as namespaces."""
+    return SimpleNamespace(**{name: SimpleNamespace(**_dtypes(values)) for name, values in config.items()})
 
 
 def _from_numbers(target: str, gpus: int | None, vocab_size: int | None, missing: list[str]) -> Job:

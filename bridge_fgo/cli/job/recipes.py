@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 
-def load_config(target: str) -> Any:
-    """Return the ConfigContainer that `target` names.
+def load_config(target: str) -> tuple[Any, int | None]:
+    """Return the ConfigContainer that `target` names, and how many GPUs it is for, where its recipe says so.
 
     Args:
-        target: the path of a saved run config; or the name of a recipe, looked up in `recipes.RECIPES` (the recipes
-            of this project, where they can be imported), as `module:function`, and among Megatron-Bridge's own.
+        target: the path of a saved run config; or the name of a recipe: one of this project's (`bridge_fgo.recipes`,
+            with the offload on), a `module:function`, or a function of `megatron.bridge.recipes`.
 
     Raises:
         ValueError: nothing of that name, or the recipe could not be built (most of Bridge's read the model's
@@ -24,10 +25,10 @@ def load_config(target: str) -> Any:
 
         if not Path(target).is_file():
             raise ValueError(f"{target}: there is no such file")
-        return ConfigContainer.from_yaml(target)
-    builder = find_builder(target)
+        return ConfigContainer.from_yaml(target), None
+    builder, gpus = find_builder(target)
     try:
-        return builder()
+        return builder(), gpus
     except Exception as error:  # whatever a recipe raises, the user is told which recipe and why
         hint = ""
         if "huggingface" in f"{type(error).__module__} {error!r} {error.__cause__!r}".lower():
@@ -35,31 +36,29 @@ def load_config(target: str) -> Any:
         raise ValueError(f"recipe {target!r} could not be built: {type(error).__name__}: {error}{hint}") from error
 
 
-def find_builder(name: str) -> Callable[[], Any]:
-    """Return the function that builds the recipe `name`; see `load_config`."""
-    ours, why_not = _own_recipes()
-    if name in ours:
-        return ours[name]
+def find_builder(name: str) -> tuple[Callable[[], Any], int | None]:
+    """Return the function that builds the recipe `name`, and its GPUs; see `load_config`."""
+    try:
+        catalog = importlib.import_module("bridge_fgo.recipes.catalog").RECIPES
+    except ModuleNotFoundError:  # an installation without recipes
+        catalog = {}
+    if name in catalog:
+        return partial(_build_own, catalog[name]), catalog[name].gpus
     if ":" in name:
         module, _, function = name.partition(":")
         try:
-            return getattr(importlib.import_module(module), function)
+            return getattr(importlib.import_module(module), function), None
         except (ImportError, AttributeError) as error:
             raise ValueError(f"recipe {name!r}: {error}") from None
-    upstream = importlib.import_module("megatron.bridge.recipes")
-    builder = getattr(upstream, name, None)
+    builder = getattr(importlib.import_module("megatron.bridge.recipes"), name, None)
     if callable(builder):
-        return builder
-    known = ", ".join(sorted(ours)) or f"none ({why_not})"
+        return builder, None
     raise ValueError(
-        f"there is no recipe {name!r}: it is no function of megatron.bridge.recipes, and this project's are: {known}; "
-        "a function of your own is module:function, a saved config the path of a run_config.yaml"
+        f"there is no recipe {name!r}: it is no function of megatron.bridge.recipes, and this project's are: "
+        f"{', '.join(sorted(catalog)) or 'not installed'}; a function of your own is module:function, a saved config "
+        "the path of a run_config.yaml"
     )
 
 
-def _own_recipes() -> tuple[dict[str, Callable[[], Any]], str]:
-    try:
-        module = importlib.import_module("recipes")
-        return dict(module.RECIPES), ""
-    except (ImportError, AttributeError) as error:
-        return {}, f"no module recipes with RECIPES here: {error}"
+def _build_own(recipe: Any) -> Any:
+    return importlib.import_module("bridge_fgo.recipes.config").build(recipe, offload=True, hf="kept").config

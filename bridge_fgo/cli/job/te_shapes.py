@@ -4,7 +4,7 @@ With these, Megatron-Core's own layer specs give every parameter of a rank by na
 meta device, on a machine without a GPU and whether Transformer Engine is installed or not. Only the names and
 the order of the parameters of each layer are taken from Transformer Engine (2.17): `weight` and `bias` of a
 Linear, before them `layer_norm_weight` and `layer_norm_bias` of a LayerNormLinear, and `weight0`, `weight1`, ...
-of a GroupedLinear. mamba_ssm stands in too: mcore's Mamba layers have their parameters themselves.
+of a GroupedLinear. mamba_ssm and deep_ep stand in too: mcore asks for them and has all parameters itself.
 
 Nothing here computes. To be installed before Megatron is imported, in a process of its own.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 VERSION = "2.17.1"
-PACKAGES = ("transformer_engine", "mamba_ssm", "nvidia_resiliency_ext")
+PACKAGES = ("transformer_engine", "mamba_ssm", "deep_ep", "nvidia_resiliency_ext")
 HIDDEN = ("transformer_engine.pytorch.cpu_offload", "transformer_engine.pytorch.tensor.grouped_tensor")
 """Modules whose absence mcore takes, and whose hollow functions it would call while it builds."""
 SUBMODULES = {"pytorch", "common", "recipe", "ops", "fp8", "distributed", "tensor", "optimizers"}
@@ -56,6 +56,9 @@ def parameter(*shape: int, dtype: torch.dtype, may_be_quantized: bool = False) -
 class Linear(torch.nn.Module):
     """`weight` (out, in) and `bias` (out) of this rank."""
 
+    save_original_input = False
+    """mcore sets it, where the real layer has it."""
+
     def __init__(
         self,
         in_features: int,
@@ -69,6 +72,7 @@ class Linear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._begin(in_features, params_dtype, **ignored)
+        self.use_bias, self.tp_size = bias, tp_size
         self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
         self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
         self.weight = parameter(self.out_features, self.in_features, dtype=params_dtype, may_be_quantized=True)
@@ -92,6 +96,8 @@ class LayerNormLinear(Linear):
 class GroupedLinear(torch.nn.Module):
     """`weight0` ... of (out, in) and `bias0` ... of (out), one for each expert of this rank."""
 
+    save_original_input = False
+
     def __init__(
         self,
         num_gemms: int,
@@ -105,13 +111,14 @@ class GroupedLinear(torch.nn.Module):
         **ignored: Any,
     ) -> None:
         super().__init__()
-        rows = out_features // (tp_size if parallel_mode == "column" else 1)
-        columns = in_features // (tp_size if parallel_mode == "row" else 1)
+        self.num_gemms, self.use_bias = num_gemms, bias
+        self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
+        self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
         for index in range(num_gemms):
-            weight = parameter(rows, columns, dtype=params_dtype, may_be_quantized=True)
+            weight = parameter(self.out_features, self.in_features, dtype=params_dtype, may_be_quantized=True)
             self.register_parameter(f"weight{index}", weight)
             if bias:
-                self.register_parameter(f"bias{index}", parameter(rows, dtype=params_dtype))
+                self.register_parameter(f"bias{index}", parameter(self.out_features, dtype=params_dtype))
 
     def set_tensor_parallel_group(self, group: Any) -> None:
         """mcore calls it."""

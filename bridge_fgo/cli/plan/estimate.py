@@ -66,11 +66,12 @@ class LinkPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job's plan. most_offloaded: bytes of the rank that offloads the most."""
+    """A job's plan. In bytes, state_bytes_by_rank of each rank of each stage, most_offloaded of any rank."""
 
     job: Job
     offload: OffloadConfig
     stages: list[StagePlan]
+    state_bytes_by_rank: list[list[int]]
     most_offloaded: int
     links: list[LinkPlan]
     notes: list[str]
@@ -102,7 +103,8 @@ def make_plan(
     most = max(max(of_stage) for of_stage in moved)
     room = min((plan.activations for plan in stages if plan.activations is not None), default=0)
     of_links = [_link_plan(job, link, moved, most, room, forward, backward) for link in links]
-    return Plan(job, offload, stages, most, of_links, _notes(job, stages))
+    by_rank = [[of_rank.total for of_rank in of_stage] for of_stage in states]
+    return Plan(job, offload, stages, by_rank, most, of_links, _notes(job, stages))
 
 
 def _stage_buffers(job: Job, stage: int) -> list[Buffer]:
@@ -193,9 +195,13 @@ def _notes(job: Job, stages: list[StagePlan]) -> list[str]:
     if any(plan.activations is None for plan in stages):
         notes.append("activations of this kind of model are not known: peaks are without them")
     elif getattr(model, "num_moe_experts", None):
-        notes.append("activations: tokens spread evenly over experts, dispatcher's buffers not counted")
+        notes.append(
+            "activations: tokens spread evenly over experts, without the dispatcher's buffers; not held against runs"
+        )
     if getattr(model, "fp8", None):
-        notes.append("activations are counted as 16-bit; FP8 copies of weights are counted where parameters are FP8")
+        notes.append(
+            "activations are counted as 16-bit, and not held against runs; FP8 copies of 16-bit weights are not"
+        )
     if getattr(job.config.dist, "use_tp_pp_dp_mapping", False):
         notes.append("dist.use_tp_pp_dp_mapping: pinned bytes per node are of ranks in the default order")
     return notes
