@@ -6,8 +6,6 @@ were the optimizer step's in two of the small runs offloaded, which are left out
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from bridge_fgo.cli.bench.presets import PRESETS
@@ -42,36 +40,25 @@ RUNS = {
 
 
 def job(options: str, gpus: int) -> Job:
+    import torch
+
     from bridge_fgo.cli.arms import gpu
     from bridge_fgo.cli.arms.gpu_config import build_config
     from bridge_fgo.cli.job.builder import plain_config
 
-    precision_aware = "--precision-aware" in options
-    container = build_config(gpu.parse(f"{options.replace('--precision-aware', '')} --events unused".split())
-                             if not precision_aware else _precision_aware(options))  # fmt: skip
-    config = sections_of(plain_config(container))
-    config.optimizer.use_precision_aware_optimizer = precision_aware
-    return Job(config, parallel_of(config, gpus), stages_from_numbers(config), "test")
-
-
-def _precision_aware(options: str) -> SimpleNamespace:
-    """Options whose config mcore makes without the FusedAdam that it asks for, which is not here."""
-    from bridge_fgo.cli.arms import gpu
-
     parsed = gpu.parse(f"{options} --events unused".split())
-    parsed.precision_aware = False
-    return parsed
+    precision_aware, parsed.precision_aware = parsed.precision_aware, False  # mcore asks for a FusedAdam to make it
+    config = sections_of(plain_config(build_config(parsed)))
+    if precision_aware:
+        config.optimizer.use_precision_aware_optimizer = True
+        config.optimizer.exp_avg_dtype = config.optimizer.exp_avg_sq_dtype = torch.bfloat16
+    return Job(config, parallel_of(config, gpus), stages_from_numbers(config), "test")
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_states_are_exact_and_peaks_within_five_percent(cpu_standins, name):
     options, gpus, states, resident, offloaded = RUNS[name]
-    of_job = job(options, gpus)
-    if "--moments-dtype bf16" in options:
-        import torch
-
-        of_job.config.optimizer.exp_avg_dtype = of_job.config.optimizer.exp_avg_sq_dtype = torch.bfloat16
-    stage = make_plan(of_job, OffloadConfig(), [], None, None).stages[0]
+    stage = make_plan(job(options, gpus), OffloadConfig(), [], None, None).stages[0]
     assert stage.states.total == stage.states.offloaded == states
     assert stage.peak(0) == pytest.approx(resident, rel=0.05)
     if offloaded is not None:

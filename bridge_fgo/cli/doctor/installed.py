@@ -52,7 +52,7 @@ def driver_version() -> str | None:
         text = DRIVER.read_text()
     except OSError:
         return None
-    match = re.search(r"Kernel Module\D*(\d+[\d.]*)", text)
+    match = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", text)
     return match[1] if match else None
 
 

@@ -40,7 +40,7 @@ class Machine:
 def look() -> Machine:
     """Return what this machine has. Makes a CUDA context on each GPU for a moment."""
     gpus = []
-    for index in range(torch.cuda.device_count()):
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
         near = local_cpus(torch.device("cuda", index))
         gpus.append(Gpu(properties.name, properties.total_memory, None if near is None else len(near)))
