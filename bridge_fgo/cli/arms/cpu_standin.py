@@ -109,7 +109,7 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class CudaAsCpu(TorchFunctionMode):
-    """Makes device="cuda" mean the CPU or `device`, and lets `Tensor.type()` name CUDA types, which mcore compares with.
+    """Makes device="cuda" mean the CPU or `device`, and lets `Tensor.type()` name CUDA types, which mcore asks for.
 
     Holds in the thread that installed it; autograd runs the backward of CPU tensors in that thread too.
     """
