@@ -97,11 +97,12 @@ def _print_bridges_estimate(console: Console, plan: Plan) -> None:
     theirs = plan.job.bridge_estimate
     if theirs is None:
         return
-    ours = max(stage.fixed - WORKSPACES for stage in plan.stages)
-    away = min(ours - offloaded_bytes(stage, stage.states, plan.offload) for stage in plan.stages)
+    fullest = max(plan.stages, key=lambda stage: stage.fixed)
+    ours = fullest.fixed - WORKSPACES
+    left = ours - offloaded_bytes(fullest, fullest.states, plan.offload)
     estimated = theirs["weights_gradients_states"]
     console.print(
-        f"Weights, gradients and states of the fullest rank: {gigabytes(ours)} GB, of which {gigabytes(away)} GB stay "
+        f"Weights, gradients and states of the fullest rank: {gigabytes(ours)} GB, of which {gigabytes(left)} GB stay "
         f"with the offload; Bridge's own estimator says {gigabytes(estimated)} GB (it counts 18 bytes a parameter, the "
         "12 of the states sharded, whatever their dtypes, and no offload)"
     )
