@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from importlib import metadata
 from typing import Any, Literal
@@ -69,6 +70,15 @@ def check_flag(optimizer_config: Any) -> None:
                 f"optimizer.{name}=True with optimizer.optimizer_state_offload_fraction=0.0 offloads nothing: raise "
                 "the fraction or leave the flag unset"
             )
+
+
+def as_if_set(optimizer_config: Any) -> tuple[bool, Any]:
+    """Return whether an OptimizerConfig has anything in a flag but False, and one like it whose flag is set."""
+    asked = any(getattr(optimizer_config, name, False) is not False for name in (FLAG, CHUNKED_FLAG))
+    result = copy.copy(optimizer_config)
+    if not asked:
+        setattr(result, FLAG, True)
+    return asked, result
 
 
 def upstream_generation() -> Choice | None:

@@ -14,15 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from bridge_fgo.cli import demo as demo_command
-from bridge_fgo.cli import run_script
-
-
-class Engine(StrEnum):
-    """Which offloader does the work."""
-
-    auto = "auto"
-    native = "native"
-    mcore = "mcore"
+from bridge_fgo.cli import job_commands, run_script
 
 
 class Device(StrEnum):
@@ -97,7 +89,7 @@ def run_command(
         list[str] | None,
         typer.Argument(metavar="ARGS", help="Passed to SCRIPT verbatim.", show_default=False),
     ] = None,
-    engine: Annotated[Engine | None, typer.Option(help="Which offloader does the work.")] = None,
+    engine: Annotated[run_script.Engine | None, typer.Option(help="Which offloader does the work.")] = None,
     fraction: Annotated[float | None, typer.Option(help="Share of the state to offload, up to 1.")] = None,
     slab_mib: Annotated[int | None, typer.Option(help="Size of a slab, in MiB.")] = None,
     piece_mib: Annotated[int | None, typer.Option(help="Size of what one copy moves, in MiB.")] = None,
@@ -249,3 +241,11 @@ def report(
     except ValueError as error:
         typer.echo(f"bridge-fgo report: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+app.command("plan", short_help="Compute a job's memory and copies, with and without the offload. No GPU needed.")(
+    job_commands.plan
+)
+app.command("doctor", short_help="Say what is installed, what a config will do here, and what is refused.")(
+    job_commands.doctor
+)

@@ -9,10 +9,19 @@ import os
 import runpy
 import sys
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 MIB = 2**20
+
+
+class Engine(StrEnum):
+    """Which offloader does the work."""
+
+    auto = "auto"
+    native = "native"
+    mcore = "mcore"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ CGROUP = Path("/sys/fs/cgroup")
 PCI = Path("/sys/bus/pci/devices")
 
 
-def require_host_memory(nbytes: int, pinned: int) -> None:
+def require_host_memory(nbytes: int, pinned: int, ranks: int | None = None) -> None:
     """Raise ValueError where this rank, or the ranks of this node together, need more than the host has.
 
     Linux hands out memory that it does not have and kills whoever touches it, so it is asked before.
@@ -21,8 +21,10 @@ def require_host_memory(nbytes: int, pinned: int) -> None:
     Args:
         nbytes: what this rank is about to pin.
         pinned: what it has pinned already, for other optimizers.
+        ranks: of this node; what torchrun says when None.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks is None:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free, whole = available_bytes(), total_bytes()
     needed = pinned + nbytes
     if nbytes <= free and ranks * needed <= whole:

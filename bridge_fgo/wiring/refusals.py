@@ -1,14 +1,20 @@
-"""What is refused before a model is built, by the name of the setting."""
+"""What is refused before a model is built, by the name of the setting.
+
+Each `..._refusals` yields all that is wrong, for `bridge-fgo doctor`; the `refuse_...` beside it raises the first,
+as training does. All read attributes only, of Bridge's configs or of a saved run config's plain namespaces.
+"""
 
 from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from bridge_fgo.compat import Choice, check_flag, flag_is_set
+from bridge_fgo.compat import Choice, check_flag, choose_engine, flag_is_set
+from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.states import MOMENTS
 
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
@@ -17,16 +23,29 @@ OTHER_FILES = 256
 """Open files that a trainer or its checkpoint worker has besides: libraries, sockets, devices."""
 
 
-def refuse_config(cfg: Any) -> None:
+def refuse_config(cfg: Any, settings: OffloadConfig | None = None) -> None:
     """Check a Bridge ConfigContainer whose flag may be set, after Bridge's own validation.
+
+    Args:
+        cfg: the config.
+        settings: what `install` was given; None leaves out what depends on the engine.
 
     Raises:
         ValueError: a setting cannot be combined with the offload; names it, its value and what to do.
     """
-    check_flag(cfg.optimizer)
+    _raise_first(config_refusals(cfg) if settings is None else all_refusals(cfg, settings))
+
+
+def config_refusals(cfg: Any) -> Iterator[str]:
+    """Yield why a config whose flag may be set is refused, whatever engine serves it."""
+    try:
+        check_flag(cfg.optimizer)
+    except ValueError as error:
+        yield str(error)
+        return
     if not flag_is_set(cfg.optimizer):
         return
-    refuse_optimizer_config(cfg.optimizer)
+    yield from optimizer_refusals(cfg.optimizer)
     for path, why in (
         ("ddp.use_megatron_fsdp", "Megatron-FSDP manages the optimizer state itself"),
         ("dist.use_megatron_fsdp", "Megatron-FSDP manages the optimizer state itself"),
@@ -34,8 +53,33 @@ def refuse_config(cfg: Any) -> None:
     ):
         section, name = path.split(".")
         if getattr(getattr(cfg, section, None), name, False) is True:
-            raise ValueError(f"{path}=True with {FLAG_TEXT}: {why}; set {path}=False or leave the flag unset")
-    refuse_full_iteration_graph(cfg.model)
+            yield f"{path}=True with {FLAG_TEXT}: {why}; set {path}=False or leave the flag unset"
+    yield from _graph_refusals(cfg.model)
+
+
+def all_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
+    """Yield why a config whose flag may be set is refused, by anything that is known before training."""
+    yield from config_refusals(cfg)
+    if flag_is_set(cfg.optimizer):
+        try:
+            engine = choose_engine(settings, cfg.optimizer)
+        except ValueError as error:
+            yield str(error)
+        else:
+            yield from _checkpoint_refusals(cfg.checkpoint, engine)
+
+
+def _checkpoint_refusals(checkpoint: Any, engine: Choice) -> Iterator[str]:
+    for refuse in (refuse_checkpoint_format, refuse_async_save):
+        try:
+            refuse(checkpoint, engine)
+        except ValueError as error:
+            yield str(error)
+
+
+def _raise_first(refusals: Iterator[str]) -> None:
+    for refusal in refusals:
+        raise ValueError(refusal)
 
 
 def refuse_async_save(checkpoint: Any, engine: Choice) -> None:
@@ -107,14 +151,33 @@ def refuse_full_iteration_graph(model_config: Any) -> None:
     mcore calls `finalize_model_grads_func` inside the schedule, so inside such a graph the reload is
     captured once and its Python never runs again.
     """
-    from megatron.bridge.utils.cuda_graph import is_full_iteration_cuda_graph
+    _raise_first(_graph_refusals(model_config))
 
-    if is_full_iteration_cuda_graph(model_config):
-        raise ValueError(
+
+def _graph_refusals(model_config: Any) -> Iterator[str]:
+    if captures_full_iteration(model_config):
+        yield (
             f"a full-iteration CUDA graph (model.cuda_graph_impl={getattr(model_config, 'cuda_graph_impl', None)!r}) "
             f"with {FLAG_TEXT}: the reload would be captured and never run again; set model.cuda_graph_impl='none' "
             "or capture per-layer modules, or leave the flag unset"
         )
+
+
+def captures_full_iteration(model_config: Any) -> bool:
+    """Return what Bridge's `is_full_iteration_cuda_graph` does, also where Bridge is not installed."""
+    implementation = getattr(model_config, "cuda_graph_impl", "none")
+    if implementation != "local":
+        return implementation == "full_iteration"
+    return any(
+        "full_iteration" in _member_names(getattr(model_config, name, None))
+        for name in ("cuda_graph_modules", "cuda_graph_scope")
+    )
+
+
+def _member_names(value: Any) -> list[str]:
+    """Return the names in a setting of CUDA graphs: an enum member, a list of them, or names joined by commas."""
+    items = value if isinstance(value, list | tuple) else str(value).split(",")
+    return [str(getattr(item, "name", item)).rpartition(".")[2] for item in items]
 
 
 def refuse_optimizer_config(config: Any) -> None:
@@ -123,13 +186,18 @@ def refuse_optimizer_config(config: Any) -> None:
     Raises:
         ValueError: as `refuse_config`.
     """
+    _raise_first(optimizer_refusals(config))
+
+
+def optimizer_refusals(config: Any) -> Iterator[str]:
+    """Yield why an OptimizerConfig whose flag is set is refused."""
     if config.optimizer != "adam":
-        raise ValueError(
+        yield (
             f"optimizer.optimizer={config.optimizer!r} with {FLAG_TEXT}: only Adam's states can be offloaded; set "
             "optimizer.optimizer='adam' or leave the flag unset"
         )
     if not config.use_distributed_optimizer:
-        raise ValueError(
+        yield (
             f"optimizer.use_distributed_optimizer=False with {FLAG_TEXT}: only the DistributedOptimizer's states can "
             "be offloaded; set optimizer.use_distributed_optimizer=True and ddp.use_distributed_optimizer=True"
         )
@@ -138,11 +206,12 @@ def refuse_optimizer_config(config: Any) -> None:
         ("optimizer_cuda_graph", "the graph has the states' addresses baked in"),
     ):
         if getattr(config, name, False) is True:
-            raise ValueError(
-                f"optimizer.{name}=True with {FLAG_TEXT}: {why}; set optimizer.{name}=False or leave the flag unset"
-            )
+            yield f"optimizer.{name}=True with {FLAG_TEXT}: {why}; set optimizer.{name}=False or leave the flag unset"
     for key in MOMENTS:
-        refuse_fp8_moment(key, getattr(config, f"{key}_dtype", None))
+        try:
+            refuse_fp8_moment(key, getattr(config, f"{key}_dtype", None))
+        except ValueError as error:
+            yield str(error)
 
 
 def refuse_fp8_moment(key: str, dtype: Any) -> None:

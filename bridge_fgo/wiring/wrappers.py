@@ -15,12 +15,7 @@ import wrapt
 from bridge_fgo.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.wiring import installation
-from bridge_fgo.wiring.refusals import (
-    refuse_async_save,
-    refuse_checkpoint_format,
-    refuse_config,
-    refuse_optimizer_config,
-)
+from bridge_fgo.wiring.refusals import refuse_config, refuse_optimizer_config
 from bridge_fgo.wiring.reporting import log_figures
 from bridge_fgo.wiring.session import (
     OFFLOADER,
@@ -58,23 +53,14 @@ def _config() -> OffloadConfig | None:
 def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse what cannot be combined, once Bridge has validated and finalized the config."""
     result = wrapped(*args, **kwargs)
-    _refuse(instance)
+    refuse_config(instance, _config())
     return result
-
-
-def _refuse(cfg: Any) -> None:
-    refuse_config(cfg)
-    settings = _config()
-    if settings is not None and flag_is_set(cfg.optimizer):
-        engine = choose_engine(settings, cfg.optimizer)
-        refuse_checkpoint_format(cfg.checkpoint, engine)
-        refuse_async_save(cfg.checkpoint, engine)
 
 
 def validate_mimo_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse what cannot be combined; MIMO's road does not go through the container's own validation."""
     result = wrapped(*args, **kwargs)
-    _refuse(_arguments(wrapped, args, kwargs)["cfg"])
+    refuse_config(_arguments(wrapped, args, kwargs)["cfg"], _config())
     return result
 
 

@@ -109,10 +109,14 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class CudaAsCpu(TorchFunctionMode):
-    """Makes device="cuda" mean the CPU, and lets `Tensor.type()` name CUDA types, which mcore compares with.
+    """Makes device="cuda" mean the CPU or `device`, and lets `Tensor.type()` name CUDA types, which mcore asks for.
 
     Holds in the thread that installed it; autograd runs the backward of CPU tensors in that thread too.
     """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        super().__init__()
+        self.device = device
 
     def __torch_function__(
         self,
@@ -124,7 +128,7 @@ class CudaAsCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
-            kwargs["device"] = CPU
+            kwargs["device"] = self.device
         result = func(*args, **kwargs)
         asks_for_name = func is torch.Tensor.type and len(args) == 1 and not kwargs
         return result.replace("torch.", "torch.cuda.") if asks_for_name else result

@@ -1,0 +1,165 @@
+"""``bridge-fgo doctor``: what is installed, what will happen with the flag on a config, and what is in the way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bridge_fgo.cli.arms.runner import ArmFailed
+from bridge_fgo.cli.bench.command import probe
+from bridge_fgo.cli.demo import missing_packages, readable_bytes
+from bridge_fgo.cli.doctor.installed import installed
+from bridge_fgo.cli.doctor.machine import Machine, look, warnings
+from bridge_fgo.cli.job.job import Job, read_job
+from bridge_fgo.cli.plan.estimate import make_plan
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine.host_memory import require_host_memory
+
+REFUSED = 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One examination. target: a recipe or a saved run config, or None; offload: OffloadConfig's arguments."""
+
+    target: str | None = None
+    gpus: int | None = None
+    gpus_per_node: int | None = None
+    vocab_size: int | None = None
+    offload: dict[str, Any] = field(default_factory=dict)
+    probe: bool = True
+    json_output: bool = False
+
+
+@dataclass
+class Findings:
+    """What came out, as `--json` prints it. refusals end training before it starts; warnings do not."""
+
+    installed: dict[str, Any]
+    machine: dict[str, Any]
+    link_bytes_per_second: dict[str, float] | None = None
+    config: dict[str, Any] | None = None
+    refusals: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def run(settings: Settings) -> int:
+    """Print the findings; return 1 where training would be refused, else 0.
+
+    Raises:
+        ValueError: the config cannot be read, or a setting is wrong.
+        RuntimeError: the config's model could not be built.
+    """
+    OffloadConfig(**settings.offload)
+    machine = look()
+    findings = Findings(installed(), asdict(machine))
+    _examine_installed(findings)
+    if settings.target is not None:
+        _examine_config(findings, settings, machine)
+    if machine.gpus and settings.probe:
+        try:
+            findings.link_bytes_per_second = probe(len(machine.gpus))
+        except ArmFailed as error:
+            findings.warnings.append(f"the link was not measured: {error}")
+    if settings.json_output:
+        print(json.dumps(asdict(findings)))
+    else:
+        _print(Console(), findings)
+    return REFUSED if findings.refusals else 0
+
+
+def _examine_installed(findings: Findings) -> None:
+    missing = missing_packages()
+    if missing:
+        findings.notes.append(f"{' and '.join(missing)} not installed here: nothing can be trained")
+    elif findings.installed["transformer-engine"] is None:
+        findings.warnings.append("transformer-engine is not installed: Megatron-Bridge does not import without it")
+    if findings.installed["install"] is not None:
+        findings.refusals.append(findings.installed["install"])
+    if not findings.machine["gpus"]:
+        findings.notes.append("no GPU here: links and host memory are not those of a job")
+
+
+def _examine_config(findings: Findings, settings: Settings, machine: Machine) -> None:
+    assert settings.target is not None
+    if findings.installed["install"] is not None:
+        findings.notes.append("the config was not looked at, because this Megatron-Bridge is refused")
+        return
+    job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size)
+    findings.config = {"flag": job.flag, "engine": job.engine, "gpus": job.parallel.gpus, "source": job.source}
+    if job.bridge_refuses is not None:
+        findings.refusals.append(f"Megatron-Bridge refuses the config: {job.bridge_refuses}")
+    if job.flag:
+        findings.refusals += job.refusals
+    else:
+        findings.notes.append("optimizer.offload_optimizer_states is not set: trains as without the package")
+        findings.notes += [f"with the flag set, refused: {refusal}" for refusal in job.refusals]
+    if findings.installed["mcore"] is None:
+        findings.notes.append("without mcore here, it is taken to have what the config asks for")
+    pinned = _examine_memory(findings, settings, machine, job)
+    findings.warnings += warnings(machine, pinned, _saves_in_background(job))
+
+
+def _examine_memory(findings: Findings, settings: Settings, machine: Machine, job: Job) -> int | None:
+    """Note what will be offloaded and pinned; return the most bytes that a rank pins, None where not known."""
+    if job.refusals or job.bridge_refuses is not None:
+        return None
+    ranks = settings.gpus_per_node or len(machine.gpus) or None
+    try:
+        plan = make_plan(job, OffloadConfig(**settings.offload), [], None, None)
+    except ValueError as error:
+        findings.notes.append(f"bytes are not known: {error}")
+        return None
+    pinned = plan.most_offloaded
+    assert findings.config is not None
+    findings.config |= {"state_bytes": [stage.states.total for stage in plan.stages], "pinned_by_rank": pinned}
+    if machine.gpus and job.flag:
+        try:
+            require_host_memory(pinned, 0, min(ranks or 1, job.parallel.gpus))
+        except ValueError as error:
+            findings.refusals.append(str(error))
+    return pinned
+
+
+def _saves_in_background(job: Job) -> bool:
+    checkpoint = job.config.checkpoint
+    return bool(checkpoint.save is not None and checkpoint.save_optim and checkpoint.async_save)
+
+
+def _print(console: Console, findings: Findings) -> None:
+    table = Table(show_header=False)
+    for name, value in findings.installed.items():
+        if name != "install":
+            table.add_row(name, "-" if value is None else str(value))
+    machine = findings.machine
+    for gpu in machine["gpus"]:
+        near = "not known" if gpu["near_cpus"] is None else str(gpu["near_cpus"])
+        table.add_row("GPU", f"{gpu['name']}, {readable_bytes(gpu['memory_bytes'])}, CPUs near it: {near}")
+    table.add_row("NUMA nodes, CPUs", f"{machine['numa_nodes']}, {machine['cpus']}")
+    table.add_row(
+        "host memory", f"{readable_bytes(machine['host_bytes'])}, free {readable_bytes(machine['free_bytes'])}"
+    )
+    lockable = machine["lockable_bytes"]
+    table.add_row("ulimit -l", "unlimited" if lockable is None else readable_bytes(lockable))
+    if findings.link_bytes_per_second is not None:
+        speeds = {name: value / 1e9 for name, value in findings.link_bytes_per_second.items()}
+        table.add_row("link, GB/s", "D2H {d2h:.1f}, H2D {h2d:.1f}, both at once {duplex:.1f} each".format(**speeds))
+    config = findings.config or {}
+    for name, title in (("flag", "offload_optimizer_states"), ("engine", "engine"), ("gpus", "GPUs of the job")):
+        if name in config:
+            table.add_row(title, str(config[name]))
+    if "pinned_by_rank" in config:
+        states = ", ".join(readable_bytes(count) for count in config["state_bytes"])
+        table.add_row("states, by stage", states)
+        table.add_row("pinned by a rank", f"{readable_bytes(config['pinned_by_rank'])} at most")
+    console.print(table)
+    for word, lines in (("note", findings.notes), ("warning", findings.warnings), ("REFUSED", findings.refusals)):
+        for line in lines:
+            console.print(f"{word}: {line}", markup=False, style="red" if word == "REFUSED" else None)
+    if not findings.refusals:
+        console.print("Nothing is refused.")

@@ -1,0 +1,63 @@
+"""What is installed, looked up without importing Megatron or Transformer Engine."""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import bridge_fgo
+from bridge_fgo.cli.demo import missing_packages
+from bridge_fgo.cli.job.job import ask_builder
+
+DISTRIBUTIONS = ("megatron-bridge", "megatron-core", "transformer-engine", "nemo-run", "nvidia-resiliency-ext")
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def installed() -> dict[str, Any]:
+    """Return versions by name, None for what is not there.
+
+    Beside the distributions: "mcore", the version that a job would import (a checkout may shadow the wheel),
+    "offloader", the optimizer-state offloader that this mcore brings, and "install", why `bridge_fgo.install` refuses
+    this Bridge, or why Megatron does not import, or None.
+    """
+    import torch
+
+    found: dict[str, Any] = {
+        "bridge_fgo": bridge_fgo.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "driver": driver_version(),
+        **{name: _version(name) for name in DISTRIBUTIONS},
+        "mcore": None,
+        "offloader": None,
+        "install": None,
+    }
+    if not missing_packages():
+        try:
+            answer = ask_builder(patches=True)
+        except RuntimeError as error:
+            answer = {"install_refuses": str(error)}
+        found |= {"mcore": answer.get("mcore"), "offloader": answer.get("offloader")}
+        found["install"] = answer.get("install_refuses")
+    return found
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's kernel driver, or None without one."""
+    try:
+        text = DRIVER.read_text()
+    except OSError:
+        return None
+    match = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", text)
+    return match[1] if match else None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

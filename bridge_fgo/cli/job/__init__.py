@@ -1,0 +1,1 @@
+"""What a training job is, found out from its config without running it."""

@@ -1,0 +1,147 @@
+"""A training job as `plan` and `doctor` know it: its settings, its size and each stage's tensors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from bridge_fgo.cli.demo import missing_packages
+from bridge_fgo.cli.job.formula import stages_from_numbers
+from bridge_fgo.cli.job.parallel import Parallel, parallel_of
+from bridge_fgo.cli.job.saved_config import load_saved_config
+from bridge_fgo.cli.job.tensors import Chunk, Tensor
+from bridge_fgo.compat import as_if_set
+from bridge_fgo.config import OffloadConfig
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is known of a job.
+
+    config: sections of settings as namespaces; dtypes are `torch.dtype`s.
+    stages: of each pipeline stage its model chunks; empty where Bridge refuses the config.
+    source: "Megatron-Bridge's model builder" or "the config's numbers".
+    flag: whether the config asks for the offload; refusals: why this package refuses it with the flag set.
+    engine: that would serve it; None where it is refused, or where there is no mcore to ask.
+    bridge_refuses: why Bridge itself refuses the config.
+    bridge_estimate: bytes that Bridge's own estimator expects; None where it was not asked.
+    """
+
+    config: SimpleNamespace
+    parallel: Parallel
+    stages: list[list[Chunk]]
+    source: str
+    flag: bool = False
+    refusals: list[str] = field(default_factory=list)
+    engine: str | None = None
+    bridge_refuses: str | None = None
+    bridge_estimate: dict[str, float] | None = None
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step, on each replica."""
+        train = self.config.train
+        return max(1, train.global_batch_size // (train.micro_batch_size * self.parallel.data))
+
+
+def read_job(target: str, gpus: int | None, offload: dict[str, Any], vocab_size: int | None = None) -> Job:
+    """Find a job out without running it.
+
+    Args:
+        target: see `bridge_fgo.cli.job.recipes.load_config`; without Megatron a saved run config alone.
+        gpus: how many the job has; None for the fewest that it can have.
+        offload: arguments of OffloadConfig.
+        vocab_size: of the tokenizer, where neither the model nor the tokenizer's config says it.
+
+    Raises:
+        ValueError: there is no such recipe or file, it cannot be built, or the GPUs do not suit it.
+        RuntimeError: the builder died.
+    """
+    OffloadConfig(**offload)
+    missing = missing_packages()
+    if missing:
+        return _from_numbers(target, gpus, vocab_size, missing)
+    found = ask_builder(target=target, gpus=gpus, offload=offload, vocab_size=vocab_size)
+    if "error" in found:
+        raise ValueError(found["error"])
+    return job_of(found)
+
+
+def job_of(found: dict[str, Any]) -> Job:
+    """Return the job of a builder's answer."""
+    config = sections_of(found["config"])
+    stages = [
+        [[Tensor(**{**t, "dtype": getattr(torch, t["dtype"])}) for t in chunk] for chunk in stage]
+        for stage in found.get("stages", [])
+    ]
+    return Job(
+        config,
+        parallel_of(config, found["gpus"]),
+        stages,
+        "Megatron-Bridge's model builder",
+        found["flag"],
+        found["refusals"],
+        found["engine"],
+        found["bridge_refuses"],
+        found.get("bridge_estimate"),
+    )
+
+
+def sections_of(config: dict[str, dict[str, Any]]) -> SimpleNamespace:
+    """Return the builder's plain config as namespaces."""
+    return SimpleNamespace(**{name: SimpleNamespace(**_dtypes(values)) for name, values in config.items()})
+
+
+def _from_numbers(target: str, gpus: int | None, vocab_size: int | None, missing: list[str]) -> Job:
+    from bridge_fgo.wiring.refusals import config_refusals
+
+    if Path(target).suffix not in (".yaml", ".yml"):
+        raise ValueError(
+            f"{', '.join(missing)} not installed: a recipe like {target!r} cannot be built here; give a saved "
+            "run_config.yaml, or install it"
+        )
+    config = load_saved_config(Path(target))
+    parallel = parallel_of(config, gpus)
+    if config.model.vocab_size is None and getattr(config.tokenizer, "vocab_size", None) is None:
+        config.model.vocab_size = vocab_size
+    stages = stages_from_numbers(config)
+    flag, config.optimizer = as_if_set(config.optimizer)
+    return Job(config, parallel, stages, "the config's numbers", flag, list(config_refusals(config)))
+
+
+def ask_builder(
+    target: str | None = None,
+    gpus: int | None = None,
+    offload: dict[str, Any] | None = None,
+    vocab_size: int | None = None,
+    patches: bool = False,
+) -> dict[str, Any]:
+    """Return the answer of `bridge_fgo.cli.job.builder`, which runs in a process of its own.
+
+    Raises:
+        RuntimeError: it died; shows the end of what it printed.
+    """
+    request = {"target": target, "gpus": gpus, "offload": offload or {}, "vocab_size": vocab_size, "patches": patches}
+    command = [sys.executable, "-m", "bridge_fgo.cli.job.builder", json.dumps(request)]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode != 0:
+        tail = "\n".join(done.stderr.strip().splitlines()[-15:])
+        raise RuntimeError(f"{target or 'Megatron-Bridge'} could not be built without a GPU:\n{tail}")
+    return json.loads(done.stdout)
+
+
+def _dtypes(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with "torch.bfloat16" and the like as dtypes again."""
+    return {
+        name: getattr(torch, value.removeprefix("torch."))
+        if isinstance(value, str) and value.startswith("torch.")
+        else value
+        for name, value in values.items()
+    }

@@ -1,0 +1,72 @@
+"""How many ranks of a job share what."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The parallelism of a job.
+
+    Raises:
+        ValueError: the ranks cannot be shared like that.
+    """
+
+    gpus: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    expert_tensor: int
+    optimizer_instances: int = 1
+
+    def __post_init__(self) -> None:
+        if self.gpus % (self.pipeline * self.tensor * self.context):
+            raise ValueError(
+                f"--gpus {self.gpus}: not divisible by tensor {self.tensor} x pipeline {self.pipeline} x context "
+                f"{self.context} parallel ranks"
+            )
+        if self.stage_ranks % (self.expert * self.expert_tensor):
+            raise ValueError(
+                f"--gpus {self.gpus}: a pipeline stage has {self.stage_ranks} ranks, not divisible by expert "
+                f"{self.expert} x expert tensor {self.expert_tensor} parallel ranks"
+            )
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.gpus // self.pipeline
+
+    @property
+    def data(self) -> int:
+        """Replicas of the model."""
+        return self.stage_ranks // (self.tensor * self.context)
+
+    def shards(self, expert: bool) -> int:
+        """Return over how many ranks the states of dense or expert parameters are spread."""
+        model_ranks = self.expert * self.expert_tensor if expert else self.tensor
+        return self.stage_ranks // model_ranks // self.optimizer_instances
+
+    def shard_index(self, stage_rank: int, expert: bool) -> int:
+        """Return which of these shards a rank of a stage holds, in mcore's order of ranks (tp, cp, ep, dp)."""
+        model_ranks = self.expert * self.expert_tensor if expert else self.tensor
+        return stage_rank // model_ranks % self.shards(expert)
+
+
+def parallel_of(config: Any, gpus: int | None) -> Parallel:
+    """Return the parallelism of a config on `gpus` ranks.
+
+    A config does not say on how many it runs, because data parallelism fills what there is: with None, the fewest.
+    """
+    model = config.model
+    tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
+    pipeline = model.pipeline_model_parallel_size
+    expert = expert_tensor = 1
+    if getattr(model, "num_moe_experts", None) is not None:
+        expert, expert_tensor = model.expert_model_parallel_size, model.expert_tensor_parallel_size or tensor
+    fewest = pipeline * math.lcm(tensor * context, expert * expert_tensor)
+    instances = getattr(config.ddp, "num_distributed_optimizer_instances", 1)
+    return Parallel(gpus or fewest, tensor, pipeline, context, expert, expert_tensor, instances)

@@ -1,0 +1,64 @@
+"""Finds the recipe or the saved run config that a user names, and makes Bridge's ConfigContainer of it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+def load_config(target: str) -> tuple[Any, int | None]:
+    """Return the ConfigContainer that `target` names, and how many GPUs it is for, where its recipe says so.
+
+    Args:
+        target: the path of a saved run config; or the name of a recipe: one of this project's (`bridge_fgo.recipes`,
+            with the offload on), a `module:function`, or a function of `megatron.bridge.recipes`.
+
+    Raises:
+        ValueError: nothing of that name, or the recipe could not be built (most of Bridge's read the model's
+            Hugging Face config, and need network or a filled cache).
+    """
+    if Path(target).suffix in (".yaml", ".yml"):
+        from megatron.bridge.training.config import ConfigContainer
+
+        if not Path(target).is_file():
+            raise ValueError(f"{target}: there is no such file")
+        return ConfigContainer.from_yaml(target), None
+    builder, gpus = find_builder(target)
+    try:
+        return builder(), gpus
+    except Exception as error:  # whatever a recipe raises, the user is told which recipe and why
+        hint = ""
+        if "huggingface" in f"{type(error).__module__} {error!r} {error.__cause__!r}".lower():
+            hint = "; it reads the model's Hugging Face config: give it network or a filled HF_HOME"
+        raise ValueError(f"recipe {target!r} could not be built: {type(error).__name__}: {error}{hint}") from error
+
+
+def find_builder(name: str) -> tuple[Callable[[], Any], int | None]:
+    """Return the function that builds the recipe `name`, and its GPUs; see `load_config`."""
+    try:
+        catalog = importlib.import_module("bridge_fgo.recipes.catalog").RECIPES
+    except ModuleNotFoundError:  # an installation without recipes
+        catalog = {}
+    if name in catalog:
+        return partial(_build_own, catalog[name]), catalog[name].gpus
+    if ":" in name:
+        module, _, function = name.partition(":")
+        try:
+            return getattr(importlib.import_module(module), function), None
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"recipe {name!r}: {error}") from None
+    builder = getattr(importlib.import_module("megatron.bridge.recipes"), name, None)
+    if callable(builder):
+        return builder, None
+    raise ValueError(
+        f"there is no recipe {name!r}: it is no function of megatron.bridge.recipes, and this project's are: "
+        f"{', '.join(sorted(catalog)) or 'not installed'}; a function of your own is module:function, a saved config "
+        "the path of a run_config.yaml"
+    )
+
+
+def _build_own(recipe: Any) -> Any:
+    return importlib.import_module("bridge_fgo.recipes.config").build(recipe, offload=True, hf="kept").config

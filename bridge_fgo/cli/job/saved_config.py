@@ -1,0 +1,63 @@
+"""Reads a saved run config (`run_config.yaml`) with nothing of Megatron installed.
+
+The file is what Bridge's `ConfigContainer.to_yaml` writes: every dataclass is a mapping with its class under
+`_target_`; dtypes, functions and enum members are such mappings too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import yaml
+
+SECTIONS = ("model", "optimizer", "train", "ddp", "dist", "checkpoint", "tokenizer")
+"""Sections that the refusals and the plan read."""
+
+
+def load_saved_config(path: Path) -> SimpleNamespace:
+    """Return the config as nested namespaces, as Bridge would hold it after its own validation.
+
+    dtypes are `torch.dtype`s; functions and enum members are their names.
+
+    Raises:
+        ValueError: the file is not there, is no YAML, or is no saved ConfigContainer.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: cannot be read as a run config: {error}") from None
+    if not isinstance(content, dict) or not str(content.get("_target_", "")).endswith("ConfigContainer"):
+        raise ValueError(f"{path}: is not a saved run config (what Bridge writes as run_config.yaml)")
+    missing = [name for name in SECTIONS if not isinstance(content.get(name), dict)]
+    if missing:
+        raise ValueError(f"{path}: the run config has no section {', '.join(missing)}")
+    return synchronised(plain(content))
+
+
+def plain(value: Any) -> Any:
+    """Return a value of the YAML file with mappings as namespaces, and dtypes and names resolved."""
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    target = str(value.get("_target_", ""))
+    if "_name_" in value:  # a member of an enum
+        return value["_name_"]
+    if target and value.get("_call_") is False:  # a dtype, a function or a class
+        name = target.rpartition(".")[2]
+        dtype = getattr(torch, name, None) if target.startswith("torch.") else None
+        return dtype if isinstance(dtype, torch.dtype) else name
+    return SimpleNamespace(**{key: plain(item) for key, item in value.items()})
+
+
+def synchronised(config: SimpleNamespace) -> SimpleNamespace:
+    """Return the config with the distributed optimizer on in both sections where it is in one, as Bridge's
+    `ConfigContainer.validate` does."""
+    sections = (config.ddp, config.optimizer)
+    if any(getattr(section, "use_distributed_optimizer", False) for section in sections):
+        for section in sections:
+            section.use_distributed_optimizer = True
+    return config

@@ -1,0 +1,123 @@
+"""The commands about a job that is not running yet: ``plan`` and ``doctor``. Imports what they need when they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bridge_fgo.cli import run_script
+
+Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of the job; the fewest it can have by default.")]
+OffloadEngine = Annotated[run_script.Engine | None, typer.Option(help="Which offloader does the work.")]
+Fraction = Annotated[float | None, typer.Option(help="Share of the state to offload, up to 1.")]
+Budget = Annotated[float | None, typer.Option(help="Peak of GPU memory to stay under, in GiB.")]
+NoMoments = Annotated[bool, typer.Option("--no-moments", help="Leave the moments on the GPU.")]
+NoMasters = Annotated[bool, typer.Option("--no-master-weights", help="Leave the master weights on the GPU.")]
+Vocabulary = Annotated[int | None, typer.Option("--vocab-size", min=1, help="Where neither model nor tokenizer says.")]
+GpusPerNode = Annotated[int | None, typer.Option(min=1, help="GPUs of a node; the system's own by default.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
+
+
+def _offload_options(
+    engine: run_script.Engine | None,
+    fraction: float | None,
+    budget_gib: float | None,
+    no_moments: bool,
+    no_master_weights: bool,
+) -> dict[str, Any]:
+    return run_script.config_options(
+        engine=None if engine is None else engine.value,
+        fraction=fraction,
+        budget_gib=budget_gib,
+        no_moments=no_moments,
+        no_master_weights=no_master_weights,
+    )
+
+
+def _exit_with(command: str, run: Callable[[], int]) -> None:
+    """Exit with what `run` returns, or with 2 and its message where it cannot be done."""
+    try:
+        status = run()
+    except (ValueError, RuntimeError) as error:
+        typer.echo(f"bridge-fgo {command}: {error}", err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(status)
+
+
+def plan(
+    target: Annotated[
+        str, typer.Argument(metavar="RECIPE|CONFIG", help="A recipe, module:function, or run_config.yaml.")
+    ],
+    gpus: Gpus = None,
+    gpus_per_node: GpusPerNode = None,
+    vocab_size: Vocabulary = None,
+    system: Annotated[str | None, typer.Option(help="GB200, GH200, H200 or H100; all by default.")] = None,
+    link_gbs: Annotated[float | None, typer.Option(help="Measured link speed of a GPU, GB/s each way.")] = None,
+    forward_seconds: Annotated[float | None, typer.Option(help="A microbatch's forward on a rank.")] = None,
+    backward_seconds: Annotated[float | None, typer.Option(help="The same; twice the forward by default.")] = None,
+    engine: OffloadEngine = None,
+    fraction: Fraction = None,
+    budget_gib: Budget = None,
+    no_moments: NoMoments = False,
+    no_master_weights: NoMasters = False,
+    json_output: Json = False,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the components (matplotlib).")] = None,
+) -> None:
+    """Compute the memory of each pipeline stage's ranks by component, and what the copies cost.
+
+    States are exact, to the byte; activations are counted for GPTs. Exit status: 0, 1 where training would refuse
+    the config, 2 where there is no plan.
+    """
+    from bridge_fgo.cli.plan import command
+
+    settings = command.Settings(
+        target=target,
+        gpus=gpus,
+        gpus_per_node=gpus_per_node,
+        vocab_size=vocab_size,
+        system=system,
+        link_gbs=link_gbs,
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
+        offload=_offload_options(engine, fraction, budget_gib, no_moments, no_master_weights),
+        json_output=json_output,
+        picture=picture,
+    )
+    _exit_with("plan", lambda: command.run(settings))
+
+
+def doctor(
+    target: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE|CONFIG]", help="A recipe, module:function, or run_config.yaml.")
+    ] = None,
+    gpus: Gpus = None,
+    gpus_per_node: GpusPerNode = None,
+    vocab_size: Vocabulary = None,
+    engine: OffloadEngine = None,
+    fraction: Fraction = None,
+    budget_gib: Budget = None,
+    no_moments: NoMoments = False,
+    no_master_weights: NoMasters = False,
+    probe: Annotated[bool, typer.Option(help="Measure the links of the GPUs here.")] = True,
+    json_output: Json = False,
+) -> None:
+    """Examine this machine, and what the offload will do with a config.
+
+    Works without a GPU and without Megatron. Exit status: 0, 1 where training would be refused, 2 where the config
+    cannot be read.
+    """
+    from bridge_fgo.cli.doctor import command
+
+    settings = command.Settings(
+        target=target,
+        gpus=gpus,
+        gpus_per_node=gpus_per_node,
+        vocab_size=vocab_size,
+        offload=_offload_options(engine, fraction, budget_gib, no_moments, no_master_weights),
+        probe=probe,
+        json_output=json_output,
+    )
+    _exit_with("doctor", lambda: command.run(settings))

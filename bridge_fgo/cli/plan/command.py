@@ -1,0 +1,63 @@
+"""``bridge-fgo plan``: from a recipe or a saved run config to tables, JSON and a picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bridge_fgo.cli.job.job import read_job
+from bridge_fgo.cli.plan.estimate import make_plan
+from bridge_fgo.cli.plan.links import links
+from bridge_fgo.cli.plan.report import as_json, draw, print_plan
+from bridge_fgo.config import OffloadConfig
+
+REFUSED = 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One plan. Seconds are of one microbatch on a rank; offload holds OffloadConfig's arguments."""
+
+    target: str
+    gpus: int | None = None
+    gpus_per_node: int | None = None
+    vocab_size: int | None = None
+    system: str | None = None
+    link_gbs: float | None = None
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
+    offload: dict[str, Any] = field(default_factory=dict)
+    json_output: bool = False
+    picture: Path | None = None
+
+
+def run(settings: Settings) -> int:
+    """Print the plan; return 1 where training would be refused, else 0.
+
+    Raises:
+        ValueError: a setting or the config makes no plan possible; says which and what to do.
+        RuntimeError: the model could not be built.
+    """
+    for name in ("forward_seconds", "backward_seconds"):
+        value = getattr(settings, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: use a number of seconds above 0")
+    if settings.backward_seconds is not None and settings.forward_seconds is None:
+        raise ValueError("--backward-seconds needs --forward-seconds")
+    offload = OffloadConfig(**settings.offload)
+    of_links = links(settings.system, settings.link_gbs, settings.gpus_per_node)
+    job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size)
+    if job.bridge_refuses is not None:
+        raise ValueError(f"Megatron-Bridge refuses this config: {job.bridge_refuses}")
+    plan = make_plan(job, offload, of_links, settings.forward_seconds, settings.backward_seconds)
+    if settings.picture is not None:
+        draw(plan, settings.picture)
+    if settings.json_output:
+        print(json.dumps(as_json(plan)))
+    else:
+        print_plan(Console(), plan)
+    return REFUSED if job.flag and job.refusals else 0

@@ -1,0 +1,207 @@
+"""The memory of every rank of a job by component, with and without the offload, and the time on the link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bridge_fgo.cli.job.job import Job
+from bridge_fgo.cli.plan.activations import WORKSPACES, activation_bytes
+from bridge_fgo.cli.plan.layout import Buffer, buffers_of
+from bridge_fgo.cli.plan.links import Link
+from bridge_fgo.cli.plan.state import StateBytes, state_bytes
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine.plan import floor_seconds
+
+MXFP8_BYTES = 2 * (1 + 1 / 32)
+"""Of a parameter kept in MXFP8: its rows and its columns, each of one byte an element and one for every 32 (the
+microscaling format's block). Without the padding of the scales."""
+FP8_BYTES = 2.0
+"""Of a parameter kept in FP8 with another recipe: the values, in DDP's buffer, and their transpose."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The rank of a pipeline stage that needs the most memory, in bytes.
+
+    parameters, gradients: with the padding of DDP's buffers. states: exact. activations: None where not known.
+    offloaded: of the states, what the peak falls by. count: trainable parameters that the rank computes with.
+    least_state: of the stage's rank that updates the fewest.
+    """
+
+    stage: int
+    count: int
+    parameters: int
+    gradients: int
+    states: StateBytes
+    least_state: int
+    activations: int | None
+
+    @property
+    def fixed(self) -> int:
+        """What is there without activations, resident."""
+        return self.parameters + self.gradients + self.states.total + WORKSPACES
+
+    def peak(self, offloaded: int) -> int | None:
+        """Return the peak of the forward and backward with so much of the states away."""
+        return None if self.activations is None else self.fixed + self.activations - offloaded
+
+
+@dataclass(frozen=True)
+class LinkPlan:
+    """What the copies cost on one kind of link, on the slowest rank, in seconds; pinned: bytes of the fullest node.
+
+    link_seconds: all offloaded states one way. most_floor: the floor of the added step time with nothing to hide
+    behind. floor: the same for the forward and backward that the user gave, or None.
+    hidden_from: seconds of a microbatch's forward (its backward taken as twice that) from which the floor is 0.
+    """
+
+    link: Link
+    pinned: int
+    link_seconds: float
+    most_floor: float
+    floor: float | None
+    hidden_from: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job's plan. In bytes, state_bytes_by_rank of each rank of each stage, most_offloaded of any rank."""
+
+    job: Job
+    offload: OffloadConfig
+    stages: list[StagePlan]
+    state_bytes_by_rank: list[list[int]]
+    most_offloaded: int
+    links: list[LinkPlan]
+    notes: list[str]
+
+
+def make_plan(
+    job: Job, offload: OffloadConfig, links: list[Link], forward: float | None, backward: float | None
+) -> Plan:
+    """Return the plan.
+
+    Args:
+        job: with its tensors.
+        offload: what is offloaded.
+        links: to plan for.
+        forward, backward: seconds of one microbatch on a rank, where the user knows them.
+
+    Raises:
+        ValueError: the states are not a DistributedOptimizer's, so that there is nothing to plan.
+    """
+    if not job.config.ddp.use_distributed_optimizer:
+        raise ValueError("ddp.use_distributed_optimizer=False: the plan knows the DistributedOptimizer's states alone")
+    buffers = [_stage_buffers(job, stage) for stage in range(job.parallel.pipeline)]
+    states = _rank_states(job, buffers, offload)
+    stages = [_stage_plan(job, stage, buffers[stage], states[stage]) for stage in range(job.parallel.pipeline)]
+    moved = [
+        [offloaded_bytes(stage, of_rank, offload) for of_rank in of_stage]
+        for stage, of_stage in zip(stages, states, strict=True)
+    ]
+    most = max(max(of_stage) for of_stage in moved)
+    room = min((plan.activations for plan in stages if plan.activations is not None), default=0)
+    of_links = [_link_plan(job, link, moved, most, room, forward, backward) for link in links]
+    by_rank = [[of_rank.total for of_rank in of_stage] for of_stage in states]
+    return Plan(job, offload, stages, by_rank, most, of_links, _notes(job, stages))
+
+
+def _stage_buffers(job: Job, stage: int) -> list[Buffer]:
+    return [
+        buffer
+        for index, chunk in enumerate(job.stages[stage])
+        for buffer in buffers_of(chunk, stage == index == 0, job.config.ddp, job.parallel)
+    ]
+
+
+def _rank_states(job: Job, buffers: list[list[Buffer]], offload: OffloadConfig) -> list[list[StateBytes]]:
+    """Return the states of each rank of each stage."""
+    parallel = job.parallel
+    found: list[list[StateBytes]] = []
+    for of_stage in buffers:
+        known: dict[tuple[int, int], StateBytes] = {}
+        found.append([])
+        for rank in range(parallel.stage_ranks):
+            key = (parallel.shard_index(rank, False), parallel.shard_index(rank, True))
+            if key not in known:
+                shards = [(buffer, key[buffer.expert]) for buffer in of_stage]
+                known[key] = state_bytes(shards, job.config.optimizer, offload)
+            found[-1].append(known[key])
+    return found
+
+
+def _stage_plan(job: Job, stage: int, buffers: list[Buffer], states: list[StateBytes]) -> StagePlan:
+    tensors = [tensor for chunk in job.stages[stage] for tensor in chunk]
+    parameters = sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors if not tensor.trainable)
+    is_mxfp8 = getattr(job.config.model, "fp8_recipe", None) == "mxfp8"
+    for buffer in buffers:
+        if buffer.places[0][0].quantized:
+            numel = sum(tensor.numel for tensor, *_ in buffer.places) if is_mxfp8 else buffer.numel
+            parameters += int(numel * (MXFP8_BYTES if is_mxfp8 else FP8_BYTES))
+        else:
+            parameters += buffer.numel * buffer.dtype.itemsize
+    of_ranks = sorted(states, key=lambda state: state.total)
+    return StagePlan(
+        stage=stage,
+        count=sum(tensor.numel for tensor in tensors if tensor.trainable),
+        parameters=parameters,
+        gradients=sum(buffer.numel * buffer.gradient.itemsize for buffer in buffers),
+        states=of_ranks[-1],
+        least_state=of_ranks[0].total,
+        activations=activation_bytes(job, stage),
+    )
+
+
+def offloaded_bytes(stage: StagePlan, states: StateBytes, offload: OffloadConfig) -> int:
+    """Return what of a rank's states leaves the GPU: all that may, or as much as the budget asks for.
+
+    Raises:
+        ValueError: there is a budget, and the activations are not known.
+    """
+    if offload.gpu_memory_budget_gib is None:
+        return states.offloaded
+    peak = stage.peak(0)
+    if peak is None:
+        raise ValueError("--budget-gib: the activations of this model are not known, so neither is what has to leave")
+    over = peak - offload.gpu_memory_budget_gib * 2**30
+    return int(min(max(0, over), states.offloaded))
+
+
+def _link_plan(
+    job: Job, link: Link, moved: list[list[int]], most: int, room: int, forward: float | None, backward: float | None
+) -> LinkPlan:
+    pinned = [states for of_stage in moved for states in of_stage]
+    nodes = [sum(pinned[first : first + link.gpus]) for first in range(0, len(pinned), link.gpus)]
+
+    def floor(forward: float, backward: float) -> float:
+        return floor_seconds(most, link.one_way, link.duplex, backward, forward, 0.0, room)
+
+    given = None if forward is None else floor(forward, 2 * forward if backward is None else backward)
+    enough = most / link.one_way
+    return LinkPlan(
+        link=link,
+        pinned=max(nodes),
+        link_seconds=enough,
+        most_floor=floor_seconds(most, link.one_way, link.duplex, 0.0, 0.0, 0.0, room),
+        floor=given,
+        hidden_from=enough if room >= most and floor(enough, 2 * enough) == 0 else None,
+    )
+
+
+def _notes(job: Job, stages: list[StagePlan]) -> list[str]:
+    model: Any = job.config.model
+    notes = [f"tensors from {job.source}"]
+    if any(plan.activations is None for plan in stages):
+        notes.append("activations of this kind of model are not known: peaks are without them")
+    elif getattr(model, "num_moe_experts", None):
+        notes.append(
+            "activations: tokens spread evenly over experts, without the dispatcher's buffers; not held against runs"
+        )
+    if getattr(model, "fp8", None):
+        notes.append(
+            "activations are counted as 16-bit, and not held against runs; FP8 copies of 16-bit weights are not"
+        )
+    if getattr(job.config.dist, "use_tp_pp_dp_mapping", False):
+        notes.append("dist.use_tp_pp_dp_mapping: pinned bytes per node are of ranks in the default order")
+    return notes

@@ -1,0 +1,77 @@
+"""The links between host and GPU of the systems that people train on, and where the figures come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Link:
+    """One GPU's link to its host memory, in bytes a second.
+
+    one_way: the slower direction alone; duplex: each way, both directions busy; gpus: of a node; source: of the
+    figures.
+    """
+
+    name: str
+    one_way: float
+    duplex: float
+    gpus: int
+    source: str
+
+
+LINKS = {
+    link.name: link
+    for link in (
+        Link(
+            "GB200",
+            225e9,
+            128e9,
+            4,
+            "not measured: NVLink-C2C 900 GB/s both ways for the two GPUs of a Grace, whose LPDDR5X gives up to 512 "
+            "GB/s (NVIDIA, GB200 NVL72 and Grace CPU data sheets)",
+        ),
+        Link(
+            "GH200",
+            297e9,
+            243e9,
+            4,
+            "not measured here: D2H 297 and H2D 375 GB/s, STREAM on LPDDR5X 486 GB/s (Schieffer et al., Harnessing "
+            "Integrated CPU-GPU System Memory for HPC, ICPP 2024, arXiv:2407.07850)",
+        ),
+        Link("H200", 55.4e9, 50.8e9, 8, "measured by `bridge-fgo bench` on one H200 alone on its host"),
+        Link(
+            "H100",
+            64e9,
+            64e9,
+            8,
+            "not measured: PCIe Gen5 x16, 128 GB/s both ways together (NVIDIA, H100 data sheet)",
+        ),
+    )
+}
+
+
+def links(system: str | None, link_gbs: float | None, gpus_per_node: int | None) -> list[Link]:
+    """Return the links to plan for.
+
+    Args:
+        system: one of `LINKS`; None for all.
+        link_gbs: GB/s each way, measured by the user, instead of the listed figures.
+        gpus_per_node: instead of the listed number.
+
+    Raises:
+        ValueError: no such system, or a number that makes no sense.
+    """
+    if system is not None and system.upper() not in LINKS:
+        raise ValueError(f"--system {system}: use one of {', '.join(LINKS)}")
+    if link_gbs is not None and link_gbs <= 0:
+        raise ValueError(f"--link-gbs {link_gbs}: use a number of GB/s above 0")
+    if gpus_per_node is not None and gpus_per_node < 1:
+        raise ValueError(f"--gpus-per-node {gpus_per_node}: use 1 or more")
+    chosen = list(LINKS.values()) if system is None else [LINKS[system.upper()]]
+    if link_gbs is not None:
+        given = {"one_way": link_gbs * 1e9, "duplex": link_gbs * 1e9, "source": "--link-gbs"}
+        chosen = [replace(link, **given) for link in chosen]
+        if system is None:
+            chosen = [replace(chosen[0], name="given")]
+    return [replace(link, gpus=gpus_per_node or link.gpus) for link in chosen]

@@ -1,0 +1,171 @@
+"""The plan as tables, as one JSON object and as a picture."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bridge_fgo.cli.plan.activations import WORKSPACES
+from bridge_fgo.cli.plan.estimate import Plan, StagePlan, offloaded_bytes
+
+COMPONENTS = ("parameters", "gradients", "masters", "moments", "activations", "workspaces")
+COLOURS = ("tab:blue", "tab:cyan", "tab:red", "tab:orange", "tab:green", "tab:gray")
+
+
+def gigabytes(count: float | None) -> str:
+    """Return bytes in GB (10^9) with two digits, or "?"."""
+    return "?" if count is None else f"{count / 1e9:.2f}"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as JSON takes it: bytes and seconds."""
+    estimate = plan.job.bridge_estimate
+    return {
+        "source": plan.job.source,
+        "parallel": asdict(plan.job.parallel) | {"data": plan.job.parallel.data},
+        "microbatches": plan.job.microbatches,
+        "offload": asdict(plan.offload),
+        "stages": [_stage_json(plan, stage) for stage in plan.stages],
+        "links": [asdict(link) for link in plan.links],
+        "bridge_estimate": estimate,
+        "flag": plan.job.flag,
+        "refusals": plan.job.refusals,
+        "notes": plan.notes,
+    }
+
+
+def _stage_json(plan: Plan, stage: StagePlan) -> dict[str, Any]:
+    away = offloaded_bytes(stage, stage.states, plan.offload)
+    return {
+        "stage": stage.stage,
+        "parameter_count": stage.count,
+        **components(stage),
+        "state_bytes": stage.states.total,
+        "least_state_bytes": stage.least_state,
+        "offloaded": away,
+        "peak_resident": stage.peak(0),
+        "peak_offloaded": stage.peak(away),
+    }
+
+
+def components(stage: StagePlan) -> dict[str, int | None]:
+    """Return the bytes of each of `COMPONENTS`, resident."""
+    return {
+        "parameters": stage.parameters,
+        "gradients": stage.gradients,
+        "masters": stage.states.masters,
+        "moments": stage.states.moments,
+        "activations": stage.activations,
+        "workspaces": WORKSPACES,
+    }
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    """Print the tables."""
+    parallel = plan.job.parallel
+    console.print(
+        f"{parallel.gpus} GPUs: tensor {parallel.tensor}, pipeline {parallel.pipeline}, context {parallel.context}, "
+        f"expert {parallel.expert}; dense states over {parallel.shards(False)} ranks, expert states over "
+        f"{parallel.shards(True)}; {plan.job.microbatches} microbatches a step"
+    )
+    table = Table(
+        title="GB on the fullest rank of each pipeline stage; peaks resident and offloaded", title_justify="left"
+    )
+    for name in ("stage", "params", "grads", "masters", "moments", "activ.", "peak"):
+        table.add_column(name, justify="right")
+    table.add_column("offloaded", justify="right", style="bold")
+    table.add_column("on host", justify="right")
+    for stage in plan.stages:
+        away = offloaded_bytes(stage, stage.states, plan.offload)
+        values = (*list(components(stage).values())[:-1], stage.peak(0), stage.peak(away), away)
+        table.add_row(str(stage.stage), *(gigabytes(value) for value in values))
+    console.print(table)
+    _print_bridges_estimate(console, plan)
+    _print_links(console, plan)
+    for note in plan.notes:
+        console.print(f"- {note}", markup=False)
+    for refusal in plan.job.refusals:
+        word = "refused" if plan.job.flag else "refused, once the flag is set"
+        console.print(f"{word}: {refusal}", markup=False, style="red")
+
+
+def _print_bridges_estimate(console: Console, plan: Plan) -> None:
+    theirs = plan.job.bridge_estimate
+    if theirs is None:
+        return
+    fullest = max(plan.stages, key=lambda stage: stage.fixed)
+    ours = fullest.fixed - WORKSPACES
+    left = ours - offloaded_bytes(fullest, fullest.states, plan.offload)
+    estimated = theirs["weights_gradients_states"]
+    console.print(
+        f"Weights, gradients and states of the fullest rank: {gigabytes(ours)} GB, of which {gigabytes(left)} GB stay "
+        f"with the offload; Bridge's own estimator says {gigabytes(estimated)} GB (it counts 18 bytes a parameter, the "
+        "12 of the states sharded, whatever their dtypes, and no offload)"
+    )
+
+
+def _print_links(console: Console, plan: Plan) -> None:
+    table = Table(title="A node's pinned memory, and the copies of the fullest rank in seconds", title_justify="left")
+    for name in ("system", "GPUs", "pinned GB", "GB/s", "one way", "bare floor"):
+        table.add_column(name, justify="right")
+    table.add_column("floor", justify="right", style="bold")
+    table.add_column("hidden from", justify="right")
+    for row in plan.links:
+        link = row.link
+        table.add_row(
+            link.name,
+            str(link.gpus),
+            gigabytes(row.pinned),
+            f"{link.one_way / 1e9:.0f} / {link.duplex / 1e9:.0f}",
+            f"{row.link_seconds:.3f}",
+            f"{row.most_floor:.3f}",
+            "-" if row.floor is None else f"{row.floor:.3f}",
+            "-" if row.hidden_from is None else f"{row.hidden_from:.3f}",
+        )
+    console.print(table)
+    console.print(
+        "GB/s: of a GPU alone, one way / each way with both busy; --link-gbs takes your own measurement. Bare floor: "
+        "what a step gets longer by at least with nothing to hide behind; floor: with --forward-seconds; hidden from: "
+        "the seconds of a microbatch's forward, its backward twice as long, from which nothing is added"
+    )
+    for row in plan.links:
+        console.print(f"- {row.link.name}: {row.link.source}", markup=False)
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Draw the components of each stage, resident and offloaded, into a picture (its format by the file's name).
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--picture needs matplotlib: pip install 'bridge-fgo[bench]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(max(5.0, 1.2 * len(plan.stages) + 3), 4), layout="constrained")
+    for stage in plan.stages:
+        resident = {name: value or 0 for name, value in components(stage).items()}
+        away = offloaded_bytes(stage, stage.states, plan.offload)
+        left = dict(resident)
+        of_moments = min(away, left["moments"])
+        left["moments"] -= of_moments
+        left["masters"] -= away - of_moments
+        for offset, parts in ((-0.21, resident), (0.21, left)):
+            bottom = 0.0
+            for name, colour in zip(COMPONENTS, COLOURS, strict=True):
+                label = name if stage.stage == 0 and offset < 0 else None
+                axes.bar(stage.stage + offset, parts[name] / 1e9, 0.38, bottom=bottom, color=colour, label=label)
+                bottom += parts[name] / 1e9
+            axes.text(stage.stage + offset, bottom, f"{bottom:.1f}", ha="center", va="bottom", fontsize=8)
+    axes.set_xticks(range(len(plan.stages)), [f"stage {stage.stage}" for stage in plan.stages])
+    axes.set(ylabel="GB on the fullest rank", title="Resident (left) and with the states offloaded (right)")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

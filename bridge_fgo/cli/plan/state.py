@@ -1,0 +1,88 @@
+"""The optimizer states of one rank, by the engine's own arithmetic on tensors without memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from bridge_fgo.cli.plan.layout import Buffer
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine.plan import select
+from bridge_fgo.engine.states import MASTER, MOMENTS, Bundle, bundles
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of a rank: master weights, moments, and what of both is offloaded."""
+
+    masters: int
+    moments: int
+    offloaded: int
+
+    @property
+    def total(self) -> int:
+        """All optimizer state: the engine's `state_bytes`."""
+        return self.masters + self.moments
+
+
+def state_bytes(shards: list[tuple[Buffer, int]], optimizer: Any, config: OffloadConfig) -> StateBytes:
+    """Return the states of the rank that updates the given shards.
+
+    Args:
+        shards: buffers, each with the index of the rank's shard.
+        optimizer: Bridge's OptimizerConfig.
+        config: what is offloaded. With a fraction, exact to the states of one parameter.
+    """
+    everything = []
+    for expert in (False, True):  # mcore makes an optimizer of each, and so does the engine
+        of_kind = [(buffer, index) for buffer, index in shards if buffer.expert is expert]
+        everything.append(bundles(_optimizer(of_kind, optimizer)))
+    offloaded = sum(_offloaded(states, config) for states in everything)
+    by_kind = {"master": 0, "moment": 0}
+    for states in everything:
+        for bundle in states:
+            for ref in bundle.refs:
+                by_kind[ref.kind] += ref.nbytes
+    return StateBytes(by_kind["master"], by_kind["moment"], offloaded)
+
+
+def _offloaded(states: list[Bundle], config: OffloadConfig) -> int:
+    wanted = {"moment": config.moments, "master": config.master_weights}
+    sizes = [sum(ref.nbytes for ref in bundle.refs if wanted[ref.kind]) for bundle in states]
+    return sum(sizes[i] for i in select(sizes, config.fraction))
+
+
+def _optimizer(shards: list[tuple[Buffer, int]], config: Any) -> SimpleNamespace:
+    """Return what `bundles` reads of a DistributedOptimizer, as mcore would build it for these shards."""
+    adam_has_masters = keeps_masters_in_adam(config)
+    masters, weights = [], []
+    for buffer, index in shards:
+        for tensor, numel in buffer.shard(index):
+            of_model = torch.empty(numel, dtype=tensor.dtype, device="meta")
+            if tensor.dtype == torch.float32 or adam_has_masters:
+                weights.append(of_model)  # of native fp32 parameters the weight itself is updated
+            else:
+                masters.append(of_model.float())
+    adam = SimpleNamespace(param_groups=[{"params": [*weights, *masters]}], state={})
+    if config.use_precision_aware_optimizer:
+        adam.name_to_dtype_map = {key: getattr(config, f"{key}_dtype") for key in MOMENTS}
+        adam.name_to_dtype_map[MASTER] = config.main_params_dtype
+        adam.master_weights = adam_has_masters
+        adam.store_param_remainders = config.store_param_remainders
+    return SimpleNamespace(optimizer=adam, shard_fp32_from_float16_groups=[masters], buffers=[])
+
+
+def keeps_masters_in_adam(config: Any) -> bool:
+    """Return whether Transformer Engine's Adam has the master weights, and not mcore.
+
+    mcore's `use_precision_aware_optimizer_no_fp8_or_ds_fp8`: it has them under the precision-aware optimizer, but
+    for FP8 recipes other than delayed scaling.
+    """
+    return config.use_precision_aware_optimizer and (
+        config.main_params_dtype != torch.float32
+        or config.fp8_recipe in (None, "delayed")
+        or config.optimizer_cpu_offload
+    )

@@ -1,0 +1,180 @@
+"""`bridge-fgo doctor` and `plan` as commands, and without Megatron."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bridge_fgo.cli.doctor import command, installed, machine
+from bridge_fgo.cli.job import job as job_module
+from bridge_fgo.cli.job.saved_config import load_saved_config
+from bridge_fgo.cli.main import app
+
+GIB = 2**30
+
+
+def run(*arguments: str):
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def no_megatron(monkeypatch):
+    """Megatron cannot be found."""
+    for module in (command, installed, job_module):
+        monkeypatch.setattr(module, "missing_packages", lambda: ["megatron-bridge", "megatron-core"])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, cpu_standins):
+    """A run config as Bridge saves it, of a small GPT with the flag set: 2 layers of 128, a vocabulary of 256."""
+    import bridge_fgo
+    from bridge_fgo.cli.arms.cpu_model import CpuOptions, make_config
+
+    path = tmp_path_factory.mktemp("saved") / "run_config.yaml"
+    with bridge_fgo.install():
+        config = make_config(CpuOptions(offload=True))
+        config.model.transformer_layer_spec = None
+        config.to_yaml(str(path))
+    return path
+
+
+def changed(saved, tmp_path, before: str, after: str):
+    text = saved.read_text()
+    assert text.count(before) >= 1, before
+    path = tmp_path / "run_config.yaml"
+    path.write_text(text.replace(before, after))
+    return str(path)
+
+
+def test_a_saved_config_is_read_without_megatron(saved):
+    config = load_saved_config(saved)
+    assert config.optimizer.offload_optimizer_states is True
+    assert config.optimizer.exp_avg_dtype is torch.float32 and config.model.pipeline_dtype is torch.bfloat16
+    assert config.model.activation_func == "gelu" and config.model.hidden_size == 128
+
+
+def test_one_distributed_optimizer_flag_turns_on_both_as_in_bridge(saved, tmp_path):
+    text = saved.read_text()
+    head, mark, tail = text.partition("\noptimizer:\n")
+    path = tmp_path / "run_config.yaml"
+    path.write_text(head + mark + tail.replace("use_distributed_optimizer: true", "use_distributed_optimizer: false"))
+    assert load_saved_config(path).optimizer.use_distributed_optimizer is True
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: {b", "_target_: megatron.bridge.training.config.ConfigContainer"])
+def test_what_is_no_saved_config_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "run_config.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"run_config\.yaml"):
+        load_saved_config(path)
+
+
+def test_doctor_works_without_megatron_and_without_a_config(no_megatron):
+    status, output = run("doctor", "--json")
+    found = json.loads(output)
+    assert status == 0 and found["refusals"] == []
+    assert found["installed"]["torch"] == torch.__version__ and found["installed"]["mcore"] is None
+    assert any("megatron-bridge" in note for note in found["notes"])
+
+
+def test_doctor_counts_the_states_of_a_saved_config_without_megatron(no_megatron, saved):
+    status, output = run("doctor", str(saved), "--json")
+    found = json.loads(output)
+    assert status == 0, output
+    elements = 2 * (4 * 128**2 + 4 * 128 + 8 * 128**2 + 5 * 128 + 4 * 128) + 2 * 128 + 2 * 256 * 128
+    assert found["config"]["flag"] is True and found["config"]["state_bytes"] == [12 * elements]
+
+
+def test_every_refusal_is_listed_and_the_status_is_1(no_megatron, saved, tmp_path):
+    path = changed(saved, tmp_path, "optimizer_cuda_graph: false", "optimizer_cuda_graph: true")
+    text = (tmp_path / "run_config.yaml").read_text()
+    (tmp_path / "run_config.yaml").write_text(text.replace("cuda_graph_impl: none", "cuda_graph_impl: full_iteration"))
+    status, output = run("doctor", path, "--json")
+    refusals = json.loads(output)["refusals"]
+    assert status == 1 and len(refusals) == 2
+    assert "optimizer.optimizer_cuda_graph=True" in refusals[0] and "full-iteration CUDA graph" in refusals[1]
+    assert run("plan", path)[0] == 1
+
+
+def test_with_the_flag_unset_nothing_is_refused_but_told(no_megatron, saved, tmp_path):
+    path = changed(saved, tmp_path, "offload_optimizer_states: true", "offload_optimizer_states: false")
+    text = (tmp_path / "run_config.yaml").read_text()
+    (tmp_path / "run_config.yaml").write_text(text.replace("optimizer_cuda_graph: false", "optimizer_cuda_graph: true"))
+    status, output = run("doctor", path, "--json")
+    found = json.loads(output)
+    assert status == 0 and found["refusals"] == []
+    assert any("with the flag set, refused: optimizer.optimizer_cuda_graph" in note for note in found["notes"])
+
+
+def test_a_node_without_the_memory_is_refused(no_megatron, saved, monkeypatch):
+    gpus = [machine.Gpu("test", 80 * GIB, 1)] * 4
+    here = machine.Machine(gpus, 1, 8, 4 * GIB, 4 * GIB, None, None)
+    monkeypatch.setattr(command, "look", lambda: here)
+    assert run("doctor", str(saved), "--no-probe", "--gpus", "8")[0] == 0
+    monkeypatch.setattr("bridge_fgo.engine.host_memory.total_bytes", lambda: 2**20)
+    status, output = run("doctor", str(saved), "--no-probe", "--gpus", "8", "--json")
+    assert status == 1 and "4 rank(s)" in json.loads(output)["refusals"][0]
+
+
+def test_limits_that_are_too_low_are_warned_of():
+    few = machine.Machine([machine.Gpu("test", 80 * GIB, None)], 2, 8, GIB, GIB, 2**16, 2**20)
+    found = machine.warnings(few, GIB, saves_in_background=True)
+    assert [next(w for w in ("NUMA", "ulimit", "/dev/shm") if w in text) for text in found] == [
+        "NUMA", "ulimit", "/dev/shm"
+    ]  # fmt: skip
+    enough = machine.Machine([machine.Gpu("test", 80 * GIB, 4)], 2, 8, GIB, GIB, None, 2 * GIB)
+    assert machine.warnings(enough, GIB, saves_in_background=True) == []
+
+
+def test_the_driver_is_read_from_the_kernel(tmp_path, monkeypatch):
+    path = tmp_path / "version"
+    path.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build\n")
+    monkeypatch.setattr(installed, "DRIVER", path)
+    assert installed.driver_version() == "570.124.06"
+
+
+def test_plan_prints_one_object_and_draws(no_megatron, saved, tmp_path):
+    picture = tmp_path / "plan.png"
+    status, output = run("plan", str(saved), "--json", "--system", "H200", "--gpus", "2", "--picture", str(picture))
+    found = json.loads(output)
+    assert status == 0 and found["parallel"]["data"] == 2 and len(found["links"]) == 1
+    (stage,) = found["stages"]
+    assert stage["state_bytes"] - stage["least_state_bytes"] < 12 * 128 + stage["state_bytes"] // 100
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--system", "A100"], "--system A100"),
+        (["--link-gbs", "0"], "--link-gbs"),
+        (["--backward-seconds", "1"], "--forward-seconds"),
+        (["--fraction", "2"], "OffloadConfig.fraction"),
+        (["--gpus", "0"], "--gpus"),
+    ],
+)
+def test_a_users_mistake_is_named(no_megatron, saved, arguments, message):
+    status, output = run("plan", str(saved), *arguments)
+    assert status == 2 and message in output
+
+
+def test_a_recipe_without_megatron_says_what_is_missing(no_megatron):
+    status, output = run("plan", "deepseek_v3_256gpu")
+    assert status == 2 and "megatron-bridge" in output and "run_config.yaml" in output
+
+
+@pytest.mark.parametrize("implementation", ["none", "local", "transformer_engine", "full_iteration"])
+@pytest.mark.parametrize("modules", [None, "attn,full_iteration", ["CudaGraphScope.full_iteration"], ["attn"], "full"])
+def test_full_iteration_graphs_are_told_as_bridge_does(cpu_standins, implementation, modules):
+    from megatron.bridge.utils.cuda_graph import is_full_iteration_cuda_graph
+
+    from bridge_fgo.wiring.refusals import captures_full_iteration
+
+    for name in ("cuda_graph_modules", "cuda_graph_scope"):
+        config = SimpleNamespace(cuda_graph_impl=implementation, **{name: modules})
+        assert captures_full_iteration(config) == is_full_iteration_cuda_graph(config)
