@@ -33,7 +33,7 @@ ENV_NAMES="${ENV_NAMES:-}"                                # names that enter the
 CHECKPOINTS="${CHECKPOINTS-$PWD/checkpoints/$RECIPE}"     # saved to and resumed from; empty: as the recipe says
 MAX_RESTARTS="${MAX_RESTARTS:-3}"                         # a failed job is queued again as long as it began fewer times
 NUMA="${NUMA:-1}"                                         # 0: processes and their pinned memory on any CPU
-PREFLIGHT="${PREFLIGHT-bridge-fgo doctor}"                # on every node, before training; empty: none
+PREFLIGHT="${PREFLIGHT-bridge-fgo doctor $RECIPE}"        # on every node, before training; empty: none
 PYTHON="${PYTHON:-python}"
 DRY_RUN="${DRY_RUN:-0}"
 

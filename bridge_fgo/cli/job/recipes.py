@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bridge_fgo.recipes.catalog import RECIPES, Recipe
+
 
 def load_config(target: str) -> tuple[Any, int | None]:
     """Return the ConfigContainer that `target` names, and how many GPUs it is for, where its recipe says so.
@@ -18,8 +20,15 @@ def load_config(target: str) -> tuple[Any, int | None]:
 
     Raises:
         ValueError: nothing of that name, or the recipe could not be built (most of Bridge's read the model's
-            Hugging Face config, and need network or a filled cache).
+            Hugging Face config, and need network or a filled cache), or it trains adapters.
     """
+    config, gpus = _load(target)
+    if getattr(config, "peft", None) is not None:
+        raise ValueError(f"{target}: peft is set, and how many parameters its adapters have is not known here")
+    return config, gpus
+
+
+def _load(target: str) -> tuple[Any, int | None]:
     if Path(target).suffix in (".yaml", ".yml"):
         from megatron.bridge.training.config import ConfigContainer
 
@@ -38,12 +47,8 @@ def load_config(target: str) -> tuple[Any, int | None]:
 
 def find_builder(name: str) -> tuple[Callable[[], Any], int | None]:
     """Return the function that builds the recipe `name`, and its GPUs; see `load_config`."""
-    try:
-        catalog = importlib.import_module("bridge_fgo.recipes.catalog").RECIPES
-    except ModuleNotFoundError:  # an installation without recipes
-        catalog = {}
-    if name in catalog:
-        return partial(_build_own, catalog[name]), catalog[name].gpus
+    if name in RECIPES:
+        return partial(_build_own, RECIPES[name]), RECIPES[name].gpus
     if ":" in name:
         module, _, function = name.partition(":")
         try:
@@ -55,10 +60,14 @@ def find_builder(name: str) -> tuple[Callable[[], Any], int | None]:
         return builder, None
     raise ValueError(
         f"there is no recipe {name!r}: it is no function of megatron.bridge.recipes, and this project's are: "
-        f"{', '.join(sorted(catalog)) or 'not installed'}; a function of your own is module:function, a saved config "
+        f"{', '.join(sorted(RECIPES))}; a function of your own is module:function, a saved config "
         "the path of a run_config.yaml"
     )
 
 
-def _build_own(recipe: Any) -> Any:
-    return importlib.import_module("bridge_fgo.recipes.config").build(recipe, offload=True, hf="kept").config
+def _build_own(recipe: Recipe) -> Any:
+    from bridge_fgo.recipes.config import build
+    from bridge_fgo.recipes.train import require_mcore
+
+    require_mcore(recipe)
+    return build(recipe, offload=True, hf="kept").config

@@ -1,0 +1,36 @@
+"""The names that `plan` and `doctor` take for a job."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from bridge_fgo.cli.job import recipes
+
+pytestmark = pytest.mark.usefixtures("cpu_standins")
+
+
+def test_a_recipe_of_this_project_comes_with_the_offload_on_and_its_gpus():
+    config, gpus = recipes.load_config("llama3_70b_64gpu")
+    assert config.optimizer.offload_optimizer_states is True
+    assert gpus == 64
+
+
+def test_a_recipe_that_the_installed_mcore_cannot_build_says_what_it_needs():
+    with pytest.raises(ValueError, match="needs Megatron-LM's dev branch"):
+        recipes.load_config("dsv4_flash_64gpu")
+
+
+def test_an_unknown_name_is_answered_with_those_that_there_are():
+    with pytest.raises(ValueError, match=r"no recipe 'lama'.*llama3_70b_64gpu"):
+        recipes.load_config("lama")
+
+
+def test_adapters_are_refused_instead_of_counting_the_whole_model(monkeypatch):
+    module = types.ModuleType("with_adapters")
+    module.recipe = lambda: types.SimpleNamespace(peft=object())
+    monkeypatch.setitem(sys.modules, "with_adapters", module)
+    with pytest.raises(ValueError, match="peft is set"):
+        recipes.load_config("with_adapters:recipe")
