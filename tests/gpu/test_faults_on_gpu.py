@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from fault_arm import POINTS
+from test_background_saves import shards
 from test_parallelism import run_arm
 from test_pretrain import needs_gpus
-from test_resume import shards
 
 from bridge_fgo.cli.arms import runner
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from test_background_saves import shards
 from test_pretrain import ARM, SMALL, assert_bitwise_equal, both_arms, needs_gpus, torchrun
-from test_resume import shards
 
 from bridge_fgo.cli.arms import runner
 
