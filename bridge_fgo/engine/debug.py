@@ -42,6 +42,8 @@ class DebugTransfers:
       are done at once, they are put off until something asks for their end, which is as late as a GPU could be.
     - GPU memory is poisoned before it is given back, and after it is taken, before the copy in.
     - The host buffer is poisoned when its slab is readable again: the only valid bytes are on the GPU from then on.
+      With CUDA not before the next pass, or the next save: the host would have to wait for the copy in, which would
+      hide a wait that is missing.
     """
 
     def __init__(self, transfers: Transfers, seed: int) -> None:
@@ -49,9 +51,12 @@ class DebugTransfers:
         self._random = random.Random(seed)
         self._late_out: weakref.WeakSet[Slab] = weakref.WeakSet()
         self._late_in: weakref.WeakSet[Slab] = weakref.WeakSet()
+        self._stale: weakref.WeakSet[Slab] = weakref.WeakSet()
+        """Slabs whose host buffer nobody may read and that is not poisoned yet."""
 
     def begin_pass(self) -> None:
         """See `Transfers.begin_pass`."""
+        self._poison_stale()
         self._transfers.begin_pass()
 
     def on_compute_stream(self) -> AbstractContextManager[object]:
@@ -65,6 +70,7 @@ class DebugTransfers:
     def copy_out(self, slab: Slab) -> None:
         """See `Transfers.copy_out`."""
         self._late_out.discard(slab)  # of an offload that was given up
+        self._stale.discard(slab)
         if self._is_put_off(out=True):
             self._late_out.add(slab)
         else:
@@ -94,8 +100,16 @@ class DebugTransfers:
             self._late_in.discard(slab)
             self._transfers.copy_in(slab)
         self._transfers.wait_in(slab)
-        self._transfers.finish_in()
-        slab.host.tensor.fill_(POISON)
+        self._stale.add(slab)
+        if not isinstance(self._transfers, CudaTransfers):
+            self._poison_stale()
+
+    def _poison_stale(self) -> None:
+        if self._stale:
+            self._transfers.finish_in()
+        for slab in self._stale:
+            slab.host.tensor.fill_(POISON)
+        self._stale.clear()
 
     def wait_out(self, slab: Slab) -> None:
         """See `Transfers.wait_out`."""
@@ -107,6 +121,7 @@ class DebugTransfers:
         for slab in list(self._late_out):
             self._catch_up_out(slab)
         self._transfers.finish_out()
+        self._poison_stale()
 
     def finish_in(self) -> None:
         """See `Transfers.finish_in`."""

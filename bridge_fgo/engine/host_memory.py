@@ -21,10 +21,10 @@ def require_host_memory(nbytes: int, pinned: int, ranks: int | None = None) -> N
     Args:
         nbytes: what this rank is about to pin.
         pinned: what it has pinned already, for other optimizers.
-        ranks: of this node; what torchrun says when None.
+        ranks: of this node; `ranks_of_this_node` when None.
     """
     if ranks is None:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        ranks = ranks_of_this_node()
     free, whole = available_bytes(), total_bytes()
     needed = pinned + nbytes
     if nbytes <= free and ranks * needed <= whole:
@@ -35,6 +35,15 @@ def require_host_memory(nbytes: int, pinned: int, ranks: int | None = None) -> N
         f"OffloadConfig.fraction (at most {min(pinned + free, whole // ranks) / needed:.2f} times what it is now), set "
         "moments=False or master_weights=False, or give the job more host memory"
     )
+
+
+def ranks_of_this_node() -> int:
+    """Return how many ranks torchrun, or srun, has started on this node; 1 where neither says.
+
+    srun's nodes may have different numbers ("4(x15),2"): the first, which is the largest as Slurm fills nodes.
+    """
+    tasks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    return int(tasks.split("(")[0].split(",")[0])
 
 
 def available_bytes() -> int:

@@ -77,8 +77,6 @@ class NativeOffloader:
         self._inner_step = InnerStep(optimizer.optimizer)
         self._master_copy = MasterCopy(optimizer)
         self._snapshot: Snapshot | None = None
-        self._torn = False
-        """Whether an optimizer step updated some parts and not the others."""
         if not self._master_copy.divides():
             schedule.masters_held_bytes += sum(slab.nbytes for slab in self._slabs if slab.is_copied_to_model)
 
@@ -162,12 +160,7 @@ class NativeOffloader:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """See `Offloader.stepping`: the inner optimizer steps part by part, as the states come and go.
-
-        Raises:
-            RuntimeError: an error ended an earlier step between two parts.
-        """
-        self._require_whole("updated")
+        """See `Offloader.stepping`: the inner optimizer steps part by part, as the states come and go."""
         if not self._inner_step.divides():
             self.require_writable()
             yield
@@ -185,17 +178,8 @@ class NativeOffloader:
             self._inner_step.update(None)  # parameters whose states are not offloaded
             self._schedule.step(self.parts, update, hold_masters=not by_part)
 
-        self._torn = True  # until the last part is updated: an error on the way leaves it so
         with self._inner_step.replaced(step, self._owners), self._master_copy.session():
             yield
-        self._torn = False
-
-    def _require_whole(self, what: str) -> None:
-        if self._torn:
-            raise RuntimeError(
-                f"the optimizer state cannot be {what}: an error ended an optimizer step after some parameters were "
-                "updated and before others were; build the optimizer anew and resume from the last checkpoint"
-            )
 
     def copy_masters(self, copy: Callable[[], Any]) -> Any:
         """See `Offloader.copy_masters`."""
@@ -213,18 +197,17 @@ class NativeOffloader:
 
     @contextmanager
     def saving(self, copies: bool) -> Iterator[None]:
-        """See `Offloader.saving`: nothing moves.
-
-        Raises:
-            RuntimeError: an error ended the newest optimizer step between two parts.
-        """
-        self._require_whole("saved")
+        """See `Offloader.saving`: nothing moves."""
         self._snapshot = Snapshot(self._owners, self._schedule.transfers, copies)
         try:
             with self._snapshot.session():
                 yield
         finally:
             self._snapshot = None
+
+    def require_whole(self, what: str) -> None:
+        """See `Offloader.require_whole`."""
+        self._schedule.require_whole(what)
 
     @property
     def is_saving(self) -> bool:

@@ -81,6 +81,12 @@ class Offloader(Protocol):
         """
         ...
 
+    def require_whole(self, what: str) -> None:
+        """Raise RuntimeError where an error ended an optimizer step half-way.
+
+        what: is about to be done to the states, in a word.
+        """
+
     @property
     def is_saving(self) -> bool:
         """Whether inside the block states need not be readable, because `hand_out` gives them."""

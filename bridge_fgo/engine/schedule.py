@@ -54,6 +54,8 @@ class Schedule:
         """Masters that cannot leave before the optimizer step is over, because they are copied to the model at once."""
         self.signature: object = None
         """What a pass must have in common with the measured one: set before a pass; the number of microbatches."""
+        self.torn = False
+        """Whether an optimizer step began and did not end: some parameters are updated, others are not."""
         self.agree: Agree = lambda room, least: (room, least)
         self.announce: Callable[[str], None] = lambda text: None
         self._meter = meter
@@ -83,6 +85,18 @@ class Schedule:
         self.parts = [part for part in self.parts if part not in parts]
         self._coming, self._position, self._next = [], {}, 0
         self._leaving.clear()
+
+    def require_whole(self, what: str) -> None:
+        """See `Offloader.require_whole`.
+
+        Raises:
+            RuntimeError: an error ended an optimizer step half-way.
+        """
+        if self.torn:
+            raise RuntimeError(
+                f"the optimizer state cannot be {what}: an error ended an optimizer step after some parameters were "
+                "updated and before others were; build the optimizer anew and resume from the last checkpoint"
+            )
 
     # The pass.
 
@@ -245,11 +259,12 @@ class Schedule:
 
     def release_everything(self) -> None:
         """Free every slab that may leave; for work between steps that needs the memory."""
-        for part in self.parts:
-            for slab in part.slabs:
-                if not part.stays and slab.slab.exists():
-                    slab.tracker.offload()  # where a reader between steps has had it brought back
-                    slab.tracker.release()
+        with self.transfers.on_compute_stream():
+            for part in self.parts:
+                for slab in part.slabs:
+                    if not part.stays and slab.slab.exists():
+                        slab.tracker.offload()  # where a reader between steps has had it brought back
+                        slab.tracker.release()
 
     # Measuring, and what follows from it.
 

@@ -136,27 +136,30 @@ class CudaTransfers:
 
     def copy_out(self, slab: Slab) -> None:
         """See `Transfers.copy_out`."""
-        # Race: optimizer.step() or the adoption, queued on the current stream, still writes the states.
-        self._here.record(current_stream(self._index))
-        self._out.wait(self._here)
+        for stream in self._streams():
+            # Race: optimizer.step() or the adoption, queued on the stream, still writes the states.
+            self._here.record(stream)
+            self._out.wait(self._here)
         self._out.copy(slab.host_address, slab.gpu_address, slab.nbytes, self._events(slab)[0])
 
     def release(self, slab: Slab) -> None:
         """See `Transfers.release`.
 
-        The wait is on the current stream, so the memory is free for it at once; `record_stream` would keep
+        The wait is on the stream whose memory it is, so that this is free for it at once; `record_stream` would keep
         the block from everybody until the allocator sees the copy end, and reserve new memory meanwhile.
         """
-        # Race: forward's activations would be written into the memory while the copy out still reads it.
-        self._events(slab)[0].hold(current_stream(self._index))
+        for stream in self._streams():
+            # Race: forward's activations would be written into the memory while the copy out still reads it.
+            self._events(slab)[0].hold(stream)
         slab.free()
 
     def copy_in(self, slab: Slab) -> None:
         """See `Transfers.copy_in`."""
-        slab.allocate()
         out_done, in_done = self._events(slab)
-        # Race: the allocator handed out memory whose last user may still run on the current stream.
-        self._here.record(current_stream(self._index))
+        with self.on_compute_stream():  # whose memory it is: a reader's side stream would get the block back from it
+            slab.allocate()
+            # Race: the allocator handed out memory whose last user may still run on the stream.
+            self._here.record(current_stream(self._index))
         self._in.wait(self._here)
         # Race: the copy out may still be writing the host buffer that this copy reads.
         self._in.wait(out_done)
@@ -164,13 +167,9 @@ class CudaTransfers:
 
     def wait_in(self, slab: Slab) -> None:
         """See `Transfers.wait_in`."""
-        done, reader = self._events(slab)[1], current_stream(self._index)
-        # Race: optimizer.step(), a save or a second offload would use states that have not all landed.
-        done.hold(reader)
-        if reader != self._compute.cuda_stream:
-            # Race: after a reader on a side stream the slab counts as readable, so that the optimizer step on the
-            # training stream would wait for nothing.
-            done.hold(self._compute.cuda_stream)
+        for stream in self._streams():
+            # Race: optimizer.step(), a save or a second offload would use states that have not all landed.
+            self._events(slab)[1].hold(stream)
 
     def finish_out(self) -> None:
         """See `Transfers.finish_out`."""
@@ -190,8 +189,18 @@ class CudaTransfers:
 
     def wait_out(self, slab: Slab) -> None:
         """See `Transfers.wait_out`."""
-        # Race: GPU memory that is let go of while a copy out, given up since, still reads it.
-        self._events(slab)[0].hold(current_stream(self._index))
+        for stream in self._streams():
+            # Race: GPU memory that is let go of while a copy out, given up since, still reads it.
+            self._events(slab)[0].hold(stream)
+
+    def _streams(self) -> tuple[int, ...]:
+        """Return the current stream and the training stream; the same, but for a reader on a side stream.
+
+        What such a reader waits for, the training stream has to wait for too: to it the slab counts as readable, or
+        its memory as free, from then on.
+        """
+        current, compute = current_stream(self._index), self._compute.cuda_stream
+        return (current,) if current == compute else (current, compute)
 
     def _events(self, slab: Slab) -> tuple[Event, Event]:
         events = self._done.get(slab)

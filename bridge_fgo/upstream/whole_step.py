@@ -40,6 +40,9 @@ class WholeStep(ABC):
         self.require_readable()
         yield
 
+    def require_whole(self, what: str) -> None:  # noqa: B027
+        """See `Offloader.require_whole`: a step is what it is without the package."""
+
     is_saving = False
     """See `Offloader.is_saving`."""
 

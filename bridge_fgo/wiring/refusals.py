@@ -15,6 +15,7 @@ import torch
 
 from bridge_fgo.compat import Choice, check_flag, choose_engine, flag_is_set
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine.host_memory import ranks_of_this_node
 from bridge_fgo.engine.states import MOMENTS
 
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
@@ -113,9 +114,10 @@ def refuse_small_shared_memory(checkpoint: Any, copies: list[int]) -> None:
         return
     if not checkpoint.use_persistent_ckpt_worker:  # a fork has the memory already
         return
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = ranks_of_this_node()
     shared = os.statvfs(SHARED_MEMORY)
-    free, needed = shared.f_bavail * shared.f_frsize, ranks * sum(copies)
+    has_limit = shared.f_blocks > 0  # a tmpfs without one says 0
+    free, needed = shared.f_bavail * shared.f_frsize, ranks * sum(copies) if has_limit else 0
     files, limit = len(copies) + OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     for what, there, wanted, how in (
         ("bytes of /dev/shm", free, needed, "start the container with a larger one (--shm-size, or --ipc=host)"),

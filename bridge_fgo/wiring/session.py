@@ -95,6 +95,8 @@ class Session:
         self._over_budget = False
         self.updated = False
         """Whether the optimizer stepped in the newest training step; the wrapper of the step sets it."""
+        self._updating = False
+        """Whether an optimizer has begun to step in the present training step."""
 
     # What the wrappers call, in the order of one training step.
 
@@ -109,6 +111,7 @@ class Session:
         """
         self.figures.begin_step()
         self._updates_before, self.updated = self._updates, False
+        self._updating = False
         _active.append(self)
         try:
             with reload_hook(self.model_config, self), self._points.hooked(model, self.schedule):
@@ -117,6 +120,8 @@ class Session:
                 yield
         finally:
             _active.pop()
+        if self.schedule is not None and self._updating:
+            self.schedule.torn = False
         # A skipped step and an early exit leave a reload in flight: whatever reads the states next (a save,
         # a callback) does so on the current stream.
         for offloader in self.offloaders:
@@ -186,8 +191,16 @@ class Session:
             self.schedule.reload()
 
     def updating(self) -> None:
-        """An optimizer is about to step, so that every state will exist."""
+        """An optimizer is about to step, so that every state will exist.
+
+        Raises:
+            RuntimeError: an error ended an earlier step half-way.
+        """
         self._updates += 1
+        if self.schedule is not None and not self._updating:
+            self.schedule.require_whole("updated")
+            self.schedule.torn = True  # until the training step is over: a chain may have stepped one optimizer of two
+        self._updating = True
 
     @contextmanager
     def stepping(self, offloader: Offloader) -> Iterator[None]:
@@ -216,6 +229,8 @@ class Session:
 
     def close(self) -> None:
         """Make the states resident for good and undo what the session hung on the optimizers."""
+        if self.schedule is not None and self.schedule.torn:
+            say("an error ended the newest optimizer step half-way: its state is no more fit to be saved or trained on")
         for offloader in self.offloaders:
             offloader.close()
         for leaf in self._leaves:

@@ -218,6 +218,9 @@ def _require(instance: Any, write: bool, masters_only: bool = False) -> None:
 
 def reads_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states readable first."""
+    offloader = vars(instance).get(OFFLOADER)
+    if offloader is not None:
+        offloader.require_whole("read")
     _require(instance, write=False)
     return wrapped(*args, **kwargs)
 
@@ -257,6 +260,7 @@ def saves_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
     asked = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     if asked.get("is_loading", False) or not hasattr(instance, "_get_main_param_and_optimizer_states"):
         return writes_states(wrapped, instance, args, kwargs)
+    offloader.require_whole("saved")
     # The default is that of mcore's method.
     sharding = (asked.get("metadata") or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
     with offloader.saving(copies=(asked.get("sharding_type") or sharding) not in COPIED_AT_ONCE):

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -94,3 +95,27 @@ def test_a_read_on_a_side_stream_orders_the_training_stream_too(mocked, monkeypa
     landed.held.clear()
     moves.wait_in(slab)
     assert landed.held == [side, Stream.cuda_stream]
+
+
+def test_memory_is_the_training_streams_also_where_a_side_stream_asks_for_it(mocked, monkeypatch):
+    # Taken from a side stream's pool it would go back to that, while the copy out of a later offload reads it.
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
+    slab = mock.Mock(host_address=1000, gpu_address=5000, nbytes=250)
+    stream = [7]
+    monkeypatch.setattr(transfers, "current_stream", lambda index: stream[0])
+
+    @contextmanager
+    def entered(which):
+        before, stream[0] = stream[0], which.cuda_stream
+        yield
+        stream[0] = before
+
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    taken = []
+    slab.allocate = lambda: taken.append(stream[0])
+    moves.copy_in(slab)
+    assert taken == [Stream.cuda_stream]
+    gone = moves._events(slab)[0]
+    gone.held.clear()
+    moves.release(slab)
+    assert gone.held == [7, Stream.cuda_stream]

@@ -60,3 +60,21 @@ def test_the_limit_of_a_cgroup_counts_and_its_page_cache_does_not(host):
 def test_a_list_of_cpus_is_read():
     assert parse_cpulist("0-3,8\n") == {0, 1, 2, 3, 8}
     assert parse_cpulist("\n") == set()
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "8", "SLURM_STEP_TASKS_PER_NODE": "1"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x16)"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4,2"}, 4),
+    ],
+    ids=["alone", "torchrun", "srun", "srun on uneven nodes"],
+)
+def test_ranks_of_this_node(monkeypatch, environment, ranks):
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert host_memory.ranks_of_this_node() == ranks

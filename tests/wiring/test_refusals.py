@@ -207,7 +207,7 @@ def background(monkeypatch, cfg):
     """A config that saves through the persistent worker, on a node of 2 ranks, 1000 bytes and 500 files."""
     from bridge_fgo.wiring import refusals
 
-    shared = SimpleNamespace(f_bavail=10, f_frsize=100)
+    shared = SimpleNamespace(f_blocks=20, f_bavail=10, f_frsize=100)
     monkeypatch.setattr(refusals.os, "statvfs", lambda path: shared)
     monkeypatch.setattr(refusals.resource, "getrlimit", lambda which: (500, 500))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -229,3 +229,11 @@ def test_a_worker_that_cannot_be_handed_the_states_is_refused(background, copies
         setattr(background, name, value)
         refuse_small_shared_memory(background, copies)
         setattr(background, name, before)
+
+
+def test_a_shared_memory_without_a_limit_is_not_taken_for_a_full_one(monkeypatch, background):
+    from bridge_fgo.wiring import refusals
+
+    unlimited = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=100)
+    monkeypatch.setattr(refusals.os, "statvfs", lambda path: unlimited)
+    refusals.refuse_small_shared_memory(background, [10**12])

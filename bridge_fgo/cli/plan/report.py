@@ -149,6 +149,7 @@ def draw(plan: Plan, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    unknown = any(components(stage)["activations"] is None for stage in plan.stages)
     figure, axes = pyplot.subplots(figsize=(max(5.0, 1.2 * len(plan.stages) + 3), 4), layout="constrained")
     for stage in plan.stages:
         resident = {name: value or 0 for name, value in components(stage).items()}
@@ -165,7 +166,8 @@ def draw(plan: Plan, path: Path) -> None:
                 bottom += parts[name] / 1e9
             axes.text(stage.stage + offset, bottom, f"{bottom:.1f}", ha="center", va="bottom", fontsize=8)
     axes.set_xticks(range(len(plan.stages)), [f"stage {stage.stage}" for stage in plan.stages])
-    axes.set(ylabel="GB on the fullest rank", title="Resident (left) and with the states offloaded (right)")
+    title = "Resident (left) and with the states offloaded (right)"
+    axes.set(ylabel="GB on the fullest rank", title=title + ("\nwithout activations, which are not known" * unknown))
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
