@@ -11,6 +11,10 @@ test *ARGS:
 test-gpu PYTHON="python3" *ARGS="":
     {{PYTHON}} -m pytest -m gpu tests/gpu {{ARGS}}
 
+# The same with late copies and poisoned memory; see bridge_fgo/engine/debug.py.
+test-gpu-debug PYTHON="python3" *ARGS="":
+    BRIDGE_FGO_DEBUG=1 {{PYTHON}} -m pytest -m gpu tests/gpu {{ARGS}}
+
 # Lint, format and types.
 check:
     uv run ruff check .

@@ -1,0 +1,53 @@
+"""Page-locking by CUDA, mocked: what is locked, what is unlocked, and what a refusal says."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bridge_fgo.engine import host_buffer
+from bridge_fgo.engine.host_buffer import HostBuffer, page_lock
+
+MEMORY_ALLOCATION = 2
+"""cudaErrorMemoryAllocation."""
+
+
+@pytest.fixture
+def locked(monkeypatch):
+    """A CUDA runtime that locks at most three buffers; returns the addresses that are locked, with their bytes."""
+    locked = {}
+
+    def register(address, nbytes, flags):
+        if len(locked) == 3:
+            return MEMORY_ALLOCATION
+        locked[address] = nbytes
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=locked.pop)
+    monkeypatch.setattr(host_buffer, "_runtime", lambda: runtime)
+    monkeypatch.setattr(host_buffer, "PINNING_THREADS", 1)
+    for name in ("current_device", "set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: 0)
+    return locked
+
+
+def test_buffers_are_locked_to_the_byte_and_unlocked_when_they_go(locked):
+    buffers = [HostBuffer(10_000), HostBuffer(5_000)]
+    page_lock(buffers)
+    assert sorted(locked.values()) == [5_000, 10_000] == sorted(buffer.pinned_bytes for buffer in buffers)
+    buffers.pop().close()
+    assert list(locked.values()) == [10_000]
+    buffers.clear()
+    gc.collect()
+    assert locked == {}
+
+
+def test_a_refusal_says_how_much_was_asked_for_and_leaves_nothing_locked(locked):
+    buffers = [HostBuffer(4096) for _ in range(4)]
+    with pytest.raises(RuntimeError, match=r"4096 of 16384 bytes .*CUDA error 2.*ulimit -l"):
+        page_lock(buffers)
+    assert buffers[3].pinned_bytes == 0
+    buffers.clear()
+    gc.collect()
+    assert locked == {}
