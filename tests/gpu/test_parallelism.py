@@ -29,7 +29,9 @@ CASES = {
 def needs_fused_attention(folder: Path) -> None:
     """Skips the test where TE's attention with context parallelism does not run, resident or not."""
     try:
-        runner.run_arm("attention", ARM, [*SMALL, "--cp", "2", "--steps", "2"], folder, launcher=torchrun(2))
+        runner.run_arm(
+            "attention", ARM, [*SMALL, "--cp", "2", "--steps", "2"], folder, launcher=torchrun(2), timeout=300
+        )
     except runner.ArmFailed:
         if "cuDNN Error" in (folder / "attention.log").read_text(errors="replace"):
             pytest.skip("Transformer Engine's fused attention fails with the cuDNN of this machine")

@@ -42,7 +42,7 @@ def both_arms(folder: Path, *options: str, steps: int, ranks: int = 1) -> tuple[
     for name, offload in (("resident", "off"), ("offloaded", "on")):
         all_options = [*options, "--steps", str(steps), "--offload", offload]
         try:
-            arms.append(runner.run_arm(name, ARM, all_options, folder, launcher=torchrun(ranks)))
+            arms.append(runner.run_arm(name, ARM, all_options, folder, launcher=torchrun(ranks), timeout=300))
         except runner.ArmFailed as failure:
             pytest.fail(f"{failure}\n{failure.log_tail}")
     return arms[0], arms[1]
