@@ -37,7 +37,7 @@ def near_cpu(gpus_per_node: int, command: str) -> str:
 def slurm(job: Job) -> run.SlurmExecutor:
     """Return the executor for whole nodes of two CPUs, a process a GPU, bound to the memory of its CPU.
 
-    With `gpus_per_node=0` one process a node that is not bound. Slurm gets the recipe's environment as it is, and
+    With `gpus_per_node=0` one process a node that is not bound. The job gets the recipe's environment as it is, and
     of the caller's environment PATH, HOME and what `job.env` names: those values travel with the submission and
     are in no file.
     """
@@ -58,7 +58,8 @@ def slurm(job: Job) -> run.SlurmExecutor:
         container_mounts=[mount for mount in job.container_mounts.split(",") if mount],
         # What the image sets under these names must not win.
         container_env=sorted({*environment, *names}) if job.container_image else None,
-        srun_args=["--no-container-mount-home"] if job.container_image else None,
+        # Without --export, srun would obey sbatch's list, in SLURM_EXPORT_ENV, and leave out what the script exports.
+        srun_args=["--export=ALL", *(["--no-container-mount-home"] if job.container_image else [])],
         env_vars=dict(environment),
         additional_parameters={"export": ",".join(["PATH", "HOME", *names]), "requeue": True},
         packager=run.Packager(),  # the package is installed in the container, or on the nodes

@@ -116,23 +116,44 @@ def test_tiny_trains_by_sbatch(submit, slurm):
     assert "5,548,032 bytes released" in text
 
 
+@pytest.fixture
+def launch(slurm, tmp_path):
+    """Submit a recipe by NeMo-Run to the one node; returns what its task printed: its environment, then python's."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\nenv\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+
+    def call(recipe, *arguments):
+        node = ["scheduler=slurm", "account=acct", "nodes=1", "gpus_per_node=0", "segment=0", "env=PYTHONPATH"]
+        done = subprocess.run(
+            [sys.executable, "-m", "recipes.launch", "--factory", recipe, "--yes", "--detach", *node, *arguments],
+            cwd=ROOT,
+            env=slurm | {"PATH": f"{tmp_path}:{slurm['PATH']}", "SECRET": "not named in env="},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        job = re.search(r"Job id: (\d+)", done.stdout)[1]
+        wait_for_job(job, slurm, 120)
+        (log,) = Path(slurm["NEMORUN_HOME"]).rglob(f"log-*_{job}_0.out")
+        return log.read_text()
+
+    return call
+
+
 @needs_slurm
-def test_tiny_trains_by_nemo_run(slurm):
-    arguments = ["scheduler=slurm", "account=acct", "gpus_per_node=0", "segment=0", "overrides=train.train_iters=3"]
-    launch = [sys.executable, "-m", "recipes.launch", "--factory", "tiny", "--yes", "--detach"]
-    done = subprocess.run(
-        [*launch, *arguments, "env=PYTHONPATH"],
-        cwd=ROOT,
-        env=slurm,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    job = re.search(r"Job id: (\d+)", done.stdout)[1]
-    wait_for_job(job, slurm, 120)
-    (log,) = Path(slurm["NEMORUN_HOME"]).rglob(f"log-*_{job}_0.out")
-    assert "step 3/3: loss " in log.read_text()
+def test_tiny_trains_by_nemo_run(launch):
+    assert "step 3/3: loss " in launch("tiny", "overrides=train.train_iters=3")
+
+
+@needs_slurm
+def test_a_task_of_nemo_run_has_the_recipes_environment_and_of_the_callers_what_is_named(launch):
+    printed = launch("dsv4_flash_64gpu").splitlines()
+    environment = catalog.find("dsv4_flash_64gpu").environment
+    assert {f"{variable}={value}" for variable, value in environment.items()} <= set(printed)
+    assert f"PYTHONPATH={ROOT}" in printed
+    assert not any(line.startswith("SECRET=") for line in printed)
 
 
 @needs_slurm
