@@ -42,14 +42,13 @@ def slurm(job: Job) -> run.SlurmExecutor:
     are in no file.
     """
     assert job.account is not None  # checked by Job
-    environment, names = job.found.environment, job.env_names()
-    nodes = job.nodes or job.found.nodes
+    environment, names, nodes = job.found.environment, job.env_names(), job.node_count
     executor = run.SlurmExecutor(
         account=job.account,
         partition=job.partition,
         nodes=nodes,
-        ntasks_per_node=job.gpus_per_node or 1,
-        gpus_per_node=job.gpus_per_node or None,
+        ntasks_per_node=job.node_gpus or 1,
+        gpus_per_node=job.node_gpus or None,
         segment=segment_of(nodes) if job.segment is None else job.segment or None,
         exclusive=True,
         mem="0",
@@ -66,16 +65,17 @@ def slurm(job: Job) -> run.SlurmExecutor:
         tunnel=run.LocalTunnel(job_dir=os.path.join(get_nemorun_home(), "experiments")),
         retries=job.retries,
     )
-    if job.gpus_per_node:
-        executor.launcher = SlurmTemplate(template_inline=near_cpu(job.gpus_per_node, "{{ command | safe }}"))
+    if job.node_gpus:
+        executor.launcher = SlurmTemplate(template_inline=near_cpu(job.node_gpus, "{{ command | safe }}"))
     return executor
 
 
 def local(job: Job) -> run.LocalExecutor:
-    """Return the executor for this machine: torchrun with a process a GPU of the recipe."""
+    """Return the executor for this machine: torchrun with a process a GPU, or one that sees no GPU."""
+    hidden = {} if job.node_gpus else {"CUDA_VISIBLE_DEVICES": ""}
     return run.LocalExecutor(
-        ntasks_per_node=job.found.gpus,
+        ntasks_per_node=job.node_gpus or 1,
         launcher="torchrun",
-        env_vars=dict(job.found.environment),
+        env_vars=job.found.environment | hidden,
         packager=run.Packager(),
     )
