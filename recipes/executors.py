@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import nemo_run as run
@@ -76,6 +77,7 @@ def local(job: Job) -> run.LocalExecutor:
     return run.LocalExecutor(
         ntasks_per_node=job.node_gpus or 1,
         launcher="torchrun",
-        env_vars=job.found.environment | hidden,
+        # NeMo-Run puts PATH in front of this process's own: torchrun is beside python also where no venv is active.
+        env_vars=job.found.environment | hidden | {"PATH": os.path.dirname(sys.executable)},
         packager=run.Packager(),
     )

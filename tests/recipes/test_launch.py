@@ -30,6 +30,7 @@ def launch(monkeypatch, capsys, tmp_path):
     before = get_nemorun_home()
     set_nemorun_home(str(tmp_path))
     monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments):
@@ -207,6 +208,22 @@ def test_nemorun_finds_the_command_by_its_entry_point_also_without_megatron(tmp_
         + ("python -m bridge_fgo.recipes.train dsv4_flash_64gpu --offload")
         in lines
     )
+
+
+def test_tiny_trains_on_this_machine_without_an_activated_venv(tmp_path):
+    arguments = ["--factory", "tiny", "scheduler=local", "gpus_per_node=0", "overrides=train.train_iters=2", "--yes"]
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.launch", *arguments],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "NEMORUN_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    (log,) = tmp_path.rglob("train/0/stdout.log")
+    assert "step 2/2: loss " in log.read_text()
 
 
 def test_recipes_launch_is_a_module_of_a_checkout(tmp_path):
