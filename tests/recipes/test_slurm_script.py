@@ -55,10 +55,26 @@ def test_everything_that_can_be_left_out_is_left_out():
     assert last == "srun --kill-on-bad-exit=1 python -m bridge_fgo.recipes.train tiny --no-offload"
 
 
-def test_outside_of_a_job_it_says_how_to_submit_it():
-    done = subprocess.run([SCRIPT], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "submit it with sbatch, or set DRY_RUN=1" in done.stderr
+def test_options_of_the_offload_go_to_training_before_the_overrides():
+    last = dry_run("train.train_iters=3", OFFLOAD_OPTIONS="--fraction 0.5 --hf-config kept", NUMA="0", CHECKPOINTS="")
+    assert last.endswith(" dsv4_flash_64gpu --offload --fraction 0.5 --hf-config kept train.train_iters=3\n")
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({}, "submit it with sbatch, or set DRY_RUN=1"),
+        ({"OFFLOAD": "yes"}, "OFFLOAD=yes: use 1 or 0"),
+        *(
+            ({"RECIPE": name, "DRY_RUN": "1"}, f"RECIPE={name}: use dsv4_flash_64gpu or dsv4_flash_64gpu_bf16")
+            for name in ("dsv4_flash_128gpu", "llama3_70b_64gpu", "dsv4_flash_64gpus")
+        ),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_runs(environment, message):
+    done = subprocess.run([SCRIPT], env={"PATH": "/usr/bin:/bin"} | environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
 
 
 def test_shellcheck_has_nothing_to_say():
@@ -198,4 +214,16 @@ def test_a_job_saves_as_its_time_ends_and_is_queued_again_also_after_a_failure(s
     expected = [f"restart {n}: -m bridge_fgo.recipes.train tiny --offload {arguments}" for n in range(3)]
     assert [line for line in lines if line.startswith("restart ")] == expected
     assert "saved" in lines
-    assert any("status 3, time is up: 0; queued again" in line for line in lines)
+    assert any("status 3, time is up: 0, queued again: 1" in line for line in lines)
+
+
+@needs_slurm
+def test_without_checkpoints_a_job_whose_time_is_up_is_not_queued_again(submit, slurm, tmp_path):
+    trainer, started = tmp_path / "trainer", tmp_path / "started"
+    trainer.write_text('#!/usr/bin/env bash\ntouch "$STARTED"\nsleep 600\n')
+    trainer.chmod(0o755)
+    job, printed = submit(PYTHON=str(trainer), CHECKPOINTS="", STARTED=str(started))
+    wait_until(started.exists, 30)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)
+    wait_for_job(job, slurm, 60)
+    assert "time is up: 1, queued again: 0" in printed.read_text()
