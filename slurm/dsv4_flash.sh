@@ -4,9 +4,10 @@
 #   CONTAINER_IMAGE=... sbatch --account=ME --partition=GB200 slurm/dsv4_flash.sh [SECTION.FIELD=VALUE ...]
 #   DRY_RUN=1 slurm/dsv4_flash.sh      prints what a job would run; needs no Slurm
 #
-# The arguments are overrides of Bridge's config. The container holds Megatron-Bridge 0.6 with Megatron-LM's dev
-# branch, which this model needs, and bridge-fgo. Options of sbatch on the command line win over the lines below;
-# a Slurm older than 23.11 does not know --segment: delete that line there.
+# The arguments are overrides of Bridge's config, for training and for `bridge-fgo doctor`, which examines the job on
+# every node first. The container holds Megatron-Bridge 0.6 with Megatron-LM's dev branch, which this model needs, and
+# bridge-fgo. Options of sbatch on the command line win over the lines below; a Slurm older than 23.11 does not know
+# --segment: delete that line there.
 
 #SBATCH --job-name=dsv4_flash
 #SBATCH --nodes=16
@@ -27,14 +28,14 @@ set -euo pipefail
 
 RECIPE="${RECIPE:-dsv4_flash_64gpu}"                      # or dsv4_flash_64gpu_bf16
 OFFLOAD="${OFFLOAD:-1}"                                   # 0: upstream's recipe as it is
-OFFLOAD_OPTIONS="${OFFLOAD_OPTIONS:-}"                    # more for bridge_fgo.recipes.train: --fraction 0.5
+OFFLOAD_OPTIONS="${OFFLOAD_OPTIONS:-}"                    # --engine, --fraction, --budget-gib: "--fraction 0.5"
 CONTAINER_IMAGE="${CONTAINER_IMAGE:-}"                    # empty: runs on the nodes themselves
 CONTAINER_MOUNTS="${CONTAINER_MOUNTS:-$PWD:$PWD}"         # HOST:CONTAINER,...
 ENV_NAMES="${ENV_NAMES:-}"                                # names that enter the container: HF_TOKEN,WANDB_API_KEY
 CHECKPOINTS="${CHECKPOINTS-$PWD/checkpoints/$RECIPE}"     # saved to and resumed from; empty: as the recipe
 MAX_RESTARTS="${MAX_RESTARTS:-3}"                         # a failed job is queued again as long as it began fewer times
 NUMA="${NUMA:-1}"                                         # 0: processes and their pinned memory on any CPU
-PREFLIGHT="${PREFLIGHT-bridge-fgo doctor $RECIPE}"        # on every node, before training; empty: none
+# PREFLIGHT                                               # a command in place of bridge-fgo doctor; empty: none
 PYTHON="${PYTHON:-python}"
 DRY_RUN="${DRY_RUN:-0}"
 
@@ -90,22 +91,28 @@ fi
 train=("$PYTHON" -m bridge_fgo.recipes.train "$RECIPE")
 if [[ $OFFLOAD == 1 ]]; then train+=(--offload); else train+=(--no-offload); fi
 read -ra options <<<"$OFFLOAD_OPTIONS"
-train+=("${options[@]}")
+overrides=()
 if [[ -n $CHECKPOINTS ]]; then
     # Bridge resumes from `load` where there is a checkpoint, and at SIGTERM saves one and ends. Upstream's recipe
     # advises checkpoint.save_optim=false with HybridEP; a run that resumes from such a checkpoint has new moments.
-    train+=("checkpoint.save=$CHECKPOINTS" "checkpoint.load=$CHECKPOINTS" train.exit_signal_handler=true)
+    overrides+=("checkpoint.save=$CHECKPOINTS" "checkpoint.load=$CHECKPOINTS" train.exit_signal_handler=true)
 fi
-train+=("$@")
+overrides+=("$@")
+train+=("${options[@]}" "${overrides[@]}")
 if [[ $NUMA == 1 ]]; then
     # shellcheck disable=SC2016 # expanded by each process: two GPUs hang on either CPU of a node, in order
     train=(bash -c 'node=$((SLURM_LOCALID / 2)); exec numactl --cpunodebind=$node --membind=$node "$@"' numa "${train[@]}")
 fi
 
-if [[ -n $PREFLIGHT ]]; then
+preflight=()
+if [[ -n ${PREFLIGHT+set} ]]; then
     read -ra preflight <<<"$PREFLIGHT"
+elif [[ $OFFLOAD == 1 ]]; then # it examines what is offloaded
+    preflight=(bridge-fgo doctor "$RECIPE" "${options[@]}" "${overrides[@]}")
+fi
+if ((${#preflight[@]})); then
     if ! run srun --ntasks="${SLURM_JOB_NUM_NODES:-16}" --ntasks-per-node=1 "${container[@]}" "${preflight[@]}"; then
-        echo "${0##*/}: $PREFLIGHT refuses this job on a node, see above; training was not started" >&2
+        echo "${0##*/}: ${preflight[*]} refuses this job on a node, see above; training was not started" >&2
         exit 1
     fi
 fi

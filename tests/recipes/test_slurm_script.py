@@ -55,9 +55,28 @@ def test_everything_that_can_be_left_out_is_left_out():
     assert last == "srun --kill-on-bad-exit=1 python -m bridge_fgo.recipes.train tiny --no-offload"
 
 
+def test_the_preflight_examines_the_job_that_is_trained():
+    given = {"OFFLOAD_OPTIONS": "--fraction 0.5", "NUMA": "0"}
+    preflight, training = dry_run("optimizer.lr=1", "x='a b'", **given).splitlines()[-2:]
+    arguments = training.split(" dsv4_flash_64gpu --offload ")[1]
+    assert arguments.startswith("--fraction 0.5 checkpoint.save=") and " optimizer.lr=1 " in arguments
+    assert preflight.endswith(f" bridge-fgo doctor dsv4_flash_64gpu {arguments}")
+
+
+@pytest.mark.parametrize("environment", [{"OFFLOAD": "0"}, {"PREFLIGHT": ""}])
+def test_there_is_no_preflight_without_offload_or_where_it_is_turned_off(environment):
+    lines = [line for line in dry_run(**environment).splitlines() if line.startswith("srun ")]
+    assert len(lines) == 1 and "bridge_fgo.recipes.train" in lines[0]
+
+
+def test_another_preflight_is_run_as_it_is():
+    preflight = dry_run("train.train_iters=3", PREFLIGHT="nvidia-smi -L", OFFLOAD="0").splitlines()[-2]
+    assert preflight == "srun --ntasks=16 --ntasks-per-node=1 nvidia-smi -L"
+
+
 def test_options_of_the_offload_go_to_training_before_the_overrides():
-    last = dry_run("train.train_iters=3", OFFLOAD_OPTIONS="--fraction 0.5 --hf-config kept", NUMA="0", CHECKPOINTS="")
-    assert last.endswith(" dsv4_flash_64gpu --offload --fraction 0.5 --hf-config kept train.train_iters=3\n")
+    last = dry_run("train.train_iters=3", OFFLOAD_OPTIONS="--fraction 0.5 --engine native", NUMA="0", CHECKPOINTS="")
+    assert last.endswith(" dsv4_flash_64gpu --offload --fraction 0.5 --engine native train.train_iters=3\n")
 
 
 @pytest.mark.parametrize(
