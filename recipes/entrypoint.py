@@ -10,7 +10,7 @@
 import os
 import shlex
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Optional, get_args
 
 import fiddle as fdl
@@ -23,6 +23,10 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes import catalog, executors, hf_config
 
 SCHEDULERS = ("slurm", "local")
+SLURM_ONLY = (
+    *("account", "partition", "nodes", "segment", "time"),
+    *("container_image", "container_mounts", "env", "retries"),
+)
 
 
 @dataclass(kw_only=True)
@@ -37,12 +41,14 @@ class Job:
         budget_gib: OffloadConfig.gpu_memory_budget_gib.
         hf_config: Hugging Face config: auto (its cache, else kept in the project), hub, or kept.
         overrides: overrides of Bridge's config, `section.field=value` with spaces between.
-        scheduler: slurm or local.
+        scheduler: slurm, or local: this machine, where the settings from account on are errors.
+        gpus_per_node: GPUs of a node, a process each; 0 for one process without a GPU. Default: what the recipe is
+            for, on Slurm at most the 4 of a GB200 node.
         account: Slurm account. Required for slurm.
         partition: Slurm partition.
         nodes: nodes. Default: as many as the recipe is for.
-        gpus_per_node: GPUs of a node, a process each; 0 for one process without a GPU.
-        segment: nodes that must share an NVLink domain; 0 leaves it to Slurm. Default: as many as a rack holds.
+        segment: nodes that must share an NVLink domain, a divisor of nodes; 0 leaves it to Slurm. Default: the most
+            that a rack holds.
         time: Slurm time limit.
         container_image: container to run in. Default: none.
         container_mounts: HOST:CONTAINER, with commas between.
@@ -61,10 +67,10 @@ class Job:
     hf_config: str = "auto"
     overrides: str = ""
     scheduler: str = "slurm"
+    gpus_per_node: Optional[int] = None  # noqa: UP045
     account: Optional[str] = None  # noqa: UP045
     partition: Optional[str] = None  # noqa: UP045
     nodes: Optional[int] = None  # noqa: UP045
-    gpus_per_node: int = catalog.GPUS_A_NODE
     segment: Optional[int] = None  # noqa: UP045
     time: str = "04:00:00"
     container_image: Optional[str] = None  # noqa: UP045
@@ -81,15 +87,54 @@ class Job:
             raise ValueError(f"hf_config={self.hf_config!r}: use one of {', '.join(get_args(hf_config.Choice))}")
         if self.scheduler not in SCHEDULERS:
             raise ValueError(f"scheduler={self.scheduler!r}: use one of {', '.join(SCHEDULERS)}")
-        if self.scheduler == "slurm" and not self.account:
+        if self.gpus_per_node is not None and self.gpus_per_node < 0:
+            raise ValueError(f"gpus_per_node={self.gpus_per_node}: use a number of at least 0")
+        if self.scheduler == "slurm":
+            self._check_slurm()
+        else:
+            self._check_local()
+
+    def _check_slurm(self) -> None:
+        if not self.account:
             raise ValueError("account=None: Slurm needs an account; give account=NAME, or scheduler=local")
         if self.nodes is not None and self.nodes < 1:
             raise ValueError(f"nodes={self.nodes}: use a number of at least 1")
-        if self.gpus_per_node < 0:
-            raise ValueError(f"gpus_per_node={self.gpus_per_node}: use a number of at least 0")
+        if self.segment and (self.segment < 0 or self.node_count % self.segment):
+            raise ValueError(f"segment={self.segment}: use a divisor of nodes={self.node_count}, or 0")
+        if self.retries < 0:
+            raise ValueError(f"retries={self.retries}: use a number of at least 0")
         for name in self.env_names():
             if name not in os.environ:
                 raise ValueError(f"env: {name!r} is not set here; give names only, of variables that are set")
+
+    def _check_local(self) -> None:
+        changed = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if field.name in SLURM_ONLY and getattr(self, field.name) != field.default
+        ]
+        if changed:
+            raise ValueError(f"scheduler=local with {', '.join(changed)}, for Slurm only: leave out one or the other")
+        import torch
+
+        here = torch.cuda.device_count()
+        if self.node_gpus > max(1, here):  # without GPUs one process, which tiny can train in
+            raise ValueError(
+                f"scheduler=local: recipe {self.recipe} with gpus_per_node={self.node_gpus} does not fit this machine "
+                f"of {here} GPUs; use scheduler=slurm, or a smaller gpus_per_node"
+            )
+
+    @property
+    def node_count(self) -> int:
+        """Nodes of the job."""
+        return (self.nodes or self.found.nodes) if self.scheduler == "slurm" else 1
+
+    @property
+    def node_gpus(self) -> int:
+        """GPUs of each node, 0 for a process without one."""
+        if self.gpus_per_node is not None:
+            return self.gpus_per_node
+        return min(self.found.gpus, catalog.GPUS_A_NODE) if self.scheduler == "slurm" else self.found.gpus
 
     def _offload_settings(self) -> dict[str, Any]:
         return config_options(engine=self.engine, fraction=self.fraction, budget_gib=self.budget_gib)
@@ -120,12 +165,12 @@ class Job:
             lines.append(
                 f"recipe {recipe.name} needs a container with Megatron-LM's dev branch ({recipe.mcore_module})"
             )
-        gpus = (self.nodes or recipe.nodes) * self.gpus_per_node
-        if self.scheduler == "slurm" and gpus not in (0, recipe.gpus):
+        gpus = self.node_count * self.node_gpus
+        if gpus not in (0, recipe.gpus):
             lines.append(f"recipe {recipe.name} is laid out for {recipe.gpus} GPUs, this job has {gpus}")
         command = shlex.join(["python", "-m", "bridge_fgo.recipes.train", *self.arguments()])
-        if self.scheduler == "slurm" and self.gpus_per_node:
-            command = executors.near_cpu(self.gpus_per_node, command)
+        if self.scheduler == "slurm" and self.node_gpus:
+            command = executors.near_cpu(self.node_gpus, command)
         return [*lines, "each process runs:", command]
 
     def executor(self) -> run.Executor:

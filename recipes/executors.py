@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
 import nemo_run as run
@@ -37,19 +38,18 @@ def near_cpu(gpus_per_node: int, command: str) -> str:
 def slurm(job: Job) -> run.SlurmExecutor:
     """Return the executor for whole nodes of two CPUs, a process a GPU, bound to the memory of its CPU.
 
-    With `gpus_per_node=0` one process a node that is not bound. Slurm gets the recipe's environment as it is, and
+    With `gpus_per_node=0` one process a node that is not bound. The job gets the recipe's environment as it is, and
     of the caller's environment PATH, HOME and what `job.env` names: those values travel with the submission and
     are in no file.
     """
     assert job.account is not None  # checked by Job
-    environment, names = job.found.environment, job.env_names()
-    nodes = job.nodes or job.found.nodes
+    environment, names, nodes = job.found.environment, job.env_names(), job.node_count
     executor = run.SlurmExecutor(
         account=job.account,
         partition=job.partition,
         nodes=nodes,
-        ntasks_per_node=job.gpus_per_node or 1,
-        gpus_per_node=job.gpus_per_node or None,
+        ntasks_per_node=job.node_gpus or 1,
+        gpus_per_node=job.node_gpus or None,
         segment=segment_of(nodes) if job.segment is None else job.segment or None,
         exclusive=True,
         mem="0",
@@ -58,23 +58,26 @@ def slurm(job: Job) -> run.SlurmExecutor:
         container_mounts=[mount for mount in job.container_mounts.split(",") if mount],
         # What the image sets under these names must not win.
         container_env=sorted({*environment, *names}) if job.container_image else None,
-        srun_args=["--no-container-mount-home"] if job.container_image else None,
+        # Without --export, srun would obey sbatch's list, in SLURM_EXPORT_ENV, and leave out what the script exports.
+        srun_args=["--export=ALL", *(["--no-container-mount-home"] if job.container_image else [])],
         env_vars=dict(environment),
         additional_parameters={"export": ",".join(["PATH", "HOME", *names]), "requeue": True},
         packager=run.Packager(),  # the package is installed in the container, or on the nodes
         tunnel=run.LocalTunnel(job_dir=os.path.join(get_nemorun_home(), "experiments")),
         retries=job.retries,
     )
-    if job.gpus_per_node:
-        executor.launcher = SlurmTemplate(template_inline=near_cpu(job.gpus_per_node, "{{ command | safe }}"))
+    if job.node_gpus:
+        executor.launcher = SlurmTemplate(template_inline=near_cpu(job.node_gpus, "{{ command | safe }}"))
     return executor
 
 
 def local(job: Job) -> run.LocalExecutor:
-    """Return the executor for this machine: torchrun with a process a GPU of the recipe."""
+    """Return the executor for this machine: torchrun with a process a GPU, or one that sees no GPU."""
+    hidden = {} if job.node_gpus else {"CUDA_VISIBLE_DEVICES": ""}
     return run.LocalExecutor(
-        ntasks_per_node=job.found.gpus,
+        ntasks_per_node=job.node_gpus or 1,
         launcher="torchrun",
-        env_vars=dict(job.found.environment),
+        # NeMo-Run puts PATH in front of this process's own: torchrun is beside python also where no venv is active.
+        env_vars=job.found.environment | hidden | {"PATH": os.path.dirname(sys.executable)},
         packager=run.Packager(),
     )

@@ -4,9 +4,10 @@
 #   CONTAINER_IMAGE=... sbatch --account=ME --partition=GB200 slurm/dsv4_flash.sh [SECTION.FIELD=VALUE ...]
 #   DRY_RUN=1 slurm/dsv4_flash.sh      prints what a job would run; needs no Slurm
 #
-# The arguments are overrides of Bridge's config. The container holds Megatron-Bridge 0.6 with Megatron-LM's dev
-# branch, which this model needs, and bridge-fgo. Options of sbatch on the command line win over the lines below;
-# a Slurm older than 23.11 does not know --segment: delete that line there.
+# The arguments are overrides of Bridge's config, for training and for `bridge-fgo doctor`, which examines the job on
+# every node first. The container holds Megatron-Bridge 0.6 with Megatron-LM's dev branch, which this model needs, and
+# bridge-fgo. Options of sbatch on the command line win over the lines below; a Slurm older than 23.11 does not know
+# --segment: delete that line there.
 
 #SBATCH --job-name=dsv4_flash
 #SBATCH --nodes=16
@@ -27,15 +28,27 @@ set -euo pipefail
 
 RECIPE="${RECIPE:-dsv4_flash_64gpu}"                      # or dsv4_flash_64gpu_bf16
 OFFLOAD="${OFFLOAD:-1}"                                   # 0: upstream's recipe as it is
+OFFLOAD_OPTIONS="${OFFLOAD_OPTIONS:-}"                    # --engine, --fraction, --budget-gib: "--fraction 0.5"
 CONTAINER_IMAGE="${CONTAINER_IMAGE:-}"                    # empty: runs on the nodes themselves
 CONTAINER_MOUNTS="${CONTAINER_MOUNTS:-$PWD:$PWD}"         # HOST:CONTAINER,...
 ENV_NAMES="${ENV_NAMES:-}"                                # names that enter the container: HF_TOKEN,WANDB_API_KEY
-CHECKPOINTS="${CHECKPOINTS-$PWD/checkpoints/$RECIPE}"     # saved to and resumed from; empty: as the recipe says
+CHECKPOINTS="${CHECKPOINTS-$PWD/checkpoints/$RECIPE}"     # saved to and resumed from; empty: as the recipe
 MAX_RESTARTS="${MAX_RESTARTS:-3}"                         # a failed job is queued again as long as it began fewer times
 NUMA="${NUMA:-1}"                                         # 0: processes and their pinned memory on any CPU
-PREFLIGHT="${PREFLIGHT-bridge-fgo doctor $RECIPE}"        # on every node, before training; empty: none
+# PREFLIGHT                                               # a command in place of bridge-fgo doctor; empty: none
 PYTHON="${PYTHON:-python}"
 DRY_RUN="${DRY_RUN:-0}"
+
+refuse() {
+    echo "${0##*/}: $1" >&2
+    exit 2
+}
+
+case $RECIPE in
+dsv4_flash_64gpu | dsv4_flash_64gpu_bf16 | tiny) ;; # tiny, to try this script, needs no environment
+*) refuse "RECIPE=$RECIPE: use dsv4_flash_64gpu or dsv4_flash_64gpu_bf16; nemorun fgo pretrain launches the others" ;;
+esac
+[[ $OFFLOAD == [01] ]] || refuse "OFFLOAD=$OFFLOAD: use 1 or 0"
 
 # The environment of upstream's 64-GPU recipes.
 export NCCL_GRAPH_REGISTER="${NCCL_GRAPH_REGISTER:-0}"
@@ -61,8 +74,7 @@ run() { # Runs a command, or prints it in a dry run, as bash would read it.
 }
 
 if [[ $DRY_RUN != 1 && -z ${SLURM_JOB_ID:-} ]]; then
-    echo "${0##*/}: not in a Slurm job; submit it with sbatch, or set DRY_RUN=1" >&2
-    exit 2
+    refuse "not in a Slurm job; submit it with sbatch, or set DRY_RUN=1"
 fi
 
 if [[ $DRY_RUN == 1 ]]; then
@@ -78,21 +90,29 @@ fi
 
 train=("$PYTHON" -m bridge_fgo.recipes.train "$RECIPE")
 if [[ $OFFLOAD == 1 ]]; then train+=(--offload); else train+=(--no-offload); fi
+read -ra options <<<"$OFFLOAD_OPTIONS"
+overrides=()
 if [[ -n $CHECKPOINTS ]]; then
     # Bridge resumes from `load` where there is a checkpoint, and at SIGTERM saves one and ends. Upstream's recipe
     # advises checkpoint.save_optim=false with HybridEP; a run that resumes from such a checkpoint has new moments.
-    train+=("checkpoint.save=$CHECKPOINTS" "checkpoint.load=$CHECKPOINTS" train.exit_signal_handler=true)
+    overrides+=("checkpoint.save=$CHECKPOINTS" "checkpoint.load=$CHECKPOINTS" train.exit_signal_handler=true)
 fi
-train+=("$@")
+overrides+=("$@")
+train+=("${options[@]}" "${overrides[@]}")
 if [[ $NUMA == 1 ]]; then
     # shellcheck disable=SC2016 # expanded by each process: two GPUs hang on either CPU of a node, in order
     train=(bash -c 'node=$((SLURM_LOCALID / 2)); exec numactl --cpunodebind=$node --membind=$node "$@"' numa "${train[@]}")
 fi
 
-if [[ -n $PREFLIGHT ]]; then
+preflight=()
+if [[ -n ${PREFLIGHT+set} ]]; then
     read -ra preflight <<<"$PREFLIGHT"
+elif [[ $OFFLOAD == 1 ]]; then # it examines what is offloaded
+    preflight=(bridge-fgo doctor "$RECIPE" "${options[@]}" "${overrides[@]}")
+fi
+if ((${#preflight[@]})); then
     if ! run srun --ntasks="${SLURM_JOB_NUM_NODES:-16}" --ntasks-per-node=1 "${container[@]}" "${preflight[@]}"; then
-        echo "${0##*/}: $PREFLIGHT refuses this job on a node, see above; training was not started" >&2
+        echo "${0##*/}: ${preflight[*]} refuses this job on a node, see above; training was not started" >&2
         exit 1
     fi
 fi
@@ -115,8 +135,13 @@ while kill -0 "$step" 2>/dev/null; do # `wait` also returns when the trap has ru
     wait "$step" || status=$?
 done
 
-if ((time_is_up)) || ((status != 0 && ${SLURM_RESTART_COUNT:-0} < MAX_RESTARTS)); then
-    echo "${0##*/}: status $status, time is up: $time_is_up; queued again, to go on from the last checkpoint"
-    scontrol requeue "$SLURM_JOB_ID"
+again=0
+if ((time_is_up)); then
+    # Without a checkpoint every run would begin anew, and none would end.
+    if [[ -n $CHECKPOINTS ]]; then again=1; fi
+elif ((status != 0 && ${SLURM_RESTART_COUNT:-0} < MAX_RESTARTS)); then
+    again=1
 fi
+echo "${0##*/}: status $status, time is up: $time_is_up, queued again: $again"
+if ((again)); then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"

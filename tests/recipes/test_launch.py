@@ -30,6 +30,7 @@ def launch(monkeypatch, capsys, tmp_path):
     before = get_nemorun_home()
     set_nemorun_home(str(tmp_path))
     monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments):
@@ -134,11 +135,55 @@ def test_every_recipe_is_a_factory(launch, name):
         ({"env": "HF_TOKEN=secret"}, "'HF_TOKEN=secret' is not set here; give names only"),
         ({"nodes": 0}, "nodes=0: use a number of at least 1"),
         ({"gpus_per_node": -1}, "gpus_per_node=-1: use a number of at least 0"),
+        ({"segment": -4}, "segment=-4: use a divisor of nodes=16, or 0"),
+        ({"segment": 5}, "segment=5: use a divisor of nodes=16, or 0"),
+        ({"segment": 16, "nodes": 8}, "segment=16: use a divisor of nodes=8, or 0"),
+        ({"retries": -1}, "retries=-1: use a number of at least 0"),
     ],
 )
 def test_a_mistake_is_an_error_before_anything_is_launched(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Job(**{"recipe": "dsv4_flash_64gpu", "account": "acct"} | settings)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *({"account": "acct"}, {"partition": "gb200"}, {"nodes": 1}, {"segment": 0}, {"time": "00:10:00"}),
+        *({"container_image": "image"}, {"container_mounts": "/a:/a"}, {"env": "PATH"}, {"retries": 1}),
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_on_this_machine_a_setting_of_slurm_is_an_error_that_names_it(setting):
+    ((name, value),) = setting.items()
+    with pytest.raises(ValueError, match=re.escape(f"scheduler=local with {name}={value!r}, for Slurm only")):
+        Job(recipe="tiny", scheduler="local", **setting)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus_per_node", "here", "wanted"),
+    [("llama3_70b_64gpu", None, 8, 64), ("tiny", 2, 0, 2), ("tiny", 9, 8, 9), ("nemotron_3_nano_8gpu", None, 4, 8)],
+)
+def test_a_job_that_does_not_fit_this_machine_is_an_error(recipe, gpus_per_node, here, wanted, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: here)
+    expected = f"recipe {recipe} with gpus_per_node={wanted} does not fit this machine of {here} GPUs"
+    with pytest.raises(ValueError, match=expected):
+        Job(recipe=recipe, scheduler="local", gpus_per_node=gpus_per_node)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "processes"), [("tiny", None, 1), ("tiny", 4, 4), ("qwen3_30b_a3b_8gpu", None, 8)]
+)
+def test_this_machine_runs_a_process_a_gpu(recipe, given, processes, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    executor = Job(recipe=recipe, scheduler="local", gpus_per_node=given).executor()
+    assert executor.nproc_per_node() == processes
+    assert "CUDA_VISIBLE_DEVICES" not in executor.env_vars
+
+
+def test_without_gpus_asked_for_the_one_process_sees_none():
+    executor = Job(recipe="tiny", scheduler="local", gpus_per_node=0).executor()
+    assert (executor.nproc_per_node(), executor.env_vars["CUDA_VISIBLE_DEVICES"]) == (1, "")
 
 
 def test_nemorun_finds_the_command_by_its_entry_point_also_without_megatron(tmp_path):
@@ -163,6 +208,22 @@ def test_nemorun_finds_the_command_by_its_entry_point_also_without_megatron(tmp_
         + ("python -m bridge_fgo.recipes.train dsv4_flash_64gpu --offload")
         in lines
     )
+
+
+def test_tiny_trains_on_this_machine_without_an_activated_venv(tmp_path):
+    arguments = ["--factory", "tiny", "scheduler=local", "gpus_per_node=0", "overrides=train.train_iters=2", "--yes"]
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.launch", *arguments],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "NEMORUN_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    (log,) = tmp_path.rglob("train/0/stdout.log")
+    assert "step 2/2: loss " in log.read_text()
 
 
 def test_recipes_launch_is_a_module_of_a_checkout(tmp_path):

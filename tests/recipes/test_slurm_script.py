@@ -55,10 +55,45 @@ def test_everything_that_can_be_left_out_is_left_out():
     assert last == "srun --kill-on-bad-exit=1 python -m bridge_fgo.recipes.train tiny --no-offload"
 
 
-def test_outside_of_a_job_it_says_how_to_submit_it():
-    done = subprocess.run([SCRIPT], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "submit it with sbatch, or set DRY_RUN=1" in done.stderr
+def test_the_preflight_examines_the_job_that_is_trained():
+    given = {"OFFLOAD_OPTIONS": "--fraction 0.5", "NUMA": "0"}
+    preflight, training = dry_run("optimizer.lr=1", "x='a b'", **given).splitlines()[-2:]
+    arguments = training.split(" dsv4_flash_64gpu --offload ")[1]
+    assert arguments.startswith("--fraction 0.5 checkpoint.save=") and " optimizer.lr=1 " in arguments
+    assert preflight.endswith(f" bridge-fgo doctor dsv4_flash_64gpu {arguments}")
+
+
+@pytest.mark.parametrize("environment", [{"OFFLOAD": "0"}, {"PREFLIGHT": ""}])
+def test_there_is_no_preflight_without_offload_or_where_it_is_turned_off(environment):
+    lines = [line for line in dry_run(**environment).splitlines() if line.startswith("srun ")]
+    assert len(lines) == 1 and "bridge_fgo.recipes.train" in lines[0]
+
+
+def test_another_preflight_is_run_as_it_is():
+    preflight = dry_run("train.train_iters=3", PREFLIGHT="nvidia-smi -L", OFFLOAD="0").splitlines()[-2]
+    assert preflight == "srun --ntasks=16 --ntasks-per-node=1 nvidia-smi -L"
+
+
+def test_options_of_the_offload_go_to_training_before_the_overrides():
+    last = dry_run("train.train_iters=3", OFFLOAD_OPTIONS="--fraction 0.5 --engine native", NUMA="0", CHECKPOINTS="")
+    assert last.endswith(" dsv4_flash_64gpu --offload --fraction 0.5 --engine native train.train_iters=3\n")
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({}, "submit it with sbatch, or set DRY_RUN=1"),
+        ({"OFFLOAD": "yes"}, "OFFLOAD=yes: use 1 or 0"),
+        *(
+            ({"RECIPE": name, "DRY_RUN": "1"}, f"RECIPE={name}: use dsv4_flash_64gpu or dsv4_flash_64gpu_bf16")
+            for name in ("dsv4_flash_128gpu", "llama3_70b_64gpu", "dsv4_flash_64gpus")
+        ),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_runs(environment, message):
+    done = subprocess.run([SCRIPT], env={"PATH": "/usr/bin:/bin"} | environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
 
 
 def test_shellcheck_has_nothing_to_say():
@@ -116,23 +151,44 @@ def test_tiny_trains_by_sbatch(submit, slurm):
     assert "5,548,032 bytes released" in text
 
 
+@pytest.fixture
+def launch(slurm, tmp_path):
+    """Submit a recipe by NeMo-Run to the one node; returns what its task printed: its environment, then python's."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\nenv\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+
+    def call(recipe, *arguments):
+        node = ["scheduler=slurm", "account=acct", "nodes=1", "gpus_per_node=0", "segment=0", "env=PYTHONPATH"]
+        done = subprocess.run(
+            [sys.executable, "-m", "recipes.launch", "--factory", recipe, "--yes", "--detach", *node, *arguments],
+            cwd=ROOT,
+            env=slurm | {"PATH": f"{tmp_path}:{slurm['PATH']}", "SECRET": "not named in env="},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        job = re.search(r"Job id: (\d+)", done.stdout)[1]
+        wait_for_job(job, slurm, 120)
+        (log,) = Path(slurm["NEMORUN_HOME"]).rglob(f"log-*_{job}_0.out")
+        return log.read_text()
+
+    return call
+
+
 @needs_slurm
-def test_tiny_trains_by_nemo_run(slurm):
-    arguments = ["scheduler=slurm", "account=acct", "gpus_per_node=0", "segment=0", "overrides=train.train_iters=3"]
-    launch = [sys.executable, "-m", "recipes.launch", "--factory", "tiny", "--yes", "--detach"]
-    done = subprocess.run(
-        [*launch, *arguments, "env=PYTHONPATH"],
-        cwd=ROOT,
-        env=slurm,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    job = re.search(r"Job id: (\d+)", done.stdout)[1]
-    wait_for_job(job, slurm, 120)
-    (log,) = Path(slurm["NEMORUN_HOME"]).rglob(f"log-*_{job}_0.out")
-    assert "step 3/3: loss " in log.read_text()
+def test_tiny_trains_by_nemo_run(launch):
+    assert "step 3/3: loss " in launch("tiny", "overrides=train.train_iters=3")
+
+
+@needs_slurm
+def test_a_task_of_nemo_run_has_the_recipes_environment_and_of_the_callers_what_is_named(launch):
+    printed = launch("dsv4_flash_64gpu").splitlines()
+    environment = catalog.find("dsv4_flash_64gpu").environment
+    assert {f"{variable}={value}" for variable, value in environment.items()} <= set(printed)
+    assert f"PYTHONPATH={ROOT}" in printed
+    assert not any(line.startswith("SECRET=") for line in printed)
 
 
 @needs_slurm
@@ -177,4 +233,16 @@ def test_a_job_saves_as_its_time_ends_and_is_queued_again_also_after_a_failure(s
     expected = [f"restart {n}: -m bridge_fgo.recipes.train tiny --offload {arguments}" for n in range(3)]
     assert [line for line in lines if line.startswith("restart ")] == expected
     assert "saved" in lines
-    assert any("status 3, time is up: 0; queued again" in line for line in lines)
+    assert any("status 3, time is up: 0, queued again: 1" in line for line in lines)
+
+
+@needs_slurm
+def test_without_checkpoints_a_job_whose_time_is_up_is_not_queued_again(submit, slurm, tmp_path):
+    trainer, started = tmp_path / "trainer", tmp_path / "started"
+    trainer.write_text('#!/usr/bin/env bash\ntouch "$STARTED"\nsleep 600\n')
+    trainer.chmod(0o755)
+    job, printed = submit(PYTHON=str(trainer), CHECKPOINTS="", STARTED=str(started))
+    wait_until(started.exists, 30)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)
+    wait_for_job(job, slurm, 60)
+    assert "time is up: 1, queued again: 0" in printed.read_text()
