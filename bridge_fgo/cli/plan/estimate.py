@@ -66,15 +66,20 @@ class LinkPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job's plan. In bytes, state_bytes_by_rank of each rank of each stage, most_offloaded of any rank."""
+    """A job's plan. states: of each rank of each stage; most_offloaded: of any rank, in bytes."""
 
     job: Job
     offload: OffloadConfig
     stages: list[StagePlan]
-    state_bytes_by_rank: list[list[int]]
+    states: list[list[StateBytes]]
     most_offloaded: int
     links: list[LinkPlan]
     notes: list[str]
+
+    @property
+    def state_bytes_by_rank(self) -> list[list[int]]:
+        """All states of each rank of each stage, in bytes."""
+        return [[of_rank.total for of_rank in of_stage] for of_stage in self.states]
 
 
 def make_plan(
@@ -103,8 +108,7 @@ def make_plan(
     most = max(max(of_stage) for of_stage in moved)
     room = min((plan.activations for plan in stages if plan.activations is not None), default=0)
     of_links = [_link_plan(job, link, moved, most, room, forward, backward) for link in links]
-    by_rank = [[of_rank.total for of_rank in of_stage] for of_stage in states]
-    return Plan(job, offload, stages, by_rank, most, of_links, _notes(job, stages))
+    return Plan(job, offload, stages, states, most, of_links, _notes(job, stages))
 
 
 def _stage_buffers(job: Job, stage: int) -> list[Buffer]:
