@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 SMALL = "--layers 8 --hidden 256 --ffn 512 --heads 8 --seq 128 --vocab 1000 --mbs 1 --gbs 16"
-GPUS = {"dense": 16, "moe": 16, "latent": 4, "biased": 4, "mxfp8": 4, "refused": 1}
+GPUS = {"dense": 16, "moe": 16, "latent": 4, "biased": 4, "mxfp8": 4, "refused": None}
 
 
 def config(options: str, **model: object):

@@ -127,6 +127,19 @@ def test_a_node_without_the_memory_is_refused(no_megatron, saved, monkeypatch):
 
 
 @pytest.mark.usefixtures("four_gpus")
+def test_nothing_is_refused_for_the_memory_of_fewer_gpus_than_the_job_may_have(no_megatron, saved, monkeypatch):
+    monkeypatch.setattr("bridge_fgo.engine.host_memory.total_bytes", lambda: 2**20)
+    status, output = run("doctor", str(saved), "--no-probe", "--json")
+    found = json.loads(output)
+    assert status == 0 and found["refusals"] == []
+    note = "on 1 GPUs, the fewest it can have; give --gpus"
+    assert note in found["notes"]
+    assert any(text.startswith("refused on so few: ") and "host memory" in text for text in found["notes"])
+    assert note in json.loads(run("plan", str(saved), "--json")[1])["notes"]
+    assert note not in json.loads(run("plan", str(saved), "--json", "--gpus", "1")[1])["notes"]
+
+
+@pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize(
     ("blocks", "files", "refused"), [(10**6, 10**6, None), (1, 10**6, "/dev/shm"), (10**6, 20, "ulimit -n")]
 )

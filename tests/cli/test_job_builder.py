@@ -48,6 +48,11 @@ def _sizes(chunk):
     return Counter((tensor.numel, tensor.dtype, tensor.expert, tensor.own_bucket) for tensor in chunk)
 
 
+def test_the_builder_says_whether_the_number_of_gpus_was_given(answers):
+    assert job_of(answers["dense"]).gpus_given
+    assert not job_of(answers["refused"]).gpus_given
+
+
 def test_every_stage_and_virtual_chunk_is_built(answers):
     job = job_of(answers["dense"])
     assert [len(stage) for stage in job.stages] == [2, 2]

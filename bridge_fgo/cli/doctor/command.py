@@ -120,8 +120,14 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
     pinned = plan.most_offloaded
     assert findings.config is not None
     findings.config |= {"state_bytes": [stage.states.total for stage in plan.stages], "pinned_by_rank": pinned}
+    if job.gpus_note:
+        findings.notes.append(job.gpus_note)
     if machine.gpus and job.flag:
-        findings.refusals += _memory_refusals(job, plan, min(ranks or 1, job.parallel.gpus))
+        refusals = _memory_refusals(job, plan, min(ranks or 1, job.parallel.gpus))
+        if job.gpus_given:
+            findings.refusals += refusals
+        else:  # on more, each rank has less
+            findings.notes += [f"refused on so few: {refusal}" for refusal in refusals]
     return pinned
 
 

@@ -51,10 +51,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             return found
         try:
             config, gpus = load_config(request["target"])
-            gpus = parallel_of(config, request["gpus"] or gpus).gpus
+            gpus_given = request["gpus"] or gpus
+            gpus = parallel_of(config, gpus_given).gpus
         except ValueError as error:
             return {"error": str(error)}
-        found["gpus"] = gpus
+        found |= {"gpus": gpus, "gpus_given": gpus_given is not None}
         found["bridge_refuses"] = bridge_refuses = prepare(config, gpus)
         found |= offload_of(config, request["offload"])
         if bridge_refuses is None:

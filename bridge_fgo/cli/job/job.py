@@ -32,6 +32,7 @@ class Job:
     engine: that would serve it; None where it is refused, or where there is no mcore to ask.
     bridge_refuses: why Bridge itself refuses the config.
     bridge_estimate: bytes that Bridge's own estimator expects; None where it was not asked.
+    gpus_given: whether the user or the recipe says on how many GPUs; else `parallel` is of the fewest.
     """
 
     config: SimpleNamespace
@@ -43,6 +44,12 @@ class Job:
     engine: str | None = None
     bridge_refuses: str | None = None
     bridge_estimate: dict[str, float] | None = None
+    gpus_given: bool = True
+
+    @property
+    def gpus_note(self) -> str:
+        """Where the number of GPUs was not given, what is done about it; else nothing."""
+        return "" if self.gpus_given else f"on {self.parallel.gpus} GPUs, the fewest it can have; give --gpus"
 
     @property
     def microbatches(self) -> int:
@@ -91,6 +98,7 @@ def job_of(found: dict[str, Any]) -> Job:
         found["engine"],
         found["bridge_refuses"],
         found.get("bridge_estimate"),
+        found["gpus_given"],
     )
 
 
@@ -113,7 +121,8 @@ def _from_numbers(target: str, gpus: int | None, vocab_size: int | None, missing
         config.model.vocab_size = vocab_size
     stages = stages_from_numbers(config)
     flag, config.optimizer = as_if_set(config.optimizer)
-    return Job(config, parallel, stages, "the config's numbers", flag, list(config_refusals(config)))
+    refusals = list(config_refusals(config))
+    return Job(config, parallel, stages, "the config's numbers", flag, refusals, gpus_given=gpus is not None)
 
 
 def ask_builder(

@@ -196,6 +196,8 @@ def _link_plan(
 def _notes(job: Job, stages: list[StagePlan]) -> list[str]:
     model: Any = job.config.model
     notes = [f"tensors from {job.source}"]
+    if job.gpus_note:
+        notes.append(job.gpus_note)
     if any(plan.activations is None for plan in stages):
         notes.append("activations of this kind of model are not known: peaks are without them")
     elif getattr(model, "num_moe_experts", None):
