@@ -126,6 +126,24 @@ def test_a_node_without_the_memory_is_refused(no_megatron, saved, monkeypatch):
     assert status == 1 and "4 rank(s)" in json.loads(output)["refusals"][0]
 
 
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_budget_that_cannot_be_met_is_refused_with_the_least_that_can(no_megatron, saved, command):
+    status, output = run(command, str(saved), "--budget-gib", "0.001", "--json")
+    (refusal,) = json.loads(output)["refusals"]
+    assert status == 1 and "gpu_memory_budget_gib=0.001" in refusal and "needs about 0." in refusal
+    status, output = run(command, str(saved), "--budget-gib", "70", "--json")
+    assert status == 0 and json.loads(output)["refusals"] == []
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_the_memory_that_is_pinned_is_of_all_that_may_leave(no_megatron, saved):
+    pinned = [
+        json.loads(run("doctor", str(saved), "--no-probe", "--json", *options)[1])["config"]["pinned_by_rank"]
+        for options in ((), ("--budget-gib", "70"))
+    ]
+    assert pinned[0] == pinned[1] > 0
+
+
 @pytest.mark.usefixtures("four_gpus")
 def test_nothing_is_refused_for_the_memory_of_fewer_gpus_than_the_job_may_have(no_megatron, saved, monkeypatch):
     monkeypatch.setattr("bridge_fgo.engine.host_memory.total_bytes", lambda: 2**20)

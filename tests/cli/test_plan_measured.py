@@ -70,7 +70,23 @@ def test_budget_leaves_as_much_as_fits(cpu_standins):
     plan = make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=36.0), [], None, None)
     (stage,) = plan.stages
     assert stage.peak(plan.most_offloaded) == pytest.approx(36 * 2**30, abs=1)
+    assert plan.refusals == []
     assert make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=80.0), [], None, None).most_offloaded == 0
+
+
+def test_all_that_may_leave_is_pinned_whatever_the_budget_leaves(cpu_standins):
+    of_job = job(f"{PRESETS['short']} --gbs 8", 1)
+    plan = make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=80.0), links("H200", None, None), None, None)
+    assert plan.most_offloaded == 0
+    assert plan.most_pinned == plan.links[0].pinned == plan.stages[0].states.offloaded
+
+
+def test_a_budget_below_the_least_peak_is_refused_with_that(cpu_standins):
+    of_job = job(f"{PRESETS['short']} --gbs 8", 1)
+    plan = make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=20.0), [], None, None)
+    (stage,) = plan.stages
+    (refusal,) = plan.refusals
+    assert f"needs about {stage.peak(stage.states.offloaded) / 2**30:.2f} GiB" in refusal
 
 
 def test_copies_hide_behind_a_forward_that_is_longer(cpu_standins):

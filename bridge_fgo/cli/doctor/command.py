@@ -16,7 +16,7 @@ from bridge_fgo.cli.demo import missing_packages, readable_bytes
 from bridge_fgo.cli.doctor.installed import installed
 from bridge_fgo.cli.doctor.machine import Machine, look, warnings
 from bridge_fgo.cli.job.job import Job, read_job
-from bridge_fgo.cli.plan.estimate import Plan, make_plan
+from bridge_fgo.cli.plan.estimate import Plan, budget_refusals, make_plan
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.host_memory import require_host_memory
 from bridge_fgo.wiring.refusals import refuse_small_shared_memory
@@ -113,15 +113,21 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
         return None
     ranks = settings.gpus_per_node or len(machine.gpus) or None
     try:
-        plan = make_plan(job, OffloadConfig(**settings.offload), [], None, None)
+        # Memory is pinned for all that may leave, before training measures what a budget leaves.
+        plan = make_plan(job, OffloadConfig(**{**settings.offload, "gpu_memory_budget_gib": None}), [], None, None)
     except ValueError as error:
         findings.notes.append(f"bytes are not known: {error}")
         return None
-    pinned = plan.most_offloaded
+    pinned = plan.most_pinned
     assert findings.config is not None
     findings.config |= {"state_bytes": [stage.states.total for stage in plan.stages], "pinned_by_rank": pinned}
     if job.gpus_note:
         findings.notes.append(job.gpus_note)
+    of_budget = budget_refusals(job, plan.stages, OffloadConfig(**settings.offload))
+    if job.flag:
+        findings.refusals += of_budget
+    else:
+        findings.notes += [f"with the flag set, refused: {refusal}" for refusal in of_budget]
     if machine.gpus and job.flag:
         refusals = _memory_refusals(job, plan, min(ranks or 1, job.parallel.gpus))
         if job.gpus_given:
@@ -134,7 +140,7 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
 def _memory_refusals(job: Job, plan: Plan, ranks: int) -> Iterator[str]:
     """Yield what training would say of this machine as the node of `ranks` of the fullest ranks."""
     try:
-        require_host_memory(plan.most_offloaded, 0, ranks)
+        require_host_memory(plan.most_pinned, 0, ranks)
     except ValueError as error:
         yield str(error)
     # Only the native engine saves in the background.

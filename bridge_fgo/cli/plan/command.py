@@ -60,4 +60,4 @@ def run(settings: Settings) -> int:
         print(json.dumps(as_json(plan)))
     else:
         print_plan(Console(), plan)
-    return REFUSED if job.flag and job.refusals else 0
+    return REFUSED if job.flag and plan.refusals else 0

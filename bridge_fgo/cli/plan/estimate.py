@@ -49,7 +49,9 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """What the copies cost on one kind of link, on the slowest rank, in seconds; pinned: bytes of the fullest node.
+    """What the copies cost on one kind of link, on the slowest rank, in seconds.
+
+    pinned: bytes of the fullest node: all that may leave, because the engine pins before it knows what a budget leaves.
 
     link_seconds: all offloaded states one way. most_floor: the floor of the added step time with nothing to hide
     behind. floor: the same for the forward and backward that the user gave, or None.
@@ -66,13 +68,14 @@ class LinkPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job's plan. states: of each rank of each stage; most_offloaded: of any rank, in bytes."""
+    """A job's plan. states: of each rank of each stage; most_offloaded, most_pinned: of any rank, in bytes."""
 
     job: Job
     offload: OffloadConfig
     stages: list[StagePlan]
     states: list[list[StateBytes]]
     most_offloaded: int
+    most_pinned: int
     links: list[LinkPlan]
     notes: list[str]
 
@@ -80,6 +83,11 @@ class Plan:
     def state_bytes_by_rank(self) -> list[list[int]]:
         """All states of each rank of each stage, in bytes."""
         return [[of_rank.total for of_rank in of_stage] for of_stage in self.states]
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why training would refuse the job with the flag set."""
+        return [*self.job.refusals, *budget_refusals(self.job, self.stages, self.offload)]
 
 
 def make_plan(
@@ -107,8 +115,9 @@ def make_plan(
     ]
     most = max(max(of_stage) for of_stage in moved)
     room = min((plan.activations for plan in stages if plan.activations is not None), default=0)
-    of_links = [_link_plan(job, link, moved, most, room, forward, backward) for link in links]
-    return Plan(job, offload, stages, states, most, of_links, _notes(job, stages))
+    pinned = [of_rank.offloaded for of_stage in states for of_rank in of_stage]
+    of_links = [_link_plan(link, pinned, most, room, forward, backward) for link in links]
+    return Plan(job, offload, stages, states, most, max(pinned), of_links, _notes(job, stages))
 
 
 def _stage_buffers(job: Job, stage: int) -> list[Buffer]:
@@ -172,10 +181,28 @@ def offloaded_bytes(stage: StagePlan, states: StateBytes, offload: OffloadConfig
     return int(min(max(0, over), states.offloaded))
 
 
+def budget_refusals(job: Job, stages: list[StagePlan], offload: OffloadConfig) -> list[str]:
+    """Return the text of training's error where there is a budget that is surely below the least possible peak.
+
+    Activations that are not known count as nothing; nor do states that stay, where more GPUs may share them.
+    """
+    budget = offload.gpu_memory_budget_gib
+    least = max(
+        stage.fixed + (stage.activations or 0) - (stage.states.offloaded if job.gpus_given else stage.states.total)
+        for stage in stages
+    )
+    if budget is None or least <= budget * 2**30:
+        return []
+    return [
+        f"OffloadConfig.gpu_memory_budget_gib={budget:g} cannot be met: with all of the optimizer state offloaded the "
+        f"fullest rank needs about {least / 2**30:.2f} GiB; set it to at least that, or make the rest of the step "
+        "smaller (micro batch, recompute, parallelism)"
+    ]
+
+
 def _link_plan(
-    job: Job, link: Link, moved: list[list[int]], most: int, room: int, forward: float | None, backward: float | None
+    link: Link, pinned: list[int], most: int, room: int, forward: float | None, backward: float | None
 ) -> LinkPlan:
-    pinned = [states for of_stage in moved for states in of_stage]
     nodes = [sum(pinned[first : first + link.gpus]) for first in range(0, len(pinned), link.gpus)]
 
     def floor(forward: float, backward: float) -> float:
