@@ -6,6 +6,8 @@ were the optimizer step's in two of the small runs offloaded, which are left out
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bridge_fgo.cli.bench.presets import PRESETS
@@ -16,6 +18,7 @@ from bridge_fgo.cli.job.parallel import parallel_of
 from bridge_fgo.cli.plan.estimate import make_plan
 from bridge_fgo.cli.plan.links import links
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine.plan import floor_seconds
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="the configs are made by Megatron-Bridge")
 
@@ -99,6 +102,29 @@ def test_copies_hide_behind_a_forward_that_is_longer(cpu_standins):
     assert hidden.floor == 0.0, "measured: a step of 4.536 s took 4.559 s"
     (given,) = make_plan(of_job, OffloadConfig(), links(None, 10.0, 4), 0.75, None).links
     assert (given.link.name, given.link.gpus) == ("given", 4) and given.floor > 0
+
+
+def test_the_floor_is_of_one_stages_bytes_and_room(cpu_standins):
+    of_job = job(f"{PRESETS['short']} --gbs 8 --pp 4", 4)
+    (last,) = of_job.stages[-1]  # the stage with the least activations gets the fewest states too
+    of_job.stages[-1] = [[replace(tensor, trainable="norm" in tensor.name) for tensor in last]]
+    plan = make_plan(of_job, OffloadConfig(), links("H200", None, None), 0.1, 0.2)
+    (link,) = plan.links
+    rates = (link.link.one_way, link.link.duplex)
+    least_room = min(stage.activations for stage in plan.stages)
+    assert floor_seconds(plan.most_offloaded, *rates, 0.2, 0.1, 0.0, least_room) > 0
+    assert link.floor == 0.0 and link.hidden_from == link.link_seconds
+
+
+def test_without_activations_no_floor_is_given_but_the_bare_one(cpu_standins):
+    of_job = job(f"{PRESETS['long']} --gbs 6", 1)
+    (known,) = make_plan(of_job, OffloadConfig(), links("H200", None, None), 0.1, None).links
+    of_job.config.model.mtp_num_layers = 1
+    plan = make_plan(of_job, OffloadConfig(), links("H200", None, None), 0.1, None)
+    (link,) = plan.links
+    assert link.most_floor == known.most_floor
+    assert (known.floor is None, link.floor, link.hidden_from) == (False, None, None)
+    assert any("neither are peaks" in note for note in plan.notes)
 
 
 def test_a_node_pins_what_its_ranks_offload(cpu_standins):

@@ -56,6 +56,7 @@ class LinkPlan:
     link_seconds: all offloaded states one way. most_floor: the floor of the added step time with nothing to hide
     behind. floor: the same for the forward and backward that the user gave, or None.
     hidden_from: seconds of a microbatch's forward (its backward taken as twice that) from which the floor is 0.
+    Both are None where the activations, whose place copies need in forward and backward, are not known.
     """
 
     link: Link
@@ -114,9 +115,9 @@ def make_plan(
         for stage, of_stage in zip(stages, states, strict=True)
     ]
     most = max(max(of_stage) for of_stage in moved)
-    room = min((plan.activations for plan in stages if plan.activations is not None), default=0)
+    loads = [(max(of_stage), stage.activations) for stage, of_stage in zip(stages, moved, strict=True)]
     pinned = [of_rank.offloaded for of_stage in states for of_rank in of_stage]
-    of_links = [_link_plan(link, pinned, most, room, forward, backward) for link in links]
+    of_links = [_link_plan(link, pinned, loads, forward, backward) for link in links]
     return Plan(job, offload, stages, states, most, max(pinned), of_links, _notes(job, stages))
 
 
@@ -201,22 +202,30 @@ def budget_refusals(job: Job, stages: list[StagePlan], offload: OffloadConfig) -
 
 
 def _link_plan(
-    link: Link, pinned: list[int], most: int, room: int, forward: float | None, backward: float | None
+    link: Link, pinned: list[int], loads: list[tuple[int, int | None]], forward: float | None, backward: float | None
 ) -> LinkPlan:
+    """Return what the copies cost; loads: of each stage, the most bytes that leave a rank, and its activations."""
     nodes = [sum(pinned[first : first + link.gpus]) for first in range(0, len(pinned), link.gpus)]
 
     def floor(forward: float, backward: float) -> float:
-        return floor_seconds(most, link.one_way, link.duplex, backward, forward, 0.0, room)
+        """Return the slowest stage's; where activations are not known, they are given no room."""
+        return max(
+            floor_seconds(nbytes, link.one_way, link.duplex, backward, forward, 0.0, room or 0)
+            for nbytes, room in loads
+        )
 
-    given = None if forward is None else floor(forward, 2 * forward if backward is None else backward)
-    enough = most / link.one_way
+    is_known = all(room is not None for _, room in loads)
+    given = None
+    if forward is not None and is_known:
+        given = floor(forward, 2 * forward if backward is None else backward)
+    enough = max(nbytes for nbytes, _ in loads) / link.one_way
     return LinkPlan(
         link=link,
         pinned=max(nodes),
         link_seconds=enough,
-        most_floor=floor_seconds(most, link.one_way, link.duplex, 0.0, 0.0, 0.0, room),
+        most_floor=floor(0.0, 0.0),
         floor=given,
-        hidden_from=enough if room >= most and floor(enough, 2 * enough) == 0 else None,
+        hidden_from=enough if is_known and floor(enough, 2 * enough) == 0 else None,
     )
 
 
@@ -226,7 +235,9 @@ def _notes(job: Job, stages: list[StagePlan]) -> list[str]:
     if job.gpus_note:
         notes.append(job.gpus_note)
     if any(plan.activations is None for plan in stages):
-        notes.append("activations of this kind of model are not known: peaks are without them")
+        notes.append(
+            "activations of this kind of model are not known, and so neither are peaks, nor what copies can hide behind"
+        )
     elif getattr(model, "num_moe_experts", None):
         notes.append(
             "activations: tokens spread evenly over experts, without the dispatcher's buffers; not held against runs"
