@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 SMALL = "--layers 8 --hidden 256 --ffn 512 --heads 8 --seq 128 --vocab 1000 --mbs 1 --gbs 16"
-GPUS = {"dense": 16, "moe": 16, "latent": 4, "biased": 4, "mxfp8": 4, "refused": None}
+GPUS = {"dense": 16, "moe": 16, "latent": 4, "biased": 4, "mxfp8": 4, "refused": None, "unsized": 1}
 
 
 def config(options: str, **model: object):
@@ -70,6 +70,12 @@ def refused():
     result = config(SMALL)
     result.optimizer.optimizer_cuda_graph = True
     result.dist.use_torch_fsdp2 = True
+    return result
+
+
+def unsized():
+    result = config(SMALL)
+    result.model.vocab_size = result.tokenizer.vocab_size = None
     return result
 
 

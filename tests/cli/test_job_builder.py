@@ -93,6 +93,11 @@ def test_all_refusals_are_listed_at_once(answers):
     assert [text.split("=")[0] for text in job.refusals] == ["optimizer.optimizer_cuda_graph", "dist.use_torch_fsdp2"]
 
 
+def test_a_vocabulary_that_nobody_knows_is_asked_for(answers):
+    error = answers["unsized"]["error"]
+    assert error.startswith("model.vocab_size") and "--vocab-size" in error
+
+
 def test_what_bridge_refuses_and_what_cannot_be_found_are_told_apart(tmp_path):
     from bridge_fgo.cli.job.job import read_job
 

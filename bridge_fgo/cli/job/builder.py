@@ -61,6 +61,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if bridge_refuses is None:
             try:
                 set_vocabulary(config, request["vocab_size"])
+            except ValueError as error:
+                return {"error": str(error)}
+            try:
                 found["stages"] = [build_stage(config, gpus, stage) for stage in range(pipeline_size(config))]
             except Exception as error:  # of layers that have no shapes here; the whole of it goes to stderr
                 traceback.print_exc()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge_fgo.recipes.catalog import RECIPES, Recipe
+from bridge_fgo.recipes.hf_config import kept_configs
 
 
 def load_config(target: str) -> tuple[Any, int | None]:
@@ -70,4 +71,8 @@ def _build_own(recipe: Recipe) -> Any:
     from bridge_fgo.recipes.train import require_mcore
 
     require_mcore(recipe)
-    return build(recipe, offload=True, hf="kept").config
+    config: Any = build(recipe, offload=True, hf="kept").config
+    if recipe.hf_model and config.model.vocab_size is None and getattr(config.tokenizer, "vocab_size", None) is None:
+        # Training takes it from the model's own tokenizer, which is not loaded here.
+        config.tokenizer.vocab_size = kept_configs()[recipe.hf_model]["config"]["vocab_size"]
+    return config
