@@ -68,6 +68,27 @@ def test_states_are_exact_and_peaks_within_five_percent(cpu_standins, name):
         assert stage.peak(states) == pytest.approx(offloaded, rel=0.05)
 
 
+def activations(options: str, **model: object) -> int:
+    of_job = job(options, 1)
+    vars(of_job.config.model).update({"vocab_size": 128, "recompute_granularity": "selective", **model})
+    (stage,) = make_plan(of_job, OffloadConfig(), [], None, None).stages
+    return stage.activations
+
+
+def test_layers_that_are_recomputed_together_are_held_together(cpu_standins):
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    one, two, all_four, of_eight = (activations(SMALL, **full, recompute_num_layers=n) for n in (1, 2, 4, 8))
+    assert one < two < all_four == of_eight == activations(SMALL, recompute_granularity=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "other"), [(SMALL, "mlp", "moe"), (f"{SMALL} --experts 4", "moe", "mlp")]
+)
+def test_recomputing_the_mlp_is_of_dense_layers_and_moe_of_those_with_experts(cpu_standins, options, module, other):
+    nothing = activations(options, recompute_modules=["none"])
+    assert activations(options, recompute_modules=[other]) == nothing > activations(options, recompute_modules=[module])
+
+
 def test_budget_leaves_as_much_as_fits(cpu_standins):
     of_job = job(f"{PRESETS['short']} --gbs 8", 1)
     plan = make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=36.0), [], None, None)
