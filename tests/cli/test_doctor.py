@@ -219,6 +219,12 @@ def test_a_users_mistake_is_named(no_megatron, saved, arguments, message):
     assert status == 2 and message in output
 
 
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_overrides_are_read_by_bridge_alone(no_megatron, saved, command):
+    status, output = run(command, str(saved), "train.micro_batch_size=3")
+    assert status == 2 and "train.micro_batch_size=3: Megatron-Bridge reads overrides" in output
+
+
 def test_a_recipe_without_megatron_says_what_is_missing(no_megatron):
     status, output = run("plan", "deepseek_v3_256gpu")
     assert status == 2 and "megatron-bridge" in output and "run_config.yaml" in output

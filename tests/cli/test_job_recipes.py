@@ -8,6 +8,7 @@ import types
 
 import pytest
 
+import bridge_fgo
 from bridge_fgo.cli.job import builder, recipes
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.hf_config import kept_configs
@@ -19,6 +20,20 @@ def test_a_recipe_of_this_project_comes_with_the_offload_on_and_its_gpus():
     config, gpus = recipes.load_config("llama3_70b_64gpu")
     assert config.optimizer.offload_optimizer_states is True
     assert gpus == 64
+
+
+def test_overrides_come_last_as_in_training():
+    with bridge_fgo.install():
+        config, _ = recipes.load_config(
+            "tiny", ["train.micro_batch_size=3", "optimizer.offload_optimizer_states=false"]
+        )
+    assert config.train.micro_batch_size == 3 and config.optimizer.offload_optimizer_states is False
+
+
+@pytest.mark.parametrize("override", ["train.no_such_field=1", "nonsense"])
+def test_an_override_that_does_not_fit_is_named(override):
+    with pytest.raises(ValueError, match=override):
+        recipes.load_config("tiny", [override])
 
 
 def test_a_recipe_that_the_installed_mcore_cannot_build_says_what_it_needs():

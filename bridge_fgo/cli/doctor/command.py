@@ -29,6 +29,7 @@ class Settings:
     """One examination. target: a recipe or a saved run config, or None; offload: OffloadConfig's arguments."""
 
     target: str | None = None
+    overrides: tuple[str, ...] = ()
     gpus: int | None = None
     gpus_per_node: int | None = None
     vocab_size: int | None = None
@@ -92,7 +93,7 @@ def _examine_config(findings: Findings, settings: Settings, machine: Machine) ->
     if findings.installed["install"] is not None:
         findings.notes.append("the config was not looked at, because this Megatron-Bridge is refused")
         return
-    job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size)
+    job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size, settings.overrides)
     findings.config = {"flag": job.flag, "engine": job.engine, "gpus": job.parallel.gpus, "source": job.source}
     if job.bridge_refuses is not None:
         findings.refusals.append(f"Megatron-Bridge refuses the config: {job.bridge_refuses}")
