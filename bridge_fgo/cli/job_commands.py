@@ -10,6 +10,9 @@ import typer
 
 from bridge_fgo.cli import run_script
 
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Overrides of Bridge's config.")
+]
 Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of the job; the fewest it can have by default.")]
 OffloadEngine = Annotated[run_script.Engine | None, typer.Option(help="Which offloader does the work.")]
 Fraction = Annotated[float | None, typer.Option(help="Share of the state to offload, up to 1.")]
@@ -51,6 +54,7 @@ def plan(
     target: Annotated[
         str, typer.Argument(metavar="RECIPE|CONFIG", help="A recipe, module:function, or run_config.yaml.")
     ],
+    overrides: Overrides = None,
     gpus: Gpus = None,
     gpus_per_node: GpusPerNode = None,
     vocab_size: Vocabulary = None,
@@ -75,6 +79,7 @@ def plan(
 
     settings = command.Settings(
         target=target,
+        overrides=tuple(overrides or ()),
         gpus=gpus,
         gpus_per_node=gpus_per_node,
         vocab_size=vocab_size,
@@ -93,6 +98,7 @@ def doctor(
     target: Annotated[
         str | None, typer.Argument(metavar="[RECIPE|CONFIG]", help="A recipe, module:function, or run_config.yaml.")
     ] = None,
+    overrides: Overrides = None,
     gpus: Gpus = None,
     gpus_per_node: GpusPerNode = None,
     vocab_size: Vocabulary = None,
@@ -113,6 +119,7 @@ def doctor(
 
     settings = command.Settings(
         target=target,
+        overrides=tuple(overrides or ()),
         gpus=gpus,
         gpus_per_node=gpus_per_node,
         vocab_size=vocab_size,

@@ -104,8 +104,8 @@ class NativeOffloader:
         return sum(slab.slab.host.pinned_bytes for slab in self._slabs)
 
     def copied_for_a_save(self) -> list[int]:
-        """See `Offloader.copied_for_a_save`; TE makes fp32 of 16-bit states."""
-        return [ref.nbytes * max(1, 4 // ref.dtype.itemsize) for slab in self.slabs for ref in slab.refs]
+        """See `Offloader.copied_for_a_save`."""
+        return [ref.saved_nbytes for slab in self.slabs for ref in slab.refs]
 
     @property
     def bytes_out(self) -> int:

@@ -36,6 +36,11 @@ class StateRef:
         """Size in bytes, also before the tensor exists."""
         return self.param.numel() * self.dtype.itemsize
 
+    @property
+    def saved_nbytes(self) -> int:
+        """Bytes, at most, of the copy that a checkpoint gets; TE makes fp32 of 16-bit states."""
+        return self.nbytes * max(1, 4 // self.dtype.itemsize)
+
     def check_size(self, tensor: torch.Tensor) -> None:
         """Raise RuntimeError where the tensor is not of the size that was planned for it."""
         if tensor.nbytes != self.nbytes:

@@ -98,7 +98,7 @@ def refuse_async_save(checkpoint: Any, engine: Choice) -> None:
         )
 
 
-def refuse_small_shared_memory(checkpoint: Any, copies: list[int]) -> None:
+def refuse_small_shared_memory(checkpoint: Any, copies: list[int], ranks: int | None = None) -> None:
     """Raise ValueError where a persistent checkpoint worker could not be handed the copies of the states.
 
     It is a process of its own and gets host tensors through files in /dev/shm, an open one for each. Where either
@@ -108,13 +108,15 @@ def refuse_small_shared_memory(checkpoint: Any, copies: list[int]) -> None:
     Args:
         checkpoint: Bridge's CheckpointConfig.
         copies: bytes of each host tensor that this rank's checkpoint gets.
+        ranks: of this node; `ranks_of_this_node` when None.
     """
     takes_tensors = not getattr(checkpoint, "dist_ckpt_optim_fully_reshardable", False)
     if not (_saves_states(checkpoint) and checkpoint.async_save and takes_tensors and copies):
         return
     if not checkpoint.use_persistent_ckpt_worker:  # a fork has the memory already
         return
-    ranks = ranks_of_this_node()
+    if ranks is None:
+        ranks = ranks_of_this_node()
     shared = os.statvfs(SHARED_MEMORY)
     has_limit = shared.f_blocks > 0  # a tmpfs without one says 0
     free, needed = shared.f_bavail * shared.f_frsize, ranks * sum(copies) if has_limit else 0

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 SMALL = "--layers 8 --hidden 256 --ffn 512 --heads 8 --seq 128 --vocab 1000 --mbs 1 --gbs 16"
-GPUS = {"dense": 16, "moe": 16, "latent": 4, "biased": 4, "mxfp8": 4, "refused": 1}
+GPUS = {"dense": 16, "moe": 16, "latent": 4, "biased": 4, "mxfp8": 4, "refused": None, "unsized": 1}
+
+OVERRIDES = {"refused": ["optimizer.optimizer_cuda_graph=true"]}
 
 
 def config(options: str, **model: object):
@@ -68,8 +70,13 @@ def mxfp8():
 
 def refused():
     result = config(SMALL)
-    result.optimizer.optimizer_cuda_graph = True
     result.dist.use_torch_fsdp2 = True
+    return result
+
+
+def unsized():
+    result = config(SMALL)
+    result.model.vocab_size = result.tokenizer.vocab_size = None
     return result
 
 
@@ -81,7 +88,7 @@ def main() -> None:
     found = {}
     for name in sys.argv[2:]:
         request = {"target": f"built_jobs:{name}", "gpus": GPUS[name], "offload": {}, "vocab_size": None}
-        found[name] = builder.answer({**request, "patches": False})
+        found[name] = builder.answer({**request, "patches": False, "overrides": OVERRIDES.get(name, [])})
     Path(sys.argv[1]).write_text(json.dumps(found))
 
 

@@ -111,24 +111,80 @@ def test_with_the_flag_unset_nothing_is_refused_but_told(no_megatron, saved, tmp
     assert any("with the flag set, refused: optimizer.optimizer_cuda_graph" in note for note in found["notes"])
 
 
-def test_a_node_without_the_memory_is_refused(no_megatron, saved, monkeypatch):
+@pytest.fixture
+def four_gpus(monkeypatch):
+    """A machine of 4 GPUs and 4 GiB of host memory."""
     gpus = [machine.Gpu("test", 80 * GIB, 1)] * 4
-    here = machine.Machine(gpus, 1, 8, 4 * GIB, 4 * GIB, None, None)
-    monkeypatch.setattr(command, "look", lambda: here)
+    monkeypatch.setattr(command, "look", lambda: machine.Machine(gpus, 1, 8, 4 * GIB, 4 * GIB, None, None))
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_node_without_the_memory_is_refused(no_megatron, saved, monkeypatch):
     assert run("doctor", str(saved), "--no-probe", "--gpus", "8")[0] == 0
     monkeypatch.setattr("bridge_fgo.engine.host_memory.total_bytes", lambda: 2**20)
     status, output = run("doctor", str(saved), "--no-probe", "--gpus", "8", "--json")
     assert status == 1 and "4 rank(s)" in json.loads(output)["refusals"][0]
 
 
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_budget_that_cannot_be_met_is_refused_with_the_least_that_can(no_megatron, saved, command):
+    status, output = run(command, str(saved), "--budget-gib", "0.001", "--json")
+    (refusal,) = json.loads(output)["refusals"]
+    assert status == 1 and "gpu_memory_budget_gib=0.001" in refusal and "needs about 0." in refusal
+    status, output = run(command, str(saved), "--budget-gib", "70", "--json")
+    assert status == 0 and json.loads(output)["refusals"] == []
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_the_memory_that_is_pinned_is_of_all_that_may_leave(no_megatron, saved):
+    pinned = [
+        json.loads(run("doctor", str(saved), "--no-probe", "--json", *options)[1])["config"]["pinned_by_rank"]
+        for options in ((), ("--budget-gib", "70"))
+    ]
+    assert pinned[0] == pinned[1] > 0
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_nothing_is_refused_for_the_memory_of_fewer_gpus_than_the_job_may_have(no_megatron, saved, monkeypatch):
+    monkeypatch.setattr("bridge_fgo.engine.host_memory.total_bytes", lambda: 2**20)
+    status, output = run("doctor", str(saved), "--no-probe", "--json")
+    found = json.loads(output)
+    assert status == 0 and found["refusals"] == []
+    note = "on 1 GPUs, the fewest it can have; give --gpus"
+    assert note in found["notes"]
+    assert any(text.startswith("refused on so few: ") and "host memory" in text for text in found["notes"])
+    assert note in json.loads(run("plan", str(saved), "--json")[1])["notes"]
+    assert note not in json.loads(run("plan", str(saved), "--json", "--gpus", "1")[1])["notes"]
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("blocks", "files", "refused"), [(10**6, 10**6, None), (1, 10**6, "/dev/shm"), (10**6, 20, "ulimit -n")]
+)
+def test_what_a_background_save_has_not_the_room_for_is_refused_as_in_training(
+    no_megatron, saved, tmp_path, monkeypatch, blocks, files, refused
+):
+    from bridge_fgo.wiring import refusals
+
+    text = saved.read_text()
+    assert text.count("\n  save: null\n") == text.count("\n  async_save: false\n") == 1
+    path = tmp_path / "run_config.yaml"
+    path.write_text(text.replace("  save: null", "  save: somewhere").replace("async_save: false", "async_save: true"))
+    shared = SimpleNamespace(f_blocks=blocks, f_bavail=blocks, f_frsize=4096)
+    monkeypatch.setattr(refusals, "os", SimpleNamespace(statvfs=lambda path: shared))
+    monkeypatch.setattr(refusals.resource, "getrlimit", lambda which: (files, files))
+    status, output = run("doctor", str(path), "--no-probe", "--gpus", "8", "--json")
+    found = json.loads(output)["refusals"]
+    assert status == (refused is not None)
+    assert [(refused in text, "4 rank(s)" in text) for text in found] == [(True, True)] * (refused is not None)
+
+
 def test_limits_that_are_too_low_are_warned_of():
     few = machine.Machine([machine.Gpu("test", 80 * GIB, None)], 2, 8, GIB, GIB, 2**16, 2**20)
-    found = machine.warnings(few, GIB, saves_in_background=True)
-    assert [next(w for w in ("NUMA", "ulimit", "/dev/shm") if w in text) for text in found] == [
-        "NUMA", "ulimit", "/dev/shm"
-    ]  # fmt: skip
+    found = machine.warnings(few, GIB)
+    assert [next(w for w in ("NUMA", "ulimit") if w in text) for text in found] == ["NUMA", "ulimit"]
     enough = machine.Machine([machine.Gpu("test", 80 * GIB, 4)], 2, 8, GIB, GIB, None, 2 * GIB)
-    assert machine.warnings(enough, GIB, saves_in_background=True) == []
+    assert machine.warnings(enough, GIB) == []
 
 
 def test_the_driver_is_read_from_the_kernel(tmp_path, monkeypatch):
@@ -161,6 +217,12 @@ def test_plan_prints_one_object_and_draws(no_megatron, saved, tmp_path):
 def test_a_users_mistake_is_named(no_megatron, saved, arguments, message):
     status, output = run("plan", str(saved), *arguments)
     assert status == 2 and message in output
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_overrides_are_read_by_bridge_alone(no_megatron, saved, command):
+    status, output = run(command, str(saved), "train.micro_batch_size=3")
+    assert status == 2 and "train.micro_batch_size=3: Megatron-Bridge reads overrides" in output
 
 
 def test_a_recipe_without_megatron_says_what_is_missing(no_megatron):

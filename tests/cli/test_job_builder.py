@@ -48,6 +48,11 @@ def _sizes(chunk):
     return Counter((tensor.numel, tensor.dtype, tensor.expert, tensor.own_bucket) for tensor in chunk)
 
 
+def test_the_builder_says_whether_the_number_of_gpus_was_given(answers):
+    assert job_of(answers["dense"]).gpus_given
+    assert not job_of(answers["refused"]).gpus_given
+
+
 def test_every_stage_and_virtual_chunk_is_built(answers):
     job = job_of(answers["dense"])
     assert [len(stage) for stage in job.stages] == [2, 2]
@@ -86,6 +91,11 @@ def test_all_refusals_are_listed_at_once(answers):
     job = job_of(answers["refused"])
     assert job.flag and job.engine is None and job.bridge_refuses is None
     assert [text.split("=")[0] for text in job.refusals] == ["optimizer.optimizer_cuda_graph", "dist.use_torch_fsdp2"]
+
+
+def test_a_vocabulary_that_nobody_knows_is_asked_for(answers):
+    error = answers["unsized"]["error"]
+    assert error.startswith("model.vocab_size") and "--vocab-size" in error
 
 
 def test_what_bridge_refuses_and_what_cannot_be_found_are_told_apart(tmp_path):

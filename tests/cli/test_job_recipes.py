@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import types
 
 import pytest
 
-from bridge_fgo.cli.job import recipes
+import bridge_fgo
+from bridge_fgo.cli.job import builder, recipes
+from bridge_fgo.recipes.catalog import RECIPES
+from bridge_fgo.recipes.hf_config import kept_configs
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -18,9 +22,34 @@ def test_a_recipe_of_this_project_comes_with_the_offload_on_and_its_gpus():
     assert gpus == 64
 
 
+def test_overrides_come_last_as_in_training():
+    with bridge_fgo.install():
+        config, _ = recipes.load_config(
+            "tiny", ["train.micro_batch_size=3", "optimizer.offload_optimizer_states=false"]
+        )
+    assert config.train.micro_batch_size == 3 and config.optimizer.offload_optimizer_states is False
+
+
+@pytest.mark.parametrize("override", ["train.no_such_field=1", "nonsense"])
+def test_an_override_that_does_not_fit_is_named(override):
+    with pytest.raises(ValueError, match=override):
+        recipes.load_config("tiny", [override])
+
+
 def test_a_recipe_that_the_installed_mcore_cannot_build_says_what_it_needs():
     with pytest.raises(ValueError, match="needs Megatron-LM's dev branch"):
         recipes.load_config("dsv4_flash_64gpu")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_vocabulary_of_every_recipe_is_known(name):
+    module = RECIPES[name].mcore_module
+    if module is not None and importlib.util.find_spec(module) is None:
+        pytest.skip(f"this mcore has no {module}")
+    config, _ = recipes.load_config(name)
+    builder.set_vocabulary(config, None)
+    if RECIPES[name].hf_model:
+        assert config.model.vocab_size == kept_configs()[RECIPES[name].hf_model]["config"]["vocab_size"]
 
 
 def test_an_unknown_name_is_answered_with_those_that_there_are():

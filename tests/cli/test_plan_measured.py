@@ -6,6 +6,8 @@ were the optimizer step's in two of the small runs offloaded, which are left out
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bridge_fgo.cli.bench.presets import PRESETS
@@ -16,6 +18,7 @@ from bridge_fgo.cli.job.parallel import parallel_of
 from bridge_fgo.cli.plan.estimate import make_plan
 from bridge_fgo.cli.plan.links import links
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine.plan import floor_seconds
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="the configs are made by Megatron-Bridge")
 
@@ -65,12 +68,49 @@ def test_states_are_exact_and_peaks_within_five_percent(cpu_standins, name):
         assert stage.peak(states) == pytest.approx(offloaded, rel=0.05)
 
 
+def activations(options: str, **model: object) -> int:
+    of_job = job(options, 1)
+    vars(of_job.config.model).update({"vocab_size": 128, "recompute_granularity": "selective", **model})
+    (stage,) = make_plan(of_job, OffloadConfig(), [], None, None).stages
+    return stage.activations
+
+
+def test_layers_that_are_recomputed_together_are_held_together(cpu_standins):
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    one, two, all_four, of_eight = (activations(SMALL, **full, recompute_num_layers=n) for n in (1, 2, 4, 8))
+    assert one < two < all_four == of_eight == activations(SMALL, recompute_granularity=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "other"), [(SMALL, "mlp", "moe"), (f"{SMALL} --experts 4", "moe", "mlp")]
+)
+def test_recomputing_the_mlp_is_of_dense_layers_and_moe_of_those_with_experts(cpu_standins, options, module, other):
+    nothing = activations(options, recompute_modules=["none"])
+    assert activations(options, recompute_modules=[other]) == nothing > activations(options, recompute_modules=[module])
+
+
 def test_budget_leaves_as_much_as_fits(cpu_standins):
     of_job = job(f"{PRESETS['short']} --gbs 8", 1)
     plan = make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=36.0), [], None, None)
     (stage,) = plan.stages
     assert stage.peak(plan.most_offloaded) == pytest.approx(36 * 2**30, abs=1)
+    assert plan.refusals == []
     assert make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=80.0), [], None, None).most_offloaded == 0
+
+
+def test_all_that_may_leave_is_pinned_whatever_the_budget_leaves(cpu_standins):
+    of_job = job(f"{PRESETS['short']} --gbs 8", 1)
+    plan = make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=80.0), links("H200", None, None), None, None)
+    assert plan.most_offloaded == 0
+    assert plan.most_pinned == plan.links[0].pinned == plan.stages[0].states.offloaded
+
+
+def test_a_budget_below_the_least_peak_is_refused_with_that(cpu_standins):
+    of_job = job(f"{PRESETS['short']} --gbs 8", 1)
+    plan = make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=20.0), [], None, None)
+    (stage,) = plan.stages
+    (refusal,) = plan.refusals
+    assert f"needs about {stage.peak(stage.states.offloaded) / 2**30:.2f} GiB" in refusal
 
 
 def test_copies_hide_behind_a_forward_that_is_longer(cpu_standins):
@@ -83,6 +123,29 @@ def test_copies_hide_behind_a_forward_that_is_longer(cpu_standins):
     assert hidden.floor == 0.0, "measured: a step of 4.536 s took 4.559 s"
     (given,) = make_plan(of_job, OffloadConfig(), links(None, 10.0, 4), 0.75, None).links
     assert (given.link.name, given.link.gpus) == ("given", 4) and given.floor > 0
+
+
+def test_the_floor_is_of_one_stages_bytes_and_room(cpu_standins):
+    of_job = job(f"{PRESETS['short']} --gbs 8 --pp 4", 4)
+    (last,) = of_job.stages[-1]  # the stage with the least activations gets the fewest states too
+    of_job.stages[-1] = [[replace(tensor, trainable="norm" in tensor.name) for tensor in last]]
+    plan = make_plan(of_job, OffloadConfig(), links("H200", None, None), 0.1, 0.2)
+    (link,) = plan.links
+    rates = (link.link.one_way, link.link.duplex)
+    least_room = min(stage.activations for stage in plan.stages)
+    assert floor_seconds(plan.most_offloaded, *rates, 0.2, 0.1, 0.0, least_room) > 0
+    assert link.floor == 0.0 and link.hidden_from == link.link_seconds
+
+
+def test_without_activations_no_floor_is_given_but_the_bare_one(cpu_standins):
+    of_job = job(f"{PRESETS['long']} --gbs 6", 1)
+    (known,) = make_plan(of_job, OffloadConfig(), links("H200", None, None), 0.1, None).links
+    of_job.config.model.mtp_num_layers = 1
+    plan = make_plan(of_job, OffloadConfig(), links("H200", None, None), 0.1, None)
+    (link,) = plan.links
+    assert link.most_floor == known.most_floor
+    assert (known.floor is None, link.floor, link.hidden_from) == (False, None, None)
+    assert any("neither are peaks" in note for note in plan.notes)
 
 
 def test_a_node_pins_what_its_ranks_offload(cpu_standins):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,9 +16,10 @@ from bridge_fgo.cli.demo import missing_packages, readable_bytes
 from bridge_fgo.cli.doctor.installed import installed
 from bridge_fgo.cli.doctor.machine import Machine, look, warnings
 from bridge_fgo.cli.job.job import Job, read_job
-from bridge_fgo.cli.plan.estimate import make_plan
+from bridge_fgo.cli.plan.estimate import Plan, budget_refusals, make_plan
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.host_memory import require_host_memory
+from bridge_fgo.wiring.refusals import refuse_small_shared_memory
 
 REFUSED = 1
 
@@ -27,6 +29,7 @@ class Settings:
     """One examination. target: a recipe or a saved run config, or None; offload: OffloadConfig's arguments."""
 
     target: str | None = None
+    overrides: tuple[str, ...] = ()
     gpus: int | None = None
     gpus_per_node: int | None = None
     vocab_size: int | None = None
@@ -90,7 +93,7 @@ def _examine_config(findings: Findings, settings: Settings, machine: Machine) ->
     if findings.installed["install"] is not None:
         findings.notes.append("the config was not looked at, because this Megatron-Bridge is refused")
         return
-    job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size)
+    job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size, settings.overrides)
     findings.config = {"flag": job.flag, "engine": job.engine, "gpus": job.parallel.gpus, "source": job.source}
     if job.bridge_refuses is not None:
         findings.refusals.append(f"Megatron-Bridge refuses the config: {job.bridge_refuses}")
@@ -102,7 +105,7 @@ def _examine_config(findings: Findings, settings: Settings, machine: Machine) ->
     if findings.installed["mcore"] is None:
         findings.notes.append("without mcore here, it is taken to have what the config asks for")
     pinned = _examine_memory(findings, settings, machine, job)
-    findings.warnings += warnings(machine, pinned, _saves_in_background(job))
+    findings.warnings += warnings(machine, pinned)
 
 
 def _examine_memory(findings: Findings, settings: Settings, machine: Machine, job: Job) -> int | None:
@@ -111,24 +114,43 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
         return None
     ranks = settings.gpus_per_node or len(machine.gpus) or None
     try:
-        plan = make_plan(job, OffloadConfig(**settings.offload), [], None, None)
+        # Memory is pinned for all that may leave, before training measures what a budget leaves.
+        plan = make_plan(job, OffloadConfig(**{**settings.offload, "gpu_memory_budget_gib": None}), [], None, None)
     except ValueError as error:
         findings.notes.append(f"bytes are not known: {error}")
         return None
-    pinned = plan.most_offloaded
+    pinned = plan.most_pinned
     assert findings.config is not None
     findings.config |= {"state_bytes": [stage.states.total for stage in plan.stages], "pinned_by_rank": pinned}
+    if job.gpus_note:
+        findings.notes.append(job.gpus_note)
+    of_budget = budget_refusals(job, plan.stages, OffloadConfig(**settings.offload))
+    if job.flag:
+        findings.refusals += of_budget
+    else:
+        findings.notes += [f"with the flag set, refused: {refusal}" for refusal in of_budget]
     if machine.gpus and job.flag:
-        try:
-            require_host_memory(pinned, 0, min(ranks or 1, job.parallel.gpus))
-        except ValueError as error:
-            findings.refusals.append(str(error))
+        refusals = _memory_refusals(job, plan, min(ranks or 1, job.parallel.gpus))
+        if job.gpus_given:
+            findings.refusals += refusals
+        else:  # on more, each rank has less
+            findings.notes += [f"refused on so few: {refusal}" for refusal in refusals]
     return pinned
 
 
-def _saves_in_background(job: Job) -> bool:
-    checkpoint = job.config.checkpoint
-    return bool(checkpoint.save is not None and checkpoint.save_optim and checkpoint.async_save)
+def _memory_refusals(job: Job, plan: Plan, ranks: int) -> Iterator[str]:
+    """Yield what training would say of this machine as the node of `ranks` of the fullest ranks."""
+    try:
+        require_host_memory(plan.most_pinned, 0, ranks)
+    except ValueError as error:
+        yield str(error)
+    # Only the native engine saves in the background.
+    copies = [of_rank.saved for of_stage in plan.states for of_rank in of_stage]
+    try:
+        for fullest in (max(copies, key=sum), max(copies, key=len)):
+            refuse_small_shared_memory(job.config.checkpoint, list(fullest), ranks)
+    except ValueError as error:
+        yield str(error)
 
 
 def _print(console: Console, findings: Findings) -> None:
@@ -144,6 +166,8 @@ def _print(console: Console, findings: Findings) -> None:
     table.add_row(
         "host memory", f"{readable_bytes(machine['host_bytes'])}, free {readable_bytes(machine['free_bytes'])}"
     )
+    shared = machine["shared_memory_bytes"]
+    table.add_row("/dev/shm, free", "-" if shared is None else readable_bytes(shared))
     lockable = machine["lockable_bytes"]
     table.add_row("ulimit -l", "unlimited" if lockable is None else readable_bytes(lockable))
     if findings.link_bytes_per_second is not None:

@@ -64,13 +64,12 @@ def _free_in(folder: Path) -> int | None:
     return disk.f_bavail * disk.f_frsize
 
 
-def warnings(machine: Machine, pinned_by_rank: int | None, saves_in_background: bool) -> list[str]:
+def warnings(machine: Machine, pinned_by_rank: int | None) -> list[str]:
     """Return what does not keep a job from training but can slow or end it.
 
     Args:
         machine: this one.
         pinned_by_rank: bytes that a rank will page-lock; None where that is not known.
-        saves_in_background: whether checkpoints of optimizer state are written in the background.
     """
     if not machine.gpus:
         return []
@@ -85,10 +84,5 @@ def warnings(machine: Machine, pinned_by_rank: int | None, saves_in_background: 
         found.append(
             f"`ulimit -l` is {readable_bytes(machine.lockable_bytes)} and a rank page-locks {readable_bytes(needed)}: "
             "raise it (--ulimit memlock=-1) in case CUDA refuses to page-lock"
-        )
-    if saves_in_background and machine.shared_memory_bytes is not None and machine.shared_memory_bytes < needed:
-        found.append(
-            f"/dev/shm has {readable_bytes(machine.shared_memory_bytes)} free and a background save passes up to "
-            f"{readable_bytes(needed)} a rank through it: raise --shm-size, or set checkpoint.async_save=False"
         )
     return found

@@ -2,8 +2,8 @@
 
     python -m bridge_fgo.cli.job.builder REQUEST
 
-REQUEST is JSON: target (or null), gpus, offload (OffloadConfig's arguments), vocab_size, patches (whether to try
-that all of this package's patches fit). The answer is one
+REQUEST is JSON: target (or null), gpus, offload (OffloadConfig's arguments), vocab_size, overrides, patches
+(whether to try that all of this package's patches fit). The answer is one
 JSON object on stdout; whatever Megatron prints goes to stderr. torch's fake process groups make a world of any
 size, Transformer Engine is `te_shapes`, and Bridge's own `runtime_config_update` and model builder do the rest, so
 that what comes out is what `pretrain()` makes of the same config.
@@ -50,16 +50,20 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if request["target"] is None:
             return found
         try:
-            config, gpus = load_config(request["target"])
-            gpus = parallel_of(config, request["gpus"] or gpus).gpus
+            config, gpus = load_config(request["target"], request["overrides"])
+            gpus_given = request["gpus"] or gpus
+            gpus = parallel_of(config, gpus_given).gpus
         except ValueError as error:
             return {"error": str(error)}
-        found["gpus"] = gpus
+        found |= {"gpus": gpus, "gpus_given": gpus_given is not None}
         found["bridge_refuses"] = bridge_refuses = prepare(config, gpus)
         found |= offload_of(config, request["offload"])
         if bridge_refuses is None:
             try:
                 set_vocabulary(config, request["vocab_size"])
+            except ValueError as error:
+                return {"error": str(error)}
+            try:
                 found["stages"] = [build_stage(config, gpus, stage) for stage in range(pipeline_size(config))]
             except Exception as error:  # of layers that have no shapes here; the whole of it goes to stderr
                 traceback.print_exc()

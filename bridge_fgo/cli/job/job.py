@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ class Job:
     engine: that would serve it; None where it is refused, or where there is no mcore to ask.
     bridge_refuses: why Bridge itself refuses the config.
     bridge_estimate: bytes that Bridge's own estimator expects; None where it was not asked.
+    gpus_given: whether the user or the recipe says on how many GPUs; else `parallel` is of the fewest.
     """
 
     config: SimpleNamespace
@@ -43,6 +45,12 @@ class Job:
     engine: str | None = None
     bridge_refuses: str | None = None
     bridge_estimate: dict[str, float] | None = None
+    gpus_given: bool = True
+
+    @property
+    def gpus_note(self) -> str:
+        """Where the number of GPUs was not given, what is done about it; else nothing."""
+        return "" if self.gpus_given else f"on {self.parallel.gpus} GPUs, the fewest it can have; give --gpus"
 
     @property
     def microbatches(self) -> int:
@@ -51,7 +59,13 @@ class Job:
         return max(1, train.global_batch_size // (train.micro_batch_size * self.parallel.data))
 
 
-def read_job(target: str, gpus: int | None, offload: dict[str, Any], vocab_size: int | None = None) -> Job:
+def read_job(
+    target: str,
+    gpus: int | None,
+    offload: dict[str, Any],
+    vocab_size: int | None = None,
+    overrides: Sequence[str] = (),
+) -> Job:
     """Find a job out without running it.
 
     Args:
@@ -59,16 +73,21 @@ def read_job(target: str, gpus: int | None, offload: dict[str, Any], vocab_size:
         gpus: how many the job has; None for the fewest that it can have.
         offload: arguments of OffloadConfig.
         vocab_size: of the tokenizer, where neither the model nor the tokenizer's config says it.
+        overrides: of the config, `section.field=value` in Bridge's syntax.
 
     Raises:
-        ValueError: there is no such recipe or file, it cannot be built, or the GPUs do not suit it.
+        ValueError: there is no such recipe, file or setting, it cannot be built, or the GPUs do not suit it.
         RuntimeError: the builder died.
     """
     OffloadConfig(**offload)
     missing = missing_packages()
     if missing:
+        if overrides:
+            raise ValueError(
+                f"{' '.join(overrides)}: Megatron-Bridge reads overrides; {', '.join(missing)} not installed"
+            )
         return _from_numbers(target, gpus, vocab_size, missing)
-    found = ask_builder(target=target, gpus=gpus, offload=offload, vocab_size=vocab_size)
+    found = ask_builder(target=target, gpus=gpus, offload=offload, vocab_size=vocab_size, overrides=overrides)
     if "error" in found:
         raise ValueError(found["error"])
     return job_of(found)
@@ -91,6 +110,7 @@ def job_of(found: dict[str, Any]) -> Job:
         found["engine"],
         found["bridge_refuses"],
         found.get("bridge_estimate"),
+        found["gpus_given"],
     )
 
 
@@ -113,7 +133,8 @@ def _from_numbers(target: str, gpus: int | None, vocab_size: int | None, missing
         config.model.vocab_size = vocab_size
     stages = stages_from_numbers(config)
     flag, config.optimizer = as_if_set(config.optimizer)
-    return Job(config, parallel, stages, "the config's numbers", flag, list(config_refusals(config)))
+    refusals = list(config_refusals(config))
+    return Job(config, parallel, stages, "the config's numbers", flag, refusals, gpus_given=gpus is not None)
 
 
 def ask_builder(
@@ -122,6 +143,7 @@ def ask_builder(
     offload: dict[str, Any] | None = None,
     vocab_size: int | None = None,
     patches: bool = False,
+    overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the answer of `bridge_fgo.cli.job.builder`, which runs in a process of its own.
 
@@ -129,6 +151,7 @@ def ask_builder(
         RuntimeError: it died; shows the end of what it printed.
     """
     request = {"target": target, "gpus": gpus, "offload": offload or {}, "vocab_size": vocab_size, "patches": patches}
+    request["overrides"] = list(overrides)
     command = [sys.executable, "-m", "bridge_fgo.cli.job.builder", json.dumps(request)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     if done.returncode != 0:

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bridge_fgo.recipes.catalog import RECIPES, Recipe
+from bridge_fgo.recipes.hf_config import kept_configs
 
 
-def load_config(target: str) -> tuple[Any, int | None]:
+def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | None]:
     """Return the ConfigContainer that `target` names, and how many GPUs it is for, where its recipe says so.
 
     Args:
         target: the path of a saved run config; or the name of a recipe: one of this project's (`bridge_fgo.recipes`,
             with the offload on), a `module:function`, or a function of `megatron.bridge.recipes`.
+        overrides: `section.field=value`, in Bridge's own syntax (Hydra's), as training takes them.
 
     Raises:
         ValueError: nothing of that name, or the recipe could not be built (most of Bridge's read the model's
-            Hugging Face config, and need network or a filled cache), or it trains adapters.
+            Hugging Face config, and need network or a filled cache), an override is wrong, or it trains adapters.
     """
     config, gpus = _load(target)
+    if overrides:
+        config = _overridden(config, overrides)
     if getattr(config, "peft", None) is not None:
         raise ValueError(f"{target}: peft is set, and how many parameters its adapters have is not known here")
     return config, gpus
+
+
+def _overridden(config: Any, overrides: Sequence[str]) -> Any:
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    try:
+        return process_config_with_overrides(config, cli_overrides=list(overrides))
+    except Exception as error:  # Hydra's, OmegaConf's and Bridge's have no common class
+        raise ValueError(f"overrides {' '.join(overrides)}: {type(error).__name__}: {error}") from error
 
 
 def _load(target: str) -> tuple[Any, int | None]:
@@ -70,4 +83,8 @@ def _build_own(recipe: Recipe) -> Any:
     from bridge_fgo.recipes.train import require_mcore
 
     require_mcore(recipe)
-    return build(recipe, offload=True, hf="kept").config
+    config: Any = build(recipe, offload=True, hf="kept").config
+    if recipe.hf_model and config.model.vocab_size is None and getattr(config.tokenizer, "vocab_size", None) is None:
+        # Training takes it from the model's own tokenizer, which is not loaded here.
+        config.tokenizer.vocab_size = kept_configs()[recipe.hf_model]["config"]["vocab_size"]
+    return config

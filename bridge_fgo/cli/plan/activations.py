@@ -68,10 +68,15 @@ def activation_bytes(job: Job, stage: int) -> int | None:
         return None
     whole = [_layer(job, tokens, has_experts) for has_experts in layers]
     per_chunk = max(1, len(whole) // _chunks(model))
-    kept = [_after_recompute(model, layer, index % per_chunk) for index, layer in enumerate(whole)]
+    group = min(_layers_of_a_group(model), per_chunk)
+    kept = [
+        _after_recompute(model, layer, has_experts, index % per_chunk, group)
+        for index, (layer, has_experts) in enumerate(zip(whole, layers, strict=True))
+    ]
     held = sum(kept) * _microbatches_in_flight(job, stage) // _chunks(model)
-    last, last_kept = whole[-1], kept[-1]
-    rebuilt = held - last_kept + last.kept  # the last layer, whole again, as its backward begins
+    last = whole[-1]
+    # The last layers that are recomputed together, whole again, as their backward begins.
+    rebuilt = held + sum(layer.kept for layer in whole[-group:]) - sum(kept[-group:])
     in_mlp = rebuilt + last.mlp_transient
     in_attention = rebuilt - last.mlp + last.attention_transient
     at_the_loss = held + (_loss_bytes(job, tokens) if stage == job.parallel.pipeline - 1 else 0)
@@ -169,20 +174,30 @@ def _experts(job: Job, tokens: int) -> tuple[int, int]:
     return kept + permuted + of_shared, transient
 
 
-def _after_recompute(model: Any, layer: LayerBytes, index: int) -> int:
-    """Return what of layer `index` of a chunk is left after its forward, under the recomputation asked for."""
+def _layers_of_a_group(model: Any) -> int:
+    """Return how many layers are recomputed at once, from the input of the first."""
+    is_uniform = getattr(model, "recompute_method", None) != "block"
+    if getattr(model, "recompute_granularity", None) == "full" and is_uniform:
+        return getattr(model, "recompute_num_layers", None) or 1
+    return 1
+
+
+def _after_recompute(model: Any, layer: LayerBytes, has_experts: bool, index: int, group: int) -> int:
+    """Return what of layer `index` of a chunk is left after its forward, under the recomputation asked for.
+
+    group: see `_layers_of_a_group`.
+    """
     granularity = getattr(model, "recompute_granularity", None)
     if granularity == "full":
-        layers = getattr(model, "recompute_num_layers", None) or 1
         if getattr(model, "recompute_method", None) == "block":
-            return layer.input if index < layers else layer.kept
-        return layer.input // layers
+            return layer.input if index < (getattr(model, "recompute_num_layers", None) or 1) else layer.kept
+        return layer.input // group
     left = layer.kept
     if granularity == "selective":
         modules = getattr(model, "recompute_modules", None) or ["core_attn"]
         if "core_attn" in modules:
             left -= layer.scores
-        if "mlp" in modules or "moe" in modules:
+        if ("moe" if has_experts else "mlp") in modules:
             left -= layer.mlp - 2 * layer.input
         if "layernorm" in modules:
             left -= 2 * layer.input

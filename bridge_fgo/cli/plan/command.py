@@ -23,6 +23,7 @@ class Settings:
     """One plan. Seconds are of one microbatch on a rank; offload holds OffloadConfig's arguments."""
 
     target: str
+    overrides: tuple[str, ...] = ()
     gpus: int | None = None
     gpus_per_node: int | None = None
     vocab_size: int | None = None
@@ -50,7 +51,7 @@ def run(settings: Settings) -> int:
         raise ValueError("--backward-seconds needs --forward-seconds")
     offload = OffloadConfig(**settings.offload)
     of_links = links(settings.system, settings.link_gbs, settings.gpus_per_node)
-    job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size)
+    job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size, settings.overrides)
     if job.bridge_refuses is not None:
         raise ValueError(f"Megatron-Bridge refuses this config: {job.bridge_refuses}")
     plan = make_plan(job, offload, of_links, settings.forward_seconds, settings.backward_seconds)
@@ -60,4 +61,4 @@ def run(settings: Settings) -> int:
         print(json.dumps(as_json(plan)))
     else:
         print_plan(Console(), plan)
-    return REFUSED if job.flag and job.refusals else 0
+    return REFUSED if job.flag and plan.refusals else 0

@@ -49,11 +49,14 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """What the copies cost on one kind of link, on the slowest rank, in seconds; pinned: bytes of the fullest node.
+    """What the copies cost on one kind of link, on the slowest rank, in seconds.
+
+    pinned: bytes of the fullest node: all that may leave, because the engine pins before it knows what a budget leaves.
 
     link_seconds: all offloaded states one way. most_floor: the floor of the added step time with nothing to hide
     behind. floor: the same for the forward and backward that the user gave, or None.
     hidden_from: seconds of a microbatch's forward (its backward taken as twice that) from which the floor is 0.
+    Both are None where the activations, whose place copies need in forward and backward, are not known.
     """
 
     link: Link
@@ -66,15 +69,26 @@ class LinkPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job's plan. In bytes, state_bytes_by_rank of each rank of each stage, most_offloaded of any rank."""
+    """A job's plan. states: of each rank of each stage; most_offloaded, most_pinned: of any rank, in bytes."""
 
     job: Job
     offload: OffloadConfig
     stages: list[StagePlan]
-    state_bytes_by_rank: list[list[int]]
+    states: list[list[StateBytes]]
     most_offloaded: int
+    most_pinned: int
     links: list[LinkPlan]
     notes: list[str]
+
+    @property
+    def state_bytes_by_rank(self) -> list[list[int]]:
+        """All states of each rank of each stage, in bytes."""
+        return [[of_rank.total for of_rank in of_stage] for of_stage in self.states]
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why training would refuse the job with the flag set."""
+        return [*self.job.refusals, *budget_refusals(self.job, self.stages, self.offload)]
 
 
 def make_plan(
@@ -101,10 +115,10 @@ def make_plan(
         for stage, of_stage in zip(stages, states, strict=True)
     ]
     most = max(max(of_stage) for of_stage in moved)
-    room = min((plan.activations for plan in stages if plan.activations is not None), default=0)
-    of_links = [_link_plan(job, link, moved, most, room, forward, backward) for link in links]
-    by_rank = [[of_rank.total for of_rank in of_stage] for of_stage in states]
-    return Plan(job, offload, stages, by_rank, most, of_links, _notes(job, stages))
+    loads = [(max(of_stage), stage.activations) for stage, of_stage in zip(stages, moved, strict=True)]
+    pinned = [of_rank.offloaded for of_stage in states for of_rank in of_stage]
+    of_links = [_link_plan(link, pinned, loads, forward, backward) for link in links]
+    return Plan(job, offload, stages, states, most, max(pinned), of_links, _notes(job, stages))
 
 
 def _stage_buffers(job: Job, stage: int) -> list[Buffer]:
@@ -168,32 +182,62 @@ def offloaded_bytes(stage: StagePlan, states: StateBytes, offload: OffloadConfig
     return int(min(max(0, over), states.offloaded))
 
 
+def budget_refusals(job: Job, stages: list[StagePlan], offload: OffloadConfig) -> list[str]:
+    """Return the text of training's error where there is a budget that is surely below the least possible peak.
+
+    Activations that are not known count as nothing; nor do states that stay, where more GPUs may share them.
+    """
+    budget = offload.gpu_memory_budget_gib
+    least = max(
+        stage.fixed + (stage.activations or 0) - (stage.states.offloaded if job.gpus_given else stage.states.total)
+        for stage in stages
+    )
+    if budget is None or least <= budget * 2**30:
+        return []
+    return [
+        f"OffloadConfig.gpu_memory_budget_gib={budget:g} cannot be met: with all of the optimizer state offloaded the "
+        f"fullest rank needs about {least / 2**30:.2f} GiB; set it to at least that, or make the rest of the step "
+        "smaller (micro batch, recompute, parallelism)"
+    ]
+
+
 def _link_plan(
-    job: Job, link: Link, moved: list[list[int]], most: int, room: int, forward: float | None, backward: float | None
+    link: Link, pinned: list[int], loads: list[tuple[int, int | None]], forward: float | None, backward: float | None
 ) -> LinkPlan:
-    pinned = [states for of_stage in moved for states in of_stage]
+    """Return what the copies cost; loads: of each stage, the most bytes that leave a rank, and its activations."""
     nodes = [sum(pinned[first : first + link.gpus]) for first in range(0, len(pinned), link.gpus)]
 
     def floor(forward: float, backward: float) -> float:
-        return floor_seconds(most, link.one_way, link.duplex, backward, forward, 0.0, room)
+        """Return the slowest stage's; where activations are not known, they are given no room."""
+        return max(
+            floor_seconds(nbytes, link.one_way, link.duplex, backward, forward, 0.0, room or 0)
+            for nbytes, room in loads
+        )
 
-    given = None if forward is None else floor(forward, 2 * forward if backward is None else backward)
-    enough = most / link.one_way
+    is_known = all(room is not None for _, room in loads)
+    given = None
+    if forward is not None and is_known:
+        given = floor(forward, 2 * forward if backward is None else backward)
+    enough = max(nbytes for nbytes, _ in loads) / link.one_way
     return LinkPlan(
         link=link,
         pinned=max(nodes),
         link_seconds=enough,
-        most_floor=floor_seconds(most, link.one_way, link.duplex, 0.0, 0.0, 0.0, room),
+        most_floor=floor(0.0, 0.0),
         floor=given,
-        hidden_from=enough if room >= most and floor(enough, 2 * enough) == 0 else None,
+        hidden_from=enough if is_known and floor(enough, 2 * enough) == 0 else None,
     )
 
 
 def _notes(job: Job, stages: list[StagePlan]) -> list[str]:
     model: Any = job.config.model
     notes = [f"tensors from {job.source}"]
+    if job.gpus_note:
+        notes.append(job.gpus_note)
     if any(plan.activations is None for plan in stages):
-        notes.append("activations of this kind of model are not known: peaks are without them")
+        notes.append(
+            "activations of this kind of model are not known, and so neither are peaks, nor what copies can hide behind"
+        )
     elif getattr(model, "num_moe_experts", None):
         notes.append(
             "activations: tokens spread evenly over experts, without the dispatcher's buffers; not held against runs"

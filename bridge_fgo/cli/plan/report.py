@@ -33,7 +33,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "links": [asdict(link) for link in plan.links],
         "bridge_estimate": estimate,
         "flag": plan.job.flag,
-        "refusals": plan.job.refusals,
+        "refusals": plan.refusals,
         "notes": plan.notes,
     }
 
@@ -88,7 +88,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     _print_links(console, plan)
     for note in plan.notes:
         console.print(f"- {note}", markup=False)
-    for refusal in plan.job.refusals:
+    for refusal in plan.refusals:
         word = "refused" if plan.job.flag else "refused, once the flag is set"
         console.print(f"{word}: {refusal}", markup=False, style="red")
 

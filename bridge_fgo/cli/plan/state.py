@@ -11,16 +11,20 @@ import torch
 from bridge_fgo.cli.plan.layout import Buffer
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.plan import select
-from bridge_fgo.engine.states import MASTER, MOMENTS, Bundle, bundles
+from bridge_fgo.engine.states import MASTER, MOMENTS, Bundle, StateRef, bundles
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of a rank: master weights, moments, and what of both is offloaded."""
+    """Bytes of a rank: master weights, moments, and what of both is offloaded.
+
+    saved: of each copy that the native engine makes for a checkpoint (its `copied_for_a_save`).
+    """
 
     masters: int
     moments: int
     offloaded: int
+    saved: tuple[int, ...]
 
     @property
     def total(self) -> int:
@@ -40,19 +44,25 @@ def state_bytes(shards: list[tuple[Buffer, int]], optimizer: Any, config: Offloa
     for expert in (False, True):  # mcore makes an optimizer of each, and so does the engine
         of_kind = [(buffer, index) for buffer, index in shards if buffer.expert is expert]
         everything.append(bundles(_optimizer(of_kind, optimizer)))
-    offloaded = sum(_offloaded(states, config) for states in everything)
+    offloaded = [ref for states in everything for ref in _offloaded(states, config)]
     by_kind = {"master": 0, "moment": 0}
     for states in everything:
         for bundle in states:
             for ref in bundle.refs:
                 by_kind[ref.kind] += ref.nbytes
-    return StateBytes(by_kind["master"], by_kind["moment"], offloaded)
+    return StateBytes(
+        by_kind["master"],
+        by_kind["moment"],
+        sum(ref.nbytes for ref in offloaded),
+        tuple(ref.saved_nbytes for ref in offloaded),
+    )
 
 
-def _offloaded(states: list[Bundle], config: OffloadConfig) -> int:
+def _offloaded(states: list[Bundle], config: OffloadConfig) -> list[StateRef]:
     wanted = {"moment": config.moments, "master": config.master_weights}
-    sizes = [sum(ref.nbytes for ref in bundle.refs if wanted[ref.kind]) for bundle in states]
-    return sum(sizes[i] for i in select(sizes, config.fraction))
+    refs = [[ref for ref in bundle.refs if wanted[ref.kind]] for bundle in states]
+    chosen = select([sum(ref.nbytes for ref in of_bundle) for of_bundle in refs], config.fraction)
+    return [ref for i in chosen for ref in refs[i]]
 
 
 def _optimizer(shards: list[tuple[Buffer, int]], config: Any) -> SimpleNamespace:
