@@ -219,6 +219,11 @@ def test_a_users_mistake_is_named(no_megatron, saved, arguments, message):
     assert status == 2 and message in output
 
 
+def test_fp8_parameters_are_not_taken_for_16_bit_ones(no_megatron, saved, tmp_path):
+    status, output = run("plan", changed(saved, tmp_path, "fp8_param_gather: false", "fp8_param_gather: true"))
+    assert status == 2 and "ddp.fp8_param_gather=True" in output
+
+
 @pytest.mark.parametrize("command", ["plan", "doctor"])
 def test_overrides_are_read_by_bridge_alone(no_megatron, saved, command):
     status, output = run(command, str(saved), "train.micro_batch_size=3")
