@@ -129,10 +129,11 @@ def make_plan(
 
 
 def _stage_buffers(job: Job, stage: int) -> list[Buffer]:
+    others = sum(tensor.numel for chunk in job.stages[stage][1:] for tensor in chunk)
     return [
         buffer
         for index, chunk in enumerate(job.stages[stage])
-        for buffer in buffers_of(chunk, stage == index == 0, job.config.ddp, job.parallel)
+        for buffer in buffers_of(chunk, stage == index == 0, job.config.ddp, job.parallel, others)
     ]
 
 
