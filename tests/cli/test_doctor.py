@@ -194,6 +194,11 @@ def test_the_driver_is_read_from_the_kernel(tmp_path, monkeypatch):
     assert installed.driver_version() == "570.124.06"
 
 
+def test_the_words_are_of_what_is_there(no_megatron, saved):
+    assert "expert states" not in run("plan", str(saved))[1]
+    assert "Nothing is refused by the offload." in run("doctor", str(saved))[1]
+
+
 def test_plan_prints_one_object_and_draws(no_megatron, saved, tmp_path):
     picture = tmp_path / "plan.png"
     status, output = run("plan", str(saved), "--json", "--system", "H200", "--gpus", "2", "--picture", str(picture))
@@ -217,6 +222,11 @@ def test_plan_prints_one_object_and_draws(no_megatron, saved, tmp_path):
 def test_a_users_mistake_is_named(no_megatron, saved, arguments, message):
     status, output = run("plan", str(saved), *arguments)
     assert status == 2 and message in output
+
+
+def test_fp8_parameters_are_not_taken_for_16_bit_ones(no_megatron, saved, tmp_path):
+    status, output = run("plan", changed(saved, tmp_path, "fp8_param_gather: false", "fp8_param_gather: true"))
+    assert status == 2 and "ddp.fp8_param_gather=True" in output
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])

@@ -148,6 +148,15 @@ def test_without_activations_no_floor_is_given_but_the_bare_one(cpu_standins):
     assert any("neither are peaks" in note for note in plan.notes)
 
 
+def test_a_share_that_upstreams_offloader_chooses_is_not_counted_as_everything(cpu_standins):
+    of_job = replace(job(SMALL, 1), engine="mcore generation 2")
+    of_job.config.optimizer.optimizer_state_offload_fraction = 0.5
+    with pytest.raises(ValueError, match=r"optimizer_state_offload_fraction=0\.5"):
+        make_plan(of_job, OffloadConfig(), [], None, None)
+    of_job.config.optimizer.optimizer_state_offload_fraction = 1.0
+    assert make_plan(of_job, OffloadConfig(), [], None, None).most_offloaded == RUNS["4 layers"][2]
+
+
 def test_a_node_pins_what_its_ranks_offload(cpu_standins):
     of_job = job(f"{PRESETS['short']} --gbs 64 --pp 4", 32)
     plan = make_plan(of_job, OffloadConfig(), links("GB200", None, None), None, None)

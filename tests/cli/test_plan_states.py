@@ -75,6 +75,15 @@ def test_every_element_is_in_exactly_one_shard(tensors, ranks):
         assert [numel[id(place[0])] for place in buffer.places] == [place[2] - place[1] for place in buffer.places]
 
 
+def test_a_number_of_buckets_is_of_all_chunks_of_the_rank():
+    from types import SimpleNamespace
+
+    ddp = SimpleNamespace(grad_reduce_in_fp32=True, overlap_grad_reduce=True, num_buckets=4)
+    chunk = [Tensor("", 1024)] * 4
+    counts = [len(buffers_of(chunk, True, ddp, ONE, others)[0].buckets) for others in (0, 4096)]
+    assert counts == [4, 2]
+
+
 OPTIONS = {
     "plain": {},
     "two chunks": {"chunks": 2},

@@ -147,7 +147,7 @@ def test_tiny_trains_by_sbatch(submit, slurm):
     job, printed = submit("train.train_iters=3", CHECKPOINTS="", PREFLIGHT=None)
     wait_for_job(job, slurm, 120)
     text = printed.read_text()
-    assert "Nothing is refused." in text.split("step 1/3")[0]  # the preflight, before training
+    assert "Nothing is refused by the offload." in text.split("step 1/3")[0]  # the preflight, before training
     assert "step 3/3: loss " in text
     assert "5,548,032 bytes released" in text
 

@@ -186,4 +186,4 @@ def _print(console: Console, findings: Findings) -> None:
         for line in lines:
             console.print(f"{word}: {line}", markup=False, style="red" if word == "REFUSED" else None)
     if not findings.refusals:
-        console.print("Nothing is refused.")
+        console.print("Nothing is refused by the offload.")

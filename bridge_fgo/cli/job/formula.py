@@ -34,6 +34,14 @@ UNKNOWN = (
 )
 """Settings that change the layers in ways that are not written down here."""
 
+FP8_PARAMETERS = (
+    ("model", "fp8_param"),
+    ("ddp", "fp8_param_gather"),
+    ("mixed_precision", "fp8_param"),
+    ("mixed_precision", "fp8_param_gather"),
+)
+"""Sections and settings that keep parameters in FP8."""
+
 SAME_LAYERS = ("default_layer_spec", "transformer_engine_layer_spec", "local_layer_spec")
 """Bridge's specs of one layer for all, which leave `moe_layer_freq` aside."""
 
@@ -50,6 +58,12 @@ def stages_from_numbers(config: SimpleNamespace) -> list[list[Chunk]]:
             raise ValueError(
                 f"model.{name}={getattr(model, name)!r}: not known without Megatron; install megatron-bridge (no GPU "
                 "is needed) to have the model built"
+            )
+    for section, name in FP8_PARAMETERS:
+        if getattr(getattr(config, section, None), name, False):
+            raise ValueError(
+                f"{section}.{name}=True: which parameters are kept in FP8 is not known without Megatron; install "
+                "megatron-bridge (no GPU is needed) to have the model built"
             )
     if getattr(config, "peft", None) is not None:
         raise ValueError("peft is set: adapters are not known to the plan")

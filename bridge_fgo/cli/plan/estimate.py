@@ -103,8 +103,15 @@ def make_plan(
         forward, backward: seconds of one microbatch on a rank, where the user knows them.
 
     Raises:
-        ValueError: the states are not a DistributedOptimizer's, so that there is nothing to plan.
+        ValueError: the states are not a DistributedOptimizer's, so that there is nothing to plan; or upstream's
+            offloader chooses a share of them by a setting of its own.
     """
+    share = getattr(job.config.optimizer, "optimizer_state_offload_fraction", 1.0)
+    if job.engine == "mcore generation 2" and share != 1.0:
+        raise ValueError(
+            f"optimizer.optimizer_state_offload_fraction={share!r}: what mcore's chunked offloader takes is not known "
+            "to the plan; use OffloadConfig.fraction (--fraction), which the native engine honours"
+        )
     if not job.config.ddp.use_distributed_optimizer:
         raise ValueError("ddp.use_distributed_optimizer=False: the plan knows the DistributedOptimizer's states alone")
     buffers = [_stage_buffers(job, stage) for stage in range(job.parallel.pipeline)]
@@ -122,10 +129,11 @@ def make_plan(
 
 
 def _stage_buffers(job: Job, stage: int) -> list[Buffer]:
+    others = sum(tensor.numel for chunk in job.stages[stage][1:] for tensor in chunk)
     return [
         buffer
         for index, chunk in enumerate(job.stages[stage])
-        for buffer in buffers_of(chunk, stage == index == 0, job.config.ddp, job.parallel)
+        for buffer in buffers_of(chunk, stage == index == 0, job.config.ddp, job.parallel, others)
     ]
 
 

@@ -55,7 +55,7 @@ class Buffer:
                 yield tensor, numel
 
 
-def buffers_of(chunk: Chunk, first_of_stage_0: bool, ddp: Any, parallel: Parallel) -> list[Buffer]:
+def buffers_of(chunk: Chunk, first_of_stage_0: bool, ddp: Any, parallel: Parallel, others: int = 0) -> list[Buffer]:
     """Return the buffers of a model chunk.
 
     Args:
@@ -63,6 +63,7 @@ def buffers_of(chunk: Chunk, first_of_stage_0: bool, ddp: Any, parallel: Paralle
         first_of_stage_0: whether it is the first chunk of the first pipeline stage, the one that has buckets.
         ddp: Bridge's DistributedDataParallelConfig.
         parallel: how many ranks share what.
+        others: elements of the rank's other chunks, which `ddp.num_buckets` counts too (Megatron's `_ddp_wrap`).
     """
     groups: dict[tuple[torch.dtype, torch.dtype, bool], list[Tensor]] = {}
     for tensor in chunk:
@@ -70,7 +71,9 @@ def buffers_of(chunk: Chunk, first_of_stage_0: bool, ddp: Any, parallel: Paralle
             kept = torch.uint8 if tensor.quantized else tensor.dtype
             gradient = torch.float32 if ddp.grad_reduce_in_fp32 else tensor.dtype
             groups.setdefault((kept, gradient, tensor.expert), []).append(tensor)
-    bucket_size = _bucket_size(chunk, ddp, parallel) if first_of_stage_0 else None
+    bucket_size = (
+        _bucket_size(sum(tensor.numel for tensor in chunk) + others, ddp, parallel) if first_of_stage_0 else None
+    )
     align_far = getattr(ddp, "pad_buckets_for_high_nccl_busbw", False)
     found = []
     for (dtype, gradient, expert), tensors in groups.items():
@@ -81,11 +84,11 @@ def buffers_of(chunk: Chunk, first_of_stage_0: bool, ddp: Any, parallel: Paralle
     return found
 
 
-def _bucket_size(chunk: Chunk, ddp: Any, parallel: Parallel) -> int | None:
+def _bucket_size(numel: int, ddp: Any, parallel: Parallel) -> int | None:
     if not ddp.overlap_grad_reduce:
         return None
     if getattr(ddp, "num_buckets", None) is not None:
-        return sum(tensor.numel for tensor in chunk) // ddp.num_buckets
+        return numel // ddp.num_buckets
     return ddp.bucket_size or max(40_000_000, 1_000_000 * parallel.data * parallel.context)
 
 

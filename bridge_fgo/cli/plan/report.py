@@ -67,10 +67,12 @@ def components(stage: StagePlan) -> dict[str, int | None]:
 def print_plan(console: Console, plan: Plan) -> None:
     """Print the tables."""
     parallel = plan.job.parallel
+    has_experts = any(tensor.expert for stage in plan.job.stages for chunk in stage for tensor in chunk)
+    experts = f"expert states over {parallel.shards(True)}; " if has_experts else ""
     console.print(
         f"{parallel.gpus} GPUs: tensor {parallel.tensor}, pipeline {parallel.pipeline}, context {parallel.context}, "
-        f"expert {parallel.expert}; dense states over {parallel.shards(False)} ranks, expert states over "
-        f"{parallel.shards(True)}; {plan.job.microbatches} microbatches a step"
+        f"expert {parallel.expert}; dense states over {parallel.shards(False)} ranks, {experts}"
+        f"{plan.job.microbatches} microbatches a step"
     )
     table = Table(
         title="GB on the fullest rank of each pipeline stage; peaks resident and offloaded", title_justify="left"
@@ -128,7 +130,7 @@ def _print_links(console: Console, plan: Plan) -> None:
         )
     console.print(table)
     console.print(
-        "GB/s: of a GPU alone, one way / each way with both busy; --link-gbs takes your own measurement. Bare floor: "
+        "GB/s: a GPU's by the sources below, one way / each way with both busy; --link-gbs takes yours. Bare floor: "
         "what a step gets longer by at least with nothing to hide behind; floor: with --forward-seconds; hidden from: "
         "the seconds of a microbatch's forward, its backward twice as long, from which nothing is added"
     )
