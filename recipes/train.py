@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, get_args
 
 import typer
 
 from bridge_fgo.cli.run_script import config_options
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes import catalog
+from bridge_fgo.recipes.hf_config import Choice
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -33,7 +34,7 @@ def main(
 ) -> None:
     """Train one of the recipes of `bridge_fgo.recipes.catalog`."""
     recipe = catalog.find(name)
-    if hf_config not in ("auto", "hub", "kept"):
+    if hf_config not in get_args(Choice):
         raise ValueError(f"--hf-config {hf_config}: use auto, hub or kept")
     settings = config_options(engine=engine, fraction=fraction, budget_gib=budget_gib)
     if settings and not offload:
@@ -54,9 +55,7 @@ def main(
         train_on_cpu(config, overrides or ())
 
 
-def pretrain(
-    recipe: catalog.Recipe, offload: OffloadConfig | None, hf: Literal["auto", "hub", "kept"], overrides: Any
-) -> None:
+def pretrain(recipe: catalog.Recipe, offload: OffloadConfig | None, hf: Choice, overrides: Any) -> None:
     """Build the recipe's configuration and hand it to Bridge's `pretrain()`, with the package installed or not.
 
     Raises:

@@ -80,15 +80,17 @@ class DebugTransfers:
         """See `Transfers.release`."""
         self.wait_out(slab)
         assert slab.gpu is not None
-        slab.gpu.fill_(POISON)
+        with self.on_compute_stream():  # whose memory it is
+            slab.gpu.fill_(POISON)
         self._transfers.release(slab)
 
     def copy_in(self, slab: Slab) -> None:
         """See `Transfers.copy_in`."""
         self._catch_up_out(slab)
-        slab.allocate()
         assert slab.gpu is not None
-        slab.gpu.fill_(POISON)
+        with self.on_compute_stream():  # as in `CudaTransfers.copy_in`, whose copy comes after the poison
+            slab.allocate()
+            slab.gpu.fill_(POISON)
         if self._is_put_off(out=False):
             self._late_in.add(slab)
         else:
