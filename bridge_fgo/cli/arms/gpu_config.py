@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training.config import ConfigContainer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+
+def gathered_attention_spec(config: GPTModelProvider) -> ModuleSpec:
+    """Returns Bridge's own layers, with an attention that knows context parallelism without cuDNN."""
+    from megatron.bridge.models.gpt_provider import default_layer_spec
+
+    from bridge_fgo.cli.arms.gathered_attention import GatheredAttention
+
+    spec: Any = default_layer_spec(config)
+    spec.submodules.self_attention.submodules.core_attention = GatheredAttention
+    return spec
 
 
 def build_config(options: argparse.Namespace) -> ConfigContainer:
@@ -45,12 +58,13 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         make_vocab_size_divisible_by=128,
         vocab_size=None,
         gradient_accumulation_fusion=False,  # needs Apex
-        # Unfused attention is deterministic, and does not depend on the cuDNN that is here. It knows no context
-        # parallelism; cuDNN's, in its deterministic form, does.
-        attention_backend=AttnBackend.unfused if options.cp == 1 else AttnBackend.fused,
+        # Deterministic, and does not depend on the cuDNN that is here.
+        attention_backend=AttnBackend.unfused,
         deterministic_mode=options.deterministic,
         cross_entropy_loss_fusion=not options.deterministic,  # its backward is not deterministic
     )
+    if options.cp > 1:
+        model.transformer_layer_spec = gathered_attention_spec
     if options.experts is not None:
         model.num_moe_experts, model.moe_router_topk = options.experts, options.topk
         model.moe_ffn_hidden_size, model.expert_model_parallel_size = options.ffn, options.ep

@@ -1,0 +1,26 @@
+"""The debug mode on a GPU: a wait that is missing changes bits there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from race_arm import RACES
+from test_pretrain import ARM, SMALL
+
+from bridge_fgo.cli.arms import runner
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("race", RACES)
+def test_a_missing_wait_shows_in_the_bits_under_the_debug_mode(tmp_path: Path, monkeypatch, race: str) -> None:
+    options = (*SMALL, "--steps", "8")
+    monkeypatch.setenv("BRIDGE_FGO_DEBUG", "1")
+    monkeypatch.setenv("RACE", race)
+    resident = runner.run_arm("resident", ARM, [*options, "--offload", "off"], tmp_path, timeout=300)
+    try:
+        raced = runner.run_arm("raced", "race_arm", [*options, "--offload", "on"], tmp_path, timeout=300)
+    except runner.ArmFailed as failure:  # Bridge ends a run whose loss or gradients are not finite
+        assert "found nan" in (tmp_path / "raced.log").read_text().lower(), failure.log_tail
+    else:
+        assert not runner.compare(resident, raced).bitwise_equal
