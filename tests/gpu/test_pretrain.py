@@ -6,8 +6,6 @@ the other. Imports alone take about half a minute an arm.
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from pathlib import Path
 
 import pytest
@@ -29,11 +27,7 @@ def torchrun(ranks: int) -> tuple[str, ...]:
     """Returns what goes between ``python`` and ``-m ARM`` to start ``ranks`` processes; () for one."""
     if ranks == 1:
         return ()
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    master = ("--master-addr", "127.0.0.1", "--master-port", str(port))
-    return ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *master)
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
 def both_arms(folder: Path, *options: str, steps: int, ranks: int = 1) -> tuple[runner.ArmRun, runner.ArmRun]:
@@ -79,6 +73,13 @@ def test_peak_allocated_falls_by_the_bytes_offloaded(tmp_path: Path) -> None:
     assert_bitwise_equal(resident, offloaded, steps=8)
     fallen = resident.result["peak_allocated_bytes"] - offloaded.result["peak_allocated_bytes"]
     assert fallen >= 0.95 * offloaded.result["released_bytes"], (resident.result, offloaded.result)
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_of_layers_are_bitwise_equal_to_resident(tmp_path: Path) -> None:
+    resident, offloaded = both_arms(tmp_path, *SMALL, "--te-graphs", steps=12)
+    assert_bitwise_equal(resident, offloaded, steps=12)
+    assert "Start CUDA Graphs capture" in (tmp_path / "offloaded.log").read_text()
 
 
 @pytest.mark.gpu

@@ -11,10 +11,8 @@ equal, so that whatever differs between two arms comes from what sets them apart
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import os
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,6 +91,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     checkpoint.add_argument("--load-step", type=int, help="default: the newest")
     checkpoint.add_argument("--load-optim", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--recompute-attention", action="store_true", help="recompute attention scores in backward")
+    parser.add_argument("--te-graphs", action="store_true", help="capture the MLP of each layer into CUDA graphs")
     parser.add_argument("--trace", type=Path, help="profile two steps more, not among the figures, into this file")
     parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
     options = parser.parse_args(arguments)
@@ -228,11 +227,8 @@ def use_one_rank_by_default() -> None:
     """Lets the arm run without torchrun: sets what Bridge's initialization reads, where unset."""
     if "RANK" in os.environ:
         return
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # Port 0: the store takes one that is free. One that was free a moment ago may be taken by now.
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
 def be_deterministic() -> None:

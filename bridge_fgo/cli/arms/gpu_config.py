@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,6 +66,10 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
     )
     if options.cp > 1:
         model.transformer_layer_spec = gathered_attention_spec
+    if options.te_graphs:
+        model.cuda_graph_impl, model.cuda_graph_modules = "transformer_engine", ["mlp"]
+        model.use_te_rng_tracker = True
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # mcore asks for it where segments are expandable
     if options.experts is not None:
         model.num_moe_experts, model.moe_router_topk = options.experts, options.topk
         model.moe_ffn_hidden_size, model.expert_model_parallel_size = options.ffn, options.ep
