@@ -46,8 +46,9 @@ class OffloadConfig:
     that is less. Each such part has a slab for its masters and one for its moments: one GPU allocation and one
     host buffer each. A tensor is never split, so a tensor that is larger makes a larger slab."""
 
-    piece_bytes: int = 32 * MIB
-    """Largest single copy between host and GPU, in bytes: a copy of the training loop's own waits for one."""
+    piece_bytes: int = 48 * MIB
+    """Largest single copy between host and GPU, in bytes: a copy of the training loop's own waits for one. On an
+    H200 0.9 ms; larger ones cost the host less."""
 
     pin_memory: bool = True
     """Page-lock the host buffers. Without it a copy cannot overlap computation."""

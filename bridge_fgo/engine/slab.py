@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,20 +20,29 @@ class Ledger:
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self._difference = 0
+        self._told: Callable[[bool], None] | None = None
         self.observer: weakref.WeakMethod[Callable[[bool], None]] | None = None
         """Called with True before slabs take or give back memory, and with False after, when `nbytes` is up to date.
         Weak: a slab that a copy keeps alive must not keep alive whoever looks on."""
 
-    @contextmanager
-    def change(self, difference: int) -> Iterator[None]:
+    def change(self, difference: int) -> Ledger:
         """Take (or, negative, give back) that many bytes inside the block; they count if the block succeeds."""
-        observer = None if self.observer is None else self.observer()
-        if observer is not None:
-            observer(True)
-        yield
-        self.nbytes += difference
-        if observer is not None:
-            observer(False)
+        self._difference = difference
+        return self
+
+    def __enter__(self) -> None:
+        self._told = None if self.observer is None else self.observer()
+        if self._told is not None:
+            self._told(True)
+
+    def __exit__(self, error: object, *_: object) -> None:
+        told, self._told = self._told, None
+        if error is not None:
+            return
+        self.nbytes += self._difference
+        if told is not None:
+            told(False)
 
 
 class Slab:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from test_background_saves import shards
-from test_pretrain import ARM, SMALL, assert_bitwise_equal, both_arms, needs_gpus, torchrun
+from test_pretrain import ARM, SMALL, assert_bitwise_equal, both_arms, needs_gpus, side_by_side, torchrun
 
 from bridge_fgo.cli.arms import runner
 
@@ -41,14 +41,6 @@ def run_arm(name: str, folder: Path, ranks: int, *options: str, module: str = AR
     return runner.run_arm(name, module, [*SMALL, *steps, *options], folder, launcher=torchrun(ranks), timeout=240)
 
 
-def arm(name: str, folder: Path, ranks: int, *options: str) -> runner.ArmRun:
-    """Runs an arm of eight steps; the test fails with the log's end where it fails."""
-    try:
-        return run_arm(name, folder, ranks, *options)
-    except runner.ArmFailed as failure:
-        pytest.fail(f"{failure}\n{failure.log_tail}")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("saved", "loaded"),
@@ -60,21 +52,28 @@ def test_a_checkpoint_loads_into_another_layout_as_a_resident_runs_does(
 ) -> None:
     needs_gpus(2)
     kept = {offload: tmp_path / offload for offload in ("off", "on")}
-    for offload, folder in kept.items():
-        arm(f"saved_{offload}", tmp_path, *saved, "--offload", offload, "--save", str(folder))
+
+    def save(offload: str) -> runner.ArmRun:
+        return run_arm(f"saved_{offload}", tmp_path, *saved, "--offload", offload, "--save", str(kept[offload]))
+
+    side_by_side(save)
     mine, theirs = shards(kept["on"]), shards(kept["off"])
     assert mine.keys() == theirs.keys() and mine
     assert not [name for name in mine if mine[name].read_bytes() != theirs[name].read_bytes()]
-    runs = []
-    for offload in ("off", "on"):
-        load = ("--offload", offload, "--load", str(kept["on"]), "--load-step", "4")
-        runs.append(arm(f"loaded_{offload}", tmp_path, *loaded, *load))
-    assert_bitwise_equal(*runs, steps=4)
+
+    def load(offload: str) -> runner.ArmRun:
+        options = ("--offload", offload, "--load", str(kept["on"]), "--load-step", "4")
+        return run_arm(f"loaded_{offload}", tmp_path, *loaded, *options)
+
+    assert_bitwise_equal(*side_by_side(load), steps=4)
 
 
 @pytest.mark.gpu
 def test_a_checkpoint_loads_without_its_optimizer_states(tmp_path: Path) -> None:
-    arm("saved", tmp_path, 1, "--offload", "on", "--save", str(tmp_path / "kept"))
-    load = ("--load", str(tmp_path / "kept"), "--load-step", "4", "--no-load-optim")
-    runs = [arm(f"loaded_{offload}", tmp_path, 1, *load, "--offload", offload) for offload in ("off", "on")]
-    assert_bitwise_equal(*runs, steps=4)
+    run_arm("saved", tmp_path, 1, "--offload", "on", "--save", str(tmp_path / "kept"))
+
+    def load(offload: str) -> runner.ArmRun:
+        options = ("--load", str(tmp_path / "kept"), "--load-step", "4", "--no-load-optim", "--offload", offload)
+        return run_arm(f"loaded_{offload}", tmp_path, 1, *options)
+
+    assert_bitwise_equal(*side_by_side(load), steps=4)

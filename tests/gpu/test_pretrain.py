@@ -6,6 +6,8 @@ the other. Imports alone take about half a minute an arm.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,16 +32,25 @@ def torchrun(ranks: int) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
-def both_arms(folder: Path, *options: str, steps: int, ranks: int = 1) -> tuple[runner.ArmRun, runner.ArmRun]:
-    """Runs the resident and the offloaded arm; the test fails with the log's end where one fails."""
-    arms = []
-    for name, offload in (("resident", "off"), ("offloaded", "on")):
+def side_by_side(run: Callable[[str], runner.ArmRun]) -> list[runner.ArmRun]:
+    """Calls ``run`` with "off" and "on" at the same time; the test fails with the log's end where an arm fails."""
+    with ThreadPoolExecutor(2) as pool:
+        started = [pool.submit(run, offload) for offload in ("off", "on")]
+    try:
+        return [future.result() for future in started]
+    except runner.ArmFailed as failure:
+        pytest.fail(f"{failure}\n{failure.log_tail}")
+
+
+def both_arms(folder: Path, *options: str, steps: int, ranks: int = 1) -> list[runner.ArmRun]:
+    """Runs the resident and the offloaded arm, on the same GPUs."""
+
+    def run(offload: str) -> runner.ArmRun:
+        name = {"off": "resident", "on": "offloaded"}[offload]
         all_options = [*options, "--steps", str(steps), "--offload", offload]
-        try:
-            arms.append(runner.run_arm(name, ARM, all_options, folder, launcher=torchrun(ranks), timeout=300))
-        except runner.ArmFailed as failure:
-            pytest.fail(f"{failure}\n{failure.log_tail}")
-    return arms[0], arms[1]
+        return runner.run_arm(name, ARM, all_options, folder, launcher=torchrun(ranks), timeout=300)
+
+    return side_by_side(run)
 
 
 def assert_bitwise_equal(resident: runner.ArmRun, offloaded: runner.ArmRun, steps: int) -> None:
