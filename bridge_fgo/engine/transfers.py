@@ -144,6 +144,8 @@ class CudaTransfers:
         an H200. Now that it is through, the copies that are just done or on their way are those; the next step is
         like this one.
         """
+        if not self._left:  # the same pass: each optimizer of the rank begins it
+            return
         met = bisect.bisect_left(self._left, True, key=lambda slab: not self._events(slab)[0].has_happened())
         self._fine.clear()
         nbytes = 0
