@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,10 +12,6 @@ import torch
 from bridge_fgo.engine.driver import Event, copy_to_gpu, copy_to_host
 from bridge_fgo.engine.plan import pieces
 from bridge_fgo.engine.slab import Slab
-
-FINE_PIECE_BYTES = 8 * 2**20
-FINE_BYTES = 512 * 2**20
-"""See `CudaTransfers._find_fine`: what the GPU copies to the host in some ten milliseconds."""
 
 
 def current_stream(device_index: int) -> int:
@@ -87,12 +82,9 @@ class Lane:
         """Make the next piece, and so every later one, wait for `event`."""
         event.hold(self._handles[self._turn])
 
-    def copy(self, target: int, source: int, nbytes: int, done: Event, fine: bool = False) -> None:
-        """Enqueue the copy of `nbytes` between two addresses, and record `done` after it.
-
-        fine: cut it into pieces of at most `FINE_PIECE_BYTES`.
-        """
-        for start, end in pieces(nbytes, min(FINE_PIECE_BYTES, self._piece_bytes) if fine else self._piece_bytes):
+    def copy(self, target: int, source: int, nbytes: int, done: Event) -> None:
+        """Enqueue the copy of `nbytes` between two addresses, and record `done` after it."""
+        for start, end in pieces(nbytes, self._piece_bytes):
             stream = self._handles[self._turn]
             if self._last is not None:
                 # Race: the pieces of a lane are one sequence; whoever waits for the last has waited for all.
@@ -124,9 +116,6 @@ class CudaTransfers:
         self._in = Lane(device, piece_bytes, copy_to_gpu)
         self._here = Event()
         self._done: dict[Slab, tuple[Event, Event]] = {}
-        self._left: list[Slab] = []
-        """Slabs whose copy out began since the last pass did, in that order."""
-        self._fine: weakref.WeakSet[Slab] = weakref.WeakSet()
         # Race: an optimizer that is dropped in mid-copy would free memory that a copy still reads or writes. The
         # dictionary holds the slabs until the copies are done. At exit the driver waits by itself.
         weakref.finalize(self, _drain, self._out, self._in, self._done).atexit = False
@@ -134,27 +123,6 @@ class CudaTransfers:
     def begin_pass(self) -> None:
         """See `Transfers.begin_pass`."""
         self._compute = torch.cuda.current_stream(self._device)
-        self._find_fine()
-
-    def _find_fine(self) -> None:
-        """Find the slabs whose copies out the training loop meets between the optimizer step and the next forward.
-
-        There it asks for some numbers one after another (whether the update went well, the gradient norm, the loss),
-        and each `.item()` waits for the piece that is on its way: seven of them for 4.5 ms, with pieces of 32 MiB on
-        an H200. Now that it is through, the copies that are just done or on their way are those; the next step is
-        like this one.
-        """
-        if not self._left:  # the same pass: each optimizer of the rank begins it
-            return
-        met = bisect.bisect_left(self._left, True, key=lambda slab: not self._events(slab)[0].has_happened())
-        self._fine.clear()
-        nbytes = 0
-        for slab in reversed(self._left[: met + 1]):
-            if nbytes >= FINE_BYTES:
-                break
-            self._fine.add(slab)
-            nbytes += slab.nbytes
-        self._left.clear()
 
     def on_compute_stream(self) -> AbstractContextManager[object]:
         """See `Transfers.on_compute_stream`."""
@@ -172,8 +140,7 @@ class CudaTransfers:
             # Race: optimizer.step() or the adoption, queued on the stream, still writes the states.
             self._here.record(stream)
             self._out.wait(self._here)
-        self._out.copy(slab.host_address, slab.gpu_address, slab.nbytes, self._events(slab)[0], slab in self._fine)
-        self._left.append(slab)
+        self._out.copy(slab.host_address, slab.gpu_address, slab.nbytes, self._events(slab)[0])
 
     def release(self, slab: Slab) -> None:
         """See `Transfers.release`.

@@ -84,35 +84,6 @@ def test_a_copy_is_cut_into_pieces_without_a_gap(mocked):
     assert mocked == [(1000, 5000, 100), (1100, 5100, 100), (1200, 5200, 50)]
 
 
-def test_copies_out_that_the_training_loop_met_are_cut_finer_in_the_next_step(mocked):
-    mib = 2**20
-    moves = transfers.CudaTransfers(torch.device("cpu"), 100 * mib)
-    slabs = [mock.Mock(host_address=i, gpu_address=0, nbytes=300 * mib) for i in range(4)]
-    for slab in slabs:
-        moves.copy_out(slab)
-    for slab in slabs[2:]:  # the third is on its way when the next pass begins
-        moves._events(slab)[0].has_happened = lambda: False
-    moves.begin_pass()
-    moves.begin_pass()  # each optimizer of a chain does
-    mocked.clear()
-    for slab in slabs:
-        moves.copy_out(slab)
-    sizes = [{nbytes for target, _, nbytes in mocked if target % mib == i} for i in range(4)]
-    assert sizes == [{100 * mib}, {8 * mib, 4 * mib}, {8 * mib, 4 * mib}, {100 * mib}]
-    for slab in slabs:
-        moves._events(slab)[0].has_happened = lambda: True
-    moves.begin_pass()  # another place: the last ones
-    mocked.clear()
-    for slab in slabs:
-        moves.copy_out(slab)
-    assert [max(nbytes for target, _, nbytes in mocked if target % mib == i) // mib for i in range(4)] == [
-        100,
-        100,
-        8,
-        8,
-    ]
-
-
 def test_a_read_on_a_side_stream_orders_the_training_stream_too(mocked, monkeypatch):
     # The slab counts as readable from then on: without it the optimizer step would wait for nothing.
     moves = transfers.CudaTransfers(torch.device("cpu"), 100)
