@@ -107,12 +107,12 @@ def resident(cpu_standins, tmp_path_factory):
 
 def wait_for_the_writer(run, writer):
     """Return when what was handed to the writer is written, or is not going to be."""
-    caller = run.state.async_calls_queue.async_calls[0].async_caller
-    if writer == "fork":
-        caller.process.join()
-    else:
-        while caller._persistent_comp_q.empty():
-            time.sleep(0.01)
+    for call in run.state.async_calls_queue.async_calls:  # one, or none where the loop has seen the end of it already
+        if writer == "fork":
+            call.async_caller.process.join()
+        else:
+            while call.async_caller._persistent_comp_q.empty():
+                time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_writer_that_breaks_is_an_error_of_the_training(resident, tmp_path, mo
         with breaking(monkeypatch, offload, folder, writer, fate, save) as (run, _):
             error, _ = end_of_training(run, lambda number, run=run: number == 3 and wait_for_the_writer(run, writer))
             assert ("No space left" in error or "Worker failure" in error) == (fate == "failed"), error
-            assert run.state.train_state.step == min(save + 1, 4)
+            assert run.state.train_state.step in ((2, 3) if save == 2 else (4,))
             assert run.digests() == digests[run.state.train_state.step]
             assert not offload or none_is_left(copies)
         if save == 2:
