@@ -57,6 +57,7 @@ SAVES = {
 }  # fmt: skip
 """Settings, and the steps after which there are checkpoints."""
 EXIT_STATUS = {"at exit_interval": 0, "at exit_duration": 0, "on a signal": 0, "at the rerun machine's exit": 16}
+"""The last is mcore's `EXIT_CODE_RESUME_TO_DISAMBIGUATE`."""
 
 
 def run_and_save(folder, when, kind, offload, writer="foreground"):
