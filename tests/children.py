@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,21 @@ import pytest
 PRELOADED = ["fault_child", "rank_child", "restart_child"]
 
 
-def start(target, *args) -> multiprocessing.Process:
-    """Start `target(*args)`, a function of one of the preloaded modules, in a child."""
-    context = multiprocessing.get_context("forkserver")  # forks from a process that has no threads
+def context() -> multiprocessing.context.ForkServerContext:
+    """The context whose processes are forked from one that has no threads and has Bridge imported."""
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    child = context.Process(target=target, args=args)
-    with pytest.MonkeyPatch.context() as patch:  # the process that forks is started with the first child
+    with pytest.MonkeyPatch.context() as patch:  # the process that forks is started on the first call
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("OMP_NUM_THREADS", "1")
-        child.start()
+        forkserver.ensure_running()
+    return context
+
+
+def start(target, *args) -> multiprocessing.Process:
+    """Start `target(*args)`, a function of one of the preloaded modules, in a child."""
+    child = context().Process(target=target, args=args)
+    child.start()
     return child
 
 

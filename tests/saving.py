@@ -1,5 +1,12 @@
 """Bridge's own save and load of a CPU training."""
 
+from pathlib import Path
+
+
+def newest(folder: Path) -> Path:
+    """The checkpoint that Bridge would resume from."""
+    return folder / f"iter_{int((folder / 'latest_checkpointed_iteration.txt').read_text()):07d}"
+
 
 def save(run, folder, kind="fully_reshardable", context=None):
     """Save through Bridge's `save_checkpoint`."""

@@ -14,7 +14,7 @@ import children
 import fault_child
 import pytest
 from bridge_loop import train
-from saving import save
+from saving import newest, save
 from test_checkpoints import assert_same_shards, resumed, training
 from test_loop import configured
 
@@ -38,11 +38,6 @@ def resident(cpu_standins, tmp_path_factory):
     folder = tmp_path_factory.mktemp("resident")
     assert run(folder) == 0
     return folder, resumed(folder, False)
-
-
-def newest(folder: Path) -> Path:
-    """The checkpoint that Bridge would resume from."""
-    return folder / f"iter_{int((folder / 'latest_checkpointed_iteration.txt').read_text()):07d}"
 
 
 ALL = bool(os.environ.get("BRIDGE_FGO_ALL_FAULTS"))

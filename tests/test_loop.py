@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import signal
 
+import async_worker
 import pytest
 import torch
 from bridge_loop import train
-from saving import load
-from test_checkpoints import assert_same_shards, training
+from saving import load, newest
+from test_checkpoints import assert_same_shards, background, training
 
 from bridge_fgo.cli.arms.cpu_model import microbatches
 
@@ -48,31 +49,66 @@ SAVES = {
     "at exit_interval": ({"train__exit_interval": 3}, [3]),
     "at exit_duration": ({"train__exit_duration_in_mins": 1e-9}, [1]),
     "on a signal": ({"train__exit_signal_handler": True}, [2]),
+    "at the rerun machine's exit": ({}, [2]),
     "at a batch-size ramp-up": ({}, [2, 4]),
     "non-persistent": (
         {"checkpoint__non_persistent_save_interval": 3, "checkpoint__non_persistent_ckpt_type": "global"}, [4],
     ),
 }  # fmt: skip
 """Settings, and the steps after which there are checkpoints."""
+EXIT_STATUS = {"at exit_interval": 0, "at exit_duration": 0, "on a signal": 0, "at the rerun machine's exit": 16}
+"""The last is mcore's `EXIT_CODE_RESUME_TO_DISAMBIGUATE`."""
 
 
+def run_and_save(folder, when, kind, offload, writer="foreground"):
+    """Train four steps, or until Bridge ends the process, with checkpoints as SAVES says; return the exit status."""
+    options = {"checkpoint_exit_step": 3} if when == "at the rerun machine's exit" else {}
+    with training(offload, **options) as run:
+        configured(run, checkpoint__save=str(folder), **SAVES[when][0])
+        run.cfg.checkpoint.dist_ckpt_optim_fully_reshardable = kind == "fully_reshardable"
+        if writer != "foreground":
+            background(run, writer, folder)
+        if when == "at a batch-size ramp-up":
+            grow_the_batch(run)
+        try:
+            train(run, 4, a_signal_in_the_second_step if when == "on a signal" else lambda number: None)
+        except SystemExit as exit:
+            return exit.code
+
+
+@pytest.fixture(scope="module")
+def resident(cpu_standins, tmp_path_factory):
+    """Return the folder of what a resident run saves, by SAVES' key and the format.
+
+    In the foreground: a background writer of a CPU run shares the memory of resident states, which the next step
+    changes; on a GPU they are copied first.
+    """
+
+    @functools.cache
+    def folder(when, kind):
+        folder = tmp_path_factory.mktemp("resident")
+        assert run_and_save(folder, when, kind, offload=False) == EXIT_STATUS.get(when)
+        return folder
+
+    return folder
+
+
+@pytest.mark.usefixtures("deadline")
 @pytest.mark.parametrize("when", SAVES)
-def test_what_the_loop_saves_has_the_bytes_of_a_resident_run(tmp_path, when):
-    settings, steps = SAVES[when]
-    for offload in (False, True):
-        with training(offload) as run:
-            configured(run, checkpoint__save=str(tmp_path / str(offload)), **settings)
-            if when == "at a batch-size ramp-up":
-                grow_the_batch(run)
-            ends = when.startswith(("at exit", "on a signal"))
-            with pytest.raises(SystemExit) if ends else contextlib.nullcontext():
-                train(run, 4, a_signal_in_the_second_step if when == "on a signal" else lambda number: None)
-    saved = sorted(path.name for path in (tmp_path / "True").glob("iter_*"))
-    assert saved == [f"iter_{step:07d}" for step in steps]
-    assert_same_shards(tmp_path / "True", tmp_path / "False")
+@pytest.mark.parametrize("writer", ["foreground", "fork", "mcore"])
+def test_what_the_loop_saves_has_the_bytes_of_a_resident_run(resident, tmp_path, monkeypatch, when, writer):
+    kind = "fully_reshardable" if writer == "foreground" else "dp_reshardable"  # which hands out the states themselves
+    workers = async_worker.have_bridge_use("mcore", monkeypatch.setattr, quickly=True) if writer == "mcore" else []
+    assert run_and_save(tmp_path, when, kind, True, writer) == EXIT_STATUS.get(when)
+    assert [worker.exitcode for worker in workers] == [0] * (writer == "mcore"), "the worker has ended, by itself"
+    names = [f"iter_{step:07d}" for step in SAVES[when][1]]
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == names
+    assert newest(tmp_path).name == names[-1]
+    assert_same_shards(tmp_path, resident(when, kind))
     if when == "non-persistent":
-        (extra,) = (tmp_path / "True").glob("*/iter_*")
+        (extra,) = tmp_path.glob("*/iter_*")
         assert extra.name == "iter_0000003" and list(extra.glob("*.distcp"))
+    assert all(path.with_name(".metadata").exists() for path in tmp_path.rglob("*.distcp")), "finalized"
 
 
 @pytest.fixture

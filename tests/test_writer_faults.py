@@ -1,0 +1,205 @@
+"""A background writer that is killed or fails: what is named as the newest checkpoint is whole, and training right."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import signal
+import time
+import traceback
+
+import async_worker
+import children
+import pytest
+from bridge_loop import train
+from saving import newest
+from test_checkpoints import assert_same_shards, background, training
+from test_loop import configured
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bridge_fgo.engine import snapshot
+
+pytestmark = [pytest.mark.usefixtures("cpu_standins", "deadline")]
+
+FATES = {
+    "killed": ("__0_0", "killed"),
+    "failed": ("__0_1", "failed"),
+    "failed in a thread": ("__0_0", "failed"),  # there mcore's `check_local_output` ends the process by an assertion
+}
+"""Of two files that a rank writes, the one that is not written whole, and how."""
+
+
+class StillWaiting(Exception):
+    """What ends mcore's waiting."""
+
+
+@contextlib.contextmanager
+def breaking(patch, offload, folder, writer, fate, save):
+    """A training that saves every second step, in the background, whose writer breaks in one save; and its workers."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    file, how = FATES[fate]
+    of, workers = f"iter_{save:07d}/{file}", []
+    with patch.context() as patch, training(offload) as run:
+        # Bridge's clean-up ends the process of mcore's queue, and the next save would spawn another.
+        patch.setattr(filesystem_async, "_results_queue", children.context().Manager().Queue())
+        if writer == "mcore":
+            loop = functools.partial(async_worker.broken_mcore_loop, of, how)
+            workers = async_worker.have_bridge_use("mcore", patch.setattr, quickly=True, loop=loop)
+        else:
+            async_worker.break_the_writing(of, how, patch.setattr)
+        configured(run, checkpoint__save_interval=2, checkpoint__storage_writers_per_rank=2)
+        run.cfg.checkpoint.dist_ckpt_optim_fully_reshardable = False
+        background(run, writer, folder)
+        yield run, workers
+        assert not (folder / f"iter_{save:07d}" / ".metadata").exists()
+
+
+def end_of_training(run, each_step=lambda number: None):
+    """Train four steps; return the error that came out, in words, and the functions that it came through.
+
+    Cleans up as Bridge's `pretrain` does after any error.
+    """
+    from megatron.bridge.training.pretrain import _abort_async_checkpoint_worker
+
+    try:
+        train(run, 4, each_step)
+    except (CheckpointException, StillWaiting, TimeoutError) as error:
+        functions = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        _abort_async_checkpoint_worker(run.state)
+        return repr(error), functions
+    pytest.fail("no error came out of the training")
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """The storages of the copies that were handed to a writer, by weak references."""
+    original, storages = snapshot._copy, []
+
+    def copy(tensor):
+        result = original(tensor)
+        storages.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    monkeypatch.setattr(snapshot, "_copy", copy)
+    return storages
+
+
+def none_is_left(copies):
+    """Whether every copy that was handed out is gone, after some were."""
+    gc.collect()
+    return copies and all(copy.expired() for copy in copies)
+
+
+@pytest.fixture(scope="module")
+def resident(cpu_standins, tmp_path_factory):
+    """The folder of a resident run's checkpoint after two steps, and digests by the number of steps."""
+    folder, digests = tmp_path_factory.mktemp("resident"), {}
+    with training(False) as run:
+        configured(run, checkpoint__save_interval=2, checkpoint__storage_writers_per_rank=2)
+        configured(run, checkpoint__save=str(folder), checkpoint__dist_ckpt_optim_fully_reshardable=False)
+        train(run, 4, lambda number: digests.update({number - 1: run.digests()}))
+        digests[4] = run.digests()
+    return folder / "iter_0000002", digests
+
+
+def wait_for_the_writer(run, writer):
+    """Return when what was handed to the writer is written, or is not going to be."""
+    for call in run.state.async_calls_queue.async_calls:  # one, or none where the loop has seen the end of it already
+        if writer == "fork":
+            call.async_caller.process.join()
+        else:
+            while call.async_caller._persistent_comp_q.empty():
+                time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("writer", "fate", "save"),
+    [
+        ("fork", "killed", 2),
+        ("fork", "failed", 4),
+        ("fork", "failed in a thread", 4),
+        ("mcore", "failed", 2),
+        ("mcore", "failed", 4),
+    ],
+)
+def test_a_writer_that_breaks_is_an_error_of_the_training(resident, tmp_path, monkeypatch, copies, writer, fate, save):
+    checkpoint, digests = resident
+    for offload in (False, True):
+        folder = tmp_path / str(offload)
+        with breaking(monkeypatch, offload, folder, writer, fate, save) as (run, _):
+            error, _ = end_of_training(run, lambda number, run=run: number == 3 and wait_for_the_writer(run, writer))
+            assert ("No space left" in error or "Worker failure" in error) == (fate == "failed"), error
+            assert run.state.train_state.step in ((2, 3) if save == 2 else (4,))
+            assert run.digests() == digests[run.state.train_state.step]
+            assert not offload or none_is_left(copies)
+        if save == 2:
+            assert not (folder / "latest_checkpointed_iteration.txt").exists()
+        else:
+            assert newest(folder).name == checkpoint.name
+    if save == 4:
+        assert_same_shards(newest(folder), checkpoint)
+
+
+def polls(workers, most):
+    """Stand for the sleep between two of mcore's looks for a result: of a worker that is dead it may look so often."""
+    left = most
+
+    def sleep(seconds):
+        nonlocal left
+        left -= not workers[0].is_alive()
+        if left == 0:
+            raise StillWaiting
+        time.sleep(seconds / 10)
+
+    return sleep
+
+
+@pytest.mark.parametrize("fate", ["killed", "failed in a thread"])
+def test_a_persistent_worker_that_died_is_waited_for_without_end_resident_too(
+    resident, tmp_path, monkeypatch, copies, fate
+):
+    # Upstream's own: `PersistentAsyncCaller.is_current_async_call_done` asks a queue every tenth of a second, and never
+    # whether the process lives. On several ranks the others wait in a collective, which times out.
+    from megatron.core.dist_checkpointing.strategies import async_utils
+
+    checkpoint, digests = resident
+    for offload in (False, True):
+        folder = tmp_path / str(offload)
+        with breaking(monkeypatch, offload, folder, "mcore", fate, 4) as (run, workers):
+            monkeypatch.setattr(async_utils, "sleep", polls(workers, 20))
+            _, functions = end_of_training(run)
+            assert functions[-2] == "is_current_async_call_done"
+            assert run.digests() == digests[4]
+            assert not offload or none_is_left(copies)
+        assert newest(folder).name == checkpoint.name
+    assert_same_shards(newest(folder), checkpoint)
+
+
+def test_training_goes_on_without_its_worker_until_the_next_save_resident_too(resident, tmp_path, monkeypatch, copies):
+    # Upstream's own: `PersistentAsyncCaller.schedule_async_call` waits for the dead worker to take the tensors. And
+    # where that is interrupted the process does not end: Python joins the thread that feeds the worker's queue.
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    schedule = PersistentAsyncCaller.schedule_async_call
+
+    def schedule_soon(self, request):
+        if request.call_idx == 1:
+            workers[0].join()
+            self._persistent_queue.cancel_join_thread()
+            self._persistent_preload_q.cancel_join_thread()
+            signal.setitimer(signal.ITIMER_REAL, 2)
+        schedule(self, request)
+
+    monkeypatch.setattr(PersistentAsyncCaller, "schedule_async_call", schedule_soon)
+    for offload in (False, True):
+        folder = tmp_path / str(offload)
+        with breaking(monkeypatch, offload, folder, "mcore", "killed", 2) as (run, workers):
+            _, functions = end_of_training(run)
+            assert "schedule_async_call" in functions
+            assert run.state.train_state.step == 4
+            assert run.digests() == resident[1][4]
+            assert not offload or none_is_left(copies)
+        assert not (folder / "latest_checkpointed_iteration.txt").exists()
