@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,17 +11,12 @@ import torch
 
 from bridge_fgo.compat import Choice, check_flag, choose_engine, flag_is_set, mcore_version
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engine.debug import debugged
-from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.offloader import Offloader, total
 from bridge_fgo.engine.peaks import PeakMeter
 from bridge_fgo.engine.schedule import Schedule
-from bridge_fgo.engine.states import home_device
-from bridge_fgo.engine.transfers import make_transfers
 from bridge_fgo.figures import Figures, Stats
-from bridge_fgo.upstream.generation1 import Generation1Offloader
-from bridge_fgo.upstream.generation2 import Generation2Offloader
 from bridge_fgo.wiring.finalize import reload_hook
+from bridge_fgo.wiring.offloaders import make_offloader, make_schedule
 from bridge_fgo.wiring.optimizers import eligible
 from bridge_fgo.wiring.points import ModelPoints
 from bridge_fgo.wiring.refusals import (
@@ -32,12 +27,6 @@ from bridge_fgo.wiring.refusals import (
 
 SESSION = "_bridge_fgo_session"
 OFFLOADER = "_bridge_fgo_offloader"
-UPSTREAM_OFFLOADERS: dict[str, Callable[[Any], Offloader]] = {
-    "_state_offloader": Generation1Offloader,
-    "_optimizer_state_offloader": Generation2Offloader,
-}
-"""The attribute in which each generation of mcore keeps its offloader, and the adapter for it."""
-
 _active: list[Session] = []
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _newest_stats: Stats | None = None  # a snapshot, so that it holds no state of a training that is over
@@ -67,15 +56,9 @@ class Session:
         distributed = eligible(optimizer)
         self.engine: Choice = choose_engine(config, optimizer_config)
         self.model_config = model_config
-        self.offloaders: list[Offloader] = []
         meter = PeakMeter()
         self.schedule = None if self.engine != "native" else make_schedule(distributed, config, meter)
-        for leaf in distributed:
-            if self.schedule is not None:
-                drop_upstream_offloader(leaf)
-                self.offloaders.append(NativeOffloader(leaf, config, self.schedule))
-            else:
-                self.offloaders.append(upstream_offloader(leaf))
+        self.offloaders = [make_offloader(leaf, config, self.schedule) for leaf in distributed]
         # Only now, so that a refusal of the last one leaves nothing half attached.
         for leaf, offloader in zip(distributed, self.offloaders, strict=True):
             setattr(leaf, OFFLOADER, offloader)
@@ -265,70 +248,6 @@ def say(text: str) -> None:
     """Print a line on rank 0."""
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         print(f"bridge_fgo: {text}", flush=True)
-
-
-def make_schedule(distributed: list[Any], config: OffloadConfig, meter: PeakMeter) -> Schedule:
-    """Return the order of moves of the native engine on this rank.
-
-    Raises:
-        ValueError: a budget is asked for where GPU memory cannot be measured.
-    """
-    budget = config.gpu_memory_budget_gib
-    if budget is not None and not meter.works:
-        raise ValueError(
-            f"OffloadConfig.gpu_memory_budget_gib={budget!r} needs a GPU, whose memory it measures: leave it unset, or "
-            "set OffloadConfig.fraction"
-        )
-    device = home_device(distributed[0]) if distributed else torch.device("cpu")
-    schedule = Schedule(
-        debugged(make_transfers(device, config.piece_bytes)),
-        meter,
-        budget_bytes=None if budget is None else int(budget * 2**30),
-    )
-    schedule.agree = agree
-    return schedule
-
-
-def agree(room: int, least: int) -> tuple[int, int]:
-    """Return the bytes that may stay on every rank of this pipeline stage, and the least budget of the fullest rank.
-
-    Ranks of one stage hold equal shards, so that one that kept less would make the others wait for its copies.
-    Stages differ in what they hold, and each chooses for itself.
-
-    Args:
-        room: bytes that may stay on this rank.
-        least: least possible budget of this rank in bytes.
-    """
-    if not torch.distributed.is_initialized():
-        return room, least
-    from megatron.core import parallel_state
-
-    stage = parallel_state.get_pipeline_model_parallel_rank() if parallel_state.is_initialized() else 0
-    answers: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(answers, (stage, room, least))
-    return min(r for s, r, _ in answers if s == stage), max(bytes_ for _, _, bytes_ in answers)
-
-
-def upstream_offloader(leaf: Any) -> Offloader:
-    """Return the adapter of the offloader that mcore built into a DistributedOptimizer.
-
-    Raises:
-        ValueError: mcore built none, because the flag was set after the optimizer was made.
-    """
-    for name, adapter in UPSTREAM_OFFLOADERS.items():
-        if vars(leaf).get(name) is not None:
-            return adapter(leaf)
-    raise ValueError(
-        "optimizer.offload_optimizer_states=True was set after the optimizer was built, so mcore gave it no "
-        "offloader: set it before, or use OffloadConfig(engine='native')"
-    )
-
-
-def drop_upstream_offloader(leaf: Any) -> None:
-    """Take an unused offloader of mcore's off a DistributedOptimizer that the native engine serves."""
-    for name in UPSTREAM_OFFLOADERS:
-        if vars(leaf).get(name) is not None:
-            setattr(leaf, name, None)
 
 
 def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:

@@ -72,13 +72,13 @@ class Loop:
     def __init__(self, monkeypatch, bridge_train, flag=True, passes=1, mxfp8=False, chunks=1, freed=100):
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-        from bridge_fgo.wiring import session
+        from bridge_fgo.wiring import offloaders
 
         self.events = []
         self.bridge_train = bridge_train
         self.leaf = make_leaf(DistributedOptimizer, self.events)
         self.optimizer = make_chain([self.leaf], self.leaf.config)
-        monkeypatch.setattr(session, "NativeOffloader", lambda *args: RecordingOffloader(self.events, freed))
+        monkeypatch.setattr(offloaders, "NativeOffloader", lambda *args: RecordingOffloader(self.events, freed))
         self.optimizer_config = self.leaf.config
         if flag is None:
             del self.optimizer_config.offload_optimizer_states
