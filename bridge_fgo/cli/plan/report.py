@@ -49,6 +49,7 @@ def _stage_json(plan: Plan, stage: StagePlan) -> dict[str, Any]:
         "offloaded": away,
         "peak_resident": stage.peak(0),
         "peak_offloaded": stage.peak(away),
+        "least_budget": stage.least_budget,
     }
 
 
