@@ -79,8 +79,9 @@ def least_budget(profile: MemoryProfile, part_bytes: Sequence[int], masters_held
 
 def budget_refusal(budget: int, least: int, about: str = "") -> str:
     """Return why a budget (bytes) below the least possible one is refused, with one that will do: rounded up."""
+    enough = math.ceil(least / 2**30 * 100) / 100
     return (
-        f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g} cannot be met: with all of the optimizer state offloaded "
-        f"the fullest rank needs {about}{math.ceil(least / 2**30 * 100) / 100:.2f} GiB; set it to at least that, or make "
-        "the rest of the step smaller (micro batch, recompute, parallelism)"
+        f"OffloadConfig.gpu_memory_budget_gib={round(budget / 2**30, 6):g} cannot be met: with all of the optimizer "
+        f"state offloaded the fullest rank needs {about}{enough:.2f} GiB; set it to at least that, or make the rest of "
+        "the step smaller (micro batch, recompute, parallelism)"
     )

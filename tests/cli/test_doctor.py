@@ -10,7 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from bridge_fgo.cli.doctor import command, installed, machine
+from bridge_fgo.cli.job import builder as builder_module
 from bridge_fgo.cli.job import job as job_module
+from bridge_fgo.cli.job.builder import plain_config
 from bridge_fgo.cli.job.saved_config import load_saved_config
 from bridge_fgo.cli.main import app
 
@@ -25,7 +27,7 @@ def run(*arguments: str):
 @pytest.fixture
 def no_megatron(monkeypatch):
     """Megatron cannot be found."""
-    for module in (command, installed, job_module):
+    for module in (command, job_module):
         monkeypatch.setattr(module, "missing_packages", lambda: ["megatron-bridge", "megatron-core"])
 
 
@@ -88,6 +90,57 @@ def test_doctor_counts_the_states_of_a_saved_config_without_megatron(no_megatron
     assert status == 0, output
     elements = 2 * (4 * 128**2 + 4 * 128 + 8 * 128**2 + 5 * 128 + 4 * 128) + 2 * 128 + 2 * 256 * 128
     assert found["config"]["flag"] is True and found["config"]["state_bytes"] == [12 * elements]
+
+
+@pytest.fixture
+def builder(monkeypatch):
+    """A builder that answers what the test puts here, and the requests that it gets."""
+    fake = SimpleNamespace(answer={}, requests=[])
+
+    def answer(arguments, **options):
+        fake.requests.append(json.loads(arguments[-1]))
+        return SimpleNamespace(returncode=0, stdout=json.dumps(fake.answer))
+
+    monkeypatch.setattr(job_module, "subprocess", SimpleNamespace(run=answer, DEVNULL=None))
+    for module in (command, job_module):
+        monkeypatch.setattr(module, "missing_packages", list)
+    return fake
+
+
+def test_the_builder_is_asked_once_for_what_is_installed_and_for_the_config(builder, saved):
+    of_job = {"flag": True, "refusals": ["no"], "engine": None, "gpus": 4, "gpus_given": True, "bridge_refuses": None}
+    config = plain_config(load_saved_config(saved))
+    builder.answer = {"mcore": "0.19.9", "offloader": "generation", "config": config, **of_job}
+    options = ["--gpus", "4", "--vocab-size", "8", "--fraction", "1", "--json"]
+    status, output = run("doctor", "some:recipe", "a.b=1", *options)
+    found = json.loads(output)
+    asked = {"target": "some:recipe", "gpus": 4, "vocab_size": 8, "overrides": ["a.b=1"], "offload": {"fraction": 1.0}}
+    assert builder.requests == [{**asked, "patches": True}]
+    assert status == 1 and found["refusals"] == ["no"] and found["config"]["gpus"] == 4
+    assert (found["installed"]["mcore"], found["installed"]["offloader"]) == ("0.19.9", "generation")
+
+
+def test_a_bridge_that_the_package_does_not_fit_is_refused_whatever_the_config(builder):
+    builder.answer = {"install_refuses": "no such function"}
+    status, output = run("doctor", "some:recipe", "--json")
+    found = json.loads(output)
+    assert status == 1 and found["refusals"] == ["no such function"] and found["config"] is None
+    assert any("the config was not looked at" in note for note in found["notes"])
+    status, output = run("plan", "some:recipe")
+    assert status == 2 and "no such function" in output
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(RuntimeError("no such function"), "no such function"), (ImportError("libc"), "ImportError: libc")],
+)
+def test_the_builder_tells_a_package_that_does_not_fit_from_a_config_that_cannot_be_built(monkeypatch, error, said):
+    def refuse(config):
+        raise error
+
+    monkeypatch.setattr("bridge_fgo.install", refuse)
+    request = {"target": "some:recipe", "offload": {}, "patches": True}
+    assert builder_module.answer(request) == {"install_refuses": said}
 
 
 def test_every_refusal_is_listed_and_the_status_is_1(no_megatron, saved, tmp_path):

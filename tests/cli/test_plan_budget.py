@@ -44,9 +44,7 @@ def job_of(stages: list[list[int]], activations: int, masters_stay: bool, gpus_g
     config = SimpleNamespace(
         activations=activations,
         model=SimpleNamespace(),
-        optimizer=SimpleNamespace(
-            use_precision_aware_optimizer=False, reuse_grad_buf_for_mxfp8_param_ag=masters_stay
-        ),
+        optimizer=SimpleNamespace(use_precision_aware_optimizer=False, reuse_grad_buf_for_mxfp8_param_ag=masters_stay),
         ddp=SimpleNamespace(use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False),
         dist=SimpleNamespace(),
     )
