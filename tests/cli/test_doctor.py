@@ -283,6 +283,43 @@ def test_fp8_parameters_are_not_taken_for_16_bit_ones(no_megatron, saved, tmp_pa
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
+@pytest.mark.parametrize("name", ["bf16_with_mxfp8_mixed", "bf16_mixed"])
+def test_a_mixed_precision_that_is_a_name_is_not_taken_for_what_the_sections_say(
+    no_megatron, saved, tmp_path, command, name
+):
+    path = changed(saved, tmp_path, "mixed_precision: null", f"mixed_precision: {name}")
+    status, output = run(command, path)
+    assert status == 2 and f"mixed_precision='{name}': what it stands for" in output and "install" in output
+
+
+@pytest.mark.parametrize("name", ["fp16_mixed", "bf16_with_fp8_subchannel_scaling_mixed"])
+def test_a_config_that_was_saved_before_training_reads_as_one_saved_in_it(cpu_standins, tmp_path, name):
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    from bridge_fgo.cli.arms.cpu_model import CpuOptions, make_config
+
+    config = make_config(CpuOptions(offload=False))
+    config.model.transformer_layer_spec, config.mixed_precision = None, get_mixed_precision_config(name)
+    config.mixed_precision.grad_reduce_in_fp32 = not config.ddp.grad_reduce_in_fp32
+    read = []
+    for moment in ("before", "in training"):
+        config.to_yaml(str(tmp_path / "run_config.yaml"))
+        read.append(load_saved_config(tmp_path / "run_config.yaml"))
+        if moment == "before":
+            config.mixed_precision.finalize()
+            config.mixed_precision.setup(config.model, config.optimizer, config.ddp)
+    before, after = ({name: vars(getattr(of, name)) for name in ("model", "optimizer", "ddp")} for of in read)
+    assert before == after
+
+
+def test_fp8_parameters_of_the_mixed_precision_are_told_where_the_sections_do_not_say_so(no_megatron, saved, tmp_path):
+    mixed = "mixed_precision:\n  _target_: megatron.bridge.training.mixed_precision.MixedPrecisionConfig\n"
+    path = changed(saved, tmp_path, "mixed_precision: null\n", f"{mixed}  fp8_param_gather: true\n")
+    status, output = run("plan", path)
+    assert status == 2 and "mixed_precision.fp8_param_gather=True" in output
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
 def test_overrides_are_read_by_bridge_alone(no_megatron, saved, command):
     status, output = run(command, str(saved), "train.micro_batch_size=3")
     assert status == 2 and "train.micro_batch_size=3: Megatron-Bridge reads overrides" in output
