@@ -15,6 +15,7 @@ from bridge_fgo.cli.job import job as job_module
 from bridge_fgo.cli.job.builder import plain_config
 from bridge_fgo.cli.job.saved_config import load_saved_config
 from bridge_fgo.cli.main import app
+from bridge_fgo.cli.plan.links import LINKS
 
 GIB = 2**30
 
@@ -250,6 +251,18 @@ def test_the_driver_is_read_from_the_kernel(tmp_path, monkeypatch):
 def test_the_words_are_of_what_is_there(no_megatron, saved):
     assert "expert states" not in run("plan", str(saved))[1]
     assert "Nothing is refused by the offload." in run("doctor", str(saved))[1]
+
+
+def test_every_links_figures_are_printed_with_their_source_and_what_is_not_measured_is_marked(no_megatron, saved):
+    output = " ".join(run("plan", str(saved))[1].split())
+    for name, link in LINKS.items():
+        speeds = f"{link.one_way / 1e9:.0f} / {link.duplex / 1e9:.0f} GB/s"
+        assert f"- {name}{'' if link.measured else ' *'}, {speeds}: {link.source}" in output
+        assert f"│ {name} {'│' if link.measured else '* │'}" in output
+        assert link.measured == (link.source.startswith("measured by")) == ("not measured" not in link.source)
+    assert "(*: not measured)" in output
+    output = " ".join(run("plan", str(saved), "--system", "GB200", "--link-gbs", "10")[1].split())
+    assert "- GB200, 10 / 10 GB/s: --link-gbs" in output and "* │" not in output
 
 
 def test_plan_prints_one_object_and_draws(no_megatron, saved, tmp_path):
