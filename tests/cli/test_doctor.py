@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -69,11 +70,19 @@ def test_one_distributed_optimizer_flag_turns_on_both_as_in_bridge(saved, tmp_pa
     assert load_saved_config(path).optimizer.use_distributed_optimizer is True
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "a: {b", "_target_: megatron.bridge.training.config.ConfigContainer"])
-def test_what_is_no_saved_config_is_refused_by_name(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[1, 2]", "is not a saved run config"),
+        ("model: {}", "is not a saved run config"),
+        ("a: {b", "cannot be read"),
+        ("_target_: megatron.bridge.training.config.ConfigContainer", "no section model"),
+    ],
+)
+def test_what_is_no_saved_config_is_refused_by_name(tmp_path, text, why):
     path = tmp_path / "run_config.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"run_config\.yaml"):
+    with pytest.raises(ValueError, match=rf"run_config\.yaml: .*{why}"):
         load_saved_config(path)
 
 
@@ -190,12 +199,13 @@ def test_a_budget_that_cannot_be_met_is_refused_with_the_least_that_can(no_megat
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_the_memory_that_is_pinned_is_of_all_that_may_leave(no_megatron, saved):
+def test_the_memory_that_is_pinned_is_of_all_that_may_leave(no_megatron, saved, tmp_path):
+    unknown = changed(saved, tmp_path, "\n  cpu_offloading: false", "\n  cpu_offloading: true")
     pinned = [
-        json.loads(run("doctor", str(saved), "--no-probe", "--json", *options)[1])["config"]["pinned_by_rank"]
-        for options in ((), ("--budget-gib", "70"))
+        json.loads(run("doctor", *arguments, "--no-probe", "--json")[1])["config"]["pinned_by_rank"]
+        for arguments in ((str(saved),), (str(saved), "--budget-gib", "70"), (unknown, "--budget-gib", "70"))
     ]
-    assert pinned[0] == pinned[1] > 0
+    assert pinned[0] == pinned[1] == pinned[2] > 0, "also where activations are not known, and so not what will leave"
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -239,6 +249,7 @@ def test_limits_that_are_too_low_are_warned_of():
     assert [next(w for w in ("NUMA", "ulimit") if w in text) for text in found] == ["NUMA", "ulimit"]
     enough = machine.Machine([machine.Gpu("test", 80 * GIB, 4)], 2, 8, GIB, GIB, None, 2 * GIB)
     assert machine.warnings(enough, GIB) == []
+    assert machine.warnings(replace(enough, gpus=few.gpus, numa_nodes=1), GIB) == []
 
 
 def test_the_driver_is_read_from_the_kernel(tmp_path, monkeypatch):
@@ -323,6 +334,7 @@ def test_a_config_that_was_saved_before_training_reads_as_one_saved_in_it(cpu_st
             config.mixed_precision.setup(config.model, config.optimizer, config.ddp)
     before, after = ({name: vars(getattr(of, name)) for name in ("model", "optimizer", "ddp")} for of in read)
     assert before == after
+    assert before["model"]["_target_"].endswith("GPTModelProvider")
 
 
 def test_fp8_parameters_of_the_mixed_precision_are_told_where_the_sections_do_not_say_so(no_megatron, saved, tmp_path):

@@ -45,6 +45,7 @@ def test_numbers_come_to_the_tensors_of_bridges_model(answers, name):
         assert len(built) == len(ours)
         for chunk, our_chunk in zip(built, ours, strict=True):
             assert _sizes(chunk) == _sizes(our_chunk)
+            assert any("kv_up" in tensor.name for tensor in our_chunk) is (name == "latent")
 
 
 def _sizes(chunk):

@@ -243,7 +243,7 @@ def _link_plan(
         link_seconds=enough,
         most_floor=floor(0.0, 0.0),
         floor=given,
-        hidden_from=enough if is_known and floor(enough, 2 * enough) == 0 else None,
+        hidden_from=enough if floor(enough, 2 * enough) == 0 else None,
     )
 
 
