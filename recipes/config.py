@@ -70,6 +70,12 @@ def build(
         from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
         config = process_config_with_overrides(config, cli_overrides=list(overrides))
+    if recipe.builder and hf == "auto" and (model := hf_config.tokenizer_to_fetch(config)):
+        instead = hf_config.without_tokenizer(config, recipe.hf_model)
+        notes.append(
+            f"tokenizer: of {model}, which is not in Hugging Face's cache: needs the network; without it, on made-up "
+            f"data, give {instead}"
+        )
     return Built(config, notes)
 
 

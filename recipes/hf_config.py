@@ -35,10 +35,28 @@ def origin(model: str, choice: Choice) -> Literal["hub", "kept"]:
         if model not in kept_configs():
             raise ValueError(f"hf_config='kept': the numbers of {model} are not kept in this project; use 'hub'")
         return "kept"
+    return "hub" if in_cache(model, "config.json") or model not in kept_configs() else "kept"
+
+
+def in_cache(model: str, file: str) -> bool:
+    """Return whether Hugging Face's cache on this machine has a file of a model."""
     from huggingface_hub import try_to_load_from_cache
 
-    in_cache = isinstance(try_to_load_from_cache(model, "config.json"), str)
-    return "hub" if in_cache or model not in kept_configs() else "kept"
+    return isinstance(try_to_load_from_cache(model, file), str)
+
+
+def tokenizer_to_fetch(config: Any) -> str | None:
+    """Return the model whose tokenizer Bridge will ask the network for; None where it need not."""
+    model = config.tokenizer.tokenizer_model
+    if config.tokenizer.tokenizer_type != "HuggingFaceTokenizer" or Path(model).is_dir():
+        return None
+    return None if any(in_cache(model, file) for file in ("tokenizer.json", "tokenizer_config.json")) else model
+
+
+def without_tokenizer(config: Any, model: str) -> str:
+    """Return the overrides that have a recipe of a kept model train on Bridge's made-up data with no tokenizer."""
+    size = config.model.vocab_size or kept_configs()[model]["config"]["vocab_size"]
+    return f"tokenizer.tokenizer_type=NullTokenizer tokenizer.vocab_size={size}"
 
 
 @contextlib.contextmanager

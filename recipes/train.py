@@ -13,7 +13,7 @@ import typer
 
 from bridge_fgo.cli.run_script import config_options
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.recipes import catalog
+from bridge_fgo.recipes import catalog, hf_config
 from bridge_fgo.recipes.hf_config import Choice
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -59,7 +59,8 @@ def pretrain(recipe: catalog.Recipe, offload: OffloadConfig | None, hf: Choice, 
     """Build the recipe's configuration and hand it to Bridge's `pretrain()`, with the package installed or not.
 
     Raises:
-        ValueError: the installed mcore cannot build the model, or as `bridge_fgo.recipes.config.build`.
+        ValueError: the installed mcore cannot build the model, or as `refuse_tokenizer_of_the_hub` and
+            `bridge_fgo.recipes.config.build`.
     """
     require_mcore(recipe)
     from megatron.bridge.training.gpt_step import forward_step
@@ -75,10 +76,24 @@ def pretrain(recipe: catalog.Recipe, offload: OffloadConfig | None, hf: Choice, 
     built = build(recipe, offload=offload is not None, hf=hf, overrides=overrides)
     for note in built.notes:
         print_rank_0(f"recipe {recipe.name}: {note}")
+    if hf == "kept":
+        refuse_tokenizer_of_the_hub(recipe, built.config)
     if "SLURM_NTASKS" not in os.environ:
         use_one_rank_by_default()
     skip_building_what_is_built()
     bridge_pretrain(built.config, forward_step)
+
+
+def refuse_tokenizer_of_the_hub(recipe: catalog.Recipe, config: Any) -> None:
+    """Raise ValueError where Bridge would ask the network for a tokenizer, and the user said that there is none."""
+    model = hf_config.tokenizer_to_fetch(config)
+    if model is not None:
+        raise ValueError(
+            f"--hf-config kept: recipe {recipe.name} takes the tokenizer of {model} from Hugging Face "
+            "(tokenizer.tokenizer_type='HuggingFaceTokenizer'), which is neither kept here nor in the cache: give "
+            f"{hf_config.without_tokenizer(config, recipe.hf_model)} to train on made-up data without it, or "
+            "tokenizer.tokenizer_model=FOLDER, or fill HF_HOME where there is network"
+        )
 
 
 def require_mcore(recipe: catalog.Recipe) -> None:

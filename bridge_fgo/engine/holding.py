@@ -7,6 +7,7 @@ next one; the optimizer step is an interval of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -74,3 +75,13 @@ def choose_staying(part_bytes: Sequence[int], room: int) -> set[int]:
 def least_budget(profile: MemoryProfile, part_bytes: Sequence[int], masters_held: int = 0) -> int:
     """Return the least peak in bytes that any choice can reach: everything leaves, two parts step in turn."""
     return max(profile.peak, profile.step + masters_held + 2 * max(part_bytes, default=0))
+
+
+def budget_refusal(budget: int, least: int, about: str = "") -> str:
+    """Return why a budget (bytes) below the least possible one is refused, with one that will do: rounded up."""
+    enough = math.ceil(least / 2**30 * 100) / 100
+    return (
+        f"OffloadConfig.gpu_memory_budget_gib={round(budget / 2**30, 6):g} cannot be met: with all of the optimizer "
+        f"state offloaded the fullest rank needs {about}{enough:.2f} GiB; set it to at least that, or make the rest of "
+        "the step smaller (micro batch, recompute, parallelism)"
+    )

@@ -9,22 +9,18 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.config import MIB, OffloadConfig
+from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.host_buffer import page_lock
 from bridge_fgo.engine.host_memory import local_cpus, require_host_memory
 from bridge_fgo.engine.inner_step import InnerStep
 from bridge_fgo.engine.master_copy import MasterCopy
 from bridge_fgo.engine.part import StepPart, TrackedSlab, Traffic, require_readable
-from bridge_fgo.engine.plan import pack, select
+from bridge_fgo.engine.part_layout import lay_out, offloaded_bundles, part_bytes
 from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.schedule import Schedule
 from bridge_fgo.engine.slab import Slab
 from bridge_fgo.engine.snapshot import Snapshot
-from bridge_fgo.engine.states import Bundle, StateRef, bundles, home_device
-
-LEAST_PARTS = 64
-"""Parts that the states of an optimizer make at least, where its tensors are small enough: the pipeline fills and
-drains in the time of one part, and two parts are what the optimizer step holds at least."""
+from bridge_fgo.engine.states import Bundle, bundles, home_device
 
 MARGIN_PARTS = 4
 """The least margin of the schedule, in parts; see `Schedule.margin_bytes`."""
@@ -60,9 +56,7 @@ class NativeOffloader:
         self.pin_seconds = 0.0
         everything = bundles(optimizer)
         self.state_bytes = sum(bundle.nbytes for bundle in everything)
-        for bundle in everything:
-            bundle.refs = [ref for ref in bundle.refs if self._wanted(ref)]
-        chosen = [everything[i] for i in select([bundle.nbytes for bundle in everything], config.fraction)]
+        chosen = offloaded_bundles(everything, config)
         self.planned_bytes = sum(bundle.nbytes for bundle in chosen)
         self.parts = self._make_parts(chosen)
         self._slabs = [slab for part in self.parts for slab in part.slabs]
@@ -80,22 +74,17 @@ class NativeOffloader:
         if not self._master_copy.divides():
             schedule.masters_held_bytes += sum(slab.nbytes for slab in self._slabs if slab.is_copied_to_model)
 
-    def _wanted(self, ref: StateRef) -> bool:
-        return self._config.moments if ref.kind == "moment" else self._config.master_weights
-
     def _make_parts(self, chosen: list[Bundle]) -> list[StepPart]:
-        target = min(self._config.slab_bytes, max(MIB, self.planned_bytes // LEAST_PARTS))
+        target = part_bytes(chosen, self._config)
         self._schedule.margin_bytes = max(MARGIN_PARTS * target, self._schedule.margin_bytes)
         parts = []
-        for members in pack([bundle.nbytes for bundle in chosen], target):
-            of_part = [chosen[i] for i in members.members]
+        for part in lay_out(chosen, target):
             slabs = []
-            for of_adam in (False, True):
-                refs = [ref for bundle in of_part for ref in bundle.refs if (ref.key is not None) is of_adam]
-                for layout in pack([ref.nbytes for ref in refs], target):
-                    slab = Slab(layout, [refs[i] for i in layout.members], self._device, self._schedule.ledger)
-                    slabs.append(TrackedSlab(slab, not of_adam, self._schedule.transfers, self._traffic))
-            parts.append(StepPart([bundle.param for bundle in of_part], slabs))
+            for of_part in part.slabs:
+                slab = Slab(of_part.layout, of_part.refs, self._device, self._schedule.ledger)
+                tracked = TrackedSlab(slab, of_part.is_copied_to_model, self._schedule.transfers, self._traffic)
+                slabs.append(tracked)
+            parts.append(StepPart([bundle.param for bundle in part.bundles], slabs))
         return parts
 
     @property

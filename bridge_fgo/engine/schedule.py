@@ -15,7 +15,14 @@ from itertools import takewhile
 
 import torch
 
-from bridge_fgo.engine.holding import HoldPlan, MemoryProfile, choose_staying, least_budget, plan_holding
+from bridge_fgo.engine.holding import (
+    HoldPlan,
+    MemoryProfile,
+    budget_refusal,
+    choose_staying,
+    least_budget,
+    plan_holding,
+)
 from bridge_fgo.engine.part import StepPart, TrackedSlab
 from bridge_fgo.engine.peaks import PeakMeter
 from bridge_fgo.engine.residency import Residency
@@ -344,11 +351,7 @@ class Schedule:
         if not self._chosen:
             room, least = self.agree(room, least)
             if least > self.budget_bytes:
-                raise ValueError(
-                    f"OffloadConfig.gpu_memory_budget_gib={self.budget_bytes / 2**30:g} cannot be met: with all of the "
-                    f"optimizer state offloaded the fullest rank needs {least / 2**30:.2f} GiB; set it to at least "
-                    "that, or make the rest of the step smaller (micro batch, recompute, parallelism)"
-                )
+                raise ValueError(budget_refusal(self.budget_bytes, least))
             self._chosen = True
         else:
             room = min(room, self._staying_bytes())

@@ -32,14 +32,17 @@ def dense():
     return config(f"{SMALL} --tp 2 --pp 2", virtual_pipeline_model_parallel_size=2, qk_layernorm=True)
 
 
-def moe():
+def block_spec():
     from functools import partial
 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+    return partial(get_gpt_decoder_block_spec, use_transformer_engine=True)
+
+
+def moe():
     model = {"moe_layer_freq": [0, 1] * 4, "moe_grouped_gemm": True, "moe_shared_expert_intermediate_size": 128}
-    spec = partial(get_gpt_decoder_block_spec, use_transformer_engine=True)
-    return config(f"{SMALL} --experts 8 --ep 4 --pp 2", transformer_layer_spec=spec, **model)
+    return config(f"{SMALL} --experts 8 --ep 4 --pp 2", transformer_layer_spec=block_spec(), **model)
 
 
 def latent():
@@ -48,10 +51,13 @@ def latent():
     result = config(SMALL)
     fields = {name: value for name, value in vars(result.model).items() if not name.startswith("_")}
     names = MLAModelProvider.__dataclass_fields__
-    result.model = MLAModelProvider(**{n: v for n, v in fields.items() if n in names and names[n].init})
+    result.model = MLAModelProvider(
+        **{n: v for n, v in fields.items() if n in names and names[n].init and v is not None}
+    )
+    result.model.multi_latent_attention = True  # the fields above say that it is not
+    result.model.transformer_layer_spec = block_spec()  # Bridge's default spec has no latent attention
     result.model.q_lora_rank, result.model.kv_lora_rank = 96, 64
     result.model.qk_layernorm = True
-    result.model.num_query_groups = None
     return result
 
 

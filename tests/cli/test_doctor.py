@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 from typer.testing import CliRunner
 
 from bridge_fgo.cli.doctor import command, installed, machine
+from bridge_fgo.cli.job import builder as builder_module
 from bridge_fgo.cli.job import job as job_module
+from bridge_fgo.cli.job.builder import plain_config
 from bridge_fgo.cli.job.saved_config import load_saved_config
 from bridge_fgo.cli.main import app
+from bridge_fgo.cli.plan.links import LINKS
 
 GIB = 2**30
 
@@ -25,7 +29,7 @@ def run(*arguments: str):
 @pytest.fixture
 def no_megatron(monkeypatch):
     """Megatron cannot be found."""
-    for module in (command, installed, job_module):
+    for module in (command, job_module):
         monkeypatch.setattr(module, "missing_packages", lambda: ["megatron-bridge", "megatron-core"])
 
 
@@ -66,11 +70,19 @@ def test_one_distributed_optimizer_flag_turns_on_both_as_in_bridge(saved, tmp_pa
     assert load_saved_config(path).optimizer.use_distributed_optimizer is True
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "a: {b", "_target_: megatron.bridge.training.config.ConfigContainer"])
-def test_what_is_no_saved_config_is_refused_by_name(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[1, 2]", "is not a saved run config"),
+        ("model: {}", "is not a saved run config"),
+        ("a: {b", "cannot be read"),
+        ("_target_: megatron.bridge.training.config.ConfigContainer", "no section model"),
+    ],
+)
+def test_what_is_no_saved_config_is_refused_by_name(tmp_path, text, why):
     path = tmp_path / "run_config.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"run_config\.yaml"):
+    with pytest.raises(ValueError, match=rf"run_config\.yaml: .*{why}"):
         load_saved_config(path)
 
 
@@ -88,6 +100,57 @@ def test_doctor_counts_the_states_of_a_saved_config_without_megatron(no_megatron
     assert status == 0, output
     elements = 2 * (4 * 128**2 + 4 * 128 + 8 * 128**2 + 5 * 128 + 4 * 128) + 2 * 128 + 2 * 256 * 128
     assert found["config"]["flag"] is True and found["config"]["state_bytes"] == [12 * elements]
+
+
+@pytest.fixture
+def builder(monkeypatch):
+    """A builder that answers what the test puts here, and the requests that it gets."""
+    fake = SimpleNamespace(answer={}, requests=[])
+
+    def answer(arguments, **options):
+        fake.requests.append(json.loads(arguments[-1]))
+        return SimpleNamespace(returncode=0, stdout=json.dumps(fake.answer))
+
+    monkeypatch.setattr(job_module, "subprocess", SimpleNamespace(run=answer, DEVNULL=None))
+    for module in (command, job_module):
+        monkeypatch.setattr(module, "missing_packages", list)
+    return fake
+
+
+def test_the_builder_is_asked_once_for_what_is_installed_and_for_the_config(builder, saved):
+    of_job = {"flag": True, "refusals": ["no"], "engine": None, "gpus": 4, "gpus_given": True, "bridge_refuses": None}
+    config = plain_config(load_saved_config(saved))
+    builder.answer = {"mcore": "0.19.9", "offloader": "generation", "config": config, **of_job}
+    options = ["--gpus", "4", "--vocab-size", "8", "--fraction", "1", "--json"]
+    status, output = run("doctor", "some:recipe", "a.b=1", *options)
+    found = json.loads(output)
+    asked = {"target": "some:recipe", "gpus": 4, "vocab_size": 8, "overrides": ["a.b=1"], "offload": {"fraction": 1.0}}
+    assert builder.requests == [{**asked, "patches": True}]
+    assert status == 1 and found["refusals"] == ["no"] and found["config"]["gpus"] == 4
+    assert (found["installed"]["mcore"], found["installed"]["offloader"]) == ("0.19.9", "generation")
+
+
+def test_a_bridge_that_the_package_does_not_fit_is_refused_whatever_the_config(builder):
+    builder.answer = {"install_refuses": "no such function"}
+    status, output = run("doctor", "some:recipe", "--json")
+    found = json.loads(output)
+    assert status == 1 and found["refusals"] == ["no such function"] and found["config"] is None
+    assert any("the config was not looked at" in note for note in found["notes"])
+    status, output = run("plan", "some:recipe")
+    assert status == 2 and "no such function" in output
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(RuntimeError("no such function"), "no such function"), (ImportError("libc"), "ImportError: libc")],
+)
+def test_the_builder_tells_a_package_that_does_not_fit_from_a_config_that_cannot_be_built(monkeypatch, error, said):
+    def refuse(config):
+        raise error
+
+    monkeypatch.setattr("bridge_fgo.install", refuse)
+    request = {"target": "some:recipe", "offload": {}, "patches": True}
+    assert builder_module.answer(request) == {"install_refuses": said}
 
 
 def test_every_refusal_is_listed_and_the_status_is_1(no_megatron, saved, tmp_path):
@@ -136,12 +199,13 @@ def test_a_budget_that_cannot_be_met_is_refused_with_the_least_that_can(no_megat
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_the_memory_that_is_pinned_is_of_all_that_may_leave(no_megatron, saved):
+def test_the_memory_that_is_pinned_is_of_all_that_may_leave(no_megatron, saved, tmp_path):
+    unknown = changed(saved, tmp_path, "\n  cpu_offloading: false", "\n  cpu_offloading: true")
     pinned = [
-        json.loads(run("doctor", str(saved), "--no-probe", "--json", *options)[1])["config"]["pinned_by_rank"]
-        for options in ((), ("--budget-gib", "70"))
+        json.loads(run("doctor", *arguments, "--no-probe", "--json")[1])["config"]["pinned_by_rank"]
+        for arguments in ((str(saved),), (str(saved), "--budget-gib", "70"), (unknown, "--budget-gib", "70"))
     ]
-    assert pinned[0] == pinned[1] > 0
+    assert pinned[0] == pinned[1] == pinned[2] > 0, "also where activations are not known, and so not what will leave"
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -185,6 +249,7 @@ def test_limits_that_are_too_low_are_warned_of():
     assert [next(w for w in ("NUMA", "ulimit") if w in text) for text in found] == ["NUMA", "ulimit"]
     enough = machine.Machine([machine.Gpu("test", 80 * GIB, 4)], 2, 8, GIB, GIB, None, 2 * GIB)
     assert machine.warnings(enough, GIB) == []
+    assert machine.warnings(replace(enough, gpus=few.gpus, numa_nodes=1), GIB) == []
 
 
 def test_the_driver_is_read_from_the_kernel(tmp_path, monkeypatch):
@@ -197,6 +262,18 @@ def test_the_driver_is_read_from_the_kernel(tmp_path, monkeypatch):
 def test_the_words_are_of_what_is_there(no_megatron, saved):
     assert "expert states" not in run("plan", str(saved))[1]
     assert "Nothing is refused by the offload." in run("doctor", str(saved))[1]
+
+
+def test_every_links_figures_are_printed_with_their_source_and_what_is_not_measured_is_marked(no_megatron, saved):
+    output = " ".join(run("plan", str(saved))[1].split())
+    for name, link in LINKS.items():
+        speeds = f"{link.one_way / 1e9:.0f} / {link.duplex / 1e9:.0f} GB/s"
+        assert f"- {name}{'' if link.measured else ' *'}, {speeds}: {link.source}" in output
+        assert f"│ {name} {'│' if link.measured else '* │'}" in output
+        assert link.measured == (link.source.startswith("measured by")) == ("not measured" not in link.source)
+    assert "(*: not measured)" in output
+    output = " ".join(run("plan", str(saved), "--system", "GB200", "--link-gbs", "10")[1].split())
+    assert "- GB200, 10 / 10 GB/s: --link-gbs" in output and "* │" not in output
 
 
 def test_plan_prints_one_object_and_draws(no_megatron, saved, tmp_path):
@@ -227,6 +304,44 @@ def test_a_users_mistake_is_named(no_megatron, saved, arguments, message):
 def test_fp8_parameters_are_not_taken_for_16_bit_ones(no_megatron, saved, tmp_path):
     status, output = run("plan", changed(saved, tmp_path, "fp8_param_gather: false", "fp8_param_gather: true"))
     assert status == 2 and "ddp.fp8_param_gather=True" in output
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+@pytest.mark.parametrize("name", ["bf16_with_mxfp8_mixed", "bf16_mixed"])
+def test_a_mixed_precision_that_is_a_name_is_not_taken_for_what_the_sections_say(
+    no_megatron, saved, tmp_path, command, name
+):
+    path = changed(saved, tmp_path, "mixed_precision: null", f"mixed_precision: {name}")
+    status, output = run(command, path)
+    assert status == 2 and f"mixed_precision='{name}': what it stands for" in output and "install" in output
+
+
+@pytest.mark.parametrize("name", ["fp16_mixed", "bf16_with_fp8_subchannel_scaling_mixed"])
+def test_a_config_that_was_saved_before_training_reads_as_one_saved_in_it(cpu_standins, tmp_path, name):
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    from bridge_fgo.cli.arms.cpu_model import CpuOptions, make_config
+
+    config = make_config(CpuOptions(offload=False))
+    config.model.transformer_layer_spec, config.mixed_precision = None, get_mixed_precision_config(name)
+    config.mixed_precision.grad_reduce_in_fp32 = not config.ddp.grad_reduce_in_fp32
+    read = []
+    for moment in ("before", "in training"):
+        config.to_yaml(str(tmp_path / "run_config.yaml"))
+        read.append(load_saved_config(tmp_path / "run_config.yaml"))
+        if moment == "before":
+            config.mixed_precision.finalize()
+            config.mixed_precision.setup(config.model, config.optimizer, config.ddp)
+    before, after = ({name: vars(getattr(of, name)) for name in ("model", "optimizer", "ddp")} for of in read)
+    assert before == after
+    assert before["model"]["_target_"].endswith("GPTModelProvider")
+
+
+def test_fp8_parameters_of_the_mixed_precision_are_told_where_the_sections_do_not_say_so(no_megatron, saved, tmp_path):
+    mixed = "mixed_precision:\n  _target_: megatron.bridge.training.mixed_precision.MixedPrecisionConfig\n"
+    path = changed(saved, tmp_path, "mixed_precision: null\n", f"{mixed}  fp8_param_gather: true\n")
+    status, output = run("plan", path)
+    assert status == 2 and "mixed_precision.fp8_param_gather=True" in output
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])

@@ -59,13 +59,13 @@ def job(options: str, gpus: int) -> Job:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_states_are_exact_and_peaks_within_five_percent(cpu_standins, name):
+def test_states_are_exact_and_peaks_within_two_percent(cpu_standins, name):
     options, gpus, states, resident, offloaded = RUNS[name]
     stage = make_plan(job(options, gpus), OffloadConfig(), [], None, None).stages[0]
     assert stage.states.total == stage.states.offloaded == states
-    assert stage.peak(0) == pytest.approx(resident, rel=0.05)
+    assert stage.peak(0) == pytest.approx(resident, rel=0.02)
     if offloaded is not None:
-        assert stage.peak(states) == pytest.approx(offloaded, rel=0.05)
+        assert stage.peak(states) == pytest.approx(offloaded, rel=0.02)
 
 
 def activations(options: str, **model: object) -> int:
@@ -79,6 +79,14 @@ def test_layers_that_are_recomputed_together_are_held_together(cpu_standins):
     full = {"recompute_granularity": "full", "recompute_method": "uniform"}
     one, two, all_four, of_eight = (activations(SMALL, **full, recompute_num_layers=n) for n in (1, 2, 4, 8))
     assert one < two < all_four == of_eight == activations(SMALL, recompute_granularity=None)
+    # Of a group the input of its first layer alone is kept: of four layers 4 inputs, 2, or 1.
+    layer_input = 2 * 1024 * 1024 * 2
+    assert (all_four - two) - 2 * (two - one) == 3 * layer_input
+    # Layers of two model chunks are not recomputed together.
+    of_chunk, over = (
+        activations(SMALL, **full, virtual_pipeline_model_parallel_size=2, recompute_num_layers=n) for n in (2, 4)
+    )
+    assert of_chunk == over
 
 
 @pytest.mark.parametrize(
@@ -93,7 +101,7 @@ def test_budget_leaves_as_much_as_fits(cpu_standins):
     of_job = job(f"{PRESETS['short']} --gbs 8", 1)
     plan = make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=36.0), [], None, None)
     (stage,) = plan.stages
-    assert stage.peak(plan.most_offloaded) == pytest.approx(36 * 2**30, abs=1)
+    assert 0 <= 36 * 2**30 - stage.peak(plan.most_offloaded) < max(stage.states.parts), "parts leave whole"
     assert plan.refusals == []
     assert make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=80.0), [], None, None).most_offloaded == 0
 
@@ -110,7 +118,10 @@ def test_a_budget_below_the_least_peak_is_refused_with_that(cpu_standins):
     plan = make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=20.0), [], None, None)
     (stage,) = plan.stages
     (refusal,) = plan.refusals
-    assert f"needs about {stage.peak(stage.states.offloaded) / 2**30:.2f} GiB" in refusal
+    assert stage.least_budget == stage.peak(stage.states.offloaded), "activations are more than two parts"
+    needed = float(refusal.split("needs about ")[1].split(" GiB")[0])
+    assert needed * 2**30 == pytest.approx(stage.least_budget, rel=1e-3)
+    assert make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=needed), [], None, None).refusals == []
 
 
 def test_copies_hide_behind_a_forward_that_is_longer(cpu_standins):

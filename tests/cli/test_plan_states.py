@@ -103,7 +103,7 @@ def planned(training, config):
         for chunk in training.model
     ]
     buffers = [b for i, chunk in enumerate(chunks) for b in buffers_of(chunk, i == 0, training.cfg.ddp, ONE)]
-    return state_bytes([(buffer, 0) for buffer in buffers], training.cfg.optimizer, config)
+    return state_bytes([(buffer, 0) for buffer in buffers], training.cfg.optimizer, training.cfg.ddp, config)
 
 
 ONE = Parallel(1, 1, 1, 1, 1, 1)

@@ -77,6 +77,8 @@ def test_two_equal_logs_are_one_page_that_needs_no_network(tmp_path):
 def test_the_first_different_step_is_named(tmp_path):
     first = tensorboard(tmp_path / "first", [3.0, 2.0, 1.5])
     second = tensorboard(tmp_path / "second", [3.0, 2.0 + 2**-21, 1.0])
+    with SummaryWriter(str(second), filename_suffix=".later") as writer:
+        writer.add_scalar(GRAD_NORM, 7.0, 3)
     done = report(first, second, "--output", tmp_path / "page.html")
     assert done.exit_code == 1
     assert "first and second DIFFER, first at step 2 in lm loss." in done.output
@@ -92,7 +94,9 @@ def test_of_a_step_that_was_run_again_after_a_resume_the_last_value_counts(tmp_p
     tensorboard(tmp_path, [3.0, 2.0, 1.0])
     with SummaryWriter(str(tmp_path), filename_suffix=".resumed") as writer:
         writer.add_scalar(LOSS, 7.0, 3)
-    assert load(tmp_path)[0].scalars[LOSS] == {1: 3.0, 2: 2.0, 3: 7.0}
+    (run,) = load(tmp_path)
+    assert run.scalars[LOSS] == {1: 3.0, 2: 2.0, 3: 7.0}
+    assert not any("samples" in tag for tag in run.scalars), "their steps are samples"
 
 
 def test_a_bench_folder_is_its_arms_in_the_tables_order_with_the_pictures_of_a_step(tmp_path):

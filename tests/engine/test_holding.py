@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_fgo.engine.holding import MemoryProfile, choose_staying, least_budget, plan_holding
+from bridge_fgo.engine.holding import MemoryProfile, budget_refusal, choose_staying, least_budget, plan_holding
 
 SIZES = st.integers(0, 100)
 PROFILES = st.builds(MemoryProfile, st.lists(SIZES, min_size=1, max_size=20), SIZES)
@@ -49,3 +49,9 @@ def test_parts_that_stay_fit_and_none_of_the_others_would_fit_beside_them(parts,
 def test_the_least_budget_is_the_larger_of_the_passes_and_of_two_parts_in_the_step():
     assert least_budget(MemoryProfile([100], step=10), [5, 7]) == 100
     assert least_budget(MemoryProfile([20], step=10), [5, 7]) == 24
+
+
+@given(st.integers(1, 2**38))
+def test_the_budget_that_a_refusal_asks_for_is_enough(least):
+    asked = float(budget_refusal(0, least).split("needs ")[1].split(" GiB")[0])
+    assert least <= int(asked * 2**30) < least + 2**30 // 50

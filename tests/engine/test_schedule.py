@@ -25,7 +25,7 @@ SHAPE = [0, 1, 2, 3, 4, 3, 2, 1, 0]  # of the activations, from point 0 to point
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Parts of a few kilobytes, and no margin."""
-    monkeypatch.setattr(native, "MIB", 4096)
+    monkeypatch.setattr("bridge_fgo.engine.part_layout.LEAST_PART_BYTES", 4096)
     monkeypatch.setattr(native, "MARGIN_PARTS", 0)
     monkeypatch.setattr(schedule, "MARGIN_SHARE", 0)
 
@@ -279,7 +279,7 @@ def test_what_has_landed_steps_first_then_what_stays_then_what_is_on_its_way(mon
 def test_a_budget_that_cannot_be_met_is_an_error_with_the_least_one():
     training = Training(layer=WHOLE, budget=4 * WHOLE - 1)
     training.step(0)
-    with pytest.raises(ValueError, match=r"gpu_memory_budget_gib=.*cannot be met.*needs 0\.00 GiB"):
+    with pytest.raises(ValueError, match=r"gpu_memory_budget_gib=.*cannot be met.*needs 0\.01 GiB"):
         training.step(1)
 
 

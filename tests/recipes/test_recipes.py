@@ -118,13 +118,19 @@ def test_the_kept_environment_is_what_bridges_builder_asks_for(name):
     assert catalog.find(name).environment == asked, "python -m recipes.config > recipes/environment.json"
 
 
-def test_recipes_build_without_network(monkeypatch):
+@pytest.fixture
+def no_network(monkeypatch):
+    """No network, and nothing in Hugging Face's cache."""
+
     def refuse(*args):
         raise AssertionError("asked the network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: None)
+
+
+def test_recipes_build_without_network(no_network):
     for name in UPSTREAMS:
-        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: None)
         notes = config.build(catalog.find(name), offload=True).notes
         assert any("as kept in this project (" in note and "https://huggingface.co/" in note for note in notes)
 
@@ -210,24 +216,75 @@ def test_a_mistake_on_a_ranks_command_line_is_a_value_error(arguments, message, 
         train.app(arguments, standalone_mode=False)
 
 
-def test_a_rank_hands_bridge_the_config_and_says_what_was_turned_off(monkeypatch, capsys):
+@pytest.fixture
+def launched(monkeypatch):
+    """The configs that `train.pretrain` hands to Bridge."""
     from megatron.bridge.training import pretrain as bridge_pretrain
 
     from bridge_fgo.cli.arms import gpu
 
-    calls = []
-    monkeypatch.setattr(bridge_pretrain, "pretrain", lambda config, forward_step: calls.append(config))
+    configs = []
+    monkeypatch.setattr(bridge_pretrain, "pretrain", lambda config, forward_step: configs.append(config))
     monkeypatch.setattr(gpu, "skip_building_what_is_built", lambda: None)
     monkeypatch.setattr(train.os, "environ", dict(train.os.environ) | {"RANK": "0"})
-    try:
-        recipe = catalog.find("deepseek_v3_256gpu_mxfp8")
-        train.pretrain(recipe, OffloadConfig(fraction=0.5), "kept", ["train.train_iters=5"])
-        assert calls[0].optimizer.offload_optimizer_states is True
-        assert calls[0].train.train_iters == 5
-        # The flag is a field now, as saved run configs and overrides need it.
-        assert "offload_optimizer_states" in {field.name for field in dataclasses.fields(calls[0].optimizer)}
-    finally:
-        bridge_fgo.uninstall()
+    yield configs
+    bridge_fgo.uninstall()
+
+
+OF_THE_HUB = {"qwen3_30b_a3b_8gpu", "qwen3_235b_a22b_64gpu", "nemotron_3_nano_8gpu", "nemotron_3_super_64gpu"}
+"""Recipes whose tokenizer upstream takes from Hugging Face."""
+
+
+@pytest.mark.parametrize("name", [name for name in UPSTREAMS if not catalog.find(name).mcore_module])
+def test_a_launch_without_network_goes_through_upstreams_tokenizer_or_says_how_before_bridge_begins(
+    no_network, launched, name
+):
+    from megatron.bridge.training.setup import _validate_and_set_vocab_size
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    recipe, overrides = catalog.find(name), []
+    if name in OF_THE_HUB:
+        with pytest.raises(ValueError, match=f"--hf-config kept: recipe {name} takes the tokenizer of") as refused:
+            train.pretrain(recipe, OffloadConfig(), "kept", overrides)
+        assert not launched
+        overrides = re.findall(r"tokenizer\.(?:tokenizer_type=Null|vocab_size=)\w+", str(refused.value))
+    train.pretrain(recipe, OffloadConfig(), "kept", overrides)
+    (config,) = launched
+    size = build_tokenizer(config.tokenizer).vocab_size
+    kept = hf_config.kept_configs()[recipe.hf_model]["config"]["vocab_size"]
+    assert _validate_and_set_vocab_size(config.model.vocab_size, size)[0] == kept
+
+
+def test_a_tokenizer_that_is_on_this_machine_is_not_refused(launched, monkeypatch, tmp_path):
+    recipe = catalog.find("qwen3_30b_a3b_8gpu")
+    files = {"tokenizer.json"}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda m, file: file if file in files else None)
+    train.pretrain(recipe, OffloadConfig(), "kept", [])
+    files.clear()
+    train.pretrain(recipe, OffloadConfig(), "kept", [f"tokenizer.tokenizer_model={tmp_path}"])
+    assert len(launched) == 2
+
+
+@pytest.mark.parametrize("name", sorted(OF_THE_HUB))
+def test_auto_trains_on_kept_numbers_and_says_what_to_give_where_the_tokenizer_cannot_be_had(
+    no_network, launched, capsys, name
+):
+    train.pretrain(catalog.find(name), OffloadConfig(), "auto", [])
+    printed = capsys.readouterr().out
+    assert len(launched) == 1 and "as kept in this project" in printed
+    assert f"tokenizer: of {launched[0].tokenizer.tokenizer_model}, which is not in Hugging Face's cache" in printed
+    overrides = re.findall(r"tokenizer\.(?:tokenizer_type=Null|vocab_size=)\w+", printed)
+    train.pretrain(catalog.find(name), OffloadConfig(), "kept", overrides)  # is not refused
+    assert "tokenizer: of" not in capsys.readouterr().out
+
+
+def test_a_rank_hands_bridge_the_config_and_says_what_was_turned_off(launched, capsys):
+    recipe = catalog.find("deepseek_v3_256gpu_mxfp8")
+    train.pretrain(recipe, OffloadConfig(fraction=0.5), "kept", ["train.train_iters=5"])
+    assert launched[0].optimizer.offload_optimizer_states is True
+    assert launched[0].train.train_iters == 5
+    # The flag is a field now, as saved run configs and overrides need it.
+    assert "offload_optimizer_states" in {field.name for field in dataclasses.fields(launched[0].optimizer)}
     printed = capsys.readouterr().out
     assert "turned off for the offload: model.cuda_graph_impl was 'full_iteration', is 'none'" in printed
     assert "model: numbers of deepseek-ai/DeepSeek-V3 as kept in this project" in printed

@@ -15,7 +15,7 @@ from bridge_fgo.cli.bench.command import probe
 from bridge_fgo.cli.demo import missing_packages, readable_bytes
 from bridge_fgo.cli.doctor.installed import installed
 from bridge_fgo.cli.doctor.machine import Machine, look, warnings
-from bridge_fgo.cli.job.job import Job, read_job
+from bridge_fgo.cli.job.job import Job, ask_builder, read_job
 from bridge_fgo.cli.plan.estimate import Plan, budget_refusals, make_plan
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.host_memory import require_host_memory
@@ -60,10 +60,11 @@ def run(settings: Settings) -> int:
     """
     OffloadConfig(**settings.offload)
     machine = look()
-    findings = Findings(installed(), asdict(machine))
+    answer = {} if missing_packages() else _ask(settings)
+    findings = Findings(installed(answer), asdict(machine))
     _examine_installed(findings)
     if settings.target is not None:
-        _examine_config(findings, settings, machine)
+        _examine_config(findings, settings, machine, answer)
     if machine.gpus and settings.probe:
         try:
             findings.link_bytes_per_second = probe(len(machine.gpus))
@@ -74,6 +75,17 @@ def run(settings: Settings) -> int:
     else:
         _print(Console(), findings)
     return REFUSED if findings.refusals else 0
+
+
+def _ask(settings: Settings) -> dict[str, Any]:
+    """Return the builder's answer on what is installed and, in the same go, on the config."""
+    asked = {name: getattr(settings, name) for name in ("target", "gpus", "offload", "vocab_size", "overrides")}
+    try:
+        return ask_builder(**asked, patches=True)
+    except RuntimeError as error:
+        if settings.target is not None:
+            raise
+        return {"install_refuses": str(error)}
 
 
 def _examine_installed(findings: Findings) -> None:
@@ -88,12 +100,12 @@ def _examine_installed(findings: Findings) -> None:
         findings.notes.append("no GPU here: links and host memory are not those of a job")
 
 
-def _examine_config(findings: Findings, settings: Settings, machine: Machine) -> None:
+def _examine_config(findings: Findings, settings: Settings, machine: Machine, answer: dict[str, Any]) -> None:
     assert settings.target is not None
     if findings.installed["install"] is not None:
         findings.notes.append("the config was not looked at, because this Megatron-Bridge is refused")
         return
-    job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size, settings.overrides)
+    job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size, settings.overrides, answer)
     findings.config = {"flag": job.flag, "engine": job.engine, "gpus": job.parallel.gpus, "source": job.source}
     if job.bridge_refuses is not None:
         findings.refusals.append(f"Megatron-Bridge refuses the config: {job.bridge_refuses}")

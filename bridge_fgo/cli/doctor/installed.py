@@ -9,41 +9,34 @@ from pathlib import Path
 from typing import Any
 
 import bridge_fgo
-from bridge_fgo.cli.demo import missing_packages
-from bridge_fgo.cli.job.job import ask_builder
 
 DISTRIBUTIONS = ("megatron-bridge", "megatron-core", "transformer-engine", "nemo-run", "nvidia-resiliency-ext")
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def installed() -> dict[str, Any]:
+def installed(answer: dict[str, Any]) -> dict[str, Any]:
     """Return versions by name, None for what is not there.
 
     Beside the distributions: "mcore", the version that a job would import (a checkout may shadow the wheel),
     "offloader", the optimizer-state offloader that this mcore brings, and "install", why `bridge_fgo.install` refuses
     this Bridge, or why Megatron does not import, or None.
+
+    Args:
+        answer: of `bridge_fgo.cli.job.builder`, empty where there is no Megatron.
     """
     import torch
 
-    found: dict[str, Any] = {
+    return {
         "bridge_fgo": bridge_fgo.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda,
         "driver": driver_version(),
         **{name: _version(name) for name in DISTRIBUTIONS},
-        "mcore": None,
-        "offloader": None,
-        "install": None,
+        "mcore": answer.get("mcore"),
+        "offloader": answer.get("offloader"),
+        "install": answer.get("install_refuses"),
     }
-    if not missing_packages():
-        try:
-            answer = ask_builder(patches=True)
-        except RuntimeError as error:
-            answer = {"install_refuses": str(error)}
-        found |= {"mcore": answer.get("mcore"), "offloader": answer.get("offloader")}
-        found["install"] = answer.get("install_refuses")
-    return found
 
 
 def driver_version() -> str | None:

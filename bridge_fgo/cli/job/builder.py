@@ -32,45 +32,61 @@ PLAIN = (str, int, float, bool, type(None))
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what is known of the job, and of what is installed; see `main`."""
+    """Return what is known of what is installed, and of the job; see `main`."""
+    with contextlib.ExitStack() as stack:
+        try:
+            found = begin(stack, request)
+        except Exception as error:  # a patch that does not fit, or whatever keeps Megatron from being imported
+            traceback.print_exc()
+            said = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+            return {"install_refuses": said}
+        return found if request["target"] is None else found | examine(request)
+
+
+def begin(stack: contextlib.ExitStack, request: dict[str, Any]) -> dict[str, Any]:
+    """Install the package, with no GPU, until the stack is left; return what mcore is here.
+
+    Raises:
+        RuntimeError: a patch does not fit the Bridge that is here.
+    """
     import bridge_fgo
-    from bridge_fgo.cli.job.recipes import load_config
     from bridge_fgo.compat import mcore_version, upstream_generation
 
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # deterministic configs ask for these two
     os.environ.setdefault("NCCL_ALGO", "Ring")
-    found: dict[str, Any] = {}
-    with bridge_fgo.install(bridge_fgo.OffloadConfig(**request["offload"])) as installation, no_gpu():
-        if request["patches"]:
-            try:
-                import_all(installation.modules)
-            except RuntimeError as error:
-                return {"install_refuses": str(error)}
-        found |= {"mcore": mcore_version(), "offloader": upstream_generation()}
-        if request["target"] is None:
-            return found
+    installation = stack.enter_context(bridge_fgo.install(bridge_fgo.OffloadConfig(**request["offload"])))
+    stack.enter_context(no_gpu())
+    if request["patches"]:
+        import_all(installation.modules)
+    return {"mcore": mcore_version(), "offloader": upstream_generation()}
+
+
+def examine(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what is known of the job, or the "error" that a mistake in its config is."""
+    from bridge_fgo.cli.job.recipes import load_config
+
+    try:
+        config, gpus = load_config(request["target"], request["overrides"])
+        gpus_given = request["gpus"] or gpus
+        gpus = parallel_of(config, gpus_given).gpus
+    except ValueError as error:
+        return {"error": str(error)}
+    found: dict[str, Any] = {"gpus": gpus, "gpus_given": gpus_given is not None}
+    found["bridge_refuses"] = bridge_refuses = prepare(config, gpus)
+    found |= offload_of(config, request["offload"])
+    if bridge_refuses is None:
         try:
-            config, gpus = load_config(request["target"], request["overrides"])
-            gpus_given = request["gpus"] or gpus
-            gpus = parallel_of(config, gpus_given).gpus
+            set_vocabulary(config, request["vocab_size"])
         except ValueError as error:
             return {"error": str(error)}
-        found |= {"gpus": gpus, "gpus_given": gpus_given is not None}
-        found["bridge_refuses"] = bridge_refuses = prepare(config, gpus)
-        found |= offload_of(config, request["offload"])
-        if bridge_refuses is None:
-            try:
-                set_vocabulary(config, request["vocab_size"])
-            except ValueError as error:
-                return {"error": str(error)}
-            try:
-                found["stages"] = [build_stage(config, gpus, stage) for stage in range(pipeline_size(config))]
-            except Exception as error:  # of layers that have no shapes here; the whole of it goes to stderr
-                traceback.print_exc()
-                return {"error": f"the model could not be built without a GPU: {type(error).__name__}: {error}"}
-            found["bridge_estimate"] = bridge_estimate(config)
-        found["config"] = plain_config(config)  # last: the vocabulary is only now known
-        return found
+        try:
+            found["stages"] = [build_stage(config, gpus, stage) for stage in range(pipeline_size(config))]
+        except Exception as error:  # of layers that have no shapes here; the whole of it goes to stderr
+            traceback.print_exc()
+            return {"error": f"the model could not be built without a GPU: {type(error).__name__}: {error}"}
+        found["bridge_estimate"] = bridge_estimate(config)
+    found["config"] = plain_config(config)  # last: the vocabulary is only now known
+    return found
 
 
 def import_all(modules: list[str]) -> None:

@@ -34,13 +34,15 @@ UNKNOWN = (
 )
 """Settings that change the layers in ways that are not written down here."""
 
-FP8_PARAMETERS = (
-    ("model", "fp8_param"),
-    ("ddp", "fp8_param_gather"),
-    ("mixed_precision", "fp8_param"),
+QUANTIZED_PARAMETERS = (
     ("mixed_precision", "fp8_param_gather"),
+    ("mixed_precision", "fp4_param_gather"),
+    ("model", "fp8_param"),
+    ("model", "fp4_param"),
+    ("ddp", "fp8_param_gather"),
+    ("ddp", "fp4_param_gather"),
 )
-"""Sections and settings that keep parameters in FP8."""
+"""Sections and settings that keep parameters in FP8 or FP4."""
 
 SAME_LAYERS = ("default_layer_spec", "transformer_engine_layer_spec", "local_layer_spec")
 """Bridge's specs of one layer for all, which leave `moe_layer_freq` aside."""
@@ -59,11 +61,11 @@ def stages_from_numbers(config: SimpleNamespace) -> list[list[Chunk]]:
                 f"model.{name}={getattr(model, name)!r}: not known without Megatron; install megatron-bridge (no GPU "
                 "is needed) to have the model built"
             )
-    for section, name in FP8_PARAMETERS:
+    for section, name in QUANTIZED_PARAMETERS:
         if getattr(getattr(config, section, None), name, False):
             raise ValueError(
-                f"{section}.{name}=True: which parameters are kept in FP8 is not known without Megatron; install "
-                "megatron-bridge (no GPU is needed) to have the model built"
+                f"{section}.{name}=True: which parameters are kept in fewer bits is not known without Megatron; "
+                "install megatron-bridge (no GPU is needed) to have the model built"
             )
     if getattr(config, "peft", None) is not None:
         raise ValueError("peft is set: adapters are not known to the plan")

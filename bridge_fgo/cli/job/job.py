@@ -65,6 +65,7 @@ def read_job(
     offload: dict[str, Any],
     vocab_size: int | None = None,
     overrides: Sequence[str] = (),
+    found: dict[str, Any] | None = None,
 ) -> Job:
     """Find a job out without running it.
 
@@ -74,10 +75,11 @@ def read_job(
         offload: arguments of OffloadConfig.
         vocab_size: of the tokenizer, where neither the model nor the tokenizer's config says it.
         overrides: of the config, `section.field=value` in Bridge's syntax.
+        found: the builder's answer to all this, where it was asked already.
 
     Raises:
         ValueError: there is no such recipe, file or setting, it cannot be built, or the GPUs do not suit it.
-        RuntimeError: the builder died.
+        RuntimeError: the builder died, or Megatron could not be imported with the package installed.
     """
     OffloadConfig(**offload)
     missing = missing_packages()
@@ -87,7 +89,10 @@ def read_job(
                 f"{' '.join(overrides)}: Megatron-Bridge reads overrides; {', '.join(missing)} not installed"
             )
         return _from_numbers(target, gpus, vocab_size, missing)
-    found = ask_builder(target=target, gpus=gpus, offload=offload, vocab_size=vocab_size, overrides=overrides)
+    if found is None:
+        found = ask_builder(target=target, gpus=gpus, offload=offload, vocab_size=vocab_size, overrides=overrides)
+    if "install_refuses" in found:
+        raise RuntimeError(found["install_refuses"])
     if "error" in found:
         raise ValueError(found["error"])
     return job_of(found)

@@ -23,7 +23,7 @@ def load_saved_config(path: Path) -> SimpleNamespace:
     dtypes are `torch.dtype`s; functions and enum members are their names.
 
     Raises:
-        ValueError: the file is not there, is no YAML, or is no saved ConfigContainer.
+        ValueError: the file is not there, is no YAML, or is no saved ConfigContainer; or its mixed precision is a name.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -34,7 +34,7 @@ def load_saved_config(path: Path) -> SimpleNamespace:
     missing = [name for name in SECTIONS if not isinstance(content.get(name), dict)]
     if missing:
         raise ValueError(f"{path}: the run config has no section {', '.join(missing)}")
-    return synchronised(plain(content))
+    return with_mixed_precision(synchronised(plain(content)), path)
 
 
 def plain(value: Any) -> Any:
@@ -60,4 +60,25 @@ def synchronised(config: SimpleNamespace) -> SimpleNamespace:
     if any(getattr(section, "use_distributed_optimizer", False) for section in sections):
         for section in sections:
             section.use_distributed_optimizer = True
+    return config
+
+
+def with_mixed_precision(config: SimpleNamespace, path: Path) -> SimpleNamespace:
+    """Return the config with the settings of `mixed_precision` in the sections that have them, as Bridge's
+    `MixedPrecisionConfig.setup` does before training. A run saves its config after that, a script may before.
+
+    Raises:
+        ValueError: `mixed_precision` is a name: what it stands for (16 bits or FP8, the gradients' dtype) is Bridge's.
+    """
+    mixed = getattr(config, "mixed_precision", None)
+    if isinstance(mixed, str):
+        raise ValueError(
+            f"{path}: mixed_precision={mixed!r}: what it stands for, and so the bytes of parameters and gradients, is "
+            "not known without Megatron; install megatron-bridge (no GPU is needed), or give the run_config.yaml that "
+            "a run has saved, which has it in full"
+        )
+    for name, value in ({} if mixed is None else vars(mixed)).items():
+        for section in (config.model, config.optimizer, config.ddp):
+            if not name.startswith("_") and hasattr(section, name):
+                setattr(section, name, value)
     return config

@@ -11,6 +11,7 @@ from bridge_fgo.cli.plan.layout import Buffer, buffers_of
 from bridge_fgo.cli.plan.links import Link
 from bridge_fgo.cli.plan.state import StateBytes, state_bytes
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine.holding import MemoryProfile, budget_refusal, choose_staying, least_budget
 from bridge_fgo.engine.plan import floor_seconds
 
 MXFP8_BYTES = 2 * (1 + 1 / 32)
@@ -26,7 +27,8 @@ class StagePlan:
 
     parameters, gradients: with the padding of DDP's buffers. states: exact. activations: None where not known.
     offloaded: of the states, what the peak falls by. count: trainable parameters that the rank computes with.
-    least_state: of the stage's rank that updates the fewest.
+    least_state: of the stage's rank that updates the fewest. least_budget: the least peak that all ranks of the stage
+    can keep to, the engine's `least_budget`; activations that are not known count as nothing in it.
     """
 
     stage: int
@@ -36,6 +38,7 @@ class StagePlan:
     states: StateBytes
     least_state: int
     activations: int | None
+    least_budget: int
 
     @property
     def fixed(self) -> int:
@@ -148,7 +151,7 @@ def _rank_states(job: Job, buffers: list[list[Buffer]], offload: OffloadConfig) 
             key = (parallel.shard_index(rank, False), parallel.shard_index(rank, True))
             if key not in known:
                 shards = [(buffer, key[buffer.expert]) for buffer in of_stage]
-                known[key] = state_bytes(shards, job.config.optimizer, offload)
+                known[key] = state_bytes(shards, job.config.optimizer, job.config.ddp, offload)
             found[-1].append(known[key])
     return found
 
@@ -163,50 +166,57 @@ def _stage_plan(job: Job, stage: int, buffers: list[Buffer], states: list[StateB
             parameters += int(numel * (MXFP8_BYTES if is_mxfp8 else FP8_BYTES))
         else:
             parameters += buffer.numel * buffer.dtype.itemsize
+    gradients = sum(buffer.numel * buffer.gradient.itemsize for buffer in buffers)
+    activations = activation_bytes(job, stage)
     of_ranks = sorted(states, key=lambda state: state.total)
     return StagePlan(
         stage=stage,
         count=sum(tensor.numel for tensor in tensors if tensor.trainable),
         parameters=parameters,
-        gradients=sum(buffer.numel * buffer.gradient.itemsize for buffer in buffers),
+        gradients=gradients,
         states=of_ranks[-1],
         least_state=of_ranks[0].total,
-        activations=activation_bytes(job, stage),
+        activations=activations,
+        least_budget=max(
+            _least_budget(parameters + gradients + WORKSPACES, activations or 0, of_rank) for of_rank in set(states)
+        ),
     )
 
 
+def _least_budget(others: int, activations: int, states: StateBytes) -> int:
+    """Return the engine's least budget of a rank that holds `others` bytes throughout beside states and activations."""
+    beside = others + states.total - states.offloaded
+    return least_budget(MemoryProfile([beside + activations], step=beside), states.parts, states.masters_held)
+
+
 def offloaded_bytes(stage: StagePlan, states: StateBytes, offload: OffloadConfig) -> int:
-    """Return what of a rank's states leaves the GPU: all that may, or as much as the budget asks for.
+    """Return what of a rank's states leaves the GPU: all that may, or the parts that the budget has no room for.
 
     Raises:
         ValueError: there is a budget, and the activations are not known.
     """
     if offload.gpu_memory_budget_gib is None:
         return states.offloaded
-    peak = stage.peak(0)
-    if peak is None:
+    if stage.activations is None:
         raise ValueError("--budget-gib: the activations of this model are not known, so neither is what has to leave")
-    over = peak - offload.gpu_memory_budget_gib * 2**30
-    return int(min(max(0, over), states.offloaded))
+    room = int(offload.gpu_memory_budget_gib * 2**30) - stage.least_budget
+    staying = choose_staying(states.parts, room)
+    return min(states.offloaded, sum(size for i, size in enumerate(states.parts) if i not in staying))
 
 
 def budget_refusals(job: Job, stages: list[StagePlan], offload: OffloadConfig) -> list[str]:
-    """Return the text of training's error where there is a budget that is surely below the least possible peak.
+    """Return the text of training's error where there is a budget that is below the least possible peak.
 
-    Activations that are not known count as nothing; nor do states that stay, where more GPUs may share them.
+    Where more GPUs may share the states, neither states that stay nor parts of them count: surely below, then.
     """
-    budget = offload.gpu_memory_budget_gib
+    if offload.gpu_memory_budget_gib is None:
+        return []
+    budget = int(offload.gpu_memory_budget_gib * 2**30)
     least = max(
-        stage.fixed + (stage.activations or 0) - (stage.states.offloaded if job.gpus_given else stage.states.total)
+        stage.least_budget if job.gpus_given else stage.fixed + (stage.activations or 0) - stage.states.total
         for stage in stages
     )
-    if budget is None or least <= budget * 2**30:
-        return []
-    return [
-        f"OffloadConfig.gpu_memory_budget_gib={budget:g} cannot be met: with all of the optimizer state offloaded the "
-        f"fullest rank needs about {least / 2**30:.2f} GiB; set it to at least that, or make the rest of the step "
-        "smaller (micro batch, recompute, parallelism)"
-    ]
+    return [budget_refusal(budget, least, about="about ")] if least > budget else []
 
 
 def _link_plan(
@@ -233,7 +243,7 @@ def _link_plan(
         link_seconds=enough,
         most_floor=floor(0.0, 0.0),
         floor=given,
-        hidden_from=enough if is_known and floor(enough, 2 * enough) == 0 else None,
+        hidden_from=enough if floor(enough, 2 * enough) == 0 else None,
     )
 
 

@@ -9,15 +9,26 @@ from dataclasses import dataclass, replace
 class Link:
     """One GPU's link to its host memory, in bytes a second.
 
-    one_way: the slower direction alone; duplex: each way, both directions busy; gpus: of a node; source: of the
-    figures.
+    one_way: the slower direction alone; duplex: each way, both directions busy; gpus: of a node; measured: whether by
+    this project or by the user; source: of the figures.
     """
 
     name: str
     one_way: float
     duplex: float
     gpus: int
+    measured: bool
     source: str
+
+    @property
+    def title(self) -> str:
+        """The name, with a star where the figures were not measured."""
+        return self.name if self.measured else f"{self.name} *"
+
+    @property
+    def figures(self) -> str:
+        """Both speeds in GB/s."""
+        return f"{self.one_way / 1e9:.0f} / {self.duplex / 1e9:.0f}"
 
 
 LINKS = {
@@ -28,6 +39,7 @@ LINKS = {
             225e9,
             128e9,
             4,
+            False,
             "not measured: NVLink-C2C 900 GB/s both ways for the two GPUs of a Grace, whose LPDDR5X gives up to 512 "
             "GB/s (NVIDIA, GB200 NVL72 and Grace CPU data sheets)",
         ),
@@ -36,15 +48,25 @@ LINKS = {
             297e9,
             243e9,
             4,
+            False,
             "not measured here: D2H 297 and H2D 375 GB/s, STREAM on LPDDR5X 486 GB/s (Schieffer et al., Harnessing "
             "Integrated CPU-GPU System Memory for HPC, ICPP 2024, arXiv:2407.07850)",
         ),
-        Link("H200", 55.4e9, 50.8e9, 8, "measured by `bridge-fgo bench` on one H200 alone on its host"),
+        Link(
+            "H200",
+            55.4e9,
+            50.8e9,
+            8,
+            True,
+            "measured by `bridge-fgo bench` on one H200 alone on its host; each of eight that copied at once had 19.7 "
+            "GB/s one way and 11.8 both ways: give --link-gbs there",
+        ),
         Link(
             "H100",
             64e9,
             64e9,
             8,
+            False,
             "not measured: PCIe Gen5 x16, 128 GB/s both ways together (NVIDIA, H100 data sheet)",
         ),
     )
@@ -70,7 +92,7 @@ def links(system: str | None, link_gbs: float | None, gpus_per_node: int | None)
         raise ValueError(f"--gpus-per-node {gpus_per_node}: use 1 or more")
     chosen = list(LINKS.values()) if system is None else [LINKS[system.upper()]]
     if link_gbs is not None:
-        given = {"one_way": link_gbs * 1e9, "duplex": link_gbs * 1e9, "source": "--link-gbs"}
+        given = {"one_way": link_gbs * 1e9, "duplex": link_gbs * 1e9, "measured": True, "source": "--link-gbs"}
         chosen = [replace(link, **given) for link in chosen]
         if system is None:
             chosen = [replace(chosen[0], name="given")]

@@ -49,6 +49,7 @@ def _stage_json(plan: Plan, stage: StagePlan) -> dict[str, Any]:
         "offloaded": away,
         "peak_resident": stage.peak(0),
         "peak_offloaded": stage.peak(away),
+        "least_budget": stage.least_budget,
     }
 
 
@@ -119,10 +120,10 @@ def _print_links(console: Console, plan: Plan) -> None:
     for row in plan.links:
         link = row.link
         table.add_row(
-            link.name,
+            link.title,
             str(link.gpus),
             gigabytes(row.pinned),
-            f"{link.one_way / 1e9:.0f} / {link.duplex / 1e9:.0f}",
+            link.figures,
             f"{row.link_seconds:.3f}",
             f"{row.most_floor:.3f}",
             "-" if row.floor is None else f"{row.floor:.3f}",
@@ -130,12 +131,13 @@ def _print_links(console: Console, plan: Plan) -> None:
         )
     console.print(table)
     console.print(
-        "GB/s: a GPU's by the sources below, one way / each way with both busy; --link-gbs takes yours. Bare floor: "
+        "GB/s: a GPU's by the sources below (*: not measured), one way / each way with both busy; --link-gbs takes "
+        "yours. Bare floor: "
         "what a step gets longer by at least with nothing to hide behind; floor: with --forward-seconds; hidden from: "
         "the seconds of a microbatch's forward, its backward twice as long, from which nothing is added"
     )
     for row in plan.links:
-        console.print(f"- {row.link.name}: {row.link.source}", markup=False)
+        console.print(f"- {row.link.title}, {row.link.figures} GB/s: {row.link.source}", markup=False)
 
 
 def draw(plan: Plan, path: Path) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from bridge_fgo.cli.plan.layout import Buffer
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engine.plan import select
-from bridge_fgo.engine.states import MASTER, MOMENTS, Bundle, StateRef, bundles
+from bridge_fgo.engine.master_copy import MasterCopy
+from bridge_fgo.engine.part_layout import lay_out, offloaded_bundles, part_bytes
+from bridge_fgo.engine.states import MASTER, MOMENTS, bundles
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,16 @@ class StateBytes:
     """Bytes of a rank: master weights, moments, and what of both is offloaded.
 
     saved: of each copy that the native engine makes for a checkpoint (its `copied_for_a_save`).
+    parts: of each part that the native engine updates in one go, in its order.
+    masters_held: what of them the optimizer step holds to its end (`Schedule.masters_held_bytes`).
     """
 
     masters: int
     moments: int
     offloaded: int
     saved: tuple[int, ...]
+    parts: tuple[int, ...]
+    masters_held: int
 
     @property
     def total(self) -> int:
@@ -32,41 +37,41 @@ class StateBytes:
         return self.masters + self.moments
 
 
-def state_bytes(shards: list[tuple[Buffer, int]], optimizer: Any, config: OffloadConfig) -> StateBytes:
+def state_bytes(shards: list[tuple[Buffer, int]], optimizer: Any, ddp: Any, config: OffloadConfig) -> StateBytes:
     """Return the states of the rank that updates the given shards.
 
     Args:
         shards: buffers, each with the index of the rank's shard.
         optimizer: Bridge's OptimizerConfig.
+        ddp: Bridge's DistributedDataParallelConfig.
         config: what is offloaded. With a fraction, exact to the states of one parameter.
     """
-    everything = []
-    for expert in (False, True):  # mcore makes an optimizer of each, and so does the engine
-        of_kind = [(buffer, index) for buffer, index in shards if buffer.expert is expert]
-        everything.append(bundles(_optimizer(of_kind, optimizer)))
-    offloaded = [ref for states in everything for ref in _offloaded(states, config)]
     by_kind = {"master": 0, "moment": 0}
-    for states in everything:
-        for bundle in states:
+    offloaded, parts, masters_held = [], [], 0
+    for expert in (False, True):  # mcore makes an optimizer of each, and so does the engine
+        of_kind = _optimizer([(buffer, index) for buffer, index in shards if buffer.expert is expert], optimizer, ddp)
+        everything = bundles(of_kind)
+        for bundle in everything:
             for ref in bundle.refs:
                 by_kind[ref.kind] += ref.nbytes
+        chosen = offloaded_bundles(everything, config)
+        layouts = lay_out(chosen, part_bytes(chosen, config))
+        offloaded += [ref for bundle in chosen for ref in bundle.refs]
+        parts += [layout.nbytes for layout in layouts]
+        if not MasterCopy(of_kind).divides():
+            masters_held += sum(layout.copied_to_model for layout in layouts)
     return StateBytes(
         by_kind["master"],
         by_kind["moment"],
         sum(ref.nbytes for ref in offloaded),
         tuple(ref.saved_nbytes for ref in offloaded),
+        tuple(parts),
+        masters_held,
     )
 
 
-def _offloaded(states: list[Bundle], config: OffloadConfig) -> list[StateRef]:
-    wanted = {"moment": config.moments, "master": config.master_weights}
-    refs = [[ref for ref in bundle.refs if wanted[ref.kind]] for bundle in states]
-    chosen = select([sum(ref.nbytes for ref in of_bundle) for of_bundle in refs], config.fraction)
-    return [ref for i in chosen for ref in refs[i]]
-
-
-def _optimizer(shards: list[tuple[Buffer, int]], config: Any) -> SimpleNamespace:
-    """Return what `bundles` reads of a DistributedOptimizer, as mcore would build it for these shards."""
+def _optimizer(shards: list[tuple[Buffer, int]], config: Any, ddp: Any) -> SimpleNamespace:
+    """Return what the engine's layout reads of a DistributedOptimizer, as mcore would build it for these shards."""
     adam_has_masters = keeps_masters_in_adam(config)
     masters, weights = [], []
     for buffer, index in shards:
@@ -82,7 +87,9 @@ def _optimizer(shards: list[tuple[Buffer, int]], config: Any) -> SimpleNamespace
         adam.name_to_dtype_map[MASTER] = config.main_params_dtype
         adam.master_weights = adam_has_masters
         adam.store_param_remainders = config.store_param_remainders
-    return SimpleNamespace(optimizer=adam, shard_fp32_from_float16_groups=[masters], buffers=[])
+    return SimpleNamespace(
+        optimizer=adam, shard_fp32_from_float16_groups=[masters], buffers=[], config=config, ddp_config=ddp
+    )
 
 
 def keeps_masters_in_adam(config: Any) -> bool:

@@ -1,0 +1,81 @@
+"""Which states are offloaded, updated in one go, and lie in which slabs: the engine's parts before they have memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bridge_fgo.config import MIB, OffloadConfig
+from bridge_fgo.engine.plan import SlabLayout, pack, select
+from bridge_fgo.engine.states import Bundle, StateRef
+
+LEAST_PARTS = 64
+"""Parts that the states of an optimizer make at least, where its tensors are small enough: the pipeline fills and
+drains in the time of one part, and two parts are what the optimizer step holds at least."""
+
+LEAST_PART_BYTES = MIB
+"""Parts are no smaller than this for the sake of `LEAST_PARTS`."""
+
+
+@dataclass(frozen=True)
+class SlabOfPart:
+    """A slab: its layout, and the states at the layout's offsets.
+
+    is_copied_to_model: whether they are masters that mcore copies to the model's weights after the update.
+    """
+
+    layout: SlabLayout
+    refs: list[StateRef]
+    is_copied_to_model: bool
+
+
+@dataclass(frozen=True)
+class PartLayout:
+    """Parameters that are updated in one go, and the slabs of their states."""
+
+    bundles: list[Bundle]
+    slabs: list[SlabOfPart]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the slabs in bytes."""
+        return sum(slab.layout.nbytes for slab in self.slabs)
+
+    @property
+    def copied_to_model(self) -> int:
+        """Bytes of the slabs that mcore copies to the model's weights."""
+        return sum(slab.layout.nbytes for slab in self.slabs if slab.is_copied_to_model)
+
+
+def offloaded_bundles(everything: Sequence[Bundle], config: OffloadConfig) -> list[Bundle]:
+    """Return what the config asks to offload of the states of one optimizer, as bundles of their own."""
+    wanted = {"moment": config.moments, "master": config.master_weights}
+    asked = [Bundle(bundle.param, [ref for ref in bundle.refs if wanted[ref.kind]]) for bundle in everything]
+    return [asked[i] for i in select([bundle.nbytes for bundle in asked], config.fraction)]
+
+
+def part_bytes(chosen: Sequence[Bundle], config: OffloadConfig) -> int:
+    """Return the bytes that a part of one optimizer aims for at most."""
+    return min(config.slab_bytes, max(LEAST_PART_BYTES, sum(bundle.nbytes for bundle in chosen) // LEAST_PARTS))
+
+
+def lay_out(chosen: Sequence[Bundle], target: int) -> list[PartLayout]:
+    """Return the parts of one optimizer's offloaded states, in the order in which they step.
+
+    Masters and tensors of `optimizer.state` lie in slabs of their own, because the latter do not exist before the
+    first step.
+
+    Args:
+        chosen: see `offloaded_bundles`.
+        target: see `part_bytes`.
+    """
+    parts = []
+    for members in pack([bundle.nbytes for bundle in chosen], target):
+        of_part = [chosen[i] for i in members.members]
+        slabs = []
+        for of_adam in (False, True):
+            refs = [ref for bundle in of_part for ref in bundle.refs if (ref.key is not None) is of_adam]
+            for layout in pack([ref.nbytes for ref in refs], target):
+                slabs.append(SlabOfPart(layout, [refs[i] for i in layout.members], not of_adam))
+        parts.append(PartLayout(of_part, slabs))
+    return parts

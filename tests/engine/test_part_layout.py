@@ -1,0 +1,29 @@
+"""The parts of an optimizer before they have memory."""
+
+import pytest
+import torch
+from fake_optimizer import make_distributed_optimizer
+
+from bridge_fgo.config import MIB, OffloadConfig
+from bridge_fgo.engine.part_layout import lay_out, offloaded_bundles, part_bytes
+from bridge_fgo.engine.states import Bundle, StateRef, bundles
+
+
+@pytest.mark.parametrize(("mib", "expected"), [(1, 1), (640, 10), (64 * 512, 256)])
+def test_states_make_64_parts_of_at_least_a_mebibyte_and_at_most_a_slab(mib, expected):
+    param = torch.empty(mib * MIB // 4, device="meta")
+    bundle = Bundle(param, [StateRef("master", param, None, torch.optim.AdamW([param]), torch.float32)])
+    assert part_bytes([bundle], OffloadConfig()) == expected * MIB
+
+
+def test_every_state_asked_for_is_in_one_slab_and_only_masters_are_copied_to_the_model():
+    everything = bundles(make_distributed_optimizer([1000, 300, 64, 7, 2000]))
+    for asked in ({}, {"moments": False}, {"master_weights": False}, {"fraction": 0.3}):
+        chosen = offloaded_bundles(everything, OffloadConfig(**asked))
+        parts = lay_out(chosen, 8192)
+        slabs = [slab for part in parts for slab in part.slabs]
+        laid = [id(ref) for slab in slabs for ref in slab.refs]
+        assert sorted(laid) == sorted(id(ref) for bundle in chosen for ref in bundle.refs)
+        assert all((ref.kind == "master") == slab.is_copied_to_model for slab in slabs for ref in slab.refs)
+        assert sum(part.nbytes for part in parts) >= sum(bundle.nbytes for bundle in chosen)
+        assert [bundle for part in parts for bundle in part.bundles] == chosen
