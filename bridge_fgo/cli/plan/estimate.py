@@ -224,6 +224,7 @@ def _link_plan(
 ) -> LinkPlan:
     """Return what the copies cost; loads: of each stage, the most bytes that leave a rank, and its activations."""
     nodes = [sum(pinned[first : first + link.gpus]) for first in range(0, len(pinned), link.gpus)]
+    link = link.of_node_with(min(len(pinned), link.gpus))
 
     def floor(forward: float, backward: float) -> float:
         """Return the slowest stage's; where activations are not known, they are given no room."""

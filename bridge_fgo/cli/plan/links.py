@@ -10,7 +10,8 @@ class Link:
     """One GPU's link to its host memory, in bytes a second.
 
     one_way: the slower direction alone; duplex: each way, both directions busy; gpus: of a node; measured: whether by
-    this project or by the user; source: of the figures.
+    this project or by the user; source: of the figures; together: where several GPUs of a host that copy at once were
+    measured, how many (fewest first), and one_way and duplex of each.
     """
 
     name: str
@@ -19,6 +20,14 @@ class Link:
     gpus: int
     measured: bool
     source: str
+    together: tuple[tuple[int, float, float], ...] = ()
+
+    def of_node_with(self, gpus: int) -> Link:
+        """Return the link where that many GPUs of a host copy at once: as measured with so many or the next more."""
+        for count, one_way, duplex in self.together:
+            if gpus <= count:
+                return replace(self, one_way=one_way, duplex=duplex)
+        return self
 
     @property
     def title(self) -> str:
@@ -58,8 +67,9 @@ LINKS = {
             50.8e9,
             8,
             True,
-            "measured by `bridge-fgo bench` on one H200 alone on its host; each of eight that copied at once had 19.7 "
-            "GB/s one way and 11.8 both ways: give --link-gbs there",
+            "measured by `bridge-fgo bench`, the GPUs of a host copying at once: one 55.4 and 50.8, two 55.3 and 43.0, "
+            "eight 19.7 and 11.8; hosts differ, and `bridge-fgo doctor` measures yours",
+            ((1, 55.4e9, 50.8e9), (2, 55.3e9, 43.0e9), (8, 19.7e9, 11.8e9)),
         ),
         Link(
             "H100",
@@ -92,7 +102,8 @@ def links(system: str | None, link_gbs: float | None, gpus_per_node: int | None)
         raise ValueError(f"--gpus-per-node {gpus_per_node}: use 1 or more")
     chosen = list(LINKS.values()) if system is None else [LINKS[system.upper()]]
     if link_gbs is not None:
-        given = {"one_way": link_gbs * 1e9, "duplex": link_gbs * 1e9, "measured": True, "source": "--link-gbs"}
+        given = {"one_way": link_gbs * 1e9, "duplex": link_gbs * 1e9, "measured": True}
+        given |= {"source": "--link-gbs", "together": ()}
         chosen = [replace(link, **given) for link in chosen]
         if system is None:
             chosen = [replace(chosen[0], name="given")]
