@@ -11,7 +11,7 @@ import bridge_fgo
 from bridge_fgo import figures
 from bridge_fgo.cli.arms.cpu_model import CpuOptions
 from bridge_fgo.cli.arms.cpu_training import CpuTraining, run
-from bridge_fgo.engine import native, schedule
+from bridge_fgo.engine import native, planner
 from bridge_fgo.wiring import session, wrappers
 from bridge_fgo.wiring.session import SESSION
 
@@ -25,7 +25,7 @@ def meter(monkeypatch):
     monkeypatch.setattr(session, "PeakMeter", FakeMeter)
     monkeypatch.setattr(figures, "StepClock", FakeClock)
     monkeypatch.setattr(native, "MARGIN_PARTS", 0)  # four parts of the least size are more than all states here
-    monkeypatch.setattr(schedule, "MARGIN_SHARE", 0)
+    monkeypatch.setattr(planner, "MARGIN_SHARE", 0)
     for name in ("activation", "step", "forward_points"):
         monkeypatch.setattr(FakeMeter, name, getattr(FakeMeter, name))
     return FakeMeter

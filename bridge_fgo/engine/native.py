@@ -23,7 +23,7 @@ from bridge_fgo.engine.snapshot import Snapshot
 from bridge_fgo.engine.states import Bundle, bundles, home_device
 
 MARGIN_PARTS = 4
-"""The least margin of the schedule, in parts; see `Schedule.margin_bytes`."""
+"""The least margin of the schedule, in parts; see `HoldPlanner.margin_bytes`."""
 
 
 class NativeOffloader:
@@ -72,11 +72,12 @@ class NativeOffloader:
         self._master_copy = MasterCopy(optimizer)
         self._snapshot: Snapshot | None = None
         if not self._master_copy.divides():
-            schedule.masters_held_bytes += sum(slab.nbytes for slab in self._slabs if slab.is_copied_to_model)
+            schedule.planner.masters_held_bytes += sum(slab.nbytes for slab in self._slabs if slab.is_copied_to_model)
 
     def _make_parts(self, chosen: list[Bundle]) -> list[StepPart]:
         target = part_bytes(chosen, self._config)
-        self._schedule.margin_bytes = max(MARGIN_PARTS * target, self._schedule.margin_bytes)
+        planner = self._schedule.planner
+        planner.margin_bytes = max(MARGIN_PARTS * target, planner.margin_bytes)
         parts = []
         for part in lay_out(chosen, target):
             slabs = []

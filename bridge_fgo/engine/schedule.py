@@ -15,29 +15,16 @@ from itertools import takewhile
 
 import torch
 
-from bridge_fgo.engine.holding import (
-    HoldPlan,
-    MemoryProfile,
-    budget_refusal,
-    choose_staying,
-    least_budget,
-    plan_holding,
-)
+from bridge_fgo.engine.holding import HoldPlan, MemoryProfile
 from bridge_fgo.engine.part import StepPart, TrackedSlab
 from bridge_fgo.engine.peaks import PeakMeter
+from bridge_fgo.engine.planner import HoldPlanner, staying_bytes
 from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.slab import Ledger
 from bridge_fgo.engine.transfers import Transfers
 
 LOOKAHEAD = 2
 """Parts that are brought back before the one in hand, where room has to be made for them first."""
-
-MARGIN_SHARE = 1 / 12
-"""Of the bytes that activations take and give back. Measured on two H200, 9.8 GB of states and 15.4 GB of activations:
-with a margin of 0.6 GB 0.6 to 0.75 GB more was reserved than allocated; on one, with 1.2 GB, 0.2 to 0.4 GB."""
-
-Agree = Callable[[int, int], tuple[int, int]]
-"""Takes this rank's bytes that may stay and its least possible budget; returns what all ranks can keep to."""
 
 
 class Schedule:
@@ -55,21 +42,12 @@ class Schedule:
         self.transfers = transfers
         self.parts: list[StepPart] = []
         """Of all optimizers of the rank, in the order in which they step."""
-        self.margin_bytes = 0
-        """See `_margin`: the least, a few parts."""
-        self.masters_held_bytes = 0
-        """Masters that cannot leave before the optimizer step is over, because they are copied to the model at once."""
+        self.planner = HoldPlanner(budget_bytes)
         self.signature: object = None
         """What a pass must have in common with the measured one: set before a pass; the number of microbatches."""
         self.torn = False
         """Whether an optimizer step began and did not end: some parameters are updated, others are not."""
-        self.agree: Agree = lambda room, least: (room, least)
-        self.announce: Callable[[str], None] = lambda text: None
         self._meter = meter
-        self.budget_bytes = budget_bytes
-        self._plans: dict[object, HoldPlan] = {}
-        self._profiles: dict[object, MemoryProfile] = {}
-        self._chosen = False
         self._fresh = False
         self._warm = False
         self._record: MemoryProfile | None = None
@@ -111,7 +89,7 @@ class Schedule:
         """A forward-backward pass begins; every slab that is to leave is on its way, or gone."""
         self.transfers.begin_pass()
         self._record = None  # of a pass that is run again
-        self._plan = self._plans.get(self.signature)
+        self._plan = self.planner.plans.get(self.signature)
         self._index = 0
         self._coming = [slab for part in self.parts for slab in part.slabs if not part.stays]
         self._position = {slab: i for i, slab in enumerate(self._coming)}
@@ -128,7 +106,7 @@ class Schedule:
                 self._leaving.append(slab)
         if self._plan is None:
             self._release_down_to(0)
-            if self._warm and self._meter.works and self.signature not in self._profiles:
+            if self._warm and self._meter.works and self.signature not in self.planner.plans:
                 self._meter.end_interval()  # what came before belongs to no interval
                 self._record = MemoryProfile([0])
         else:
@@ -162,7 +140,7 @@ class Schedule:
             return
         if self._plan is not None and self._index + 1 != len(self._plan.leave):
             # Another number of points than in the measured pass: measure this kind of pass anew.
-            del self._plans[self.signature], self._profiles[self.signature]
+            self.planner.forget(self.signature)
             self._plan = None
         self._measure()
         self._in_step_phase = True
@@ -186,10 +164,7 @@ class Schedule:
         if self._plan is not None:
             return self._plan.step
         moving = max((part.nbytes for part in self.parts if not part.stays), default=0)
-        return 2 * moving + self._staying_bytes() + self.masters_held_bytes
-
-    def _staying_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts if part.stays)
+        return 2 * moving + staying_bytes(self.parts) + self.planner.masters_held_bytes
 
     # The optimizer step.
 
@@ -301,65 +276,8 @@ class Schedule:
         """
         if self._record is not None and self._in_step_phase and updated:
             self._measure()
-            self._profiles[self.signature] = self._record
-            self._make_plans()
+            self.planner.add(self.signature, self._record, self.parts, self._meter.expands)
             self._fresh = True
         self._record = None
         self._warm = self._warm or updated
         self._in_step_phase = False
-
-    def _make_plans(self) -> None:
-        sizes = [part.nbytes for part in self.parts]
-        worst = MemoryProfile(
-            [max(max(profile.intervals) for profile in self._profiles.values())],
-            max(profile.step for profile in self._profiles.values()),
-        )
-        least = least_budget(worst, sizes, self.masters_held_bytes)
-        limit = least
-        if self.budget_bytes is not None:
-            limit = self.budget_bytes
-            self._choose(sizes, limit - worst.intervals[0], limit - least, least)
-        for signature, profile in self._profiles.items():
-            self._plans[signature] = plan_holding(
-                profile, limit - self._margin(profile), self._staying_bytes(), sizes, self.masters_held_bytes
-            )
-        away = sum(part.nbytes for part in self.parts if not part.stays)
-        gib = 2**30
-        self.announce(
-            f"measured {worst.peak / gib:.2f} GiB beside the states; {away / gib:.2f} of {sum(sizes) / gib:.2f} GiB "
-            f"leave the GPU, and the peak stays under {limit / gib:.2f} GiB"
-        )
-
-    def _margin(self, profile: MemoryProfile) -> int:
-        """Return how far below the limit to stay, in bytes, while slabs come and go.
-
-        Slabs and activations that share memory leave holes between them, which the allocator has reserved all the
-        same: the more, the larger either are. Three times as much where its segments cannot expand.
-        """
-        activations = max(profile.intervals) - min(profile.intervals)
-        margin = max(self.margin_bytes, int(MARGIN_SHARE * activations))
-        return margin if self._meter.expands else 3 * margin
-
-    def _choose(self, sizes: list[int], room: int, room_in_step: int, least: int) -> None:
-        """Choose the parts that stay under the budget.
-
-        The ranks agree when the first choice is made. Later, when another kind of pass has been measured, each
-        rank looks after itself: it lets fewer parts stay, or says that the budget does not hold.
-        """
-        assert self.budget_bytes is not None
-        room = min(room, room_in_step)
-        if not self._chosen:
-            room, least = self.agree(room, least)
-            if least > self.budget_bytes:
-                raise ValueError(budget_refusal(self.budget_bytes, least))
-            self._chosen = True
-        else:
-            room = min(room, self._staying_bytes())
-            if least > self.budget_bytes:
-                self.announce(
-                    f"OffloadConfig.gpu_memory_budget_gib={self.budget_bytes / 2**30:g} holds no more: this kind "
-                    f"of step needs {least / 2**30:.2f} GiB with everything offloaded"
-                )
-        staying = choose_staying(sizes, room)
-        for index, part in enumerate(self.parts):
-            part.stays = index in staying

@@ -43,7 +43,7 @@ def make_schedule(distributed: list[Any], config: OffloadConfig, meter: PeakMete
         meter,
         budget_bytes=None if budget is None else int(budget * 2**30),
     )
-    schedule.agree = agree
+    schedule.planner.agree = agree
     return schedule
 
 

@@ -65,7 +65,7 @@ class Session:
         self._leaves = weakref.WeakSet(distributed)
         self.figures = Figures(self.offloaders, self.engine, mcore_version(), meter)
         if self.schedule is not None:
-            self.schedule.announce = say
+            self.schedule.planner.announce = say
         self._points = ModelPoints()
         self.closed = False
         self.began = False
@@ -118,12 +118,12 @@ class Session:
 
     def _watch_budget(self, schedule: Schedule) -> None:
         """Say once that a step needed more than the budget, as a longer sequence may."""
-        peak = self.figures.peak_allocated_bytes
-        if schedule.is_planned and schedule.budget_bytes is not None and (peak or 0) > schedule.budget_bytes:
+        peak, budget = self.figures.peak_allocated_bytes, schedule.planner.budget_bytes
+        if schedule.is_planned and budget is not None and (peak or 0) > budget:
             if not self._over_budget:
                 say(
                     f"a training step allocated {(peak or 0) / 2**30:.2f} GiB, more than "
-                    f"OffloadConfig.gpu_memory_budget_gib={schedule.budget_bytes / 2**30:g}: it needed more than the "
+                    f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g}: it needed more than the "
                     "measured one; set a lower budget to keep room for such steps"
                 )
             self._over_budget = True

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engine import native, schedule
+from bridge_fgo.engine import native, planner
 from bridge_fgo.engine.debug import debugged
 from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.residency import Residency
@@ -27,7 +27,7 @@ def small_parts(monkeypatch):
     """Parts of a few kilobytes, and no margin."""
     monkeypatch.setattr("bridge_fgo.engine.part_layout.LEAST_PART_BYTES", 4096)
     monkeypatch.setattr(native, "MARGIN_PARTS", 0)
-    monkeypatch.setattr(schedule, "MARGIN_SHARE", 0)
+    monkeypatch.setattr(planner, "MARGIN_SHARE", 0)
 
 
 class Meter:
@@ -232,7 +232,7 @@ def test_another_number_of_microbatches_is_measured_for_itself():
 
 @pytest.mark.parametrize("expands", [True, False])
 def test_held_slabs_leave_a_margin_for_holes_that_grows_with_the_activations(monkeypatch, expands):
-    monkeypatch.setattr(schedule, "MARGIN_SHARE", 1 / 12)
+    monkeypatch.setattr(planner, "MARGIN_SHARE", 1 / 12)
     monkeypatch.setattr(Meter, "expands", expands)
     training = Training(layer=WHOLE // 2)
     for seed in range(4):
@@ -285,12 +285,12 @@ def test_a_budget_that_cannot_be_met_is_an_error_with_the_least_one():
 
 def test_ranks_keep_to_what_the_tightest_of_them_has_room_for():
     training = Training(layer=WHOLE // 2, budget=4 * WHOLE)
-    training.schedule.agree = lambda room, least: (0, least)
+    training.schedule.planner.agree = lambda room, least: (0, least)
     for seed in range(4):
         training.step(seed)
     assert not any(part.stays for part in training.schedule.parts)
     training = Training(layer=WHOLE // 2, budget=4 * WHOLE)
-    training.schedule.agree = lambda room, least: (room, 5 * WHOLE)
+    training.schedule.planner.agree = lambda room, least: (room, 5 * WHOLE)
     training.step(0)
     with pytest.raises(ValueError, match="cannot be met"):
         training.step(1)
@@ -381,7 +381,7 @@ def test_what_a_reader_brings_back_before_forward_leaves_again():
 def test_masters_that_cannot_leave_in_the_step_are_counted():
     training = Training(layer=WHOLE // 4, step=WHOLE)
     training.optimizers[0].ddp_config = SimpleNamespace(fp8_param_gather=True)
-    training.schedule.masters_held_bytes = 4 * sum(SIZES)
+    training.schedule.planner.masters_held_bytes = 4 * sum(SIZES)
     for seed in range(4):
         training.step(seed)
     assert training.schedule._next == len(training.schedule._coming)

@@ -21,7 +21,7 @@ class StateBytes:
 
     saved: of each copy that the native engine makes for a checkpoint (its `copied_for_a_save`).
     parts: of each part that the native engine updates in one go, in its order.
-    masters_held: what of them the optimizer step holds to its end (`Schedule.masters_held_bytes`).
+    masters_held: what of them the optimizer step holds to its end (`HoldPlanner.masters_held_bytes`).
     """
 
     masters: int
