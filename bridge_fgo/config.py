@@ -87,6 +87,11 @@ class OffloadConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"OffloadConfig.{name}={value!r}: use a number of bytes of at least {least}")
 
+    @property
+    def gpu_memory_budget_bytes(self) -> int | None:
+        """The budget in bytes, or None."""
+        return None if self.gpu_memory_budget_gib is None else int(self.gpu_memory_budget_gib * 2**30)
+
     def native_only_settings(self) -> list[str]:
         """Return the settings, as `name=value`, that differ from the default and only "native" honours."""
         defaults = OffloadConfig()

@@ -25,6 +25,16 @@ def cpu_standins():
     remove_standins()
 
 
+@pytest.fixture(scope="module")
+def fused_adam_in_mcore(cpu_standins):
+    """mcore trains with a stand-in of Transformer Engine's FusedAdam, for the tests of a module."""
+    import fused_adam
+
+    with pytest.MonkeyPatch.context() as patch:
+        fused_adam.have_mcore_take_it(patch.setattr)
+        yield
+
+
 @pytest.fixture
 def installed(cpu_standins):
     """The package installed for one test, with the native engine."""

@@ -7,7 +7,6 @@ import json
 import weakref
 
 import children
-import fused_adam
 import pytest
 import restart_child
 from bridge_loop import train
@@ -23,11 +22,7 @@ RESUME_TO_DISAMBIGUATE, FAILED_ON_RESULT_VALIDATION = 16, 17
 """Exit codes of mcore's rerun state machine."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fused(cpu_standins):
-    with pytest.MonkeyPatch.context() as patch:
-        fused_adam.have_mcore_take_it(patch.setattr)
-        yield
+pytestmark = pytest.mark.usefixtures("fused_adam_in_mcore")
 
 
 def faulty_machine(run, mode, fault):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 
-import fused_adam
 import pytest
 from saving import load, save
 from test_checkpoints import FORMATS, SMALL_SLABS, session_of, training
@@ -15,11 +14,7 @@ from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining
 SAVED_AFTER, STEPS = 3, 6
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fused(cpu_standins):
-    with pytest.MonkeyPatch.context() as patch:
-        fused_adam.have_mcore_take_it(patch.setattr)
-        yield
+pytestmark = pytest.mark.usefixtures("fused_adam_in_mcore")
 
 
 def finished(run, steps):
@@ -32,7 +27,7 @@ def finished(run, steps):
 
 
 @pytest.fixture(scope="module")
-def saved(fused, tmp_path_factory):
+def saved(fused_adam_in_mcore, tmp_path_factory):
     """A run that is saved on its way: the folders by offload and format, and how the resident one ended."""
     folders, ends = {}, {}
     for offload in (False, True):

@@ -38,11 +38,8 @@ def make_schedule(distributed: list[Any], config: OffloadConfig, meter: PeakMete
             "set OffloadConfig.fraction"
         )
     device = home_device(distributed[0]) if distributed else torch.device("cpu")
-    schedule = Schedule(
-        debugged(make_transfers(device, config.piece_bytes)),
-        meter,
-        budget_bytes=None if budget is None else int(budget * 2**30),
-    )
+    transfers = debugged(make_transfers(device, config.piece_bytes))
+    schedule = Schedule(transfers, meter, config.gpu_memory_budget_bytes)
     schedule.planner.agree = agree
     return schedule
 

@@ -14,7 +14,7 @@ TOKENS, BATCH, HEADS, GROUPS, WIDTH = 16, 2, 4, 2, 8
 
 def attend(rank: int, ranks: int, folder: Path) -> None:
     """Be one rank: leave its places in the sequence, its output and its gradients in `folder`."""
-    from bridge_fgo.cli.arms.gathered_attention import GatheredAttention, positions
+    from bridge_fgo.cli.arms.gathered_attention import GatheredAttention, own_chunks
 
     store = torch.distributed.FileStore(str(folder / f"store{ranks}"), ranks)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -23,7 +23,7 @@ def attend(rank: int, ranks: int, folder: Path) -> None:
     shapes = [(TOKENS, BATCH, heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
     whole = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     weight = torch.randn(TOKENS, BATCH, HEADS * WIDTH, dtype=torch.float64)
-    here = positions(TOKENS // ranks, ranks, rank, whole[0].device)
+    here = own_chunks(torch.arange(TOKENS), group)
     mine = [part[here].requires_grad_() for part in whole]
     attention = GatheredAttention(SimpleNamespace(kv_channels=WIDTH), pg_collection=SimpleNamespace(cp=group))
     output = attention(*mine)

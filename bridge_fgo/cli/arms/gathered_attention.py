@@ -13,18 +13,24 @@ import torch
 from megatron.core import parallel_state
 
 
-class GatheredSequence(torch.autograd.Function):
-    """The ranks' chunks of a sequence, in the sequence's order; backward sums each rank's share of the gradient.
+def own_chunks(whole: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """Return what this rank has of a sequence (n * s, ...): (s, ...).
 
     Megatron gives rank r of n the chunks r and 2 n - 1 - r of 2 n, so that causal attention costs all ranks alike
     (`megatron.core.utils.get_batch_on_this_cp_rank`).
     """
+    chunks, rank = whole.chunk(2 * group.size()), group.rank()
+    return torch.cat([chunks[rank], chunks[-1 - rank]])
+
+
+class GatheredSequence(torch.autograd.Function):
+    """The ranks' chunks of a sequence, in the sequence's order; backward sums each rank's share of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, mine: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
         """Return (n * s, ...) from this rank's (s, ...)."""
-        ctx.group, ranks = group, group.size()
-        gathered = [torch.empty_like(mine) for _ in range(ranks)]
+        ctx.group = group
+        gathered = [torch.empty_like(mine) for _ in range(group.size())]
         torch.distributed.all_gather(gathered, mine.contiguous(), group=group)
         halves = [part.chunk(2) for part in gathered]
         return torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)])
@@ -32,16 +38,9 @@ class GatheredSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return this rank's (s, ...) of the sum over ranks of (n * s, ...)."""
-        total = gradients[0].contiguous().clone()
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=ctx.group)
-        chunks, rank = total.chunk(2 * ctx.group.size()), ctx.group.rank()
-        return torch.cat([chunks[rank], chunks[-1 - rank]]), None
-
-
-def positions(tokens: int, ranks: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Return the places in the sequence of this rank's `tokens`, int64."""
-    chunks = torch.arange(tokens * ranks, device=device).chunk(2 * ranks)
-    return torch.cat([chunks[rank], chunks[-1 - rank]])
+        return own_chunks(total, ctx.group), None
 
 
 class GatheredAttention(torch.nn.Module):
@@ -55,10 +54,10 @@ class GatheredAttention(torch.nn.Module):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Return (s, b, heads * d) from a query (s, b, heads, d) and keys and values (s, b, groups, d)."""
         tokens, batch, heads, _width = query.shape
-        here = positions(tokens, self._group.size(), self._group.rank(), query.device)
         key, value = (GatheredSequence.apply(part, self._group) for part in (key, value))
         key, value = (part.repeat_interleave(heads // part.shape[2], dim=2) for part in (key, value))
         scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * self._scale
-        later = torch.arange(key.shape[0], device=query.device) > here[:, None]
+        places = torch.arange(key.shape[0], device=query.device)
+        later = places > own_chunks(places, self._group)[:, None]
         weights = scores.float().masked_fill(later, float("-inf")).softmax(dim=-1).to(value.dtype)
         return torch.einsum("bhqk,kbhd->qbhd", weights, value).reshape(tokens, batch, -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -127,7 +127,7 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
     ranks = settings.gpus_per_node or len(machine.gpus) or None
     try:
         # Memory is pinned for all that may leave, before training measures what a budget leaves.
-        plan = make_plan(job, OffloadConfig(**{**settings.offload, "gpu_memory_budget_gib": None}), [], None, None)
+        plan = make_plan(job, replace(OffloadConfig(**settings.offload), gpu_memory_budget_gib=None), [], None, None)
     except ValueError as error:
         findings.notes.append(f"bytes are not known: {error}")
         return None

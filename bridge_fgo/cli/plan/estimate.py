@@ -195,12 +195,12 @@ def offloaded_bytes(stage: StagePlan, states: StateBytes, offload: OffloadConfig
     Raises:
         ValueError: there is a budget, and the activations are not known.
     """
-    if offload.gpu_memory_budget_gib is None:
+    budget = offload.gpu_memory_budget_bytes
+    if budget is None:
         return states.offloaded
     if stage.activations is None:
         raise ValueError("--budget-gib: the activations of this model are not known, so neither is what has to leave")
-    room = int(offload.gpu_memory_budget_gib * 2**30) - stage.least_budget
-    staying = choose_staying(states.parts, room)
+    staying = choose_staying(states.parts, budget - stage.least_budget)
     return min(states.offloaded, sum(size for i, size in enumerate(states.parts) if i not in staying))
 
 
@@ -209,9 +209,9 @@ def budget_refusals(job: Job, stages: list[StagePlan], offload: OffloadConfig) -
 
     Where more GPUs may share the states, neither states that stay nor parts of them count: surely below, then.
     """
-    if offload.gpu_memory_budget_gib is None:
+    budget = offload.gpu_memory_budget_bytes
+    if budget is None:
         return []
-    budget = int(offload.gpu_memory_budget_gib * 2**30)
     least = max(
         stage.least_budget if job.gpus_given else stage.fixed + (stage.activations or 0) - stage.states.total
         for stage in stages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Link:
     def of_node_with(self, gpus: int) -> Link:
         """Return the link where that many GPUs of a host copy at once: as measured with so many or the next more."""
         for count, one_way, duplex in self.together:
-            if gpus <= count:
+            if 1 < gpus <= count:
                 return replace(self, one_way=one_way, duplex=duplex)
         return self
 
@@ -69,7 +70,7 @@ LINKS = {
             True,
             "measured by `bridge-fgo bench`, the GPUs of a host copying at once: one 55.4 and 50.8, two 55.3 and 43.0, "
             "eight 19.7 and 11.8; hosts differ, and `bridge-fgo doctor` measures yours",
-            ((1, 55.4e9, 50.8e9), (2, 55.3e9, 43.0e9), (8, 19.7e9, 11.8e9)),
+            ((2, 55.3e9, 43.0e9), (8, 19.7e9, 11.8e9)),
         ),
         Link(
             "H100",
@@ -102,9 +103,9 @@ def links(system: str | None, link_gbs: float | None, gpus_per_node: int | None)
         raise ValueError(f"--gpus-per-node {gpus_per_node}: use 1 or more")
     chosen = list(LINKS.values()) if system is None else [LINKS[system.upper()]]
     if link_gbs is not None:
-        given = {"one_way": link_gbs * 1e9, "duplex": link_gbs * 1e9, "measured": True}
-        given |= {"source": "--link-gbs", "together": ()}
-        chosen = [replace(link, **given) for link in chosen]
+        speed = link_gbs * 1e9
+        given = partial(replace, one_way=speed, duplex=speed, measured=True, source="--link-gbs", together=())
+        chosen = [given(link) for link in chosen]
         if system is None:
             chosen = [replace(chosen[0], name="given")]
     return [replace(link, gpus=gpus_per_node or link.gpus) for link in chosen]

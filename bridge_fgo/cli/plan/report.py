@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bridge_fgo.cli.bench.plots import agg_pyplot
 from bridge_fgo.cli.plan.activations import WORKSPACES
 from bridge_fgo.cli.plan.estimate import Plan, StagePlan, offloaded_bytes
 
@@ -147,12 +148,9 @@ def draw(plan: Plan, path: Path) -> None:
         ValueError: matplotlib is not installed.
     """
     try:
-        import matplotlib
+        pyplot = agg_pyplot()
     except ImportError:
         raise ValueError("--picture needs matplotlib: pip install 'bridge-fgo[bench]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     unknown = any(components(stage)["activations"] is None for stage in plan.stages)
     figure, axes = pyplot.subplots(figsize=(max(5.0, 1.2 * len(plan.stages) + 3), 4), layout="constrained")
     for stage in plan.stages:
