@@ -32,6 +32,11 @@ class OffloadConfig:
     master_weights: bool = True
     """Offload the fp32 master weights (or their 16-bit remainders)."""
 
+    master_remainders: bool = True
+    """Copy of an fp32 master only the 17 bits that the model's bf16 weight, which it was rounded to and which stays on
+    the GPU, does not have. Only the optimizer may change such weights then, and a checkpoint load: where something
+    else has, an error comes before the masters are used. False copies masters whole."""
+
     fraction: float = 1.0
     """Share to offload, in (0, 1], of the bytes that `moments` and `master_weights` ask for. Parameters are
     taken whole, in the optimizer's order, until the share is reached."""
@@ -56,7 +61,7 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         if self.engine not in get_args(Engine):
             raise ValueError(f"OffloadConfig.engine={self.engine!r}: use one of {', '.join(get_args(Engine))}")
-        for name in ("moments", "master_weights", "pin_memory"):
+        for name in ("moments", "master_weights", "master_remainders", "pin_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"OffloadConfig.{name}={getattr(self, name)!r}: use True or False")
         if not (self.moments or self.master_weights):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def test_tensor_bytes_on_disk_equal_those_of_a_resident_run(saved, kind):
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_save_moves_no_state_to_the_gpu(tmp_path, kind):
-    with training(True) as run:
+    with training(True, dataclasses.replace(SMALL_SLABS, master_remainders=False)) as run:
         for _ in range(2):
             run.step()
         (offloader,) = session_of(run).offloaders
@@ -81,6 +82,25 @@ def test_a_save_moves_no_state_to_the_gpu(tmp_path, kind):
         save(run, tmp_path, kind)
         assert (where(run), offloader.bytes_in, run.live_state_bytes()) == before
         assert Residency.RESIDENT not in before[0]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_save_brings_back_masters_that_were_copied_in_part_each_once_and_sends_them_off_again(tmp_path, kind):
+    with training(True) as run:
+        for _ in range(2):
+            run.step()
+        (offloader,) = session_of(run).offloaders
+        before = where(run), run.live_state_bytes()
+        moved = offloader.bytes_in
+        packed = [
+            slab.remainders.nbytes
+            for slab, state in zip(offloader.slabs, offloader.residencies, strict=True)
+            if slab.is_packed and state is Residency.RELEASED
+        ]
+        save(run, tmp_path, kind)
+        assert packed
+        assert offloader.bytes_in - moved == sum(packed)
+        assert (where(run), run.live_state_bytes()) == before
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -103,7 +103,7 @@ def test_a_second_pass_and_a_skipped_step_move_again_only_what_had_come_back():
         run(options, 6, lambda step: figures.append(bridge_fgo.stats()))
     assert [s.passes for s in figures] == [1, 1, 2, 1, 1, 1]
     whole = figures[1].bytes_reloaded
-    assert whole >= figures[1].offloaded_bytes
+    assert 0.84 < whole / figures[1].offloaded_bytes < 0.87  # of masters 17 bits of 32
     came_back = figures[3].bytes_reloaded  # before the skipped update: what the step would have begun with
     assert 0 < came_back < whole
     moved = [(s.bytes_offloaded, s.bytes_reloaded) for s in figures[1:]]

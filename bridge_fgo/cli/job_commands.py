@@ -18,6 +18,7 @@ OffloadEngine = Annotated[run_script.Engine | None, typer.Option(help="Which off
 Fraction = Annotated[float | None, typer.Option(help="Share of the state to offload, up to 1.")]
 Budget = Annotated[float | None, typer.Option(help="Peak of GPU memory to stay under, in GiB.")]
 NoMoments = Annotated[bool, typer.Option("--no-moments", help="Leave the moments on the GPU.")]
+WholeMasters = Annotated[bool, typer.Option("--whole-masters", help="Copy all bits of masters.")]
 NoMasters = Annotated[bool, typer.Option("--no-master-weights", help="Leave the master weights on the GPU.")]
 Vocabulary = Annotated[int | None, typer.Option("--vocab-size", min=1, help="Where neither model nor tokenizer says.")]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, help="GPUs of a node; the system's own by default.")]
@@ -30,6 +31,7 @@ def _offload_options(
     budget_gib: float | None,
     no_moments: bool,
     no_master_weights: bool,
+    whole_masters: bool,
 ) -> dict[str, Any]:
     return run_script.config_options(
         engine=None if engine is None else engine.value,
@@ -37,6 +39,7 @@ def _offload_options(
         budget_gib=budget_gib,
         no_moments=no_moments,
         no_master_weights=no_master_weights,
+        whole_masters=whole_masters,
     )
 
 
@@ -67,6 +70,7 @@ def plan(
     budget_gib: Budget = None,
     no_moments: NoMoments = False,
     no_master_weights: NoMasters = False,
+    whole_masters: WholeMasters = False,
     json_output: Json = False,
     picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the components (matplotlib).")] = None,
 ) -> None:
@@ -87,7 +91,7 @@ def plan(
         link_gbs=link_gbs,
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
-        offload=_offload_options(engine, fraction, budget_gib, no_moments, no_master_weights),
+        offload=_offload_options(engine, fraction, budget_gib, no_moments, no_master_weights, whole_masters),
         json_output=json_output,
         picture=picture,
     )
@@ -107,6 +111,7 @@ def doctor(
     budget_gib: Budget = None,
     no_moments: NoMoments = False,
     no_master_weights: NoMasters = False,
+    whole_masters: WholeMasters = False,
     probe: Annotated[bool, typer.Option(help="Measure the links of the GPUs here.")] = True,
     json_output: Json = False,
 ) -> None:
@@ -123,7 +128,7 @@ def doctor(
         gpus=gpus,
         gpus_per_node=gpus_per_node,
         vocab_size=vocab_size,
-        offload=_offload_options(engine, fraction, budget_gib, no_moments, no_master_weights),
+        offload=_offload_options(engine, fraction, budget_gib, no_moments, no_master_weights, whole_masters),
         probe=probe,
         json_output=json_output,
     )

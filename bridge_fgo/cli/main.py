@@ -100,6 +100,9 @@ def run_command(
     no_master_weights: Annotated[
         bool, typer.Option("--no-master-weights", help="Leave the fp32 master weights on the GPU.")
     ] = False,
+    whole_masters: Annotated[
+        bool, typer.Option("--whole-masters", help="Copy also those bits of masters that the bf16 weights have.")
+    ] = False,
 ) -> None:
     """Run SCRIPT as `python SCRIPT ARGS...` would, with bridge_fgo installed.
 
@@ -118,6 +121,7 @@ def run_command(
             budget_gib=budget_gib,
             no_moments=no_moments,
             no_master_weights=no_master_weights,
+            whole_masters=whole_masters,
         ),
     )
     try:

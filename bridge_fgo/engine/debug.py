@@ -54,6 +54,10 @@ class DebugTransfers:
         self._stale: weakref.WeakSet[Slab] = weakref.WeakSet()
         """Slabs whose host buffer nobody may read and that is not poisoned yet."""
 
+    def computing(self) -> AbstractContextManager[object]:
+        """See `Transfers.computing`."""
+        return self._transfers.computing()
+
     def begin_pass(self) -> None:
         """See `Transfers.begin_pass`."""
         self._poison_stale()
@@ -79,18 +83,16 @@ class DebugTransfers:
     def release(self, slab: Slab) -> None:
         """See `Transfers.release`."""
         self.wait_out(slab)
-        assert slab.gpu is not None
         with self.on_compute_stream():  # whose memory it is
-            slab.gpu.fill_(POISON)
+            _poison(slab)
         self._transfers.release(slab)
 
     def copy_in(self, slab: Slab) -> None:
         """See `Transfers.copy_in`."""
         self._catch_up_out(slab)
-        assert slab.gpu is not None
         with self.on_compute_stream():  # as in `CudaTransfers.copy_in`, whose copy comes after the poison
             slab.allocate()
-            slab.gpu.fill_(POISON)
+            _poison(slab)
         if self._is_put_off(out=False):
             self._late_in.add(slab)
         else:
@@ -144,3 +146,10 @@ class DebugTransfers:
             self._transfers.delay(out, self._random.randrange(MOST_CYCLES))
             return False
         return self._random.random() < 0.5
+
+
+def _poison(slab: Slab) -> None:
+    """Fill the slab's GPU memory, and that of what is copied in its place, on the current stream."""
+    for memory in (slab.gpu, slab.packed):
+        if memory is not None:
+            memory.fill_(POISON)

@@ -10,6 +10,8 @@ import ctypes
 from functools import cache
 from typing import Any
 
+import torch
+
 EVENT_DISABLE_TIMING = 2
 NOT_READY = 600
 """CUDA_ERROR_NOT_READY."""
@@ -26,7 +28,17 @@ def _library() -> Any:
     library.cuEventRecord.argtypes = (handle, handle)
     library.cuEventQuery.argtypes = (handle,)
     library.cuStreamWaitEvent.argtypes = (handle, handle, ctypes.c_uint)
+    library.cuModuleLoadData.argtypes = (ctypes.POINTER(handle), ctypes.c_char_p)
+    library.cuModuleGetFunction.argtypes = (ctypes.POINTER(handle), handle, ctypes.c_char_p)
+    library.cuMemsetD8Async.argtypes = (address, ctypes.c_ubyte, ctypes.c_size_t, handle)
+    number = ctypes.c_uint
+    library.cuLaunchKernel.argtypes = (handle, *6 * (number,), number, handle, ctypes.c_void_p, ctypes.c_void_p)
     return library
+
+
+def current_stream(device_index: int) -> int:
+    """Return the handle of the current stream; `torch.cuda.current_stream` makes an object around it."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 class Event:
@@ -60,6 +72,51 @@ class Event:
     def __del__(self) -> None:
         # Destroyed when it has happened. At exit the context may be gone, and its events with it: no error then.
         self._library.cuEventDestroy_v2(self._handle)
+
+
+class Module:
+    """Machine code for the current context's GPU, loaded for the rest of the process."""
+
+    def __init__(self, code: bytes) -> None:
+        handle = ctypes.c_void_p()
+        _check(_library().cuModuleLoadData(ctypes.byref(handle), code), "load kernels")
+        self.handle = handle.value
+
+
+class Kernel:
+    """A kernel of a module. Its arguments are addresses, `arguments` many."""
+
+    def __init__(self, module: Module, name: str, arguments: int) -> None:
+        self._library = _library()
+        handle = ctypes.c_void_p()
+        _check(self._library.cuModuleGetFunction(ctypes.byref(handle), module.handle, name.encode()), f"find {name}")
+        self._handle = handle.value
+        # The driver copies what they hold in the call.
+        self._values = (ctypes.c_uint64 * arguments)()
+        first = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * arguments)(*range(first, first + 8 * arguments, 8))
+
+    def launch(self, grid: tuple[int, int], threads: int, stream: int, *addresses: int) -> None:
+        """Enqueue the kernel on a `cudaStream_t`.
+
+        Raises:
+            RuntimeError: the driver refused it.
+        """
+        self._values[:] = addresses
+        error = self._library.cuLaunchKernel(self._handle, *grid, 1, threads, 1, 1, 0, stream, self._pointers, None)
+        if error:
+            _check(error, "launch a kernel")
+
+
+def fill_with_zeros(gpu: int, nbytes: int, stream: int) -> None:
+    """Enqueue the zeroing of `nbytes` at a GPU address on a `cudaStream_t`.
+
+    Raises:
+        RuntimeError: the driver refused it.
+    """
+    error = _library().cuMemsetD8Async(gpu, 0, nbytes, stream)
+    if error:
+        _check(error, "zero memory")
 
 
 def copy_to_host(host: int, gpu: int, nbytes: int, stream: int) -> None:

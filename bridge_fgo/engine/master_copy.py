@@ -4,10 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 MASTERS = ("shard_fp32_from_float16_groups", "model_float16_groups")
 FP32 = ("shard_fp32_groups", "model_fp32_groups")
+
+
+@dataclass(frozen=True)
+class WeightShard:
+    """The range of a parameter buffer that a master is copied to, in elements."""
+
+    bucket: Any
+    first: int
+    numel: int
+
+    @property
+    def address(self) -> int:
+        """Where it is now; DDP's buffer may be let go of and taken again."""
+        weights: torch.Tensor = self.bucket.param_data
+        return weights.data_ptr() + self.first * weights.element_size()
+
+    def tensor(self) -> torch.Tensor:
+        """Return it, [numel]."""
+        return self.bucket.param_data.view(-1)[self.first : self.first + self.numel]
 
 
 class MasterCopy:
@@ -40,6 +62,25 @@ class MasterCopy:
             or getattr(ddp, "fp8_param_gather", False)
             or getattr(ddp, "fp4_param_gather", False)
         )
+
+    def rounded_weights(self) -> dict[int, WeightShard]:
+        """Return where each fp32 master is rounded to a bf16 weight, by the `id` of the master.
+
+        Not for quantized weights (a class of their own), and not where the copy does not divide.
+        """
+        optimizer = self._optimizer
+        if not self.divides() or not hasattr(optimizer, MASTERS[1]):
+            return {}
+        found = {}
+        for master, model in self._all_pairs():
+            if master is None or master.dtype != torch.float32 or model.dtype != torch.bfloat16:
+                continue
+            if type(model) not in (torch.Tensor, torch.nn.Parameter):
+                continue
+            index, _, bucket = optimizer.model_param_gbuf_map[model]
+            place = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+            found[id(master)] = WeightShard(optimizer.buffers[index].buckets[bucket], place.start, place.size)
+        return found
 
     @contextmanager
     def session(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from bridge_fgo.engine.host_buffer import page_lock
 from bridge_fgo.engine.host_memory import local_cpus, require_host_memory
 from bridge_fgo.engine.inner_step import InnerStep
 from bridge_fgo.engine.master_copy import MasterCopy
-from bridge_fgo.engine.part import StepPart, TrackedSlab, Traffic, require_readable
+from bridge_fgo.engine.part import StepPart, TrackedSlab, Traffic, require_readable, send_off
 from bridge_fgo.engine.part_layout import lay_out, offloaded_bundles, part_bytes
+from bridge_fgo.engine.remainders import MasterRemainders
 from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.schedule import Schedule
 from bridge_fgo.engine.slab import Slab
@@ -58,6 +59,9 @@ class NativeOffloader:
         self.state_bytes = sum(bundle.nbytes for bundle in everything)
         chosen = offloaded_bundles(everything, config)
         self.planned_bytes = sum(bundle.nbytes for bundle in chosen)
+        self._master_copy = MasterCopy(optimizer)
+        weights = self._master_copy.rounded_weights() if config.master_remainders else {}
+        self._remainders = MasterRemainders(weights, self._device)
         self.parts = self._make_parts(chosen)
         self._slabs = [slab for part in self.parts for slab in part.slabs]
         if config.pin_memory and self._device.type == "cuda":
@@ -69,7 +73,6 @@ class NativeOffloader:
         schedule.parts += self.parts
         self._owners = {i: part for part in self.parts for i in part.ids}
         self._inner_step = InnerStep(optimizer.optimizer)
-        self._master_copy = MasterCopy(optimizer)
         self._snapshot: Snapshot | None = None
         if not self._master_copy.divides():
             schedule.planner.masters_held_bytes += sum(slab.nbytes for slab in self._slabs if slab.is_copied_to_model)
@@ -79,14 +82,28 @@ class NativeOffloader:
         planner = self._schedule.planner
         planner.margin_bytes = max(MARGIN_PARTS * target, planner.margin_bytes)
         parts = []
-        for part in lay_out(chosen, target):
+        for part in lay_out(chosen, target, self._remainders):
             slabs = []
             for of_part in part.slabs:
-                slab = Slab(of_part.layout, of_part.refs, self._device, self._schedule.ledger)
+                slab = Slab(of_part.layout, of_part.refs, self._device, self._schedule.ledger, of_part.remainders)
                 tracked = TrackedSlab(slab, of_part.is_copied_to_model, self._schedule.transfers, self._traffic)
                 slabs.append(tracked)
             parts.append(StepPart([bundle.param for bundle in part.bundles], slabs))
+        self._remainders.ready()
         return parts
+
+    @contextmanager
+    def _trusted(self) -> Iterator[None]:
+        """Check once that masters that were copied in part can be brought back, and trust in it inside the block.
+
+        Raises:
+            RuntimeError: see `MasterRemainders.require_unchanged`.
+        """
+        away = [slab.remainders for slab in self.slabs if slab.is_packed and slab.remainders is not None]
+        with self._schedule.transfers.computing():
+            self._remainders.require_unchanged(away)
+        with self._remainders.trusted():
+            yield
 
     @property
     def pinned_bytes(self) -> int:
@@ -134,10 +151,8 @@ class NativeOffloader:
     def offload(self) -> None:
         """Start the copies out of every slab whose tensors exist, but those that stay."""
         self._traffic.most_released = self._traffic.released
-        for part in self.parts:
-            for slab in part.slabs:
-                if not part.stays and slab.slab.exists():
-                    slab.tracker.offload()
+        self._remainders.look_up()
+        send_off(slab for part in self.parts if not part.stays for slab in part.slabs)
         self._schedule.begin_pass()
 
     def release(self) -> None:
@@ -163,12 +178,14 @@ class NativeOffloader:
             self._inner_step.update(part)
             if by_part and part.has_masters:
                 self._master_copy.copy_part(part.ids)
+                for slab in part.slabs:
+                    slab.slab.is_rounded = slab.is_copied_to_model and not part.stays
 
         def step() -> None:
             self._inner_step.update(None)  # parameters whose states are not offloaded
             self._schedule.step(self.parts, update, hold_masters=not by_part)
 
-        with self._inner_step.replaced(step, self._owners), self._master_copy.session():
+        with self._trusted(), self._inner_step.replaced(step, self._owners), self._master_copy.session():
             yield
 
     def copy_masters(self, copy: Callable[[], Any]) -> Any:
@@ -190,7 +207,7 @@ class NativeOffloader:
         """See `Offloader.saving`: nothing moves."""
         self._snapshot = Snapshot(self._owners, self._schedule.transfers, copies)
         try:
-            with self._snapshot.session():
+            with self._trusted(), self._snapshot.session():
                 yield
         finally:
             self._snapshot = None
@@ -215,20 +232,24 @@ class NativeOffloader:
 
     def require_readable(self, masters_only: bool = False) -> None:
         """See `Offloader.require_readable`."""
-        require_readable([slab for slab in self._slabs if slab.is_copied_to_model or not masters_only])
+        with self._trusted():
+            require_readable([slab for slab in self._slabs if slab.is_copied_to_model or not masters_only])
 
-    def require_writable(self, masters_only: bool = False) -> None:
+    def require_writable(self, masters_only: bool = False, masters_overwritten: bool = False) -> None:
         """See `Offloader.require_writable`."""
-        self.require_readable(masters_only)
+        with self._remainders.trusted() if masters_overwritten else nullcontext():
+            self.require_readable(masters_only)
         for slab in self._slabs:
             if slab.is_copied_to_model or not masters_only:
                 slab.tracker.require_writable()
 
     def settle(self) -> None:
         """See `Offloader.settle`; what is released stays so, and comes back when somebody asks for it."""
-        for slab in self._slabs:
-            if slab.tracker.state is Residency.RELOADING:
-                slab.tracker.require_readable()
+        coming = [slab for slab in self._slabs if slab.tracker.state is Residency.RELOADING]
+        if coming:
+            with self._trusted():
+                for slab in coming:
+                    slab.tracker.require_readable()
 
     def states_replaced(self) -> None:
         """See `Offloader.states_replaced`; the next offload takes the new tensors into the slabs."""

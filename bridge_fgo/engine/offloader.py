@@ -103,8 +103,11 @@ class Offloader(Protocol):
     def require_readable(self, masters_only: bool = False) -> None:
         """Return when work queued on the current stream from now on may read the states (or masters)."""
 
-    def require_writable(self, masters_only: bool = False) -> None:
-        """Return when work queued on the current stream from now on may read and write the states (or masters)."""
+    def require_writable(self, masters_only: bool = False, masters_overwritten: bool = False) -> None:
+        """Return when work queued on the current stream from now on may read and write the states (or masters).
+
+        masters_overwritten: every master is about to be written, so that what they are need not be right.
+        """
 
     def settle(self) -> None:
         """A training step has ended: what reads the masters on the current stream may, from now on."""

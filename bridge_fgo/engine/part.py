@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -49,8 +50,11 @@ class SlabMover:
         """Gather the slab's tensors and start the copy out."""
         with self.traffic.timed():
             self.slab.adopt()
+            if self.slab.remainders is not None:
+                with self.transfers.computing():
+                    self.slab.pack()
             self.transfers.copy_out(self.slab)
-        self.traffic.out += self.slab.nbytes
+        self.traffic.out += self.slab.moving.numel()
 
     def release(self) -> None:
         """Free the slab's GPU memory."""
@@ -59,17 +63,36 @@ class SlabMover:
         self.traffic.released += self.slab.nbytes
         self.traffic.most_released = max(self.traffic.most_released, self.traffic.released)
 
+    def give_up_offload(self) -> None:
+        """Let go of what was being copied in place of the slab."""
+        if self.slab.packed is not None:
+            with self.traffic.timed():
+                self.transfers.wait_out(self.slab)
+                self.slab.drop_packed()
+        self.slab.is_packed = False
+
     def start_reload(self) -> None:
         """Start the copy in."""
         with self.traffic.timed():
             self.transfers.copy_in(self.slab)
-        self.traffic.back += self.slab.nbytes
+        self.traffic.back += self.slab.moving.numel()
         self.traffic.released -= self.slab.nbytes
 
     def wait_reload(self) -> None:
-        """Order the current stream after the copy in."""
+        """Order the current stream after the copy in.
+
+        Raises:
+            RuntimeError: see `MasterRemainders.require_unchanged`. The slab is as it was.
+        """
+        remainders = self.slab.remainders if self.slab.is_packed else None
+        if remainders is not None:
+            with self.transfers.computing():
+                remainders.owner.require_unchanged([remainders])
         with self.traffic.timed():
             self.transfers.wait_in(self.slab)
+            if remainders is not None:
+                with self.transfers.computing():
+                    self.slab.unpack()
 
 
 class TrackedSlab:
@@ -83,6 +106,8 @@ class TrackedSlab:
         self.slab = slab
         self.nbytes = slab.nbytes
         """Size in bytes."""
+        self.transit_bytes = slab.transit_bytes
+        """See `Slab.transit_bytes`."""
         self.is_copied_to_model = is_copied_to_model
         self.tracker = ResidencyTracker(SlabMover(slab, transfers, traffic))
 
@@ -104,20 +129,41 @@ class StepPart:
     nbytes: int = field(init=False)
     """Size of the slabs in bytes."""
 
+    transit_bytes: int = field(init=False)
+    """Most bytes of GPU memory that they hold while they are on their way."""
+
     def __post_init__(self) -> None:
         self.has_masters = any(slab.is_copied_to_model for slab in self.slabs)
         self.ids = frozenset(id(param) for param in self.params)
         self.nbytes = sum(slab.nbytes for slab in self.slabs)
+        self.transit_bytes = sum(slab.transit_bytes for slab in self.slabs)
+
+
+MOST_IN_TRANSIT = 8
+"""Slabs that are on their way at once where all of them come or go: what is copied in place of masters needs memory
+beside them."""
 
 
 def require_readable(slabs: Iterable[TrackedSlab]) -> None:
-    """Have work that the current stream gets from now on find the slabs' tensors readable.
-
-    All copies in are started before the first is waited for.
-    """
-    slabs = list(slabs)
+    """Have work that the current stream gets from now on find the slabs' tensors readable."""
+    coming: deque[TrackedSlab] = deque()
     for slab in slabs:
         if slab.tracker.state is Residency.RELEASED:
             slab.tracker.reload()
-    for slab in slabs:
+        coming.append(slab)
+        if len(coming) == MOST_IN_TRANSIT:
+            coming.popleft().tracker.require_readable()
+    for slab in coming:
         slab.tracker.require_readable()
+
+
+def send_off(slabs: Iterable[TrackedSlab]) -> None:
+    """Start the copies out of slabs whose tensors exist. What is packed for it goes at once, but for the newest."""
+    leaving: deque[TrackedSlab] = deque()
+    for slab in slabs:
+        if slab.tracker.state in (Residency.RESIDENT, Residency.RELOADING) and slab.slab.exists():
+            slab.tracker.offload()
+            if slab.slab.is_packed:
+                leaving.append(slab)
+            if len(leaving) == MOST_IN_TRANSIT:
+                leaving.popleft().tracker.release()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from bridge_fgo.config import MIB, OffloadConfig
 from bridge_fgo.engine.plan import SlabLayout, pack, select
+from bridge_fgo.engine.remainders import MasterRemainders, SlabRemainders
 from bridge_fgo.engine.states import Bundle, StateRef
 
 LEAST_PARTS = 64
@@ -22,11 +23,18 @@ class SlabOfPart:
     """A slab: its layout, and the states at the layout's offsets.
 
     is_copied_to_model: whether they are masters that mcore copies to the model's weights after the update.
+    remainders: how to copy less than the slab; None copies it as it is.
     """
 
     layout: SlabLayout
     refs: list[StateRef]
     is_copied_to_model: bool
+    remainders: SlabRemainders | None
+
+    @property
+    def packed_bytes(self) -> int:
+        """Size in bytes of what is copied in place of the slab; 0 where it is copied as it is."""
+        return 0 if self.remainders is None else self.remainders.nbytes
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,16 @@ class PartLayout:
     def nbytes(self) -> int:
         """Size of the slabs in bytes."""
         return sum(slab.layout.nbytes for slab in self.slabs)
+
+    @property
+    def transit_bytes(self) -> int:
+        """Most bytes of GPU memory that the slabs hold while they are on their way."""
+        return self.nbytes + sum(slab.packed_bytes for slab in self.slabs)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that a copy of the slabs takes over the link."""
+        return sum(slab.packed_bytes or slab.layout.nbytes for slab in self.slabs)
 
     @property
     def copied_to_model(self) -> int:
@@ -59,7 +77,7 @@ def part_bytes(chosen: Sequence[Bundle], config: OffloadConfig) -> int:
     return min(config.slab_bytes, max(LEAST_PART_BYTES, sum(bundle.nbytes for bundle in chosen) // LEAST_PARTS))
 
 
-def lay_out(chosen: Sequence[Bundle], target: int) -> list[PartLayout]:
+def lay_out(chosen: Sequence[Bundle], target: int, remainders: MasterRemainders) -> list[PartLayout]:
     """Return the parts of one optimizer's offloaded states, in the order in which they step.
 
     Masters and tensors of `optimizer.state` lie in slabs of their own, because the latter do not exist before the
@@ -68,14 +86,17 @@ def lay_out(chosen: Sequence[Bundle], target: int) -> list[PartLayout]:
     Args:
         chosen: see `offloaded_bundles`.
         target: see `part_bytes`.
+        remainders: of the optimizer's masters.
     """
     parts = []
-    for members in pack([bundle.nbytes for bundle in chosen], target):
-        of_part = [chosen[i] for i in members.members]
+    for together in pack([bundle.nbytes for bundle in chosen], target):
+        of_part = [chosen[i] for i in together.members]
         slabs = []
         for of_adam in (False, True):
             refs = [ref for bundle in of_part for ref in bundle.refs if (ref.key is not None) is of_adam]
             for layout in pack([ref.nbytes for ref in refs], target):
-                slabs.append(SlabOfPart(layout, [refs[i] for i in layout.members], not of_adam))
+                members = [refs[i] for i in layout.members]
+                less = remainders.of_slab(members, layout.offsets, layout.nbytes)
+                slabs.append(SlabOfPart(layout, members, not of_adam, less))
         parts.append(PartLayout(of_part, slabs))
     return parts

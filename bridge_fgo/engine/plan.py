@@ -74,7 +74,7 @@ def pieces(nbytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
 def floor_seconds(
     nbytes: int, link: float, duplex: float, backward: float, first_forward: float, between: float, room: int
 ) -> float:
-    """Return the least time in seconds that a step can get longer by when `nbytes` of state leave and come back.
+    """Return the least time in seconds that a step can get longer by when `nbytes` are copied out and come back.
 
     States may come back in the last microbatch's backward, and leave in the next first forward, at the full
     bandwidth of one direction. They are updated only when the gradients are final; from then on what is left
@@ -82,7 +82,7 @@ def floor_seconds(
     time too, so its own time between backward and forward is not lost.
 
     Args:
-        nbytes: bytes that leave.
+        nbytes: bytes copied each way.
         link: bytes a second in one direction alone.
         duplex: bytes a second each way with both directions busy.
         backward: seconds of the last microbatch's backward.

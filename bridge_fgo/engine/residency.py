@@ -22,13 +22,16 @@ class Residency(enum.Enum):
 
 
 class Mover(Protocol):
-    """What a tracker drives: the four actions, each called only in the state that it is valid in."""
+    """What a tracker drives: the five actions, each called only in the state that it is valid in."""
 
     def start_offload(self) -> None:
         """Start the copy to the host, after all work queued on the current stream."""
 
     def release(self) -> None:
         """Give the GPU memory back; it must not be reused before the copy to the host has read it."""
+
+    def give_up_offload(self) -> None:
+        """What is being copied to the host stays: its host copy will never be used."""
 
     def start_reload(self) -> None:
         """Take GPU memory and start the copy to it, after the copy to the host has ended."""
@@ -76,7 +79,12 @@ class ResidencyTracker:
         if self._state is Residency.RELEASED:
             self._mover.start_reload()
             self._state = Residency.RELOADING
-        elif self._state is Residency.OFFLOADING:
+        else:
+            self._give_up_offload()
+
+    def _give_up_offload(self) -> None:
+        if self._state is Residency.OFFLOADING:
+            self._mover.give_up_offload()
             self._state = Residency.RESIDENT
 
     def require_readable(self) -> None:
@@ -93,4 +101,4 @@ class ResidencyTracker:
         An offload under way is given up: its host copy will be stale, so it must not be released.
         """
         self.require_readable()
-        self._state = Residency.RESIDENT
+        self._give_up_offload()

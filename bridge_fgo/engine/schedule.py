@@ -49,6 +49,9 @@ class Schedule:
         """Whether an optimizer step began and did not end: some parameters are updated, others are not."""
         self._meter = meter
         self._fresh = False
+        self._expands = False
+        self._emptied = False
+        """Whether the cache was emptied in this step, so that its highest reservation says nothing of the plan."""
         self._warm = False
         self._record: MemoryProfile | None = None
         self._in_step_phase = False
@@ -58,7 +61,6 @@ class Schedule:
         self._coming: list[TrackedSlab] = []
         self._position: dict[TrackedSlab, int] = {}
         self._next = 0
-        self.ledger.observer = weakref.WeakMethod(self._memory_changes)
 
     @property
     def is_planned(self) -> bool:
@@ -88,7 +90,7 @@ class Schedule:
     def begin_pass(self) -> None:
         """A forward-backward pass begins; every slab that is to leave is on its way, or gone."""
         self.transfers.begin_pass()
-        self._record = None  # of a pass that is run again
+        self._record_in(None)  # a pass may be run again
         self._plan = self.planner.plans.get(self.signature)
         self._index = 0
         self._coming = [slab for part in self.parts for slab in part.slabs if not part.stays]
@@ -108,7 +110,7 @@ class Schedule:
             self._release_down_to(0)
             if self._warm and self._meter.works and self.signature not in self.planner.plans:
                 self._meter.end_interval()  # what came before belongs to no interval
-                self._record = MemoryProfile([0])
+                self._record_in(MemoryProfile([0]))
         else:
             self._hold_to(self._plan)
 
@@ -148,7 +150,7 @@ class Schedule:
             # Blocks that the allocator cut to the sizes of activations do not fit slabs, and what it has reserved it
             # does not give back by itself. From here on activations take their memory from slabs that went.
             torch.cuda.empty_cache()
-            self._fresh = False
+            self._fresh, self._emptied = False, True
         for part in self.parts:
             if part.stays:  # from now on; it was away when that was decided
                 for slab in part.slabs:
@@ -163,7 +165,7 @@ class Schedule:
         """Bytes of state that the GPU may hold while the optimizer steps; two parts where that is not known."""
         if self._plan is not None:
             return self._plan.step
-        moving = max((part.nbytes for part in self.parts if not part.stays), default=0)
+        moving = max((part.transit_bytes for part in self.parts if not part.stays), default=0)
         return 2 * moving + staying_bytes(self.parts) + self.planner.masters_held_bytes
 
     # The optimizer step.
@@ -216,7 +218,7 @@ class Schedule:
         until = self._position.get(part.slabs[-1], -1) + 1 + LOOKAHEAD * len(part.slabs)
         while self._next < min(until, len(self._coming)):
             before = self._next
-            self._release_down_to(limit - self._coming[self._next].nbytes)
+            self._release_down_to(limit - self._coming[self._next].transit_bytes)
             self._bring_up_to(limit)
             if self._next == before:
                 return
@@ -232,7 +234,7 @@ class Schedule:
         while self._next < len(self._coming):
             slab = self._coming[self._next]
             state = slab.tracker.state
-            needed = slab.nbytes if state is Residency.RELEASED else 0
+            needed = slab.transit_bytes if state is Residency.RELEASED else 0
             if state in (Residency.RELEASED, Residency.OFFLOADING):
                 if self.ledger.nbytes + needed > limit:
                     return
@@ -249,6 +251,10 @@ class Schedule:
                         slab.tracker.release()
 
     # Measuring, and what follows from it.
+
+    def _record_in(self, profile: MemoryProfile | None) -> None:
+        self._record = profile
+        self.ledger.observer = None if profile is None else weakref.WeakMethod(self._memory_changes)
 
     def _memory_changes(self, before: bool) -> None:
         """Slabs take or give back memory: what was there until now has been measured with them, or without."""
@@ -276,8 +282,12 @@ class Schedule:
         """
         if self._record is not None and self._in_step_phase and updated:
             self._measure()
-            self.planner.add(self.signature, self._record, self.parts, self._meter.expands)
+            self._expands = self._meter.expands
+            self.planner.add(self.signature, self._record, self.parts, self._expands)
             self._fresh = True
-        self._record = None
+        elif updated and self._plan is not None and not self._fresh and not self._emptied:
+            self._fresh = self.planner.correct(self._meter.reserved_bytes, self.parts, self._expands)
+        self._record_in(None)
+        self._emptied = False
         self._warm = self._warm or updated
         self._in_step_phase = False

@@ -12,6 +12,7 @@ from bridge_fgo.engine.host_buffer import HostBuffer
 from bridge_fgo.engine.plan import SlabLayout
 
 if TYPE_CHECKING:
+    from bridge_fgo.engine.remainders import SlabRemainders
     from bridge_fgo.engine.states import StateRef
 
 
@@ -56,9 +57,17 @@ class Slab:
         refs: the state tensors, in the order of `layout.members`.
         device: where the states are when resident.
         ledger: counts the GPU memory of all slabs of the rank.
+        remainders: how to copy less than the slab; None copies it as it is.
     """
 
-    def __init__(self, layout: SlabLayout, refs: Sequence[StateRef], device: torch.device, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        layout: SlabLayout,
+        refs: Sequence[StateRef],
+        device: torch.device,
+        ledger: Ledger,
+        remainders: SlabRemainders | None = None,
+    ) -> None:
         assert len(refs) == len(layout.offsets)
         self.layout = layout
         self.nbytes = layout.nbytes
@@ -68,17 +77,32 @@ class Slab:
         self.host = HostBuffer(layout.nbytes)
         self._ledger = ledger
         self.gpu: torch.Tensor | None = None  # uint8 [layout.nbytes]; its storage is empty while released
+        self.remainders = remainders
+        self._packed_home: torch.Tensor | None = None
+        self.packed: torch.Tensor | None = None
+        """What is copied in place of the slab, uint8 [remainders.nbytes]; on the GPU while the slab is on its way."""
+        self.is_packed = False
+        """Whether it was in the newest copy out, until the slab is unpacked."""
+        self.is_rounded = False
+        """Whether its masters were copied to the model just now, so that nothing need be checked: for one `pack`."""
 
     @property
     def gpu_bytes(self) -> int:
         """Bytes of GPU memory that the slab holds now."""
-        return 0 if self.gpu is None else self.gpu.untyped_storage().nbytes()
+        whole = 0 if self.gpu is None else self.gpu.untyped_storage().nbytes()
+        return whole + (0 if self.packed is None else self.packed.numel())
 
     @property
-    def gpu_address(self) -> int:
-        """Address of the slab on the GPU."""
-        assert self.gpu is not None
-        return self.gpu.data_ptr()
+    def transit_bytes(self) -> int:
+        """Most bytes of GPU memory that the slab holds while it is on its way."""
+        return self.nbytes + (0 if self.remainders is None else self.remainders.nbytes)
+
+    @property
+    def moving(self) -> torch.Tensor:
+        """What is copied, uint8, on the GPU."""
+        moving = self.packed if self.is_packed else self.gpu
+        assert moving is not None
+        return moving
 
     @property
     def host_address(self) -> int:
@@ -110,11 +134,11 @@ class Slab:
 
     def _bind(self, gpu: torch.Tensor, copy: bool) -> None:
         """Make `gpu` (uint8 [nbytes]) the memory behind every tensor, with the tensor's bytes in it or not."""
-        storage = gpu.untyped_storage()._cdata
+        start = gpu.data_ptr()
         strangers = [
             (ref, tensor, offset)
             for ref, offset in zip(self.refs, self.layout.offsets, strict=True)
-            if (tensor := ref.tensor()) is not None and tensor.untyped_storage()._cdata != storage
+            if (tensor := ref.tensor()) is not None and tensor.data_ptr() != start + offset
         ]
         for ref, tensor, _ in strangers:
             ref.check_size(tensor)
@@ -132,13 +156,64 @@ class Slab:
         tensors = (ref.tensor() for ref in self.refs)
         if not any(tensor is not None and self.holds(tensor) for tensor in tensors):
             with self._ledger.change(-self.gpu_bytes):
+                self._empty_packed()
                 self.gpu = None
 
     def allocate(self) -> None:
-        """Take GPU memory again for every tensor of the slab; its content is undefined."""
+        """Take GPU memory again for every tensor of the slab, and for what is copied; its content is undefined."""
         assert self.gpu is not None
-        with self._ledger.change(self.nbytes - self.gpu_bytes):
+        needed = self.transit_bytes if self.is_packed else self.nbytes
+        with self._ledger.change(needed - self.gpu_bytes):
             self.gpu.untyped_storage().resize_(self.nbytes)
+            if self.is_packed and self.packed is None:
+                self.packed = self._new_packed()
+
+    def _new_packed(self) -> torch.Tensor:
+        assert self.remainders is not None
+        if self._packed_home is None:
+            self._packed_home = torch.empty(0, dtype=torch.uint8, device=self.device)
+            self._packed_home.resize_(self.remainders.nbytes)
+        else:  # the same tensor again: cheaper for the host than a new one
+            self._packed_home.untyped_storage().resize_(self.remainders.nbytes)
+        return self._packed_home
+
+    def pack(self) -> None:
+        """Have the next copy out take what the model's weights do not have, where the slab's masters allow it.
+
+        On the current stream.
+        """
+        remainders, rounded = self.remainders, self.is_rounded
+        self.is_rounded = False
+        if remainders is None:
+            return
+        assert self.gpu is not None
+        assert self.packed is None
+        with self._ledger.change(remainders.nbytes):
+            self.packed = self._new_packed()
+        remainders.pack(self.gpu, self.packed)
+        self.is_packed = rounded or not remainders.differs()
+        if not self.is_packed:
+            self.drop_packed()
+
+    def unpack(self) -> None:
+        """Make the masters of what has come back, on the current stream."""
+        if not self.is_packed:
+            return
+        assert self.remainders is not None and self.packed is not None and self.gpu is not None
+        self.remainders.unpack(self.packed, self.gpu)
+        self.drop_packed()
+        self.is_packed = False
+
+    def drop_packed(self) -> None:
+        """Give back the memory of what was copied; what reads or writes it must be ordered before."""
+        if self.packed is not None:
+            with self._ledger.change(-self.packed.numel()):
+                self._empty_packed()
+
+    def _empty_packed(self) -> None:
+        if self.packed is not None:
+            self.packed.untyped_storage().resize_(0)
+            self.packed = None
 
     def free(self) -> None:
         """Give the GPU memory back; the tensors keep their shape and device and must not be read.
@@ -151,6 +226,7 @@ class Slab:
             if not self.gpu.untyped_storage().resizable():
                 self._bind(torch.empty_like(self.gpu), copy=False)
             self.gpu.untyped_storage().resize_(0)
+            self._empty_packed()
 
     def close(self) -> None:
         """Let go of the host buffer; the tensors stay in the slab's GPU memory, which counts no more."""

@@ -14,7 +14,8 @@ from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.transfers import Transfers
 
 MOST_BORROWED = 4
-"""Parts that are back on the GPU at once for states that are read in another dtype: mcore asks in the order of its
+"""Parts that are back on the GPU at once, for states that are read in another dtype and masters whose remainders are
+all that the host has: mcore asks in the order of its
 buffers and parts are in the order of param groups, so that two or three take turns."""
 
 
@@ -60,8 +61,8 @@ class Snapshot:
         part = self._owners.get(id(param))
         if part is None:
             return read()
-        if _is_read_in_another_dtype(param, part):
-            self._borrow(part)
+        packed = [slab for slab in part.slabs if slab.slab.is_packed]
+        self._borrow(part.slabs if _is_read_in_another_dtype(param, part) else packed)
         places = _places(param, part)
         return {name: self._safe(value, places) for name, value in read().items()}
 
@@ -72,16 +73,19 @@ class Snapshot:
         # A tensor that a load put in the place of another has memory of its own until the next offload.
         if slab is None or slab.tracker.state is Residency.RESIDENT or not slab.slab.holds(value):
             return _copy(value)
+        if slab.slab.is_packed:  # on its way out: what the host has is not the masters
+            assert slab.tracker.state is Residency.OFFLOADING
+            return _copy(value)
         host = slab.slab.host.tensor[offset : offset + value.nbytes].view(value.dtype).view(value.shape)
         return _copy(host) if self._copies else host
 
-    def _borrow(self, part: StepPart) -> None:
-        away = [slab for slab in part.slabs if slab.tracker.state is Residency.RELEASED]
+    def _borrow(self, slabs: list[TrackedSlab]) -> None:
+        away = [slab for slab in slabs if slab.tracker.state is Residency.RELEASED]
         if away:
             while len(self._borrowed) >= MOST_BORROWED:
                 _send_back(self._borrowed.popleft())
             self._borrowed.append(away)  # before it can fail, so that what has come goes back
-        require_readable(part.slabs)
+        require_readable(slabs)
 
 
 def _send_back(slabs: list[TrackedSlab]) -> None:

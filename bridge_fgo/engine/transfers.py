@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 
-from bridge_fgo.engine.driver import Event, copy_to_gpu, copy_to_host
+from bridge_fgo.engine.driver import Event, copy_to_gpu, copy_to_host, current_stream
 from bridge_fgo.engine.plan import pieces
 from bridge_fgo.engine.slab import Slab
 
-
-def current_stream(device_index: int) -> int:
-    """Return the handle of the current stream; `torch.cuda.current_stream` makes an object around it."""
-    return torch._C._cuda_getCurrentRawStream(device_index)
+_SAME_STREAM = nullcontext()
 
 
 class Transfers(Protocol):
@@ -27,6 +24,10 @@ class Transfers(Protocol):
 
     def on_compute_stream(self) -> AbstractContextManager[object]:
         """Be on that stream inside the block: a model's hooks may run on side streams of its own."""
+        ...
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Be on that stream inside the block, after what the current stream holds and before what it gets next."""
         ...
 
     def capturing(self) -> bool:
@@ -127,8 +128,24 @@ class CudaTransfers:
     def on_compute_stream(self) -> AbstractContextManager[object]:
         """See `Transfers.on_compute_stream`."""
         if current_stream(self._index) == self._compute.cuda_stream:
-            return nullcontext()
+            return _SAME_STREAM
         return torch.cuda.stream(self._compute)
+
+    def computing(self) -> AbstractContextManager[object]:
+        """See `Transfers.computing`."""
+        current, compute = current_stream(self._index), self._compute.cuda_stream
+        return _SAME_STREAM if current == compute else self._ordered(current, compute)
+
+    @contextmanager
+    def _ordered(self, current: int, compute: int) -> Iterator[None]:
+        # Race: a reader's side stream may have work queued that writes the states.
+        self._here.record(current)
+        self._here.hold(compute)
+        with torch.cuda.stream(self._compute):
+            yield
+        # Race: the reader would see masters that are not unpacked yet.
+        self._here.record(compute)
+        self._here.hold(current)
 
     def capturing(self) -> bool:
         """See `Transfers.capturing`."""
@@ -140,7 +157,8 @@ class CudaTransfers:
             # Race: optimizer.step() or the adoption, queued on the stream, still writes the states.
             self._here.record(stream)
             self._out.wait(self._here)
-        self._out.copy(slab.host_address, slab.gpu_address, slab.nbytes, self._events(slab)[0])
+        moving = slab.moving
+        self._out.copy(slab.host_address, moving.data_ptr(), moving.numel(), self._events(slab)[0])
 
     def release(self, slab: Slab) -> None:
         """See `Transfers.release`.
@@ -155,15 +173,14 @@ class CudaTransfers:
 
     def copy_in(self, slab: Slab) -> None:
         """See `Transfers.copy_in`."""
-        out_done, in_done = self._events(slab)
         with self.on_compute_stream():  # whose memory it is: a reader's side stream would get the block back from it
             slab.allocate()
-            # Race: the allocator handed out memory whose last user may still run on the stream.
-            self._here.record(current_stream(self._index))
+            # Race: the allocator handed out memory whose last user may still run on the stream. And the copy out may
+            # still be writing the host buffer that this copy reads: the stream has waited for it since the release.
+            self._here.record(self._compute.cuda_stream)
         self._in.wait(self._here)
-        # Race: the copy out may still be writing the host buffer that this copy reads.
-        self._in.wait(out_done)
-        self._in.copy(slab.gpu_address, slab.host_address, slab.nbytes, in_done)
+        moving = slab.moving
+        self._in.copy(moving.data_ptr(), slab.host_address, moving.numel(), self._events(slab)[1])
 
     def wait_in(self, slab: Slab) -> None:
         """See `Transfers.wait_in`."""
@@ -231,15 +248,19 @@ class HostTransfers:
         """See `Transfers.on_compute_stream`."""
         return nullcontext()
 
+    def computing(self) -> AbstractContextManager[object]:
+        """See `Transfers.computing`."""
+        return nullcontext()
+
     def capturing(self) -> bool:
         """See `Transfers.capturing`."""
         return False
 
     def copy_out(self, slab: Slab) -> None:
         """See `Transfers.copy_out`."""
-        assert slab.gpu is not None
-        for start, end in pieces(slab.nbytes, self._piece_bytes):
-            slab.host.tensor[start:end].copy_(slab.gpu[start:end])
+        moving = slab.moving
+        for start, end in pieces(moving.numel(), self._piece_bytes):
+            slab.host.tensor[start:end].copy_(moving[start:end])
 
     def release(self, slab: Slab) -> None:
         """See `Transfers.release`."""
@@ -248,9 +269,9 @@ class HostTransfers:
     def copy_in(self, slab: Slab) -> None:
         """See `Transfers.copy_in`."""
         slab.allocate()
-        assert slab.gpu is not None
-        for start, end in pieces(slab.nbytes, self._piece_bytes):
-            slab.gpu[start:end].copy_(slab.host.tensor[start:end])
+        moving = slab.moving
+        for start, end in pieces(moving.numel(), self._piece_bytes):
+            moving[start:end].copy_(slab.host.tensor[start:end])
 
     def wait_in(self, slab: Slab) -> None:
         """See `Transfers.wait_in`; the copy in has ended already."""

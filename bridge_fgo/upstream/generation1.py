@@ -47,6 +47,9 @@ class Generation1Mover:
         self.optimizer.release_offloaded_gpu_states()
         self.released = before - self.live_bytes()
 
+    def give_up_offload(self) -> None:
+        """What upstream copied is not looked at again."""
+
     def start_reload(self) -> None:
         """Start the copy in; upstream orders it after the copy out."""
         self.optimizer.reload_offloaded_states()
@@ -112,7 +115,7 @@ class Generation1Offloader(WholeStep):
         """See `Offloader.require_readable`."""
         self._tracker.require_readable()
 
-    def require_writable(self, masters_only: bool = False) -> None:
+    def require_writable(self, masters_only: bool = False, masters_overwritten: bool = False) -> None:
         """See `Offloader.require_writable`."""
         self._tracker.require_writable()
 

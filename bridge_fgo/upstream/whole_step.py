@@ -20,7 +20,7 @@ class WholeStep(ABC):
         """See `Offloader.require_readable`."""
 
     @abstractmethod
-    def require_writable(self, masters_only: bool = False) -> None:
+    def require_writable(self, masters_only: bool = False, masters_overwritten: bool = False) -> None:
         """See `Offloader.require_writable`."""
 
     @contextmanager

@@ -129,7 +129,8 @@ def uninstall() -> None:
     Does nothing when not installed.
 
     Raises:
-        RuntimeError: someone patched on top of one of the bindings; names it, and leaves all as it was.
+        RuntimeError: someone patched on top of one of the bindings; names it, and leaves all as it was. Or states
+            cannot be brought back, because weights were changed meanwhile; the bindings are restored then.
     """
     global _installation
     if _installation is None:

@@ -182,13 +182,15 @@ class Session:
         self._updates += 1
         if self.schedule is not None and not self._updating:
             self.schedule.require_whole("updated")
-            self.schedule.torn = True  # until the training step is over: a chain may have stepped one optimizer of two
         self._updating = True
 
     @contextmanager
     def stepping(self, offloader: Offloader) -> Iterator[None]:
         """One optimizer steps, with its states where it needs them."""
         with self.figures.step_clock.measure(), offloader.stepping():
+            if self.schedule is not None:
+                # Until the training step is over: a chain may have stepped one optimizer of two.
+                self.schedule.torn = True
             yield
 
     def require_readable(self, masters_only: bool = False) -> None:
@@ -211,7 +213,14 @@ class Session:
             self.schedule.release_everything()
 
     def close(self) -> None:
-        """Make the states resident for good and undo what the session hung on the optimizers."""
+        """Make the states resident for good and undo what the session hung on the optimizers.
+
+        Raises:
+            RuntimeError: states cannot be brought back, see `MasterRemainders.require_unchanged`; the session stays
+                open, and may be closed once they can.
+        """
+        for offloader in self.offloaders:
+            offloader.require_writable()
         if self.schedule is not None and self.schedule.torn:
             say("an error ended the newest optimizer step half-way: its state is no more fit to be saved or trained on")
         for offloader in self.offloaders:
@@ -305,8 +314,18 @@ def all_sessions() -> list[Session]:
 
 
 def close_all() -> None:
-    """End every session, and forget the figures."""
+    """End every session, and forget the figures.
+
+    Raises:
+        RuntimeError: see `Session.close`; every session that can be closed is.
+    """
     global _newest_stats
+    failures = []
     for session in all_sessions():
-        session.close()
+        try:
+            session.close()
+        except RuntimeError as error:
+            failures.append(error)
     _newest_stats = None
+    if failures:
+        raise failures[0]

@@ -26,7 +26,7 @@ WRITERS = (
     "load_parameter_state_from_fs_model_space",
     "_copy_model_params_to_main_params",
 )
-"""Methods of DistributedOptimizer that write states."""
+"""Methods of DistributedOptimizer that write every master, and states beside."""
 
 REPLACERS = ("load_state_dict", "offload_to_cpu", "restore_from_cpu")
 """Methods of DistributedOptimizer that put other tensors in the place of states."""
@@ -129,7 +129,7 @@ def patches() -> list[Patch]:
             "the one place where checkpoints of every format get the states from",
         ),
         (READERS, wrappers.reads_states, "reads states, from wherever it is called"),
-        (WRITERS, wrappers.writes_states, "writes states, from wherever it is called"),
+        (WRITERS, wrappers.overwrites_masters, "writes states, from wherever it is called"),
         (REPLACERS, wrappers.replaces_states, "replaces states, from wherever it is called"),
     ):
         table += [

@@ -245,6 +245,14 @@ def writes_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
     return wrapped(*args, **kwargs)
 
 
+def overwrites_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the states writable first; the weights may have been loaded already, and every master follows."""
+    offloader = vars(instance).get(OFFLOADER)
+    if offloader is not None:
+        offloader.require_writable(masters_overwritten=True)
+    return wrapped(*args, **kwargs)
+
+
 COPIED_AT_ONCE = ("fully_reshardable", "dp_zero_gather_scatter")
 """Checkpoint formats for which mcore gathers copies of the states; the others take the tensors themselves."""
 

@@ -26,6 +26,7 @@ def arm(name, seconds, peak, released=0, digest="a"):
         "engine": "native" if released else None,
         "state_bytes": 10 * GB,
         "released_bytes": released,
+        "copied_bytes": released,
         "pinned_bytes": released,
         "pin_seconds": 1.5 if released else 0.0,
         "enqueue_seconds": [0.01] * len(seconds) if released else [0.0] * len(seconds),

@@ -127,6 +127,10 @@ def test_a_budget_below_the_least_peak_is_refused_with_that(cpu_standins):
 def test_copies_hide_behind_a_forward_that_is_longer(cpu_standins):
     of_job = job(f"{PRESETS['long']} --gbs 6", 1)
     (bare,) = make_plan(of_job, OffloadConfig(), links("H200", None, None), None, None).links
+    assert bare.link_seconds == pytest.approx(0.3, abs=1e-3)
+    assert bare.most_floor == pytest.approx(16.62e9 / 50.8e9, rel=1e-3), "measured: 16.62 GB were copied each way"
+    whole = OffloadConfig(master_remainders=False)
+    (bare,) = make_plan(of_job, whole, links("H200", None, None), None, None).links
     assert bare.link_seconds == pytest.approx(0.3555, abs=1e-3)
     assert bare.most_floor == pytest.approx(19_693_461_504 / 50.8e9)
     assert bare.hidden_from == bare.link_seconds

@@ -22,6 +22,36 @@ def make_distributed_optimizer(sizes: list[int], seed: int = 0, fp32_views: int 
     )
 
 
+def with_model(optimizer: SimpleNamespace) -> SimpleNamespace:
+    """Give a stand-in the model's bf16 weights in a buffer of DDP's, and mcore's copy of masters to them."""
+    masters = [master for group in optimizer.shard_fp32_from_float16_groups for master in group]
+    weights = torch.zeros(sum(master.numel() for master in masters), dtype=torch.bfloat16)
+    bucket = SimpleNamespace(param_data=weights)
+    optimizer.buffers.append(SimpleNamespace(param_data=weights, grad_data=torch.zeros(4), buckets=[bucket]))
+    models, places, first = [], {}, 0
+    for master in masters:
+        models.append(weights[first : first + master.numel()])
+        places[id(models[-1])] = SimpleNamespace(start=first, size=master.numel())
+        first += master.numel()
+    optimizer.model_float16_groups = [models]
+    optimizer.model_param_gbuf_map = {model: (len(optimizer.buffers) - 1, torch.bfloat16, 0) for model in models}
+    optimizer._get_model_param_range_map = lambda model: {"gbuf_world_in_bucket": places[id(model)]}
+    optimizer.shard_fp32_groups = optimizer.model_fp32_groups = []
+    optimizer.copied = []
+
+    def copy() -> None:
+        pairs = zip(optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups, strict=True)
+        for mains, of_model in pairs:
+            for main, model in zip(mains, of_model, strict=True):
+                model.copy_(main)
+                optimizer.copied.append(id(main))
+
+    optimizer._copy_main_params_to_model_params = copy
+    copy()
+    optimizer.copied.clear()
+    return optimizer
+
+
 def step(optimizer: SimpleNamespace, seed: int) -> None:
     """Run one real AdamW step with random gradients of the given seed."""
     generator = torch.Generator().manual_seed(seed)

@@ -53,6 +53,12 @@ def mocked(monkeypatch):
     return copies
 
 
+def slab_at(host, gpu, nbytes):
+    return mock.Mock(
+        host_address=host, moving=mock.Mock(**{"data_ptr.return_value": gpu, "numel.return_value": nbytes})
+    )
+
+
 def test_a_session_that_is_over_keeps_no_state_alive(mocked):
     # The finalizer that drains the lanes is in a registry for good: what it holds must not lead back to the transfers.
     optimizer = make_distributed_optimizer([1000, 70_000])
@@ -79,7 +85,7 @@ def test_pieces_cover_the_slab_and_go_to_two_streams_in_turn(mocked):
 
 
 def test_a_copy_is_cut_into_pieces_without_a_gap(mocked):
-    slab = mock.Mock(host_address=1000, gpu_address=5000, nbytes=250)
+    slab = slab_at(1000, 5000, 250)
     transfers.CudaTransfers(torch.device("cpu"), 100).copy_out(slab)
     assert mocked == [(1000, 5000, 100), (1100, 5100, 100), (1200, 5200, 50)]
 
@@ -87,7 +93,7 @@ def test_a_copy_is_cut_into_pieces_without_a_gap(mocked):
 def test_a_read_on_a_side_stream_orders_the_training_stream_too(mocked, monkeypatch):
     # The slab counts as readable from then on: without it the optimizer step would wait for nothing.
     moves = transfers.CudaTransfers(torch.device("cpu"), 100)
-    slab = mock.Mock(host_address=1000, gpu_address=5000, nbytes=250)
+    slab = slab_at(1000, 5000, 250)
     moves.copy_in(slab)
     side = 7
     monkeypatch.setattr(transfers, "current_stream", lambda index: side)
@@ -100,7 +106,7 @@ def test_a_read_on_a_side_stream_orders_the_training_stream_too(mocked, monkeypa
 def test_memory_is_the_training_streams_also_where_a_side_stream_asks_for_it(mocked, monkeypatch):
     # Taken from a side stream's pool it would go back to that, while the copy out of a later offload reads it.
     moves = transfers.CudaTransfers(torch.device("cpu"), 100)
-    slab = mock.Mock(host_address=1000, gpu_address=5000, nbytes=250)
+    slab = slab_at(1000, 5000, 250)
     stream = [7]
     monkeypatch.setattr(transfers, "current_stream", lambda index: stream[0])
 

@@ -6,6 +6,7 @@ from fake_optimizer import make_distributed_optimizer
 
 from bridge_fgo.config import MIB, OffloadConfig
 from bridge_fgo.engine.part_layout import lay_out, offloaded_bundles, part_bytes
+from bridge_fgo.engine.remainders import MasterRemainders
 from bridge_fgo.engine.states import Bundle, StateRef, bundles
 
 
@@ -20,7 +21,7 @@ def test_every_state_asked_for_is_in_one_slab_and_only_masters_are_copied_to_the
     everything = bundles(make_distributed_optimizer([1000, 300, 64, 7, 2000]))
     for asked in ({}, {"moments": False}, {"master_weights": False}, {"fraction": 0.3}):
         chosen = offloaded_bundles(everything, OffloadConfig(**asked))
-        parts = lay_out(chosen, 8192)
+        parts = lay_out(chosen, 8192, MasterRemainders({}, torch.device("cpu")))
         slabs = [slab for part in parts for slab in part.slabs]
         laid = [id(ref) for slab in slabs for ref in slab.refs]
         assert sorted(laid) == sorted(id(ref) for bundle in chosen for ref in bundle.refs)

@@ -30,6 +30,9 @@ class ModelMemory:
         self._finish("out")
         self.gpu = LOST
 
+    def give_up_offload(self):
+        assert self.gpu is not LOST
+
     def start_reload(self):
         assert self.gpu is LOST, "reload over live states"
         self.pending.append("in")
@@ -120,7 +123,7 @@ def test_write_during_offload_forbids_the_release():
     tracker.offload()
     tracker.require_writable()
     tracker.release()
-    assert recorder.calls == ["start_offload"]
+    assert recorder.calls == ["start_offload", "give_up_offload"]
     assert tracker.state is Residency.RESIDENT
 
 

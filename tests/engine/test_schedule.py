@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_optimizer import make_distributed_optimizer, state_bytes
+from fake_optimizer import make_distributed_optimizer, state_bytes, with_model
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -38,29 +38,20 @@ class Meter:
     def __init__(self, layer, step=0):
         self.layer, self.step = layer, step
         self.schedule = None
+        self.holes = 0
+        """Bytes that the allocator reserves above the limit where the schedule has no margin."""
+        self.filled = True
+        """Whether a margin fills them."""
+
+    @property
+    def reserved_bytes(self):
+        of = self.schedule.planner
+        return of._limit + max(0, self.holes - self.filled * of._more_margin)
 
     def end_interval(self):
         index = min(self.schedule._index, POINTS)
         others = self.step if self.schedule._in_step_phase else self.layer * SHAPE[index]
         return others + self.schedule.ledger.nbytes
-
-
-def with_model(optimizer):
-    """Give a stand-in the model's weights, and mcore's copy of masters to them."""
-    masters = optimizer.shard_fp32_from_float16_groups
-    optimizer.model_float16_groups = [[torch.zeros_like(m, dtype=torch.bfloat16) for m in group] for group in masters]
-    optimizer.shard_fp32_groups = optimizer.model_fp32_groups = []
-
-    def copy():
-        pairs = zip(optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups, strict=True)
-        for mains, models in pairs:
-            for main, model in zip(mains, models, strict=True):
-                model.copy_(main)
-                optimizer.copied.append(id(main))
-
-    optimizer._copy_main_params_to_model_params = copy
-    optimizer.copied = []
-    return optimizer
 
 
 class Training:
@@ -69,7 +60,7 @@ class Training:
     def __init__(self, layer, step=0, optimizers=1, budget=None):
         self.twins = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
         self.optimizers = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
-        meter = Meter(layer, step)
+        self.meter = meter = Meter(layer, step)
         self.schedule = meter.schedule = Schedule(debugged(HostTransfers(65536)), meter, budget)
         self.schedule.signature = 1
         config = OffloadConfig(engine="native", piece_bytes=65536)
@@ -171,7 +162,8 @@ def test_states_that_have_not_left_yet_come_back_without_a_copy():
     before = training.offloaders[0].bytes_in
     training.step(9)
     moved = training.offloaders[0].bytes_in - before
-    assert moved == sum(slab.nbytes for slab in training.offloaders[0].slabs)
+    slabs = training.offloaders[0].slabs
+    assert moved == sum(slab.nbytes if slab.remainders is None else slab.remainders.nbytes for slab in slabs)
     assert training.held[-1] > 0
 
 
@@ -179,7 +171,7 @@ def test_the_step_holds_two_parts_where_there_is_no_room():
     training = Training(layer=0, step=WHOLE)  # the step itself is the peak
     for seed in range(3):
         training.step(seed)
-    parts = sorted(part.nbytes for part in training.schedule.parts)
+    parts = sorted(part.transit_bytes for part in training.schedule.parts)
     assert most_held_in_step(training, seed=3) <= 2 * parts[-1]
     training.check()
 
@@ -397,3 +389,37 @@ def test_the_first_step_with_a_budget_stays_under_it_while_what_stays_comes_back
     training.step(1)
     assert most_held_in_step(training, seed=2) + step <= budget
     training.check()
+
+
+def test_the_margin_grows_by_what_is_reserved_above_the_limit_and_bits_stay_right():
+    training = Training(WHOLE // 4)
+    training.meter.holes = holes = WHOLE // 5
+    held = []
+    for seed in range(9):
+        training.step(seed)
+        held.append(max(training.held))
+    of = training.schedule.planner
+    above = training.meter.reserved_bytes - of._limit
+    assert above == int(planner.RESERVED_SHARE * sum(part.nbytes for part in training.schedule.parts)) // 2
+    assert of._more_margin == holes - above
+    assert of._corrections_left == planner.MOST_CORRECTIONS - 1, "made once, it suffices"
+    assert held[-1] < held[3], "it holds less in forward and backward"
+    training.check()
+
+
+def test_a_margin_that_does_not_help_is_taken_back_for_good():
+    training = Training(WHOLE // 4)
+    training.meter.holes, training.meter.filled = WHOLE // 5, False
+    for seed in range(9):
+        training.step(seed)
+    assert training.schedule.planner._more_margin == training.schedule.planner._corrections_left == 0
+    training.check()
+
+
+def test_the_margin_stays_where_the_allocator_reserves_little_above_the_limit():
+    training = Training(WHOLE // 4)
+    training.meter.holes = int(planner.RESERVED_SHARE * WHOLE)
+    for seed in range(6):
+        training.step(seed)
+    assert training.schedule.planner._more_margin == 0
+    assert training.schedule.planner._corrections_left == planner.MOST_CORRECTIONS

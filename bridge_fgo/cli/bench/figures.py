@@ -26,7 +26,7 @@ class Row:
     e: float | None
     """Added time over S / link."""
     floor_e: float | None
-    """The least E that this step and this link allow for the bytes that left."""
+    """The least E that this step and this link allow for the bytes that were copied."""
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     saved_allocated: float
@@ -130,7 +130,7 @@ def least_added(resident: dict[str, Any], mine: dict[str, Any], link: dict[str, 
     if any(phases.get(name) is None for name in ("backward", "first_forward", "rest")):
         return None
     return floor_seconds(
-        nbytes=mine["released_bytes"],
+        nbytes=mine["copied_bytes"],
         link=min(link["d2h"], link["h2d"]),
         duplex=link["duplex"],
         backward=phases["backward"],

@@ -14,7 +14,7 @@ PRESETS = {
     "moe": "--layers 12 --hidden 1024 --ffn 4096 --heads 16 --seq 2048 --mbs 2 --experts 16 --topk 2",
 }
 MICROBATCHES = {"short": 4, "long": 2, "moe": 4}
-NAMES = ("resident", "native", "half", "mcore", "hybrid")
+NAMES = ("resident", "native", "whole", "half", "mcore", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ def arms(names: list[str], megatron_lm: list[str]) -> list[BenchArm]:
             found.append(BenchArm(name, ("--offload", "off")))
         elif name == "native":
             found.append(BenchArm(name, native))
+        elif name == "whole":
+            found.append(BenchArm(name, (*native, "--whole-masters")))
         elif name == "half":
             found.append(BenchArm(name, native, half=True))
         elif name == "hybrid":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bridge_fgo.cli.job.job import Job
@@ -56,8 +56,8 @@ class LinkPlan:
 
     pinned: bytes of the fullest node: all that may leave, because the engine pins before it knows what a budget leaves.
 
-    link_seconds: all offloaded states one way. most_floor: the floor of the added step time with nothing to hide
-    behind. floor: the same for the forward and backward that the user gave, or None.
+    link_seconds: what is copied of all offloaded states, one way. most_floor: the floor of the added step time with
+    nothing to hide behind. floor: the same for the forward and backward that the user gave, or None.
     hidden_from: seconds of a microbatch's forward (its backward taken as twice that) from which the floor is 0.
     Both are None where the activations, whose place copies need in forward and backward, are not known.
     """
@@ -118,14 +118,24 @@ def make_plan(
     if not job.config.ddp.use_distributed_optimizer:
         raise ValueError("ddp.use_distributed_optimizer=False: the plan knows the DistributedOptimizer's states alone")
     buffers = [_stage_buffers(job, stage) for stage in range(job.parallel.pipeline)]
-    states = _rank_states(job, buffers, offload)
+    if (job.engine or "").startswith("mcore"):
+        states = _rank_states(job, buffers, replace(offload, master_remainders=False))
+    else:
+        states = _rank_states(job, buffers, offload)
     stages = [_stage_plan(job, stage, buffers[stage], states[stage]) for stage in range(job.parallel.pipeline)]
     moved = [
         [offloaded_bytes(stage, of_rank, offload) for of_rank in of_stage]
         for stage, of_stage in zip(stages, states, strict=True)
     ]
     most = max(max(of_stage) for of_stage in moved)
-    loads = [(max(of_stage), stage.activations) for stage, of_stage in zip(stages, moved, strict=True)]
+    copied = [
+        max(
+            bytes_ * of_rank.copied // max(1, sum(of_rank.parts))
+            for bytes_, of_rank in zip(of_stage, of_ranks, strict=True)
+        )
+        for of_stage, of_ranks in zip(moved, states, strict=True)
+    ]
+    loads = [(nbytes, stage.activations) for nbytes, stage in zip(copied, stages, strict=True)]
     pinned = [of_rank.offloaded for of_stage in states for of_rank in of_stage]
     of_links = [_link_plan(link, pinned, loads, forward, backward) for link in links]
     return Plan(job, offload, stages, states, most, max(pinned), of_links, _notes(job, stages))
@@ -186,7 +196,7 @@ def _stage_plan(job: Job, stage: int, buffers: list[Buffer], states: list[StateB
 def _least_budget(others: int, activations: int, states: StateBytes) -> int:
     """Return the engine's least budget of a rank that holds `others` bytes throughout beside states and activations."""
     beside = others + states.total - states.offloaded
-    return least_budget(MemoryProfile([beside + activations], step=beside), states.parts, states.masters_held)
+    return least_budget(MemoryProfile([beside + activations], step=beside), states.transits, states.masters_held)
 
 
 def offloaded_bytes(stage: StagePlan, states: StateBytes, offload: OffloadConfig) -> int:
@@ -222,7 +232,7 @@ def budget_refusals(job: Job, stages: list[StagePlan], offload: OffloadConfig) -
 def _link_plan(
     link: Link, pinned: list[int], loads: list[tuple[int, int | None]], forward: float | None, backward: float | None
 ) -> LinkPlan:
-    """Return what the copies cost; loads: of each stage, the most bytes that leave a rank, and its activations."""
+    """Return what the copies cost; loads: of each stage, the most bytes that a rank copies, and its activations."""
     nodes = [sum(pinned[first : first + link.gpus]) for first in range(0, len(pinned), link.gpus)]
     link = link.of_node_with(min(len(pinned), link.gpus))
 

@@ -12,7 +12,10 @@ from bridge_fgo.cli.plan.layout import Buffer
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.master_copy import MasterCopy
 from bridge_fgo.engine.part_layout import lay_out, offloaded_bundles, part_bytes
+from bridge_fgo.engine.remainders import MasterRemainders
 from bridge_fgo.engine.states import MASTER, MOMENTS, bundles
+
+META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class StateBytes:
     """Bytes of a rank: master weights, moments, and what of both is offloaded.
 
     saved: of each copy that the native engine makes for a checkpoint (its `copied_for_a_save`).
-    parts: of each part that the native engine updates in one go, in its order.
+    parts: of each part that the native engine updates in one go, in its order; transits: the most GPU memory that
+    each holds on its way; copied: of all parts, what a copy takes over the link.
     masters_held: what of them the optimizer step holds to its end (`HoldPlanner.masters_held_bytes`).
     """
 
@@ -29,6 +33,8 @@ class StateBytes:
     offloaded: int
     saved: tuple[int, ...]
     parts: tuple[int, ...]
+    transits: tuple[int, ...]
+    copied: int
     masters_held: int
 
     @property
@@ -55,9 +61,10 @@ def state_bytes(shards: list[tuple[Buffer, int]], optimizer: Any, ddp: Any, conf
             for ref in bundle.refs:
                 by_kind[ref.kind] += ref.nbytes
         chosen = offloaded_bundles(everything, config)
-        layouts = lay_out(chosen, part_bytes(chosen, config))
+        weights = MasterCopy(of_kind).rounded_weights() if config.master_remainders else {}
+        layouts = lay_out(chosen, part_bytes(chosen, config), MasterRemainders(weights, META))
         offloaded += [ref for bundle in chosen for ref in bundle.refs]
-        parts += [layout.nbytes for layout in layouts]
+        parts += layouts
         if not MasterCopy(of_kind).divides():
             masters_held += sum(layout.copied_to_model for layout in layouts)
     return StateBytes(
@@ -65,7 +72,9 @@ def state_bytes(shards: list[tuple[Buffer, int]], optimizer: Any, ddp: Any, conf
         by_kind["moment"],
         sum(ref.nbytes for ref in offloaded),
         tuple(ref.saved_nbytes for ref in offloaded),
-        tuple(parts),
+        tuple(part.nbytes for part in parts),
+        tuple(part.transit_bytes for part in parts),
+        sum(part.copied_bytes for part in parts),
         masters_held,
     )
 
@@ -73,7 +82,7 @@ def state_bytes(shards: list[tuple[Buffer, int]], optimizer: Any, ddp: Any, conf
 def _optimizer(shards: list[tuple[Buffer, int]], config: Any, ddp: Any) -> SimpleNamespace:
     """Return what the engine's layout reads of a DistributedOptimizer, as mcore would build it for these shards."""
     adam_has_masters = keeps_masters_in_adam(config)
-    masters, weights = [], []
+    masters, weights, models = [], [], []
     for buffer, index in shards:
         for tensor, numel in buffer.shard(index):
             of_model = torch.empty(numel, dtype=tensor.dtype, device="meta")
@@ -81,6 +90,7 @@ def _optimizer(shards: list[tuple[Buffer, int]], config: Any, ddp: Any) -> Simpl
                 weights.append(of_model)  # of native fp32 parameters the weight itself is updated
             else:
                 masters.append(of_model.float())
+                models.append(of_model if not tensor.quantized else of_model.to(torch.uint8))
     adam = SimpleNamespace(param_groups=[{"params": [*weights, *masters]}], state={})
     if config.use_precision_aware_optimizer:
         adam.name_to_dtype_map = {key: getattr(config, f"{key}_dtype") for key in MOMENTS}
@@ -88,7 +98,14 @@ def _optimizer(shards: list[tuple[Buffer, int]], config: Any, ddp: Any) -> Simpl
         adam.master_weights = adam_has_masters
         adam.store_param_remainders = config.store_param_remainders
     return SimpleNamespace(
-        optimizer=adam, shard_fp32_from_float16_groups=[masters], buffers=[], config=config, ddp_config=ddp
+        optimizer=adam,
+        shard_fp32_from_float16_groups=[masters],
+        model_float16_groups=[models],
+        model_param_gbuf_map=dict.fromkeys(models, (0, None, 0)),
+        _get_model_param_range_map=lambda model: {"gbuf_world_in_bucket": SimpleNamespace(start=0, size=model.numel())},
+        buffers=[SimpleNamespace(buckets=[None])],
+        config=config,
+        ddp_config=ddp,
     )
 
 

@@ -1,0 +1,76 @@
+"""Compiling CUDA source at run time with NVRTC, which every PyTorch for CUDA brings: no compiler has to be there."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bridge_fgo.engine.driver import Module
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def compile_for(source: str, device: torch.device) -> Module | None:
+    """Return the source's kernels, compiled for a GPU and loaded; None, said in the log, where NVRTC is not found.
+
+    Raises:
+        RuntimeError: the source does not compile, or the driver does not load what comes out.
+    """
+    library = _library()
+    if library is None:
+        logger.warning("bridge_fgo: NVRTC was not found; PyTorch's operators take its kernels' place, and more time")
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return Module(compiled(library, source, f"sm_{major}{minor}"))
+
+
+def compiled(library: Any, source: str, architecture: str) -> bytes:
+    """Return the machine code of CUDA source for an architecture ("sm_90").
+
+    Raises:
+        RuntimeError: it does not compile; with NVRTC's log.
+    """
+    program = ctypes.c_void_p()
+    _check(library, library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None))
+    try:
+        option = f"--gpu-architecture={architecture}".encode()
+        options = (ctypes.c_char_p * 1)(option)
+        error = library.nvrtcCompileProgram(program, 1, options)
+        if error:
+            size = ctypes.c_size_t()
+            library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            library.nvrtcGetProgramLog(program, log)
+            raise RuntimeError(f"NVRTC does not compile bridge_fgo's kernels ({error}): {log.value.decode()}")
+        size = ctypes.c_size_t()
+        _check(library, library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        code = ctypes.create_string_buffer(size.value)
+        _check(library, library.nvrtcGetCUBIN(program, code))
+        return code.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _library() -> Any:
+    """Return NVRTC: of the system, of the toolkit, or of PyTorch's own wheels; None where there is none."""
+    version = (torch.version.cuda or "0").split(".")[0]
+    name = f"libnvrtc.so.{version}"
+    wheels = Path(torch.__file__).parents[1] / "nvidia"
+    for path in [name, *map(str, sorted(wheels.glob(f"*/lib/{name}")))]:
+        try:
+            return ctypes.CDLL(path)
+        except OSError:  # not there: the next place may have it
+            continue
+    return None
+
+
+def _check(library: Any, error: int) -> None:
+    if error:
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        raise RuntimeError(f"NVRTC failed: {library.nvrtcGetErrorString(error).decode()}")

@@ -1,0 +1,171 @@
+"""CUDA kernels for the remainders of masters, one launch a slab. They are compiled by NVRTC when training begins.
+
+With PyTorch's operators a slab takes some ten launches a tensor, and the host's time for a step with 400 slabs would
+be several times as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bridge_fgo.engine.driver import Kernel, Module, current_stream, fill_with_zeros
+from bridge_fgo.engine.master_copy import WeightShard
+from bridge_fgo.engine.nvrtc import compile_for
+
+THREADS = 256
+MOST_BLOCKS = 1024
+"""For one tensor; each goes on at its stride. An H200 has 132 multiprocessors of 2048 threads."""
+
+SOURCE = r"""
+typedef unsigned long long u64;
+
+struct Segment { long long row, first, count; const unsigned short *weight; };
+
+__device__ u64 over_warp(u64 value) {
+    for (int distance = 16; distance; distance /= 2) value += __shfl_down_sync(~0u, value, distance);
+    return value;
+}
+
+extern "C" __global__ void pack(
+    const Segment *segments, const unsigned *masters, unsigned short *low, unsigned *bits, u64 *sums
+) {
+    const Segment s = segments[blockIdx.y];
+    const long long whole_warps = (s.count + 31) / 32 * 32, stride = (long long)gridDim.x * blockDim.x;
+    u64 total = 0, differing = 0;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < whole_warps; i += stride) {
+        const long long place = s.first + i;
+        bool up = false;
+        if (i < s.count) {
+            const unsigned master = masters[place];
+            const unsigned weight = s.weight[i];
+            const unsigned above = (weight - (master >> 16)) & 0xFFFFu;
+            up = above == 1;
+            differing += above > 1;
+            low[place] = (unsigned short)master;
+            total += (u64)weight * (2 * (u64)place + 1);
+        }
+        const unsigned ballot = __ballot_sync(~0u, up);
+        if (threadIdx.x % 32 == 0) bits[place / 32] = ballot;
+    }
+    total = over_warp(total);
+    differing = over_warp(differing);
+    if (threadIdx.x % 32 == 0) {
+        if (total) atomicAdd(&sums[2 * s.row], total);
+        if (differing) atomicAdd(&sums[2 * s.row + 1], differing);
+    }
+}
+
+extern "C" __global__ void unpack(
+    const Segment *segments, const unsigned short *low, const unsigned *bits, unsigned *masters, u64 *sums
+) {
+    const Segment s = segments[blockIdx.y];
+    if (blockIdx.x == 0 && threadIdx.x < 2) sums[2 * s.row + threadIdx.x] = 0;
+    const long long stride = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < s.count; i += stride) {
+        const long long place = s.first + i;
+        const unsigned up = bits[place / 32] >> (place % 32) & 1u;
+        masters[place] = (s.weight[i] - up) << 16 | low[place];
+    }
+}
+
+extern "C" __global__ void sum(const Segment *segments, u64 *sums) {
+    const Segment s = segments[blockIdx.y];
+    const long long stride = (long long)gridDim.x * blockDim.x;
+    u64 total = 0;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < s.count; i += stride)
+        total += (u64)s.weight[i] * (2 * (u64)(s.first + i) + 1);
+    total = over_warp(total);
+    if (threadIdx.x % 32 == 0 && total) atomicAdd(&sums[s.row], total);
+}
+"""
+
+Place = tuple[Sequence[WeightShard], Sequence[int]]
+"""The weights of a slab's masters, and where each master begins in the slab, in elements."""
+
+SEGMENT_BYTES = 32
+MOST_SEGMENTS = 65535
+"""Of one launch: the grid's second dimension."""
+
+
+class RemainderKernels:
+    """The kernels, and tables on the GPU of where weights are. All work goes to the current stream.
+
+    Args:
+        module: the compiled kernels.
+        slabs: each with its weights, in the order of the rows of `sums`.
+        sums: see `MasterRemainders.sums`, zeros on the GPU.
+    """
+
+    def __init__(self, module: Module, slabs: Sequence[Place], sums: torch.Tensor) -> None:
+        self._pack, self._unpack = Kernel(module, "pack", 5), Kernel(module, "unpack", 5)
+        self._sum = Kernel(module, "sum", 2)
+        self._slabs = slabs
+        self._sums = sums.data_ptr()
+        self._now = torch.zeros_like(sums[:, 0])
+        self._index = sums.get_device()
+        self._packed: set[int] = set()
+        """Rows of slabs that were packed and not unpacked since."""
+        self._buckets = list({id(shard.bucket): shard.bucket for shards, _ in slabs for shard in shards}.values())
+        self._addresses: list[int] = []
+        self._segments = sum(len(shards) for shards, _ in slabs)
+        self._most_blocks = max(_blocks(shards) for shards, _ in slabs)
+        self._table = torch.zeros(0, dtype=torch.int64, device=sums.device)
+        self._launches: list[tuple[tuple[int, int], int]] = []
+        """Of each slab: the grid of a launch over its weights, and the address of the first's segment."""
+
+    def look_up(self) -> None:
+        """Write the table anew where weights are elsewhere now: a buffer may be let go of, and taken again."""
+        addresses = [bucket.param_data.data_ptr() for bucket in self._buckets]
+        if addresses == self._addresses:
+            return
+        self._addresses = addresses
+        rows = []
+        for row, (shards, firsts) in enumerate(self._slabs):
+            rows += [[row, first, shard.numel, shard.address] for shard, first in zip(shards, firsts, strict=True)]
+        self._table = torch.tensor(rows, dtype=torch.int64, device=self._table.device)
+        self._launches, segment = [], self._table.data_ptr()
+        for shards, _ in self._slabs:
+            self._launches.append(((_blocks(shards), len(shards)), segment))
+            segment += SEGMENT_BYTES * len(shards)
+
+    def pack(self, row: int, masters: torch.Tensor, packed: torch.Tensor, bits_at: int) -> None:
+        """See `MasterRemainders.pack`."""
+        grid, segment = self._launches[row]
+        stream = current_stream(self._index)
+        if row in self._packed:  # and not unpacked, which zeroes the sums
+            fill_with_zeros(self._sums + 16 * row, 16, stream)
+        self._packed.add(row)
+        low = packed.data_ptr()
+        self._pack.launch(grid, THREADS, stream, segment, masters.data_ptr(), low, low + bits_at, self._sums)
+
+    def unpack(self, row: int, packed: torch.Tensor, masters: torch.Tensor, bits_at: int) -> None:
+        """See `MasterRemainders.unpack`. The slab's row of the sums is zero afterwards."""
+        grid, segment = self._launches[row]
+        low = packed.data_ptr()
+        stream = current_stream(self._index)
+        self._unpack.launch(grid, THREADS, stream, segment, low, low + bits_at, masters.data_ptr(), self._sums)
+        self._packed.discard(row)
+
+    def weight_sums(self) -> torch.Tensor:
+        """Return the sum over the bits of the weights of each slab as they are now, int64 [slabs]."""
+        self.look_up()
+        self._now.zero_()
+        for start in range(0, self._segments, MOST_SEGMENTS):
+            grid = self._most_blocks, min(MOST_SEGMENTS, self._segments - start)
+            segment = self._table.data_ptr() + SEGMENT_BYTES * start
+            self._sum.launch(grid, THREADS, current_stream(self._index), segment, self._now.data_ptr())
+        return self._now
+
+
+def _blocks(shards: Sequence[WeightShard]) -> int:
+    return min(MOST_BLOCKS, -(-max(shard.numel for shard in shards) // THREADS))
+
+
+def kernels_on(slabs: Sequence[Place], sums: torch.Tensor) -> RemainderKernels | None:
+    """Return the kernels, or None where PyTorch's operators have to do: without a GPU, a slab or NVRTC."""
+    if sums.device.type != "cuda" or not slabs:
+        return None
+    module = compile_for(SOURCE, sums.device)
+    return None if module is None else RemainderKernels(module, slabs, sums)

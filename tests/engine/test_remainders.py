@@ -1,0 +1,218 @@
+"""What of a master the bf16 weight does not say: every bit comes back, or nothing is copied in part."""
+
+import pytest
+import torch
+from fake_optimizer import make_distributed_optimizer, state_bytes, step, with_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine import remainders
+from bridge_fgo.engine.debug import debugged
+from bridge_fgo.engine.native import NativeOffloader
+from bridge_fgo.engine.peaks import PeakMeter
+from bridge_fgo.engine.schedule import Schedule
+from bridge_fgo.engine.transfers import HostTransfers
+
+SIZES = [1000, 7, 70_000, 256, 33]
+CHANGED = "weights of the model were changed while"
+
+
+def make(**settings):
+    optimizer = with_model(make_distributed_optimizer(SIZES))
+    config = OffloadConfig(engine="native", slab_bytes=2**20, piece_bytes=65536, **settings)
+    offloader = NativeOffloader(optimizer, config, Schedule(debugged(HostTransfers(65536)), PeakMeter()))
+    wrapped = optimizer._copy_main_params_to_model_params
+    optimizer._copy_main_params_to_model_params = lambda: offloader.copy_masters(wrapped)
+    return optimizer, offloader
+
+
+def update(optimizer, offloader, seed):
+    with offloader.stepping():
+        step(optimizer, seed)
+        optimizer._copy_main_params_to_model_params()
+
+
+def masters_of(optimizer):
+    return optimizer.shard_fp32_from_float16_groups[0]
+
+
+def weights_of(optimizer):
+    return optimizer.model_float16_groups[0]
+
+
+def send_away(offloader):
+    offloader.offload()
+    for slab in offloader._slabs:
+        slab.tracker.release()
+
+
+def through(words):
+    """Send masters of the given bits (int32) out and back; return their bits then, and whether they were packed."""
+    optimizer = with_model(make_distributed_optimizer([len(words)]))
+    (master,), (weight,) = masters_of(optimizer), weights_of(optimizer)
+    master.view(torch.int32).copy_(words)
+    weight.copy_(master)
+    schedule = Schedule(HostTransfers(65536), PeakMeter())
+    offloader = NativeOffloader(optimizer, OffloadConfig(engine="native"), schedule)
+    send_away(offloader)
+    packed = offloader.slabs[0].is_packed
+    assert offloader.slabs[0].gpu_bytes == 0
+    offloader.require_readable()
+    return master.view(torch.int32).clone(), packed
+
+
+LOW_HALVES = torch.arange(2**16, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("high", [0, 1, 0x3F80, 0x3F81, 0x7F7F, 0x7F80 - 2, 0x8000, 0xBF81, 0xFF7F])
+def test_every_low_half_comes_back_ties_and_overflows_included(high):
+    words = ((high << 16) - (2**32 if high >= 0x8000 else 0)) + LOW_HALVES
+    back, packed = through(words.int())
+    assert packed
+    assert torch.equal(back, words.int())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=600, max_size=700), st.integers(1, 9999))
+def test_any_bits_come_back(words, seed):
+    words = torch.tensor(words, dtype=torch.int32)
+    back, _ = through(words)
+    assert torch.equal(back, words)
+
+
+def test_a_nan_with_a_payload_is_no_rounding_and_is_copied_whole():
+    words = torch.full((1000,), 0x7F800123, dtype=torch.int32)
+    back, packed = through(words)
+    assert not packed
+    assert torch.equal(back, words)
+
+
+def test_chunks_do_not_change_what_is_packed(monkeypatch):
+    words = torch.randint(-(2**31), 2**31 - 1, (5000,), dtype=torch.int64).int()
+    words = words.view(torch.float32).nan_to_num(1.0).view(torch.int32)
+    monkeypatch.setattr(remainders, "CHUNK", 64)
+    back, packed = through(words)
+    assert packed
+    assert torch.equal(back, words)
+
+
+def test_twenty_steps_have_the_bits_of_a_resident_run_and_a_sixth_less_is_copied():
+    resident = with_model(make_distributed_optimizer(SIZES))
+    optimizer, offloader = make()
+    update(optimizer, offloader, 0)
+    step(resident, 0)
+    resident._copy_main_params_to_model_params()
+    for seed in range(1, 20):
+        send_away(offloader)
+        offloader.reload()
+        before = offloader.bytes_out
+        update(optimizer, offloader, seed)
+        assert 0.83 < (offloader.bytes_out - before) / (12 * sum(SIZES)) < 0.86  # 10 + 1/8 bytes of 12, and gaps
+        step(resident, seed)
+        resident._copy_main_params_to_model_params()
+    assert state_bytes(optimizer) == state_bytes(resident)
+
+
+def test_whole_masters_are_copied_where_that_is_asked_for():
+    _, offloader = make(master_remainders=False)
+    send_away(offloader)
+    assert offloader.bytes_out >= 4 * sum(SIZES)
+    assert not any(slab.is_packed for slab in offloader.slabs)
+
+
+def test_masters_that_are_not_what_the_weights_were_rounded_from_are_copied_whole():
+    optimizer, offloader = make()
+    weights_of(optimizer)[0].mul_(1.5)
+    before = state_bytes(optimizer)
+    send_away(offloader)
+    assert not any(slab.is_packed for slab in offloader.slabs if slab.remainders is not None)
+    offloader.require_readable()
+    assert state_bytes(optimizer) == before
+
+
+@pytest.mark.parametrize("ask", ["read", "step", "save", "settle"])
+def test_weights_changed_meanwhile_are_an_error_and_nothing_is_lost_when_they_are_put_back(ask):
+    optimizer, offloader = make()
+    update(optimizer, offloader, 1)
+    before = state_bytes(optimizer)
+    send_away(offloader)
+    kept = weights_of(optimizer)[2].clone()
+    weights_of(optimizer)[2][123] += 1
+    if ask == "settle":
+        for slab in offloader._slabs:
+            slab.tracker.reload()
+    with pytest.raises(RuntimeError, match=CHANGED):
+        if ask == "read":
+            offloader.require_readable()
+        elif ask == "settle":
+            offloader.settle()
+        elif ask == "save":
+            with offloader.saving(copies=True):
+                pass
+        else:
+            update(optimizer, offloader, 2)
+    weights_of(optimizer)[2].copy_(kept)
+    offloader.require_readable()
+    assert state_bytes(optimizer) == before
+
+
+def test_weights_that_change_places_are_noticed():
+    optimizer, offloader = make()
+    send_away(offloader)
+    weight = weights_of(optimizer)[2]
+    weight[:2] = weight[:2].flip(0).clone()
+    with pytest.raises(RuntimeError, match=CHANGED):
+        offloader.require_readable()
+
+
+def test_weights_in_another_place_than_before_are_found():
+    optimizer, offloader = make()
+    before = state_bytes(optimizer)
+    send_away(offloader)
+    bucket = optimizer.buffers[-1].buckets[0]
+    bucket.param_data = bucket.param_data.clone()
+    weights_of(optimizer)[0].zero_()  # the old place
+    offloader.require_readable()
+    assert state_bytes(optimizer) == before
+
+
+def test_whoever_overwrites_all_masters_need_not_keep_the_weights():
+    optimizer, offloader = make()
+    send_away(offloader)
+    for weight in weights_of(optimizer):
+        weight.fill_(3)
+    offloader.require_writable(masters_overwritten=True)
+    for master in masters_of(optimizer):
+        master.fill_(3)
+    send_away(offloader)
+    offloader.require_readable()
+    assert all((master == 3).all() for master in masters_of(optimizer))
+
+
+def test_an_offload_given_up_leaves_no_memory_behind():
+    optimizer, offloader = make()
+    before = state_bytes(optimizer)
+    offloader.offload()
+    assert any(slab.packed is not None for slab in offloader.slabs)
+    offloader.require_writable()
+    assert all(slab.packed is None and not slab.is_packed for slab in offloader.slabs)
+    assert sum(slab.gpu_bytes for slab in offloader.slabs) == offloader._schedule.ledger.nbytes
+    assert state_bytes(optimizer) == before
+
+
+def test_fp16_and_quantized_weights_have_no_remainders():
+    for change in ("dtype", "class"):
+        optimizer = with_model(make_distributed_optimizer(SIZES))
+        models = optimizer.model_float16_groups[0]
+        if change == "dtype":
+            models[:] = [model.half() for model in models]
+        else:
+
+            class Quantized(torch.nn.Parameter):
+                pass
+
+            models[:] = [Quantized(model, requires_grad=False) for model in models]
+        schedule = Schedule(HostTransfers(65536), PeakMeter())
+        offloader = NativeOffloader(optimizer, OffloadConfig(engine="native"), schedule)
+        assert all(slab.remainders is None for slab in offloader.slabs)

@@ -1,0 +1,86 @@
+"""The kernels of masters' remainders against PyTorch's operators, bit for bit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bridge_fgo.engine.master_copy import WeightShard
+from bridge_fgo.engine.plan import pack
+from bridge_fgo.engine.remainders import MasterRemainders
+
+SIZES = [1, 31, 32, 33, 4096, 1_000_003, 64, 5_000_000]
+
+
+def slabs_on(device: torch.device, seed: int) -> tuple[MasterRemainders, list[tuple[Any, torch.Tensor]]]:
+    """Returns the remainders of two slabs of masters of every kind of bits, and the slabs, uint8."""
+    generator = torch.Generator().manual_seed(seed)
+    # Not at a multiple of 4 bytes: nothing aligns a shard in DDP's buffer to more than its elements.
+    bucket = SimpleNamespace(param_data=torch.zeros(3 + 2 * sum(SIZES), dtype=torch.bfloat16, device=device))
+    masters, weights, first = [], {}, 3
+    for size in SIZES * 2:
+        words = torch.randint(-(2**31), 2**31, (size,), generator=generator, dtype=torch.int64).to(torch.int32)
+        master = words.view(torch.float32).nan_to_num(1.5).to(device)
+        master.view(torch.int32)[::7] &= ~0xFFFF
+        master.view(torch.int32)[::7] |= 0x8000  # ties
+        masters.append(master)
+        weights[id(master)] = WeightShard(bucket, first, size)
+        bucket.param_data[first : first + size].copy_(master)
+        first += size
+    remainders = MasterRemainders(weights, device)
+    made = []
+    for half in (masters[: len(SIZES)], masters[len(SIZES) :]):
+        (layout,) = pack([4 * master.numel() for master in half], 2**40)
+        slab = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+        for master, offset in zip(half, layout.offsets, strict=True):
+            slab[offset : offset + 4 * master.numel()] = master.view(torch.uint8)
+        refs: Any = [SimpleNamespace(key=None, param=master) for master in half]
+        made.append((remainders.of_slab(refs, layout.offsets, layout.nbytes), slab))
+    remainders.ready()
+    return remainders, made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", [0, 1])
+def test_kernels_pack_what_operators_pack_and_bring_every_bit_back(seed: int) -> None:
+    remainders, made = slabs_on(torch.device("cuda"), seed)
+    kernels = remainders._kernels
+    assert kernels is not None
+    for slab, masters in made:
+        packed = [torch.zeros(slab.nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        slab.pack(masters, packed[0])
+        assert not slab.differs()
+        by_kernels = remainders.sums[slab.row].tolist()
+        back = torch.zeros_like(masters)
+        slab.unpack(packed[0], back)
+        assert torch.equal(back, masters)
+        remainders._kernels = None
+        slab.pack(masters, packed[1])
+        assert remainders.sums[slab.row].tolist() == by_kernels
+        assert torch.equal(packed[0], packed[1])
+        back.zero_()
+        slab.unpack(packed[0], back)
+        assert torch.equal(back, masters)
+        remainders._kernels = kernels
+    remainders.require_unchanged([slab for slab, _ in made])
+
+
+@pytest.mark.gpu
+def test_kernels_notice_a_weight_that_was_changed_and_a_master_that_is_no_rounding() -> None:
+    remainders, made = slabs_on(torch.device("cuda"), 2)
+    for slab, masters in made:
+        slab.pack(masters, torch.zeros(slab.nbytes, dtype=torch.uint8, device="cuda"))
+    weight = made[1][0].shards[5].tensor()
+    kept = weight[777].clone()
+    weight[777] = kept + 1
+    remainders.require_unchanged([made[0][0]])
+    with pytest.raises(RuntimeError, match="weights of the model were changed"):
+        remainders.require_unchanged([slab for slab, _ in made])
+    made[1][0].pack(made[1][1], torch.zeros(made[1][0].nbytes, dtype=torch.uint8, device="cuda"))
+    assert made[1][0].differs()
+    weight[777] = kept
+    made[1][0].pack(made[1][1], torch.zeros(made[1][0].nbytes, dtype=torch.uint8, device="cuda"))
+    assert not made[1][0].differs()

@@ -1,0 +1,88 @@
+"""Masters that are copied in part, in Bridge's own step: who may change the weights meanwhile, and who may not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from saving import save
+from test_checkpoints import SMALL_SLABS, session_of, training
+
+from bridge_fgo.engine.residency import Residency
+
+pytestmark = pytest.mark.usefixtures("cpu_standins")
+
+CHANGED = "weights of the model were changed while"
+
+
+def packed_weight(run):
+    """A weight of the model whose master is away, copied in part."""
+    (offloader,) = session_of(run).offloaders
+    slab = next(
+        slab
+        for slab, state in zip(offloader.slabs, offloader.residencies, strict=True)
+        if slab.is_packed and state is Residency.RELEASED
+    )
+    return slab.remainders.shards[0].tensor()
+
+
+def test_a_changed_weight_ends_the_step_before_any_update_and_training_goes_on_when_it_is_put_back():
+    with training(False) as resident:
+        for _ in range(3):
+            resident.step()
+        resident = resident.digests()
+    with training(True) as run:
+        for _ in range(3):
+            run.step()
+        weight = packed_weight(run)
+        kept = weight.clone()
+        weight[5] += 1
+        before = [parameter.detach().clone() for parameter in run.model[0].parameters()]
+        with pytest.raises(RuntimeError, match=CHANGED):
+            run.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, run.model[0].parameters(), strict=True))
+        weight.copy_(kept)
+        assert run.digests() == resident
+
+
+def test_a_changed_weight_is_an_error_of_a_save_too(tmp_path):
+    with training(True) as run:
+        for _ in range(2):
+            run.step()
+        weight = packed_weight(run)
+        kept = weight.clone()
+        weight[0] += 1
+        with pytest.raises(RuntimeError, match=CHANGED):
+            save(run, tmp_path, "fully_reshardable")
+        with pytest.raises(RuntimeError, match=CHANGED):
+            session_of(run).close()
+        weight.copy_(kept)
+
+
+def test_masters_made_anew_from_changed_weights_are_those_of_a_resident_run():
+    digests = []
+    for offload in (False, True):
+        with training(offload) as run:
+            for _ in range(3):
+                run.step()
+            with torch.no_grad():
+                for parameter in run.model[0].parameters():
+                    parameter.mul_(0.5)
+            run.optimizer.reload_model_params()
+            run.step()
+            digests.append(run.digests())
+    assert digests[0] == digests[1]
+
+
+def test_whole_masters_allow_any_change_of_the_weights():
+    digests = []
+    for offload in (False, True):
+        with training(offload, dataclasses.replace(SMALL_SLABS, master_remainders=False)) as run:
+            for _ in range(3):
+                run.step()
+            with torch.no_grad():
+                next(iter(run.model[0].parameters())).mul_(0.5)
+            run.step()
+            digests.append(run.digests())
+    assert digests[0] == digests[1]
