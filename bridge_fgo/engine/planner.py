@@ -16,12 +16,8 @@ from bridge_fgo.engine.part import StepPart
 
 MARGIN_SHARE = 1 / 12
 """Of the bytes that activations take and give back. Measured on H200, 15.4 GB of activations: with a margin of 0.6 GB
-0.6 to 0.75 GB more was reserved than allocated (9.8 GB of states); with 1.3 GB 0.8 GB, and 0.2 to 1.2 GB (19.7 GB)."""
-
-RESERVED_SHARE = 0.05
-"""Of the states: what the allocator may reserve above the limit before the margin is made larger, to half of it."""
-MOST_CORRECTIONS = 3
-"""Of the margin. Each empties the allocator's cache once: one step took 0.10 to 0.15 s longer on an H200."""
+0.6 to 0.75 GB more was reserved than allocated (9.8 GB of states); with 1.3 GB 0.5 to 0.8 GB, and 0.2 to 1.2 GB (19.7
+GB). A margin that grew by what was reserved above, up to three times, left it at 0.65 GB (9.8 GB)."""
 
 Agree = Callable[[int, int], tuple[int, int]]
 """Takes this rank's bytes that may stay and its least possible budget; returns what all ranks can keep to."""
@@ -52,11 +48,6 @@ class HoldPlanner:
         """By what the passes of a kind have in common; see `Schedule.signature`."""
         self._profiles: dict[object, MemoryProfile] = {}
         self._chosen = False
-        self._limit = 0
-        self._more_margin = 0
-        self._corrections_left = MOST_CORRECTIONS
-        self._last_correction: tuple[int, int] | None = None
-        """Reserved bytes before it, and by how many bytes the margin was made larger; None once it has been judged."""
 
     def forget(self, signature: object) -> None:
         """Let a kind of pass be measured anew."""
@@ -85,8 +76,9 @@ class HoldPlanner:
         if self.budget_bytes is not None:
             limit = self.budget_bytes
             self._choose(parts, min(limit - worst.intervals[0], limit - least), least)
-        self._limit = limit
-        self._plan_all(parts, expands)
+        for kind, of_kind in self._profiles.items():
+            below = limit - self._margin(of_kind, expands)
+            self.plans[kind] = plan_holding(of_kind, below, staying_bytes(parts), sizes, self.masters_held_bytes)
         whole = sum(part.nbytes for part in parts)
         away = whole - staying_bytes(parts)
         gib = 2**30
@@ -94,47 +86,6 @@ class HoldPlanner:
             f"measured {worst.peak / gib:.2f} GiB beside the states; {away / gib:.2f} of {whole / gib:.2f} GiB "
             f"leave the GPU, and the peak stays under {limit / gib:.2f} GiB"
         )
-
-    def _plan_all(self, parts: Sequence[StepPart], expands: bool) -> None:
-        sizes = [part.transit_bytes for part in parts]
-        for kind, profile in self._profiles.items():
-            below = self._limit - self._margin(profile, expands) - self._more_margin
-            self.plans[kind] = plan_holding(profile, below, staying_bytes(parts), sizes, self.masters_held_bytes)
-
-    def correct(self, reserved: int, parts: Sequence[StepPart], expands: bool) -> bool:
-        """Stay further below the limit where the allocator has reserved more in a planned step, for its holes.
-
-        A correction that did not bring half of what it was made for is taken back, and is the last: others than the
-        slabs have reserved the memory.
-
-        Args:
-            reserved: the most bytes that it had reserved in the step.
-            parts, expands: see `add`.
-
-        Returns:
-            Whether to empty the allocator's cache, because the margin has grown.
-        """
-        if self._last_correction is not None:
-            before, more = self._last_correction
-            self._last_correction = None
-            if reserved > before - more / 2:
-                self._more_margin -= more
-                self._corrections_left = 0
-                self._plan_all(parts, expands)
-        allowed = int(RESERVED_SHARE * sum(part.nbytes for part in parts))
-        if reserved <= self._limit + allowed or not self._corrections_left:
-            return False
-        above = reserved - self._limit - allowed // 2
-        self._corrections_left -= 1
-        self._last_correction = reserved, above
-        self._more_margin += above
-        self._plan_all(parts, expands)
-        gib = 2**30
-        self.announce(
-            f"{reserved / gib:.2f} GiB were reserved for {self._limit / gib:.2f}: states stay {above / gib:.2f} GiB "
-            "further below, for the allocator's holes"
-        )
-        return True
 
     def _margin(self, profile: MemoryProfile, expands: bool) -> int:
         """Return how far below the limit to stay, in bytes, while slabs come and go.

@@ -49,9 +49,6 @@ class Schedule:
         """Whether an optimizer step began and did not end: some parameters are updated, others are not."""
         self._meter = meter
         self._fresh = False
-        self._expands = False
-        self._emptied = False
-        """Whether the cache was emptied in this step, so that its highest reservation says nothing of the plan."""
         self._warm = False
         self._record: MemoryProfile | None = None
         self._in_step_phase = False
@@ -150,7 +147,7 @@ class Schedule:
             # Blocks that the allocator cut to the sizes of activations do not fit slabs, and what it has reserved it
             # does not give back by itself. From here on activations take their memory from slabs that went.
             torch.cuda.empty_cache()
-            self._fresh, self._emptied = False, True
+            self._fresh = False
         for part in self.parts:
             if part.stays:  # from now on; it was away when that was decided
                 for slab in part.slabs:
@@ -282,12 +279,8 @@ class Schedule:
         """
         if self._record is not None and self._in_step_phase and updated:
             self._measure()
-            self._expands = self._meter.expands
-            self.planner.add(self.signature, self._record, self.parts, self._expands)
+            self.planner.add(self.signature, self._record, self.parts, self._meter.expands)
             self._fresh = True
-        elif updated and self._plan is not None and not self._fresh and not self._emptied:
-            self._fresh = self.planner.correct(self._meter.reserved_bytes, self.parts, self._expands)
         self._record_in(None)
-        self._emptied = False
         self._warm = self._warm or updated
         self._in_step_phase = False

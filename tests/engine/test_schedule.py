@@ -38,15 +38,6 @@ class Meter:
     def __init__(self, layer, step=0):
         self.layer, self.step = layer, step
         self.schedule = None
-        self.holes = 0
-        """Bytes that the allocator reserves above the limit where the schedule has no margin."""
-        self.filled = True
-        """Whether a margin fills them."""
-
-    @property
-    def reserved_bytes(self):
-        of = self.schedule.planner
-        return of._limit + max(0, self.holes - self.filled * of._more_margin)
 
     def end_interval(self):
         index = min(self.schedule._index, POINTS)
@@ -60,7 +51,7 @@ class Training:
     def __init__(self, layer, step=0, optimizers=1, budget=None):
         self.twins = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
         self.optimizers = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
-        self.meter = meter = Meter(layer, step)
+        meter = Meter(layer, step)
         self.schedule = meter.schedule = Schedule(debugged(HostTransfers(65536)), meter, budget)
         self.schedule.signature = 1
         config = OffloadConfig(engine="native", piece_bytes=65536)
@@ -389,37 +380,3 @@ def test_the_first_step_with_a_budget_stays_under_it_while_what_stays_comes_back
     training.step(1)
     assert most_held_in_step(training, seed=2) + step <= budget
     training.check()
-
-
-def test_the_margin_grows_by_what_is_reserved_above_the_limit_and_bits_stay_right():
-    training = Training(WHOLE // 4)
-    training.meter.holes = holes = WHOLE // 5
-    held = []
-    for seed in range(9):
-        training.step(seed)
-        held.append(max(training.held))
-    of = training.schedule.planner
-    above = training.meter.reserved_bytes - of._limit
-    assert above == int(planner.RESERVED_SHARE * sum(part.nbytes for part in training.schedule.parts)) // 2
-    assert of._more_margin == holes - above
-    assert of._corrections_left == planner.MOST_CORRECTIONS - 1, "made once, it suffices"
-    assert held[-1] < held[3], "it holds less in forward and backward"
-    training.check()
-
-
-def test_a_margin_that_does_not_help_is_taken_back_for_good():
-    training = Training(WHOLE // 4)
-    training.meter.holes, training.meter.filled = WHOLE // 5, False
-    for seed in range(9):
-        training.step(seed)
-    assert training.schedule.planner._more_margin == training.schedule.planner._corrections_left == 0
-    training.check()
-
-
-def test_the_margin_stays_where_the_allocator_reserves_little_above_the_limit():
-    training = Training(WHOLE // 4)
-    training.meter.holes = int(planner.RESERVED_SHARE * WHOLE)
-    for seed in range(6):
-        training.step(seed)
-    assert training.schedule.planner._more_margin == 0
-    assert training.schedule.planner._corrections_left == planner.MOST_CORRECTIONS

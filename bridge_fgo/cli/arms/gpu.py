@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 # From the 4th step on moments exist, buffers are warm, and every step is like the next.
 FIRST_MEASURED_STEP = 4
-# Until then the native engine may still correct the margin that it keeps for the allocator's holes.
-FIRST_STEP_OF_PEAKS = 8
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -182,8 +180,6 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
             """
             if self.step < min(FIRST_MEASURED_STEP, options.steps):
                 return
-            if self.step == min(FIRST_STEP_OF_PEAKS, options.steps):
-                self.peaks = {}
             stats = bridge_fgo.stats()
             forward_backward = 0 if stats is None else stats.peak_forward_backward_bytes or 0
             step = 0 if stats is None else stats.peak_step_bytes or 0
