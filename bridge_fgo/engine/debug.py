@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from bridge_fgo.engine.slab import Slab
 from bridge_fgo.engine.transfers import CudaTransfers, Transfers
@@ -58,6 +58,10 @@ class DebugTransfers:
         """See `Transfers.computing`."""
         return self._transfers.computing()
 
+    def back_to_back(self) -> AbstractContextManager[object]:
+        """See `Transfers.back_to_back`; poison is enqueued before each copy in."""
+        return nullcontext()
+
     def begin_pass(self) -> None:
         """See `Transfers.begin_pass`."""
         self._poison_stale()
@@ -71,7 +75,7 @@ class DebugTransfers:
         """See `Transfers.capturing`."""
         return self._transfers.capturing()
 
-    def copy_out(self, slab: Slab) -> None:
+    def copy_out(self, slab: Slab, written: bool = True) -> None:
         """See `Transfers.copy_out`."""
         self._late_out.discard(slab)  # of an offload that was given up
         self._stale.discard(slab)

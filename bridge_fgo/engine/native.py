@@ -99,9 +99,16 @@ class NativeOffloader:
         Raises:
             RuntimeError: see `MasterRemainders.require_unchanged`.
         """
-        away = [slab.remainders for slab in self.slabs if slab.is_packed and slab.remainders is not None]
-        with self._schedule.transfers.computing():
-            self._remainders.require_unchanged(away)
+        away = [
+            slab.slab.remainders
+            for slab in self._slabs
+            if slab.slab.is_packed
+            and slab.slab.remainders is not None
+            and slab.tracker.state is not Residency.RESIDENT  # as after a copy out that failed
+        ]
+        if away:
+            with self._schedule.transfers.computing():
+                self._remainders.require_unchanged(away)
         with self._remainders.trusted():
             yield
 
@@ -152,7 +159,10 @@ class NativeOffloader:
         """Start the copies out of every slab whose tensors exist, but those that stay."""
         self._traffic.most_released = self._traffic.released
         self._remainders.look_up()
-        send_off(slab for part in self.parts if not part.stays for slab in part.slabs)
+        leaving = [slab for part in self.parts if not part.stays for slab in part.slabs]
+        coming = any(slab.tracker.state is Residency.RELOADING for slab in leaving)  # of a pass that is run again
+        with self._trusted() if coming else nullcontext():
+            send_off(leaving)
         self._schedule.begin_pass()
 
     def release(self) -> None:
@@ -179,11 +189,18 @@ class NativeOffloader:
             if by_part and part.has_masters:
                 self._master_copy.copy_part(part.ids)
                 for slab in part.slabs:
-                    slab.slab.is_rounded = slab.is_copied_to_model and not part.stays
+                    if part.stays:
+                        slab.slab.drop_packed()
+                    else:
+                        slab.slab.is_rounded = slab.is_copied_to_model
 
         def step() -> None:
             self._inner_step.update(None)  # parameters whose states are not offloaded
-            self._schedule.step(self.parts, update, hold_masters=not by_part)
+            self._remainders.is_stepping = by_part
+            try:
+                self._schedule.step(self.parts, update, hold_masters=not by_part)
+            finally:
+                self._remainders.is_stepping = False
 
         with self._trusted(), self._inner_step.replaced(step, self._owners), self._master_copy.session():
             yield

@@ -49,11 +49,12 @@ class SlabMover:
     def start_offload(self) -> None:
         """Gather the slab's tensors and start the copy out."""
         with self.traffic.timed():
-            self.slab.adopt()
+            written = self.slab.adopt()
             if self.slab.remainders is not None:
                 with self.transfers.computing():
                     self.slab.pack()
-            self.transfers.copy_out(self.slab)
+                written = True
+            self.transfers.copy_out(self.slab, written)
         self.traffic.out += self.slab.moving.numel()
 
     def release(self) -> None:

@@ -83,6 +83,8 @@ class MasterRemainders:
         """[slabs, 2]: the sum over the weights' bits when the slab was packed, and how many masters differed."""
         self._kernels: RemainderKernels | None = None
         self._trusted = False
+        self.is_stepping = False
+        """Whether masters that are brought back leave again as soon as they are updated."""
 
     def of_slab(self, refs: Sequence[StateRef], offsets: Sequence[int], nbytes: int) -> SlabRemainders | None:
         """Return how to copy a slab of these states, or None where it holds others than such masters, or too few."""

@@ -197,11 +197,12 @@ class Schedule:
         )
 
     def _send_off(self, part: StepPart, hold_masters: bool) -> None:
-        for slab in part.slabs:
-            if slab.slab.exists():
-                slab.tracker.offload()
-                if not (hold_masters and slab.is_copied_to_model):
-                    self._leaving.append(slab)
+        with self.transfers.back_to_back():
+            for slab in part.slabs:
+                if slab.slab.exists():
+                    slab.tracker.offload()
+                    if not (hold_masters and slab.is_copied_to_model):
+                        self._leaving.append(slab)
 
     def _bring_for(self, part: StepPart, limit: int) -> None:
         """Bring back the parts from this one on, making room for the nearest only.
@@ -228,15 +229,16 @@ class Schedule:
 
     def _bring_up_to(self, limit: int) -> None:
         """Have slabs here for the optimizer step, in its order, as long as no more than `limit` bytes are held."""
-        while self._next < len(self._coming):
-            slab = self._coming[self._next]
-            state = slab.tracker.state
-            needed = slab.transit_bytes if state is Residency.RELEASED else 0
-            if state in (Residency.RELEASED, Residency.OFFLOADING):
-                if self.ledger.nbytes + needed > limit:
-                    return
-                slab.tracker.reload()  # of a slab that has not left: it need not leave any more
-            self._next += 1
+        with self.transfers.back_to_back():
+            while self._next < len(self._coming):
+                slab = self._coming[self._next]
+                state = slab.tracker.state
+                needed = slab.transit_bytes if state is Residency.RELEASED else 0
+                if state in (Residency.RELEASED, Residency.OFFLOADING):
+                    if self.ledger.nbytes + needed > limit:
+                        return
+                    slab.tracker.reload()  # of a slab that has not left: it need not leave any more
+                self._next += 1
 
     def release_everything(self) -> None:
         """Free every slab that may leave; for work between steps that needs the memory."""

@@ -75,6 +75,7 @@ class Slab:
         self.refs = list(refs)
         self.device = device
         self.host = HostBuffer(layout.nbytes)
+        self.host_address = self.host.tensor.data_ptr()
         self._ledger = ledger
         self.gpu: torch.Tensor | None = None  # uint8 [layout.nbytes]; its storage is empty while released
         self.remainders = remainders
@@ -104,13 +105,10 @@ class Slab:
         assert moving is not None
         return moving
 
-    @property
-    def host_address(self) -> int:
-        """Address of the slab on the host."""
-        return self.host.tensor.data_ptr()
-
-    def adopt(self) -> None:
+    def adopt(self) -> bool:
         """Move every tensor that is not in the slab yet into it, bit for bit, on the current stream.
+
+        Returns whether there was one.
 
         Needed before the first offload, and again for tensors that a checkpoint load replaced. The memory
         that a tensor had before goes back to the allocator, so for a moment one slab is held twice.
@@ -122,7 +120,7 @@ class Slab:
         if gpu is None:
             with self._ledger.change(self.nbytes):
                 self.gpu = gpu = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        self._bind(gpu, copy=True)
+        return self._bind(gpu, copy=True)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor lives in the slab's GPU memory, be it released or not."""
@@ -132,8 +130,11 @@ class Slab:
         """Return whether any tensor of the slab exists; moments are made by the first step."""
         return any(ref.tensor() is not None for ref in self.refs)
 
-    def _bind(self, gpu: torch.Tensor, copy: bool) -> None:
-        """Make `gpu` (uint8 [nbytes]) the memory behind every tensor, with the tensor's bytes in it or not."""
+    def _bind(self, gpu: torch.Tensor, copy: bool) -> bool:
+        """Make `gpu` (uint8 [nbytes]) the memory behind every tensor, with the tensor's bytes in it or not.
+
+        Returns whether it was not so before.
+        """
         start = gpu.data_ptr()
         strangers = [
             (ref, tensor, offset)
@@ -148,6 +149,7 @@ class Slab:
                 home.copy_(tensor)
             tensor.data = home
         self.gpu = gpu
+        return bool(strangers)
 
     def drop_if_left(self) -> None:
         """Give the GPU memory back where no tensor lives in it any more, because all were replaced."""
@@ -187,9 +189,9 @@ class Slab:
         if remainders is None:
             return
         assert self.gpu is not None
-        assert self.packed is None
-        with self._ledger.change(remainders.nbytes):
-            self.packed = self._new_packed()
+        if self.packed is None:  # else a copy out has failed; what is left of it comes before the next in its lane
+            with self._ledger.change(remainders.nbytes):
+                self.packed = self._new_packed()
         remainders.pack(self.gpu, self.packed)
         self.is_packed = rounded or not remainders.differs()
         if not self.is_packed:
@@ -201,8 +203,9 @@ class Slab:
             return
         assert self.remainders is not None and self.packed is not None and self.gpu is not None
         self.remainders.unpack(self.packed, self.gpu)
-        self.drop_packed()
         self.is_packed = False
+        if not self.remainders.owner.is_stepping:  # where the slab is about to leave again
+            self.drop_packed()
 
     def drop_packed(self) -> None:
         """Give back the memory of what was copied; what reads or writes it must be ordered before."""

@@ -30,12 +30,19 @@ class Transfers(Protocol):
         """Be on that stream inside the block, after what the current stream holds and before what it gets next."""
         ...
 
+    def back_to_back(self) -> AbstractContextManager[object]:
+        """Be where nothing is enqueued but copies in one direction, and what they say they need before them."""
+        ...
+
     def capturing(self) -> bool:
         """Return whether the current stream is being captured into a CUDA graph, where nothing may move."""
         ...
 
-    def copy_out(self, slab: Slab) -> None:
-        """Start the copy of a slab to its host buffer, after what the current stream holds."""
+    def copy_out(self, slab: Slab, written: bool = True) -> None:
+        """Start the copy of a slab to its host buffer, after what the current stream holds.
+
+        written: whether something that writes the slab was enqueued since the last copy of the same `back_to_back`.
+        """
 
     def release(self, slab: Slab) -> None:
         """Free the slab's GPU memory; nothing may reuse it before the copy out has read it."""
@@ -77,7 +84,7 @@ class Lane:
         self._handles = tuple(stream.cuda_stream for stream in self._streams)
         self._ends = (Event(), Event())
         self._turn = 0
-        self._last: Event | None = None
+        self._last = self._ends[0]
 
     def wait(self, event: Event) -> None:
         """Make the next piece, and so every later one, wait for `event`."""
@@ -87,9 +94,8 @@ class Lane:
         """Enqueue the copy of `nbytes` between two addresses, and record `done` after it."""
         for start, end in pieces(nbytes, self._piece_bytes):
             stream = self._handles[self._turn]
-            if self._last is not None:
-                # Race: the pieces of a lane are one sequence; whoever waits for the last has waited for all.
-                self._last.hold(stream)
+            # Race: the pieces of a lane are one sequence; whoever waits for the last has waited for all.
+            self._last.hold(stream)
             self._copy(target + start, source + start, end - start, stream)
             self._last = done if end == nbytes else self._ends[self._turn]
             self._last.record(stream)
@@ -111,8 +117,10 @@ class CudaTransfers:
 
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
         self._device = device
-        self._compute = torch.cuda.current_stream(device)
-        self._index = self._compute.device_index
+        self._index = torch.cuda.current_stream(device).device_index
+        self.begin_pass()
+        self._is_back_to_back = self._is_ordered = False
+        """Inside `back_to_back`; and whether the lane waits already for what the training stream holds."""
         self._out = Lane(device, piece_bytes, copy_to_host)
         self._in = Lane(device, piece_bytes, copy_to_gpu)
         self._here = Event()
@@ -124,17 +132,19 @@ class CudaTransfers:
     def begin_pass(self) -> None:
         """See `Transfers.begin_pass`."""
         self._compute = torch.cuda.current_stream(self._device)
+        self._handle = self._compute.cuda_stream
+        self._alone = (self._handle,)
 
     def on_compute_stream(self) -> AbstractContextManager[object]:
         """See `Transfers.on_compute_stream`."""
-        if current_stream(self._index) == self._compute.cuda_stream:
+        if current_stream(self._index) == self._handle:
             return _SAME_STREAM
         return torch.cuda.stream(self._compute)
 
     def computing(self) -> AbstractContextManager[object]:
         """See `Transfers.computing`."""
-        current, compute = current_stream(self._index), self._compute.cuda_stream
-        return _SAME_STREAM if current == compute else self._ordered(current, compute)
+        current = current_stream(self._index)
+        return _SAME_STREAM if current == self._handle else self._ordered(current, self._handle)
 
     @contextmanager
     def _ordered(self, current: int, compute: int) -> Iterator[None]:
@@ -147,16 +157,28 @@ class CudaTransfers:
         self._here.record(compute)
         self._here.hold(current)
 
+    def back_to_back(self) -> AbstractContextManager[object]:
+        """See `Transfers.back_to_back`."""
+        return self
+
+    def __enter__(self) -> None:
+        self._is_back_to_back = True
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_back_to_back = self._is_ordered = False
+
     def capturing(self) -> bool:
         """See `Transfers.capturing`."""
         return torch.cuda.is_current_stream_capturing()
 
-    def copy_out(self, slab: Slab) -> None:
+    def copy_out(self, slab: Slab, written: bool = True) -> None:
         """See `Transfers.copy_out`."""
-        for stream in self._streams():
-            # Race: optimizer.step() or the adoption, queued on the stream, still writes the states.
-            self._here.record(stream)
-            self._out.wait(self._here)
+        if written or not self._is_ordered:
+            for stream in self._streams():
+                # Race: optimizer.step() or the adoption, queued on the stream, still writes the states.
+                self._here.record(stream)
+                self._out.wait(self._here)
+            self._is_ordered = self._is_back_to_back
         moving = slab.moving
         self._out.copy(slab.host_address, moving.data_ptr(), moving.numel(), self._events(slab)[0])
 
@@ -166,6 +188,7 @@ class CudaTransfers:
         The wait is on the stream whose memory it is, so that this is free for it at once; `record_stream` would keep
         the block from everybody until the allocator sees the copy end, and reserve new memory meanwhile.
         """
+        self._is_ordered = False
         for stream in self._streams():
             # Race: forward's activations would be written into the memory while the copy out still reads it.
             self._events(slab)[0].hold(stream)
@@ -175,15 +198,18 @@ class CudaTransfers:
         """See `Transfers.copy_in`."""
         with self.on_compute_stream():  # whose memory it is: a reader's side stream would get the block back from it
             slab.allocate()
+        if not self._is_ordered:
             # Race: the allocator handed out memory whose last user may still run on the stream. And the copy out may
             # still be writing the host buffer that this copy reads: the stream has waited for it since the release.
-            self._here.record(self._compute.cuda_stream)
-        self._in.wait(self._here)
+            self._here.record(self._handle)
+            self._in.wait(self._here)
+            self._is_ordered = self._is_back_to_back
         moving = slab.moving
         self._in.copy(moving.data_ptr(), slab.host_address, moving.numel(), self._events(slab)[1])
 
     def wait_in(self, slab: Slab) -> None:
         """See `Transfers.wait_in`."""
+        self._is_ordered = False
         for stream in self._streams():
             # Race: optimizer.step(), a save or a second offload would use states that have not all landed.
             self._events(slab)[1].hold(stream)
@@ -206,6 +232,7 @@ class CudaTransfers:
 
     def wait_out(self, slab: Slab) -> None:
         """See `Transfers.wait_out`."""
+        self._is_ordered = False
         for stream in self._streams():
             # Race: GPU memory that is let go of while a copy out, given up since, still reads it.
             self._events(slab)[0].hold(stream)
@@ -216,8 +243,8 @@ class CudaTransfers:
         What such a reader waits for, the training stream has to wait for too: to it the slab counts as readable, or
         its memory as free, from then on.
         """
-        current, compute = current_stream(self._index), self._compute.cuda_stream
-        return (current,) if current == compute else (current, compute)
+        current = current_stream(self._index)
+        return self._alone if current == self._handle else (current, self._handle)
 
     def _events(self, slab: Slab) -> tuple[Event, Event]:
         events = self._done.get(slab)
@@ -252,11 +279,15 @@ class HostTransfers:
         """See `Transfers.computing`."""
         return nullcontext()
 
+    def back_to_back(self) -> AbstractContextManager[object]:
+        """See `Transfers.back_to_back`."""
+        return nullcontext()
+
     def capturing(self) -> bool:
         """See `Transfers.capturing`."""
         return False
 
-    def copy_out(self, slab: Slab) -> None:
+    def copy_out(self, slab: Slab, written: bool = True) -> None:
         """See `Transfers.copy_out`."""
         moving = slab.moving
         for start, end in pieces(moving.numel(), self._piece_bytes):

@@ -125,3 +125,35 @@ def test_memory_is_the_training_streams_also_where_a_side_stream_asks_for_it(moc
     gone.held.clear()
     moves.release(slab)
     assert gone.held == [7, Stream.cuda_stream]
+
+
+class CountingEvent(Event):
+    recorded = 0
+
+    def record(self, stream):
+        CountingEvent.recorded += 1
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_copies_back_to_back_are_ordered_once_unless_something_is_enqueued_between(mocked, monkeypatch, way):
+    moves = transfers.CudaTransfers(torch.device("cpu"), 1000)
+    moves._here = CountingEvent()
+    slabs = [slab_at(0, 0, 8) for _ in range(2)]
+
+    def copy(slab, written=False):
+        before = CountingEvent.recorded
+        moves.copy_out(slab, written) if way == "out" else moves.copy_in(slab)
+        return CountingEvent.recorded - before
+
+    assert copy(slabs[0]) == copy(slabs[1]) == 1, "not in a block"
+    with moves.back_to_back():
+        assert copy(slabs[0]) == 1
+        assert copy(slabs[1]) == 0
+        moves.release(slabs[0])  # the stream waits before it gives the memory to the next
+        assert copy(slabs[1]) == 1
+        moves.wait_out(slabs[0])
+        assert copy(slabs[1]) == 1
+        moves.wait_in(slabs[0])
+        assert copy(slabs[1]) == 1
+        assert copy(slabs[1], written=True) == (way == "out")
+    assert copy(slabs[0]) == 1, "what is enqueued after a block is not known to it"
