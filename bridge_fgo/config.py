@@ -35,7 +35,8 @@ class OffloadConfig:
     master_remainders: bool = True
     """Copy of an fp32 master only the 17 bits that the model's bf16 weight, which it was rounded to and which stays on
     the GPU, does not have. Only the optimizer may change such weights then, and a checkpoint load: where something
-    else has, an error comes before the masters are used. False copies masters whole."""
+    else has, an error comes before the masters are used. False copies masters whole: where every copy is hidden behind
+    a long forward anyway, that is the faster (on an H200 by 10 ms for 1.64 billion parameters)."""
 
     fraction: float = 1.0
     """Share to offload, in (0, 1], of the bytes that `moments` and `master_weights` ask for. Parameters are

@@ -162,9 +162,9 @@ def transfers_of_a_step(monkeypatch):
             for name in TRANSFERS:
                 original = getattr(fault_child.HostTransfers, name)
 
-                def counted(self, slab, name=name, original=original):
+                def counted(self, *args, name=name, original=original):
                     counts[name] += 1
-                    original(self, slab)
+                    original(self, *args)
 
                 patch.setattr(fault_child.HostTransfers, name, counted)
             run.step()

@@ -86,3 +86,21 @@ def test_whole_masters_allow_any_change_of_the_weights():
             run.step()
             digests.append(run.digests())
     assert digests[0] == digests[1]
+
+
+def test_no_optimizer_of_a_chain_is_updated_where_a_later_ones_weights_have_changed():
+    with training(True, experts=4) as run:
+        for _ in range(2):
+            run.step()
+        offloaders = session_of(run).offloaders
+        assert len(offloaders) == 2
+        slab = next(slab for slab in offloaders[-1].slabs if slab.is_packed)
+        weight = slab.remainders.shards[0].tensor()
+        kept = weight.clone()
+        weight[0] += 1
+        before = [parameter.detach().clone() for parameter in run.model[0].parameters()]
+        with pytest.raises(RuntimeError, match=CHANGED):
+            run.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, run.model[0].parameters(), strict=True))
+        weight.copy_(kept)
+        run.step()

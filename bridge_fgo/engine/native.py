@@ -16,7 +16,7 @@ from bridge_fgo.engine.inner_step import InnerStep
 from bridge_fgo.engine.master_copy import MasterCopy
 from bridge_fgo.engine.part import StepPart, TrackedSlab, Traffic, require_readable, send_off
 from bridge_fgo.engine.part_layout import lay_out, offloaded_bundles, part_bytes
-from bridge_fgo.engine.remainders import MasterRemainders
+from bridge_fgo.engine.remainders import MasterRemainders, SlabRemainders
 from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.schedule import Schedule
 from bridge_fgo.engine.slab import Slab
@@ -74,6 +74,10 @@ class NativeOffloader:
         self._owners = {i: part for part in self.parts for i in part.ids}
         self._inner_step = InnerStep(optimizer.optimizer)
         self._snapshot: Snapshot | None = None
+        self._is_checked = False
+        """Whether the weights have been compared for the optimizer step that comes next."""
+        self._masters_lost = False
+        """Whether masters were brought back though the weights had changed, and were not written since."""
         if not self._master_copy.divides():
             schedule.planner.masters_held_bytes += sum(slab.nbytes for slab in self._slabs if slab.is_copied_to_model)
 
@@ -92,6 +96,12 @@ class NativeOffloader:
         self._remainders.ready()
         return parts
 
+    def _away(self) -> list[SlabRemainders]:
+        """Return those of slabs whose masters are not on the GPU but in part."""
+        return [
+            slab.slab.remainders for slab in self._slabs if slab.slab.is_packed and slab.slab.remainders is not None
+        ]
+
     @contextmanager
     def _trusted(self) -> Iterator[None]:
         """Check once that masters that were copied in part can be brought back, and trust in it inside the block.
@@ -99,18 +109,18 @@ class NativeOffloader:
         Raises:
             RuntimeError: see `MasterRemainders.require_unchanged`.
         """
-        away = [
-            slab.slab.remainders
-            for slab in self._slabs
-            if slab.slab.is_packed
-            and slab.slab.remainders is not None
-            and slab.tracker.state is not Residency.RESIDENT  # as after a copy out that failed
-        ]
-        if away:
+        if away := self._away():
             with self._schedule.transfers.computing():
                 self._remainders.require_unchanged(away)
         with self._remainders.trusted():
             yield
+
+    def require_restorable(self) -> None:
+        """See `Offloader.require_restorable`."""
+        self._require_masters("updated")
+        if not self._is_checked:
+            with self._trusted():
+                self._is_checked = True
 
     @property
     def pinned_bytes(self) -> int:
@@ -159,6 +169,7 @@ class NativeOffloader:
         """Start the copies out of every slab whose tensors exist, but those that stay."""
         self._traffic.most_released = self._traffic.released
         self._remainders.look_up()
+        self._is_checked = False
         leaving = [slab for part in self.parts if not part.stays for slab in part.slabs]
         coming = any(slab.tracker.state is Residency.RELOADING for slab in leaving)  # of a pass that is run again
         with self._trusted() if coming else nullcontext():
@@ -202,7 +213,9 @@ class NativeOffloader:
             finally:
                 self._remainders.is_stepping = False
 
-        with self._trusted(), self._inner_step.replaced(step, self._owners), self._master_copy.session():
+        self.require_restorable()
+        self._is_checked = False
+        with self._remainders.trusted(), self._inner_step.replaced(step, self._owners), self._master_copy.session():
             yield
 
     def copy_masters(self, copy: Callable[[], Any]) -> Any:
@@ -231,7 +244,16 @@ class NativeOffloader:
 
     def require_whole(self, what: str) -> None:
         """See `Offloader.require_whole`."""
+        self._require_masters(what)
         self._schedule.require_whole(what)
+
+    def _require_masters(self, what: str) -> None:
+        if self._masters_lost:
+            raise RuntimeError(
+                f"the optimizer state cannot be {what}: weights of the model were changed while their master weights "
+                "were offloaded in part (OffloadConfig.master_remainders=True), and what was to write the masters anew "
+                "has failed; load a checkpoint, or call reload_model_params()"
+            )
 
     @property
     def is_saving(self) -> bool:
@@ -252,10 +274,20 @@ class NativeOffloader:
         with self._trusted():
             require_readable([slab for slab in self._slabs if slab.is_copied_to_model or not masters_only])
 
-    def require_writable(self, masters_only: bool = False, masters_overwritten: bool = False) -> None:
+    @contextmanager
+    def overwriting_masters(self) -> Iterator[None]:
+        """See `Offloader.overwriting_masters`. Where it fails, and the masters were not right before, they are lost."""
+        if away := self._away():
+            with self._schedule.transfers.computing():
+                self._masters_lost = self._masters_lost or not self._remainders.are_unchanged(away)
+        with self._remainders.trusted():
+            self.require_writable()
+        yield
+        self._masters_lost = False
+
+    def require_writable(self, masters_only: bool = False) -> None:
         """See `Offloader.require_writable`."""
-        with self._remainders.trusted() if masters_overwritten else nullcontext():
-            self.require_readable(masters_only)
+        self.require_readable(masters_only)
         for slab in self._slabs:
             if slab.is_copied_to_model or not masters_only:
                 slab.tracker.require_writable()
@@ -292,7 +324,12 @@ class NativeOffloader:
         return f"{left / 2**30:.2f} GiB of state by {', '.join(reasons)}"
 
     def close(self) -> None:
-        """See `Offloader.close`."""
+        """See `Offloader.close`.
+
+        Raises:
+            RuntimeError: masters are lost, see `overwriting_masters`, or cannot be brought back.
+        """
+        self._require_masters("kept")
         self.require_writable()
         self._schedule.remove(self.parts)
         for slab in self._slabs:

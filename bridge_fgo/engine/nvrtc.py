@@ -17,17 +17,19 @@ logger = logging.getLogger(__name__)
 
 @cache
 def compile_for(source: str, device: torch.device) -> Module | None:
-    """Return the source's kernels, compiled for a GPU and loaded; None, said in the log, where NVRTC is not found.
-
-    Raises:
-        RuntimeError: the source does not compile, or the driver does not load what comes out.
-    """
-    library = _library()
-    if library is None:
-        logger.warning("bridge_fgo: NVRTC was not found; PyTorch's operators take its kernels' place, and more time")
-        return None
+    """Return the source's kernels, compiled for a GPU and loaded; None, said in the log, where no NVRTC does it."""
     major, minor = torch.cuda.get_device_capability(device)
-    return Module(compiled(library, source, f"sm_{major}{minor}"))
+    troubles = []
+    for path in _candidates():
+        try:
+            return Module(compiled(ctypes.CDLL(path), source, f"sm_{major}{minor}"))
+        except (OSError, RuntimeError) as error:  # not there, or older than the GPU: the next may do
+            troubles.append(f"{path}: {error}")
+    logger.warning(
+        "bridge_fgo: no NVRTC compiles for this GPU, PyTorch's operators take its kernels' place, and more time: %s",
+        "; ".join(troubles),
+    )
+    return None
 
 
 def compiled(library: Any, source: str, architecture: str) -> bytes:
@@ -57,17 +59,12 @@ def compiled(library: Any, source: str, architecture: str) -> bytes:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _library() -> Any:
-    """Return NVRTC: of the system, of the toolkit, or of PyTorch's own wheels; None where there is none."""
+def _candidates() -> list[str]:
+    """Return where NVRTC may be: in PyTorch's own wheels, of the system, of the toolkit."""
     version = (torch.version.cuda or "0").split(".")[0]
     name = f"libnvrtc.so.{version}"
     wheels = Path(torch.__file__).parents[1] / "nvidia"
-    for path in [name, *map(str, sorted(wheels.glob(f"*/lib/{name}")))]:
-        try:
-            return ctypes.CDLL(path)
-        except OSError:  # not there: the next place may have it
-            continue
-    return None
+    return [*map(str, sorted(wheels.glob(f"*/lib/{name}"))), name]
 
 
 def _check(library: Any, error: int) -> None:

@@ -103,11 +103,15 @@ class Offloader(Protocol):
     def require_readable(self, masters_only: bool = False) -> None:
         """Return when work queued on the current stream from now on may read the states (or masters)."""
 
-    def require_writable(self, masters_only: bool = False, masters_overwritten: bool = False) -> None:
-        """Return when work queued on the current stream from now on may read and write the states (or masters).
+    def require_writable(self, masters_only: bool = False) -> None:
+        """Return when work queued on the current stream from now on may read and write the states (or masters)."""
 
-        masters_overwritten: every master is about to be written, so that what they are need not be right.
-        """
+    def overwriting_masters(self) -> AbstractContextManager[None]:
+        """Be the writing of every master, states beside: what masters were need not be right before."""
+        ...
+
+    def require_restorable(self) -> None:
+        """An optimizer is about to step: raise RuntimeError where states that are away cannot be brought back."""
 
     def settle(self) -> None:
         """A training step has ended: what reads the masters on the current stream may, from now on."""

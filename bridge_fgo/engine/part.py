@@ -49,12 +49,16 @@ class SlabMover:
     def start_offload(self) -> None:
         """Gather the slab's tensors and start the copy out."""
         with self.traffic.timed():
-            written = self.slab.adopt()
-            if self.slab.remainders is not None:
-                with self.transfers.computing():
-                    self.slab.pack()
-                written = True
-            self.transfers.copy_out(self.slab, written)
+            try:
+                written = self.slab.adopt()
+                if self.slab.remainders is not None:
+                    with self.transfers.computing():
+                        self.slab.pack()
+                    written = True
+                self.transfers.copy_out(self.slab, written)
+            except BaseException:
+                self.slab.is_packed = self.slab.is_rounded = False  # it has not left
+                raise
         self.traffic.out += self.slab.moving.numel()
 
     def release(self) -> None:
@@ -140,7 +144,7 @@ class StepPart:
         self.transit_bytes = sum(slab.transit_bytes for slab in self.slabs)
 
 
-MOST_IN_TRANSIT = 8
+MOST_IN_TRANSIT = 4
 """Slabs that are on their way at once where all of them come or go: what is copied in place of masters needs memory
 beside them."""
 
@@ -152,6 +156,19 @@ def require_readable(slabs: Iterable[TrackedSlab]) -> None:
         if slab.tracker.state is Residency.RELEASED:
             slab.tracker.reload()
         coming.append(slab)
+        if len(coming) == MOST_IN_TRANSIT:
+            coming.popleft().tracker.require_readable()
+    for slab in coming:
+        slab.tracker.require_readable()
+
+
+def bring(slabs: Iterable[TrackedSlab]) -> None:
+    """Start the copies in, and keep what has not left. What is packed is waited for, but for the newest."""
+    coming: deque[TrackedSlab] = deque()
+    for slab in slabs:
+        slab.tracker.reload()
+        if slab.slab.is_packed:
+            coming.append(slab)
         if len(coming) == MOST_IN_TRANSIT:
             coming.popleft().tracker.require_readable()
     for slab in coming:

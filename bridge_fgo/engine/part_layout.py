@@ -31,11 +31,6 @@ class SlabOfPart:
     is_copied_to_model: bool
     remainders: SlabRemainders | None
 
-    @property
-    def packed_bytes(self) -> int:
-        """Size in bytes of what is copied in place of the slab; 0 where it is copied as it is."""
-        return 0 if self.remainders is None else self.remainders.nbytes
-
 
 @dataclass(frozen=True)
 class PartLayout:
@@ -52,12 +47,12 @@ class PartLayout:
     @property
     def transit_bytes(self) -> int:
         """Most bytes of GPU memory that the slabs hold while they are on their way."""
-        return self.nbytes + sum(slab.packed_bytes for slab in self.slabs)
+        return self.nbytes + sum(slab.remainders.nbytes for slab in self.slabs if slab.remainders is not None)
 
     @property
     def copied_bytes(self) -> int:
         """Bytes that a copy of the slabs takes over the link."""
-        return sum(slab.packed_bytes or slab.layout.nbytes for slab in self.slabs)
+        return sum(s.layout.nbytes if s.remainders is None else s.remainders.nbytes for s in self.slabs)
 
     @property
     def copied_to_model(self) -> int:

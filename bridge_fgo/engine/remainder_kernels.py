@@ -18,8 +18,19 @@ THREADS = 256
 MOST_BLOCKS = 1024
 """For one tensor; each goes on at its stride. An H200 has 132 multiprocessors of 2048 threads."""
 
+HASH_FACTORS = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)
+"""Odd, of 64 bits with the highest set. Two rounds of them, so that changes do not cancel in a sum of hashes."""
+
 SOURCE = r"""
 typedef unsigned long long u64;
+
+__device__ u64 mixed(long long place, unsigned weight) {
+    u64 x = (u64)place << 16 | weight;
+    x *= FIRST_FACTOR;
+    x ^= x >> 32;
+    x *= SECOND_FACTOR;
+    return x ^ x >> 32;
+}
 
 struct Segment { long long row, first, count; const unsigned short *weight; };
 
@@ -44,7 +55,7 @@ extern "C" __global__ void pack(
             up = above == 1;
             differing += above > 1;
             low[place] = (unsigned short)master;
-            total += (u64)weight * (2 * (u64)place + 1);
+            total += mixed(place, weight);
         }
         const unsigned ballot = __ballot_sync(~0u, up);
         if (threadIdx.x % 32 == 0) bits[place / 32] = ballot;
@@ -75,11 +86,13 @@ extern "C" __global__ void sum(const Segment *segments, u64 *sums) {
     const long long stride = (long long)gridDim.x * blockDim.x;
     u64 total = 0;
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < s.count; i += stride)
-        total += (u64)s.weight[i] * (2 * (u64)(s.first + i) + 1);
+        total += mixed(s.first + i, s.weight[i]);
     total = over_warp(total);
     if (threadIdx.x % 32 == 0 && total) atomicAdd(&sums[s.row], total);
 }
 """
+for _name, _factor in zip(("FIRST_FACTOR", "SECOND_FACTOR"), HASH_FACTORS, strict=True):
+    SOURCE = SOURCE.replace(_name, f"{_factor}ull")
 
 Place = tuple[Sequence[WeightShard], Sequence[int]]
 """The weights of a slab's masters, and where each master begins in the slab, in elements."""
@@ -120,6 +133,11 @@ class RemainderKernels:
         addresses = [bucket.param_data.data_ptr() for bucket in self._buckets]
         if addresses == self._addresses:
             return
+        if not all(addresses):
+            raise RuntimeError(
+                "OffloadConfig.master_remainders=True: a parameter buffer of DDP's has no GPU memory now, and without "
+                "the weights masters can neither leave nor come back; set it to False where weights are offloaded too"
+            )
         self._addresses = addresses
         rows = []
         for row, (shards, firsts) in enumerate(self._slabs):

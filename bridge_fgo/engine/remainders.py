@@ -18,7 +18,7 @@ import torch
 
 from bridge_fgo.engine.master_copy import WeightShard
 from bridge_fgo.engine.plan import ALIGNMENT
-from bridge_fgo.engine.remainder_kernels import RemainderKernels, kernels_on
+from bridge_fgo.engine.remainder_kernels import HASH_FACTORS, RemainderKernels, kernels_on
 from bridge_fgo.engine.states import StateRef
 
 CHUNK = 2**22
@@ -27,11 +27,11 @@ CHUNK = 2**22
 
 def packed_bytes(slab_bytes: int) -> int:
     """Return the bytes that a slab of fp32 masters, gaps included, is copied as: low halves, then a bit for each."""
-    return _bits_at(slab_bytes) + 4 * -(-slab_bytes // 128)
+    return _aligned(slab_bytes // 2) + 4 * -(-slab_bytes // 128)
 
 
-def _bits_at(slab_bytes: int) -> int:
-    return -(-slab_bytes // 2 // ALIGNMENT) * ALIGNMENT
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class SlabRemainders:
     """How the masters of one slab are copied.
 
     shards: the weight of each master; firsts: where each master begins in the slab, in elements.
+    nbytes: size of the copied form; bits_at: where the bits are in it. In bytes.
     row: of the slab in the sums of its optimizer.
     """
 
@@ -92,8 +93,14 @@ class MasterRemainders:
         known = [shard for shard in shards if shard is not None]
         if not refs or len(known) != len(refs) or packed_bytes(nbytes) >= nbytes:
             return None
-        firsts = [offset // 4 for offset in offsets]
-        slab = SlabRemainders(self, known, firsts, packed_bytes(nbytes), _bits_at(nbytes), len(self.slabs))
+        slab = SlabRemainders(
+            self,
+            known,
+            firsts=[offset // 4 for offset in offsets],
+            nbytes=packed_bytes(nbytes),
+            bits_at=_aligned(nbytes // 2),
+            row=len(self.slabs),
+        )
         self.slabs.append(slab)
         return slab
 
@@ -139,6 +146,7 @@ class MasterRemainders:
     @contextmanager
     def trusted(self) -> Iterator[None]:
         """Bring back masters inside the block without a check: of all there was one, or all are about to be written."""
+        self.look_up()
         before, self._trusted = self._trusted, True
         try:
             yield
@@ -151,19 +159,31 @@ class MasterRemainders:
         Raises:
             RuntimeError: weights are not what they were when the masters left.
         """
-        if self._trusted or not packed:
-            return
+        if not self._trusted and (why := self._trouble(packed)):
+            raise RuntimeError(f"OffloadConfig.master_remainders=True: {why}")
+
+    def are_unchanged(self, packed: Sequence[SlabRemainders]) -> bool:
+        """Return whether the masters of some slabs can be brought back; the host waits."""
+        return not self._trouble(packed)
+
+    def _trouble(self, packed: Sequence[SlabRemainders]) -> str:
+        if not packed:
+            return ""
         now = self._sums_now(packed)
         then = self.sums.tolist()
-        for slab, found in zip(packed, now, strict=True):
-            total, differing = then[slab.row]
-            if differing or found != total:
-                raise RuntimeError(
-                    "OffloadConfig.master_remainders=True: weights of the model were changed while their master "
-                    "weights were offloaded, and by something else than the optimizer, so that the masters cannot be "
-                    "brought back. Put the weights back as they were, or resume from a checkpoint with "
-                    "OffloadConfig(master_remainders=False), which copies masters whole"
-                )
+        if any(then[slab.row][1] for slab in packed):
+            return (
+                "a master weight is not what its bf16 weight was rounded from, though the optimizer copied it there "
+                "just before it was offloaded (a NaN?), so that it cannot be brought back. Resume from a checkpoint "
+                "with OffloadConfig(master_remainders=False), which copies masters whole"
+            )
+        if any(then[slab.row][0] != found for slab, found in zip(packed, now, strict=True)):
+            return (
+                "weights of the model were changed while their master weights were offloaded, and by something else "
+                "than the optimizer, so that the masters cannot be brought back. Put the weights back as they were, or "
+                "resume from a checkpoint with OffloadConfig(master_remainders=False), which copies masters whole"
+            )
+        return ""
 
     def _sums_now(self, packed: Sequence[SlabRemainders]) -> list[int]:
         if self._kernels is not None:
@@ -191,9 +211,13 @@ def _chunks(slab: SlabRemainders) -> Iterator[tuple[torch.Tensor, int, int, int]
 
 
 def _sum(bits: torch.Tensor, first: int) -> torch.Tensor:
-    """Return the sum of the weights' bits, each times an odd number of its place, modulo 2**64."""
+    """Return the sum of a hash of each weight's bits and place, modulo 2**64; see `mixed` in the kernels' source."""
     places = torch.arange(first, first + bits.numel(), device=bits.device)
-    return ((bits & 0xFFFF) * (2 * places + 1)).sum()
+    mixed = (places << 16) | (bits & 0xFFFF)
+    for factor in HASH_FACTORS:
+        mixed = mixed * (factor - 2**64)
+        mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
+    return mixed.sum()
 
 
 def _packed_bits(flags: torch.Tensor) -> torch.Tensor:

@@ -79,9 +79,12 @@ class Slab:
         self._ledger = ledger
         self.gpu: torch.Tensor | None = None  # uint8 [layout.nbytes]; its storage is empty while released
         self.remainders = remainders
-        self._packed_home: torch.Tensor | None = None
+        self.transit_bytes = layout.nbytes + (0 if remainders is None else remainders.nbytes)
+        """Most bytes of GPU memory that the slab holds: while it is on its way."""
         self.packed: torch.Tensor | None = None
-        """What is copied in place of the slab, uint8 [remainders.nbytes]; on the GPU while the slab is on its way."""
+        """What is copied in place of the slab, uint8 [remainders.nbytes]; on the GPU while the slab is on its way. In
+        one allocation with the slab the allocator reserved 0.75 GB more on an H200 (of 19.7 GB of states)."""
+        self._packed_home: torch.Tensor | None = None
         self.is_packed = False
         """Whether it was in the newest copy out, until the slab is unpacked."""
         self.is_rounded = False
@@ -92,11 +95,6 @@ class Slab:
         """Bytes of GPU memory that the slab holds now."""
         whole = 0 if self.gpu is None else self.gpu.untyped_storage().nbytes()
         return whole + (0 if self.packed is None else self.packed.numel())
-
-    @property
-    def transit_bytes(self) -> int:
-        """Most bytes of GPU memory that the slab holds while it is on its way."""
-        return self.nbytes + (0 if self.remainders is None else self.remainders.nbytes)
 
     @property
     def moving(self) -> torch.Tensor:
@@ -164,37 +162,48 @@ class Slab:
     def allocate(self) -> None:
         """Take GPU memory again for every tensor of the slab, and for what is copied; its content is undefined."""
         assert self.gpu is not None
-        needed = self.transit_bytes if self.is_packed else self.nbytes
-        with self._ledger.change(needed - self.gpu_bytes):
-            self.gpu.untyped_storage().resize_(self.nbytes)
-            if self.is_packed and self.packed is None:
-                self.packed = self._new_packed()
+        storage = self.gpu.untyped_storage()
+        if not storage.nbytes():
+            with self._ledger.change(self.nbytes):
+                storage.resize_(self.nbytes)
+        if self.is_packed and self.packed is None:
+            self._take_packed()
 
-    def _new_packed(self) -> torch.Tensor:
+    def _take_packed(self) -> None:
         assert self.remainders is not None
-        if self._packed_home is None:
-            self._packed_home = torch.empty(0, dtype=torch.uint8, device=self.device)
-            self._packed_home.resize_(self.remainders.nbytes)
-        else:  # the same tensor again: cheaper for the host than a new one
-            self._packed_home.untyped_storage().resize_(self.remainders.nbytes)
-        return self._packed_home
+        with self._ledger.change(self.remainders.nbytes):
+            if self._packed_home is None:
+                self._packed_home = torch.empty(self.remainders.nbytes, dtype=torch.uint8, device=self.device)
+            else:  # the same tensor again: cheaper for the host than a new one
+                self._packed_home.untyped_storage().resize_(self.remainders.nbytes)
+        self.packed = self._packed_home
+
+    def _empty_packed(self) -> None:
+        if self.packed is not None:
+            self.packed.untyped_storage().resize_(0)
+            self.packed = None
 
     def pack(self) -> None:
         """Have the next copy out take what the model's weights do not have, where the slab's masters allow it.
 
-        On the current stream.
+        On the current stream. The slab is copied whole where a master is not what its weight was rounded from, and
+        where there is no memory for more than the slab.
         """
         remainders, rounded = self.remainders, self.is_rounded
-        self.is_rounded = False
+        self.is_rounded = self.is_packed = False
         if remainders is None:
             return
         assert self.gpu is not None
-        if self.packed is None:  # else a copy out has failed; what is left of it comes before the next in its lane
-            with self._ledger.change(remainders.nbytes):
-                self.packed = self._new_packed()
+        if self.packed is None:  # else it was kept since `unpack`, or a copy out has failed
+            try:
+                self._take_packed()
+            except torch.cuda.OutOfMemoryError:
+                return
+            assert self.packed is not None
         remainders.pack(self.gpu, self.packed)
-        self.is_packed = rounded or not remainders.differs()
-        if not self.is_packed:
+        if rounded or not remainders.differs():
+            self.is_packed = True
+        else:
             self.drop_packed()
 
     def unpack(self) -> None:
@@ -212,11 +221,6 @@ class Slab:
         if self.packed is not None:
             with self._ledger.change(-self.packed.numel()):
                 self._empty_packed()
-
-    def _empty_packed(self) -> None:
-        if self.packed is not None:
-            self.packed.untyped_storage().resize_(0)
-            self.packed = None
 
     def free(self) -> None:
         """Give the GPU memory back; the tensors keep their shape and device and must not be read.

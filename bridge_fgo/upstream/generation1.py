@@ -115,7 +115,7 @@ class Generation1Offloader(WholeStep):
         """See `Offloader.require_readable`."""
         self._tracker.require_readable()
 
-    def require_writable(self, masters_only: bool = False, masters_overwritten: bool = False) -> None:
+    def require_writable(self, masters_only: bool = False) -> None:
         """See `Offloader.require_writable`."""
         self._tracker.require_writable()
 

@@ -93,7 +93,7 @@ class Generation2Offloader(WholeStep):
         self._optimizer.ensure_master_weights_for_param_sync()
         self._optimizer._optimizer_state_offloader._d2h_stream.synchronize()
 
-    def require_writable(self, masters_only: bool = False, masters_overwritten: bool = False) -> None:
+    def require_writable(self, masters_only: bool = False) -> None:
         """Restore the masters: upstream's step and its loader bind the moments that they write themselves."""
         self._optimizer.ensure_master_weights_for_param_sync()
 

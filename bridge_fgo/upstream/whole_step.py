@@ -20,8 +20,17 @@ class WholeStep(ABC):
         """See `Offloader.require_readable`."""
 
     @abstractmethod
-    def require_writable(self, masters_only: bool = False, masters_overwritten: bool = False) -> None:
+    def require_writable(self, masters_only: bool = False) -> None:
         """See `Offloader.require_writable`."""
+
+    @contextmanager
+    def overwriting_masters(self) -> Iterator[None]:
+        """See `Offloader.overwriting_masters`."""
+        self.require_writable()
+        yield
+
+    def require_restorable(self) -> None:  # noqa: B027
+        """See `Offloader.require_restorable`: upstream copies states whole."""
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -177,11 +177,13 @@ class Session:
         """An optimizer is about to step, so that every state will exist.
 
         Raises:
-            RuntimeError: an error ended an earlier step half-way.
+            RuntimeError: an error ended an earlier step half-way, or states cannot be brought back.
         """
         self._updates += 1
         if self.schedule is not None and not self._updating:
             self.schedule.require_whole("updated")
+            for offloader in self.offloaders:  # of all, before the first of them is updated
+                offloader.require_restorable()
         self._updating = True
 
     @contextmanager

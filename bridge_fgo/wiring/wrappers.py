@@ -248,9 +248,10 @@ def writes_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
 def overwrites_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states writable first; the weights may have been loaded already, and every master follows."""
     offloader = vars(instance).get(OFFLOADER)
-    if offloader is not None:
-        offloader.require_writable(masters_overwritten=True)
-    return wrapped(*args, **kwargs)
+    if offloader is None:
+        return wrapped(*args, **kwargs)
+    with offloader.overwriting_masters():
+        return wrapped(*args, **kwargs)
 
 
 COPIED_AT_ONCE = ("fully_reshardable", "dp_zero_gather_scatter")

@@ -12,6 +12,7 @@ from fake_optimizer import make_distributed_optimizer, step
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine import transfers
 from bridge_fgo.engine.native import NativeOffloader
+from bridge_fgo.engine.part import SlabMover, Traffic
 from bridge_fgo.engine.peaks import PeakMeter
 from bridge_fgo.engine.schedule import Schedule
 
@@ -157,3 +158,44 @@ def test_copies_back_to_back_are_ordered_once_unless_something_is_enqueued_betwe
         assert copy(slabs[1]) == 1
         assert copy(slabs[1], written=True) == (way == "out")
     assert copy(slabs[0]) == 1, "what is enqueued after a block is not known to it"
+
+
+def test_what_is_computed_for_a_reader_on_a_side_stream_runs_on_the_training_stream_between_its_work(
+    monkeypatch, mocked
+):
+    order = []
+
+    class Ordering(Event):
+        def record(self, stream):
+            order.append(("record", stream))
+
+        def hold(self, stream):
+            order.append(("hold", stream))
+
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
+    moves._here = Ordering()
+    monkeypatch.setattr(transfers, "current_stream", lambda index: 7)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextmanager(lambda: (yield order.append("inside")))())
+    with moves.computing():
+        pass
+    assert order == [("record", 7), ("hold", 0), "inside", ("record", 0), ("hold", 7)]
+
+
+def test_a_copy_in_waits_for_the_memory_it_was_given(mocked, monkeypatch):
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
+    moves._here = CountingEvent()
+    held = []
+    monkeypatch.setattr(moves._in, "wait", held.append)
+    before = CountingEvent.recorded
+    moves.copy_in(slab_at(0, 0, 8))
+    assert CountingEvent.recorded == before + 1 and held == [moves._here]
+
+
+def test_an_offload_given_up_keeps_what_it_copies_until_it_is_copied(mocked):
+    slab = mock.Mock(packed=object(), is_packed=True)
+    moves = mock.Mock()
+    order = mock.Mock()
+    order.attach_mock(moves.wait_out, "wait_out")
+    order.attach_mock(slab.drop_packed, "drop_packed")
+    SlabMover(slab, moves, Traffic()).give_up_offload()
+    assert order.mock_calls == [mock.call.wait_out(slab), mock.call.drop_packed()]

@@ -380,3 +380,16 @@ def test_the_first_step_with_a_budget_stays_under_it_while_what_stays_comes_back
     training.step(1)
     assert most_held_in_step(training, seed=2) + step <= budget
     training.check()
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_the_step_in_which_many_parts_come_to_stay_keeps_to_the_budget_too(monkeypatch, share):
+    monkeypatch.setattr("test_schedule.SIZES", [90_000] * 40)  # each a part of its own
+    whole, layer = 12 * 90_000 * 40, 2_500_000
+    beside = POINTS // 2 * layer  # as much in the step as in forward and backward
+    budget = beside + int(share * whole)
+    training = Training(layer=layer, step=beside, budget=budget)
+    peaks = [most_held_in_step(training, seed=seed) for seed in range(4)]
+    assert 0 < sum(not part.stays for part in training.schedule.parts) < (1 - share) * 40 + 4
+    assert max(peaks[2:]) + beside <= budget
+    training.check()

@@ -84,3 +84,20 @@ def test_kernels_notice_a_weight_that_was_changed_and_a_master_that_is_no_roundi
     weight[777] = kept
     made[1][0].pack(made[1][1], torch.zeros(made[1][0].nbytes, dtype=torch.uint8, device="cuda"))
     assert not made[1][0].differs()
+
+
+@pytest.mark.gpu
+def test_masters_that_arithmetic_made_nan_come_back_as_they_were() -> None:
+    _, ((slab, masters), _) = slabs_on(torch.device("cuda"), 3)
+    words = masters.view(torch.float32)
+    for shard, first in zip(slab.shards, slab.firsts, strict=True):
+        of_one = words[first : first + shard.numel]
+        of_one.mul_(float("inf")).sub_(of_one.clone())  # inf - inf
+        assert of_one.isnan().any()
+        shard.tensor().copy_(of_one)
+    packed = torch.zeros(slab.nbytes, dtype=torch.uint8, device="cuda")
+    slab.pack(masters, packed)
+    assert not slab.differs()
+    back = torch.zeros_like(masters)
+    slab.unpack(packed, back)
+    assert torch.equal(back, masters)

@@ -43,6 +43,9 @@ class RecordingOffloader:
     def require_writable(self, masters_only=False):
         self.events.append("writable")
 
+    def require_restorable(self):
+        pass
+
     def settle(self):
         self.events.append("settle")
 
