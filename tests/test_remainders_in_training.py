@@ -27,6 +27,13 @@ def packed_weight(run):
     return slab.remainders.shards[0].tensor()
 
 
+def assert_a_step_fails_and_updates_nothing(run):
+    before = [parameter.detach().clone() for parameter in run.model[0].parameters()]
+    with pytest.raises(RuntimeError, match=CHANGED):
+        run.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model[0].parameters(), strict=True))
+
+
 def test_a_changed_weight_ends_the_step_before_any_update_and_training_goes_on_when_it_is_put_back():
     with training(False) as resident:
         for _ in range(3):
@@ -38,10 +45,7 @@ def test_a_changed_weight_ends_the_step_before_any_update_and_training_goes_on_w
         weight = packed_weight(run)
         kept = weight.clone()
         weight[5] += 1
-        before = [parameter.detach().clone() for parameter in run.model[0].parameters()]
-        with pytest.raises(RuntimeError, match=CHANGED):
-            run.step()
-        assert all(torch.equal(a, b) for a, b in zip(before, run.model[0].parameters(), strict=True))
+        assert_a_step_fails_and_updates_nothing(run)
         weight.copy_(kept)
         assert run.digests() == resident
 
@@ -98,9 +102,6 @@ def test_no_optimizer_of_a_chain_is_updated_where_a_later_ones_weights_have_chan
         weight = slab.remainders.shards[0].tensor()
         kept = weight.clone()
         weight[0] += 1
-        before = [parameter.detach().clone() for parameter in run.model[0].parameters()]
-        with pytest.raises(RuntimeError, match=CHANGED):
-            run.step()
-        assert all(torch.equal(a, b) for a, b in zip(before, run.model[0].parameters(), strict=True))
+        assert_a_step_fails_and_updates_nothing(run)
         weight.copy_(kept)
         run.step()

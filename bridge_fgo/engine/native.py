@@ -102,6 +102,12 @@ class NativeOffloader:
             slab.slab.remainders for slab in self._slabs if slab.slab.is_packed and slab.slab.remainders is not None
         ]
 
+    def _require_unchanged(self) -> None:
+        """See `MasterRemainders.require_unchanged`: for all masters that were copied in part."""
+        if away := self._away():
+            with self._schedule.transfers.computing():
+                self._remainders.require_unchanged(away)
+
     @contextmanager
     def _trusted(self) -> Iterator[None]:
         """Check once that masters that were copied in part can be brought back, and trust in it inside the block.
@@ -109,18 +115,16 @@ class NativeOffloader:
         Raises:
             RuntimeError: see `MasterRemainders.require_unchanged`.
         """
-        if away := self._away():
-            with self._schedule.transfers.computing():
-                self._remainders.require_unchanged(away)
+        self._require_unchanged()
         with self._remainders.trusted():
             yield
 
     def require_restorable(self) -> None:
         """See `Offloader.require_restorable`."""
-        self._require_masters("updated")
+        self._require_masters("brought back")
         if not self._is_checked:
-            with self._trusted():
-                self._is_checked = True
+            self._require_unchanged()
+            self._is_checked = True
 
     @property
     def pinned_bytes(self) -> int:

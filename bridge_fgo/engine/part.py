@@ -162,19 +162,6 @@ def require_readable(slabs: Iterable[TrackedSlab]) -> None:
         slab.tracker.require_readable()
 
 
-def bring(slabs: Iterable[TrackedSlab]) -> None:
-    """Start the copies in, and keep what has not left. What is packed is waited for, but for the newest."""
-    coming: deque[TrackedSlab] = deque()
-    for slab in slabs:
-        slab.tracker.reload()
-        if slab.slab.is_packed:
-            coming.append(slab)
-        if len(coming) == MOST_IN_TRANSIT:
-            coming.popleft().tracker.require_readable()
-    for slab in coming:
-        slab.tracker.require_readable()
-
-
 def send_off(slabs: Iterable[TrackedSlab]) -> None:
     """Start the copies out of slabs whose tensors exist. What is packed for it goes at once, but for the newest."""
     leaving: deque[TrackedSlab] = deque()

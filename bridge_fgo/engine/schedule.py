@@ -16,7 +16,7 @@ from itertools import takewhile
 import torch
 
 from bridge_fgo.engine.holding import HoldPlan, MemoryProfile
-from bridge_fgo.engine.part import StepPart, TrackedSlab, bring
+from bridge_fgo.engine.part import StepPart, TrackedSlab
 from bridge_fgo.engine.peaks import PeakMeter
 from bridge_fgo.engine.planner import HoldPlanner, staying_bytes
 from bridge_fgo.engine.residency import Residency
@@ -148,8 +148,10 @@ class Schedule:
             # does not give back by itself. From here on activations take their memory from slabs that went.
             torch.cuda.empty_cache()
             self._fresh = False
-        # From now on they stay; they were away when that was decided.
-        bring(slab for part in self.parts if part.stays for slab in part.slabs)
+        for part in self.parts:
+            if part.stays:  # from now on; it was away when that was decided
+                for slab in part.slabs:
+                    slab.tracker.require_writable()  # one at a time: what is copied for it needs memory beside it
         limit = self.step_limit
         while self.ledger.nbytes > limit and self._leaving:
             self._leaving.pop().tracker.release()  # the last, which are needed last

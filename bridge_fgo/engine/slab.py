@@ -191,9 +191,7 @@ class Slab:
         """
         remainders, rounded = self.remainders, self.is_rounded
         self.is_rounded = self.is_packed = False
-        if remainders is None:
-            return
-        assert self.gpu is not None
+        assert remainders is not None and self.gpu is not None
         if self.packed is None:  # else it was kept since `unpack`, or a copy out has failed
             try:
                 self._take_packed()
@@ -208,8 +206,6 @@ class Slab:
 
     def unpack(self) -> None:
         """Make the masters of what has come back, on the current stream."""
-        if not self.is_packed:
-            return
         assert self.remainders is not None and self.packed is not None and self.gpu is not None
         self.remainders.unpack(self.packed, self.gpu)
         self.is_packed = False

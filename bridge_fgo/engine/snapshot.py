@@ -15,8 +15,8 @@ from bridge_fgo.engine.transfers import Transfers
 
 MOST_BORROWED = 4
 """Parts that are back on the GPU at once, for states that are read in another dtype and masters whose remainders are
-all that the host has: mcore asks in the order of its
-buffers and parts are in the order of param groups, so that two or three take turns."""
+all that the host has: mcore asks in the order of its buffers and parts are in the order of param groups, so that two
+or three take turns."""
 
 
 class Snapshot:

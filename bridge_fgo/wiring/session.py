@@ -221,7 +221,8 @@ class Session:
             RuntimeError: states cannot be brought back, see `MasterRemainders.require_unchanged`; the session stays
                 open, and may be closed once they can.
         """
-        for offloader in self.offloaders:
+        for offloader in self.offloaders:  # all, before the first of them lets go
+            offloader.require_restorable()
             offloader.require_writable()
         if self.schedule is not None and self.schedule.torn:
             say("an error ended the newest optimizer step half-way: its state is no more fit to be saved or trained on")

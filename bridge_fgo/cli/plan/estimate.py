@@ -118,10 +118,8 @@ def make_plan(
     if not job.config.ddp.use_distributed_optimizer:
         raise ValueError("ddp.use_distributed_optimizer=False: the plan knows the DistributedOptimizer's states alone")
     buffers = [_stage_buffers(job, stage) for stage in range(job.parallel.pipeline)]
-    if (job.engine or "").startswith("mcore"):
-        states = _rank_states(job, buffers, replace(offload, master_remainders=False))
-    else:
-        states = _rank_states(job, buffers, offload)
+    whole = (job.engine or "").startswith("mcore")  # upstream copies masters as they are
+    states = _rank_states(job, buffers, replace(offload, master_remainders=False) if whole else offload)
     stages = [_stage_plan(job, stage, buffers[stage], states[stage]) for stage in range(job.parallel.pipeline)]
     moved = [
         [offloaded_bytes(stage, of_rank, offload) for of_rank in of_stage]
