@@ -18,11 +18,15 @@ THREADS = 256
 MOST_BLOCKS = 1024
 """For one tensor; each goes on at its stride. An H200 has 132 multiprocessors of 2048 threads."""
 
+EACH = 8
+"""Elements that a thread takes at once: 16 bytes of weights, the widest load, and one whole byte of the bits."""
+
 HASH_FACTORS = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)
 """Odd, of 64 bits with the highest set. Two rounds of them, so that changes do not cancel in a sum of hashes."""
 
 SOURCE = r"""
 typedef unsigned long long u64;
+typedef unsigned short u16;
 
 __device__ u64 mixed(long long place, unsigned weight) {
     u64 x = (u64)place << 16 | weight;
@@ -32,33 +36,62 @@ __device__ u64 mixed(long long place, unsigned weight) {
     return x ^ x >> 32;
 }
 
-struct Segment { long long row, first, count; const unsigned short *weight; };
+struct Segment { long long row, first, count; const u16 *weight; };
+
+// What one thread takes at once: with loads of 2 and 4 bytes the memory is not kept busy.
+union Halves { uint4 all; u16 one[EACH]; };
+union Words { uint4 all[2]; unsigned one[EACH]; };
+
+__device__ Halves weights_at(const Segment &s, long long i, int count) {
+    Halves found;
+    if (count == EACH && (u64)s.weight % sizeof(uint4) == 0) {  // nothing aligns a shard in DDP's buffer
+        found.all = *(const uint4 *)(s.weight + i);
+        return found;
+    }
+    #pragma unroll
+    for (int k = 0; k < EACH; ++k) found.one[k] = k < count ? s.weight[i + k] : 0;
+    return found;
+}
 
 __device__ u64 over_warp(u64 value) {
     for (int distance = 16; distance; distance /= 2) value += __shfl_down_sync(~0u, value, distance);
     return value;
 }
 
+#define FOR_EACH_GROUP(s) \
+    for (long long i = EACH * ((long long)blockIdx.x * blockDim.x + threadIdx.x), \
+                   stride = EACH * (long long)gridDim.x * blockDim.x; i < (s).count; i += stride)
+
 extern "C" __global__ void pack(
-    const Segment *segments, const unsigned *masters, unsigned short *low, unsigned *bits, u64 *sums
+    const Segment *segments, const unsigned *masters, u16 *low, unsigned char *bits, u64 *sums
 ) {
     const Segment s = segments[blockIdx.y];
-    const long long whole_warps = (s.count + 31) / 32 * 32, stride = (long long)gridDim.x * blockDim.x;
     u64 total = 0, differing = 0;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < whole_warps; i += stride) {
+    FOR_EACH_GROUP(s) {
         const long long place = s.first + i;
-        bool up = false;
-        if (i < s.count) {
-            const unsigned master = masters[place];
-            const unsigned weight = s.weight[i];
-            const unsigned above = (weight - (master >> 16)) & 0xFFFFu;
-            up = above == 1;
-            differing += above > 1;
-            low[place] = (unsigned short)master;
-            total += mixed(place, weight);
+        const int count = min((long long)EACH, s.count - i);
+        const Halves weight = weights_at(s, i, count);
+        Words master;
+        if (count == EACH) {
+            const uint4 *from = (const uint4 *)(masters + place);
+            master.all[0] = from[0];
+            master.all[1] = from[1];
+        } else {  // beyond may be the end of the slab
+            #pragma unroll
+            for (int k = 0; k < EACH; ++k) master.one[k] = k < count ? masters[place + k] : 0;
         }
-        const unsigned ballot = __ballot_sync(~0u, up);
-        if (threadIdx.x % 32 == 0) bits[place / 32] = ballot;
+        Halves rest;
+        unsigned up = 0;
+        #pragma unroll
+        for (int k = 0; k < EACH; ++k) {
+            const unsigned above = (weight.one[k] - (master.one[k] >> 16)) & 0xFFFFu;
+            up |= (above == 1) << k;
+            differing += above > 1;
+            rest.one[k] = (u16)master.one[k];
+            if (k < count) total += mixed(place + k, weight.one[k]);
+        }
+        *(uint4 *)(low + place) = rest.all;  // there is room up to the next tensor, or to the bits
+        bits[place / EACH] = up;
     }
     total = over_warp(total);
     differing = over_warp(differing);
@@ -69,30 +102,47 @@ extern "C" __global__ void pack(
 }
 
 extern "C" __global__ void unpack(
-    const Segment *segments, const unsigned short *low, const unsigned *bits, unsigned *masters, u64 *sums
+    const Segment *segments, const u16 *low, const unsigned char *bits, unsigned *masters, u64 *sums
 ) {
     const Segment s = segments[blockIdx.y];
     if (blockIdx.x == 0 && threadIdx.x < 2) sums[2 * s.row + threadIdx.x] = 0;
-    const long long stride = (long long)gridDim.x * blockDim.x;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < s.count; i += stride) {
+    FOR_EACH_GROUP(s) {
         const long long place = s.first + i;
-        const unsigned up = bits[place / 32] >> (place % 32) & 1u;
-        masters[place] = (s.weight[i] - up) << 16 | low[place];
+        const int count = min((long long)EACH, s.count - i);
+        const Halves weight = weights_at(s, i, count);
+        const Halves rest = { *(const uint4 *)(low + place) };
+        const unsigned up = bits[place / EACH];
+        Words master;
+        #pragma unroll
+        for (int k = 0; k < EACH; ++k) master.one[k] = (weight.one[k] - (up >> k & 1u)) << 16 | rest.one[k];
+        if (count == EACH) {
+            uint4 *to = (uint4 *)(masters + place);
+            to[0] = master.all[0];
+            to[1] = master.all[1];
+        } else {
+            #pragma unroll
+            for (int k = 0; k < EACH; ++k) if (k < count) masters[place + k] = master.one[k];
+        }
     }
 }
 
 extern "C" __global__ void sum(const Segment *segments, u64 *sums) {
     const Segment s = segments[blockIdx.y];
-    const long long stride = (long long)gridDim.x * blockDim.x;
     u64 total = 0;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < s.count; i += stride)
-        total += mixed(s.first + i, s.weight[i]);
+    FOR_EACH_GROUP(s) {
+        const int count = min((long long)EACH, s.count - i);
+        const Halves weight = weights_at(s, i, count);
+        #pragma unroll
+        for (int k = 0; k < EACH; ++k) if (k < count) total += mixed(s.first + i + k, weight.one[k]);
+    }
     total = over_warp(total);
     if (threadIdx.x % 32 == 0 && total) atomicAdd(&sums[s.row], total);
 }
 """
-for _name, _factor in zip(("FIRST_FACTOR", "SECOND_FACTOR"), HASH_FACTORS, strict=True):
-    SOURCE = SOURCE.replace(_name, f"{_factor}ull")
+for _name, _value in zip(
+    ("FIRST_FACTOR", "SECOND_FACTOR", "EACH"), (*(f"{factor}ull" for factor in HASH_FACTORS), str(EACH)), strict=True
+):
+    SOURCE = SOURCE.replace(_name, _value)
 
 Place = tuple[Sequence[WeightShard], Sequence[int]]
 """The weights of a slab's masters, and where each master begins in the slab, in elements."""
@@ -178,7 +228,7 @@ class RemainderKernels:
 
 
 def _blocks(shards: Sequence[WeightShard]) -> int:
-    return min(MOST_BLOCKS, -(-max(shard.numel for shard in shards) // THREADS))
+    return min(MOST_BLOCKS, -(-max(shard.numel for shard in shards) // (EACH * THREADS)))
 
 
 def kernels_on(slabs: Sequence[Place], sums: torch.Tensor) -> RemainderKernels | None:
