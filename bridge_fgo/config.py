@@ -32,11 +32,12 @@ class OffloadConfig:
     master_weights: bool = True
     """Offload the fp32 master weights (or their 16-bit remainders)."""
 
-    master_remainders: bool = True
-    """Copy of an fp32 master only the 17 bits that the model's bf16 weight, which it was rounded to and which stays on
-    the GPU, does not have. Only the optimizer may change such weights then, and a checkpoint load: where something
-    else has, an error comes before the masters are used. False copies masters whole: where every copy is hidden behind
-    a long forward anyway, that is the faster (on an H200 by 10 ms for 1.64 billion parameters)."""
+    master_remainders: bool | None = None
+    """Whether to copy of an fp32 master only the 17 bits that the model's bf16 weight does not have, which it was
+    rounded to and which stays on the GPU. Only the optimizer may change such weights then, and a checkpoint load: where
+    something else has, an error comes before the masters are used. None does so once training is seen to wait for
+    copies: where all are hidden behind a long forward and backward, packing would only cost time (on an H200 10 ms for
+    1.64 billion parameters). True does so from the first step on, False never."""
 
     fraction: float = 1.0
     """Share to offload, in (0, 1], of the bytes that `moments` and `master_weights` ask for. Parameters are
@@ -62,9 +63,11 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         if self.engine not in get_args(Engine):
             raise ValueError(f"OffloadConfig.engine={self.engine!r}: use one of {', '.join(get_args(Engine))}")
-        for name in ("moments", "master_weights", "master_remainders", "pin_memory"):
+        for name in ("moments", "master_weights", "pin_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"OffloadConfig.{name}={getattr(self, name)!r}: use True or False")
+        if not isinstance(self.master_remainders, bool | None):
+            raise ValueError(f"OffloadConfig.master_remainders={self.master_remainders!r}: use True, False or None")
         if not (self.moments or self.master_weights):
             raise ValueError(
                 "OffloadConfig.moments=False with master_weights=False offloads nothing: set one of them to "

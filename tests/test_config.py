@@ -20,6 +20,8 @@ from bridge_fgo import OffloadConfig
         ({"slab_bytes": 10}, "slab_bytes"),
         ({"piece_bytes": 1.5}, "piece_bytes"),
         ({"pin_memory": None}, "pin_memory"),
+        ({"master_remainders": "always"}, "master_remainders"),
+        ({"master_remainders": 1}, "master_remainders"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(settings, name):

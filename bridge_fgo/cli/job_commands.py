@@ -18,7 +18,10 @@ OffloadEngine = Annotated[run_script.Engine | None, typer.Option(help="Which off
 Fraction = Annotated[float | None, typer.Option(help="Share of the state to offload, up to 1.")]
 Budget = Annotated[float | None, typer.Option(help="Peak of GPU memory to stay under, in GiB.")]
 NoMoments = Annotated[bool, typer.Option("--no-moments", help="Leave the moments on the GPU.")]
-WholeMasters = Annotated[bool, typer.Option("--whole-masters", help="Copy all bits of masters.")]
+Remainders = Annotated[
+    bool | None,
+    typer.Option("--master-remainders/--whole-masters", help="Copy of masters what weights do not have, or all bits."),
+]
 NoMasters = Annotated[bool, typer.Option("--no-master-weights", help="Leave the master weights on the GPU.")]
 Vocabulary = Annotated[int | None, typer.Option("--vocab-size", min=1, help="Where neither model nor tokenizer says.")]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, help="GPUs of a node; the system's own by default.")]
@@ -31,7 +34,7 @@ def _offload_options(
     budget_gib: float | None,
     no_moments: bool,
     no_master_weights: bool,
-    whole_masters: bool,
+    master_remainders: bool | None,
 ) -> dict[str, Any]:
     return run_script.config_options(
         engine=None if engine is None else engine.value,
@@ -39,7 +42,7 @@ def _offload_options(
         budget_gib=budget_gib,
         no_moments=no_moments,
         no_master_weights=no_master_weights,
-        whole_masters=whole_masters,
+        master_remainders=master_remainders,
     )
 
 
@@ -70,7 +73,7 @@ def plan(
     budget_gib: Budget = None,
     no_moments: NoMoments = False,
     no_master_weights: NoMasters = False,
-    whole_masters: WholeMasters = False,
+    master_remainders: Remainders = None,
     json_output: Json = False,
     picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the components (matplotlib).")] = None,
 ) -> None:
@@ -91,7 +94,7 @@ def plan(
         link_gbs=link_gbs,
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
-        offload=_offload_options(engine, fraction, budget_gib, no_moments, no_master_weights, whole_masters),
+        offload=_offload_options(engine, fraction, budget_gib, no_moments, no_master_weights, master_remainders),
         json_output=json_output,
         picture=picture,
     )
@@ -111,7 +114,7 @@ def doctor(
     budget_gib: Budget = None,
     no_moments: NoMoments = False,
     no_master_weights: NoMasters = False,
-    whole_masters: WholeMasters = False,
+    master_remainders: Remainders = None,
     probe: Annotated[bool, typer.Option(help="Measure the links of the GPUs here.")] = True,
     json_output: Json = False,
 ) -> None:
@@ -128,7 +131,7 @@ def doctor(
         gpus=gpus,
         gpus_per_node=gpus_per_node,
         vocab_size=vocab_size,
-        offload=_offload_options(engine, fraction, budget_gib, no_moments, no_master_weights, whole_masters),
+        offload=_offload_options(engine, fraction, budget_gib, no_moments, no_master_weights, master_remainders),
         probe=probe,
         json_output=json_output,
     )

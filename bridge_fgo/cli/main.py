@@ -100,9 +100,14 @@ def run_command(
     no_master_weights: Annotated[
         bool, typer.Option("--no-master-weights", help="Leave the fp32 master weights on the GPU.")
     ] = False,
-    whole_masters: Annotated[
-        bool, typer.Option("--whole-masters", help="Copy also those bits of masters that the bf16 weights have.")
-    ] = False,
+    master_remainders: Annotated[
+        bool | None,
+        typer.Option(
+            "--master-remainders/--whole-masters",
+            help="Copy of masters only what the bf16 weights do not have: always, or never; by default once training "
+            "is seen to wait for copies.",
+        ),
+    ] = None,
 ) -> None:
     """Run SCRIPT as `python SCRIPT ARGS...` would, with bridge_fgo installed.
 
@@ -121,7 +126,7 @@ def run_command(
             budget_gib=budget_gib,
             no_moments=no_moments,
             no_master_weights=no_master_weights,
-            whole_masters=whole_masters,
+            master_remainders=master_remainders,
         ),
     )
     try:

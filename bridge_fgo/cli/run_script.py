@@ -46,7 +46,7 @@ def config_options(
     budget_gib: float | None = None,
     no_moments: bool = False,
     no_master_weights: bool = False,
-    whole_masters: bool = False,
+    master_remainders: bool | None = None,
 ) -> dict[str, Any]:
     """Returns OffloadConfig's keyword arguments for the options that were given (sizes in MiB)."""
     given: dict[str, Any] = {
@@ -57,7 +57,7 @@ def config_options(
         "gpu_memory_budget_gib": budget_gib,
         "moments": False if no_moments else None,
         "master_weights": False if no_master_weights else None,
-        "master_remainders": False if whole_masters else None,
+        "master_remainders": master_remainders,
     }
     return {name: value for name, value in given.items() if value is not None}
 

@@ -48,6 +48,7 @@ class DebugTransfers:
 
     def __init__(self, transfers: Transfers, seed: int) -> None:
         self._transfers = transfers
+        self.waits = transfers.waits
         self._random = random.Random(seed)
         self._late_out: weakref.WeakSet[Slab] = weakref.WeakSet()
         self._late_in: weakref.WeakSet[Slab] = weakref.WeakSet()

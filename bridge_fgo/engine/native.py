@@ -60,8 +60,10 @@ class NativeOffloader:
         chosen = offloaded_bundles(everything, config)
         self.planned_bytes = sum(bundle.nbytes for bundle in chosen)
         self._master_copy = MasterCopy(optimizer)
-        weights = self._master_copy.rounded_weights() if config.master_remainders else {}
-        self._remainders = MasterRemainders(weights, self._device)
+        weights = {} if config.master_remainders is False else self._master_copy.rounded_weights()
+        self._remainders = MasterRemainders(
+            weights, self._device, wanted=lambda: config.master_remainders or schedule.packs
+        )
         self.parts = self._make_parts(chosen)
         self._slabs = [slab for part in self.parts for slab in part.slabs]
         if config.pin_memory and self._device.type == "cuda":
@@ -255,7 +257,7 @@ class NativeOffloader:
         if self._masters_lost:
             raise RuntimeError(
                 f"the optimizer state cannot be {what}: weights of the model were changed while their master weights "
-                "were offloaded in part (OffloadConfig.master_remainders=True), and what was to write the masters anew "
+                "were offloaded in part (OffloadConfig.master_remainders), and what was to write the masters anew "
                 "has failed; load a checkpoint, or call reload_model_params()"
             )
 

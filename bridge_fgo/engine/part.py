@@ -53,8 +53,7 @@ class SlabMover:
                 written = self.slab.adopt()
                 if self.slab.remainders is not None:
                     with self.transfers.computing():
-                        self.slab.pack()
-                    written = True
+                        written = self.slab.pack() or written
                 self.transfers.copy_out(self.slab, written)
             except BaseException:
                 self.slab.is_packed = self.slab.is_rounded = False  # it has not left

@@ -178,14 +178,22 @@ class RemainderKernels:
         self._launches: list[tuple[tuple[int, int], int]] = []
         """Of each slab: the grid of a launch over its weights, and the address of the first's segment."""
 
-    def look_up(self) -> None:
-        """Write the table anew where weights are elsewhere now: a buffer may be let go of, and taken again."""
+    def look_up(self, required: bool = True) -> None:
+        """Write the table anew where weights are elsewhere now: a buffer may be let go of, and taken again.
+
+        required: whether masters are packed or about to be; else weights that have no memory are left for later.
+
+        Raises:
+            RuntimeError: weights have no memory, and are needed.
+        """
         addresses = [bucket.param_data.data_ptr() for bucket in self._buckets]
         if addresses == self._addresses:
             return
         if not all(addresses):
+            if not required:
+                return
             raise RuntimeError(
-                "OffloadConfig.master_remainders=True: a parameter buffer of DDP's has no GPU memory now, and without "
+                "OffloadConfig.master_remainders: a parameter buffer of DDP's has no GPU memory now, and without "
                 "the weights masters can neither leave nor come back; set it to False where weights are offloaded too"
             )
         self._addresses = addresses

@@ -10,7 +10,7 @@ before a master is brought back; and what a master differs from its weight by mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -74,11 +74,15 @@ class MasterRemainders:
     Args:
         weights: see `MasterCopy.rounded_weights`; without any, everything is copied as it is.
         device: where the masters are when resident.
+        wanted: says whether to copy the remainders of slabs that leave now, or the slabs as they are.
     """
 
-    def __init__(self, weights: Mapping[int, WeightShard], device: torch.device) -> None:
+    def __init__(
+        self, weights: Mapping[int, WeightShard], device: torch.device, wanted: Callable[[], bool] = lambda: True
+    ) -> None:
         self._weights = weights
         self._device = device
+        self.wanted = wanted
         self.slabs: list[SlabRemainders] = []
         self.sums = torch.zeros(0, 2, dtype=torch.int64)
         """[slabs, 2]: the sum over the weights' bits when the slab was packed, and how many masters differed."""
@@ -113,7 +117,7 @@ class MasterRemainders:
     def look_up(self) -> None:
         """Find where the weights are now; to be called before the first `pack` of a pass."""
         if self._kernels is not None:
-            self._kernels.look_up()
+            self._kernels.look_up(required=self.wanted())
 
     def pack(self, slab: SlabRemainders, masters: torch.Tensor, packed: torch.Tensor) -> None:
         """See `SlabRemainders.pack`."""
@@ -160,7 +164,7 @@ class MasterRemainders:
             RuntimeError: weights are not what they were when the masters left.
         """
         if not self._trusted and (why := self._trouble(packed)):
-            raise RuntimeError(f"OffloadConfig.master_remainders=True: {why}")
+            raise RuntimeError(f"OffloadConfig.master_remainders: {why}")
 
     def are_unchanged(self, packed: Sequence[SlabRemainders]) -> bool:
         """Return whether the masters of some slabs can be brought back; the host waits."""

@@ -183,26 +183,36 @@ class Slab:
             self.packed.untyped_storage().resize_(0)
             self.packed = None
 
-    def pack(self) -> None:
-        """Have the next copy out take what the model's weights do not have, where the slab's masters allow it.
+    @property
+    def bytes_to_pack(self) -> int:
+        """Bytes of GPU memory that `pack` is going to take."""
+        if self.remainders is None or self.packed is not None or not self.remainders.owner.wanted():
+            return 0
+        return self.remainders.nbytes
+
+    def pack(self) -> bool:
+        """Have the next copy out take what the model's weights do not have, where that is wanted and possible.
 
         On the current stream. The slab is copied whole where a master is not what its weight was rounded from, and
-        where there is no memory for more than the slab.
+        where there is no memory for more than the slab. Returns whether anything was enqueued.
         """
         remainders, rounded = self.remainders, self.is_rounded
         self.is_rounded = self.is_packed = False
         assert remainders is not None and self.gpu is not None
+        if not remainders.owner.wanted():
+            return False
         if self.packed is None:  # else it was kept since `unpack`, or a copy out has failed
             try:
                 self._take_packed()
             except torch.cuda.OutOfMemoryError:
-                return
+                return False
             assert self.packed is not None
         remainders.pack(self.gpu, self.packed)
         if rounded or not remainders.differs():
             self.is_packed = True
         else:
             self.drop_packed()
+        return True
 
     def unpack(self) -> None:
         """Make the masters of what has come back, on the current stream."""

@@ -12,12 +12,18 @@ import torch
 from bridge_fgo.engine.driver import Event, copy_to_gpu, copy_to_host, current_stream
 from bridge_fgo.engine.plan import pieces
 from bridge_fgo.engine.slab import Slab
+from bridge_fgo.engine.waits import WaitMeter
 
 _SAME_STREAM = nullcontext()
 
 
 class Transfers(Protocol):
-    """Moves slabs. One object a device, shared by every optimizer of the rank."""
+    """Moves slabs. One object a device, shared by every optimizer of the rank.
+
+    waits: times how long the training stream waits for copies; None where the host does them, and waits for all.
+    """
+
+    waits: WaitMeter | None
 
     def begin_pass(self) -> None:
         """Remember the current stream as the one that forward and backward run on."""
@@ -124,6 +130,8 @@ class CudaTransfers:
         self._out = Lane(device, piece_bytes, copy_to_host)
         self._in = Lane(device, piece_bytes, copy_to_gpu)
         self._here = Event()
+        self._timed = WaitMeter()
+        self.waits: WaitMeter | None = self._timed
         self._done: dict[Slab, tuple[Event, Event]] = {}
         # Race: an optimizer that is dropped in mid-copy would free memory that a copy still reads or writes. The
         # dictionary holds the slabs until the copies are done. At exit the driver waits by itself.
@@ -191,7 +199,7 @@ class CudaTransfers:
         self._is_ordered = False
         for stream in self._streams():
             # Race: forward's activations would be written into the memory while the copy out still reads it.
-            self._events(slab)[0].hold(stream)
+            self._hold(self._events(slab)[0], stream)
         slab.free()
 
     def copy_in(self, slab: Slab) -> None:
@@ -212,7 +220,7 @@ class CudaTransfers:
         self._is_ordered = False
         for stream in self._streams():
             # Race: optimizer.step(), a save or a second offload would use states that have not all landed.
-            self._events(slab)[1].hold(stream)
+            self._hold(self._events(slab)[1], stream)
 
     def finish_out(self) -> None:
         """See `Transfers.finish_out`."""
@@ -236,6 +244,12 @@ class CudaTransfers:
         for stream in self._streams():
             # Race: GPU memory that is let go of while a copy out, given up since, still reads it.
             self._events(slab)[0].hold(stream)
+
+    def _hold(self, copied: Event, stream: int) -> None:
+        if stream == self._handle:
+            self._timed.around(lambda: copied.hold(stream), self._compute)
+        else:
+            copied.hold(stream)
 
     def _streams(self) -> tuple[int, ...]:
         """Return the current stream and the training stream; the same, but for a reader on a side stream.
@@ -264,6 +278,8 @@ class HostTransfers:
 
     It shows what moves and that it is right; it says nothing of speed.
     """
+
+    waits: WaitMeter | None = None
 
     def __init__(self, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes

@@ -123,7 +123,7 @@ def test_the_package_is_installed_with_the_options_before_the_script(script: Any
 def test_options_not_given_keep_the_defaults_of_offload_config() -> None:
     assert run_script.config_options() == {}
     assert run_script.config_options(no_master_weights=True) == {"master_weights": False}
-    assert run_script.config_options(whole_masters=True) == {"master_remainders": False}
+    assert run_script.config_options(master_remainders=False) == {"master_remainders": False}
 
 
 @pytest.mark.parametrize(("text", "status"), [("7", 7), ("", 0), ("None", 0), ("'no luck'", 1)])

@@ -104,6 +104,22 @@ def test_a_read_on_a_side_stream_orders_the_training_stream_too(mocked, monkeypa
     assert landed.held == [side, Stream.cuda_stream]
 
 
+def test_only_the_training_streams_waits_for_copies_are_timed(mocked, monkeypatch):
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
+    slab = slab_at(1000, 5000, 250)
+    timed = []
+    monkeypatch.setattr(moves._timed, "around", lambda wait, stream: timed.append(stream) or wait())
+    moves.copy_out(slab)
+    moves.release(slab)
+    moves.copy_in(slab)
+    moves.wait_in(slab)
+    assert timed == [moves._compute] * 2
+    assert [event.held.count(Stream.cuda_stream) for event in moves._events(slab)] == [1, 1]
+    monkeypatch.setattr(transfers, "current_stream", lambda index: 7)
+    moves.wait_in(slab)
+    assert timed == [moves._compute] * 3  # and not that of the reader
+
+
 def test_memory_is_the_training_streams_also_where_a_side_stream_asks_for_it(mocked, monkeypatch):
     # Taken from a side stream's pool it would go back to that, while the copy out of a later offload reads it.
     moves = transfers.CudaTransfers(torch.device("cpu"), 100)

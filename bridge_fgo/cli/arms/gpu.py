@@ -82,7 +82,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     offload.add_argument("--slab-mib", type=int)
     offload.add_argument("--piece-mib", type=int)
     offload.add_argument("--budget-gib", type=float)
-    offload.add_argument("--whole-masters", action="store_true", help="OffloadConfig.master_remainders=False")
+    offload.add_argument(
+        "--master-remainders",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="OffloadConfig.master_remainders: None, True or False",
+    )
     checkpoint = parser.add_argument_group("checkpoints")
     checkpoint.add_argument("--save", type=Path, help="folder to save into every --save-interval steps, and at the end")
     checkpoint.add_argument("--save-interval", type=int, default=4)
@@ -280,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     slab_mib=options.slab_mib,
                     piece_mib=options.piece_mib,
                     budget_gib=options.budget_gib,
-                    whole_masters=options.whole_masters,
+                    master_remainders={"auto": None, "always": True, "never": False}[options.master_remainders],
                 )
             )
         )

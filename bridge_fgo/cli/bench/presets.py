@@ -62,7 +62,7 @@ def arms(names: list[str], megatron_lm: list[str]) -> list[BenchArm]:
         elif name == "native":
             found.append(BenchArm(name, native))
         elif name == "whole":
-            found.append(BenchArm(name, (*native, "--whole-masters")))
+            found.append(BenchArm(name, (*native, "--master-remainders", "never")))
         elif name == "half":
             found.append(BenchArm(name, native, half=True))
         elif name == "hybrid":

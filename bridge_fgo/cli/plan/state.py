@@ -61,7 +61,7 @@ def state_bytes(shards: list[tuple[Buffer, int]], optimizer: Any, ddp: Any, conf
             for ref in bundle.refs:
                 by_kind[ref.kind] += ref.nbytes
         chosen = offloaded_bundles(everything, config)
-        weights = MasterCopy(of_kind).rounded_weights() if config.master_remainders else {}
+        weights = {} if config.master_remainders is False else MasterCopy(of_kind).rounded_weights()
         layouts = lay_out(chosen, part_bytes(chosen, config), MasterRemainders(weights, META))
         offloaded += [ref for bundle in chosen for ref in bundle.refs]
         parts += layouts

@@ -1,0 +1,82 @@
+"""Timing the training stream's waits, with events that tell made-up times."""
+
+from itertools import count
+
+import pytest
+
+from bridge_fgo.engine.waits import LEAST_SECONDS, WaitMeter
+
+
+class Gpu:
+    """A stream on which each wait takes the next of the given seconds, and its events."""
+
+    def __init__(self, waits):
+        self.now, self.done = 0.0, True
+        self._waits = iter(waits)
+        self.recorded = count()
+
+    def event(self):
+        gpu = self
+
+        class Event:
+            def record(self, stream):
+                next(gpu.recorded)
+                self.time = gpu.now
+
+            def query(self):
+                return gpu.done
+
+            def elapsed_time(self, other):
+                return (other.time - self.time) * 1e3
+
+        return Event()
+
+    def wait(self):
+        self.now += next(self._waits)
+
+
+def step(meter, gpu, waits):
+    meter.begin()
+    for _ in range(waits):
+        meter.around(gpu.wait, "stream")
+    meter.end()
+
+
+def test_a_steps_waits_are_summed_but_for_what_events_take_themselves():
+    gpu = Gpu([0.25, LEAST_SECONDS / 2, 0.5])
+    meter = WaitMeter(gpu.event)
+    step(meter, gpu, 3)
+    assert meter.take() == pytest.approx(0.75)
+    assert meter.take() is None
+
+
+def test_a_step_without_waits_took_none():
+    meter = WaitMeter(Gpu([]).event)
+    step(meter, Gpu([]), 0)
+    assert meter.take() == 0.0
+
+
+def test_figures_come_when_the_gpu_is_done_and_the_step_meanwhile_is_not_timed():
+    gpu = Gpu([0.25, 0.5, 1.0])
+    meter = WaitMeter(gpu.event)
+    step(meter, gpu, 1)
+    gpu.done = False
+    assert meter.take() is None
+    step(meter, gpu, 1)
+    gpu.done = True
+    assert meter.take() == pytest.approx(0.25)
+    step(meter, gpu, 1)
+    assert meter.take() == pytest.approx(1.0)
+
+
+def test_waits_outside_a_timed_step_cost_no_event_and_a_dropped_step_says_nothing():
+    gpu = Gpu([0.25, 0.5])
+    meter = WaitMeter(gpu.event)
+    meter.around(gpu.wait, "stream")
+    assert gpu.now == 0.25
+    assert next(gpu.recorded) == 0
+    meter.begin()
+    meter.around(gpu.wait, "stream")
+    meter.drop()
+    meter.end()
+    assert meter.take() is None
