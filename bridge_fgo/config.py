@@ -36,8 +36,8 @@ class OffloadConfig:
     """Whether to copy of an fp32 master only the 17 bits that the model's bf16 weight does not have, which it was
     rounded to and which stays on the GPU. Only the optimizer may change such weights then, and a checkpoint load: where
     something else has, an error comes before the masters are used. None does so once training is seen to wait for
-    copies: where all are hidden behind a long forward and backward, packing would only cost time (on an H200 10 ms for
-    1.64 billion parameters). True does so from the first step on, False never."""
+    copies in two of the first dozen or so steps: where all are hidden behind a long forward and backward, packing would
+    only cost time (on an H200 10 ms for 1.64 billion parameters). True does so from the first step on, False never."""
 
     fraction: float = 1.0
     """Share to offload, in (0, 1], of the bytes that `moments` and `master_weights` ask for. Parameters are

@@ -72,6 +72,7 @@ def train(folder: str, point: str | None, call: int, how: str) -> None:
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     filesystem_async._results_queue = queue.Queue()  # mcore's is in a process of its own, which would outlive this one
     offload = point is not None
     if offload:

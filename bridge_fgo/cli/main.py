@@ -182,7 +182,7 @@ def demo(
 def bench(
     arms: Annotated[str, typer.Option(help="Which arms, resident first.")] = "resident,native,half,mcore,hybrid",
     preset: Annotated[Preset, typer.Option(help="What to train.")] = Preset.short,
-    steps: Annotated[int, typer.Option(min=8, help="Steps of each arm; from the 4th on they count.")] = 14,
+    steps: Annotated[int, typer.Option(min=8, help="Steps of each arm; from the 7th on they count.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="How often each arm runs, in turn.")] = 1,
     gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs; all by default.")] = None,
     megatron_lm: Annotated[

@@ -62,7 +62,7 @@ class NativeOffloader:
         self._master_copy = MasterCopy(optimizer)
         weights = {} if config.master_remainders is False else self._master_copy.rounded_weights()
         self._remainders = MasterRemainders(
-            weights, self._device, wanted=lambda: config.master_remainders or schedule.packs
+            weights, self._device, wanted=lambda: config.master_remainders or schedule.packing.packs
         )
         self.parts = self._make_parts(chosen)
         self._slabs = [slab for part in self.parts for slab in part.slabs]
@@ -73,6 +73,9 @@ class NativeOffloader:
             page_lock([slab.slab.host for slab in self._slabs], local_cpus(self._device))
             self.pin_seconds = time.perf_counter() - started
         schedule.parts += self.parts
+        if config.master_remainders is None and self._remainders.are_fast:
+            packable = sum(slab.nbytes for slab in self._slabs if slab.slab.remainders is not None)
+            schedule.packing.packable_bytes += packable
         self._owners = {i: part for part in self.parts for i in part.ids}
         self._inner_step = InnerStep(optimizer.optimizer)
         self._snapshot: Snapshot | None = None

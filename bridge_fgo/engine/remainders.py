@@ -1,4 +1,4 @@
-"""What of an fp32 master the model's bf16 weight does not say: 17 bits of 32, which are all that is copied.
+"""What of an fp32 master the model's bf16 weight does not say: 17 bits of 32, which are all that need be copied.
 
 mcore rounds each updated master to the weight, which stays on the GPU. So a copy of the master's low 16 bits and of
 one bit, whether the weight's bits are the master's high ones or these plus one, brings back every bit of it. TE's
@@ -107,6 +107,11 @@ class MasterRemainders:
         )
         self.slabs.append(slab)
         return slab
+
+    @property
+    def are_fast(self) -> bool:
+        """Whether there are kernels for them, where they are on a GPU."""
+        return self._kernels is not None or self._device.type != "cuda"
 
     def ready(self) -> None:
         """Take what memory the sums need, once every slab is known."""

@@ -22,10 +22,7 @@ from bridge_fgo.engine.planner import HoldPlanner, staying_bytes
 from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.slab import Ledger
 from bridge_fgo.engine.transfers import Transfers
-
-PACKING_SECONDS_A_BYTE = 0.5e-12
-"""Of the states that are offloaded: what it takes the GPU to pack and unpack their masters. Measured on an H200:
-10.3 ms for 19.7 GB."""
+from bridge_fgo.engine.waits import PackingChoice
 
 LOOKAHEAD = 2
 """Parts that are brought back before the one in hand, where room has to be made for them first."""
@@ -51,8 +48,7 @@ class Schedule:
         """What a pass must have in common with the measured one: set before a pass; the number of microbatches."""
         self.torn = False
         """Whether an optimizer step began and did not end: some parameters are updated, others are not."""
-        self.packs = transfers.waits is None
-        """Whether masters are worth packing: training waits longer for copies than packing takes."""
+        self.packing = PackingChoice(transfers.waits, lambda text: self.planner.announce(text))
         self._meter = meter
         self._fresh = False
         self._warm = False
@@ -95,29 +91,13 @@ class Schedule:
         self.transfers.begin_pass()
         self._record_in(None)  # a pass may be run again
         self._plan = self.planner.plans.get(self.signature)
-        self._time_waits()
+        self.packing.begin_pass(self.signature, by_plan=self._plan is not None and not self._fresh)
         self._index = 0
         self._coming = [slab for part in self.parts for slab in part.slabs if not part.stays]
         self._position = {slab: i for i, slab in enumerate(self._coming)}
         self._leaving = deque(slab for slab in self._coming if slab.tracker.state is Residency.OFFLOADING)
         self._next = 0
         self._in_step_phase = False
-
-    def _time_waits(self) -> None:
-        """Time one pass that goes by a plan after the other, until training waits for the copies of one."""
-        waits = self.transfers.waits
-        if waits is None or self.packs:
-            return
-        seconds = waits.take()
-        moving = sum(part.nbytes for part in self.parts if not part.stays)
-        if seconds is not None and seconds > PACKING_SECONDS_A_BYTE * moving:
-            self.packs = True
-            self.planner.announce(
-                f"training waited {seconds * 1e3:.1f} ms for copies in a step: from now on masters are copied in part "
-                "(OffloadConfig.master_remainders)"
-            )
-        elif self._plan is not None and not self._fresh:
-            waits.begin()
 
     def release(self) -> None:
         """Point 0: nothing reads the states any more until the optimizer steps."""
@@ -209,7 +189,7 @@ class Schedule:
                 self._next = max(self._next, self._position.get(slab, -1) + 1)
             update(part)
             if not part.stays:
-                self._send_off(part, limit, hold_masters)
+                self._send_off(part, hold_masters)
 
     def _has_landed(self, part: StepPart) -> bool:
         here = (Residency.RESIDENT, Residency.OFFLOADING)
@@ -219,12 +199,10 @@ class Schedule:
             for slab in part.slabs
         )
 
-    def _send_off(self, part: StepPart, limit: int, hold_masters: bool) -> None:
+    def _send_off(self, part: StepPart, hold_masters: bool) -> None:
         with self.transfers.back_to_back():
             for slab in part.slabs:
                 if slab.slab.exists():
-                    if to_pack := slab.slab.bytes_to_pack:  # came whole: the first time that masters are packed
-                        self._release_down_to(limit - to_pack)
                     slab.tracker.offload()
                     if not (hold_masters and slab.is_copied_to_model):
                         self._leaving.append(slab)
@@ -257,12 +235,11 @@ class Schedule:
         with self.transfers.back_to_back():
             while self._next < len(self._coming):
                 slab = self._coming[self._next]
-                state = slab.tracker.state
-                needed = slab.transit_bytes if state is Residency.RELEASED else 0
-                if state in (Residency.RELEASED, Residency.OFFLOADING):
-                    if self.ledger.nbytes + needed > limit:
+                if slab.tracker.state in (Residency.RELEASED, Residency.OFFLOADING):
+                    if self.ledger.nbytes + slab.slab.stepping_bytes - slab.slab.gpu_bytes > limit:
                         return
                     slab.tracker.reload()  # of a slab that has not left: it need not leave any more
+                    slab.slab.reserve()
                 self._next += 1
 
     def release_everything(self) -> None:
@@ -309,10 +286,6 @@ class Schedule:
             self.planner.add(self.signature, self._record, self.parts, self._meter.expands)
             self._fresh = True
         self._record_in(None)
-        if self.transfers.waits is not None:
-            if updated and self.is_planned:
-                self.transfers.waits.end()
-            else:
-                self.transfers.waits.drop()
+        self.packing.end_step(updated, by_plan=self.is_planned)
         self._warm = self._warm or updated
         self._in_step_phase = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -184,11 +185,16 @@ class Slab:
             self.packed = None
 
     @property
-    def bytes_to_pack(self) -> int:
-        """Bytes of GPU memory that `pack` is going to take."""
-        if self.remainders is None or self.packed is not None or not self.remainders.owner.wanted():
-            return 0
-        return self.remainders.nbytes
+    def stepping_bytes(self) -> int:
+        """Bytes of GPU memory that the slab holds from when it comes for the optimizer step until it has left."""
+        packs = self.remainders is not None and self.remainders.owner.wanted()
+        return self.transit_bytes if packs else self.nbytes
+
+    def reserve(self) -> None:
+        """Take the memory that `pack` needs now, where the slab came whole: once it is stepped there may be no room."""
+        if self.packed is None and self.remainders is not None and self.remainders.owner.wanted():
+            with suppress(torch.cuda.OutOfMemoryError):  # `pack` tries again, and lets the slab leave whole
+                self._take_packed()
 
     def pack(self) -> bool:
         """Have the next copy out take what the model's weights do not have, where that is wanted and possible.
@@ -201,7 +207,7 @@ class Slab:
         assert remainders is not None and self.gpu is not None
         if not remainders.owner.wanted():
             return False
-        if self.packed is None:  # else it was kept since `unpack`, or a copy out has failed
+        if self.packed is None:  # else it was kept since `unpack`, reserved, or a copy out has failed
             try:
                 self._take_packed()
             except torch.cuda.OutOfMemoryError:

@@ -49,11 +49,11 @@ def write_trace(path, copies):
         json.dump(step, file)
 
 
-RESIDENT = [1.0, 0.5, 0.5, 0.5, 0.5, 0.5]
-OFFLOADED = [1.5, 0.9, 0.8, 0.7, 0.7, 0.6]
+RESIDENT = [1.0, *[0.5] * 8]
+OFFLOADED = [1.5, 0.9, *[0.8] * 4, 0.7, 0.7, 0.6]
 
 
-def test_the_row_of_an_arm_counts_from_the_fourth_step_on(tmp_path):
+def test_the_row_of_an_arm_counts_from_the_seventh_step_on(tmp_path):
     write_trace(tmp_path / "t.gz", [(0.0, 0.2), (0.35, 0.2)])
     resident, mine = [arm("resident", RESIDENT, 40 * GB)], [arm("native", OFFLOADED, 30 * GB, 10 * GB)]
     row = figures.make_row(resident, mine, LINK, trace.read_trace(tmp_path / "t.gz"), True)

@@ -111,10 +111,13 @@ def test_only_the_training_streams_waits_for_copies_are_timed(mocked, monkeypatc
     monkeypatch.setattr(moves._timed, "around", lambda wait, stream: timed.append(stream) or wait())
     moves.copy_out(slab)
     moves.release(slab)
+    assert not timed  # nothing is, before a step says so
+    moves._timed.begin()
+    moves.release(slab)
     moves.copy_in(slab)
     moves.wait_in(slab)
     assert timed == [moves._compute] * 2
-    assert [event.held.count(Stream.cuda_stream) for event in moves._events(slab)] == [1, 1]
+    assert [event.held.count(Stream.cuda_stream) for event in moves._events(slab)] == [2, 1]
     monkeypatch.setattr(transfers, "current_stream", lambda index: 7)
     moves.wait_in(slab)
     assert timed == [moves._compute] * 3  # and not that of the reader

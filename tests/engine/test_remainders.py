@@ -123,7 +123,7 @@ def test_twenty_steps_have_the_bits_of_a_resident_run_and_a_sixth_less_is_copied
 )
 def test_masters_are_copied_whole_or_in_part_as_asked_for_and_else_as_the_schedule_says(asked, packs, packed):
     _, offloader = make(master_remainders=asked)
-    offloader._schedule.packs = packs
+    offloader._schedule.packing.packs = packs
     send_away(offloader)
     assert any(slab.is_packed for slab in offloader.slabs) is packed
     assert (offloader.bytes_out >= 4 * sum(SIZES)) is not packed
@@ -131,7 +131,7 @@ def test_masters_are_copied_whole_or_in_part_as_asked_for_and_else_as_the_schedu
 
 def test_masters_that_left_whole_and_weights_that_change_need_no_check():
     optimizer, offloader = make(master_remainders=None)
-    offloader._schedule.packs = False
+    offloader._schedule.packing.packs = False
     before = [master.clone() for master in masters_of(optimizer)]
     send_away(offloader)
     weights_of(optimizer)[2][0] += 1

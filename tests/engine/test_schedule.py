@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engine import native, planner, schedule
+from bridge_fgo.engine import native, planner
 from bridge_fgo.engine.debug import debugged
 from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.schedule import Schedule
 from bridge_fgo.engine.slab import Ledger
 from bridge_fgo.engine.transfers import HostTransfers
+from bridge_fgo.engine.waits import IN_A_ROW, MOST_TIMED, MOST_UNPLANNED, PACKING_SECONDS_A_BYTE, PackingChoice
 
 SIZES = [1000, 300, 2000, 64, 1500, 700, 1200]
 POINTS = 8
@@ -49,13 +50,13 @@ class Meter:
 class Training:
     """Optimizers with offload, and twins without, in the order of calls of a training step."""
 
-    def __init__(self, layer, step=0, optimizers=1, budget=None):
+    def __init__(self, layer, step=0, optimizers=1, budget=None, **settings):
         self.twins = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
         self.optimizers = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
         meter = Meter(layer, step)
         self.schedule = meter.schedule = Schedule(debugged(HostTransfers(65536)), meter, budget)
         self.schedule.signature = 1
-        config = OffloadConfig(engine="native", piece_bytes=65536)
+        config = OffloadConfig(engine="native", piece_bytes=65536, **settings)
         self.offloaders = [NativeOffloader(optimizer, config, self.schedule) for optimizer in self.optimizers]
         for twin, offloader, optimizer in zip(self.twins, self.offloaders, self.optimizers, strict=True):
             offloader.twin = twin
@@ -284,49 +285,97 @@ class Waits:
     """A meter that has found the same seconds in every step that was timed."""
 
     def __init__(self, seconds):
-        self.seconds, self.timed, self.ended = seconds, 0, False
+        self.seconds, self.timed, self._is_timing, self._ended = seconds, 0, False, False
 
     def begin(self):
-        self.timed += 1
+        self._is_timing = True
 
     def end(self):
-        self.ended = self.timed > 0
+        self._ended, self._is_timing = self._is_timing, False
+        self.timed += self._ended
 
     def drop(self):
-        self.dropped = True
+        self._is_timing = False
 
     def take(self):
-        return self.seconds if self.ended else None
+        ended, self._ended = self._ended, False
+        return self.seconds if ended else None
+
+
+def time_waits(training, seconds):
+    """Has the training packed as on a GPU, where it waits that long for copies; returns the meter and what is said."""
+    waits, said = Waits(seconds), []
+    packable = training.schedule.packing.packable_bytes
+    training.schedule.packing = PackingChoice(waits, said.append)
+    training.schedule.packing.packable_bytes = packable
+    return waits, said
+
+
+PACKING_SECONDS = PACKING_SECONDS_A_BYTE * 4 * sum(SIZES)
 
 
 @pytest.mark.parametrize("packing_pays", [True, False])
 def test_masters_are_copied_in_part_once_training_waits_longer_than_packing_takes(packing_pays):
     training = Training(layer=WHOLE // 4)
-    packing = schedule.PACKING_SECONDS_A_BYTE * sum(part.nbytes for part in training.schedule.parts)
-    training.schedule.packs = False
-    waits = training.schedule.transfers.waits = Waits(packing * (1.01 if packing_pays else 0.99))
-    said = []
-    training.schedule.planner.announce = said.append
+    waits, said = time_waits(training, PACKING_SECONDS * (1.1 if packing_pays else 0.9))
     copied = []
-    for seed in range(7):
+    for seed in range(14):
         before = training.offloaders[0].bytes_out
         training.step(seed)
         copied.append(training.offloaders[0].bytes_out - before)
     training.check()
     whole = [slab.nbytes for slab in training.offloaders[0].slabs]
     in_part = [s.nbytes if s.remainders is None else s.remainders.nbytes for s in training.offloaders[0].slabs]
-    # Steps 1 and 2 are measured, and 3 is the first by a plan, which brings nothing back early: it says nothing.
-    assert copied[3] == sum(whole)
+    # Steps 1 and 2 are measured, 3 is the first by a plan and brings nothing back early: 4 and 5 are timed.
+    assert copied[4] == sum(whole)
     assert copied[-1] == sum(in_part if packing_pays else whole)
-    assert waits.timed == (1 if packing_pays else 4)
-    assert sum("training waited" in text for text in said) == packing_pays
+    assert waits.timed == (IN_A_ROW if packing_pays else MOST_TIMED)
+    assert len(said) == packing_pays
 
 
-def test_the_step_in_which_masters_are_first_packed_holds_no_more_than_others(monkeypatch):
-    monkeypatch.setattr("test_schedule.SIZES", [1000] * 64)
-    whole = 12 * 64_000
-    training = Training(layer=whole // 8, step=whole // 2 - whole // 10)
-    training.schedule.packs = False
+def test_a_step_that_is_skipped_says_nothing_of_waits():
+    training = Training(layer=WHOLE // 4)
+    waits, _ = time_waits(training, 1.0)
+    for seed in range(3):
+        training.step(seed)
+    training.step(3, skip=True)
+    assert waits.timed == 0
+    training.step(4)
+    assert waits.timed == 1
+    training.check()
+
+
+def test_where_no_plan_holds_masters_are_packed_all_the_same():
+    training = Training(layer=WHOLE // 4)
+    waits, said = time_waits(training, 0.0)
+    for seed in range(MOST_UNPLANNED):
+        assert not training.schedule.packing.packs
+        training.step(seed, points=POINTS - seed % 2)  # never twice the same points
+    assert training.schedule.packing.packs
+    assert (waits.timed, len(said)) == (0, 1)
+    training.step(9)
+    training.check()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"master_remainders": True}, {"master_remainders": False}, {"master_weights": False}]
+)
+def test_nothing_is_timed_where_no_choice_is_left(settings):
+    training = Training(layer=WHOLE // 4, **settings)
+    waits, said = time_waits(training, 1.0)
+    for seed in range(6):
+        training.step(seed)
+    assert (waits.timed, said) == (0, [])
+    training.check()
+
+
+@pytest.mark.parametrize("room", [0, 0.1, 0.4])
+@pytest.mark.parametrize("sizes", [[1000] * 64, [1000, 300, 2000, 64, 1500, 700, 1200] * 9])
+def test_the_step_in_which_masters_are_first_packed_holds_no_more_than_others(monkeypatch, sizes, room):
+    monkeypatch.setattr("test_schedule.SIZES", sizes)
+    whole = 12 * sum(sizes)
+    training = Training(layer=whole // 8, step=int(whole * (0.5 - room)))
+    training.schedule.packing.packs = False
     held = []
     change = Ledger.__exit__
 
@@ -338,25 +387,11 @@ def test_the_step_in_which_masters_are_first_packed_holds_no_more_than_others(mo
     monkeypatch.setattr(Ledger, "__exit__", note)
     for seed in range(4):
         training.step(seed)
-    training.schedule.packs = True
+    training.schedule.packing.packs = True
     for seed in range(4, 6):
         held.clear()
         training.step(seed)
         assert 0 < max(held) <= training.schedule._plan.step
-    training.check()
-
-
-def test_a_step_that_is_skipped_says_nothing_of_waits():
-    training = Training(layer=WHOLE // 4)
-    training.schedule.packs = False
-    waits = training.schedule.transfers.waits = Waits(1.0)
-    for seed in range(3):
-        training.step(seed)
-    training.step(3, skip=True)
-    assert waits.dropped
-    assert not waits.ended
-    training.step(4)
-    assert waits.ended
     training.check()
 
 
@@ -401,7 +436,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(packs=st.booleans())
     def choose_how_masters_are_copied(self, packs):
-        self.training.schedule.packs = packs
+        self.training.schedule.packing.packs = packs
 
     @rule()
     def evaluate(self):

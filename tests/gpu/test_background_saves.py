@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_pretrain import ARM, MANY_ACTIVATIONS, PRECISION_AWARE
+from test_pretrain import ARM, MANY_ACTIVATIONS, PACKED, PRECISION_AWARE
 
 from bridge_fgo.cli.arms import runner
 
-STEPS = ("--steps", "12", "--save-interval", "4")
+STEPS = ("--steps", "12", "--save-interval", "4", *PACKED)
 
 
 def arm(name: str, folder: Path, *options: str) -> runner.ArmRun:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from test_background_saves import shards
-from test_pretrain import ARM, SMALL, assert_bitwise_equal, both_arms, needs_gpus, side_by_side, torchrun
+from test_pretrain import ARM, PACKED, SMALL, assert_bitwise_equal, both_arms, needs_gpus, side_by_side, torchrun
 
 from bridge_fgo.cli.arms import runner
 
@@ -37,7 +37,7 @@ def test_30_steps_are_bitwise_equal_to_resident_under_parallelism(tmp_path: Path
 
 def run_arm(name: str, folder: Path, ranks: int, *options: str, module: str = ARM) -> runner.ArmRun:
     """Runs an arm of eight steps; ends it long before NCCL's ten minutes are over where it hangs."""
-    steps = ("--steps", "8", "--save-interval", "4", "--fully-reshardable")
+    steps = ("--steps", "8", "--save-interval", "4", "--fully-reshardable", *PACKED)
     return runner.run_arm(name, module, [*SMALL, *steps, *options], folder, launcher=torchrun(ranks), timeout=240)
 
 

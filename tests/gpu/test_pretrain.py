@@ -23,6 +23,8 @@ SMALL = ("--layers", "4", "--hidden", "1024", "--heads", "16", "--seq", "1024", 
 # backward pass, and not in the optimizer step, where the states have to be resident.
 MANY_ACTIVATIONS = (*SMALL[:6], "--seq", "2048", "--mbs", "4", "--gbs", "16")
 PRECISION_AWARE = ("--precision-aware", "--moments-dtype", "bf16")
+PACKED = ("--master-remainders", "always")
+"""For runs that are over before training is seen to wait for copies."""
 
 
 def torchrun(ranks: int) -> tuple[str, ...]:

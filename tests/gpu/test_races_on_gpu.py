@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from race_arm import RACES
-from test_pretrain import ARM, SMALL
+from test_pretrain import ARM, PACKED, SMALL
 
 from bridge_fgo.cli.arms import runner
 
@@ -14,7 +14,7 @@ from bridge_fgo.cli.arms import runner
 @pytest.mark.gpu
 @pytest.mark.parametrize("race", RACES)
 def test_a_missing_wait_shows_in_the_bits_under_the_debug_mode(tmp_path: Path, monkeypatch, race: str) -> None:
-    options = (*SMALL, "--steps", "8")
+    options = (*SMALL, *PACKED, "--steps", "8")
     monkeypatch.setenv("BRIDGE_FGO_DEBUG", "1")
     monkeypatch.setenv("RACE", race)
     resident = runner.run_arm("resident", ARM, [*options, "--offload", "off"], tmp_path, timeout=300)

@@ -28,7 +28,7 @@ from bridge_fgo.cli.run_script import config_options
 if TYPE_CHECKING:
     from megatron.bridge.training.callbacks import Callback
 
-# From the 4th step on moments exist, buffers are warm, and every step is like the next.
+# From the 4th step on moments exist and buffers are warm: no peak is higher than those that come.
 FIRST_MEASURED_STEP = 4
 
 

@@ -6,11 +6,10 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bridge_fgo.cli.arms.phase_clock import FIRST_COUNTED_STEP
 from bridge_fgo.cli.arms.runner import ArmRun, compare
 from bridge_fgo.cli.bench.trace import Trace, length, merge, overlap
 from bridge_fgo.engine.plan import floor_seconds
-
-FIRST_COUNTED_STEP = 4
 
 
 @dataclass(frozen=True, kw_only=True)
