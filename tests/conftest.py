@@ -1,8 +1,12 @@
 """Shared fixtures of the CPU lane: the real Bridge with Transformer Engine and CUDA standing in."""
 
+import os
 import signal
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores; torch reads it when it is imported
 
 import bridge_fgo
 
