@@ -192,7 +192,8 @@ class Slab:
 
     def reserve(self) -> None:
         """Take the memory that `pack` needs now, where the slab came whole: once it is stepped there may be no room."""
-        if self.packed is None and self.remainders is not None and self.remainders.owner.wanted():
+        assert self.remainders is not None and self.packed is None
+        if self.remainders.owner.wanted():
             with suppress(torch.cuda.OutOfMemoryError):  # `pack` tries again, and lets the slab leave whole
                 self._take_packed()
 
