@@ -24,7 +24,12 @@ EACH = 8
 HASH_FACTORS = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)
 """Odd, of 64 bits with the highest set. Two rounds of them, so that changes do not cancel in a sum of hashes."""
 
-SOURCE = r"""
+SOURCE = f"""
+#define EACH {EACH}
+#define FIRST_FACTOR {HASH_FACTORS[0]}ull
+#define SECOND_FACTOR {HASH_FACTORS[1]}ull
+"""
+SOURCE += r"""
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
@@ -139,11 +144,6 @@ extern "C" __global__ void sum(const Segment *segments, u64 *sums) {
     if (threadIdx.x % 32 == 0 && total) atomicAdd(&sums[s.row], total);
 }
 """
-for _name, _value in zip(
-    ("FIRST_FACTOR", "SECOND_FACTOR", "EACH"), (*(f"{factor}ull" for factor in HASH_FACTORS), str(EACH)), strict=True
-):
-    SOURCE = SOURCE.replace(_name, _value)
-
 Place = tuple[Sequence[WeightShard], Sequence[int]]
 """The weights of a slab's masters, and where each master begins in the slab, in elements."""
 

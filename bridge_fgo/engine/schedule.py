@@ -239,7 +239,7 @@ class Schedule:
                     if self.ledger.nbytes + slab.slab.stepping_bytes - slab.slab.gpu_bytes > limit:
                         return
                     slab.tracker.reload()  # of a slab that has not left: it need not leave any more
-                    if slab.slab.remainders is not None and slab.slab.packed is None:
+                    if slab.slab.packed is None and slab.slab.packs:
                         with self.transfers.on_compute_stream():  # whose memory it is
                             slab.slab.reserve()
                 self._next += 1

@@ -185,17 +185,23 @@ class Slab:
             self.packed = None
 
     @property
+    def packs(self) -> bool:
+        """Whether the slab is packed when it leaves, where that is possible."""
+        return self.remainders is not None and self.remainders.owner.wanted()
+
+    @property
     def stepping_bytes(self) -> int:
         """Bytes of GPU memory that the slab holds from when it comes for the optimizer step until it has left."""
-        packs = self.remainders is not None and self.remainders.owner.wanted()
-        return self.transit_bytes if packs else self.nbytes
+        return self.transit_bytes if self.packs else self.nbytes
 
-    def reserve(self) -> None:
-        """Take the memory that `pack` needs now, where the slab came whole: once it is stepped there may be no room."""
-        assert self.remainders is not None and self.packed is None
-        if self.remainders.owner.wanted():
-            with suppress(torch.cuda.OutOfMemoryError):  # `pack` tries again, and lets the slab leave whole
-                self._take_packed()
+    def reserve(self) -> bool:
+        """Take the memory that `pack` needs, and return whether there was as much.
+
+        Before the step where the slab came whole: once it is stepped there may be no room.
+        """
+        with suppress(torch.cuda.OutOfMemoryError):
+            self._take_packed()
+        return self.packed is not None
 
     def pack(self) -> bool:
         """Have the next copy out take what the model's weights do not have, where that is wanted and possible.
@@ -206,14 +212,12 @@ class Slab:
         remainders, rounded = self.remainders, self.is_rounded
         self.is_rounded = self.is_packed = False
         assert remainders is not None and self.gpu is not None
-        if not remainders.owner.wanted():
+        if not self.packs:
             return False
-        if self.packed is None:  # else it was kept since `unpack`, reserved, or a copy out has failed
-            try:
-                self._take_packed()
-            except torch.cuda.OutOfMemoryError:
-                return False
-            assert self.packed is not None
+        # Else it was kept since `unpack`, reserved, or a copy out has failed.
+        if self.packed is None and not self.reserve():
+            return False
+        assert self.packed is not None
         remainders.pack(self.gpu, self.packed)
         if rounded or not remainders.differs():
             self.is_packed = True

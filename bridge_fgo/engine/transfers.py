@@ -18,12 +18,12 @@ _SAME_STREAM = nullcontext()
 
 
 class Transfers(Protocol):
-    """Moves slabs. One object a device, shared by every optimizer of the rank.
+    """Moves slabs. One object a device, shared by every optimizer of the rank."""
 
-    waits: times how long the training stream waits for copies; None where the host does them, and waits for all.
-    """
-
-    waits: WaitMeter | None
+    @property
+    def waits(self) -> WaitMeter | None:
+        """What times the training stream's waits for copies; None where the host does them, and waits for all."""
+        ...
 
     def begin_pass(self) -> None:
         """Remember the current stream as the one that forward and backward run on."""
@@ -130,8 +130,7 @@ class CudaTransfers:
         self._out = Lane(device, piece_bytes, copy_to_host)
         self._in = Lane(device, piece_bytes, copy_to_gpu)
         self._here = Event()
-        self._timed = WaitMeter()
-        self.waits: WaitMeter | None = self._timed
+        self.waits = WaitMeter()
         self._done: dict[Slab, tuple[Event, Event]] = {}
         # Race: an optimizer that is dropped in mid-copy would free memory that a copy still reads or writes. The
         # dictionary holds the slabs until the copies are done. At exit the driver waits by itself.
@@ -246,8 +245,8 @@ class CudaTransfers:
             self._hold(self._events(slab)[0], stream)
 
     def _hold(self, copied: Event, stream: int) -> None:
-        if self._timed.is_timing and stream == self._handle:
-            self._timed.around(lambda: copied.hold(stream), self._compute)
+        if self.waits.is_timing and stream == self._handle:
+            self.waits.around(lambda: copied.hold(stream), self._compute)
         else:
             copied.hold(stream)
 
@@ -279,7 +278,7 @@ class HostTransfers:
     It shows what moves and that it is right; it says nothing of speed.
     """
 
-    waits: WaitMeter | None = None
+    waits = None
 
     def __init__(self, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes

@@ -97,6 +97,10 @@ class PackingChoice:
         self._over = 0
         self._unplanned = 0
 
+    @property
+    def _is_settled(self) -> bool:
+        return self.packs or not self.packable_bytes
+
     def begin_pass(self, kind: object, by_plan: bool) -> None:
         """Choose by the newest step that was timed; time this one.
 
@@ -104,7 +108,7 @@ class PackingChoice:
             kind: what passes have in common whose waits are alike.
             by_plan: whether states leave late and come early in it, as in the ones that follow.
         """
-        if self._waits is None or self.packs or not self.packable_bytes:
+        if self._waits is None or self._is_settled:
             return
         seconds = self._waits.take()
         if seconds is not None:
@@ -124,7 +128,7 @@ class PackingChoice:
             updated: whether the optimizer stepped.
             by_plan: whether the plan held to the end.
         """
-        if self._waits is None or self.packs or not self.packable_bytes:
+        if self._waits is None or self._is_settled:
             return
         if updated and by_plan:
             self._waits.end()

@@ -108,11 +108,11 @@ def test_only_the_training_streams_waits_for_copies_are_timed(mocked, monkeypatc
     moves = transfers.CudaTransfers(torch.device("cpu"), 100)
     slab = slab_at(1000, 5000, 250)
     timed = []
-    monkeypatch.setattr(moves._timed, "around", lambda wait, stream: timed.append(stream) or wait())
+    monkeypatch.setattr(moves.waits, "around", lambda wait, stream: timed.append(stream) or wait())
     moves.copy_out(slab)
     moves.release(slab)
     assert not timed  # nothing is, before a step says so
-    moves._timed.begin()
+    moves.waits.begin()
     moves.release(slab)
     moves.copy_in(slab)
     moves.wait_in(slab)

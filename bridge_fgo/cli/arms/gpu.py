@@ -28,7 +28,7 @@ from bridge_fgo.cli.run_script import config_options
 if TYPE_CHECKING:
     from megatron.bridge.training.callbacks import Callback
 
-# From the 4th step on moments exist and buffers are warm: no peak is higher than those that come.
+# From the 4th step on moments exist and buffers are warm: peaks are those of all steps that come.
 FIRST_MEASURED_STEP = 4
 
 
