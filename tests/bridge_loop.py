@@ -72,7 +72,6 @@ def train(run, until, each_step=lambda number: None, valid=None):
     original_norm = bridge.calc_params_l2_norm
     before, run.cfg.train.train_iters = run.cfg.train.train_iters, until
     bridge.calc_params_l2_norm = norm
-    gc.freeze()  # what is imported need not be looked through by manual_gc
     try:
         bridge.train(
             forward_step, run.model, run.optimizer, run.scheduler, run._batches, valid, run.state,
@@ -81,6 +80,5 @@ def train(run, until, each_step=lambda number: None, valid=None):
     finally:
         run.cfg.train.train_iters = before  # the schedules of a resumed run are made from it
         bridge.calc_params_l2_norm = original_norm
-        gc.unfreeze()
         gc.enable()  # manual_gc turns it off for good
     return seen

@@ -1,5 +1,6 @@
 """Shared fixtures of the CPU lane: the real Bridge with Transformer Engine and CUDA standing in."""
 
+import gc
 import os
 import signal
 
@@ -22,10 +23,17 @@ def bridge_train(cpu_standins):
 @pytest.fixture(scope="module")
 def cpu_standins():
     """Bridge runs on the CPU for the tests of a module."""
+    import shared_gloo
+
     from bridge_fgo.cli.arms.cpu_standin import install_standins, remove_standins
 
     install_standins()
-    yield
+    gc.collect()
+    gc.freeze()  # what is imported need not be looked through for garbage in every test
+    with pytest.MonkeyPatch.context() as patch:
+        shared_gloo.have_torch_take_it(patch.setattr)
+        yield
+    gc.unfreeze()
     remove_standins()
 
 
@@ -59,13 +67,13 @@ def leaves_nothing_installed():
 
 @pytest.fixture
 def deadline():
-    """Fail the test after two minutes: a worker that died would be waited for without end."""
+    """Fail the test after five minutes: a worker that died would be waited for without end."""
 
     def late(*_):
         raise TimeoutError("the checkpoint worker did not answer")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(120)
+    signal.alarm(300)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)

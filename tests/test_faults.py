@@ -22,7 +22,7 @@ from bridge_fgo.engine import host_buffer
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
-PATIENCE = 120
+PATIENCE = 300
 """Seconds that a child may take; it takes some five."""
 
 

@@ -49,7 +49,7 @@ def command_line(*arguments: object, python: tuple[str, ...] = ()) -> subprocess
         capture_output=True,
         text=True,
         env=environment,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

@@ -7,6 +7,9 @@ import socket
 import subprocess
 import time
 
+PATIENCE = 300
+"""Seconds after which something hangs; a job imports Megatron, which took a busy machine two minutes."""
+
 CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}
@@ -65,7 +68,7 @@ def cluster(folder):
             process = subprocess.Popen([daemon, "-D"], env=environment, stdout=log, stderr=log)
             stack.callback(process.wait)
             stack.callback(process.terminate)
-        wait_until(lambda: output(["sinfo", "-h", "-o", "%T"], environment) == "idle", 30)
+        wait_until(lambda: output(["sinfo", "-h", "-o", "%T"], environment) == "idle")
         yield environment
         output(["scancel", "--user=root"], environment)
 
@@ -75,14 +78,17 @@ def output(command, environment):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def wait_until(condition, seconds):
-    """Wait for a condition to hold; raises AssertionError after so many seconds."""
-    ends = time.monotonic() + seconds
+def wait_until(condition, describe=lambda: ""):
+    """Wait for a condition to hold; raises AssertionError with what is described after PATIENCE."""
+    ends = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < ends, f"not within {seconds} s"
+        assert time.monotonic() < ends, f"not within {PATIENCE} s\n{describe()}"
         time.sleep(0.2)
 
 
-def wait_for_job(job, environment, seconds):
+def wait_for_job(job, environment):
     """Wait until a job has left the queue."""
-    wait_until(lambda: output(["squeue", "-h", "-j", job], environment) == "", seconds)
+    wait_until(
+        lambda: output(["squeue", "-h", "-j", job], environment) == "",
+        lambda: output(["scontrol", "show", "job", job], environment),
+    )

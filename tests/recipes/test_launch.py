@@ -198,7 +198,7 @@ def test_nemorun_finds_the_command_by_its_entry_point_also_without_megatron(tmp_
         env=os.environ | {"NEMORUN_HOME": str(tmp_path), "COLUMNS": "1000", "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     lines = [line.strip() for line in done.stdout.splitlines()]
@@ -219,7 +219,7 @@ def test_tiny_trains_on_this_machine_without_an_activated_venv(tmp_path):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     (log,) = tmp_path.rglob("train/0/stdout.log")
@@ -233,7 +233,7 @@ def test_recipes_launch_is_a_module_of_a_checkout(tmp_path):
         env=os.environ | {"NEMORUN_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 1, "an error must not look like a submission"
     assert "account=None: Slurm needs an account; give account=NAME, or scheduler=local" in done.stderr

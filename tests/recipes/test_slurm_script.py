@@ -145,7 +145,7 @@ def test_sbatch_accepts_the_script(submit):
 @needs_slurm
 def test_tiny_trains_by_sbatch(submit, slurm):
     job, printed = submit("train.train_iters=3", CHECKPOINTS="", PREFLIGHT=None)
-    wait_for_job(job, slurm, 120)
+    wait_for_job(job, slurm)
     text = printed.read_text()
     assert "Nothing is refused by the offload." in text.split("step 1/3")[0]  # the preflight, before training
     assert "step 3/3: loss " in text
@@ -171,7 +171,7 @@ def launch(slurm, tmp_path):
         )
         assert done.returncode == 0, done.stderr
         job = re.search(r"Job id: (\d+)", done.stdout)[1]
-        wait_for_job(job, slurm, 120)
+        wait_for_job(job, slurm)
         (log,) = Path(slurm["NEMORUN_HOME"]).rglob(f"log-*_{job}_0.out")
         return log.read_text()
 
@@ -195,7 +195,7 @@ def test_a_task_of_nemo_run_has_the_recipes_environment_and_of_the_callers_what_
 @needs_slurm
 def test_a_refusing_preflight_ends_the_job_before_training(submit, slurm):
     job, printed = submit(PREFLIGHT="false", PYTHON="echo")
-    wait_for_job(job, slurm, 30)
+    wait_for_job(job, slurm)
     text = printed.read_text()
     assert "refuses this job on a node, see above; training was not started" in text
     assert "bridge_fgo.recipes.train" not in text
@@ -218,17 +218,15 @@ def test_a_job_saves_as_its_time_ends_and_is_queued_again_also_after_a_failure(s
     trainer.write_text(TRAINER)
     trainer.chmod(0o755)
     job, printed = submit(PYTHON=str(trainer), CHECKPOINTS="/ck", STARTED=str(started))
-    wait_until(started.exists, 30)
+    wait_until(started.exists)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)  # as --signal=B:USR1@600 does
     for restart in (1, 2):
         # Slurm lets a job wait for two minutes before it runs again.
-        queued = f"JobState=PENDING|Restarts={restart}".split("|")
-        wait_until(
-            lambda queued=queued: all(each in output(["scontrol", "show", "job", job], slurm) for each in queued), 60
-        )
+        queued = {"JobState=PENDING", f"Restarts={restart}"}
+        wait_until(lambda queued=queued: queued <= set(output(["scontrol", "show", "job", job], slurm).split()))
         time.sleep(2)  # begun in the second in which the last run was revoked, the new one would count as revoked too
         subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], env=slurm, check=True)
-    wait_for_job(job, slurm, 60)
+    wait_for_job(job, slurm)
     lines = printed.read_text().splitlines()
     arguments = "checkpoint.save=/ck checkpoint.load=/ck train.exit_signal_handler=true"
     expected = [f"restart {n}: -m bridge_fgo.recipes.train tiny --offload {arguments}" for n in range(3)]
@@ -243,7 +241,7 @@ def test_without_checkpoints_a_job_whose_time_is_up_is_not_queued_again(submit, 
     trainer.write_text('#!/usr/bin/env bash\ntouch "$STARTED"\nsleep 600\n')
     trainer.chmod(0o755)
     job, printed = submit(PYTHON=str(trainer), CHECKPOINTS="", STARTED=str(started))
-    wait_until(started.exists, 30)
+    wait_until(started.exists)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)
-    wait_for_job(job, slurm, 60)
+    wait_for_job(job, slurm)
     assert "time is up: 1, queued again: 0" in printed.read_text()
