@@ -2,7 +2,7 @@
 
 import pytest
 
-from bridge_fgo.engine.waits import LEAST_SECONDS, WaitMeter
+from bridge_fgo.engine.waits import IN_A_ROW, LEAST_SECONDS, MOST_TIMED, PackingChoice, WaitMeter
 
 
 class Gpu:
@@ -77,3 +77,27 @@ def test_a_dropped_step_says_nothing():
     meter.drop()
     meter.end()
     assert meter.take() is None
+
+
+def test_each_kind_of_pass_is_timed_so_often_and_may_be_the_one_that_waits():
+    # The kinds that come first never wait; one that comes after, as where the number of microbatches grows, does.
+    gpu, said = Gpu([0.0] * 2 * MOST_TIMED + [1.0] * IN_A_ROW), []
+    waits = WaitMeter(gpu.event)
+    choice = PackingChoice(waits, said.append)
+    choice.packable_bytes = 1
+
+    def train(kind):
+        choice.begin_pass(kind, by_plan=True)
+        timed = waits.is_timing
+        if timed:
+            waits.around(gpu.wait, "stream")
+        choice.end_step(updated=True, by_plan=True)
+        return timed
+
+    for kind in ("short", "shorter"):
+        assert all(train(kind) for _ in range(MOST_TIMED))
+    for _ in range(IN_A_ROW):
+        assert train("long")
+        assert not choice.packs
+        assert not train("short")
+    assert choice.packs and len(said) == 1

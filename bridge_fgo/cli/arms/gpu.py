@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_fgo.cli.arms.final_state import final_state, joined_digests
 from bridge_fgo.cli.arms.gpu_config import build_config
+from bridge_fgo.cli.arms.moves_alone import MovesAlone
 from bridge_fgo.cli.arms.phase_clock import PhaseClock
 from bridge_fgo.cli.arms.record import EventWriter
 from bridge_fgo.cli.arms.step_trace import StepTrace
@@ -98,6 +99,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     checkpoint.add_argument("--load-optim", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--recompute-attention", action="store_true", help="recompute attention scores in backward")
     parser.add_argument("--te-graphs", action="store_true", help="capture the MLP of each layer into CUDA graphs")
+    parser.add_argument(
+        "--alone-steps", type=int, default=0, help="so many steps more, for the host's work for copies by itself"
+    )
     parser.add_argument("--trace", type=Path, help="profile two steps more, not among the figures, into this file")
     parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
     options = parser.parse_args(arguments)
@@ -127,6 +131,8 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
             self.peaks: dict[str, Any] = {}
             self.base = 0
             self.enqueue: list[float] = []
+            self.enqueue_alone: list[float] = []
+            self.alone: MovesAlone | None = None
             self.trace: StepTrace | None = None
 
         def on_train_start(self, context: Any) -> None:
@@ -140,7 +146,10 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
             torch.cuda.current_stream().synchronize()
             self.end_step(time.perf_counter())
             self.step += 1
-            if self.step == options.steps + 1:
+            if self.step == options.steps + 1 and options.alone_steps:
+                self.alone = MovesAlone(torch.cuda.current_stream())
+            if self.step == options.steps + options.alone_steps + 1:
+                self.end_alone()
                 self.trace = StepTrace()
             if self.trace is not None:
                 self.trace.begin_step()
@@ -152,6 +161,9 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
         def on_train_step_end(self, context: Any) -> None:
             if self.trace is not None:
                 self.trace.end_step()
+                return
+            if self.alone is not None:
+                self.enqueue_alone.append(self.enqueued())
                 return
             self.sample_peaks()
             loss = (context.loss_dict or {}).get("lm loss")
@@ -167,6 +179,17 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
                 skipped=bool(context.skipped_iter),
                 passes=1,  # the rerun machine is off here: one forward and backward pass
             )
+
+        def enqueued(self) -> float:
+            """Returns the seconds in which the host moved slabs in the newest step."""
+            stats = bridge_fgo.stats()
+            return 0.0 if stats is None else stats.enqueue_seconds
+
+        def end_alone(self) -> None:
+            """Moves are as in training from here on."""
+            if self.alone is not None:
+                self.alone.end()
+                self.alone = None
 
         def end_step(self, now: float) -> None:
             """Writes down the step that ended ``now``, if it is among those that are measured."""
@@ -189,7 +212,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
             forward_backward = 0 if stats is None else stats.peak_forward_backward_bytes or 0
             step = 0 if stats is None else stats.peak_step_bytes or 0
             reserved = 0 if stats is None else stats.peak_reserved_bytes or 0
-            self.enqueue.append(0.0 if stats is None else stats.enqueue_seconds)
+            self.enqueue.append(self.enqueued())
             newest = {
                 "allocated": max(torch.cuda.max_memory_allocated(), forward_backward, step),
                 "reserved": max(torch.cuda.max_memory_reserved(), reserved),
@@ -201,6 +224,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
         def on_train_end(self, context: Any) -> None:
             torch.cuda.synchronize()
             self.end_step(time.perf_counter())
+            self.end_alone()
             if self.trace is not None:
                 self.trace.end(options.trace if self.writer is not None else None)
             bridge_fgo.reload_states()
@@ -223,6 +247,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
                 base_bytes=self.base,
                 pin_seconds=0.0 if stats is None else stats.pin_seconds,
                 enqueue_seconds=self.enqueue,
+                enqueue_alone_seconds=self.enqueue_alone,
                 phase_seconds=clock.medians(),
                 **{f"peak_{name}_bytes": value for name, value in self.peaks.items()},
             )
@@ -293,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from megatron.bridge.training.pretrain import pretrain
 
     skip_building_what_is_built()
-    clock = PhaseClock()
+    clock = PhaseClock(options.steps)
     pretrain(build_config(options), clock.timed(forward_step), callbacks=[make_recorder(options, clock)])
 
 

@@ -102,7 +102,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
     return bridge.ConfigContainer(
         model=model,
         train=bridge.TrainingConfig(
-            train_iters=options.steps + (0 if options.trace is None else 2),
+            train_iters=options.steps + options.alone_steps + (0 if options.trace is None else 2),
             global_batch_size=options.gbs,
             micro_batch_size=options.mbs,
         ),

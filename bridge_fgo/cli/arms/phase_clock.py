@@ -18,9 +18,13 @@ class PhaseClock:
 
     What lies between the end of a forward and the begin of the next one is a backward. After the last forward of
     a step there are its backward, the gradients' reduction and the optimizer step.
+
+    Args:
+        last: the last step that counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last: int) -> None:
+        self._last = last
         self._steps: list[list[tuple[Any, Any]]] = []
 
     def timed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +52,7 @@ class PhaseClock:
         but the first forward and all but the last backward of a step count: those may wait for copies.
         ``first_forward`` is that first one. None where there is nothing to tell a phase by.
         """
-        steps = self._steps[FIRST_COUNTED_STEP - 1 :]
+        steps = self._steps[FIRST_COUNTED_STEP - 1 : self._last]
         forward = [_seconds(*pair) for step in steps for pair in (step[1:] or step)]
         first = [_seconds(*step[0]) for step in steps]
         backward = [_seconds(a[1], b[0]) for step in steps for a, b in itertools.pairwise(step)]

@@ -24,6 +24,7 @@ from bridge_fgo.cli.bench.trace import Trace, read_trace
 ARM = "bridge_fgo.cli.arms.gpu"
 NOT_EQUAL = 1
 FAILED = 2
+ALONE_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def run_one(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | N
     if arm.half:
         assert resident is not None
         options += ["--budget-gib", repr(budget_gib(resident))]
-    if settings.traces:  # in every arm, because the profiled steps train too
+    options += ["--alone-steps", str(ALONE_STEPS)]  # in every arm, as the profiled steps: they train too
+    if settings.traces:
         options += ["--trace", str(settings.folder / f"{arm.name}.{number}.trace.gz")]
     environment = {}
     if arm.python_path:
@@ -180,11 +182,15 @@ def table_of(rows: list[Row]) -> list[list[str]]:
     def number(value: float | None, digits: int = 2) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 
+    def percent(share: float | None) -> str:
+        return "-" if share is None else f"{share:.1%}"
+
     table = [
         [
             "arm", "step, s", "min-max", "added, s", "E", "floor E", "forward, s", "rest, s",
             "allocated, GB", "reserved, GB", "saved / S",
-            "saved reserved / S", "pinned, GB", "pin, s", "steps 1-2 added, s", "enqueue", "hidden / floor",
+            "saved reserved / S", "pinned, GB", "pin, s", "steps 1-2 added, s", "enqueue", "by the clock",
+            "hidden / floor",
             "bitwise equal",
         ]
     ]  # fmt: skip
@@ -198,7 +204,7 @@ def table_of(rows: list[Row]) -> list[list[str]]:
                 number(row.peak_allocated_bytes / 1e9), number(row.peak_reserved_bytes / 1e9),
                 number(row.saved_allocated, 3), number(row.saved_reserved, 3), number(row.pinned_bytes / 1e9),
                 number(row.pin_seconds), number(row.first_two_steps_added_seconds),
-                "-" if row.enqueue_share is None else f"{row.enqueue_share:.1%}", number(row.hidden), equal,
+                percent(row.enqueue_share), percent(row.enqueue_by_the_clock_share), number(row.hidden), equal,
             ]
         )  # fmt: skip
     return table

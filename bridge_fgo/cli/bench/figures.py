@@ -35,7 +35,10 @@ class Row:
     pin_seconds: float | None
     first_two_steps_added_seconds: float
     enqueue_share: float | None
-    """Share of the step in which the host enqueued copies; None where nobody counts it."""
+    """What enqueuing copies takes the host by itself, as a share of the step; None where nobody counts it."""
+
+    enqueue_by_the_clock_share: float | None
+    """The same with the host's waits for the GPU while the driver's queue is full; they would be elsewhere else."""
     bitwise_equal: bool | None
     forward_seconds: float | None = None
     """Median of a microbatch's forward, but a step's first: no copy runs beside it, so that it should be as long as
@@ -63,6 +66,11 @@ def phase(runs: list[ArmRun], name: str) -> float | None:
     """Returns the median over all rounds of an arm of one of ``PhaseClock``'s phases, in seconds."""
     times = [run.result["phase_seconds"].get(name) for run in runs]
     return None if None in times else statistics.median(times)
+
+
+def share(seconds: list[float], of: float) -> float | None:
+    """Returns the median of `seconds` by `of` seconds; None where nothing was counted."""
+    return statistics.median(seconds) / of if any(seconds) else None
 
 
 def make_row(
@@ -105,7 +113,8 @@ def make_row(
             sum(event["seconds"] for event in run.steps[:2]) - sum(event["seconds"] for event in other.steps[:2])
             for run, other in zip(runs, resident, strict=True)
         ),
-        "enqueue_share": statistics.median(mine["enqueue_seconds"]) / median if any(mine["enqueue_seconds"]) else None,
+        "enqueue_share": share(mine["enqueue_alone_seconds"], median),
+        "enqueue_by_the_clock_share": share(mine["enqueue_seconds"], median),
         "bitwise_equal": all(compare(a, b).bitwise_equal for a, b in zip(resident, runs, strict=True))
         if bitwise and not is_resident
         else None,

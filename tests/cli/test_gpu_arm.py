@@ -1,0 +1,119 @@
+"""What the GPU arm writes down of which step, without a GPU."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bridge_fgo
+from bridge_fgo.cli.arms import gpu
+from bridge_fgo.cli.arms.moves_alone import MovesAlone
+from bridge_fgo.cli.arms.phase_clock import PhaseClock
+from bridge_fgo.engine.part import Traffic
+
+pytestmark = pytest.mark.usefixtures("cpu_standins")
+
+
+class Stream:
+    """A stream whose waits are written down, each a second of host time."""
+
+    def __init__(self):
+        self.waits, self.now = 0, 0.0
+
+    def synchronize(self):
+        self.waits += 1
+        self.now += 1
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr("bridge_fgo.engine.part.time.perf_counter", lambda: stream.now)
+    return stream
+
+
+def move(stream, traffic):
+    with traffic.timed():
+        stream.now += 0.25
+
+
+def test_a_move_alone_waits_for_the_gpu_first_and_does_not_count_that(stream):
+    traffic = Traffic()
+    alone = MovesAlone(stream)
+    move(stream, traffic)
+    assert (stream.waits, traffic.seconds) == (1, 0.25)
+    alone.end()
+    move(stream, traffic)
+    assert (stream.waits, traffic.seconds) == (1, 0.5)
+
+
+@pytest.fixture
+def recorder(tmp_path, monkeypatch, stream):
+    """A recorder of 5 steps, 2 with moves alone and 2 profiled ones, and the path of its events."""
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 7)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(gpu, "final_state", lambda *args: {"masters": {}, "moments": {}})
+    monkeypatch.setattr(gpu, "joined_digests", lambda state: {})
+    options = ["--steps", "5", "--alone-steps", "2", "--trace", str(tmp_path / "trace.gz")]
+    options = gpu.parse([*options, "--events", str(tmp_path / "events")])
+    return gpu.make_recorder(options, PhaseClock(options.steps)), tmp_path / "events"
+
+
+def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_ones(recorder, stream, monkeypatch):
+    recorder, events = recorder
+    profiled, waited = [], []
+    traffic = Traffic()
+
+    class Trace:
+        def begin_step(self):
+            profiled.append(recorder.step)
+
+        def end_step(self):
+            pass
+
+        def end(self, path):
+            pass
+
+    monkeypatch.setattr(gpu, "StepTrace", Trace)
+    recorder.on_train_start(None)
+    context = SimpleNamespace(loss_dict={"lm loss": 1.0}, grad_norm=1.0, skipped_iter=False, model=None, optimizer=None)
+    for step in range(1, 10):
+        recorder.on_train_step_start(context)
+        before, traffic.seconds = stream.waits, 0.0
+        move(stream, traffic)
+        if stream.waits > before:
+            waited.append(step)
+        stats = SimpleNamespace(
+            enqueue_seconds=traffic.seconds + step / 100, peak_forward_backward_bytes=1, peak_step_bytes=1,
+            peak_reserved_bytes=1, engine="native", released_bytes=0, bytes_offloaded=0, pinned_bytes=0, pin_seconds=0,
+        )  # fmt: skip
+        monkeypatch.setattr(bridge_fgo, "stats", lambda stats=stats: stats)
+        recorder.on_train_step_end(context)
+    recorder.on_train_end(context)
+    assert waited == [6, 7] and profiled == [8, 9]
+    written = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [event["step"] for event in written if event["event"] == "step"] == [1, 2, 3, 4, 5]
+    result = written[-1]
+    assert result["enqueue_alone_seconds"] == pytest.approx([0.31, 0.32])
+    assert result["enqueue_seconds"] == pytest.approx([0.29, 0.3])
+    assert len(result["step_seconds"]) == 5
+
+
+def test_without_profiled_steps_moves_are_as_they_were_when_training_ends(recorder, stream, monkeypatch):
+    recorder, _ = recorder
+    enter = Traffic.__enter__
+    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
+    recorder.on_train_start(None)
+    context = SimpleNamespace(loss_dict={"lm loss": 1.0}, grad_norm=1.0, skipped_iter=False, model=None, optimizer=None)
+    for _ in range(7):
+        recorder.on_train_step_start(context)
+        recorder.on_train_step_end(context)
+    assert Traffic.__enter__ is not enter
+    recorder.on_train_end(context)
+    assert Traffic.__enter__ is enter
