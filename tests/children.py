@@ -11,6 +11,9 @@ import pytest
 
 PRELOADED = ["fault_child", "rank_child", "restart_child"]
 
+PATIENCE = 300
+"""Seconds after which something hangs: what takes some five may import Megatron first, on a busy machine."""
+
 
 def context() -> multiprocessing.context.ForkServerContext:
     """The context whose processes are forked from one that has no threads and has Bridge imported."""
@@ -30,9 +33,9 @@ def start(target, *args) -> multiprocessing.Process:
     return child
 
 
-def join(child, patience: float, what: str) -> int:
-    """Return the child's exit status, negative where a signal ended it; fail the test after `patience` seconds."""
-    child.join(patience)
+def join(child, what: str) -> int:
+    """Return the child's exit status, negative where a signal ended it; fail the test after PATIENCE."""
+    child.join(PATIENCE)
     if child.exitcode is None:
         child.kill()
         pytest.fail(f"a child hung {what}")

@@ -67,13 +67,14 @@ def leaves_nothing_installed():
 
 @pytest.fixture
 def deadline():
-    """Fail the test after five minutes: a worker that died would be waited for without end."""
+    """Fail the test after some minutes: a worker that died would be waited for without end."""
+    from children import PATIENCE
 
     def late(*_):
         raise TimeoutError("the checkpoint worker did not answer")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(300)
+    signal.alarm(PATIENCE)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)

@@ -22,14 +22,11 @@ from bridge_fgo.engine import host_buffer
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
-PATIENCE = 300
-"""Seconds that a child may take; it takes some five."""
-
 
 def run(folder: Path, point: str | None = None, call: int = 1, how: str = "SIGKILL") -> int:
     """Run a child to its end; return its exit status, negative where a signal ended it."""
     child = children.start(fault_child.train, str(folder), point, call, how)
-    return children.join(child, PATIENCE, f"at {point}")
+    return children.join(child, f"at {point}")
 
 
 @pytest.fixture(scope="module")

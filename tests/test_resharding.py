@@ -18,7 +18,7 @@ def run(folder, ranks, offload, loads=None):
     folder.mkdir(parents=True)
     job = rank_child.Job(folder, ranks, offload, loads)
     started = [children.start(rank_child.train, rank, job) for rank in range(ranks)]
-    assert [children.join(child, 300, f"as one of {ranks} ranks") for child in started] == [0] * ranks
+    assert [children.join(child, f"as one of {ranks} ranks") for child in started] == [0] * ranks
     return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 

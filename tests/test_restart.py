@@ -179,7 +179,7 @@ def test_nvrx_restarts_a_training_in_its_process_and_nothing_of_the_old_one_is_l
     for function in (restart_child.train, restart_child.train_resident):
         folder = tmp_path / function.__name__
         folder.mkdir()
-        assert children.join(children.start(function, str(folder)), 300, "in its restart") == 0
+        assert children.join(children.start(function, str(folder)), "in its restart") == 0
         seen[function] = json.loads((folder / "seen.json").read_text())
     ours, resident = seen.values()
     assert (ours["attempts"], ours["kept"], ours["held"]) == (2, [], [0] * 4)

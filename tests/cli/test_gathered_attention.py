@@ -34,7 +34,7 @@ def attend(rank: int, ranks: int, folder: Path) -> None:
 def together(folder: Path, ranks: int) -> list[torch.Tensor]:
     """Run the ranks; return the output and the three gradients in the sequence's order."""
     children = [start(attend, rank, ranks, folder) for rank in range(ranks)]
-    assert [join(child, 300, "in its attention") for child in children] == [0] * ranks
+    assert [join(child, "in its attention") for child in children] == [0] * ranks
     parts = [torch.load(folder / f"{ranks}-{rank}.pt") for rank in range(ranks)]
     order = torch.cat([here for here, _, _ in parts]).argsort()
     columns = zip(*[(output, *gradients) for _, output, gradients in parts], strict=True)

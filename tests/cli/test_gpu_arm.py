@@ -117,3 +117,20 @@ def test_without_profiled_steps_moves_are_as_they_were_when_training_ends(record
     assert Traffic.__enter__ is not enter
     recorder.on_train_end(context)
     assert Traffic.__enter__ is enter
+
+
+def test_phases_are_those_of_the_steps_that_count():
+    # Of 7 to 9, and not of the first six or of those with moves alone and profiled ones after them.
+    class At:
+        def __init__(self, seconds):
+            self.seconds = seconds
+
+        def elapsed_time(self, other):
+            return (other.seconds - self.seconds) * 1e3
+
+    clock = PhaseClock(9)
+    for step in range(1, 13):
+        slow = 1 if 7 <= step <= 9 else 50
+        begin = 1000 * step
+        clock._steps.append([(At(begin), At(begin + slow)), (At(begin + 3 * slow), At(begin + 5 * slow))])
+    assert clock.medians() == pytest.approx({"forward": 2, "first_forward": 1, "backward": 2, "rest": 995})

@@ -7,8 +7,7 @@ import socket
 import subprocess
 import time
 
-PATIENCE = 300
-"""Seconds after which something hangs; a job imports Megatron, which took a busy machine two minutes."""
+from children import PATIENCE
 
 CONFIG = """\
 ClusterName=test

@@ -29,6 +29,8 @@ from bridge_fgo.cli.run_script import config_options
 if TYPE_CHECKING:
     from megatron.bridge.training.callbacks import Callback
 
+    from bridge_fgo.figures import Stats
+
 # From the 4th step on moments exist and buffers are warm: peaks are those of all steps that come.
 FIRST_MEASURED_STEP = 4
 
@@ -114,6 +116,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def enqueue_seconds(stats: Stats | None) -> float:
+    """Returns the host time of the newest step's moves, in seconds; 0 without offload."""
+    return 0.0 if stats is None else stats.enqueue_seconds
+
+
 def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
     """Returns the callback that measures the run and, on rank 0, writes its events."""
     import torch
@@ -163,7 +170,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
                 self.trace.end_step()
                 return
             if self.alone is not None:
-                self.enqueue_alone.append(self.enqueued())
+                self.enqueue_alone.append(enqueue_seconds(bridge_fgo.stats()))
                 return
             self.sample_peaks()
             loss = (context.loss_dict or {}).get("lm loss")
@@ -179,11 +186,6 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
                 skipped=bool(context.skipped_iter),
                 passes=1,  # the rerun machine is off here: one forward and backward pass
             )
-
-        def enqueued(self) -> float:
-            """Returns the seconds in which the host moved slabs in the newest step."""
-            stats = bridge_fgo.stats()
-            return 0.0 if stats is None else stats.enqueue_seconds
 
         def end_alone(self) -> None:
             """Moves are as in training from here on."""
@@ -212,7 +214,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
             forward_backward = 0 if stats is None else stats.peak_forward_backward_bytes or 0
             step = 0 if stats is None else stats.peak_step_bytes or 0
             reserved = 0 if stats is None else stats.peak_reserved_bytes or 0
-            self.enqueue.append(self.enqueued())
+            self.enqueue.append(enqueue_seconds(stats))
             newest = {
                 "allocated": max(torch.cuda.max_memory_allocated(), forward_backward, step),
                 "reserved": max(torch.cuda.max_memory_reserved(), reserved),
