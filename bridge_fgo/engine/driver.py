@@ -2,6 +2,7 @@
 
 Measured on an H200 host: enqueuing a piece by slicing two tensors, entering a stream and `copy_` took 30 to 45
 microseconds, by these functions some 5. They take the handles of PyTorch's streams, and run in PyTorch's context.
+What ctypes makes of a Python integer it would make anew in every call: so what stays the same is a ctypes object.
 """
 
 from __future__ import annotations
@@ -41,24 +42,34 @@ def current_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
+Handle = int | ctypes.c_void_p
+"""A `cudaStream_t`."""
+
+Grid = tuple[ctypes.c_uint, ctypes.c_uint]
+"""How many blocks a launch has, in two dimensions; see `make_grid`."""
+
+_NO_FLAGS = ctypes.c_uint(0)
+_NULL = ctypes.c_void_p()
+
+
 class Event:
     """A CUDA event without timing, as `torch.cuda.Event`."""
 
     def __init__(self) -> None:
-        self._library = _library()
-        handle = ctypes.c_void_p()
-        _check(self._library.cuEventCreate(ctypes.byref(handle), EVENT_DISABLE_TIMING), "make an event")
-        self._handle = handle.value
+        self._library = library = _library()
+        self._handle = ctypes.c_void_p()
+        _check(library.cuEventCreate(ctypes.byref(self._handle), EVENT_DISABLE_TIMING), "make an event")
+        self._record, self._wait = library.cuEventRecord, library.cuStreamWaitEvent
 
-    def record(self, stream: int) -> None:
+    def record(self, stream: Handle) -> None:
         """Record the event on a `cudaStream_t`."""
-        error = self._library.cuEventRecord(self._handle, stream)
+        error = self._record(self._handle, stream)
         if error:
             _check(error, "record an event")
 
-    def hold(self, stream: int) -> None:
+    def hold(self, stream: Handle) -> None:
         """Make a `cudaStream_t` wait for what the event was last recorded after."""
-        error = self._library.cuStreamWaitEvent(stream, self._handle, 0)
+        error = self._wait(stream, self._handle, _NO_FLAGS)
         if error:
             _check(error, "wait for an event")
 
@@ -84,28 +95,37 @@ class Module:
 
 
 class Kernel:
-    """A kernel of a module. Its arguments are addresses, `arguments` many."""
+    """A kernel of a module, for one thread at a time. Its arguments are addresses, `arguments` many."""
 
-    def __init__(self, module: Module, name: str, arguments: int) -> None:
+    def __init__(self, module: Module, name: str, arguments: int, threads: int) -> None:
         self._library = _library()
-        handle = ctypes.c_void_p()
-        _check(self._library.cuModuleGetFunction(ctypes.byref(handle), module.handle, name.encode()), f"find {name}")
-        self._handle = handle.value
+        self._handle = ctypes.c_void_p()
+        found = self._library.cuModuleGetFunction(ctypes.byref(self._handle), module.handle, name.encode())
+        _check(found, f"find {name}")
         # The driver copies what they hold in the call.
         self._values = (ctypes.c_uint64 * arguments)()
         first = ctypes.addressof(self._values)
         self._pointers = (ctypes.c_void_p * arguments)(*range(first, first + 8 * arguments, 8))
+        self._arguments = ctypes.c_void_p(ctypes.addressof(self._pointers))
+        one = ctypes.c_uint(1)
+        self._block = one, ctypes.c_uint(threads), one, one, ctypes.c_uint(0)
+        """The grid's third dimension, the block's three, and bytes of shared memory."""
 
-    def launch(self, grid: tuple[int, int], threads: int, stream: int, *addresses: int) -> None:
+    def launch(self, grid: Grid, stream: Handle, *addresses: int) -> None:
         """Enqueue the kernel on a `cudaStream_t`.
 
         Raises:
             RuntimeError: the driver refused it.
         """
         self._values[:] = addresses
-        error = self._library.cuLaunchKernel(self._handle, *grid, 1, threads, 1, 1, 0, stream, self._pointers, None)
+        error = self._library.cuLaunchKernel(self._handle, *grid, *self._block, stream, self._arguments, _NULL)
         if error:
             _check(error, "launch a kernel")
+
+
+def make_grid(x: int, y: int) -> Grid:
+    """Return the grid of a launch of `x` times `y` blocks."""
+    return ctypes.c_uint(x), ctypes.c_uint(y)
 
 
 def fill_with_zeros(gpu: int, nbytes: int, stream: int) -> None:
@@ -119,26 +139,29 @@ def fill_with_zeros(gpu: int, nbytes: int, stream: int) -> None:
         _check(error, "zero memory")
 
 
-def copy_to_host(host: int, gpu: int, nbytes: int, stream: int) -> None:
-    """Enqueue a copy of `nbytes` from GPU address `gpu` to host address `host` on a `cudaStream_t`.
+class Copier:
+    """Enqueues copies in one direction, for one thread at a time.
 
-    Raises:
-        RuntimeError: the driver refused it.
+    Args:
+        to_gpu: whether they go from host memory to the GPU, or the other way.
     """
-    error = _library().cuMemcpyDtoHAsync_v2(host, gpu, nbytes, stream)
-    if error:
-        _check(error, "copy optimizer state to the host")
 
+    def __init__(self, to_gpu: bool) -> None:
+        library = _library()
+        self._copy = library.cuMemcpyHtoDAsync_v2 if to_gpu else library.cuMemcpyDtoHAsync_v2
+        self._what = f"copy optimizer state to the {'GPU' if to_gpu else 'host'}"
+        self._target, self._source, self._nbytes = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_size_t()
 
-def copy_to_gpu(gpu: int, host: int, nbytes: int, stream: int) -> None:
-    """Enqueue a copy of `nbytes` from host address `host` to GPU address `gpu` on a `cudaStream_t`.
+    def copy(self, target: int, source: int, nbytes: int, stream: Handle) -> None:
+        """Enqueue a copy of `nbytes` from one address to another on a `cudaStream_t`.
 
-    Raises:
-        RuntimeError: the driver refused it.
-    """
-    error = _library().cuMemcpyHtoDAsync_v2(gpu, host, nbytes, stream)
-    if error:
-        _check(error, "copy optimizer state to the GPU")
+        Raises:
+            RuntimeError: the driver refused it.
+        """
+        self._target.value, self._source.value, self._nbytes.value = target, source, nbytes
+        error = self._copy(self._target, self._source, self._nbytes, stream)
+        if error:
+            _check(error, self._what)
 
 
 def _check(error: int, what: str) -> None:

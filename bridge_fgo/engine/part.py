@@ -16,7 +16,7 @@ from bridge_fgo.engine.transfers import Transfers
 
 @dataclass
 class Traffic:
-    """What one offloader has moved, in bytes, and what it cost the host."""
+    """What one offloader has moved, in bytes, and what it cost the host: the host time inside its blocks counts."""
 
     out: int = 0
     back: int = 0
@@ -26,10 +26,6 @@ class Traffic:
     """The most that was off the GPU at once since the newest pass began."""
     seconds: float = 0.0
     """Host time spent on the moves."""
-
-    def timed(self) -> Traffic:
-        """Count the host time inside the block."""
-        return self
 
     def __enter__(self) -> None:
         self.seconds -= time.perf_counter()
@@ -48,7 +44,7 @@ class SlabMover:
 
     def start_offload(self) -> None:
         """Gather the slab's tensors and start the copy out."""
-        with self.traffic.timed():
+        with self.traffic:
             try:
                 written = self.slab.adopt()
                 if self.slab.remainders is not None:
@@ -62,7 +58,7 @@ class SlabMover:
 
     def release(self) -> None:
         """Free the slab's GPU memory."""
-        with self.traffic.timed():
+        with self.traffic:
             self.transfers.release(self.slab)
         self.traffic.released += self.slab.nbytes
         self.traffic.most_released = max(self.traffic.most_released, self.traffic.released)
@@ -70,14 +66,14 @@ class SlabMover:
     def give_up_offload(self) -> None:
         """Let go of what was being copied in place of the slab."""
         if self.slab.packed is not None:
-            with self.traffic.timed():
+            with self.traffic:
                 self.transfers.wait_out(self.slab)
                 self.slab.drop_packed()
         self.slab.is_packed = False
 
     def start_reload(self) -> None:
         """Start the copy in."""
-        with self.traffic.timed():
+        with self.traffic:
             self.transfers.copy_in(self.slab)
         self.traffic.back += self.slab.moving.numel()
         self.traffic.released -= self.slab.nbytes
@@ -92,7 +88,7 @@ class SlabMover:
         if remainders is not None:
             with self.transfers.computing():
                 remainders.owner.require_unchanged([remainders])
-        with self.traffic.timed():
+        with self.traffic:
             self.transfers.wait_in(self.slab)
             if remainders is not None:
                 with self.transfers.computing():

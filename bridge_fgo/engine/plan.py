@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 ALIGNMENT = 256
 """Every tensor of a slab starts at a multiple of this many bytes: what cudaMalloc guarantees, so kernels
@@ -65,10 +66,10 @@ def pack(sizes: Sequence[int], slab_bytes: int) -> list[SlabLayout]:
     return layouts
 
 
-def pieces(nbytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the (start, end) byte ranges of the copies that move `nbytes`, none above `piece_bytes`."""
-    for start in range(0, nbytes, piece_bytes):
-        yield start, min(start + piece_bytes, nbytes)
+@lru_cache(maxsize=1024)  # slabs have few sizes, and each is asked for twice a step
+def pieces(nbytes: int, piece_bytes: int) -> tuple[tuple[int, int], ...]:
+    """Return the (start, end) byte ranges of the copies that move `nbytes`, none above `piece_bytes`."""
+    return tuple((start, min(start + piece_bytes, nbytes)) for start in range(0, nbytes, piece_bytes))
 
 
 def floor_seconds(

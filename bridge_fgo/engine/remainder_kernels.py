@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bridge_fgo.engine.driver import Kernel, Module, current_stream, fill_with_zeros
+from bridge_fgo.engine.driver import Grid, Kernel, Module, current_stream, fill_with_zeros, make_grid
 from bridge_fgo.engine.master_copy import WeightShard
 from bridge_fgo.engine.nvrtc import compile_for
 
@@ -162,8 +162,8 @@ class RemainderKernels:
     """
 
     def __init__(self, module: Module, slabs: Sequence[Place], sums: torch.Tensor) -> None:
-        self._pack, self._unpack = Kernel(module, "pack", 5), Kernel(module, "unpack", 5)
-        self._sum = Kernel(module, "sum", 2)
+        self._pack, self._unpack = Kernel(module, "pack", 5, THREADS), Kernel(module, "unpack", 5, THREADS)
+        self._sum = Kernel(module, "sum", 2, THREADS)
         self._slabs = slabs
         self._sums = sums.data_ptr()
         self._now = torch.zeros_like(sums[:, 0])
@@ -175,7 +175,7 @@ class RemainderKernels:
         self._segments = sum(len(shards) for shards, _ in slabs)
         self._most_blocks = max(_blocks(shards) for shards, _ in slabs)
         self._table = torch.zeros(0, dtype=torch.int64, device=sums.device)
-        self._launches: list[tuple[tuple[int, int], int]] = []
+        self._launches: list[tuple[Grid, int]] = []
         """Of each slab: the grid of a launch over its weights, and the address of the first's segment."""
 
     def look_up(self, required: bool = True) -> None:
@@ -203,7 +203,7 @@ class RemainderKernels:
         self._table = torch.tensor(rows, dtype=torch.int64, device=self._table.device)
         self._launches, segment = [], self._table.data_ptr()
         for shards, _ in self._slabs:
-            self._launches.append(((_blocks(shards), len(shards)), segment))
+            self._launches.append((make_grid(_blocks(shards), len(shards)), segment))
             segment += SEGMENT_BYTES * len(shards)
 
     def pack(self, row: int, masters: torch.Tensor, packed: torch.Tensor, bits_at: int) -> None:
@@ -214,14 +214,14 @@ class RemainderKernels:
             fill_with_zeros(self._sums + 16 * row, 16, stream)
         self._packed.add(row)
         low = packed.data_ptr()
-        self._pack.launch(grid, THREADS, stream, segment, masters.data_ptr(), low, low + bits_at, self._sums)
+        self._pack.launch(grid, stream, segment, masters.data_ptr(), low, low + bits_at, self._sums)
 
     def unpack(self, row: int, packed: torch.Tensor, masters: torch.Tensor, bits_at: int) -> None:
         """See `MasterRemainders.unpack`. The slab's row of the sums is zero afterwards."""
         grid, segment = self._launches[row]
         low = packed.data_ptr()
         stream = current_stream(self._index)
-        self._unpack.launch(grid, THREADS, stream, segment, low, low + bits_at, masters.data_ptr(), self._sums)
+        self._unpack.launch(grid, stream, segment, low, low + bits_at, masters.data_ptr(), self._sums)
         self._packed.discard(row)
 
     def weight_sums(self) -> torch.Tensor:
@@ -229,9 +229,9 @@ class RemainderKernels:
         self.look_up()
         self._now.zero_()
         for start in range(0, self._segments, MOST_SEGMENTS):
-            grid = self._most_blocks, min(MOST_SEGMENTS, self._segments - start)
+            grid = make_grid(self._most_blocks, min(MOST_SEGMENTS, self._segments - start))
             segment = self._table.data_ptr() + SEGMENT_BYTES * start
-            self._sum.launch(grid, THREADS, current_stream(self._index), segment, self._now.data_ptr())
+            self._sum.launch(grid, current_stream(self._index), segment, self._now.data_ptr())
         return self._now
 
 

@@ -235,8 +235,10 @@ class Schedule:
         with self.transfers.back_to_back():
             while self._next < len(self._coming):
                 slab = self._coming[self._next]
-                if slab.tracker.state in (Residency.RELEASED, Residency.OFFLOADING):
-                    if self.ledger.nbytes + slab.slab.stepping_bytes - slab.slab.gpu_bytes > limit:
+                state = slab.tracker.state
+                if state is Residency.RELEASED or state is Residency.OFFLOADING:
+                    held = slab.slab.gpu_bytes if state is Residency.OFFLOADING else 0
+                    if self.ledger.nbytes + slab.slab.stepping_bytes - held > limit:
                         return
                     slab.tracker.reload()  # of a slab that has not left: it need not leave any more
                     if slab.slab.packed is None and slab.slab.packs:

@@ -127,7 +127,10 @@ class Slab:
 
     def exists(self) -> bool:
         """Return whether any tensor of the slab exists; moments are made by the first step."""
-        return any(ref.tensor() is not None for ref in self.refs)
+        for ref in self.refs:  # noqa: SIM110 - asked for each slab several times a step, and `any` takes twice as long
+            if ref.tensor() is not None:
+                return True
+        return False
 
     def _bind(self, gpu: torch.Tensor, copy: bool) -> bool:
         """Make `gpu` (uint8 [nbytes]) the memory behind every tensor, with the tensor's bytes in it or not.
@@ -247,9 +250,11 @@ class Slab:
         """
         assert self.gpu is not None
         with self._ledger.change(-self.gpu_bytes):
-            if not self.gpu.untyped_storage().resizable():
+            storage = self.gpu.untyped_storage()
+            if not storage.resizable():
                 self._bind(torch.empty_like(self.gpu), copy=False)
-            self.gpu.untyped_storage().resize_(0)
+                storage = self.gpu.untyped_storage()
+            storage.resize_(0)
             self._empty_packed()
 
     def close(self) -> None:

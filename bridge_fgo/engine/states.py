@@ -15,6 +15,8 @@ import torch
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 Kind = Literal["moment", "master"]
 
 
@@ -59,7 +61,7 @@ class StateRef:
             return self.param
         # Not states[param]: `optimizer.state` is a defaultdict, and Adam takes an empty entry for a made one.
         tensor = self.adam.state.get(self.param, {}).get(self.key)
-        if tensor is None or (isinstance(tensor, torch.Tensor) and type(tensor) in (torch.Tensor, torch.nn.Parameter)):
+        if tensor is None or type(tensor) in PLAIN:
             return tensor
         raise ValueError(
             f"optimizer state {self.key!r} is a {type(tensor).__name__}: only plain tensors can be offloaded; set "

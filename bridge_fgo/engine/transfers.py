@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 
-from bridge_fgo.engine.driver import Event, copy_to_gpu, copy_to_host, current_stream
+from bridge_fgo.engine.driver import Copier, Event, current_stream
 from bridge_fgo.engine.plan import pieces
 from bridge_fgo.engine.slab import Slab
 from bridge_fgo.engine.waits import WaitMeter
@@ -83,11 +84,11 @@ class Lane:
     Two events between the pieces of one stream do not do it (38 ms).
     """
 
-    def __init__(self, device: torch.device, piece_bytes: int, copy: Callable[[int, int, int, int], None]) -> None:
+    def __init__(self, device: torch.device, piece_bytes: int, copier: Copier) -> None:
         self._piece_bytes = piece_bytes
-        self._copy = copy
+        self._copier = copier
         self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
-        self._handles = tuple(stream.cuda_stream for stream in self._streams)
+        self._handles = tuple(ctypes.c_void_p(stream.cuda_stream) for stream in self._streams)
         self._ends = (Event(), Event())
         self._turn = 0
         self._last = self._ends[0]
@@ -102,7 +103,7 @@ class Lane:
             stream = self._handles[self._turn]
             # Race: the pieces of a lane are one sequence; whoever waits for the last has waited for all.
             self._last.hold(stream)
-            self._copy(target + start, source + start, end - start, stream)
+            self._copier.copy(target + start, source + start, end - start, stream)
             self._last = done if end == nbytes else self._ends[self._turn]
             self._last.record(stream)
             self._turn = 1 - self._turn
@@ -127,8 +128,8 @@ class CudaTransfers:
         self.begin_pass()
         self._is_back_to_back = self._is_ordered = False
         """Inside `back_to_back`; and whether the lane waits already for what the training stream holds."""
-        self._out = Lane(device, piece_bytes, copy_to_host)
-        self._in = Lane(device, piece_bytes, copy_to_gpu)
+        self._out = Lane(device, piece_bytes, Copier(to_gpu=False))
+        self._in = Lane(device, piece_bytes, Copier(to_gpu=True))
         self._here = Event()
         self.waits = WaitMeter()
         self._done: dict[Slab, tuple[Event, Event]] = {}

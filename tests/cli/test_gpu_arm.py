@@ -35,7 +35,7 @@ def stream(monkeypatch):
 
 
 def move(stream, traffic):
-    with traffic.timed():
+    with traffic:
         stream.now += 0.25
 
 

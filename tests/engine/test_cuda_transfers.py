@@ -47,8 +47,8 @@ def mocked(monkeypatch):
     copies = []
     monkeypatch.setattr(transfers, "Event", Event)
     monkeypatch.setattr(transfers, "current_stream", lambda index: 0)
-    monkeypatch.setattr(transfers, "copy_to_host", lambda *args: copies.append(args[:3]))
-    monkeypatch.setattr(transfers, "copy_to_gpu", lambda *args: copies.append(args[:3]))
+    copier = mock.Mock(copy=lambda *args: copies.append(args[:3]))
+    monkeypatch.setattr(transfers, "Copier", lambda to_gpu: copier)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     return copies
@@ -78,7 +78,8 @@ def test_a_session_that_is_over_keeps_no_state_alive(mocked):
 
 def test_pieces_cover_the_slab_and_go_to_two_streams_in_turn(mocked):
     handles = []
-    lane = transfers.Lane(torch.device("cpu"), 100, lambda target, source, nbytes, stream: handles.append(stream))
+    copier = mock.Mock(copy=lambda target, source, nbytes, stream: handles.append(stream))
+    lane = transfers.Lane(torch.device("cpu"), 100, copier)
     lane._handles = (1, 2)
     lane.copy(0, 0, 250, Event())
     lane.copy(0, 0, 50, Event())
