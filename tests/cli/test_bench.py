@@ -31,6 +31,7 @@ def arm(name, seconds, peak, released=0, digest="a"):
         "pin_seconds": 1.5 if released else 0.0,
         "enqueue_seconds": [0.01] * len(seconds) if released else [0.0] * len(seconds),
         "enqueue_alone_seconds": [0.02, 0.007, 0.007] if released else [0.0] * 3,
+        "collector_seconds": [0.4, *[0.0] * (len(seconds) - 2), 0.3],
         "base_bytes": 20 * GB,
         "peak_allocated_bytes": peak,
         "peak_reserved_bytes": peak + GB,
@@ -59,6 +60,7 @@ def test_the_row_of_an_arm_counts_from_the_seventh_step_on(tmp_path):
     resident, mine = [arm("resident", RESIDENT, 40 * GB)], [arm("native", OFFLOADED, 30 * GB, 10 * GB)]
     row = figures.make_row(resident, mine, LINK, trace.read_trace(tmp_path / "t.gz"), True)
     assert row.step_seconds == 0.7
+    assert row.collector_seconds == 0.3
     assert row.added_seconds == pytest.approx(0.2)
     assert (row.forward_seconds, row.rest_seconds) == (0.05, 0.12)
     assert row.e == pytest.approx(0.2 * 50 / 10)

@@ -1,5 +1,6 @@
 """What the GPU arm writes down of which step, without a GPU."""
 
+import gc
 import json
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 
 import bridge_fgo
 from bridge_fgo.cli.arms import gpu
+from bridge_fgo.cli.arms.collector_clock import CollectorClock
 from bridge_fgo.cli.arms.moves_alone import MovesAlone
 from bridge_fgo.cli.arms.phase_clock import PhaseClock
 from bridge_fgo.engine.part import Traffic
@@ -102,7 +104,37 @@ def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_on
     result = written[-1]
     assert result["enqueue_alone_seconds"] == pytest.approx([0.31, 0.32])
     assert result["enqueue_seconds"] == pytest.approx([0.29, 0.3])
-    assert len(result["step_seconds"]) == 5
+    assert len(result["step_seconds"]) == len(result["collector_seconds"]) == 5
+
+
+def test_a_collection_counts_in_the_step_that_it_falls_into(recorder, stream, monkeypatch):
+    recorder, events = recorder
+    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
+
+    def slow(phase, info):
+        stream.now += 0.5 * (phase == "start")
+
+    gc.disable()  # by itself
+    gc.callbacks.append(slow)
+    try:
+        recorder.on_train_start(None)
+        context = SimpleNamespace(loss_dict={}, grad_norm=1.0, skipped_iter=False, model=None, optimizer=None)
+        gc.collect()
+        for step in range(1, 6):
+            recorder.on_train_step_start(context)
+            if step == 3:
+                gc.collect()
+            recorder.on_train_step_end(context)
+            if step == 4:  # a step lasts until the next one begins
+                gc.collect()
+        recorder.on_train_end(context)
+        gc.collect()
+    finally:
+        gc.callbacks.remove(slow)
+        gc.enable()
+    result = json.loads(events.read_text().splitlines()[-1])
+    assert result["collector_seconds"] == [0.0, 0.0, 0.5, 0.5, 0.0]
+    assert not any(isinstance(getattr(call, "__self__", None), CollectorClock) for call in gc.callbacks)
 
 
 def test_without_profiled_steps_moves_are_as_they_were_when_training_ends(recorder, stream, monkeypatch):

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge_fgo.cli.arms.collector_clock import CollectorClock
 from bridge_fgo.cli.arms.final_state import final_state, joined_digests
 from bridge_fgo.cli.arms.gpu_config import build_config
 from bridge_fgo.cli.arms.moves_alone import MovesAlone
@@ -134,6 +135,8 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
             self.step = 0
             self.started = 0.0
             self.seconds: list[float] = []
+            self.collector = CollectorClock()
+            self.collector_seconds: list[float] = []
             self.newest: dict[str, Any] = {}
             self.peaks: dict[str, Any] = {}
             self.base = 0
@@ -163,6 +166,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
             elif self.step == min(FIRST_MEASURED_STEP, options.steps):
                 torch.cuda.reset_peak_memory_stats()
                 self.base = torch.cuda.memory_allocated()
+            self.collector.take()  # what came before the first step is of none
             self.started = time.perf_counter()
 
         def on_train_step_end(self, context: Any) -> None:
@@ -198,6 +202,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
             if not self.newest:
                 return
             self.seconds.append(now - self.started)
+            self.collector_seconds.append(self.collector.take())
             if self.writer is not None:
                 self.writer.step(**self.newest, seconds=self.seconds[-1])
             self.newest = {}
@@ -226,6 +231,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
         def on_train_end(self, context: Any) -> None:
             torch.cuda.synchronize()
             self.end_step(time.perf_counter())
+            self.collector.end()
             self.end_alone()
             if self.trace is not None:
                 self.trace.end(options.trace if self.writer is not None else None)
@@ -246,6 +252,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
                 copied_bytes=0 if stats is None else stats.bytes_offloaded,
                 pinned_bytes=0 if stats is None else stats.pinned_bytes,
                 step_seconds=self.seconds,
+                collector_seconds=self.collector_seconds,
                 base_bytes=self.base,
                 pin_seconds=0.0 if stats is None else stats.pin_seconds,
                 enqueue_seconds=self.enqueue,

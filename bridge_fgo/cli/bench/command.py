@@ -187,7 +187,7 @@ def table_of(rows: list[Row]) -> list[list[str]]:
 
     table = [
         [
-            "arm", "step, s", "min-max", "added, s", "E", "floor E", "forward, s", "rest, s",
+            "arm", "step, s", "min-max", "GC, most, s", "added, s", "E", "floor E", "forward, s", "rest, s",
             "allocated, GB", "reserved, GB", "saved / S",
             "saved reserved / S", "pinned, GB", "pin, s", "steps 1-2 added, s", "enqueue", "by the clock",
             "hidden / floor",
@@ -199,6 +199,7 @@ def table_of(rows: list[Row]) -> list[list[str]]:
         table.append(
             [
                 row.arm, number(row.step_seconds, 3), f"{row.step_seconds_min:.3f}-{row.step_seconds_max:.3f}",
+                number(row.collector_seconds),
                 number(row.added_seconds, 3), number(row.e), number(row.floor_e),
                 number(row.forward_seconds, 3), number(row.rest_seconds, 3),
                 number(row.peak_allocated_bytes / 1e9), number(row.peak_reserved_bytes / 1e9),

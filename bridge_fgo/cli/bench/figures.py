@@ -49,6 +49,9 @@ class Row:
     """Time in which copies ran and the step got no longer for it, over what the floor leaves to hide."""
     overlaps_kernels: float | None = None
     """Share of the time in which copies ran that kernels ran too."""
+    collector_seconds: float = 0.0
+    """The most that Python's garbage collector took of one step: a full collection makes a step the longest by far."""
+
     longest_waits_seconds: tuple[float, ...] = ()
     """The longest waits of the host for the GPU in the traced step."""
 
@@ -109,6 +112,9 @@ def make_row(
         "pin_seconds": mine["pin_seconds"] or None,
         "forward_seconds": phase(runs, "forward"),
         "rest_seconds": phase(runs, "rest"),
+        "collector_seconds": max(
+            max(run.result["collector_seconds"][FIRST_COUNTED_STEP - 1 :], default=0.0) for run in runs
+        ),
         "first_two_steps_added_seconds": statistics.median(
             sum(event["seconds"] for event in run.steps[:2]) - sum(event["seconds"] for event in other.steps[:2])
             for run, other in zip(runs, resident, strict=True)
