@@ -72,10 +72,11 @@ class NativeOffloader:
             started = time.perf_counter()
             page_lock([slab.slab.host for slab in self._slabs], local_cpus(self._device))
             self.pin_seconds = time.perf_counter() - started
-        schedule.parts += self.parts
         if config.master_remainders is None and self._remainders.are_fast:
-            packable = sum(slab.nbytes for slab in self._slabs if slab.slab.remainders is not None)
-            schedule.packing.packable_bytes += packable
+            for part in self.parts:
+                part.packable_bytes = sum(slab.nbytes for slab in part.slabs if slab.slab.remainders is not None)
+        schedule.parts += self.parts
+        schedule.count_packable()
         self._owners = {i: part for part in self.parts for i in part.ids}
         self._inner_step = InnerStep(optimizer.optimizer)
         self._snapshot: Snapshot | None = None

@@ -120,6 +120,8 @@ class StepPart:
     slabs: list[TrackedSlab]
     stays: bool = False
     """Whether its states stay on the GPU for good, because the memory budget has room for them."""
+    packable_bytes: int = 0
+    """Bytes of its masters that are packed if training is seen to wait for copies; see `PackingChoice`."""
     ids: frozenset[int] = field(init=False)
     """`id` of each parameter."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import torch
 
@@ -69,8 +69,13 @@ class Schedule:
     def remove(self, parts: list[StepPart]) -> None:
         """Forget parts that are no more offloaded."""
         self.parts = [part for part in self.parts if part not in parts]
+        self.count_packable()
         self._coming, self._position, self._next = [], {}, 0
         self._leaving.clear()
+
+    def count_packable(self) -> None:
+        """Which parts there are, or stay, has changed."""
+        self.packing.packable_bytes = sum(part.packable_bytes for part in self.parts if not part.stays)
 
     def require_whole(self, what: str) -> None:
         """See `Offloader.require_whole`.
@@ -101,7 +106,8 @@ class Schedule:
 
     def release(self) -> None:
         """Point 0: nothing reads the states any more until the optimizer steps."""
-        for slab in self._coming:
+        # Those before were kept by an earlier call of this pass: there is one for each optimizer, and the session's.
+        for slab in islice(self._coming, self._next, None):
             # A reader since the pass began (MXFP8's copy of the masters) has had it brought back.
             if slab.tracker.state is Residency.RESIDENT and slab.slab.exists():
                 slab.tracker.offload()
@@ -248,12 +254,19 @@ class Schedule:
 
     def release_everything(self) -> None:
         """Free every slab that may leave; for work between steps that needs the memory."""
+        leaving = [
+            slab
+            for part in self.parts
+            for slab in part.slabs
+            if not part.stays and slab.tracker.state is not Residency.RELEASED
+        ]
+        for remainders in {slab.slab.remainders.owner for slab in leaving if slab.slab.remainders is not None}:
+            remainders.look_up()  # weights may have been let go of and taken again since the pass
         with self.transfers.on_compute_stream():
-            for part in self.parts:
-                for slab in part.slabs:
-                    if not part.stays and slab.slab.exists():
-                        slab.tracker.offload()  # where a reader between steps has had it brought back
-                        slab.tracker.release()
+            for slab in leaving:
+                if slab.slab.exists():
+                    slab.tracker.offload()  # where a reader between steps has had it brought back
+                    slab.tracker.release()
 
     # Measuring, and what follows from it.
 
@@ -288,6 +301,7 @@ class Schedule:
         if self._record is not None and self._in_step_phase and updated:
             self._measure()
             self.planner.add(self.signature, self._record, self.parts, self._meter.expands)
+            self.count_packable()
             self._fresh = True
         self._record_in(None)
         self.packing.end_step(updated, by_plan=self.is_planned)

@@ -167,11 +167,18 @@ class Slab:
         """Take GPU memory again for every tensor of the slab, and for what is copied; its content is undefined."""
         assert self.gpu is not None
         storage = self.gpu.untyped_storage()
-        if not storage.nbytes():
+        was_empty = not storage.nbytes()
+        if was_empty:
             with self._ledger.change(self.nbytes):
                 storage.resize_(self.nbytes)
         if self.is_packed and self.packed is None:
-            self._take_packed()
+            try:
+                self._take_packed()
+            except torch.cuda.OutOfMemoryError:
+                if was_empty:  # else nobody would give it back: the slab is not on its way
+                    with self._ledger.change(-self.nbytes):
+                        storage.resize_(0)
+                raise
 
     def _take_packed(self) -> None:
         assert self.remainders is not None

@@ -11,7 +11,7 @@ PACKING_SECONDS_A_BYTE = 1.6e-12
 """Of masters: what it takes the GPU to pack and unpack them. Measured on an H200: 10.3 ms for 6.6 GB."""
 
 IN_A_ROW = 2
-"""Steps in which training waits longer than that before masters are packed: one alone may follow a load."""
+"""Steps of a kind in which training waits longer than that before masters are packed: one alone may follow a load."""
 
 MOST_TIMED = 8
 """Steps of a kind that are timed. What waits then it shows by then; later nothing changes, and nothing costs time."""
@@ -94,7 +94,7 @@ class PackingChoice:
         self._announce = announce
         self._kind: object = None
         self._timed: Counter[object] = Counter()
-        self._over = 0
+        self._over: Counter[object] = Counter()
         self._unplanned = 0
 
     @property
@@ -110,16 +110,20 @@ class PackingChoice:
         """
         if self._waits is None or self._is_settled:
             return
+        self._waits.drop()  # of a step that an error has ended
         seconds = self._waits.take()
         if seconds is not None:
-            self._timed[self._kind] += 1
-            self._over = self._over + 1 if seconds > PACKING_SECONDS_A_BYTE * self.packable_bytes else 0
-            if self._over == IN_A_ROW:
+            kind_then = self._kind
+            self._timed[kind_then] += 1
+            over = seconds > PACKING_SECONDS_A_BYTE * self.packable_bytes
+            self._over[kind_then] = self._over[kind_then] + 1 if over else 0
+            if self._over[kind_then] == IN_A_ROW:
                 self._pack(f"training waited {seconds * 1e3:.1f} ms for copies in a step")
                 return
         if by_plan and self._timed[kind] < MOST_TIMED:
-            self._kind = kind
             self._waits.begin()
+            if self._waits.is_timing:  # else the newest figures, which are not here yet, are of another kind
+                self._kind = kind
 
     def end_step(self, updated: bool, by_plan: bool) -> None:
         """The step is over.

@@ -13,6 +13,8 @@ from bridge_fgo.engine import remainder_kernels, remainders
 from bridge_fgo.engine.debug import debugged
 from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.peaks import PeakMeter
+from bridge_fgo.engine.remainders import MasterRemainders
+from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.schedule import Schedule
 from bridge_fgo.engine.slab import Slab
 from bridge_fgo.engine.transfers import HostTransfers
@@ -346,9 +348,24 @@ def test_the_ledger_stays_right_where_memory_runs_out_on_the_way_back(monkeypatc
         patch.setattr(Slab, "_take_packed", full)  # the slab's own memory is there by then
         offloader.require_readable()
     assert sum(slab.gpu_bytes for slab in offloader.slabs) == offloader._schedule.ledger.nbytes
+    released = [slab.slab for slab in offloader._slabs if slab.tracker.state is Residency.RELEASED]
+    assert released and not any(slab.gpu_bytes for slab in released)  # nobody would give it back
     offloader.require_readable()
     assert sum(slab.gpu_bytes for slab in offloader.slabs) == offloader._schedule.ledger.nbytes
     assert state_bytes(optimizer) == before
+
+
+def test_before_masters_leave_between_steps_the_weights_are_looked_up(monkeypatch):
+    # A parameter buffer may have been let go of and taken again: a kernel would read where it was.
+    _, offloader = make(master_remainders=True)
+    calls = []
+    for name in ("look_up", "pack"):
+        real = getattr(MasterRemainders, name)
+        monkeypatch.setattr(MasterRemainders, name, lambda *a, n=name, r=real: (calls.append(n), r(*a))[1])
+    offloader._schedule.release_everything()
+    assert calls == ["look_up", "pack"]
+    offloader._schedule.release_everything()  # nothing is here
+    assert calls == ["look_up", "pack"]
 
 
 def test_a_parameter_buffer_without_memory_is_an_error():

@@ -101,3 +101,49 @@ def test_each_kind_of_pass_is_timed_so_often_and_may_be_the_one_that_waits():
         assert not choice.packs
         assert not train("short")
     assert choice.packs and len(said) == 1
+
+
+class Steps:
+    """Training steps of kinds that wait for so many seconds each; the figures of a step come `late` steps after."""
+
+    def __init__(self, late=0, **seconds):
+        self.gpu, self.seconds, self.late = Gpu([]), seconds, late
+        self.waits = WaitMeter(self.gpu.event)
+        self.choice = PackingChoice(self.waits, lambda text: None)
+        self.choice.packable_bytes = 1
+        self.since = 0
+
+    def begin(self, kind):
+        """Returns whether the step is timed."""
+        self.since += 1
+        self.gpu.done = self.since > self.late
+        self.choice.begin_pass(kind, by_plan=True)
+        if not self.waits.is_timing:
+            return False
+        self.gpu._waits = iter([self.seconds[kind]])
+        self.waits.around(self.gpu.wait, "stream")
+        self.since = 0
+        return True
+
+    def step(self, kind):
+        timed = self.begin(kind)
+        self.choice.end_step(updated=True, by_plan=True)
+        return timed
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("kinds", [("waiting", "quick"), ("quick", "waiting")])
+def test_a_kind_that_waits_is_found_among_others_that_do_not(kinds, late):
+    steps = Steps(late, waiting=1.0, quick=0.0)
+    for i in range(8 * MOST_TIMED):
+        steps.step(kinds[i % 2])
+    assert steps.choice.packs
+
+
+def test_a_step_that_an_error_ended_is_not_timed_on():
+    steps = Steps(spent=0.0, other=0.0)
+    for _ in range(MOST_TIMED):
+        assert steps.step("spent")
+    steps.choice.begin_pass("spent", by_plan=True)  # takes the last figures
+    assert steps.begin("other")
+    assert not steps.step("spent")
