@@ -4,113 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_optimizer import make_distributed_optimizer, state_bytes, with_model
+from fake_training import POINTS, SHAPE, SIZES, WHOLE, Meter, Training, use_small_parts
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engine import native, planner
-from bridge_fgo.engine.debug import debugged
-from bridge_fgo.engine.native import NativeOffloader
+from bridge_fgo.engine import planner
 from bridge_fgo.engine.residency import Residency
-from bridge_fgo.engine.schedule import Schedule
 from bridge_fgo.engine.slab import Ledger
-from bridge_fgo.engine.transfers import HostTransfers
 from bridge_fgo.engine.waits import IN_A_ROW, MOST_TIMED, MOST_UNPLANNED, PACKING_SECONDS_A_BYTE, PackingChoice
-
-SIZES = [1000, 300, 2000, 64, 1500, 700, 1200]
-POINTS = 8
-SHAPE = [0, 1, 2, 3, 4, 3, 2, 1, 0]  # of the activations, from point 0 to point POINTS
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    """Parts of a few kilobytes, and no margin."""
-    monkeypatch.setattr("bridge_fgo.engine.part_layout.LEAST_PART_BYTES", 4096)
-    monkeypatch.setattr(native, "MARGIN_PARTS", 0)
-    monkeypatch.setattr(planner, "MARGIN_SHARE", 0)
-
-
-class Meter:
-    """Peaks of what is beside the slabs: `layer` bytes for each layer that has run forward and not yet backward."""
-
-    works = expands = True
-
-    def __init__(self, layer, step=0):
-        self.layer, self.step = layer, step
-        self.schedule = None
-
-    def end_interval(self):
-        index = min(self.schedule._index, POINTS)
-        others = self.step if self.schedule._in_step_phase else self.layer * SHAPE[index]
-        return others + self.schedule.ledger.nbytes
-
-
-class Training:
-    """Optimizers with offload, and twins without, in the order of calls of a training step."""
-
-    def __init__(self, layer, step=0, optimizers=1, budget=None, **settings):
-        self.twins = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
-        self.optimizers = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
-        meter = Meter(layer, step)
-        self.schedule = meter.schedule = Schedule(debugged(HostTransfers(65536)), meter, budget)
-        self.schedule.signature = 1
-        config = OffloadConfig(engine="native", piece_bytes=65536, **settings)
-        self.offloaders = [NativeOffloader(optimizer, config, self.schedule) for optimizer in self.optimizers]
-        for twin, offloader, optimizer in zip(self.twins, self.offloaders, self.optimizers, strict=True):
-            offloader.twin = twin
-            wrapped = optimizer._copy_main_params_to_model_params
-            optimizer._copy_main_params_to_model_params = lambda o=offloader, w=wrapped: o.copy_masters(w)
-        self.held = []
-
-    def run_pass(self, points=POINTS):
-        for offloader in self.offloaders:
-            offloader.offload()
-        for offloader in self.offloaders:
-            offloader.release()
-        self.schedule.release()  # as `Session.release`
-        self.held = [self.schedule.ledger.nbytes]
-        for _ in range(points):
-            self.schedule.point()
-            self.held.append(self.schedule.ledger.nbytes)
-        for offloader in self.offloaders:
-            offloader.reload()
-
-    def update(self, seed):
-        for optimizer, offloader in zip(self.optimizers, self.offloaders, strict=True):
-            for twin in (optimizer, offloader.twin):
-                generator = torch.Generator().manual_seed(seed)
-                for param in twin.optimizer.param_groups[0]["params"]:
-                    param.grad = torch.randn(param.shape, generator=generator)
-            optimizer.copied.clear()
-            with offloader.stepping():
-                optimizer.optimizer.step()
-                optimizer._copy_main_params_to_model_params()
-            offloader.twin.optimizer.step()
-            offloader.twin._copy_main_params_to_model_params()
-
-    def end_step(self, updated):
-        for offloader in self.offloaders:
-            offloader.settle()
-        self.schedule.end_step(updated)
-
-    def step(self, seed, passes=1, skip=False, points=POINTS):
-        for _ in range(passes):
-            self.run_pass(points)
-        if not skip:
-            self.update(seed)
-        self.end_step(updated=not skip)
-
-    def check(self):
-        for optimizer, offloader in zip(self.optimizers, self.offloaders, strict=True):
-            offloader.require_readable()
-            assert state_bytes(optimizer) == state_bytes(offloader.twin)
-            pairs = zip(optimizer.model_float16_groups[0], offloader.twin.model_float16_groups[0], strict=True)
-            assert all(torch.equal(a, b) for a, b in pairs)
-
-
-WHOLE = 12 * sum(SIZES)
+    use_small_parts(monkeypatch)
 
 
 def most_held_in(training, run):
@@ -405,7 +312,7 @@ def test_nothing_is_timed_where_no_choice_is_left(settings):
 @pytest.mark.parametrize("room", [0, 0.1, 0.4])
 @pytest.mark.parametrize("sizes", [[1000] * 64, [1000, 300, 2000, 64, 1500, 700, 1200] * 9])
 def test_the_step_in_which_masters_are_first_packed_holds_no_more_than_others(monkeypatch, sizes, room):
-    monkeypatch.setattr("test_schedule.SIZES", sizes)
+    monkeypatch.setattr("fake_training.SIZES", sizes)
     whole = 12 * sum(sizes)
     training = Training(layer=whole // 8, step=int(whole * (0.5 - room)))
     training.schedule.packing.packs = False
@@ -537,7 +444,7 @@ def test_the_first_step_with_a_budget_stays_under_it_while_what_stays_comes_back
 
 @pytest.mark.parametrize("share", [0.5, 0.8])
 def test_the_step_in_which_many_parts_come_to_stay_keeps_to_the_budget_too(monkeypatch, share):
-    monkeypatch.setattr("test_schedule.SIZES", [90_000] * 40)  # each a part of its own
+    monkeypatch.setattr("fake_training.SIZES", [90_000] * 40)  # each a part of its own
     whole, layer = 12 * 90_000 * 40, 2_500_000
     beside = POINTS // 2 * layer  # as much in the step as in forward and backward
     budget = beside + int(share * whole)

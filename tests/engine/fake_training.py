@@ -1,0 +1,100 @@
+"""Optimizers with offload and twins without, in the order of calls of a training step, with made-up peaks."""
+
+import torch
+from fake_optimizer import make_distributed_optimizer, state_bytes, with_model
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine.debug import debugged
+from bridge_fgo.engine.native import NativeOffloader
+from bridge_fgo.engine.schedule import Schedule
+from bridge_fgo.engine.transfers import HostTransfers
+
+SIZES = [1000, 300, 2000, 64, 1500, 700, 1200]
+POINTS = 8
+SHAPE = [0, 1, 2, 3, 4, 3, 2, 1, 0]  # of the activations, from point 0 to point POINTS
+WHOLE = 12 * sum(SIZES)
+
+
+def use_small_parts(monkeypatch):
+    """Has parts of a few kilobytes, and no margin."""
+    monkeypatch.setattr("bridge_fgo.engine.part_layout.LEAST_PART_BYTES", 4096)
+    monkeypatch.setattr("bridge_fgo.engine.native.MARGIN_PARTS", 0)
+    monkeypatch.setattr("bridge_fgo.engine.planner.MARGIN_SHARE", 0)
+
+
+class Meter:
+    """Peaks of what is beside the slabs: `layer` bytes for each layer that has run forward and not yet backward."""
+
+    works = expands = True
+
+    def __init__(self, layer, step=0):
+        self.layer, self.step = layer, step
+        self.schedule = None
+
+    def end_interval(self):
+        index = min(self.schedule._index, POINTS)
+        others = self.step if self.schedule._in_step_phase else self.layer * SHAPE[index]
+        return others + self.schedule.ledger.nbytes
+
+
+class Training:
+    """Optimizers with offload, and twins without, in the order of calls of a training step."""
+
+    def __init__(self, layer, step=0, optimizers=1, budget=None, transfers=None, **settings):
+        self.twins = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
+        self.optimizers = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
+        meter = Meter(layer, step)
+        self.schedule = meter.schedule = Schedule(transfers or debugged(HostTransfers(65536)), meter, budget)
+        self.schedule.signature = 1
+        config = OffloadConfig(engine="native", piece_bytes=65536, **settings)
+        self.offloaders = [NativeOffloader(optimizer, config, self.schedule) for optimizer in self.optimizers]
+        for twin, offloader, optimizer in zip(self.twins, self.offloaders, self.optimizers, strict=True):
+            offloader.twin = twin
+            wrapped = optimizer._copy_main_params_to_model_params
+            optimizer._copy_main_params_to_model_params = lambda o=offloader, w=wrapped: o.copy_masters(w)
+        self.held = []
+
+    def run_pass(self, points=POINTS):
+        for offloader in self.offloaders:
+            offloader.offload()
+        for offloader in self.offloaders:
+            offloader.release()
+        self.schedule.release()  # as `Session.release`
+        self.held = [self.schedule.ledger.nbytes]
+        for _ in range(points):
+            self.schedule.point()
+            self.held.append(self.schedule.ledger.nbytes)
+        for offloader in self.offloaders:
+            offloader.reload()
+
+    def update(self, seed):
+        for optimizer, offloader in zip(self.optimizers, self.offloaders, strict=True):
+            for twin in (optimizer, offloader.twin):
+                generator = torch.Generator().manual_seed(seed)
+                for param in twin.optimizer.param_groups[0]["params"]:
+                    param.grad = torch.randn(param.shape, generator=generator)
+            optimizer.copied.clear()
+            with offloader.stepping():
+                optimizer.optimizer.step()
+                optimizer._copy_main_params_to_model_params()
+            offloader.twin.optimizer.step()
+            offloader.twin._copy_main_params_to_model_params()
+
+    def end_step(self, updated):
+        for offloader in self.offloaders:
+            offloader.settle()
+        self.schedule.end_step(updated)
+
+    def step(self, seed, passes=1, skip=False, points=POINTS):
+        for _ in range(passes):
+            self.run_pass(points)
+        if not skip:
+            self.update(seed)
+        self.end_step(updated=not skip)
+
+    def check(self):
+        for optimizer, offloader in zip(self.optimizers, self.offloaders, strict=True):
+            offloader.require_readable()
+            assert state_bytes(optimizer) == state_bytes(offloader.twin)
+            pairs = zip(optimizer.model_float16_groups[0], offloader.twin.model_float16_groups[0], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)

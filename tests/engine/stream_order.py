@@ -1,0 +1,207 @@
+"""Which work on made-up CUDA streams comes before which, by vector clocks; memory that two of them meet in is a race.
+
+Streams do their work at once here. What is checked is that a GPU would have to keep to that order: an event carries the
+clock of the stream that it was recorded on, and a stream that waits for it has seen all that the clock says.
+"""
+
+import ctypes
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+
+from bridge_fgo.engine import transfers
+from bridge_fgo.engine.remainders import SlabRemainders
+from bridge_fgo.engine.residency import Residency
+from bridge_fgo.engine.slab import Slab
+
+TRAINING, SIDE = 1000, 2000
+
+
+class Race(Exception):
+    """Two accesses to the same memory of which none is ordered before the other."""
+
+
+class StreamOrder:
+    """The streams, and the accesses to each slab's GPU memory, packed form and host buffer. See `install`."""
+
+    def __init__(self):
+        self.current = TRAINING
+        self.clocks = {}
+        self.writes, self.reads, self.pools = {}, {}, {}
+        self.slabs = []
+        self.trackers = {}
+
+    def clock(self, stream):
+        return self.clocks.setdefault(stream, {})
+
+    def wait(self, stream, clock):
+        mine = self.clock(stream)
+        for other, time in clock.items():
+            mine[other] = max(time, mine.get(other, 0))
+
+    def _work(self, stream):
+        clock = self.clock(stream)
+        clock[stream] = clock.get(stream, 0) + 1
+        return {stream: clock[stream]}
+
+    def _require(self, stream, earlier, what, memory):
+        clock = self.clock(stream)
+        if any(clock.get(other, 0) < time for other, time in earlier.items()):
+            raise Race(f"{what} of {memory} on stream {stream} may come before {earlier}")
+
+    def read(self, memory, stream=None):
+        stream = self.current if stream is None else stream
+        self._require(stream, self.writes.get(memory, {}), "a read", memory)
+        self.reads.setdefault(memory, []).append(self._work(stream))
+
+    def write(self, memory, stream=None):
+        stream = self.current if stream is None else stream
+        self._require(stream, self.writes.get(memory, {}), "a write", memory)
+        for read in self.reads.pop(memory, []):
+            if not self._is_of_no_use(memory, read):
+                self._require(stream, read, "a write", memory)
+        self.writes[memory] = self._work(stream)
+
+    def _is_of_no_use(self, memory, read):
+        """Whether it is the read of a copy out that was given up: what it has copied is never used."""
+        kind, slab = memory
+        return kind == "whole" and TRAINING not in read and self.trackers[slab].state is Residency.RESIDENT
+
+    def take(self, memory):
+        """The allocator hands memory out that work on the current stream may have used until now."""
+        self.pools[memory] = self.current
+        self.writes[memory] = dict(self.clock(self.current))
+
+    def give_back(self, memory):
+        """Memory goes back to the stream that it was taken on, and whatever that gets next may have it."""
+        for earlier in (self.writes.pop(memory, {}), *self.reads.pop(memory, [])):
+            self._require(self.pools.get(memory, TRAINING), earlier, "the next use", memory)
+
+    @contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def aside(self):
+        """A reader's stream, which waits for the current one before, and which that waits for afterwards."""
+        before = self.current
+        self.wait(SIDE, self.clock(before))
+        with self.on(SIDE):
+            yield
+        self.wait(before, self.clock(SIDE))
+
+
+def install(monkeypatch):
+    """Put made-up streams in the place of CUDA's, and have slabs tell what they do. Returns the `StreamOrder`."""
+    order = StreamOrder()
+    names = iter(range(1, 100))
+
+    def handle(stream):
+        return stream.value if isinstance(stream, ctypes.c_void_p) else stream
+
+    class Stream:
+        device_index = 0
+
+        def __init__(self, device=None, stream=None):
+            self.cuda_stream = next(names) if stream is None else stream
+
+        def synchronize(self):
+            pass
+
+    class Event:
+        clock = {}  # noqa: RUF012 - of one that was not recorded
+
+        def record(self, stream):
+            self.clock = dict(order.clock(handle(stream)))
+
+        def hold(self, stream):
+            order.wait(handle(stream), self.clock)
+
+        def has_happened(self):
+            return True
+
+    class Copier:
+        def __init__(self, to_gpu):
+            self.to_gpu = to_gpu
+
+        def copy(self, target, source, nbytes, stream):
+            ctypes.memmove(target, source, nbytes)
+            host = source if self.to_gpu else target
+            slab = next(s for s in order.slabs if s.host_address <= host < s.host_address + s.nbytes)
+            gpu, on_host = ("packed" if slab.is_packed else "whole", slab), ("host", slab)
+            read, written = (on_host, gpu) if self.to_gpu else (gpu, on_host)
+            order.read(read, handle(stream))
+            order.write(written, handle(stream))
+
+    monkeypatch.setattr(transfers, "Event", Event)
+    monkeypatch.setattr(transfers, "Copier", Copier)
+    monkeypatch.setattr(transfers, "current_stream", lambda index: order.current)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(stream=order.current))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: order.on(stream.cuda_stream))
+    _watch_slabs(monkeypatch, order)
+    return order
+
+
+def _watch_slabs(monkeypatch, order):
+    real = SimpleNamespace(
+        **{n: getattr(Slab, n) for n in ("adopt", "allocate", "_take_packed", "_empty_packed", "free")}
+    )
+    pack, unpack = SlabRemainders.pack, SlabRemainders.unpack
+
+    def of(remainders):
+        return next(slab for slab in order.slabs if slab.remainders is remainders)
+
+    def adopt(slab):
+        if slab.gpu is None:
+            order.slabs.append(slab)
+            order.take(("whole", slab))
+        moved = real.adopt(slab)
+        if moved:
+            order.write(("whole", slab))
+        return moved
+
+    def allocate(slab):
+        if not slab.gpu.untyped_storage().nbytes():
+            order.take(("whole", slab))
+        real.allocate(slab)
+
+    def take_packed(slab):
+        real._take_packed(slab)
+        order.take(("packed", slab))
+
+    def empty_packed(slab):
+        if slab.packed is not None:
+            order.give_back(("packed", slab))
+        real._empty_packed(slab)
+
+    def free(slab):
+        order.give_back(("whole", slab))
+        real.free(slab)
+
+    def packs(remainders, masters, packed):
+        order.read(("whole", of(remainders)))
+        order.write(("packed", of(remainders)))
+        pack(remainders, masters, packed)
+
+    def unpacks(remainders, packed, masters):
+        order.read(("packed", of(remainders)))
+        order.write(("whole", of(remainders)))
+        unpack(remainders, packed, masters)
+
+    watched = {
+        "adopt": adopt,
+        "allocate": allocate,
+        "_take_packed": take_packed,
+        "_empty_packed": empty_packed,
+        "free": free,
+    }
+    for name, watch in watched.items():
+        monkeypatch.setattr(Slab, name, watch)
+    monkeypatch.setattr(SlabRemainders, "pack", packs)
+    monkeypatch.setattr(SlabRemainders, "unpack", unpacks)

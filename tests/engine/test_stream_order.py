@@ -1,0 +1,202 @@
+"""No two streams meet in the same memory, whatever order a training asks for its states in; and each wait is needed."""
+
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+from fake_training import POINTS, WHOLE, Training, use_small_parts
+from stream_order import Race, install
+
+from bridge_fgo.engine.inner_step import InnerStep
+from bridge_fgo.engine.transfers import CudaTransfers, Lane
+
+PIECE_BYTES = 3000
+
+
+@pytest.fixture
+def order(monkeypatch):
+    use_small_parts(monkeypatch)
+    return install(monkeypatch)
+
+
+class RandomTraining(Training):
+    """A training that runs passes again, skips steps, and whose states are read on any stream at any time."""
+
+    def __init__(self, order, seed):
+        self.order, self.random = order, random.Random(seed)
+        choose = self.random.choice
+        layer = choose([0, WHOLE // 10, WHOLE // 4, WHOLE])
+        step = choose([0, WHOLE // 2])
+        budget = choose([None, None, int(4 * layer + step + WHOLE * self.random.uniform(0.9, 2.2))])
+        super().__init__(
+            layer,
+            step,
+            optimizers=choose([1, 2]),
+            budget=budget,
+            transfers=CudaTransfers(torch.device("cpu"), PIECE_BYTES),
+            master_remainders=choose([None, True, False]),
+        )
+        self.schedule.packing._waits = None  # and whether masters are packed is chosen here
+        for offloader in self.offloaders:
+            for slab in offloader._slabs:
+                order.trackers[slab.slab] = slab.tracker
+
+    def somewhere(self):
+        return self.order.aside() if self.random.random() < 0.3 else nullcontext()
+
+    def read(self):
+        with self.somewhere():
+            for offloader in self.offloaders:
+                offloader.require_readable()
+                for slab in offloader.slabs:
+                    if slab.gpu is not None:
+                        self.order.read(("whole", slab))
+
+    def overwrite(self):
+        with self.somewhere():
+            for offloader in self.offloaders:
+                offloader.require_writable()
+                for slab in offloader.slabs:
+                    if slab.gpu is not None:
+                        self.order.write(("whole", slab))
+
+    def run_pass(self, points=POINTS):
+        for offloader in self.offloaders:
+            offloader.offload()
+        self.schedule.begin_pass()
+        if self.random.random() < 0.2:
+            self.read()
+        for offloader in self.offloaders:
+            offloader.release()
+        self.schedule.release()
+        for _ in range(points):
+            with self.somewhere():
+                self.schedule.point()
+            if self.random.random() < 0.03:
+                self.read()
+        if self.random.random() < 0.95:
+            with self.somewhere():
+                self.schedule.reload()
+
+    def between_steps(self):
+        self.random.choice([lambda: None, lambda: None, self.schedule.release_everything, self.read, self.overwrite])()
+        if self.random.random() < 0.1:
+            self.schedule.release_everything()
+
+
+@pytest.fixture
+def updates_are_seen(order, monkeypatch):
+    """An update writes the slabs of its part."""
+    update = InnerStep.update
+
+    def writes(inner, owner):
+        for slab in () if owner is None else owner.slabs:
+            if slab.slab.gpu is not None:
+                order.write(("whole", slab.slab))
+        update(inner, owner)
+
+    monkeypatch.setattr(InnerStep, "update", writes)
+
+
+def train(order, seed):
+    training = RandomTraining(order, seed)
+    choose = training.random.random
+    packs_from = training.random.randrange(8)
+    for step in range(9):
+        training.schedule.packing.packs = step >= packs_from
+        training.step(step, passes=2 if choose() < 0.15 else 1, skip=choose() < 0.15)
+        training.between_steps()
+    training.check()
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.usefixtures("updates_are_seen")
+def test_no_two_streams_meet_in_the_same_memory(order, seed):
+    try:
+        train(order, seed)
+    except Race as race:  # without a traceback: it would show tensors whose memory is gone
+        pytest.fail(str(race), pytrace=False)
+
+
+class Nothing:
+    """An event that nobody waits for."""
+
+    def hold(self, stream):
+        pass
+
+
+def without_order_before_copies_out(patch):
+    patch.setattr(CudaTransfers, "copy_out", with_lane_that_waits_for_nothing("_out", CudaTransfers.copy_out))
+
+
+def without_order_before_copies_in(patch):
+    patch.setattr(CudaTransfers, "copy_in", with_lane_that_waits_for_nothing("_in", CudaTransfers.copy_in))
+
+
+def with_lane_that_waits_for_nothing(lane, move):
+    def moves(transfers, *args):
+        getattr(transfers, lane).wait = lambda event: None
+        move(transfers, *args)
+
+    return moves
+
+
+def without_wait_for_what_landed(patch):
+    patch.setattr(CudaTransfers, "wait_in", lambda transfers, slab: None)
+
+
+def without_wait_for_what_left(patch):
+    patch.setattr(CudaTransfers, "release", lambda transfers, slab: slab.free())
+
+
+def without_wait_for_a_copy_that_was_given_up(patch):
+    patch.setattr(CudaTransfers, "wait_out", lambda transfers, slab: None)
+
+
+def without_order_of_the_pieces(patch):
+    copy = Lane.copy
+
+    def copies(lane, *args):
+        lane._last = Nothing()
+        copy(lane, *args)
+
+    patch.setattr(Lane, "copy", copies)
+
+
+def with_an_order_that_outlives_its_block(patch):
+    def leave(transfers, *exception):
+        transfers._is_back_to_back = False
+
+    patch.setattr(CudaTransfers, "__exit__", leave)
+
+
+def with_what_was_written_not_ordered(patch):
+    copy_out = CudaTransfers.copy_out
+    patch.setattr(CudaTransfers, "copy_out", lambda transfers, slab, written=True: copy_out(transfers, slab, False))
+
+
+def with_a_readers_stream_alone(patch):
+    patch.setattr(CudaTransfers, "_streams", lambda transfers: (torch.cuda.current_stream().cuda_stream,))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        without_order_before_copies_out,
+        without_order_before_copies_in,
+        without_wait_for_what_landed,
+        without_wait_for_what_left,
+        without_wait_for_a_copy_that_was_given_up,
+        without_order_of_the_pieces,
+        with_an_order_that_outlives_its_block,
+        with_what_was_written_not_ordered,
+        with_a_readers_stream_alone,
+    ],
+)
+@pytest.mark.usefixtures("updates_are_seen")
+def test_without_one_of_the_waits_two_streams_meet(order, monkeypatch, fault):
+    fault(monkeypatch)
+    with pytest.raises(Race):
+        for seed in range(24):
+            train(order, seed)
