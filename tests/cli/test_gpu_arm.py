@@ -16,6 +16,8 @@ from bridge_fgo.engine.part import Traffic
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
+CONTEXT = SimpleNamespace(loss_dict={"lm loss": 1.0}, grad_norm=1.0, skipped_iter=False, model=None, optimizer=None)
+
 
 class Stream:
     """A stream whose waits are written down, each a second of host time."""
@@ -84,9 +86,8 @@ def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_on
 
     monkeypatch.setattr(gpu, "StepTrace", Trace)
     recorder.on_train_start(None)
-    context = SimpleNamespace(loss_dict={"lm loss": 1.0}, grad_norm=1.0, skipped_iter=False, model=None, optimizer=None)
     for step in range(1, 10):
-        recorder.on_train_step_start(context)
+        recorder.on_train_step_start(CONTEXT)
         before, traffic.seconds = stream.waits, 0.0
         move(stream, traffic)
         if stream.waits > before:
@@ -96,8 +97,8 @@ def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_on
             peak_reserved_bytes=1, engine="native", released_bytes=0, bytes_offloaded=0, pinned_bytes=0, pin_seconds=0,
         )  # fmt: skip
         monkeypatch.setattr(bridge_fgo, "stats", lambda stats=stats: stats)
-        recorder.on_train_step_end(context)
-    recorder.on_train_end(context)
+        recorder.on_train_step_end(CONTEXT)
+    recorder.on_train_end(CONTEXT)
     assert waited == [6, 7] and profiled == [8, 9]
     written = [json.loads(line) for line in events.read_text().splitlines()]
     assert [event["step"] for event in written if event["event"] == "step"] == [1, 2, 3, 4, 5]
@@ -118,16 +119,15 @@ def test_a_collection_counts_in_the_step_that_it_falls_into(recorder, stream, mo
     gc.callbacks.append(slow)
     try:
         recorder.on_train_start(None)
-        context = SimpleNamespace(loss_dict={}, grad_norm=1.0, skipped_iter=False, model=None, optimizer=None)
         gc.collect()
         for step in range(1, 6):
-            recorder.on_train_step_start(context)
+            recorder.on_train_step_start(CONTEXT)
             if step == 3:
                 gc.collect()
-            recorder.on_train_step_end(context)
+            recorder.on_train_step_end(CONTEXT)
             if step == 4:  # a step lasts until the next one begins
                 gc.collect()
-        recorder.on_train_end(context)
+        recorder.on_train_end(CONTEXT)
         gc.collect()
     finally:
         gc.callbacks.remove(slow)
@@ -142,12 +142,11 @@ def test_without_profiled_steps_moves_are_as_they_were_when_training_ends(record
     enter = Traffic.__enter__
     monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
     recorder.on_train_start(None)
-    context = SimpleNamespace(loss_dict={"lm loss": 1.0}, grad_norm=1.0, skipped_iter=False, model=None, optimizer=None)
     for _ in range(7):
-        recorder.on_train_step_start(context)
-        recorder.on_train_step_end(context)
+        recorder.on_train_step_start(CONTEXT)
+        recorder.on_train_step_end(CONTEXT)
     assert Traffic.__enter__ is not enter
-    recorder.on_train_end(context)
+    recorder.on_train_end(CONTEXT)
     assert Traffic.__enter__ is enter
 
 

@@ -9,6 +9,7 @@ from fake_training import POINTS, WHOLE, Training, use_small_parts
 from stream_order import Race, install
 
 from bridge_fgo.engine.inner_step import InnerStep
+from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.transfers import CudaTransfers, Lane
 
 PIECE_BYTES = 3000
@@ -46,20 +47,18 @@ class RandomTraining(Training):
         return self.order.aside() if self.random.random() < 0.3 else nullcontext()
 
     def read(self):
-        with self.somewhere():
-            for offloader in self.offloaders:
-                offloader.require_readable()
-                for slab in offloader.slabs:
-                    if slab.gpu is not None:
-                        self.order.read(("whole", slab))
+        self._access(NativeOffloader.require_readable, self.order.read)
 
     def overwrite(self):
+        self._access(NativeOffloader.require_writable, self.order.write)
+
+    def _access(self, require, access):
         with self.somewhere():
             for offloader in self.offloaders:
-                offloader.require_writable()
+                require(offloader)
                 for slab in offloader.slabs:
                     if slab.gpu is not None:
-                        self.order.write(("whole", slab))
+                        access(("whole", slab))
 
     def run_pass(self, points=POINTS):
         for offloader in self.offloaders:
