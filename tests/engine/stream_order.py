@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import torch
 
-from bridge_fgo.engine import transfers
+from bridge_fgo.engine import snapshot, transfers
 from bridge_fgo.engine.remainders import SlabRemainders
 from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.slab import Slab
 
-TRAINING, SIDE = 1000, 2000
+TRAINING, SIDE, HOST = 1000, 2000, 3000
 
 
 class Race(Exception):
@@ -41,11 +41,17 @@ class StreamOrder:
             mine[other] = max(time, mine.get(other, 0))
 
     def _work(self, stream):
+        self.enqueue(stream)
         clock = self.clock(stream)
         clock[stream] = clock.get(stream, 0) + 1
         return {stream: clock[stream]}
 
+    def enqueue(self, stream):
+        """What a stream gets now comes after all that the host has waited for."""
+        self.wait(stream, self.clock(HOST))
+
     def _require(self, stream, earlier, what, memory):
+        self.enqueue(stream)
         clock = self.clock(stream)
         if any(clock.get(other, 0) < time for other, time in earlier.items()):
             raise Race(f"{what} of {memory} on stream {stream} may come before {earlier}")
@@ -54,6 +60,15 @@ class StreamOrder:
         stream = self.current if stream is None else stream
         self._require(stream, self.writes.get(memory, {}), "a read", memory)
         self.reads.setdefault(memory, []).append(self._work(stream))
+
+    def read_by_the_host(self, tensor):
+        """The host reads a tensor of a slab, on the GPU (by a copy that it waits for) or in the slab's host buffer."""
+        for slab in self.slabs:
+            if _is_in(tensor, slab.host.tensor):
+                self.read(("host", slab), HOST)
+            elif slab.gpu is not None and _is_in(tensor, slab.gpu):
+                self.read(("whole", slab))
+                self.wait(HOST, self.clock(self.current))
 
     def write(self, memory, stream=None):
         stream = self.current if stream is None else stream
@@ -96,6 +111,10 @@ class StreamOrder:
         self.wait(before, self.clock(SIDE))
 
 
+def _is_in(tensor, memory):
+    return memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + memory.untyped_storage().nbytes()
+
+
 def install(monkeypatch):
     """Put made-up streams in the place of CUDA's, and have slabs tell what they do. Returns the `StreamOrder`."""
     order = StreamOrder()
@@ -111,12 +130,13 @@ def install(monkeypatch):
             self.cuda_stream = next(names) if stream is None else stream
 
         def synchronize(self):
-            pass
+            order.wait(HOST, order.clock(self.cuda_stream))
 
     class Event:
         clock = {}  # noqa: RUF012 - of one that was not recorded
 
         def record(self, stream):
+            order.enqueue(handle(stream))
             self.clock = dict(order.clock(handle(stream)))
 
         def hold(self, stream):
@@ -145,6 +165,13 @@ def install(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(stream=order.current))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: order.on(stream.cuda_stream))
     _watch_slabs(monkeypatch, order)
+    copy = snapshot._copy
+
+    def copies(tensor):
+        order.read_by_the_host(tensor)
+        return copy(tensor)
+
+    monkeypatch.setattr(snapshot, "_copy", copies)
     return order
 
 

@@ -60,6 +60,23 @@ class RandomTraining(Training):
                     if slab.gpu is not None:
                         access(("whole", slab))
 
+    def save(self):
+        """Asks for states in an order of its own, as mcore does in that of its buffers; the reader reads at once."""
+        copies = self.random.random() < 0.5
+        for offloader, optimizer in zip(self.offloaders, self.optimizers, strict=True):
+            (group,) = optimizer.optimizer.param_groups
+            (of_twin,) = offloader.twin.optimizer.param_groups
+            pairs = list(zip(group["params"], of_twin["params"], strict=True))
+            self.random.shuffle(pairs)
+            with self.somewhere(), offloader.saving(copies):
+                for param, twin in pairs:
+                    states = optimizer.optimizer.state.get(param, {})
+                    handed = offloader.hand_out(param, lambda p=param, s=states: {"param": p, **s})
+                    for tensor in handed.values():
+                        self.order.read_by_the_host(tensor)
+                    expected = {"param": twin, **offloader.twin.optimizer.state.get(twin, {})}
+                    assert all(torch.equal(handed[name], expected[name]) for name in expected)
+
     def run_pass(self, points=POINTS):
         for offloader in self.offloaders:
             offloader.offload()
@@ -73,13 +90,14 @@ class RandomTraining(Training):
             with self.somewhere():
                 self.schedule.point()
             if self.random.random() < 0.03:
-                self.read()
+                self.random.choice([self.read, self.save])()
         if self.random.random() < 0.95:
             with self.somewhere():
                 self.schedule.reload()
 
     def between_steps(self):
-        self.random.choice([lambda: None, lambda: None, self.schedule.release_everything, self.read, self.overwrite])()
+        nothing, release = (lambda: None), self.schedule.release_everything
+        self.random.choice([nothing, nothing, release, self.read, self.overwrite, self.save])()
         if self.random.random() < 0.1:
             self.schedule.release_everything()
 
@@ -179,6 +197,10 @@ def with_a_readers_stream_alone(patch):
     patch.setattr(CudaTransfers, "_streams", lambda transfers: (torch.cuda.current_stream().cuda_stream,))
 
 
+def with_a_save_that_reads_at_once(patch):
+    patch.setattr(CudaTransfers, "finish_out", lambda transfers: None)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -191,6 +213,7 @@ def with_a_readers_stream_alone(patch):
         with_an_order_that_outlives_its_block,
         with_what_was_written_not_ordered,
         with_a_readers_stream_alone,
+        with_a_save_that_reads_at_once,
     ],
 )
 @pytest.mark.usefixtures("updates_are_seen")
