@@ -28,3 +28,13 @@ def test_every_state_asked_for_is_in_one_slab_and_only_masters_are_copied_to_the
         assert all((ref.kind == "master") == slab.is_copied_to_model for slab in slabs for ref in slab.refs)
         assert sum(part.nbytes for part in parts) >= sum(bundle.nbytes for bundle in chosen)
         assert [bundle for part in parts for bundle in part.bundles] == chosen
+
+
+@pytest.mark.parametrize(("mib", "sizes"), [(36, [36, 72]), (64, [64, 128]), (65, [65, 65, 65])])
+def test_moments_of_a_large_tensor_are_one_slab_as_far_as_that_is_small(mib, sizes):
+    param = torch.empty(mib * MIB // 4, device="meta")
+    adam = torch.optim.AdamW([param])
+    refs = [StateRef("moment", param, key, adam, torch.float32) for key in ("exp_avg", "exp_avg_sq")]
+    bundle = Bundle(param, [StateRef("master", param, None, adam, torch.float32), *refs])
+    (part,) = lay_out([bundle], 4 * MIB, MasterRemainders({}, torch.device("meta")))
+    assert [slab.layout.nbytes for slab in part.slabs] == [size * MIB for size in sizes]
