@@ -61,8 +61,9 @@ class NativeOffloader:
         self.planned_bytes = sum(bundle.nbytes for bundle in chosen)
         self._master_copy = MasterCopy(optimizer)
         weights = {} if config.master_remainders is False else self._master_copy.rounded_weights()
+        packing = schedule.packing  # not the schedule itself, which would go only when Python looks for cycles
         self._remainders = MasterRemainders(
-            weights, self._device, wanted=lambda: config.master_remainders or schedule.packing.packs
+            weights, self._device, wanted=lambda: config.master_remainders or packing.packs
         )
         self.parts = self._make_parts(chosen)
         self._slabs = [slab for part in self.parts for slab in part.slabs]

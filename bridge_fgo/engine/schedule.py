@@ -43,12 +43,12 @@ class Schedule:
         self.transfers = transfers
         self.parts: list[StepPart] = []
         """Of all optimizers of the rank, in the order in which they step."""
-        self.planner = HoldPlanner(budget_bytes)
+        self.planner = planner = HoldPlanner(budget_bytes)
         self.signature: object = None
         """What a pass must have in common with the measured one: set before a pass; the number of microbatches."""
         self.torn = False
         """Whether an optimizer step began and did not end: some parameters are updated, others are not."""
-        self.packing = PackingChoice(transfers.waits, lambda text: self.planner.announce(text))
+        self.packing = PackingChoice(transfers.waits, lambda text: planner.announce(text))
         self._meter = meter
         self._fresh = False
         self._warm = False

@@ -133,9 +133,13 @@ class CudaTransfers:
         self._here = Event()
         self.waits = WaitMeter()
         self._done: dict[Slab, tuple[Event, Event]] = {}
+        self._memory: dict[int, tuple[torch.Tensor, ...]] = {}
+        """What the newest copy of each slab reads and writes, by the address of its host buffer; the GPU's as long as
+        the training stream does not wait for the copy."""
         # Race: an optimizer that is dropped in mid-copy would free memory that a copy still reads or writes. The
-        # dictionary holds the slabs until the copies are done. At exit the driver waits by itself.
-        weakref.finalize(self, _drain, self._out, self._in, self._done).atexit = False
+        # dictionary holds it until the copies are done; it must hold nothing but memory, because what Python's registry
+        # of finalizers leads to is never dropped. At exit the driver waits by itself.
+        weakref.finalize(self, _drain, self._out, self._in, self._memory).atexit = False
 
     def begin_pass(self) -> None:
         """See `Transfers.begin_pass`."""
@@ -188,6 +192,7 @@ class CudaTransfers:
                 self._out.wait(self._here)
             self._is_ordered = self._is_back_to_back
         moving = slab.moving
+        self._memory[slab.host_address] = moving, slab.host.tensor
         self._out.copy(slab.host_address, moving.data_ptr(), moving.numel(), self._events(slab)[0])
 
     def release(self, slab: Slab) -> None:
@@ -200,6 +205,7 @@ class CudaTransfers:
         for stream in self._streams():
             # Race: forward's activations would be written into the memory while the copy out still reads it.
             self._hold(self._events(slab)[0], stream)
+        self._memory[slab.host_address] = (slab.host.tensor,)
         slab.free()
 
     def copy_in(self, slab: Slab) -> None:
@@ -213,6 +219,7 @@ class CudaTransfers:
             self._in.wait(self._here)
             self._is_ordered = self._is_back_to_back
         moving = slab.moving
+        self._memory[slab.host_address] = moving, slab.host.tensor
         self._in.copy(moving.data_ptr(), slab.host_address, moving.numel(), self._events(slab)[1])
 
     def wait_in(self, slab: Slab) -> None:
@@ -244,6 +251,7 @@ class CudaTransfers:
         for stream in self._streams():
             # Race: GPU memory that is let go of while a copy out, given up since, still reads it.
             self._hold(self._events(slab)[0], stream)
+        self._memory[slab.host_address] = (slab.host.tensor,)
 
     def _hold(self, copied: Event, stream: int) -> None:
         if self.waits.is_timing and stream == self._handle:
@@ -267,10 +275,10 @@ class CudaTransfers:
         return events
 
 
-def _drain(out: Lane, back: Lane, done: dict[Slab, tuple[Event, Event]]) -> None:
+def _drain(out: Lane, back: Lane, memory: dict[int, tuple[torch.Tensor, ...]]) -> None:
     out.synchronize()
     back.synchronize()
-    done.clear()
+    memory.clear()
 
 
 class HostTransfers:

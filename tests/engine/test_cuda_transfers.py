@@ -1,13 +1,15 @@
 """What holds what, with CUDA's streams and events mocked: a session that is over must keep no memory."""
 
+import copy
 import gc
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from fake_optimizer import make_distributed_optimizer, step
+from fake_optimizer import make_distributed_optimizer, step, with_model
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine import transfers
@@ -60,20 +62,56 @@ def slab_at(host, gpu, nbytes):
     )
 
 
-def test_a_session_that_is_over_keeps_no_state_alive(mocked):
-    # The finalizer that drains the lanes is in a registry for good: what it holds must not lead back to the transfers.
-    optimizer = make_distributed_optimizer([1000, 70_000])
+def offloader_in_mid_pass(optimizer, remainders):
     schedule = Schedule(transfers.CudaTransfers(torch.device("cpu"), 2**20), PeakMeter())
-    offloader = NativeOffloader(optimizer, OffloadConfig(engine="native"), schedule)
-    step(optimizer, 1)
+    offloader = NativeOffloader(optimizer, OffloadConfig(engine="native", master_remainders=remainders), schedule)
     offloader.offload()
     offloader.release()
-    host = weakref.ref(offloader.slabs[0].host)
-    adam = weakref.ref(optimizer.optimizer)
-    del offloader, schedule, optimizer
+    return offloader
+
+
+@pytest.mark.parametrize("remainders", [None, False])
+def test_an_optimizer_that_is_dropped_keeps_no_state_alive(mocked, remainders):
+    # The finalizer that drains the lanes is in a registry for good: what it holds must not lead back to the transfers,
+    # by whatever way. In training the weights know their model, its config and by that the optimizer.
+    optimizer = with_model(make_distributed_optimizer([1000, 70_000]))
+    step(optimizer, 1)
+    offloader = offloader_in_mid_pass(optimizer, remainders)
+    optimizer.buffers[-1].buckets[0].config = SimpleNamespace(grad_scale_func=lambda: offloader)
+    found = [offloader.slabs[0].host, optimizer.optimizer, optimizer.buffers[-1].param_data]
+    alive = [weakref.ref(one) for one in found]
+    del offloader, optimizer, found
     gc.collect()
-    assert host() is None
-    assert adam() is None
+    assert [one() for one in alive] == [None] * 3
+
+
+@pytest.mark.parametrize("remainders", [None, False])
+def test_a_session_that_is_closed_lets_go_at_once(mocked, remainders):
+    # Not when Python looks for cycles, which may be long after: the next session would hold as much again beside it.
+    optimizer = with_model(make_distributed_optimizer([1000, 70_000]))
+    step(optimizer, 1)
+    gc.disable()
+    try:
+        offloader = offloader_in_mid_pass(optimizer, remainders)
+        offloader.require_writable()
+        alive = [weakref.ref(memory) for slab in offloader.slabs for memory in (slab.gpu, slab.host.tensor)]
+        offloader.close()
+        del offloader
+        assert [one() for one in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
+
+
+def test_memory_of_states_that_were_replaced_goes_at_once(mocked):
+    optimizer = make_distributed_optimizer([1000, 70_000])
+    step(optimizer, 1)
+    offloader = offloader_in_mid_pass(optimizer, None)
+    offloader.require_writable()
+    (moments,) = [slab for slab in offloader.slabs if slab.refs[0].key is not None]
+    gpu = weakref.ref(moments.gpu)
+    optimizer.optimizer.load_state_dict(copy.deepcopy(optimizer.optimizer.state_dict()))
+    offloader.states_replaced()
+    assert gpu() is None
 
 
 def test_pieces_cover_the_slab_and_go_to_two_streams_in_turn(mocked):
