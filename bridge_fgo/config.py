@@ -73,6 +73,11 @@ class OffloadConfig:
                 "OffloadConfig.moments=False with master_weights=False offloads nothing: set one of them to "
                 "True, or leave optimizer.offload_optimizer_states unset"
             )
+        if self.master_remainders and not self.master_weights:
+            raise ValueError(
+                "OffloadConfig.master_remainders=True with master_weights=False: no master is copied at all; set "
+                "master_weights=True, or leave master_remainders at None"
+            )
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
             raise ValueError(f"OffloadConfig.fraction={self.fraction!r}: use a number in (0, 1]")
         if not 0.0 < self.fraction <= 1.0:

@@ -49,6 +49,8 @@ dsv4_flash_64gpu | dsv4_flash_64gpu_bf16 | tiny) ;; # tiny, to try this script, 
 *) refuse "RECIPE=$RECIPE: use dsv4_flash_64gpu or dsv4_flash_64gpu_bf16; nemorun fgo pretrain launches the others" ;;
 esac
 [[ $OFFLOAD == [01] ]] || refuse "OFFLOAD=$OFFLOAD: use 1 or 0"
+[[ $OFFLOAD == 1 || -z $OFFLOAD_OPTIONS ]] \
+    || refuse "OFFLOAD_OPTIONS=$OFFLOAD_OPTIONS with OFFLOAD=0: leave it empty, or set OFFLOAD=1"
 
 # The environment of upstream's 64-GPU recipes.
 export NCCL_GRAPH_REGISTER="${NCCL_GRAPH_REGISTER:-0}"

@@ -22,6 +22,7 @@ from bridge_fgo import OffloadConfig
         ({"pin_memory": None}, "pin_memory"),
         ({"master_remainders": "always"}, "master_remainders"),
         ({"master_remainders": 1}, "master_remainders"),
+        ({"master_remainders": True, "master_weights": False}, "master_remainders"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(settings, name):

@@ -108,6 +108,22 @@ def test_a_torn_step_is_neither_saved_nor_gone_on_with(tmp_path, monkeypatch, br
         assert newest(tmp_path) == before
 
 
+def test_a_step_that_failed_after_every_update_may_be_saved_and_gone_on_with(tmp_path, monkeypatch):
+    digests = []
+    for offload in (False, True):
+        with training(offload, experts=True) as run:
+            run.step()
+            with monkeypatch.context() as patch:
+                patch.setattr(run.scheduler, "step", fail)
+                with pytest.raises(fault_child.Injected):
+                    run.step()
+            save(run, tmp_path / str(offload), "dp_reshardable")
+            run.step()
+            digests.append(run.digests())
+    assert digests[0] == digests[1]
+    assert_same_shards(newest(tmp_path / "True"), newest(tmp_path / "False"))
+
+
 def test_a_step_that_failed_before_its_update_may_be_saved(tmp_path, monkeypatch):
     with training(True) as run, monkeypatch.context() as patch:
         run.step()

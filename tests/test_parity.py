@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 import bridge_fgo
 from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining, run
+from bridge_fgo.engine.slab import Slab
 from bridge_fgo.wiring.session import SESSION
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
@@ -247,6 +250,73 @@ def test_uninstall_in_mid_run_lets_the_host_memory_go():
         assert buffers and all(buffer() is None for buffer in buffers)
         assert copies() is None
         training.step()
+
+
+@pytest.mark.parametrize("cause", ["no memory", "weights changed"])
+def test_an_uninstall_that_cannot_bring_the_states_back_leaves_all_as_it_was_and_may_be_called_again(
+    monkeypatch, cause
+):
+    # Without the bindings the next step or save would meet tensors with no memory behind them.
+    resident = run(CpuOptions(), 6)
+    handle = bridge_fgo.install(SMALL_SLABS)
+    with CpuTraining(CpuOptions(offload=True)) as training:
+        for _ in range(3):
+            training.step()
+        session = vars(training.optimizer)[SESSION]
+        with monkeypatch.context() as patch:
+            if cause == "no memory":
+                patch.setattr(Slab, "allocate", mock.Mock(side_effect=torch.cuda.OutOfMemoryError("none left")))
+            else:
+                session.make_room()
+                weight = next(training.model[0].parameters())
+                before = weight.detach().clone()
+                weight.data.add_(1)
+            with pytest.raises(RuntimeError, match="none left" if cause == "no memory" else "weights of the model"):
+                bridge_fgo.uninstall()
+        if cause == "weights changed":
+            weight.data.copy_(before)
+        assert bridge_fgo.install() is handle
+        assert not session.closed
+        training.step()
+        handle.uninstall()
+        assert session.closed
+        for _ in range(2):
+            training.step()
+        assert training.digests() == resident.digests
+
+
+def test_uninstall_in_the_first_forward_is_no_silent_no_op():
+    resident = run(CpuOptions(), 2)
+    handle = bridge_fgo.install(SMALL_SLABS)
+    with CpuTraining(CpuOptions(offload=True)) as training:
+        forward = training._forward_step
+
+        def uninstalls(*args, **kwargs):
+            handle.uninstall()
+            return forward(*args, **kwargs)
+
+        training._forward_step = uninstalls
+        for _ in range(2):
+            training.step()
+        assert training.digests() == resident.digests
+
+
+def test_the_norm_of_one_model_leaves_the_masters_of_another_where_they_are():
+    from bridge_fgo.wiring import wrappers
+
+    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
+        for _ in range(2):
+            training.step()
+        session = vars(training.optimizer)[SESSION]
+        session.make_room()
+        released = session.offloaders[0].residencies
+        other = [torch.nn.Linear(2, 2)]
+        assert session.trains(training.model) and not session.trains(other)
+        another = mock.Mock(**{"trains.side_effect": lambda chunks: chunks is other})
+        with mock.patch.object(wrappers, "all_sessions", lambda: [session, another]):
+            wrappers.reads_all_masters(lambda model: None, None, (other,), {})
+        another.require_readable.assert_called_once_with(masters_only=True)
+        assert session.offloaders[0].residencies == released
 
 
 def test_uninstall_in_mid_run_brings_the_states_back():

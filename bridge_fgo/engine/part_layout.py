@@ -18,8 +18,9 @@ LEAST_PART_BYTES = MIB
 """Parts are no smaller than this for the sake of `LEAST_PARTS`."""
 
 TOGETHER_BYTES = 128 * MIB
-"""Up to this size the states of one kind of a part are one slab, also where its only tensor is larger than a part should
-be: they come and go together, and each slab costs the host some 40 microseconds a step. It is 2.4 ms of an H200's link."""
+"""Up to this size the states of one kind of a part are one slab, also where its only tensor is larger than a part
+should be: they come and go together, and each slab costs the host some 40 microseconds a step. It is 2.4 ms of an
+H200's link."""
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,14 @@ class Installation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if _installation is self:
+        if _installation is not self:
+            return
+        try:
             uninstall()
+        except RuntimeError as failure:
+            if error is None:
+                raise
+            error.add_note(f"bridge_fgo.uninstall() at the end of the block failed too: {failure}")
 
     def uninstall(self) -> None:
         """See `bridge_fgo.uninstall`; does nothing when uninstalled already."""
@@ -73,14 +79,13 @@ class Installation:
             self._applied.append((patch, module))
             self._waiting.pop(module.__name__, None)
 
-    def undo(self) -> None:
-        """Undo every patch in reverse.
-
-        Raises:
-            RuntimeError: someone patched on top; nothing is undone then.
-        """
+    def check_undo(self) -> None:
+        """Raise RuntimeError where someone patched on top of a binding."""
         for patch, module in self._applied:
             patch.check_undo(module)
+
+    def undo(self) -> None:
+        """Undo every patch in reverse."""
         for patch, module in reversed(self._applied):
             patch.undo(module)
         self._applied.clear()
@@ -129,18 +134,21 @@ def uninstall() -> None:
     Does nothing when not installed.
 
     Raises:
-        RuntimeError: someone patched on top of one of the bindings; names it, and leaves all as it was. Or states
-            cannot be brought back, because weights were changed meanwhile; the bindings are restored then.
+        RuntimeError: someone patched on top of one of the bindings; names it. Or states cannot be brought back: there
+            is no memory for them (`torch.cuda.OutOfMemoryError`), or weights were changed meanwhile. All stays
+            installed then, because without the bindings whoever reads or updates the states would find no memory
+            behind them; once the cause is gone it may be called again.
     """
     global _installation
     if _installation is None:
         return
-    _installation.undo()
-    _installation = None
+    _installation.check_undo()
     if "bridge_fgo.wiring.session" in sys.modules:
         from bridge_fgo.wiring.session import close_all
 
         close_all()
+    _installation.undo()
+    _installation = None
 
 
 def installed_config() -> OffloadConfig | None:

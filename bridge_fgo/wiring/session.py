@@ -80,6 +80,8 @@ class Session:
         """Whether the optimizer stepped in the newest training step; the wrapper of the step sets it."""
         self._updating = False
         """Whether an optimizer has begun to step in the present training step."""
+        self._stepped: set[int] = set()
+        """`id` of each offloader whose optimizer has ended its step in the present training step."""
 
     # What the wrappers call, in the order of one training step.
 
@@ -95,6 +97,7 @@ class Session:
         self.figures.begin_step()
         self._updates_before, self.updated = self._updates, False
         self._updating = False
+        self._stepped.clear()
         _active.append(self)
         try:
             with reload_hook(self.model_config, self), self._points.hooked(model, self.schedule):
@@ -134,7 +137,7 @@ class Session:
         A step that had any state released at least something; and the first step after an update, when every
         state exists, released what was planned.
         """
-        if self._proven:
+        if self._proven or self.closed:
             return
         planned = total(self.offloaders, "planned_bytes")
         complete = self._updates_before > 0
@@ -190,15 +193,24 @@ class Session:
     def stepping(self, offloader: Offloader) -> Iterator[None]:
         """One optimizer steps, with its states where it needs them."""
         with self.figures.step_clock.measure(), offloader.stepping():
+            self._stepped.discard(id(offloader))
             if self.schedule is not None:
-                # Until the training step is over: a chain may have stepped one optimizer of two.
                 self.schedule.torn = True
             yield
+        self._stepped.add(id(offloader))
+        if self.schedule is not None and len(self._stepped) == len(self.offloaders):
+            # Of a chain each has stepped: an error from here on, in the scheduler say, leaves states that are whole.
+            self.schedule.torn = False
 
     def require_readable(self, masters_only: bool = False) -> None:
         """Something is about to read the states (or masters) of every optimizer on the current stream."""
         for offloader in self.offloaders:
             offloader.require_readable(masters_only)
+
+    def trains(self, chunks: list[Any]) -> bool:
+        """Return whether one of its optimizers updates one of these model chunks, as DDP wraps them."""
+        own = {id(chunk) for leaf in self._leaves for chunk in getattr(leaf, "model_chunks", ())}
+        return any(id(chunk) in own for chunk in chunks)
 
     def check_background_saves(self, checkpoint: Any) -> None:
         """Refuse a checkpoint worker that could not be handed this rank's copies of the states.

@@ -335,8 +335,11 @@ def clip_qk(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def reads_all_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the masters of every session readable first, for a reader that knows parameters and no optimizer."""
-    for session in all_sessions():
+    """Make the masters of a model readable first, for a reader that knows parameters and no optimizer."""
+    model = _arguments(wrapped, args, kwargs)["model"]
+    chunks = model if isinstance(model, list) else [model]
+    # Of all sessions where the model is wrapped once more than its optimizers know.
+    for session in [one for one in all_sessions() if one.trains(chunks)] or all_sessions():
         session.require_readable(masters_only=True)
     return wrapped(*args, **kwargs)
 

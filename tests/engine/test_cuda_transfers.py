@@ -76,11 +76,11 @@ def test_an_optimizer_that_is_dropped_keeps_no_state_alive(mocked, remainders):
     # by whatever way. In training the weights know their model, its config and by that the optimizer.
     optimizer = with_model(make_distributed_optimizer([1000, 70_000]))
     step(optimizer, 1)
-    offloader = offloader_in_mid_pass(optimizer, remainders)
-    optimizer.buffers[-1].buckets[0].config = SimpleNamespace(grad_scale_func=lambda: offloader)
-    found = [offloader.slabs[0].host, optimizer.optimizer, optimizer.buffers[-1].param_data]
+    optimizer.offloader = offloader_in_mid_pass(optimizer, remainders)
+    optimizer.buffers[-1].buckets[0].config = SimpleNamespace(grad_scale_func=lambda held=optimizer: held)
+    found = [optimizer.offloader.slabs[0].host, optimizer.optimizer, optimizer.buffers[-1].param_data]
     alive = [weakref.ref(one) for one in found]
-    del offloader, optimizer, found
+    del optimizer, found
     gc.collect()
     assert [one() for one in alive] == [None] * 3
 

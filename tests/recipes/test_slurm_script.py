@@ -84,6 +84,7 @@ def test_options_of_the_offload_go_to_training_before_the_overrides():
     [
         ({}, "submit it with sbatch, or set DRY_RUN=1"),
         ({"OFFLOAD": "yes"}, "OFFLOAD=yes: use 1 or 0"),
+        ({"OFFLOAD": "0", "OFFLOAD_OPTIONS": "--fraction 0.5"}, "OFFLOAD_OPTIONS=--fraction 0.5 with OFFLOAD=0"),
         *(
             ({"RECIPE": name, "DRY_RUN": "1"}, f"RECIPE={name}: use dsv4_flash_64gpu or dsv4_flash_64gpu_bf16")
             for name in ("dsv4_flash_128gpu", "llama3_70b_64gpu", "dsv4_flash_64gpus")

@@ -69,6 +69,16 @@ def test_handle_uninstalls_at_the_end_of_its_block(bridge_train):
     bridge_fgo.uninstall()
 
 
+def test_an_uninstall_that_fails_does_not_hide_the_error_of_the_block(bridge_train):
+    with pytest.raises(KeyError, match="the user's") as caught, bridge_fgo.install():
+        ours = bridge_train.train_step
+        bridge_train.train_step = lambda *args: None
+        raise KeyError("the user's")
+    bridge_train.train_step = ours
+    bridge_fgo.uninstall()
+    assert "train_step" in caught.value.__notes__[0]
+
+
 def test_uninstall_refuses_when_someone_patched_on_top(bridge_train):
     bridge_fgo.install()
     ours = bridge_train.train_step

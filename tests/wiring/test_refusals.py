@@ -43,6 +43,41 @@ def test_config_is_refused_by_name(cfg, path, value):
     assert "offload_optimizer_states=True" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "changes", "names"),
+    [
+        ({"moments": False}, {"optimizer.bf16": False}, r"moments=False with optimizer\.bf16=False"),
+        ({"master_remainders": True}, {"optimizer.bf16": False, "optimizer.fp16": True}, r"optimizer\.bf16=False"),
+        (
+            {"master_remainders": True},
+            {"optimizer.use_precision_aware_optimizer": True},
+            r"optimizer\.use_precision_aware_optimizer=True",
+        ),
+        ({"master_remainders": True}, {"ddp.fp8_param_gather": True}, r"ddp\.fp8_param_gather=True"),
+    ],
+)
+def test_settings_of_masters_that_could_not_be_honoured_are_refused(cfg, settings, changes, names):
+    from bridge_fgo.config import OffloadConfig
+    from bridge_fgo.wiring.refusals import refuse_config
+
+    set_path(cfg, "optimizer.bf16", True)
+    refuse_config(cfg, OffloadConfig(engine="native", **settings))
+    for path, value in changes.items():
+        set_path(cfg, path, value)
+    with pytest.raises(ValueError, match=names):
+        refuse_config(cfg, OffloadConfig(engine="native", **settings))
+    refuse_config(cfg, OffloadConfig(engine="native"))
+
+
+def test_a_recipe_that_is_not_validated_yet_is_not_refused_for_its_masters(cfg):
+    from bridge_fgo.config import OffloadConfig
+    from bridge_fgo.wiring.refusals import refuse_config
+
+    cfg.optimizer.bf16, cfg.mixed_precision = False, "bf16_mixed"
+    refuse_config(cfg, OffloadConfig(engine="native", moments=False))
+    refuse_config(cfg, OffloadConfig(engine="native", master_remainders=True))
+
+
 def test_no_distributed_optimizer_is_refused_through_validate(cfg):
     cfg.optimizer.use_distributed_optimizer = cfg.ddp.use_distributed_optimizer = False
     with pytest.raises(ValueError, match=r"use_distributed_optimizer=False"):
