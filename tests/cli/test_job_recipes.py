@@ -63,3 +63,11 @@ def test_adapters_are_refused_instead_of_counting_the_whole_model(monkeypatch):
     monkeypatch.setitem(sys.modules, "with_adapters", module)
     with pytest.raises(ValueError, match="peft is set"):
         recipes.load_config("with_adapters:recipe")
+
+
+@pytest.mark.parametrize("text", ["a: 1\n", "- 1\n", "a: [\n", "_target_: nowhere.Config\n"])
+def test_a_file_that_is_no_run_config_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"config\.yaml: no run config as Megatron-Bridge saves it"):
+        recipes.load_config(str(path))

@@ -187,7 +187,7 @@ def _print(console: Console, findings: Findings) -> None:
         table.add_row("link, GB/s", "D2H {d2h:.1f}, H2D {h2d:.1f}, both at once {duplex:.1f} each".format(**speeds))
     config = findings.config or {}
     for name, title in (("flag", "offload_optimizer_states"), ("engine", "engine"), ("gpus", "GPUs of the job")):
-        if name in config:
+        if config.get(name) is not None:
             table.add_row(title, str(config[name]))
     if "pinned_by_rank" in config:
         states = ", ".join(readable_bytes(count) for count in config["state_bytes"])

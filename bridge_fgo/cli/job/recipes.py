@@ -47,7 +47,13 @@ def _load(target: str) -> tuple[Any, int | None]:
 
         if not Path(target).is_file():
             raise ValueError(f"{target}: there is no such file")
-        return ConfigContainer.from_yaml(target), None
+        try:
+            return ConfigContainer.from_yaml(target), None
+        except Exception as error:  # OmegaConf's, Hydra's, and an assert on what is no run config
+            raise ValueError(
+                f"{target}: no run config as Megatron-Bridge saves it (a run_config.yaml): {type(error).__name__}: "
+                f"{error}"
+            ) from error
     builder, gpus = find_builder(target)
     try:
         return builder(), gpus

@@ -77,7 +77,9 @@ def print_plan(console: Console, plan: Plan) -> None:
         f"{plan.job.microbatches} microbatches a step"
     )
     table = Table(
-        title="GB on the fullest rank of each pipeline stage; peaks resident and offloaded", title_justify="left"
+        title="GB on the fullest rank of each pipeline stage; peaks resident and offloaded",
+        title_justify="left",
+        padding=0,  # so that its headings fit into 80 columns, as a log has
     )
     for name in ("stage", "params", "grads", "masters", "moments", "activ.", "peak"):
         table.add_column(name, justify="right")
