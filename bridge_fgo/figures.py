@@ -152,6 +152,7 @@ class Figures:
             optimizer_step_seconds=measured if measured is not None else self._now.optimizer_step_seconds,
         )
         self._step_peak = None
+        self._meter.end_phase()  # what came between the steps is nobody's: an evaluation, before the first the model
         self._meter.reserved_bytes = 0
 
     def released(self) -> None:

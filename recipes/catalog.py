@@ -30,11 +30,6 @@ class Recipe:
     """A module of `megatron.core` without which the model cannot be built, on Megatron-LM's `dev` branch only."""
 
     @property
-    def nodes(self) -> int:
-        """GB200 nodes, of `GPUS_A_NODE` GPUs."""
-        return -(-self.gpus // GPUS_A_NODE)
-
-    @property
     def environment(self) -> dict[str, str]:
         """The process environment that upstream's builder asks for (its `cfg.env_vars`), as strings."""
         return environments()[self.name]

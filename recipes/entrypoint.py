@@ -127,7 +127,9 @@ class Job:
     @property
     def node_count(self) -> int:
         """Nodes of the job."""
-        return (self.nodes or self.found.nodes) if self.scheduler == "slurm" else 1
+        if self.scheduler != "slurm":
+            return 1
+        return self.nodes or -(-self.found.gpus // max(1, self.node_gpus))
 
     @property
     def node_gpus(self) -> int:

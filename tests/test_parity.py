@@ -285,6 +285,42 @@ def test_an_uninstall_that_cannot_bring_the_states_back_leaves_all_as_it_was_and
         assert training.digests() == resident.digests
 
 
+def test_weights_that_change_after_an_uninstall_that_failed_are_found_before_the_update(monkeypatch):
+    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
+        for _ in range(3):
+            training.step()
+        forward, weight, called = training._forward_step, next(training.model[0].parameters()), []
+
+        def fails_to_uninstall(*args, **kwargs):
+            if not called:
+                with monkeypatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError):
+                    patch.setattr(Slab, "allocate", mock.Mock(side_effect=torch.cuda.OutOfMemoryError("none left")))
+                    bridge_fgo.uninstall()
+                weight.data.mul_(2)
+            called.append(True)
+            return forward(*args, **kwargs)
+
+        training._forward_step = fails_to_uninstall
+        with pytest.raises(RuntimeError, match="weights of the model were changed"):
+            training.step()
+        assert len(called) > 1, "it came after forward, from the update"
+        weight.data.div_(2)
+
+
+def test_an_uninstall_is_not_held_up_by_a_training_that_is_over():
+    def train_and_change_weights():
+        with CpuTraining(CpuOptions(offload=True)) as training:
+            for _ in range(2):
+                training.step()
+            vars(training.optimizer)[SESSION].make_room()
+            next(training.model[0].parameters()).data.add_(1)
+            training.optimizer.cycle = training
+
+    handle = bridge_fgo.install(SMALL_SLABS)
+    train_and_change_weights()
+    handle.uninstall()
+
+
 def test_uninstall_in_the_first_forward_is_no_silent_no_op():
     resident = run(CpuOptions(), 2)
     handle = bridge_fgo.install(SMALL_SLABS)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 PCI = Path("/sys/bus/pci/devices")
 
 
@@ -49,18 +52,18 @@ def ranks_of_this_node() -> int:
 def available_bytes() -> int:
     """Return the bytes that can be had now: the kernel's estimate, or what the cgroup has left if less."""
     free = _meminfo("MemAvailable")
-    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
-    if limit is not None and used is not None:
-        # Page cache counts as used, and goes when memory is asked for.
-        free = min(free, limit - used + _cgroup_stat("inactive_file"))
+    for folder, files in _cgroups():
+        limit, used = _number(folder / files.limit), _number(folder / files.used)
+        if limit is not None and used is not None:
+            # Page cache counts as used, and goes when memory is asked for.
+            free = min(free, limit - used + _cgroup_stat(folder, files.cache))
     return free
 
 
 def total_bytes() -> int:
-    """Return the bytes of the host, or of the cgroup if less."""
-    limit = _cgroup("memory.max")
-    whole = _meminfo("MemTotal")
-    return whole if limit is None else min(limit, whole)
+    """Return the bytes of the host, or of a cgroup if less."""
+    limits = (_number(folder / files.limit) for folder, files in _cgroups())
+    return min([_meminfo("MemTotal"), *(limit for limit in limits if limit is not None)])
 
 
 def local_cpus(device: torch.device) -> set[int] | None:
@@ -93,17 +96,49 @@ def _meminfo(name: str) -> int:
     raise RuntimeError(f"{MEMINFO} has no {name}")
 
 
-def _cgroup(name: str) -> int | None:
+class _Files(NamedTuple):
+    """Names of a cgroup's files, and of a line of its `memory.stat`."""
+
+    limit: str
+    used: str
+    cache: str
+
+
+_V2 = _Files("memory.max", "memory.current", "inactive_file")
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _cgroups() -> Iterator[tuple[Path, _Files]]:
+    """Yield the cgroups that this process is in, up to the root of each hierarchy: any of them may have a limit.
+
+    Slurm and systemd limit a cgroup below the root. In a container the root is often the container's own, and the
+    path is the host's: what is not there has no limit that could be read.
+    """
     try:
-        text = (CGROUP / name).read_text().strip()
-    except OSError:  # cgroup v1, or none
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:  # no such file system
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, files = (CGROUP / "memory", _V1) if controllers else (CGROUP, _V2)
+        names = [name for name in path.split("/") if name not in ("", "..")]
+        for count in range(len(names), -1, -1):
+            yield root.joinpath(*names[:count]), files
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:  # no such cgroup here, or no limit at the root
         return None
     return None if text == "max" else int(text)
 
 
-def _cgroup_stat(name: str) -> int:
+def _cgroup_stat(folder: Path, name: str) -> int:
     try:
-        lines = (CGROUP / "memory.stat").read_text().splitlines()
+        lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)

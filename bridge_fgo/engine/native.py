@@ -282,6 +282,7 @@ class NativeOffloader:
 
     def require_readable(self, masters_only: bool = False) -> None:
         """See `Offloader.require_readable`."""
+        self._is_checked = False  # where memory runs out on the way, a later step has to compare the weights anew
         with self._trusted():
             require_readable([slab for slab in self._slabs if slab.is_copied_to_model or not masters_only])
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from bridge_fgo.engine.states import bundles, home_device, live_bytes
 from bridge_fgo.upstream.generation1 import power_of_two_at_least
 from bridge_fgo.upstream.whole_step import WholeStep
@@ -85,21 +87,24 @@ class Generation2Offloader(WholeStep):
         self._is_out = False
 
     def require_readable(self, masters_only: bool = False) -> None:
-        """Restore the masters, and wait on the host for the moments' copies out.
+        """Restore what is on its way, and wait on the host for the moments' copies out.
 
         Race: upstream binds the moments to host tensors as soon as their copies are enqueued, and only its
         sharded state dict waits for them; another reader would see torn bytes.
         """
-        self._optimizer.ensure_master_weights_for_param_sync()
+        self.settle()
         self._optimizer._optimizer_state_offloader._d2h_stream.synchronize()
 
     def require_writable(self, masters_only: bool = False) -> None:
-        """Restore the masters: upstream's step and its loader bind the moments that they write themselves."""
-        self._optimizer.ensure_master_weights_for_param_sync()
+        """Restore what is on its way: upstream's step and its loader bind the moments that they write themselves."""
+        self.settle()
 
     def settle(self) -> None:
         """Restore the masters; the moments stay in host memory, where upstream keeps them between updates."""
         self._optimizer.ensure_master_weights_for_param_sync()
+        # Race: of the moments the first chunk was bound to GPU memory when its copy was enqueued, for an update that
+        # did not come; upstream's own event is for the masters, which land before.
+        torch.cuda.current_stream().wait_stream(self._optimizer._optimizer_state_offloader._h2d_stream)
 
     def states_replaced(self) -> None:
         """See `Offloader.states_replaced`; upstream looks the tensors up each time."""

@@ -89,7 +89,9 @@ def layers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
         for layer in list(found.values()):
             found.update((id(child), child) for child in layer.children() if _has_parameters(child))
     found.update((id(module), module) for module in _beside_lists(chunk))
-    return list(found.values())
+    # mcore's own CUDA graphs of layers (`cuda_graph_impl="local"`) take no hooks but DDP's on what they hold.
+    graphed = {id(m) for module in chunk.modules() if hasattr(module, "cudagraph_manager") for m in module.modules()}
+    return [module for module in found.values() if id(module) not in graphed]
 
 
 def _beside_lists(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

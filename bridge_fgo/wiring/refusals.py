@@ -68,35 +68,42 @@ def all_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
             yield str(error)
         else:
             yield from _checkpoint_refusals(cfg.checkpoint, engine)
-        yield from _master_refusals(cfg, settings)
+        yield from master_refusals(cfg, settings)
 
 
-def _master_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
+def master_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
     """Yield why settings of the masters would not be honoured, since there are none, or none that a weight rounds."""
-    optimizer, ddp = cfg.optimizer, getattr(cfg, "ddp", None)
-    bf16, fp16 = (getattr(optimizer, name, False) is True for name in ("bf16", "fp16"))
-    # A recipe that Bridge has not validated yet may say it by `mixed_precision` alone.
-    is_known = bf16 or fp16 or getattr(cfg, "mixed_precision", None) is None
-    if not settings.moments and is_known and not bf16 and not fp16:
+    model, optimizer, ddp = cfg.model, cfg.optimizer, getattr(cfg, "ddp", None)
+    # What decides is the weights' dtype. A recipe that Bridge has not validated says it by `mixed_precision` alone.
+    bf16, fp16 = (getattr(model, name, None) for name in ("bf16", "fp16"))
+    is_fp32 = bf16 is False and fp16 is False and getattr(cfg, "mixed_precision", None) is None
+    if not settings.moments and is_fp32:
         yield (
-            "OffloadConfig.moments=False with optimizer.bf16=False and optimizer.fp16=False: fp32 weights have no "
-            "masters, so that nothing would be offloaded; set moments=True or leave the flag unset"
+            "OffloadConfig.moments=False with model.bf16=False and model.fp16=False: fp32 weights have no masters, so "
+            "that nothing would be offloaded; set moments=True or leave the flag unset"
         )
     if not settings.master_remainders:
         return
-    if is_known and not bf16:
+    if is_fp32 or fp16 is True:
         yield (
-            f"OffloadConfig.master_remainders=True with optimizer.bf16={bf16}: only masters of bf16 weights can be "
-            "copied in part; leave it at None"
+            f"OffloadConfig.master_remainders=True with model.bf16={bf16} and model.fp16={fp16}: only masters of bf16 "
+            "weights can be copied in part; leave it at None"
         )
-    for section, owner, name, why in (
-        ("optimizer", optimizer, "use_precision_aware_optimizer", "Transformer Engine's FusedAdam keeps the masters"),
-        ("optimizer", optimizer, "reuse_grad_buf_for_mxfp8_param_ag", "quantized weights are not masters' roundings"),
-        ("ddp", ddp, "fp8_param_gather", "quantized weights are not masters' roundings"),
-        ("ddp", ddp, "fp4_param_gather", "quantized weights are not masters' roundings"),
+    if getattr(optimizer, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False) is True:
+        yield (
+            "OffloadConfig.master_remainders=True with optimizer.use_precision_aware_optimizer=True: Transformer "
+            "Engine's FusedAdam keeps the masters, which mcore does not round; leave it at None"
+        )
+    for section, owner, name in (
+        ("optimizer", optimizer, "reuse_grad_buf_for_mxfp8_param_ag"),
+        ("ddp", ddp, "fp8_param_gather"),
+        ("ddp", ddp, "fp4_param_gather"),
     ):
         if getattr(owner, name, False) is True:
-            yield f"OffloadConfig.master_remainders=True with {section}.{name}=True: {why}; leave it at None"
+            yield (
+                f"OffloadConfig.master_remainders=True with {section}.{name}=True: quantized weights are no roundings "
+                "of their masters; leave it at None"
+            )
 
 
 def _checkpoint_refusals(checkpoint: Any, engine: Choice) -> Iterator[str]:

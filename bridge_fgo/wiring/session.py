@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -198,7 +199,7 @@ class Session:
                 self.schedule.torn = True
             yield
         self._stepped.add(id(offloader))
-        if self.schedule is not None and len(self._stepped) == len(self.offloaders):
+        if self.schedule is not None and self._stepped >= {id(one) for one in self.offloaders}:
             # Of a chain each has stepped: an error from here on, in the scheduler say, leaves states that are whole.
             self.schedule.torn = False
 
@@ -335,12 +336,18 @@ def close_all() -> None:
         RuntimeError: see `Session.close`; every session that can be closed is.
     """
     global _newest_stats
+    if _close_sessions():
+        gc.collect()  # of a training that is over only a cycle of references may be left
+        if failures := _close_sessions():
+            raise failures[0]
+    _newest_stats = None
+
+
+def _close_sessions() -> list[RuntimeError]:
     failures = []
     for session in all_sessions():
         try:
             session.close()
         except RuntimeError as error:
             failures.append(error)
-    _newest_stats = None
-    if failures:
-        raise failures[0]
+    return failures

@@ -15,6 +15,8 @@ def host(monkeypatch, tmp_path):
     meminfo.write_text(f"MemTotal: {100 * 2**20} kB\nMemAvailable: {80 * 2**20} kB\n")
     monkeypatch.setattr(host_memory, "MEMINFO", meminfo)
     monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/\n")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
 
     def limit(maximum, current=0, inactive=0):
@@ -55,6 +57,31 @@ def test_the_limit_of_a_cgroup_counts_and_its_page_cache_does_not(host):
     host("max")
     assert total_bytes() == 100 * GIB
     assert available_bytes() == 80 * GIB
+
+
+NO_LIMIT = 2**63 - 4096  # as cgroup v1 writes it
+
+
+@pytest.mark.parametrize("mounted_at", ["", "system.slice", "system.slice/job_1/step_0"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_least_limit_counts_of_the_cgroups_that_the_process_is_in(host, tmp_path, mounted_at, version):
+    path = "system.slice/job_1/step_0"
+    own = f"3:cpu:/{path}\n" + (f"4:memory:/{path}\n0::/\n" if version == 1 else f"0::/{path}\n")
+    (tmp_path / "own").write_text(own)
+    limit, used, cache = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }[version]
+    root = tmp_path / "memory" if version == 1 else tmp_path
+    for folder, most in ((root, NO_LIMIT), (root / mounted_at, 50 * GIB)):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / limit).write_text(f"{most}\n")
+        (folder / used).write_text(f"{40 * GIB}\n")
+        (folder / "memory.stat").write_text(f"{cache} {5 * GIB}\n")
+    assert total_bytes() == 50 * GIB
+    assert available_bytes() == 15 * GIB
+    with pytest.raises(ValueError, match=f"the node has {50 * GIB} bytes, {15 * GIB} of them free"):
+        require_host_memory(16 * GIB, pinned=0)
 
 
 def test_a_list_of_cpus_is_read():

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from bridge_fgo.engine import planner
 from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.slab import Ledger
-from bridge_fgo.engine.waits import IN_A_ROW, MOST_TIMED, MOST_UNPLANNED, PACKING_SECONDS_A_BYTE, PackingChoice
+from bridge_fgo.engine.waits import IN_A_ROW, MOST_TIMED, MOST_UNPLANNED, PACKING_SECONDS_A_BYTE
 
 
 @pytest.fixture(autouse=True)
@@ -229,9 +229,8 @@ class Waits:
 def time_waits(training, seconds):
     """Has the training packed as on a GPU, where it waits that long for copies; returns the meter and what is said."""
     waits, said = Waits(seconds), []
-    packable = training.schedule.packing.packable_bytes
-    training.schedule.packing = PackingChoice(waits, said.append)
-    training.schedule.packing.packable_bytes = packable
+    packing = training.schedule.packing
+    packing._waits, packing._announce, packing.packs = waits, said.append, False
     return waits, said
 
 

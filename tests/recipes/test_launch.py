@@ -73,6 +73,13 @@ def test_dry_run_of_v4_on_gb200_is_the_kept_one(launch, monkeypatch, tmp_path):
     assert "hf_0123456789" not in text
 
 
+@pytest.mark.parametrize(("gpus_per_node", "nodes"), [(2, 32), (4, 16), (8, 8), (48, 2)])
+def test_nodes_are_as_many_as_the_recipe_s_gpus_need(launch, monkeypatch, gpus_per_node, nodes):
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    lines = launch(*DSV4, f"gpus_per_node={gpus_per_node}", "segment=0", "--dryrun").splitlines()
+    assert f"#SBATCH --nodes={nodes}" in lines
+
+
 def test_dry_run_of_tiny_on_a_node_without_gpus_is_the_kept_one(launch):
     node = ("scheduler=slurm", "account=acct", "gpus_per_node=0", "segment=0")
     check_golden("tiny_slurm.txt", launch("--factory", "tiny", *node, "offload=false", "--dryrun"))
@@ -117,7 +124,7 @@ def test_a_segment_fits_a_rack_and_divides_the_nodes(nodes, segment):
 def test_every_recipe_is_a_factory(launch, name):
     lines = launch("--factory", name, "scheduler=slurm", "account=acct", "--dryrun").splitlines()
     assert any(line.endswith(f"python -m bridge_fgo.recipes.train {name} --offload") for line in lines)
-    assert f"#SBATCH --nodes={catalog.find(name).nodes}" in lines
+    assert f"#SBATCH --nodes={max(1, catalog.find(name).gpus // catalog.GPUS_A_NODE)}" in lines
     for variable, value in catalog.find(name).environment.items():
         assert f"export {variable}={value}" in lines
 

@@ -20,7 +20,7 @@ class FakeGeneration2:
         masters = self.shard_fp32_from_float16_groups[0]
         d2h = SimpleNamespace(synchronize=lambda: self.events.append("wait for copies out"))
         self._optimizer_state_offloader = SimpleNamespace(
-            selected_params=masters, _cpu_master={}, _cpu_state={}, _d2h_stream=d2h
+            selected_params=masters, _cpu_master={}, _cpu_state={}, _d2h_stream=d2h, _h2d_stream="copies in"
         )
 
     def offload_optimizer_state_for_forward(self, offload_master=True):
@@ -67,16 +67,23 @@ def test_released_bytes_are_those_off_the_gpu():
     assert offloader.released_bytes == 3 * 4 * 3100 == offloader.state_bytes == offloader.planned_bytes
 
 
-def test_readers_get_the_masters_and_whole_moments():
+@pytest.fixture
+def optimizer(monkeypatch):
     optimizer = FakeGeneration2(mxfp8=False)
+    stream = SimpleNamespace(wait_stream=lambda other: optimizer.events.append(f"stream waits for {other}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    return optimizer
+
+
+def test_readers_get_the_masters_and_whole_moments(optimizer):
     Generation2Offloader(optimizer).require_readable()
-    assert optimizer.events == ["ensure masters", "wait for copies out"]
+    assert optimizer.events == ["ensure masters", "stream waits for copies in", "wait for copies out"]
 
 
-def test_the_end_of_a_step_does_not_stop_the_host():
-    optimizer = FakeGeneration2(mxfp8=False)
-    Generation2Offloader(optimizer).settle()
-    assert optimizer.events == ["ensure masters"]
+@pytest.mark.parametrize("verb", ["settle", "require_writable"])
+def test_a_first_chunk_whose_update_did_not_come_lands_and_the_host_does_not_stop(optimizer, verb):
+    getattr(Generation2Offloader(optimizer), verb)()
+    assert optimizer.events == ["ensure masters", "stream waits for copies in"]
 
 
 def test_it_is_found_by_its_verbs():

@@ -74,6 +74,22 @@ def test_many_layers_report_without_their_children():
     assert len(layers(Model(ENOUGH_LAYERS))) == ENOUGH_LAYERS + 1
 
 
+def test_nothing_is_hooked_that_mcore_captures_into_a_cuda_graph_of_its_own():
+    # Its CudaGraphManager allows no pre-forward hooks but DDP's on a layer that it replays, nor on what that holds.
+    model, schedule = Model(3), Schedule()
+    graphed = model.decoder.layers[:2]
+    for layer in graphed:
+        layer.cudagraph_manager = object()
+    inside = {id(module) for layer in graphed for module in layer.modules()}
+    found = layers(model)
+    assert not inside & {id(module) for module in found}
+    assert model.decoder.layers[2] in found and model.decoder.norm in found
+    with ModelPoints().hooked([model], schedule):
+        assert not any(module._forward_pre_hooks for layer in graphed for module in layer.modules())
+        model(torch.ones(3, 4)).sum().backward()
+    assert schedule.points == 2 * len(found)
+
+
 def test_forward_without_gradients_reports_no_backward():
     model, schedule = Model(1), Schedule()
     with ModelPoints().hooked(model, schedule), torch.no_grad():

@@ -46,11 +46,12 @@ def test_config_is_refused_by_name(cfg, path, value):
 @pytest.mark.parametrize(
     ("settings", "changes", "names"),
     [
-        ({"moments": False}, {"optimizer.bf16": False}, r"moments=False with optimizer\.bf16=False"),
-        ({"master_remainders": True}, {"optimizer.bf16": False, "optimizer.fp16": True}, r"optimizer\.bf16=False"),
+        ({"moments": False}, {"model.bf16": False}, r"moments=False with model\.bf16=False"),
+        ({"master_remainders": True}, {"model.bf16": False}, r"model\.bf16=False"),
+        ({"master_remainders": True}, {"model.bf16": False, "model.fp16": True}, r"model\.fp16=True"),
         (
             {"master_remainders": True},
-            {"optimizer.use_precision_aware_optimizer": True},
+            {"optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8": True},
             r"optimizer\.use_precision_aware_optimizer=True",
         ),
         ({"master_remainders": True}, {"ddp.fp8_param_gather": True}, r"ddp\.fp8_param_gather=True"),
@@ -60,7 +61,8 @@ def test_settings_of_masters_that_could_not_be_honoured_are_refused(cfg, setting
     from bridge_fgo.config import OffloadConfig
     from bridge_fgo.wiring.refusals import refuse_config
 
-    set_path(cfg, "optimizer.bf16", True)
+    cfg.model.bf16, cfg.model.fp16 = True, False
+    cfg.optimizer.bf16 = False  # what it says decides nothing
     refuse_config(cfg, OffloadConfig(engine="native", **settings))
     for path, value in changes.items():
         set_path(cfg, path, value)
@@ -73,7 +75,7 @@ def test_a_recipe_that_is_not_validated_yet_is_not_refused_for_its_masters(cfg):
     from bridge_fgo.config import OffloadConfig
     from bridge_fgo.wiring.refusals import refuse_config
 
-    cfg.optimizer.bf16, cfg.mixed_precision = False, "bf16_mixed"
+    cfg.model.bf16, cfg.mixed_precision = False, "bf16_mixed"
     refuse_config(cfg, OffloadConfig(engine="native", moments=False))
     refuse_config(cfg, OffloadConfig(engine="native", master_remainders=True))
 

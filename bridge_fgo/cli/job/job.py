@@ -81,14 +81,14 @@ def read_job(
         ValueError: there is no such recipe, file or setting, it cannot be built, or the GPUs do not suit it.
         RuntimeError: the builder died, or Megatron could not be imported with the package installed.
     """
-    OffloadConfig(**offload)
+    settings = OffloadConfig(**offload)
     missing = missing_packages()
     if missing:
         if overrides:
             raise ValueError(
                 f"{' '.join(overrides)}: Megatron-Bridge reads overrides; {', '.join(missing)} not installed"
             )
-        return _from_numbers(target, gpus, vocab_size, missing)
+        return _from_numbers(target, gpus, vocab_size, missing, settings)
     if found is None:
         found = ask_builder(target=target, gpus=gpus, offload=offload, vocab_size=vocab_size, overrides=overrides)
     if "install_refuses" in found:
@@ -124,8 +124,10 @@ def sections_of(config: dict[str, dict[str, Any]]) -> SimpleNamespace:
     return SimpleNamespace(**{name: SimpleNamespace(**_dtypes(values)) for name, values in config.items()})
 
 
-def _from_numbers(target: str, gpus: int | None, vocab_size: int | None, missing: list[str]) -> Job:
-    from bridge_fgo.wiring.refusals import config_refusals
+def _from_numbers(
+    target: str, gpus: int | None, vocab_size: int | None, missing: list[str], settings: OffloadConfig
+) -> Job:
+    from bridge_fgo.wiring.refusals import config_refusals, master_refusals
 
     if Path(target).suffix not in (".yaml", ".yml"):
         raise ValueError(
@@ -138,7 +140,7 @@ def _from_numbers(target: str, gpus: int | None, vocab_size: int | None, missing
         config.model.vocab_size = vocab_size
     stages = stages_from_numbers(config)
     flag, config.optimizer = as_if_set(config.optimizer)
-    refusals = list(config_refusals(config))
+    refusals = [*config_refusals(config), *master_refusals(config, settings)]
     return Job(config, parallel, stages, "the config's numbers", flag, refusals, gpus_given=gpus is not None)
 
 
