@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,25 +41,39 @@ def make_schedule(distributed: list[Any], config: OffloadConfig, meter: PeakMete
     device = home_device(distributed[0]) if distributed else torch.device("cpu")
     transfers = debugged(make_transfers(device, config.piece_bytes))
     schedule = Schedule(transfers, meter, config.gpu_memory_budget_bytes)
-    schedule.planner.agree = agree
+    schedule.planner.agree = partial(agree, stage_of(distributed))
     return schedule
 
 
-def agree(room: int, least: int) -> tuple[int, int]:
+def stage_of(distributed: list[Any]) -> int | None:
+    """Return this rank's place in the pipeline of the model that its optimizers train; None where none says it.
+
+    By DDP's own group: with `dist.use_decentralized_pg` mcore's global state is never set up.
+    """
+    from megatron.core import parallel_state
+
+    for leaf in distributed:
+        for chunk in getattr(leaf, "model_chunks", ()):
+            group = getattr(chunk, "pp_group", None)
+            if group is not None:
+                rank: int = (group[0] if isinstance(group, list) else group).rank()
+                return rank
+    return parallel_state.get_pipeline_model_parallel_rank() if parallel_state.is_initialized() else None
+
+
+def agree(stage: int | None, room: int, least: int) -> tuple[int, int]:
     """Return the bytes that may stay on every rank of this pipeline stage, and the least budget of the fullest rank.
 
     Ranks of one stage hold equal shards, so that one that kept less would make the others wait for its copies.
     Stages differ in what they hold, and each chooses for itself.
 
     Args:
+        stage: see `stage_of`.
         room: bytes that may stay on this rank.
         least: least possible budget of this rank in bytes.
     """
     if not torch.distributed.is_initialized():
         return room, least
-    from megatron.core import parallel_state
-
-    stage = parallel_state.get_pipeline_model_parallel_rank() if parallel_state.is_initialized() else 0
     answers: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(answers, (stage, room, least))
     return min(r for s, r, _ in answers if s == stage), max(bytes_ for _, _, bytes_ in answers)
