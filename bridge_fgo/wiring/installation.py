@@ -135,9 +135,9 @@ def uninstall() -> None:
 
     Raises:
         RuntimeError: someone patched on top of one of the bindings; names it. Or states cannot be brought back: there
-            is no memory for them (`torch.cuda.OutOfMemoryError`), or weights were changed meanwhile. All stays
-            installed then, because without the bindings whoever reads or updates the states would find no memory
-            behind them; once the cause is gone it may be called again.
+            is no memory for them (`torch.cuda.OutOfMemoryError`), or weights were changed meanwhile. The bindings
+            stay then, because without them whoever reads or updates the states would find no memory behind them;
+            sessions that could end have ended, and once the cause is gone it may be called again.
     """
     global _installation
     if _installation is None:
