@@ -1,11 +1,19 @@
-"""Skips what needs a GPU where there is none."""
+"""Each worker of pytest-xdist has GPUs of its own; where there are none, arms are only checked for refusals."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from bridge_fgo.cli.arms import runner
+
+NO_GPU = "no CUDA device; its arms would not be refused"
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +29,39 @@ def arm_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(gpus[first:] + gpus[:first]))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks every test with the ``gpu`` marker as skipped without CUDA."""
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu_items:
-        return
-    import torch  # only where a GPU test was collected: it takes seconds
+@pytest.fixture(scope="module", autouse=True)
+def arms_are_only_checked_without_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where there is no GPU, has no arm run: a test is skipped at its first offloaded one, or fails if that is refused.
+
+    A refusal that a change brought would else show only when somebody has GPUs.
+    """
+    import torch
 
     if torch.cuda.is_available():
+        yield
         return
-    for item in gpu_items:
-        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    request.getfixturevalue("cpu_standins")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 4)
+        patch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", SimpleNamespace(FusedAdam=fused_adam))  # pyright: ignore[reportArgumentType]
+        patch.setattr(runner, "run_arm", check_arm)
+        yield
+
+
+def fused_adam(params, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, use_decoupled_grad) -> None:
+    """Has the arguments that mcore looks for in Transformer Engine's FusedAdam."""
+
+
+def check_arm(name: str, module: str, options: list[str], folder: Path, **how: Any) -> runner.ArmRun:
+    """Stands in for ``runner.run_arm``."""
+    from bridge_fgo.cli.arms import gpu
+    from bridge_fgo.cli.arms.gpu_config import build_config
+    from bridge_fgo.wiring.refusals import refuse_config
+
+    arm = gpu.parse([*options, "--events", str(folder / name)])
+    if arm.offload == "off":
+        return runner.ArmRun(name)
+    config = build_config(arm)
+    config.optimizer.finalize()  # by Bridge's validation, which comes first in training and needs GPUs
+    refuse_config(config, gpu.offload_config(arm))
+    pytest.skip(NO_GPU)

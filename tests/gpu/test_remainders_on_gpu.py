@@ -12,6 +12,11 @@ from bridge_fgo.engine.master_copy import WeightShard
 from bridge_fgo.engine.plan import pack
 from bridge_fgo.engine.remainders import MasterRemainders
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
 SIZES = [1, 31, 32, 33, 4096, 1_000_003, 64, 5_000_000]
 
 
@@ -48,7 +53,6 @@ def slabs_on(
     return remainders, made
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("first", [0, 3, 8])
 def test_kernels_pack_what_operators_pack_and_bring_every_bit_back(first: int) -> None:
     remainders, made = slabs_on(torch.device("cuda"), first, first)
@@ -73,7 +77,6 @@ def test_kernels_pack_what_operators_pack_and_bring_every_bit_back(first: int) -
     remainders.require_unchanged([slab for slab, _ in made])
 
 
-@pytest.mark.gpu
 def test_kernels_notice_a_weight_that_was_changed_and_a_master_that_is_no_rounding() -> None:
     remainders, made = slabs_on(torch.device("cuda"), 2)
     for slab, masters in made:
@@ -91,7 +94,6 @@ def test_kernels_notice_a_weight_that_was_changed_and_a_master_that_is_no_roundi
     assert not made[1][0].differs()
 
 
-@pytest.mark.gpu
 def test_masters_that_arithmetic_made_nan_come_back_as_they_were() -> None:
     _, ((slab, masters), _) = slabs_on(torch.device("cuda"), 3)
     words = masters.view(torch.float32)

@@ -30,6 +30,7 @@ from bridge_fgo.cli.run_script import config_options
 if TYPE_CHECKING:
     from megatron.bridge.training.callbacks import Callback
 
+    import bridge_fgo
     from bridge_fgo.figures import Stats
 
 # From the 4th step on moments exist and buffers are warm: peaks are those of all steps that come.
@@ -115,6 +116,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.hybrid and options.offload == "on":
         parser.error("--hybrid keeps the states on the CPU for good: it does not go with --offload on")
     return options
+
+
+def offload_config(options: argparse.Namespace) -> bridge_fgo.OffloadConfig:
+    """Returns what the arm installs the package with."""
+    import bridge_fgo
+
+    return bridge_fgo.OffloadConfig(
+        **config_options(
+            engine=options.engine,
+            fraction=options.fraction,
+            slab_mib=options.slab_mib,
+            piece_mib=options.piece_mib,
+            budget_gib=options.budget_gib,
+            master_remainders={"auto": None, "always": True, "never": False}[options.master_remainders],
+        )
+    )
 
 
 def enqueue_seconds(stats: Stats | None) -> float:
@@ -311,18 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import bridge_fgo
 
     if options.offload == "on" and not options.no_install:
-        bridge_fgo.install(
-            bridge_fgo.OffloadConfig(
-                **config_options(
-                    engine=options.engine,
-                    fraction=options.fraction,
-                    slab_mib=options.slab_mib,
-                    piece_mib=options.piece_mib,
-                    budget_gib=options.budget_gib,
-                    master_remainders={"auto": None, "always": True, "never": False}[options.master_remainders],
-                )
-            )
-        )
+        bridge_fgo.install(offload_config(options))
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 LOG_LINES_SHOWN = 30
+TRACEBACK_LINES_SHOWN = 60
 POLL_SECONDS = 0.1
 DIGESTS = ("params", "masters", "moments")
 
@@ -48,11 +49,25 @@ class ArmRun:
 
 
 class ArmFailed(RuntimeError):
-    """An arm ended with an error, or without a result; ``log_tail`` holds its last lines."""
+    """An arm ended with an error, or without a result; ``log_tail``, its note, is what ``telling_lines`` returns."""
 
     def __init__(self, name: str, why: str, log_tail: str) -> None:
         super().__init__(f"the {name} arm failed: {why}")
         self.log_tail = log_tail
+        self.add_note(log_tail)
+
+
+def telling_lines(log: str) -> str:
+    """Returns the first traceback of a log and its last lines.
+
+    Of several ranks, the first to fail has others fail after it, and torchrun ends the log with a table of its own.
+    """
+    lines = log.splitlines()
+    end = max(0, len(lines) - LOG_LINES_SHOWN)
+    first = next((i for i, line in enumerate(lines[:end]) if "Traceback (most recent call last)" in line), end)
+    traceback = lines[first : min(end, first + TRACEBACK_LINES_SHOWN)]
+    left_out = ["[...]"] if traceback and first + TRACEBACK_LINES_SHOWN < end else []
+    return "\n".join([*traceback, *left_out, *lines[end:]])
 
 
 def number_bits(event: Event, name: str) -> str:
@@ -186,6 +201,5 @@ def run_arm(
         why = f"exit status {process.returncode}" if process.returncode else "it left no result"
         if timed_out:
             why = f"it ran longer than {timeout:g} s"
-        lines = log.read_text(errors="replace").splitlines()
-        raise ArmFailed(name, why, "\n".join(lines[-LOG_LINES_SHOWN:]))
+        raise ArmFailed(name, why, telling_lines(log.read_text(errors="replace")))
     return arm
