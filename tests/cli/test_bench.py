@@ -36,6 +36,7 @@ def arm(name, seconds, peak, released=0, digest="a"):
         "peak_allocated_bytes": peak,
         "peak_reserved_bytes": peak + GB,
         "phase_seconds": {"forward": 0.05, "first_forward": 0.05, "backward": 0.1, "rest": 0.12},
+        "phase_seconds_of_ranks": [{"rest": 0.12}, {"rest": 0.18}],
     }
     return run
 
@@ -62,7 +63,7 @@ def test_the_row_of_an_arm_counts_from_the_seventh_step_on(tmp_path):
     assert row.step_seconds == 0.7
     assert row.collector_seconds == 0.3
     assert row.added_seconds == pytest.approx(0.2)
-    assert (row.forward_seconds, row.rest_seconds) == (0.05, 0.12)
+    assert (row.forward_seconds, row.rest_seconds, row.rest_seconds_of_ranks) == (0.05, 0.12, (0.12, 0.18))
     assert row.e == pytest.approx(0.2 * 50 / 10)
     assert (row.saved_allocated, row.saved_reserved) == (1.0, 1.0)
     assert row.first_two_steps_added_seconds == pytest.approx(0.9)
@@ -71,6 +72,16 @@ def test_the_row_of_an_arm_counts_from_the_seventh_step_on(tmp_path):
     assert row.bitwise_equal is True
     assert row.overlaps_kernels == pytest.approx(0.25 / 0.4)
     assert row.longest_waits_seconds == (0.1, 0.002)
+
+
+def test_e_of_copies_leaves_out_how_fast_the_host_launched_the_other_forwards():
+    resident, mine = [arm("resident", RESIDENT, 40 * GB)], [arm("native", OFFLOADED, 30 * GB, 10 * GB)]
+    mine[0].result["phase_seconds"] = {"forward": 0.09, "first_forward": 0.11, "backward": 0.1, "rest": 0.2}
+    row = figures.make_row(resident, mine, LINK, None, True)
+    assert row.e_of_copies == pytest.approx((0.02 + 0.2 - 0.12) * 50 / 10)
+    assert figures.make_row(resident, resident, LINK, None, True).e_of_copies is None
+    mine[0].result["phase_seconds"]["rest"] = None  # of a pipeline
+    assert figures.make_row(resident, mine, LINK, None, True).e_of_copies is None
 
 
 def test_another_digest_is_not_equal():

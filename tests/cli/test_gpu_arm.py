@@ -64,6 +64,7 @@ def recorder(tmp_path, monkeypatch, stream):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(gpu, "final_state", lambda *args: {"masters": {}, "moments": {}})
     monkeypatch.setattr(gpu, "joined_digests", lambda state: {})
+    monkeypatch.setattr(gpu, "of_ranks", lambda mine: [mine])
     options = ["--steps", "5", "--alone-steps", "2", "--trace", str(tmp_path / "trace.gz")]
     options = gpu.parse([*options, "--events", str(tmp_path / "events")])
     return gpu.make_recorder(options, PhaseClock(options.steps)), tmp_path / "events"

@@ -59,13 +59,19 @@ def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, tor
     return state
 
 
-def joined_digests(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, str]:
-    """Returns one digest for each part of the state, over all ranks. Collective; all ranks get it."""
+def of_ranks(mine: Any) -> list[Any]:
+    """Returns what every rank gave, in the order of ranks. Collective; all ranks get it."""
     import torch
 
-    mine = {part: digest(tensors) for part, tensors in state.items()}
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, mine)
+    return every
+
+
+def joined_digests(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, str]:
+    """Returns one digest for each part of the state, over all ranks. Collective; all ranks get it."""
+    mine = {part: digest(tensors) for part, tensors in state.items()}
+    every = of_ranks(mine)
     if len(every) == 1:
         return mine
     return {part: hashlib.sha256("".join(rank[part] for rank in every).encode()).hexdigest() for part in mine}

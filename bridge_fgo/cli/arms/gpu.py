@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge_fgo.cli.arms.collector_clock import CollectorClock
-from bridge_fgo.cli.arms.final_state import final_state, joined_digests
+from bridge_fgo.cli.arms.final_state import final_state, joined_digests, of_ranks
 from bridge_fgo.cli.arms.gpu_config import build_config
 from bridge_fgo.cli.arms.moves_alone import MovesAlone
 from bridge_fgo.cli.arms.phase_clock import PhaseClock
@@ -197,9 +197,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
             loss = (context.loss_dict or {}).get("lm loss")
             loss = None if loss is None else float(loss)
             if options.pp > 1:  # only the last pipeline stage has it, and rank 0 is in the first
-                losses: list[Any] = [None] * torch.distributed.get_world_size()
-                torch.distributed.all_gather_object(losses, loss)
-                loss = next((value for value in losses if value is not None), None)
+                loss = next((value for value in of_ranks(loss) if value is not None), None)
             self.newest = dict(
                 step=self.step,
                 loss=loss,
@@ -255,6 +253,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
             bridge_fgo.reload_states()
             state = final_state(context.model, context.optimizer)
             digests = joined_digests(state)
+            phases = of_ranks(clock.medians())
             if self.writer is None:
                 return
             stats = bridge_fgo.stats()
@@ -274,7 +273,8 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
                 pin_seconds=0.0 if stats is None else stats.pin_seconds,
                 enqueue_seconds=self.enqueue,
                 enqueue_alone_seconds=self.enqueue_alone,
-                phase_seconds=clock.medians(),
+                phase_seconds=phases[0],
+                phase_seconds_of_ranks=phases,
                 **{f"peak_{name}_bytes": value for name, value in self.peaks.items()},
             )
 

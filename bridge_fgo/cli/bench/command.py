@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,12 +183,16 @@ def table_of(rows: list[Row]) -> list[list[str]]:
     def number(value: float | None, digits: int = 2) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 
+    def extent(seconds: Sequence[float]) -> str:
+        return f"{min(seconds):.3f}-{max(seconds):.3f}" if len(seconds) > 1 else "-"
+
     def percent(share: float | None) -> str:
         return "-" if share is None else f"{share:.1%}"
 
     table = [
         [
-            "arm", "step, s", "min-max", "GC, most, s", "added, s", "E", "floor E", "forward, s", "rest, s",
+            "arm", "step, s", "min-max", "GC, most, s", "added, s", "E", "E of copies", "floor E",
+            "forward, s", "rest, s", "of ranks",
             "allocated, GB", "reserved, GB", "saved / S",
             "saved reserved / S", "pinned, GB", "pin, s", "steps 1-2 added, s", "enqueue", "by the clock",
             "hidden / floor",
@@ -198,10 +203,10 @@ def table_of(rows: list[Row]) -> list[list[str]]:
         equal = {True: "yes", False: "NO", None: "-"}[row.bitwise_equal]
         table.append(
             [
-                row.arm, number(row.step_seconds, 3), f"{row.step_seconds_min:.3f}-{row.step_seconds_max:.3f}",
+                row.arm, number(row.step_seconds, 3), extent([row.step_seconds_min, row.step_seconds_max]),
                 number(row.collector_seconds),
-                number(row.added_seconds, 3), number(row.e), number(row.floor_e),
-                number(row.forward_seconds, 3), number(row.rest_seconds, 3),
+                number(row.added_seconds, 3), number(row.e), number(row.e_of_copies), number(row.floor_e),
+                number(row.forward_seconds, 3), number(row.rest_seconds, 3), extent(row.rest_seconds_of_ranks),
                 number(row.peak_allocated_bytes / 1e9), number(row.peak_reserved_bytes / 1e9),
                 number(row.saved_allocated, 3), number(row.saved_reserved, 3), number(row.pinned_bytes / 1e9),
                 number(row.pin_seconds), number(row.first_two_steps_added_seconds),

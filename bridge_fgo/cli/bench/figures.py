@@ -26,6 +26,9 @@ class Row:
     """Added time over S / link."""
     floor_e: float | None
     """The least E that this step and this link allow for the bytes that were copied."""
+    e_of_copies: float | None = None
+    """E with forwards as long as the resident arm's: from what the first one took beyond the others, and from ``rest``.
+    What else differs is how fast the host launched kernels; a busy one does so up to twice as slowly, and unevenly."""
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     saved_allocated: float
@@ -45,6 +48,8 @@ class Row:
     the resident arm's. Where it is not, the host's launching of kernels differs, and E with it."""
     rest_seconds: float | None = None
     """From the end of a step's last forward to the begin of the next step's first one."""
+    rest_seconds_of_ranks: tuple[float, ...] = ()
+    """The same of each rank: where they differ, so do their links or hosts, and the others wait for the slowest."""
     hidden: float | None = None
     """Time in which copies ran and the step got no longer for it, over what the floor leaves to hide."""
     overlaps_kernels: float | None = None
@@ -69,6 +74,18 @@ def phase(runs: list[ArmRun], name: str) -> float | None:
     """Returns the median over all rounds of an arm of one of ``PhaseClock``'s phases, in seconds."""
     times = [run.result["phase_seconds"].get(name) for run in runs]
     return None if None in times else statistics.median(times)
+
+
+def rest_of_ranks(runs: list[ArmRun]) -> tuple[float, ...]:
+    """Returns the median of ``rest`` over all rounds of an arm, of each rank; () where there is none."""
+    of_runs = [[phases.get("rest") for phases in run.result["phase_seconds_of_ranks"]] for run in runs]
+    return tuple(statistics.median(times) for times in zip(*of_runs, strict=True) if None not in times)
+
+
+def beside_copies(runs: list[ArmRun]) -> float | None:
+    """Returns how long the phases of a step are in which copies run, less one forward, in seconds."""
+    first, other, rest = (phase(runs, name) for name in ("first_forward", "forward", "rest"))
+    return None if first is None or other is None or rest is None else first - other + rest
 
 
 def share(seconds: list[float], of: float) -> float | None:
@@ -97,6 +114,8 @@ def make_row(
     is_resident = runs is resident
     offloads = bool(mine["released_bytes"])
     floor = least_added(base, mine, link) if offloads else None
+    copies, resident_copies = beside_copies(runs), beside_copies(resident)
+    by_copies = None if is_resident or copies is None or resident_copies is None else copies - resident_copies
     row = {
         "arm": runs[0].name,
         "engine": mine["engine"],
@@ -106,12 +125,14 @@ def make_row(
         "added_seconds": added,
         "e": None if is_resident else added * one_way / state,
         "floor_e": None if floor is None else floor * one_way / state,
+        "e_of_copies": None if by_copies is None else by_copies * one_way / state,
         "peak_allocated_bytes": max(run.result["peak_allocated_bytes"] for run in runs),
         "peak_reserved_bytes": max(run.result["peak_reserved_bytes"] for run in runs),
         "pinned_bytes": mine["pinned_bytes"],
         "pin_seconds": mine["pin_seconds"] or None,
         "forward_seconds": phase(runs, "forward"),
         "rest_seconds": phase(runs, "rest"),
+        "rest_seconds_of_ranks": rest_of_ranks(runs),
         "collector_seconds": max(
             max(run.result["collector_seconds"][FIRST_COUNTED_STEP - 1 :], default=0.0) for run in runs
         ),
