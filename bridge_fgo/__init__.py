@@ -23,17 +23,21 @@ __all__ = ["Installation", "OffloadConfig", "install", "reload_states", "stats",
 
 
 def reload_states() -> None:
-    """Make every offloaded state of this rank readable, until the next training step.
+    """Make every offloaded state of this rank readable and writable, until the next training step or evaluation.
 
-    For code that reads `optimizer.state` or `param.main_param` itself between steps, when the memory behind them
-    may be released. Bridge's own readers (checkpoints, `log_params_norm`) need no such call. The work that
-    reads them goes to the current stream, after this call.
+    For code that reads or changes `optimizer.state` or `param.main_param` itself between steps, when the memory behind
+    them may be released. Bridge's own readers (checkpoints, `log_params_norm`) need no such call. The work that
+    uses them goes to the current stream, after this call.
+
+    Raises:
+        RuntimeError: states cannot be brought back: there is no memory for them, weights were changed while their
+            masters were offloaded in part, or an error had come while a part of them was on its way.
     """
     if "bridge_fgo.wiring.session" in sys.modules:
         from bridge_fgo.wiring.session import all_sessions
 
         for session in all_sessions():
-            session.require_readable()
+            session.require_writable()
 
 
 def stats() -> Stats | None:

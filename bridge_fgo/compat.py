@@ -127,14 +127,13 @@ def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
                 "mcore builds another Adam; install transformer-engine or use engine='native'"
             )
         return generation
-    if generation == "mcore generation 2":
-        for name, default in (("optimizer_state_offload_fraction", 1.0), ("optimizer_state_offload_chunk_size_mb", 0)):
-            value = getattr(optimizer_config, name, default)
-            if value != default:
-                if config.engine == "auto" and not native_only:
-                    return generation  # which honours it
-                raise ValueError(
-                    f"optimizer.{name}={value!r}: not honoured by the native engine; use OffloadConfig.fraction and "
-                    "OffloadConfig.slab_bytes, or engine='mcore'"
-                )
+    for name, default in (("optimizer_state_offload_fraction", 1.0), ("optimizer_state_offload_chunk_size_mb", 0)):
+        value = getattr(optimizer_config, name, default)
+        if value != default:
+            if generation == "mcore generation 2" and config.engine == "auto" and not native_only:
+                return generation  # which honours it
+            raise ValueError(
+                f"optimizer.{name}={value!r}: not honoured by the native engine; use OffloadConfig.fraction and "
+                "OffloadConfig.slab_bytes, or engine='mcore' on an mcore that has the setting"
+            )
     return "native"

@@ -58,6 +58,18 @@ def test_generation_2s_own_settings_are_not_dropped_by_native(mcore):
             compat.choose_engine(ours, config)
 
 
+@pytest.mark.parametrize("generation", [None, "mcore generation 1"])
+@pytest.mark.parametrize("engine", ["auto", "native"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("optimizer_state_offload_fraction", 0.5), ("optimizer_state_offload_chunk_size_mb", 256)]
+)
+def test_generation_2s_own_settings_are_refused_where_it_is_not(mcore, generation, engine, name, value):
+    # A config written for the dev branch would else offload everything here.
+    mcore(generation)
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        compat.choose_engine(OffloadConfig(engine=engine), SimpleNamespace(**{name: value}))
+
+
 @pytest.mark.parametrize(("version", "expected"), [("0.6.2", (0, 6)), ("0.6.0rc1+abc", (0, 6)), ("unknown", (0, 0))])
 def test_release_of_a_version(version, expected):
     assert compat.release(version) == expected

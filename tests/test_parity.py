@@ -155,6 +155,15 @@ def test_weights_that_are_loaded_while_offloaded_stay():
         assert all(bool((t == 0.5).all()) for _, t in training.state_tensors()["masters"])
 
 
+def leaves(state):
+    """Yield the tensors of nested dictionaries and lists."""
+    for value in state.values() if isinstance(state, dict) else state:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict | list):
+            yield from leaves(value)
+
+
 def test_states_that_are_saved_while_offloaded_are_right():
     with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
         training.step()
@@ -163,14 +172,7 @@ def test_states_that_are_saved_while_offloaded_are_right():
         released(training)
         after = leaf.get_parameter_state_dp_zero()
 
-    def tensors(state):
-        for value in state.values() if isinstance(state, dict) else state:
-            if isinstance(value, torch.Tensor):
-                yield value
-            elif isinstance(value, dict | list):
-                yield from tensors(value)
-
-    pairs = list(zip(tensors(before), tensors(after), strict=True))
+    pairs = list(zip(leaves(before), leaves(after), strict=True))
     assert pairs
     assert all(torch.equal(a, b) for a, b in pairs)
 
@@ -392,3 +394,96 @@ def test_a_nested_chain_with_a_stub_is_bitwise_equal():
         offloaded_run = with_a_stub_in_a_nested_chain(offload=True)
     assert offloaded_run[:2] == resident[:2]
     assert max(offloaded_run[2]) == 0 < min(resident[2])
+
+
+def with_a_write_between_steps(offload, write):
+    """Train, change states as a callback would, save, train on; return what is saved, and the digests."""
+    with CpuTraining(CpuOptions(offload=offload)) as training:
+        for _ in range(3):
+            training.step()
+        bridge_fgo.reload_states()
+        adam = training.optimizer.chained_optimizers[0].optimizer
+        with torch.no_grad():
+            write(adam)
+        saved = training.optimizer.chained_optimizers[0].get_parameter_state_dp_zero()
+        for _ in range(3):
+            training.step()
+        return saved, training.digests()
+
+
+def reset_moments(adam):
+    for state in adam.state.values():
+        state["exp_avg"].zero_()
+
+
+def scale_masters(adam):
+    for param in (param for group in adam.param_groups for param in group["params"]):
+        param.mul_(1.5)
+
+
+@pytest.mark.parametrize("write", [reset_moments, scale_masters])
+@pytest.mark.parametrize("config", [SMALL_SLABS, bridge_fgo.OffloadConfig(master_remainders=True)])
+def test_what_is_written_after_reload_states_is_kept_and_saved(write, config):
+    # Slabs are on their way to the host then, with the bytes of before.
+    saved, digests = with_a_write_between_steps(False, write)
+    with bridge_fgo.install(config):
+        mine_saved, mine = with_a_write_between_steps(True, write)
+    assert mine == digests
+    pairs = list(zip(leaves(saved), leaves(mine_saved), strict=True))
+    assert pairs
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_wrapper_of_adams_step_is_called_once_a_step_with_every_parameter():
+    def calls(offload):
+        with CpuTraining(CpuOptions(offload=offload)) as training:
+            adam = training.optimizer.chained_optimizers[0].optimizer
+            step, seen = adam.step, []
+
+            def wrapper(*args, **kwargs):
+                seen.append([param.sum().item() for group in adam.param_groups for param in group["params"]])
+                return step(*args, **kwargs)
+
+            adam.step = wrapper
+            for _ in range(3):
+                training.step()
+            return seen, training.digests()
+
+    resident = calls(False)
+    with bridge_fgo.install(SMALL_SLABS):
+        assert calls(True) == resident
+    assert len(resident[0]) == 3
+
+
+def test_an_optimizer_that_steps_outside_of_what_is_wired_is_an_error(bridge_train):
+    # A callback installs, or a loop of one's own has taken `train_step` before.
+    unwired = bridge_train.train_step
+    with CpuTraining(CpuOptions(offload=True)) as training, bridge_fgo.install():
+        wired, bridge_train.train_step = bridge_train.train_step, unwired
+        try:
+            training.step()  # a warm-up may be
+            with pytest.raises(RuntimeError, match=r"offload_optimizer_states=True.*outside of Bridge's train_step"):
+                training.step()
+        finally:
+            bridge_train.train_step = wired
+
+
+def test_memory_that_offload_to_cpu_frees_is_given_to_the_device(monkeypatch):
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    def offload_to_cpu(self):
+        """As mcore's, of which nothing would move on the CPU."""
+        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
+            param.data = param.data.clone()
+        for states in self.optimizer.state.values():
+            states.update({name: value.clone() for name, value in states.items() if isinstance(value, torch.Tensor)})
+        torch.cuda.empty_cache()
+
+    monkeypatch.setattr(MegatronOptimizer, "offload_to_cpu", offload_to_cpu)
+    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
+        for _ in range(3):
+            training.step()
+        ledger, held = vars(training.optimizer)[SESSION].schedule.ledger, []
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.append(ledger.nbytes))
+        training.optimizer.offload_to_cpu()
+    assert held[-1] == 0 < held[0]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+
+from bridge_fgo.engine.host_memory import available_bytes
 
 PINNING_THREADS = 16
 """Measured on an H200 host of 16 cores, 8.6 GB in 256 MiB buffers, touching and registering: 3.8 GB/s with one
@@ -42,7 +45,7 @@ class HostBuffer:
         self.tensor: torch.Tensor = torch.frombuffer(mapping, dtype=torch.uint8)
         self.pinned_bytes = 0
 
-    def _lock(self) -> int:
+    def lock(self) -> int:
         """Touch every page and page-lock the buffer; return CUDA's error code, 0 for none."""
         nbytes = self.tensor.numel()
         address = self.tensor.data_ptr()
@@ -50,7 +53,7 @@ class HostBuffer:
         error = int(_runtime().cudaHostRegister(address, nbytes, 0))
         if error == 0:
             self.pinned_bytes = nbytes
-            self._unregister = weakref.finalize(self, _unregister, address)
+            self._unregister = weakref.finalize(self, _unregister, address, torch.cuda.current_device())
             # At interpreter exit the CUDA context may be gone already, and the driver unlocks the pages itself.
             self._unregister.atexit = False
         return error
@@ -71,9 +74,12 @@ def page_lock(buffers: Sequence[HostBuffer], local_cpus: set[int] | None = None)
             of whoever touches them first, are near the GPU. None leaves the threads where the process may run.
 
     Raises:
+        ValueError: the host has no memory left for one, as where other ranks and jobs take it meanwhile: Linux would
+            kill whoever touches it.
         RuntimeError: CUDA refused one; says how much was asked for and what to change.
     """
     device = torch.cuda.current_device()
+    room = _Room(sum(buffer.tensor.numel() for buffer in buffers))
 
     def begin() -> None:
         torch.cuda.set_device(device)  # a thread's own setting
@@ -81,7 +87,7 @@ def page_lock(buffers: Sequence[HostBuffer], local_cpus: set[int] | None = None)
             os.sched_setaffinity(0, local_cpus)  # 0 is the calling thread
 
     with ThreadPoolExecutor(PINNING_THREADS, initializer=begin) as pool:
-        errors = list(pool.map(HostBuffer._lock, buffers))
+        errors = list(pool.map(room.lock, buffers))
     for buffer, error in zip(buffers, errors, strict=True):
         if error != 0:
             total = sum(buffer.tensor.numel() for buffer in buffers)
@@ -92,8 +98,45 @@ def page_lock(buffers: Sequence[HostBuffer], local_cpus: set[int] | None = None)
             )
 
 
-def _unregister(address: int) -> None:
-    torch.cuda.synchronize()  # race: a copy may be under way from or to pages that are being unlocked
+class _Room:
+    """Asks before a buffer is touched whether the host has the memory for it, and for those that are being touched.
+
+    Args:
+        total: bytes of all buffers.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._locked = self._touched = 0
+        self._turn = threading.Lock()
+
+    def lock(self, buffer: HostBuffer) -> int:
+        """Lock a buffer; see `HostBuffer.lock`.
+
+        Raises:
+            ValueError: see `page_lock`.
+        """
+        nbytes = buffer.tensor.numel()
+        with self._turn:
+            free = available_bytes()
+            if self._touched + nbytes > free:
+                raise ValueError(
+                    f"the host has {free} bytes of memory left after {self._locked} of {self._total} bytes were "
+                    "page-locked for this rank's optimizer state: lower OffloadConfig.fraction, set moments=False or "
+                    "master_weights=False, or give the job more host memory"
+                )
+            self._touched += nbytes
+        try:
+            return buffer.lock()
+        finally:
+            with self._turn:
+                self._touched -= nbytes
+                self._locked += nbytes
+
+
+def _unregister(address: int, device: int) -> None:
+    # Race: a copy may be under way from or to pages that are being unlocked. Python may collect a buffer in any thread.
+    torch.cuda.synchronize(device)
     _runtime().cudaHostUnregister(address)
 
 

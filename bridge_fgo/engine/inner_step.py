@@ -30,14 +30,19 @@ class InnerStep:
         self._shares: dict[Any, list[tuple[dict[str, Any], list[Any]]]] = {}
 
     def divides(self) -> bool:
-        """Return whether the step may be divided: hooks on it must run once a step, with everything there."""
+        """Return whether the step may be divided: what hangs on it must run once a step, with everything there.
+
+        That is hooks, and a function of somebody else's in the place of `step` (an average of the weights, a counter),
+        but for the one by which torch's schedulers count calls.
+        """
         hooks = (
             getattr(self._adam, "_optimizer_step_pre_hooks", {}),
             getattr(self._adam, "_optimizer_step_post_hooks", {}),
             torch_optimizer._global_optimizer_pre_hooks,
             torch_optimizer._global_optimizer_post_hooks,
         )
-        return not any(hooks)
+        step = vars(self._adam).get("step")
+        return not any(hooks) and (step is None or hasattr(step, "_wrapped_by_lr_sched"))
 
     @contextmanager
     def replaced(self, step: Callable[[], None], owners: Mapping[int, Any]) -> Iterator[None]:

@@ -32,7 +32,9 @@ class PeakMeter:
     @property
     def expands(self) -> bool:
         """Whether the allocator's segments can grow (`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`)."""
-        return self.works and any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+        if not self.works or torch.cuda.get_allocator_backend() != "native":
+            return False  # PyTorch raises for a snapshot of another allocator
+        return any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 
     def end_phase(self) -> int | None:
         """Return the peak of allocated bytes since the last call of this method; None without a GPU."""

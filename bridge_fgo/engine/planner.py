@@ -44,6 +44,8 @@ class HoldPlanner:
         """Masters that cannot leave before the optimizer step is over, because they are copied to the model at once."""
         self.agree: Agree = lambda room, least: (room, least)
         self.announce: Callable[[str], None] = lambda text: None
+        self.warn: Callable[[str], None] = lambda text: None
+        """As `announce`, of what concerns this rank alone."""
         self.plans: dict[object, HoldPlan] = {}
         """By what the passes of a kind have in common; see `Schedule.signature`."""
         self._profiles: dict[object, MemoryProfile] = {}
@@ -112,7 +114,7 @@ class HoldPlanner:
         else:
             room = min(room, staying_bytes(parts))
             if least > self.budget_bytes:
-                self.announce(
+                self.warn(
                     f"OffloadConfig.gpu_memory_budget_gib={self.budget_bytes / 2**30:g} holds no more: this kind "
                     f"of step needs {least / 2**30:.2f} GiB with everything offloaded"
                 )

@@ -186,7 +186,7 @@ class RemainderKernels:
         Raises:
             RuntimeError: weights have no memory, and are needed.
         """
-        addresses = [bucket.param_data.data_ptr() for bucket in self._buckets]
+        addresses = [_address(bucket.param_data) for bucket in self._buckets]
         if addresses == self._addresses:
             return
         if not all(addresses):
@@ -233,6 +233,11 @@ class RemainderKernels:
             segment = self._table.data_ptr() + SEGMENT_BYTES * start
             self._sum.launch(grid, current_stream(self._index), segment, self._now.data_ptr())
         return self._now
+
+
+def _address(weights: torch.Tensor) -> int:
+    """Return where a tensor begins, and 0 where it has no memory: then the start of a view is its offset, not 0."""
+    return weights.data_ptr() if weights.untyped_storage().nbytes() else 0
 
 
 def _blocks(shards: Sequence[WeightShard]) -> int:

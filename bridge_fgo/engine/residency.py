@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -45,55 +46,75 @@ class ResidencyTracker:
 
     A transition that the present state does not call for does nothing, so the verbs may come in any order
     and any number of times: a second pass of the rerun loop, a skipped step and an early exit need no
-    special case.
+    special case. After one that was interrupted every transition raises RuntimeError, as `state` does.
     """
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self._state = Residency.RESIDENT
+        self.interrupted = ""
+        """The type of what came in the midst of an action, other than an error of the action's own."""
 
     @property
     def state(self) -> Residency:
-        """The present residency."""
+        """The present residency.
+
+        Raises:
+            RuntimeError: something came in the midst of an action, so that it is not known.
+        """
+        if self.interrupted:
+            raise RuntimeError(
+                f"the optimizer state cannot be used: {self.interrupted} came while a part of it was on "
+                "its way between GPU and host; build the optimizer anew and resume from the last checkpoint"
+            )
         return self._state
+
+    def _do(self, action: Callable[[], None], becomes: Residency) -> None:
+        """Do an action and note what has become of the slab, or neither.
+
+        An action that fails (no memory, an error of the driver's) leaves the slab as it was, and raises RuntimeError.
+        Ctrl-C, a signal's handler or a restart in process may come at any line between.
+        """
+        try:
+            action()
+            self._state = becomes
+        except RuntimeError:
+            raise
+        except BaseException as error:
+            self.interrupted = type(error).__name__
+            raise
 
     def offload(self) -> None:
         """Start towards the host, from RESIDENT or RELOADING."""
-        if self._state is Residency.RELOADING:
+        if self.state is Residency.RELOADING:
             # Race: the copy to the host would read GPU memory that the reload has not filled yet, and
             # write the host buffer that the reload still reads.
-            self._mover.wait_reload()
-            self._state = Residency.RESIDENT
+            self._do(self._mover.wait_reload, Residency.RESIDENT)
         if self._state is Residency.RESIDENT:
-            self._mover.start_offload()
-            self._state = Residency.OFFLOADING
+            self._do(self._mover.start_offload, Residency.OFFLOADING)
 
     def release(self) -> None:
         """Let go of the GPU memory of an OFFLOADING slab."""
-        if self._state is Residency.OFFLOADING:
-            self._mover.release()
-            self._state = Residency.RELEASED
+        if self.state is Residency.OFFLOADING:
+            self._do(self._mover.release, Residency.RELEASED)
 
     def reload(self) -> None:
         """Start towards the GPU; a slab that was never released just stays."""
-        if self._state is Residency.RELEASED:
-            self._mover.start_reload()
-            self._state = Residency.RELOADING
+        if self.state is Residency.RELEASED:
+            self._do(self._mover.start_reload, Residency.RELOADING)
         else:
             self._give_up_offload()
 
     def _give_up_offload(self) -> None:
-        if self._state is Residency.OFFLOADING:
-            self._mover.give_up_offload()
-            self._state = Residency.RESIDENT
+        if self.state is Residency.OFFLOADING:
+            self._do(self._mover.give_up_offload, Residency.RESIDENT)
 
     def require_readable(self) -> None:
         """Make the states readable by work that the current stream gets from now on."""
-        if self._state is Residency.RELEASED:
+        if self.state is Residency.RELEASED:
             self.reload()
         if self._state is Residency.RELOADING:
-            self._mover.wait_reload()
-            self._state = Residency.RESIDENT
+            self._do(self._mover.wait_reload, Residency.RESIDENT)
 
     def require_writable(self) -> None:
         """Make the states readable and writable by work that the current stream gets from now on.

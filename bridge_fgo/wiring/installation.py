@@ -18,24 +18,34 @@ _hooked: set[str] = set()
 
 
 class Installation:
-    """The handle that `install` returns; as a context manager it uninstalls at the end of the block."""
+    """The handle that `install` returns; as a context manager it takes that call of `install` back.
+
+    The last call that is taken back uninstalls: who had it installed before the block finds it so after it.
+    """
 
     def __init__(self, config: OffloadConfig) -> None:
         from bridge_fgo.wiring.table import patches
 
         self.config = config
+        self.calls = 0
+        """Of `install`, not taken back yet."""
+        self._entered = 0
         self._waiting: dict[str, list[Patch]] = {}
         for patch in patches():
             self._waiting.setdefault(patch.module, []).append(patch)
         self._applied: list[tuple[Patch, ModuleType]] = []
 
     def __enter__(self) -> Installation:
+        self._entered += 1
+        self.calls = max(self.calls, self._entered)  # where the same handle is entered twice
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if _installation is not self:
+        self._entered -= 1
+        self.calls -= 1
+        if _installation is not self or self.calls > 0:
             return
         try:
             uninstall()
@@ -96,7 +106,7 @@ def install(config: OffloadConfig | None = None) -> Installation:
     """Make `cfg.optimizer.offload_optimizer_states = True` work in Megatron-Bridge.
 
     Works before or after Bridge is imported, and changes nothing in a run that leaves the flag unset.
-    Calling it again returns the same handle.
+    Calling it again returns the same handle; `with install():` takes back its own call only.
 
     Args:
         config: settings of the offload; the defaults when None.
@@ -112,9 +122,11 @@ def install(config: OffloadConfig | None = None) -> Installation:
                 f"bridge_fgo.install({config}) after install({_installation.config}): call bridge_fgo.uninstall() "
                 "first to change the settings"
             )
+        _installation.calls += 1
         return _installation
     installation = Installation(config or OffloadConfig())
     installation.apply_to_imported()
+    installation.calls = 1
     _installation = installation
     for name in installation.modules:
         if name not in _hooked:

@@ -27,8 +27,8 @@ class ModelPoints:
         """Have the points of `model` (a chunk or a list of them) reported to `schedule` inside the block."""
         chunks = model if isinstance(model, list) else [model]
         handles = []
+        hook = PointHook(schedule)
         if schedule is not None:
-            hook = PointHook(schedule)
             handles = [
                 layer.register_forward_pre_hook(hook.before_forward, with_kwargs=True)
                 for chunk in chunks
@@ -40,6 +40,7 @@ class ModelPoints:
         finally:
             for handle in handles:
                 handle.remove()
+            hook.end()
 
     def _of(self, chunk: torch.nn.Module) -> list[torch.nn.Module]:
         if chunk not in self._layers:
@@ -50,15 +51,19 @@ class ModelPoints:
 class PointHook:
     """The hooks of one training step."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule | None) -> None:
         self._schedule = schedule
+
+    def end(self) -> None:
+        """The step is over, also to whoever has copied the hooks."""
+        self._schedule = None
 
     def before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Report the forward, and have the backward reported when the gradient of the layer's input is there.
 
         A hook on a tensor adds no node to the graph and changes no gradient.
         """
-        if self._schedule.transfers.capturing():
+        if self._schedule is None or self._schedule.transfers.capturing():
             return  # a layer that is captured into a graph runs only once in Python
         self._schedule.point()
         if torch.is_grad_enabled():
@@ -68,7 +73,8 @@ class PointHook:
                     return
 
     def _after_backward(self, grad: torch.Tensor) -> None:
-        self._schedule.point()
+        if self._schedule is not None:
+            self._schedule.point()
 
 
 ENOUGH_LAYERS = 16
@@ -89,9 +95,15 @@ def layers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
         for layer in list(found.values()):
             found.update((id(child), child) for child in layer.children() if _has_parameters(child))
     found.update((id(module), module) for module in _beside_lists(chunk))
-    # mcore's own CUDA graphs of layers (`cuda_graph_impl="local"`) take no hooks but DDP's on what they hold.
-    graphed = {id(m) for module in chunk.modules() if hasattr(module, "cudagraph_manager") for m in module.modules()}
-    return [module for module in found.values() if id(module) not in graphed]
+    # mcore's own CUDA graphs of layers (`cuda_graph_impl="local"`) take no hooks but DDP's on what they hold. Its fused
+    # modules (`TEFusedMLP`, `TEFusedResidualRMSNorm`) warn of others than these, and copy them for good.
+    unhookable = {
+        id(inner)
+        for module in chunk.modules()
+        if hasattr(module, "cudagraph_manager") or hasattr(module, "_fused_impl")
+        for inner in module.modules()
+    }
+    return [module for module in found.values() if id(module) not in unhookable]
 
 
 def _beside_lists(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

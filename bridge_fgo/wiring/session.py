@@ -66,7 +66,7 @@ class Session:
         self._leaves = weakref.WeakSet(distributed)
         self.figures = Figures(self.offloaders, self.engine, mcore_version(), meter)
         if self.schedule is not None:
-            self.schedule.planner.announce = say
+            self.schedule.planner.announce, self.schedule.planner.warn = say, warn
         self._points = ModelPoints()
         self.closed = False
         self.began = False
@@ -125,7 +125,7 @@ class Session:
         peak, budget = self.figures.peak_allocated_bytes, schedule.planner.budget_bytes
         if schedule.is_planned and budget is not None and (peak or 0) > budget:
             if not self._over_budget:
-                say(
+                warn(
                     f"a training step allocated {(peak or 0) / 2**30:.2f} GiB, more than "
                     f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g}: it needed more than the "
                     "measured one; set a lower budget to keep room for such steps"
@@ -208,6 +208,14 @@ class Session:
         for offloader in self.offloaders:
             offloader.require_readable(masters_only)
 
+    def require_writable(self) -> None:
+        """Something may read or change the states of every optimizer on the current stream.
+
+        A copy out that is under way is given up: what is written now would not be in it.
+        """
+        for offloader in self.offloaders:
+            offloader.require_writable()
+
     def trains(self, chunks: list[Any]) -> bool:
         """Return whether one of its optimizers updates one of these model chunks, as DDP wraps them."""
         own = {id(chunk) for leaf in self._leaves for chunk in getattr(leaf, "model_chunks", ())}
@@ -273,6 +281,12 @@ def say(text: str) -> None:
     """Print a line on rank 0."""
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         print(f"bridge_fgo: {text}", flush=True)
+
+
+def warn(text: str) -> None:
+    """Print a line on the rank that it concerns, whichever that is."""
+    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    print(f"bridge_fgo: {f'rank {torch.distributed.get_rank()}: ' if several else ''}{text}", flush=True)
 
 
 def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:

@@ -28,7 +28,7 @@ WRITERS = (
 )
 """Methods of DistributedOptimizer that write every master, and states beside."""
 
-REPLACERS = ("load_state_dict", "offload_to_cpu", "restore_from_cpu")
+REPLACERS = ("load_state_dict", "restore_from_cpu")
 """Methods of DistributedOptimizer that put other tensors in the place of states."""
 
 
@@ -131,6 +131,7 @@ def patches() -> list[Patch]:
         (READERS, wrappers.reads_states, "reads states, from wherever it is called"),
         (WRITERS, wrappers.overwrites_masters, "writes states, from wherever it is called"),
         (REPLACERS, wrappers.replaces_states, "replaces states, from wherever it is called"),
+        (("offload_to_cpu",), wrappers.moves_states_to_cpu, "replaces states, to make room for something else"),
     ):
         table += [
             FunctionPatch(

@@ -310,9 +310,40 @@ def updates_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) 
     if session is not None:
         session.updating()
     if offloader is None:
+        if session is None:
+            _refuse_unwired(instance)
         return wrapped(*args, **kwargs)
     with offloader.stepping() if session is None else session.stepping(offloader):
         return wrapped(*args, **kwargs)
+
+
+UNWIRED = "_bridge_fgo_unwired_steps"
+
+
+def _refuse_unwired(optimizer: Any) -> None:
+    """Raise RuntimeError where an optimizer with the flag steps a second time outside of any wired training step.
+
+    A first one may be somebody's warm-up, before training.
+    """
+    if _config() is None or not flag_is_set(optimizer.config):
+        return
+    steps = vars(optimizer).get(UNWIRED, 0) + 1
+    setattr(optimizer, UNWIRED, steps)
+    if steps > 1:
+        raise RuntimeError(
+            f"optimizer.{FLAG}=True, but the optimizer steps outside of Bridge's train_step as bridge_fgo.install() "
+            "has patched it, and nothing would be offloaded: call install() before training takes train_step (before "
+            "`from megatron.bridge.training.train import train_step` and before train(), not in a callback of it), "
+            "or unset the flag"
+        )
+
+
+def moves_states_to_cpu(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """As `replaces_states`; mcore gives the device what it has freed, but slabs go only afterwards."""
+    result = replaces_states(wrapped, instance, args, kwargs)
+    if vars(instance).get(OFFLOADER) is not None:
+        torch.cuda.empty_cache()
+    return result
 
 
 def replaces_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -51,3 +51,29 @@ def test_a_refusal_says_how_much_was_asked_for_and_leaves_nothing_locked(locked)
     buffers.clear()
     gc.collect()
     assert locked == {}
+
+
+def test_a_host_that_runs_out_of_memory_meanwhile_is_an_error_before_a_page_is_touched(locked, monkeypatch):
+    # Other ranks take it at the same time; whoever touches what is not there is killed.
+    free = iter([10_000, 5_000, 4_000])
+    monkeypatch.setattr(host_buffer, "available_bytes", lambda: next(free))
+    buffers = [HostBuffer(4096) for _ in range(3)]
+    touched = []
+    monkeypatch.setattr(HostBuffer, "lock", lambda buffer: touched.append(buffer) or 0)
+    with pytest.raises(
+        ValueError, match=r"4000 bytes of memory left after 8192 of 12288 bytes.*OffloadConfig\.fraction"
+    ):
+        page_lock(buffers)
+    assert touched == buffers[:2]
+
+
+def test_pages_are_unlocked_when_their_own_gpu_is_idle(locked, monkeypatch):
+    # Python may collect a buffer in a thread whose current GPU is another.
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    buffer = HostBuffer(4096)
+    page_lock([buffer])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    buffer.close()
+    assert waited == [3]

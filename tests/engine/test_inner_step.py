@@ -86,6 +86,15 @@ def test_hooks_on_the_step_forbid_its_division():
     assert inner.divides()
 
 
+def test_somebody_elses_function_in_the_place_of_step_forbids_its_division_and_torchs_counter_does_not():
+    _, adam = make()
+    inner, step = InnerStep(adam), adam.step
+    torch.optim.lr_scheduler.ConstantLR(adam)  # counts calls by a function of its own
+    assert "step" in vars(adam) and inner.divides()
+    adam.step = lambda *args: step(*args)
+    assert not inner.divides()
+
+
 def test_arguments_that_parts_cannot_honour_are_refused():
     _params, adam = make()
     inner = InnerStep(adam)

@@ -370,9 +370,28 @@ def test_before_masters_leave_between_steps_the_weights_are_looked_up(monkeypatc
 
 def test_a_parameter_buffer_without_memory_is_an_error():
     kernels = remainder_kernels.RemainderKernels.__new__(remainder_kernels.RemainderKernels)
-    gone = torch.zeros(8)
-    gone.untyped_storage().resize_(0)
-    kernels._buckets, kernels._addresses = [SimpleNamespace(param_data=gone)], []
+    buffer = torch.zeros(8)
+    bucket = buffer[4:]  # of an emptied storage its address is not 0
+    buffer.untyped_storage().resize_(0)
+    assert bucket.data_ptr() != 0
+    kernels._buckets, kernels._addresses = [SimpleNamespace(param_data=bucket)], []
     kernels.look_up(required=False)  # they may be there by the time that masters are packed
     with pytest.raises(RuntimeError, match="has no GPU memory now"):
         kernels.look_up()
+
+
+def test_masters_whose_unpacking_was_interrupted_are_not_saved(monkeypatch):
+    # Ctrl-C in a reader, then a checkpoint: the host has the copied form only, which would be taken for masters.
+    optimizer, offloader = make(master_remainders=True)
+    offloader._schedule.release_everything()
+
+    def interrupted(slab):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Slab, "drop_packed", interrupted)
+        offloader.require_readable()
+    params = optimizer.optimizer.param_groups[0]["params"]
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt came"), offloader.saving(copies=True):
+        for param in params:
+            offloader.hand_out(param, lambda p=param: {"param": p})

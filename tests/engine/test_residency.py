@@ -4,6 +4,7 @@ The model keeps time honest: a copy moves nothing until someone waits for it, an
 early or reused too early shows.
 """
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -134,3 +135,42 @@ def test_read_during_offload_does_not_give_it_up():
     tracker.require_readable()
     tracker.release()
     assert recorder.calls == ["start_offload", "release"]
+
+
+class Interrupted:
+    """A mover whose n-th action does not come to its end."""
+
+    def __init__(self, after, error):
+        self.left, self.error = after, error
+
+    def __getattr__(self, name):
+        def act():
+            self.left -= 1
+            if self.left == 0:
+                raise self.error
+
+        return act
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_what_comes_in_the_midst_of_an_action_leaves_nothing_that_could_be_used(after):
+    # Ctrl-C after memory went and before that was noted: the next reader would find nothing behind the tensors.
+    tracker = ResidencyTracker(Interrupted(after, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        for verb in (tracker.offload, tracker.release, tracker.reload, tracker.require_readable):
+            verb()
+    for use in (tracker.offload, tracker.release, tracker.reload, tracker.require_readable, lambda: tracker.state):
+        with pytest.raises(RuntimeError, match=r"KeyboardInterrupt came while .* resume from the last checkpoint"):
+            use()
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_an_action_that_fails_leaves_the_state_before_it_and_may_be_done_again(after):
+    tracker = ResidencyTracker(Interrupted(after, RuntimeError("no memory")))
+    verbs = [tracker.offload, tracker.release, tracker.reload, tracker.require_readable]
+    with pytest.raises(RuntimeError, match="no memory"):
+        for verb in verbs:
+            verb()
+    for verb in verbs[after - 1 :]:
+        verb()
+    assert tracker.state is Residency.RESIDENT

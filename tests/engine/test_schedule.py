@@ -452,3 +452,17 @@ def test_the_step_in_which_many_parts_come_to_stay_keeps_to_the_budget_too(monke
     assert 0 < sum(not part.stays for part in training.schedule.parts) < (1 - share) * 40 + 4
     assert max(peaks[2:]) + beside <= budget
     training.check()
+
+
+def test_a_budget_that_holds_no_more_is_said_by_the_rank_that_it_concerns():
+    # Another number of microbatches needs more, perhaps on another rank than 0: ranks agree on the first kind only.
+    training = Training(layer=WHOLE // 2, budget=3 * WHOLE)
+    planner, said = training.schedule.planner, []
+    planner.warn = said.append
+    for seed in range(3):
+        training.step(seed)
+    assert not said
+    training.schedule._meter.layer, training.schedule.signature = WHOLE, 2
+    for seed in range(3):
+        training.step(seed)
+    assert len(said) == 1 and "gpu_memory_budget_gib" in said[0] and "holds no more" in said[0]

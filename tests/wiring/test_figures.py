@@ -47,3 +47,15 @@ def test_memory_of_what_runs_between_steps_is_in_no_step(allocator):
         assert (now.peak_forward_backward_bytes, now.peak_step_bytes) == (30, 10)
         assert now.peak_reserved_bytes == of_run.peak_allocated_bytes == 30
     assert of_run.run_peaks[ALLOCATED] == 200, "Bridge's own report has the peak of the run"
+
+
+def test_an_allocator_without_snapshots_has_no_segments_that_expand(allocator, monkeypatch):
+    def snapshot():
+        raise RuntimeError("not meaningful")
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert not PeakMeter().expands
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": True}])
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    assert PeakMeter().expands

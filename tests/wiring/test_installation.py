@@ -69,6 +69,21 @@ def test_handle_uninstalls_at_the_end_of_its_block(bridge_train):
     bridge_fgo.uninstall()
 
 
+def test_a_block_within_takes_back_its_own_call_only(bridge_train):
+    original = bridge_train.train_step
+    with bridge_fgo.install() as handle:
+        with bridge_fgo.install(), handle:  # a library makes sure that it is installed
+            pass
+        assert bridge_train.train_step is not original
+    assert bridge_train.train_step is original
+    bridge_fgo.install()
+    with bridge_fgo.install():
+        pass
+    assert bridge_train.train_step is not original
+    bridge_fgo.uninstall()
+    assert bridge_train.train_step is original
+
+
 def test_an_uninstall_that_fails_does_not_hide_the_error_of_the_block(bridge_train):
     with pytest.raises(KeyError, match="the user's") as caught, bridge_fgo.install():
         ours = bridge_train.train_step

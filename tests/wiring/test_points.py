@@ -119,3 +119,24 @@ def test_a_capture_into_a_cuda_graph_reports_nothing():
     with ModelPoints().hooked([model], schedule):
         model(torch.ones(3, 4)).sum().backward()
     assert schedule.points == 0
+
+
+def test_a_module_that_copies_hooks_gets_none():
+    # mcore's TEFusedMLP warns of hooks other than DDP's, and keeps them.
+    model = Model(2)
+    fused = model.decoder.layers[0].attention
+    fused._fused_impl = None
+    assert fused not in layers(model) and model.decoder.layers[1].attention in layers(model)
+
+
+def test_a_copied_hook_reports_nothing_after_the_step():
+    model, schedule = Model(2), Schedule()
+    with ModelPoints().hooked(model, schedule):
+        (hook,) = model.decoder.layers[0]._forward_pre_hooks.values()
+        kept = torch.ones(3, 4, requires_grad=True)
+        hook(model.decoder.layers[0], (kept,), {})
+        assert schedule.points == 1
+    hook(model.decoder.layers[0], (kept,), {})
+    kept.sum().backward()
+    assert schedule.points == 1
+    assert hook.__self__._schedule is None, "nothing of the training lives as long as the model"
