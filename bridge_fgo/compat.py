@@ -101,6 +101,18 @@ def upstream_adam_is_fused() -> bool:
     return distrib_optimizer.Adam.__module__.startswith("transformer_engine")
 
 
+def native_only_refusal(config: OffloadConfig) -> str:
+    """Return why settings are refused with engine="mcore", which does not honour them; "" where they are not."""
+    settings = config.native_only_settings() if config.engine == "mcore" else []
+    if not settings:
+        return ""
+    return (
+        f"OffloadConfig.{', '.join(settings)}: not honoured by engine='mcore'; use engine='native', or leave the "
+        "defaults (generation 2 has optimizer.optimizer_state_offload_fraction and "
+        "optimizer.optimizer_state_offload_chunk_size_mb of its own)"
+    )
+
+
 def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
     """Return the engine that serves this run.
 
@@ -115,12 +127,8 @@ def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
                 f"OffloadConfig.engine='mcore': megatron-core {mcore_version()} has no optimizer-state offloader; "
                 "use engine='native' or 'auto'"
             )
-        if native_only:
-            raise ValueError(
-                f"OffloadConfig.{', '.join(native_only)}: not honoured by engine='mcore'; use engine='native', or "
-                "leave the defaults (generation 2 has optimizer.optimizer_state_offload_fraction and "
-                "optimizer.optimizer_state_offload_chunk_size_mb of its own)"
-            )
+        if refusal := native_only_refusal(config):
+            raise ValueError(refusal)
         if generation == "mcore generation 1" and not upstream_adam_is_fused():
             raise ValueError(
                 "OffloadConfig.engine='mcore': mcore's offloader takes only Transformer Engine's FusedAdam, and this "

@@ -32,7 +32,8 @@ OFFLOAD_OPTIONS="${OFFLOAD_OPTIONS:-}"                    # --engine, --fraction
 CONTAINER_IMAGE="${CONTAINER_IMAGE:-}"                    # empty: runs on the nodes themselves
 CONTAINER_MOUNTS="${CONTAINER_MOUNTS:-$PWD:$PWD}"         # HOST:CONTAINER,...
 ENV_NAMES="${ENV_NAMES:-}"                                # names that enter the container: HF_TOKEN,WANDB_API_KEY
-CHECKPOINTS="${CHECKPOINTS-$PWD/checkpoints/$RECIPE}"     # saved to and resumed from; empty: as the recipe
+# CHECKPOINTS                                             # saved to and resumed from; $PWD/checkpoints/$RECIPE, but
+                                                          # of tiny none; empty: as the recipe
 MAX_RESTARTS="${MAX_RESTARTS:-3}"                         # a failed job is queued again as long as it began fewer times
 NUMA="${NUMA:-1}"                                         # 0: processes and their pinned memory on any CPU
 # PREFLIGHT                                               # a command in place of bridge-fgo doctor; empty: none
@@ -44,11 +45,17 @@ refuse() {
     exit 2
 }
 
+checkpoints="$PWD/checkpoints/$RECIPE" gpus=64
 case $RECIPE in
-dsv4_flash_64gpu | dsv4_flash_64gpu_bf16 | tiny) ;; # tiny, to try this script, needs no environment
+dsv4_flash_64gpu | dsv4_flash_64gpu_bf16) ;;
+tiny) checkpoints="" gpus=1 ;; # to try this script: it needs no environment, and on the CPU takes no overrides
 *) refuse "RECIPE=$RECIPE: use dsv4_flash_64gpu or dsv4_flash_64gpu_bf16; nemorun fgo pretrain launches the others" ;;
 esac
 [[ $OFFLOAD == [01] ]] || refuse "OFFLOAD=$OFFLOAD: use 1 or 0"
+[[ $NUMA == [01] ]] || refuse "NUMA=$NUMA: use 1 or 0"
+[[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || refuse "MAX_RESTARTS=$MAX_RESTARTS: use a number"
+CHECKPOINTS="${CHECKPOINTS-$checkpoints}"
+[[ $CHECKPOINTS != *\'* ]] || refuse "CHECKPOINTS=$CHECKPOINTS: use a path without '"
 [[ $OFFLOAD == 1 || -z $OFFLOAD_OPTIONS ]] \
     || refuse "OFFLOAD_OPTIONS=$OFFLOAD_OPTIONS with OFFLOAD=0: leave it empty, or set OFFLOAD=1"
 
@@ -97,7 +104,9 @@ overrides=()
 if [[ -n $CHECKPOINTS ]]; then
     # Bridge resumes from `load` where there is a checkpoint, and at SIGTERM saves one and ends. Upstream's recipe
     # advises checkpoint.save_optim=false with HybridEP; a run that resumes from such a checkpoint has new moments.
-    overrides+=("checkpoint.save=$CHECKPOINTS" "checkpoint.load=$CHECKPOINTS" train.exit_signal_handler=true)
+    path=$CHECKPOINTS
+    if ! [[ $path =~ ^[[:alnum:]_./-]+$ ]]; then path="'$path'"; fi # to Hydra, which overrides go through
+    overrides+=("checkpoint.save=$path" "checkpoint.load=$path" train.exit_signal_handler=true)
 fi
 overrides+=("$@")
 train+=("${options[@]}" "${overrides[@]}")
@@ -110,7 +119,7 @@ preflight=()
 if [[ -n ${PREFLIGHT+set} ]]; then
     read -ra preflight <<<"$PREFLIGHT"
 elif [[ $OFFLOAD == 1 ]]; then # it examines what is offloaded
-    preflight=(bridge-fgo doctor "$RECIPE" "${options[@]}" "${overrides[@]}")
+    preflight=("$PYTHON" -m bridge_fgo doctor "$RECIPE" --gpus "${SLURM_NTASKS:-$gpus}" "${options[@]}" "${overrides[@]}")
 fi
 if ((${#preflight[@]})); then
     if ! run srun --ntasks="${SLURM_JOB_NUM_NODES:-16}" --ntasks-per-node=1 "${container[@]}" "${preflight[@]}"; then

@@ -209,7 +209,11 @@ def run(settings: Settings) -> int:
     with contextlib.ExitStack() as stack:
         if settings.keep is not None:
             folder = settings.keep
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                errors.print(f"bridge-fgo demo: --keep: {error}", markup=False)
+                return FAILED
         else:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bridge-fgo-demo-")))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

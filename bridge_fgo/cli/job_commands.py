@@ -50,7 +50,7 @@ def _exit_with(command: str, run: Callable[[], int]) -> None:
     """Exit with what `run` returns, or with 2 and its message where it cannot be done."""
     try:
         status = run()
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         typer.echo(f"bridge-fgo {command}: {error}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(status)

@@ -223,7 +223,7 @@ def bench(
     )
     try:
         raise typer.Exit(command.run(settings))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"bridge-fgo bench: {error}", err=True)
         raise typer.Exit(2) from None
 
@@ -247,7 +247,7 @@ def report(
 
     try:
         raise typer.Exit(command.run(runs, output))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"bridge-fgo report: {error}", err=True)
         raise typer.Exit(2) from None
 

@@ -66,6 +66,11 @@ def total_bytes() -> int:
     return min([_meminfo("MemTotal"), *(limit for limit in limits if limit is not None)])
 
 
+def power_of_two_at_least(nbytes: int) -> int:
+    """Return the size of the block that PyTorch's own pinned allocator takes for `nbytes` (pytorch#150517)."""
+    return 1 << (nbytes - 1).bit_length() if nbytes > 1 else nbytes
+
+
 def local_cpus(device: torch.device) -> set[int] | None:
     """Return the CPUs of a GPU's NUMA node that this process may use; None where that is not known."""
     properties = torch.cuda.get_device_properties(device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bridge_fgo.engine.host_memory import power_of_two_at_least
 from bridge_fgo.engine.residency import ResidencyTracker
 from bridge_fgo.engine.states import bundles, home_device, live_bytes
 from bridge_fgo.upstream.whole_step import WholeStep
@@ -133,8 +134,3 @@ class Generation1Offloader(WholeStep):
     def close(self) -> None:
         """See `Offloader.close`; upstream keeps its host buffers until the optimizer goes."""
         self.require_writable()
-
-
-def power_of_two_at_least(nbytes: int) -> int:
-    """Return the size of the pinned block that PyTorch's allocator takes for `nbytes`."""
-    return 1 << (nbytes - 1).bit_length() if nbytes > 1 else nbytes

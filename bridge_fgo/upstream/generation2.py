@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from bridge_fgo.engine.host_memory import power_of_two_at_least
 from bridge_fgo.engine.states import bundles, home_device, live_bytes
-from bridge_fgo.upstream.generation1 import power_of_two_at_least
 from bridge_fgo.upstream.whole_step import WholeStep
 
 

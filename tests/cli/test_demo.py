@@ -182,6 +182,11 @@ def test_equal_arms_exit_with_0_and_print_one_json_object(run_fake: Any, capfd: 
     assert {name: printed[name] for name in wanted} == wanted
 
 
+def test_a_folder_that_cannot_be_made_has_a_status_of_its_own(run_fake: Any, capfd: Captured) -> None:
+    assert run_fake(keep=Path("/dev/null/x")) == 2
+    assert "--keep" in capfd.readouterr().err
+
+
 def test_the_report_says_bitwise_equal(run_fake: Any, capfd: Captured) -> None:
     assert run_fake() == 0
     printed = capfd.readouterr().out

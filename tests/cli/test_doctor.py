@@ -189,6 +189,32 @@ def test_a_node_without_the_memory_is_refused(no_megatron, saved, monkeypatch):
     assert status == 1 and "4 rank(s)" in json.loads(output)["refusals"][0]
 
 
+@pytest.mark.usefixtures("four_gpus")
+def test_the_memory_of_mcores_offloader_is_warned_of_and_not_refused(no_megatron, saved, monkeypatch):
+    # Training does not ask for it there, and would start.
+    monkeypatch.setattr(command, "available_bytes", lambda: 2**20)
+    status, output = run("doctor", str(saved), "--no-probe", "--gpus", "8", "--engine", "mcore", "--json")
+    found = json.loads(output)
+    assert status == 0 and found["refusals"] == []
+    assert any("mcore's offloader pins" in warning and "4 rank(s)" in warning for warning in found["warnings"])
+    own = json.loads(run("doctor", str(saved), "--no-probe", "--gpus", "8", "--json")[1])["config"]
+    assert found["config"]["pinned_by_rank"] > own["pinned_by_rank"], "in blocks of powers of two"
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_what_mcores_offloader_does_not_honour_is_refused_without_megatron_too(no_megatron, saved, command):
+    status, output = run(command, str(saved), "--engine", "mcore", "--fraction", "0.5", "--json")
+    assert status == 1 and "fraction=0.5: not honoured by engine='mcore'" in json.loads(output)["refusals"][0]
+
+
+def test_mcores_offloader_copies_masters_whole_also_in_a_plan_without_megatron(no_megatron, saved):
+    def seconds(*arguments):
+        plan = json.loads(run("plan", str(saved), "--system", "H200", "--json", *arguments)[1])
+        return plan["links"][0]["link_seconds"]
+
+    assert seconds("--engine", "mcore") == seconds("--whole-masters") > seconds()
+
+
 @pytest.mark.parametrize("command", ["plan", "doctor"])
 def test_a_budget_that_cannot_be_met_is_refused_with_the_least_that_can(no_megatron, saved, command):
     status, output = run(command, str(saved), "--budget-gib", "0.001", "--json")
@@ -291,6 +317,10 @@ def test_plan_prints_one_object_and_draws(no_megatron, saved, tmp_path):
     [
         (["--system", "A100"], "--system A100"),
         (["--link-gbs", "0"], "--link-gbs"),
+        (["--link-gbs", "nan"], "--link-gbs nan"),
+        (["--link-gbs", "inf"], "--link-gbs inf"),
+        (["--forward-seconds", "nan"], "--forward-seconds nan"),
+        (["--picture", "/nonexistent/x.png"], "/nonexistent/x.png"),
         (["--backward-seconds", "1"], "--forward-seconds"),
         (["--fraction", "2"], "OffloadConfig.fraction"),
         (["--gpus", "0"], "--gpus"),
@@ -299,6 +329,14 @@ def test_plan_prints_one_object_and_draws(no_megatron, saved, tmp_path):
 def test_a_users_mistake_is_named(no_megatron, saved, arguments, message):
     status, output = run("plan", str(saved), *arguments)
     assert status == 2 and message in output
+
+
+@pytest.mark.parametrize("size", ["0", "null", "-2", "1.5"])
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_parallel_size_that_is_none_is_named(no_megatron, saved, tmp_path, command, size):
+    path = changed(saved, tmp_path, "\n  context_parallel_size: 1\n", f"\n  context_parallel_size: {size}\n")
+    status, output = run(command, str(path))
+    assert status == 2 and "model.context_parallel_size=" in output
 
 
 def test_fp8_parameters_are_not_taken_for_16_bit_ones(no_megatron, saved, tmp_path):

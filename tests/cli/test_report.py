@@ -99,6 +99,34 @@ def test_of_a_step_that_was_run_again_after_a_resume_the_last_value_counts(tmp_p
     assert not any("samples" in tag for tag in run.scalars), "their steps are samples"
 
 
+def test_steps_of_an_earlier_file_that_the_newest_did_not_reach_are_left_out(tmp_path):
+    # A new job in an old job's folder, which died at step 2: it is not equal over four.
+    first = tensorboard(tmp_path / "first", [4.0, 3.0, 2.0, 1.0])
+    again = tensorboard(tmp_path / "again", [4.0, 3.0, 2.0, 1.0])
+    with SummaryWriter(str(again), filename_suffix=".new") as writer:
+        for step, loss in enumerate([4.0, 3.0], start=1):
+            writer.add_scalar(LOSS, loss, step)
+    (run,) = load(again)
+    assert all(max(steps) == 2 for steps in run.scalars.values())
+    done = report(first, again, "--output", tmp_path / "page.html")
+    assert done.exit_code == 0
+    for text in (done.output, (tmp_path / "page.html").read_text()):
+        assert "again: steps 3 to 4 are of an earlier file" in " ".join(text.split())
+    assert "bitwise equal over 2 steps (they logged 4 and 2)" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "{"])
+def test_what_is_no_table_of_the_bench_is_named(tmp_path, content):
+    (tmp_path / "bench.json").write_text(content)
+    done = report(tmp_path)
+    assert done.exit_code == 2 and "bridge-fgo report: " in done.output
+
+
+def test_a_page_that_cannot_be_written_has_a_status_of_its_own(tmp_path):
+    done = report(tensorboard(tmp_path / "run", [1.0]), "--output", "/nonexistent/page.html")
+    assert done.exit_code == 2 and "/nonexistent/page.html" in done.output
+
+
 def test_a_bench_folder_is_its_arms_in_the_tables_order_with_the_pictures_of_a_step(tmp_path):
     for name in ("half", "native", "resident"):
         arm(tmp_path, f"{name}.0", [2.0, 1.0], released_bytes=0 if name == "resident" else 20 * GB)

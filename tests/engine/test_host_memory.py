@@ -3,7 +3,13 @@
 import pytest
 
 from bridge_fgo.engine import host_memory
-from bridge_fgo.engine.host_memory import available_bytes, parse_cpulist, require_host_memory, total_bytes
+from bridge_fgo.engine.host_memory import (
+    available_bytes,
+    parse_cpulist,
+    power_of_two_at_least,
+    require_host_memory,
+    total_bytes,
+)
 
 GIB = 2**30
 
@@ -82,6 +88,10 @@ def test_the_least_limit_counts_of_the_cgroups_that_the_process_is_in(host, tmp_
     assert available_bytes() == 15 * GIB
     with pytest.raises(ValueError, match=f"the node has {50 * GIB} bytes, {15 * GIB} of them free"):
         require_host_memory(16 * GIB, pinned=0)
+
+
+def test_a_pinned_block_of_pytorchs_is_a_power_of_two():
+    assert [power_of_two_at_least(n) for n in (0, 1, 2, 3, 4096, 4097)] == [0, 1, 2, 4, 4096, 8192]
 
 
 def test_a_list_of_cpus_is_read():

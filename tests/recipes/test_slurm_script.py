@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -60,7 +61,28 @@ def test_the_preflight_examines_the_job_that_is_trained():
     preflight, training = dry_run("optimizer.lr=1", "x='a b'", **given).splitlines()[-2:]
     arguments = training.split(" dsv4_flash_64gpu --offload ")[1]
     assert arguments.startswith("--fraction 0.5 checkpoint.save=") and " optimizer.lr=1 " in arguments
-    assert preflight.endswith(f" bridge-fgo doctor dsv4_flash_64gpu {arguments}")
+    assert preflight.endswith(f" python -m bridge_fgo doctor dsv4_flash_64gpu --gpus 64 {arguments}")
+
+
+def test_the_preflight_examines_the_gpus_and_the_python_of_the_job():
+    preflight = dry_run(SLURM_JOB_NUM_NODES="8", SLURM_NTASKS="32", PYTHON="/opt/venv/bin/python").splitlines()[-2]
+    assert "--ntasks=8 " in preflight
+    assert " /opt/venv/bin/python -m bridge_fgo doctor dsv4_flash_64gpu --gpus 32 " in preflight
+
+
+@pytest.mark.parametrize("folder", ["/a=b/c", "/a,b", "~/x", "my dir (x)"])
+def test_a_folder_of_checkpoints_is_one_value_to_hydra(folder):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    words = shlex.split(dry_run(CHECKPOINTS=folder, PREFLIGHT="", NUMA="0").splitlines()[-1])
+    given = [word for word in words if word.startswith("checkpoint.")]
+    assert [override.value() for override in OverridesParser.create().parse_overrides(given)] == [folder, folder]
+
+
+def test_tiny_takes_no_overrides_by_default():
+    # On the CPU it trains without Bridge's config.
+    last = dry_run(RECIPE="tiny", NUMA="0").splitlines()[-1]
+    assert last == "srun --kill-on-bad-exit=1 python -m bridge_fgo.recipes.train tiny --offload"
 
 
 @pytest.mark.parametrize("environment", [{"OFFLOAD": "0"}, {"PREFLIGHT": ""}])
@@ -84,6 +106,9 @@ def test_options_of_the_offload_go_to_training_before_the_overrides():
     [
         ({}, "submit it with sbatch, or set DRY_RUN=1"),
         ({"OFFLOAD": "yes"}, "OFFLOAD=yes: use 1 or 0"),
+        ({"NUMA": "yes"}, "NUMA=yes: use 1 or 0"),
+        ({"MAX_RESTARTS": "three"}, "MAX_RESTARTS=three: use a number"),
+        ({"CHECKPOINTS": "it's"}, "CHECKPOINTS=it's: use a path without '"),
         ({"OFFLOAD": "0", "OFFLOAD_OPTIONS": "--fraction 0.5"}, "OFFLOAD_OPTIONS=--fraction 0.5 with OFFLOAD=0"),
         *(
             ({"RECIPE": name, "DRY_RUN": "1"}, f"RECIPE={name}: use dsv4_flash_64gpu or dsv4_flash_64gpu_bf16")

@@ -16,9 +16,9 @@ from bridge_fgo.cli.demo import missing_packages, readable_bytes
 from bridge_fgo.cli.doctor.installed import installed
 from bridge_fgo.cli.doctor.machine import Machine, look, warnings
 from bridge_fgo.cli.job.job import Job, ask_builder, read_job
-from bridge_fgo.cli.plan.estimate import Plan, budget_refusals, make_plan
+from bridge_fgo.cli.plan.estimate import Plan, budget_refusals, is_upstreams, make_plan
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engine.host_memory import require_host_memory
+from bridge_fgo.engine.host_memory import available_bytes, require_host_memory, total_bytes
 from bridge_fgo.wiring.refusals import refuse_small_shared_memory
 
 REFUSED = 1
@@ -141,13 +141,26 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
         findings.refusals += of_budget
     else:
         findings.notes += [f"with the flag set, refused: {refusal}" for refusal in of_budget]
-    if machine.gpus and job.flag:
+    if machine.gpus and job.flag and is_upstreams(job, plan.offload):
+        findings.warnings += _upstream_memory(plan, min(ranks or 1, job.parallel.gpus))
+    elif machine.gpus and job.flag:
         refusals = _memory_refusals(job, plan, min(ranks or 1, job.parallel.gpus))
         if job.gpus_given:
             findings.refusals += refusals
         else:  # on more, each rank has less
             findings.notes += [f"refused on so few: {refusal}" for refusal in refusals]
     return pinned
+
+
+def _upstream_memory(plan: Plan, ranks: int) -> Iterator[str]:
+    """Yield what the memory of this machine means for mcore's own offloader, which does not ask for it."""
+    needed, free, whole = ranks * plan.most_pinned, available_bytes(), total_bytes()
+    if needed > free:
+        yield (
+            f"mcore's offloader pins {plan.most_pinned} bytes a rank in the first steps, about {needed} on this node "
+            f"with its {ranks} rank(s), but the node has {whole} bytes, {free} of them free now: Linux kills who takes "
+            "more; OffloadConfig.engine='native' pins less, and says so before training"
+        )
 
 
 def _memory_refusals(job: Job, plan: Plan, ranks: int) -> Iterator[str]:

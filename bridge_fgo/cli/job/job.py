@@ -18,7 +18,7 @@ from bridge_fgo.cli.job.formula import stages_from_numbers
 from bridge_fgo.cli.job.parallel import Parallel, parallel_of
 from bridge_fgo.cli.job.saved_config import load_saved_config
 from bridge_fgo.cli.job.tensors import Chunk, Tensor
-from bridge_fgo.compat import as_if_set
+from bridge_fgo.compat import as_if_set, native_only_refusal
 from bridge_fgo.config import OffloadConfig
 
 
@@ -141,6 +141,8 @@ def _from_numbers(
     stages = stages_from_numbers(config)
     flag, config.optimizer = as_if_set(config.optimizer)
     refusals = [*config_refusals(config), *master_refusals(config, settings)]
+    if refusal := native_only_refusal(settings):
+        refusals.append(refusal)
     return Job(config, parallel, stages, "the config's numbers", flag, refusals, gpus_given=gpus is not None)
 
 

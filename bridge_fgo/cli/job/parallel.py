@@ -56,12 +56,23 @@ class Parallel:
         return stage_rank // model_ranks % self.shards(expert)
 
 
+SIZES = tuple(
+    f"{what}_parallel_size" for what in ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
+)
+MAY_BE_NONE = ("expert_tensor_parallel_size",)
+"""As tensor parallelism then."""
+
+
 def parallel_of(config: Any, gpus: int | None) -> Parallel:
     """Return the parallelism of a config on `gpus` ranks.
 
     A config does not say on how many it runs, because data parallelism fills what there is: with None, the fewest.
     """
     model = config.model
+    for name in SIZES:
+        size = getattr(model, name, None)
+        if (size is None and name not in MAY_BE_NONE) or (size is not None and (type(size) is not int or size < 1)):
+            raise ValueError(f"model.{name}={size!r}: use a number of ranks of at least 1")
     tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
     pipeline = model.pipeline_model_parallel_size
     expert = expert_tensor = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def run(settings: Settings) -> int:
     """
     for name in ("forward_seconds", "backward_seconds"):
         value = getattr(settings, name)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {value}: use a number of seconds above 0")
     if settings.backward_seconds is not None and settings.forward_seconds is None:
         raise ValueError("--backward-seconds needs --forward-seconds")
@@ -58,7 +59,7 @@ def run(settings: Settings) -> int:
     if settings.picture is not None:
         draw(plan, settings.picture)
     if settings.json_output:
-        print(json.dumps(as_json(plan)))
+        print(json.dumps(as_json(plan), allow_nan=False))
     else:
         print_plan(Console(), plan)
     return REFUSED if job.flag and plan.refusals else 0

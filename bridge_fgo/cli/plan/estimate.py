@@ -118,8 +118,9 @@ def make_plan(
     if not job.config.ddp.use_distributed_optimizer:
         raise ValueError("ddp.use_distributed_optimizer=False: the plan knows the DistributedOptimizer's states alone")
     buffers = [_stage_buffers(job, stage) for stage in range(job.parallel.pipeline)]
-    whole = (job.engine or "").startswith("mcore")  # upstream copies masters as they are
-    states = _rank_states(job, buffers, replace(offload, master_remainders=False) if whole else offload)
+    upstream = is_upstreams(job, offload)
+    # Upstream copies masters as they are.
+    states = _rank_states(job, buffers, replace(offload, master_remainders=False) if upstream else offload)
     stages = [_stage_plan(job, stage, buffers[stage], states[stage]) for stage in range(job.parallel.pipeline)]
     moved = [
         [offloaded_bytes(stage, of_rank, offload) for of_rank in of_stage]
@@ -134,9 +135,15 @@ def make_plan(
         for of_stage, of_ranks in zip(moved, states, strict=True)
     ]
     loads = [(nbytes, stage.activations) for nbytes, stage in zip(copied, stages, strict=True)]
-    pinned = [of_rank.offloaded for of_stage in states for of_rank in of_stage]
+    ranks = [of_rank for of_stage in states for of_rank in of_stage]
+    pinned = [of_rank.pinned_upstream if upstream else of_rank.offloaded for of_rank in ranks]
     of_links = [_link_plan(link, pinned, loads, forward, backward) for link in links]
     return Plan(job, offload, stages, states, most, max(pinned), of_links, _notes(job, stages))
+
+
+def is_upstreams(job: Job, offload: OffloadConfig) -> bool:
+    """Return whether mcore's own offloader would serve the job; without an mcore to ask, as the settings say."""
+    return offload.engine == "mcore" if job.engine is None else job.engine.startswith("mcore")
 
 
 def _stage_buffers(job: Job, stage: int) -> list[Buffer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -97,7 +98,7 @@ def links(system: str | None, link_gbs: float | None, gpus_per_node: int | None)
     """
     if system is not None and system.upper() not in LINKS:
         raise ValueError(f"--system {system}: use one of {', '.join(LINKS)}")
-    if link_gbs is not None and link_gbs <= 0:
+    if link_gbs is not None and not 0 < link_gbs < math.inf:
         raise ValueError(f"--link-gbs {link_gbs}: use a number of GB/s above 0")
     if gpus_per_node is not None and gpus_per_node < 1:
         raise ValueError(f"--gpus-per-node {gpus_per_node}: use 1 or more")

@@ -10,6 +10,7 @@ import torch
 
 from bridge_fgo.cli.plan.layout import Buffer
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine.host_memory import power_of_two_at_least
 from bridge_fgo.engine.master_copy import MasterCopy
 from bridge_fgo.engine.part_layout import lay_out, offloaded_bundles, part_bytes
 from bridge_fgo.engine.remainders import MasterRemainders
@@ -22,6 +23,7 @@ META = torch.device("meta")
 class StateBytes:
     """Bytes of a rank: master weights, moments, and what of both is offloaded.
 
+    pinned_upstream: what mcore's offloader would pin for it, a buffer a tensor, each in a block of a power of two.
     saved: of each copy that the native engine makes for a checkpoint (its `copied_for_a_save`).
     parts: of each part that the native engine updates in one go, in its order; transits: the most GPU memory that
     each holds on its way; copied: of all parts, what a copy takes over the link.
@@ -31,6 +33,7 @@ class StateBytes:
     masters: int
     moments: int
     offloaded: int
+    pinned_upstream: int
     saved: tuple[int, ...]
     parts: tuple[int, ...]
     transits: tuple[int, ...]
@@ -71,6 +74,7 @@ def state_bytes(shards: list[tuple[Buffer, int]], optimizer: Any, ddp: Any, conf
         by_kind["master"],
         by_kind["moment"],
         sum(ref.nbytes for ref in offloaded),
+        sum(power_of_two_at_least(ref.nbytes) for ref in offloaded),
         tuple(ref.saved_nbytes for ref in offloaded),
         tuple(part.nbytes for part in parts),
         tuple(part.transit_bytes for part in parts),

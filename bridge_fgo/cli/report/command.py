@@ -15,7 +15,7 @@ from bridge_fgo.cli.bench.trace import read_trace
 from bridge_fgo.cli.demo import readable_bytes, readable_number
 from bridge_fgo.cli.report import pictures
 from bridge_fgo.cli.report.parity import Parity, compare_runs, is_bitwise_equal
-from bridge_fgo.cli.report.runs import NO_PACKAGE, OURS, TOTALS, Run, load
+from bridge_fgo.cli.report.runs import LOSS, NO_PACKAGE, OURS, TOTALS, Run, load
 
 NOT_EQUAL = 1
 
@@ -31,9 +31,13 @@ def run(paths: list[Path], output: Path) -> int:
     runs = _named_apart([(path, run) for path in paths for run in load(path)])
     others = [(run, compare_runs(runs[0], run)) for run in runs[1:]]
     with TemporaryDirectory() as folder:
-        parts = [page.verdict(verdict(runs[0], run, parity), is_good(run, parity)) for run, parity in others]
+        parts = [page.paragraph(run.note) for run in runs if run.note]
+        parts += [page.verdict(verdict(runs[0], run, parity), is_good(run, parity)) for run, parity in others]
         parts += _sections(runs, others, Path(folder))
         page.write_page(output, "bridge-fgo report: " + ", ".join(run.name for run in runs), parts)
+    for run in runs:
+        if run.note:
+            typer.echo(run.note)
     for other, parity in others:
         typer.echo(verdict(runs[0], other, parity))
     typer.echo(f"wrote {output}")
@@ -65,6 +69,9 @@ def verdict(first: Run, second: Run, parity: list[Parity]) -> str:
     if is_bitwise_equal(parity):
         steps = [part.steps for part in parity if part.steps is not None]
         over = f" over {min(steps)} steps" if steps else ""
+        logged = [len(run.scalars.get(LOSS, ())) for run in (first, second)]
+        if steps and len(set(logged)) > 1:
+            over += f" (they logged {logged[0]} and {logged[1]})"
         return f"{names} are bitwise equal{over}: {', '.join(part.part for part in parity)}."
     if not different:
         return f"{names} have no step in common of which both logged a loss: nothing is shown."

@@ -47,6 +47,7 @@ class Run:
     digests: sha256 of the final parameters, masters and moments, where an arm left them.
     where: device and versions, where known.
     trace: of one step, for the pictures of it.
+    note: what of the log does not belong to the run; "" for nothing.
     row: of the bench's table, where there is one; see `bridge_fgo.cli.bench.figures.Row`.
     """
 
@@ -56,6 +57,7 @@ class Run:
     totals: dict[str, float] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     where: str = ""
+    note: str = ""
     trace: Path | None = None
     row: dict[str, Any] = field(default_factory=dict)
 
@@ -100,7 +102,11 @@ def load(path: Path) -> list[Run]:
 def _bench(folder: Path) -> list[Run]:
     """Returns the arms in the order of the bench's table; with no table the resident one first."""
     file = folder / "bench.json"
-    table: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"arms": []}
+    table: dict[str, Any] = {"arms": []}
+    if file.exists():
+        table = json.loads(file.read_text())
+        if not isinstance(table, dict) or not {"arms", "state_bytes", "where"} <= table.keys():
+            raise ValueError(f"{file}: not what `bridge-fgo bench` writes")
     rows = {row["arm"]: row for row in table["arms"]}
     names = list(rows) or ["resident"]
     runs = [_arm(events) for events in sorted(folder.glob(f"*{EVENTS}"))]
@@ -155,22 +161,39 @@ def _exact(event: dict[str, Any], name: str) -> float | None:
     return event.get(name) if text is None else float.fromhex(text)
 
 
+def _begun(file: Path) -> tuple[str, int]:
+    """Returns when a file of TensorBoard's was begun: by the seconds in its name, and of one second by the disk."""
+    return file.name.split(".")[3], file.stat().st_mtime_ns
+
+
 def _tensorboard(path: Path, name: str) -> Run:
     """Returns the run of a TensorBoard log; of a step that was run again after a resume, the last values."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
         raise ValueError(f"{path} {NO_PACKAGE.format('tensorboard')}") from None
-    log = EventAccumulator(str(path), size_guidance={"scalars": 0})  # 0: all of them
-    log.Reload()
-    scalars = {
-        tag: {event.step: event.value for event in log.Scalars(tag)}
-        for tag in log.Tags()["scalars"]
-        if not tag.endswith(" vs samples")
-    }
+    scalars: dict[str, dict[int, float]] = {}
+    end = None  # of the newest file with losses
+    for file in sorted(path.glob(TFEVENTS), key=_begun) if path.is_dir() else [path]:
+        log = EventAccumulator(str(file), size_guidance={"scalars": 0})  # 0: all of them
+        log.Reload()
+        for tag in log.Tags()["scalars"]:
+            if not tag.endswith(" vs samples"):
+                scalars.setdefault(tag, {}).update({event.step: event.value for event in log.Scalars(tag)})
+        if LOSS in log.Tags()["scalars"]:
+            end = max(event.step for event in log.Scalars(LOSS))
     if not scalars:
         raise ValueError(f"{path}: no scalar in it; is it a TensorBoard log of Megatron-Bridge?")
-    run = Run(name=name, is_fp32=True, scalars=scalars)
+    note = ""
+    stale = [step for step in scalars.get(LOSS, ()) if end is not None and step > end]
+    if end is not None and stale:
+        note = (
+            f"{name}: steps {min(stale)} to {max(stale)} are of an earlier file of this folder and left out; the "
+            f"newest ends at step {end}"
+        )
+        scalars = {tag: {step: v for step, v in values.items() if step <= end} for tag, values in scalars.items()}
+        scalars = {tag: values for tag, values in scalars.items() if values}
+    run = Run(name=name, is_fp32=True, scalars=scalars, note=note)
     for total, (_, tags) in TOTALS.items():
         for tag in [tag for tag in tags if tag in scalars][:1]:
             unit = 1e9 if tag.endswith("gigabytes") else 1.0
