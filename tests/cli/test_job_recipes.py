@@ -65,6 +65,11 @@ def test_adapters_are_refused_instead_of_counting_the_whole_model(monkeypatch):
         recipes.load_config("with_adapters:recipe")
 
 
+def test_a_function_that_returns_no_config_is_refused_by_name():
+    with pytest.raises(ValueError, match="os:getcwd is a str, and no ConfigContainer"):
+        recipes.load_config("os:getcwd")
+
+
 @pytest.mark.parametrize("text", ["a: 1\n", "- 1\n", "a: [\n", "_target_: nowhere.Config\n"])
 def test_a_file_that_is_no_run_config_is_refused_by_name(tmp_path, text):
     path = tmp_path / "config.yaml"

@@ -29,6 +29,8 @@ def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | 
         config = _overridden(config, overrides)
     if getattr(config, "peft", None) is not None:
         raise ValueError(f"{target}: peft is set, and how many parameters its adapters have is not known here")
+    if not all(hasattr(config, section) for section in ("model", "optimizer", "ddp")):
+        raise ValueError(f"{target} is a {type(config).__name__}, and no ConfigContainer of Bridge's")
     return config, gpus
 
 
@@ -56,15 +58,12 @@ def _load(target: str) -> tuple[Any, int | None]:
             ) from error
     builder, gpus = find_builder(target)
     try:
-        config = builder()
+        return builder(), gpus
     except Exception as error:  # whatever a recipe raises, the user is told which recipe and why
         hint = ""
         if "huggingface" in f"{type(error).__module__} {error!r} {error.__cause__!r}".lower():
             hint = "; it reads the model's Hugging Face config: give it network or a filled HF_HOME"
         raise ValueError(f"recipe {target!r} could not be built: {type(error).__name__}: {error}{hint}") from error
-    if not all(hasattr(config, section) for section in ("model", "optimizer", "ddp")):
-        raise ValueError(f"recipe {target!r} returned a {type(config).__name__}, and no ConfigContainer of Bridge's")
-    return config, gpus
 
 
 def find_builder(name: str) -> tuple[Callable[[], Any], int | None]:
