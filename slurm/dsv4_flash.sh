@@ -45,10 +45,10 @@ refuse() {
     exit 2
 }
 
-checkpoints="$PWD/checkpoints/$RECIPE" gpus=64
+checkpoints="$PWD/checkpoints/$RECIPE" gpus=(--gpus "${SLURM_NTASKS:-64}")
 case $RECIPE in
 dsv4_flash_64gpu | dsv4_flash_64gpu_bf16) ;;
-tiny) checkpoints="" gpus=1 ;; # to try this script: it needs no environment, and on the CPU takes no overrides
+tiny) checkpoints="" gpus=() ;; # to try this script: it needs no environment, and on the CPU takes no overrides
 *) refuse "RECIPE=$RECIPE: use dsv4_flash_64gpu or dsv4_flash_64gpu_bf16; nemorun fgo pretrain launches the others" ;;
 esac
 [[ $OFFLOAD == [01] ]] || refuse "OFFLOAD=$OFFLOAD: use 1 or 0"
@@ -105,7 +105,7 @@ if [[ -n $CHECKPOINTS ]]; then
     # Bridge resumes from `load` where there is a checkpoint, and at SIGTERM saves one and ends. Upstream's recipe
     # advises checkpoint.save_optim=false with HybridEP; a run that resumes from such a checkpoint has new moments.
     path=$CHECKPOINTS
-    if ! [[ $path =~ ^[[:alnum:]_./-]+$ ]]; then path="'$path'"; fi # to Hydra, which overrides go through
+    if ! [[ $path =~ ^/[[:alnum:]_./-]+$ ]]; then path="'$path'"; fi # to Hydra, which overrides go through
     overrides+=("checkpoint.save=$path" "checkpoint.load=$path" train.exit_signal_handler=true)
 fi
 overrides+=("$@")
@@ -119,7 +119,7 @@ preflight=()
 if [[ -n ${PREFLIGHT+set} ]]; then
     read -ra preflight <<<"$PREFLIGHT"
 elif [[ $OFFLOAD == 1 ]]; then # it examines what is offloaded
-    preflight=("$PYTHON" -m bridge_fgo doctor "$RECIPE" --gpus "${SLURM_NTASKS:-$gpus}" "${options[@]}" "${overrides[@]}")
+    preflight=("$PYTHON" -m bridge_fgo doctor "$RECIPE" "${gpus[@]}" "${options[@]}" "${overrides[@]}")
 fi
 if ((${#preflight[@]})); then
     if ! run srun --ntasks="${SLURM_JOB_NUM_NODES:-16}" --ntasks-per-node=1 "${container[@]}" "${preflight[@]}"; then

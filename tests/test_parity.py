@@ -487,3 +487,50 @@ def test_memory_that_offload_to_cpu_frees_is_given_to_the_device(monkeypatch):
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.append(ledger.nbytes))
         training.optimizer.offload_to_cpu()
     assert held[-1] == 0 < held[0]
+
+
+class Interrupting:
+    """A mover in whose actions Ctrl-C comes."""
+
+    def __getattr__(self, name):
+        def act():
+            raise KeyboardInterrupt
+
+        return act
+
+
+def test_after_ctrl_c_in_a_move_a_new_training_goes_on_and_uninstalls_though_the_old_optimizer_lives(bridge_train):
+    # In a notebook the traceback keeps it.
+    original, resident = bridge_train.train_step, run(CpuOptions(), 3)
+    bridge_fgo.install(SMALL_SLABS)
+    with CpuTraining(CpuOptions(offload=True)) as training:
+        training.step()
+        old, model = training.optimizer, training.model
+        vars(old)[SESSION].offloaders[0]._slabs[0].tracker._mover = Interrupting()
+        with pytest.raises(KeyboardInterrupt):
+            training.step()
+        with pytest.raises(RuntimeError, match="KeyboardInterrupt came"):
+            bridge_fgo.reload_states()
+        with pytest.raises(RuntimeError, match="cannot be trained any more"):
+            training.step()
+    with CpuTraining(CpuOptions(offload=True)) as training:
+        for _ in range(3):
+            training.step()
+        bridge_fgo.reload_states()
+        bridge_train.calc_params_l2_norm(training.model, training.cfg.model)
+        assert training.digests() == resident.digests
+    assert vars(old)[SESSION].is_lost and model
+    bridge_fgo.uninstall()
+    assert bridge_train.train_step is original
+
+
+def test_an_offloader_of_mcores_own_may_be_driven_by_hand(bridge_train):
+    unwired = bridge_train.train_step
+    with CpuTraining(CpuOptions(offload=True)) as training, bridge_fgo.install():
+        training.optimizer.chained_optimizers[0]._state_offloader = object()
+        wired, bridge_train.train_step = bridge_train.train_step, unwired
+        try:
+            for _ in range(3):
+                training.step()
+        finally:
+            bridge_train.train_step = wired

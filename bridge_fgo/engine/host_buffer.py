@@ -99,7 +99,7 @@ def page_lock(buffers: Sequence[HostBuffer], local_cpus: set[int] | None = None)
 
 
 class _Room:
-    """Asks before a buffer is touched whether the host has the memory for it, and for those that are being touched.
+    """Asks before a buffer is touched whether the host has the memory for it.
 
     Args:
         total: bytes of all buffers.
@@ -108,7 +108,7 @@ class _Room:
     def __init__(self, total: int) -> None:
         self._total = total
         self._locked = self._touched = 0
-        self._turn = threading.Lock()
+        self._changes = threading.Condition()
 
     def lock(self, buffer: HostBuffer) -> int:
         """Lock a buffer; see `HostBuffer.lock`.
@@ -117,21 +117,24 @@ class _Room:
             ValueError: see `page_lock`.
         """
         nbytes = buffer.tensor.numel()
-        with self._turn:
-            free = available_bytes()
-            if self._touched + nbytes > free:
-                raise ValueError(
-                    f"the host has {free} bytes of memory left after {self._locked} of {self._total} bytes were "
-                    "page-locked for this rank's optimizer state: lower OffloadConfig.fraction, set moments=False or "
-                    "master_weights=False, or give the job more host memory"
-                )
+        with self._changes:
+            # Of what other threads are touching the host may have counted a part: it is asked again when they are done.
+            while self._touched + nbytes > (free := available_bytes()):
+                if not self._touched:
+                    raise ValueError(
+                        f"the host has {free} bytes of memory left after {self._locked} of {self._total} bytes were "
+                        "page-locked for this rank's optimizer state: lower OffloadConfig.fraction, set moments=False "
+                        "or master_weights=False, or give the job more host memory"
+                    )
+                self._changes.wait()
             self._touched += nbytes
         try:
             return buffer.lock()
         finally:
-            with self._turn:
+            with self._changes:
                 self._touched -= nbytes
                 self._locked += nbytes
+                self._changes.notify_all()
 
 
 def _unregister(address: int, device: int) -> None:

@@ -134,6 +134,11 @@ class NativeOffloader:
             self._is_checked = True
 
     @property
+    def is_lost(self) -> bool:
+        """See `Offloader.is_lost`."""
+        return any(slab.tracker.interrupted for slab in self._slabs)
+
+    @property
     def pinned_bytes(self) -> int:
         """Page-locked host bytes; 0 where the states live on the CPU."""
         return sum(slab.slab.host.pinned_bytes for slab in self._slabs)

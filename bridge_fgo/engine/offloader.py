@@ -113,6 +113,11 @@ class Offloader(Protocol):
     def require_restorable(self) -> None:
         """An optimizer is about to step: raise RuntimeError where states that are away cannot be brought back."""
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether something came in the midst of a move, so that nothing may use the states any more."""
+        ...
+
     def settle(self) -> None:
         """A training step has ended: what reads the masters on the current stream may, from now on."""
 

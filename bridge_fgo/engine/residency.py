@@ -6,6 +6,8 @@ import enum
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 
 class Residency(enum.Enum):
     """Where the bytes of a slab are.
@@ -69,16 +71,22 @@ class ResidencyTracker:
             )
         return self._state
 
-    def _do(self, action: Callable[[], None], becomes: Residency) -> None:
+    def _do(self, action: Callable[[], None], becomes: Residency, failure: type[RuntimeError] = RuntimeError) -> None:
         """Do an action and note what has become of the slab, or neither.
 
-        An action that fails (no memory, an error of the driver's) leaves the slab as it was, and raises RuntimeError.
-        Ctrl-C, a signal's handler or a restart in process may come at any line between.
+        Ctrl-C, a signal's handler or a restart in process may come at any line between. A handler that raises
+        RuntimeError (PyTorch's for a DataLoader's worker that died does) is told from a failure in `release` alone.
+
+        Args:
+            action: of the mover.
+            becomes: the residency after it.
+            failure: what the action raises where it fails (no memory, an error of the driver's) and leaves the slab as
+                it was.
         """
         try:
             action()
             self._state = becomes
-        except RuntimeError:
+        except failure:
             raise
         except BaseException as error:
             self.interrupted = type(error).__name__
@@ -96,7 +104,8 @@ class ResidencyTracker:
     def release(self) -> None:
         """Let go of the GPU memory of an OFFLOADING slab."""
         if self.state is Residency.OFFLOADING:
-            self._do(self._mover.release, Residency.RELEASED)
+            # Memory that is gone cannot be taken back; before it goes, only a new allocation can fail.
+            self._do(self._mover.release, Residency.RELEASED, torch.OutOfMemoryError)
 
     def reload(self) -> None:
         """Start towards the GPU; a slab that was never released just stays."""

@@ -258,8 +258,7 @@ class Schedule:
             slab
             for part in self.parts
             for slab in part.slabs
-            # Of a training that something has ended in the midst of a move nothing goes any more, nor is it used.
-            if not part.stays and not slab.tracker.interrupted and slab.tracker.state is not Residency.RELEASED
+            if not part.stays and slab.tracker.state is not Residency.RELEASED
         ]
         for remainders in {slab.slab.remainders.owner for slab in leaving if slab.slab.remainders is not None}:
             remainders.look_up()  # weights may have been let go of and taken again since the pass

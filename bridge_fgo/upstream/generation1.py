@@ -99,6 +99,11 @@ class Generation1Offloader(WholeStep):
         """Start the copy out."""
         self._tracker.offload()
 
+    @property
+    def is_lost(self) -> bool:
+        """See `Offloader.is_lost`."""
+        return bool(self._tracker.interrupted)
+
     def release(self) -> None:
         """Free the GPU memory."""
         self._mover.released = 0

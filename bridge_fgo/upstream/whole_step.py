@@ -15,6 +15,11 @@ class WholeStep(ABC):
     pin_seconds = 0.0
     """Upstream's own code enqueues and pins."""
 
+    @property
+    def is_lost(self) -> bool:
+        """See `Offloader.is_lost`; what upstream does itself is not watched."""
+        return False
+
     @abstractmethod
     def require_readable(self, masters_only: bool = False) -> None:
         """See `Offloader.require_readable`."""

@@ -211,10 +211,16 @@ class Session:
     def require_writable(self) -> None:
         """Something may read or change the states of every optimizer on the current stream.
 
-        A copy out that is under way is given up: what is written now would not be in it.
+        A copy out that is under way is given up: what is written now would not be in it. Generation 2's is waited for.
         """
         for offloader in self.offloaders:
+            offloader.require_readable()
             offloader.require_writable()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether something came in the midst of a move of its states, so that they cannot be used any more."""
+        return any(offloader.is_lost for offloader in self.offloaders)
 
     def trains(self, chunks: list[Any]) -> bool:
         """Return whether one of its optimizers updates one of these model chunks, as DDP wraps them."""
@@ -296,6 +302,11 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:
         ValueError, RuntimeError: see `Session`.
     """
     session: Session | None = vars(optimizer).get(SESSION)
+    if session is not None and session.is_lost:
+        raise RuntimeError(
+            "the optimizer cannot be trained any more: something (Ctrl-C, a restart) came while a part of its state "
+            "was on its way between GPU and host; build it anew and resume from the last checkpoint"
+        )
     if session is None or session.closed:
         session = Session(optimizer, model_config, config)
         setattr(optimizer, SESSION, session)
@@ -339,8 +350,12 @@ def newest_stats() -> Stats | None:
 
 
 def all_sessions() -> list[Session]:
-    """Return the open sessions whose optimizers are alive."""
-    return [session for session in _sessions if not session.closed]
+    """Return the open sessions whose optimizers are alive; without those that are lost, where there are others.
+
+    A lost one may live for long, in the traceback of the error that a notebook keeps.
+    """
+    opened = [session for session in _sessions if not session.closed]
+    return [session for session in opened if not session.is_lost] or opened
 
 
 def close_all() -> None:
@@ -359,7 +374,11 @@ def close_all() -> None:
 
 def _close_sessions() -> list[RuntimeError]:
     failures = []
-    for session in all_sessions():
+    for session in [one for one in _sessions if not one.closed]:
+        if session.is_lost:  # and only to be thrown away: nothing can be brought back
+            say("states that an error had caught on their way are left as they are, with the optimizer to throw away")
+            session.closed = True
+            continue
         try:
             session.close()
         except RuntimeError as error:

@@ -317,6 +317,10 @@ def updates_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) 
         return wrapped(*args, **kwargs)
 
 
+UPSTREAMS = ("_state_offloader", "_optimizer_state_offloader")
+"""Where generation 1 and 2 keep their offloader. An optimizer that Bridge builds with this package has none but by
+engine="mcore"."""
+
 UNWIRED = "_bridge_fgo_unwired_steps"
 
 
@@ -327,6 +331,8 @@ def _refuse_unwired(optimizer: Any) -> None:
     """
     if _config() is None or not flag_is_set(optimizer.config):
         return
+    if any(getattr(optimizer, name, None) is not None for name in UPSTREAMS):
+        return  # mcore's own offloader, which somebody drives by hand
     steps = vars(optimizer).get(UNWIRED, 0) + 1
     setattr(optimizer, UNWIRED, steps)
     if steps > 1:
@@ -378,7 +384,8 @@ def reads_all_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
 def make_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have every state off the GPU before something between steps takes memory."""
     for session in all_sessions():
-        session.make_room()
+        if not session.is_lost:
+            session.make_room()
     return wrapped(*args, **kwargs)
 
 

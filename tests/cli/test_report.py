@@ -266,3 +266,11 @@ def test_what_bridge_and_this_package_log_is_read(monkeypatch, cpu_standins, tmp
     assert run.scalars[GRAD_NORM] == dict.fromkeys((1, 2, 3), 1.5)
     assert run.scalars[SECONDS] == dict.fromkeys((1, 2, 3), 0.5)
     assert run.totals == pytest.approx({**STATS, **PEAKS, "peak_allocated_bytes": 30 * GB})
+
+
+@pytest.mark.parametrize("name", ["events.out.tfevents", "events.out.tfevents-1"])
+def test_a_log_may_have_another_name(tmp_path, name):
+    tensorboard(tmp_path, [2.0, 1.0])
+    (file,) = tmp_path.iterdir()
+    file.rename(tmp_path / name)
+    assert load(tmp_path)[0].scalars[LOSS] == {1: 2.0, 2: 1.0}

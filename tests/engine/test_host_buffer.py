@@ -1,6 +1,8 @@
 """Page-locking by CUDA, mocked: what is locked, what is unlocked, and what a refusal says."""
 
 import gc
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -77,3 +79,21 @@ def test_pages_are_unlocked_when_their_own_gpu_is_idle(locked, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     buffer.close()
     assert waited == [3]
+
+
+@pytest.mark.parametrize("spare", [0, 1, 5])
+def test_what_other_threads_are_touching_is_not_counted_twice(locked, monkeypatch, spare):
+    # The host has just room: what is touched is gone from what is free already, before it is registered.
+    touched, turn, size = [0], threading.Lock(), 4096
+    monkeypatch.setattr(host_buffer, "PINNING_THREADS", 8)
+    monkeypatch.setattr(host_buffer, "available_bytes", lambda: (20 + spare) * size - touched[0])
+
+    def lock(buffer):
+        with turn:
+            touched[0] += size
+        time.sleep(0.002)
+        return 0
+
+    monkeypatch.setattr(HostBuffer, "lock", lock)
+    page_lock([HostBuffer(size) for _ in range(20)])
+    assert touched == [20 * size]

@@ -5,6 +5,7 @@ early or reused too early shows.
 """
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -166,11 +167,21 @@ def test_what_comes_in_the_midst_of_an_action_leaves_nothing_that_could_be_used(
 
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
 def test_an_action_that_fails_leaves_the_state_before_it_and_may_be_done_again(after):
-    tracker = ResidencyTracker(Interrupted(after, RuntimeError("no memory")))
+    tracker = ResidencyTracker(Interrupted(after, torch.OutOfMemoryError()))
     verbs = [tracker.offload, tracker.release, tracker.reload, tracker.require_readable]
-    with pytest.raises(RuntimeError, match="no memory"):
+    with pytest.raises(torch.OutOfMemoryError):
         for verb in verbs:
             verb()
     for verb in verbs[after - 1 :]:
         verb()
     assert tracker.state is Residency.RESIDENT
+
+
+def test_an_error_that_a_handler_raises_as_memory_goes_is_no_failure_to_release():
+    # PyTorch raises it from SIGCHLD's handler, at any line, where a worker of a DataLoader has died.
+    tracker = ResidencyTracker(Interrupted(2, RuntimeError("DataLoader worker is killed")))
+    tracker.offload()
+    with pytest.raises(RuntimeError, match="worker"):
+        tracker.release()
+    with pytest.raises(RuntimeError, match="cannot be used"):
+        tracker.require_readable()

@@ -70,7 +70,7 @@ def test_the_preflight_examines_the_gpus_and_the_python_of_the_job():
     assert " /opt/venv/bin/python -m bridge_fgo doctor dsv4_flash_64gpu --gpus 32 " in preflight
 
 
-@pytest.mark.parametrize("folder", ["/a=b/c", "/a,b", "~/x", "my dir (x)"])
+@pytest.mark.parametrize("folder", ["/a=b/c", "/a,b", "~/x", "my dir (x)", "2024"])
 def test_a_folder_of_checkpoints_is_one_value_to_hydra(folder):
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -81,8 +81,9 @@ def test_a_folder_of_checkpoints_is_one_value_to_hydra(folder):
 
 def test_tiny_takes_no_overrides_by_default():
     # On the CPU it trains without Bridge's config.
-    last = dry_run(RECIPE="tiny", NUMA="0").splitlines()[-1]
+    preflight, last = dry_run(RECIPE="tiny", NUMA="0", SLURM_NTASKS="64").splitlines()[-2:]
     assert last == "srun --kill-on-bad-exit=1 python -m bridge_fgo.recipes.train tiny --offload"
+    assert preflight.endswith(" python -m bridge_fgo doctor tiny"), "each task trains by itself there"
 
 
 @pytest.mark.parametrize("environment", [{"OFFLOAD": "0"}, {"PREFLIGHT": ""}])

@@ -6,7 +6,9 @@ import pytest
 import torch
 from fake_optimizer import make_distributed_optimizer, step
 
+import bridge_fgo
 from bridge_fgo.upstream.generation2 import Generation2Offloader, is_available
+from bridge_fgo.wiring.session import Session
 
 
 class FakeGeneration2:
@@ -78,6 +80,15 @@ def optimizer(monkeypatch):
 def test_readers_get_the_masters_and_whole_moments(optimizer):
     Generation2Offloader(optimizer).require_readable()
     assert optimizer.events == ["ensure masters", "stream waits for copies in", "wait for copies out"]
+
+
+def test_reload_states_waits_for_the_copies_out_too(optimizer, monkeypatch):
+    # Moments are bound to host memory while these go on: they would be torn, and what is written overwritten.
+    session = Session.__new__(Session)
+    session.offloaders, session.closed = [Generation2Offloader(optimizer)], False
+    monkeypatch.setattr("bridge_fgo.wiring.session._sessions", {session})
+    bridge_fgo.reload_states()
+    assert "wait for copies out" in optimizer.events
 
 
 @pytest.mark.parametrize("verb", ["settle", "require_writable"])

@@ -43,6 +43,8 @@ class RecordingOffloader:
     def require_writable(self, masters_only=False):
         self.events.append("writable")
 
+    is_lost = False
+
     def require_restorable(self):
         pass
 

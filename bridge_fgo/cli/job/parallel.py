@@ -56,11 +56,8 @@ class Parallel:
         return stage_rank // model_ranks % self.shards(expert)
 
 
-SIZES = tuple(
-    f"{what}_parallel_size" for what in ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
-)
-MAY_BE_NONE = ("expert_tensor_parallel_size",)
-"""As tensor parallelism then."""
+SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
 def parallel_of(config: Any, gpus: int | None) -> Parallel:
@@ -69,14 +66,17 @@ def parallel_of(config: Any, gpus: int | None) -> Parallel:
     A config does not say on how many it runs, because data parallelism fills what there is: with None, the fewest.
     """
     model = config.model
-    for name in SIZES:
+    has_experts = getattr(model, "num_moe_experts", None) is not None
+    for name in SIZES + (EXPERT_SIZES if has_experts else ()):
         size = getattr(model, name, None)
-        if (size is None and name not in MAY_BE_NONE) or (size is not None and (type(size) is not int or size < 1)):
+        if size is None and name == "expert_tensor_parallel_size":
+            continue  # as tensor parallelism then
+        if type(size) is not int or size < 1:
             raise ValueError(f"model.{name}={size!r}: use a number of ranks of at least 1")
     tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
     pipeline = model.pipeline_model_parallel_size
     expert = expert_tensor = 1
-    if getattr(model, "num_moe_experts", None) is not None:
+    if has_experts:
         expert, expert_tensor = model.expert_model_parallel_size, model.expert_tensor_parallel_size or tensor
     fewest = pipeline * math.lcm(tensor * context, expert * expert_tensor)
     instances = getattr(config.ddp, "num_distributed_optimizer_instances", 1)

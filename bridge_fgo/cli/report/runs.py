@@ -163,7 +163,8 @@ def _exact(event: dict[str, Any], name: str) -> float | None:
 
 def _begun(file: Path) -> tuple[str, int]:
     """Returns when a file of TensorBoard's was begun: by the seconds in its name, and of one second by the disk."""
-    return file.name.split(".")[3], file.stat().st_mtime_ns
+    parts = file.name.split(".")
+    return parts[3] if len(parts) > 3 else "", file.stat().st_mtime_ns
 
 
 def _tensorboard(path: Path, name: str) -> Run:
