@@ -215,12 +215,9 @@ def test_the_wrapped_step_that_train_still_holds_works_after_an_uninstall():
         for _ in range(2):
             training.step()
         handle.uninstall()
-        original, bridge_train.train_step = bridge_train.train_step, held
-        try:
+        with mock.patch.object(bridge_train, "train_step", held):
             for _ in range(2):
                 training.step()
-        finally:
-            bridge_train.train_step = original
         assert training.digests() == resident.digests
 
 
@@ -458,14 +455,14 @@ def test_a_wrapper_of_adams_step_is_called_once_a_step_with_every_parameter():
 def test_an_optimizer_that_steps_outside_of_what_is_wired_is_an_error(bridge_train):
     # A callback installs, or a loop of one's own has taken `train_step` before.
     unwired = bridge_train.train_step
-    with CpuTraining(CpuOptions(offload=True)) as training, bridge_fgo.install():
-        wired, bridge_train.train_step = bridge_train.train_step, unwired
-        try:
-            training.step()  # a warm-up may be
-            with pytest.raises(RuntimeError, match=r"offload_optimizer_states=True.*outside of Bridge's train_step"):
-                training.step()
-        finally:
-            bridge_train.train_step = wired
+    with (
+        CpuTraining(CpuOptions(offload=True)) as training,
+        bridge_fgo.install(),
+        mock.patch.object(bridge_train, "train_step", unwired),
+    ):
+        training.step()  # a warm-up may be
+        with pytest.raises(RuntimeError, match=r"offload_optimizer_states=True.*outside of Bridge's train_step"):
+            training.step()
 
 
 def test_memory_that_offload_to_cpu_frees_is_given_to_the_device(monkeypatch):
@@ -528,9 +525,6 @@ def test_an_offloader_of_mcores_own_may_be_driven_by_hand(bridge_train):
     unwired = bridge_train.train_step
     with CpuTraining(CpuOptions(offload=True)) as training, bridge_fgo.install():
         training.optimizer.chained_optimizers[0]._state_offloader = object()
-        wired, bridge_train.train_step = bridge_train.train_step, unwired
-        try:
+        with mock.patch.object(bridge_train, "train_step", unwired):
             for _ in range(3):
                 training.step()
-        finally:
-            bridge_train.train_step = wired

@@ -349,12 +349,16 @@ def newest_stats() -> Stats | None:
     return _newest_stats
 
 
+def _open_sessions() -> list[Session]:
+    return [session for session in _sessions if not session.closed]
+
+
 def all_sessions() -> list[Session]:
     """Return the open sessions whose optimizers are alive; without those that are lost, where there are others.
 
     A lost one may live for long, in the traceback of the error that a notebook keeps.
     """
-    opened = [session for session in _sessions if not session.closed]
+    opened = _open_sessions()
     return [session for session in opened if not session.is_lost] or opened
 
 
@@ -374,7 +378,7 @@ def close_all() -> None:
 
 def _close_sessions() -> list[RuntimeError]:
     failures = []
-    for session in [one for one in _sessions if not one.closed]:
+    for session in _open_sessions():
         if session.is_lost:  # and only to be thrown away: nothing can be brought back
             say("states that an error had caught on their way are left as they are, with the optimizer to throw away")
             session.closed = True

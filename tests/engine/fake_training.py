@@ -92,6 +92,19 @@ class Training:
             self.update(seed)
         self.end_step(updated=not skip)
 
+    def pairs(self, offloader, optimizer):
+        """Return each parameter of an optimizer, and that of its twin."""
+        (group,), (of_twin,) = optimizer.optimizer.param_groups, offloader.twin.optimizer.param_groups
+        return list(zip(group["params"], of_twin["params"], strict=True))
+
+    def hand_out(self, offloader, optimizer, param, twin):
+        """Return what a checkpoint is handed of a parameter's states, and what the twin's are; in `saving`."""
+        states = {"param": param, **optimizer.optimizer.state.get(param, {})}
+        return offloader.hand_out(param, lambda: states), {
+            "param": twin,
+            **offloader.twin.optimizer.state.get(twin, {}),
+        }
+
     def check(self):
         for optimizer, offloader in zip(self.optimizers, self.offloaders, strict=True):
             offloader.require_readable()

@@ -41,12 +41,9 @@ class Interruption:
 def save(training):
     """Reads every state as a checkpoint does, and compares it with the twin's."""
     for offloader, optimizer in zip(training.offloaders, training.optimizers, strict=True):
-        params = [one.optimizer.param_groups[0]["params"] for one in (optimizer, offloader.twin)]
         with offloader.saving(copies=True):
-            for param, twin in zip(*params, strict=True):
-                states = {"param": param, **optimizer.optimizer.state[param]}
-                handed = offloader.hand_out(param, lambda states=states: states)
-                expected = {"param": twin, **offloader.twin.optimizer.state[twin]}
+            for param, twin in training.pairs(offloader, optimizer):
+                handed, expected = training.hand_out(offloader, optimizer, param, twin)
                 assert all(torch.equal(handed[name], expected[name]) for name in expected)
 
 

@@ -64,17 +64,13 @@ class RandomTraining(Training):
         """Asks for states in an order of its own, as mcore does in that of its buffers; the reader reads at once."""
         copies = self.random.random() < 0.5
         for offloader, optimizer in zip(self.offloaders, self.optimizers, strict=True):
-            (group,) = optimizer.optimizer.param_groups
-            (of_twin,) = offloader.twin.optimizer.param_groups
-            pairs = list(zip(group["params"], of_twin["params"], strict=True))
+            pairs = self.pairs(offloader, optimizer)
             self.random.shuffle(pairs)
             with self.somewhere(), offloader.saving(copies):
                 for param, twin in pairs:
-                    states = optimizer.optimizer.state.get(param, {})
-                    handed = offloader.hand_out(param, lambda p=param, s=states: {"param": p, **s})
+                    handed, expected = self.hand_out(offloader, optimizer, param, twin)
                     for tensor in handed.values():
                         self.order.read_by_the_host(tensor)
-                    expected = {"param": twin, **offloader.twin.optimizer.state.get(twin, {})}
                     assert all(torch.equal(handed[name], expected[name]) for name in expected)
 
     def run_pass(self, points=POINTS):
