@@ -60,6 +60,8 @@ class Event:
         self._handle = ctypes.c_void_p()
         _check(library.cuEventCreate(ctypes.byref(self._handle), EVENT_DISABLE_TIMING), "make an event")
         self._record, self._wait = library.cuEventRecord, library.cuStreamWaitEvent
+        self.place = 0
+        """Of what it was last recorded after, among the copies of a lane."""
 
     def record(self, stream: Handle) -> None:
         """Record the event on a `cudaStream_t`."""

@@ -190,7 +190,7 @@ class Schedule:
         limit = self.step_limit
         for part in [*landed, *staying, *moving[len(landed) :]]:
             self._bring_for(part, limit)
-            for slab in part.slabs:
+            for slab in reversed(part.slabs):  # the last lands last: for those before it nothing need wait
                 slab.tracker.require_writable()
                 self._next = max(self._next, self._position.get(slab, -1) + 1)
             update(part)
@@ -233,8 +233,15 @@ class Schedule:
     # Moves.
 
     def _release_down_to(self, limit: int) -> None:
-        while self.ledger.nbytes > limit and self._leaving:
-            self._leaving.popleft().tracker.release()
+        going: list[TrackedSlab] = []
+        held = self.ledger.nbytes
+        while held > limit and self._leaving:
+            slab = self._leaving.popleft()
+            if slab.tracker.state is Residency.OFFLOADING:
+                held -= slab.slab.gpu_bytes
+                going.append(slab)
+        for slab in reversed(going):  # the last has left last: for those before it nothing need wait
+            slab.tracker.release()
 
     def _bring_up_to(self, limit: int) -> None:
         """Have slabs here for the optimizer step, in its order, as long as no more than `limit` bytes are held."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,34 +17,28 @@ if TYPE_CHECKING:
     from bridge_fgo.engine.states import StateRef
 
 
+Result = TypeVar("Result")
+
+
 class Ledger:
     """Bytes of GPU memory that all slabs of the rank hold now."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._difference = 0
-        self._told: Callable[[bool], None] | None = None
         self.observer: weakref.WeakMethod[Callable[[bool], None]] | None = None
         """Called with True before slabs take or give back memory, and with False after, when `nbytes` is up to date.
         Weak: a slab that a copy keeps alive must not keep alive whoever looks on."""
 
-    def change(self, difference: int) -> Ledger:
-        """Take (or, negative, give back) that many bytes inside the block; they count if the block succeeds."""
-        self._difference = difference
-        return self
-
-    def __enter__(self) -> None:
-        self._told = None if self.observer is None else self.observer()
-        if self._told is not None:
-            self._told(True)
-
-    def __exit__(self, error: object, *_: object) -> None:
-        told, self._told = self._told, None
-        if error is not None:
-            return
-        self.nbytes += self._difference
+    def change(self, difference: int, action: Callable[..., Result], *args: Any) -> Result:
+        """Call what takes (or, negative, gives back) that many bytes; they count if it succeeds."""
+        told = None if self.observer is None else self.observer()
+        if told is not None:
+            told(True)
+        result = action(*args)
+        self.nbytes += difference
         if told is not None:
             told(False)
+        return result
 
 
 class Slab:
@@ -79,6 +73,8 @@ class Slab:
         self.host_address = self.host.tensor.data_ptr()
         self._ledger = ledger
         self.gpu: torch.Tensor | None = None  # uint8 [layout.nbytes]; its storage is empty while released
+        self._storage: torch.UntypedStorage | None = None
+        """Of `gpu`: asked for in each move, and PyTorch would make an object around it each time."""
         self.remainders = remainders
         self.transit_bytes = layout.nbytes + (0 if remainders is None else remainders.nbytes)
         """Most bytes of GPU memory that the slab holds: while it is on its way."""
@@ -86,6 +82,7 @@ class Slab:
         """What is copied in place of the slab, uint8 [remainders.nbytes]; on the GPU while the slab is on its way. In
         one allocation with the slab the allocator reserved 0.75 GB more on an H200 (of 19.7 GB of states)."""
         self._packed_home: torch.Tensor | None = None
+        self._packed_storage: torch.UntypedStorage | None = None
         self.is_packed = False
         """Whether it was in the newest copy out, until the slab is unpacked."""
         self.is_rounded = False
@@ -94,8 +91,8 @@ class Slab:
     @property
     def gpu_bytes(self) -> int:
         """Bytes of GPU memory that the slab holds now."""
-        whole = 0 if self.gpu is None else self.gpu.untyped_storage().nbytes()
-        return whole + (0 if self.packed is None else self.packed.numel())
+        whole = 0 if self._storage is None else self._storage.nbytes()
+        return whole if self.packed is None else whole + self.packed.numel()
 
     @property
     def moving(self) -> torch.Tensor:
@@ -117,13 +114,13 @@ class Slab:
         """
         gpu = self.gpu
         if gpu is None:
-            with self._ledger.change(self.nbytes):
-                self.gpu = gpu = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+            gpu = self._ledger.change(self.nbytes, self._make, self.nbytes)
+            self._live_in(gpu)
         return self._bind(gpu, copy=True)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor lives in the slab's GPU memory, be it released or not."""
-        return self.gpu is not None and tensor.untyped_storage()._cdata == self.gpu.untyped_storage()._cdata
+        return self._storage is not None and tensor.untyped_storage()._cdata == self._storage._cdata
 
     def exists(self) -> bool:
         """Return whether any tensor of the slab exists; moments are made by the first step."""
@@ -150,8 +147,15 @@ class Slab:
             if copy:
                 home.copy_(tensor)
             tensor.data = home
-        self.gpu = gpu
+        self._live_in(gpu)
         return bool(strangers)
+
+    def _make(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def _live_in(self, gpu: torch.Tensor | None) -> None:
+        if gpu is not self.gpu:
+            self.gpu, self._storage = gpu, None if gpu is None else gpu.untyped_storage()
 
     def drop_if_left(self) -> None:
         """Give the GPU memory back where no tensor lives in it any more, because all were replaced."""
@@ -159,39 +163,41 @@ class Slab:
             return
         tensors = (ref.tensor() for ref in self.refs)
         if not any(tensor is not None and self.holds(tensor) for tensor in tensors):
-            with self._ledger.change(-self.gpu_bytes):
-                self._empty_packed()
-                self.gpu = None
+            self._ledger.change(-self.gpu_bytes, self._let_go)
+
+    def _let_go(self) -> None:
+        self._empty_packed()
+        self._live_in(None)
 
     def allocate(self) -> None:
         """Take GPU memory again for every tensor of the slab, and for what is copied; its content is undefined."""
-        assert self.gpu is not None
-        storage = self.gpu.untyped_storage()
+        storage = self._storage
+        assert storage is not None
         was_empty = not storage.nbytes()
         if was_empty:
-            with self._ledger.change(self.nbytes):
-                storage.resize_(self.nbytes)
+            self._ledger.change(self.nbytes, storage.resize_, self.nbytes)
         if self.is_packed and self.packed is None:
             try:
                 self._take_packed()
             except torch.cuda.OutOfMemoryError:
                 if was_empty:  # else nobody would give it back: the slab is not on its way
-                    with self._ledger.change(-self.nbytes):
-                        storage.resize_(0)
+                    self._ledger.change(-self.nbytes, storage.resize_, 0)
                 raise
 
     def _take_packed(self) -> None:
         assert self.remainders is not None
-        with self._ledger.change(self.remainders.nbytes):
-            if self._packed_home is None:
-                self._packed_home = torch.empty(self.remainders.nbytes, dtype=torch.uint8, device=self.device)
-            else:  # the same tensor again: cheaper for the host than a new one
-                self._packed_home.untyped_storage().resize_(self.remainders.nbytes)
+        nbytes = self.remainders.nbytes
+        if self._packed_home is None or self._packed_storage is None:
+            self._packed_home = self._ledger.change(nbytes, self._make, nbytes)
+            self._packed_storage = self._packed_home.untyped_storage()
+        else:  # the same tensor again: cheaper for the host than a new one
+            self._ledger.change(nbytes, self._packed_storage.resize_, nbytes)
         self.packed = self._packed_home
 
     def _empty_packed(self) -> None:
         if self.packed is not None:
-            self.packed.untyped_storage().resize_(0)
+            assert self._packed_storage is not None
+            self._packed_storage.resize_(0)
             self.packed = None
 
     @property
@@ -246,8 +252,7 @@ class Slab:
     def drop_packed(self) -> None:
         """Give back the memory of what was copied; what reads or writes it must be ordered before."""
         if self.packed is not None:
-            with self._ledger.change(-self.packed.numel()):
-                self._empty_packed()
+            self._ledger.change(-self.packed.numel(), self._empty_packed)
 
     def free(self) -> None:
         """Give the GPU memory back; the tensors keep their shape and device and must not be read.
@@ -255,16 +260,15 @@ class Slab:
         Memory that a checkpoint writer shares with the slab (by numpy or another process) cannot be emptied
         under it. Then the tensors move to an allocation of their own, and the old one goes with the writer.
         """
-        assert self.gpu is not None
-        with self._ledger.change(-self.gpu_bytes):
-            storage = self.gpu.untyped_storage()
-            if not storage.resizable():
-                self._bind(torch.empty_like(self.gpu), copy=False)
-                storage = self.gpu.untyped_storage()
-            storage.resize_(0)
-            self._empty_packed()
+        self._ledger.change(-self.gpu_bytes, self._free)
+
+    def _free(self) -> None:
+        assert self.gpu is not None and self._storage is not None
+        if not self._storage.resizable():
+            self._bind(torch.empty_like(self.gpu), copy=False)
+        self._storage.resize_(0)
+        self._empty_packed()
 
     def close(self) -> None:
         """Let go of the host buffer; the tensors stay in the slab's GPU memory, which counts no more."""
-        with self._ledger.change(-self.gpu_bytes):
-            self.host.close()
+        self._ledger.change(-self.gpu_bytes, self.host.close)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -78,10 +78,10 @@ class Lane:
     """Copies in one direction, one after another, in pieces that let other copies pass between them.
 
     A GPU has one copy engine a direction, and it serves a stream for as long as that has copies ready: a copy
-    of a few bytes by the training loop (`.item()`, a NaN check) would wait for all of them. So the pieces go to
-    two streams in turn, each waiting for the one before by an event. Measured on an H200 with 2 GiB queued in
-    pieces of 64 MiB: the longest `.item()` took 38 ms with one stream and 0.7 ms with two, at 53.8 GB/s both.
-    Two events between the pieces of one stream do not do it (38 ms).
+    of a few bytes by the training loop (`.item()`, a NaN check) would wait for all of them. So the copies go to
+    two streams in turn, `piece_bytes` at most to each at a time, and that waits for the other by an event. Measured on
+    an H200 with 2 GiB queued in pieces of 64 MiB: the longest `.item()` took 38 ms with one stream and 0.7 ms with two,
+    at 53.8 GB/s both. Two events between the pieces of one stream do not do it (38 ms).
     """
 
     def __init__(self, device: torch.device, piece_bytes: int, copier: Copier) -> None:
@@ -91,27 +91,37 @@ class Lane:
         self._handles = tuple(ctypes.c_void_p(stream.cuda_stream) for stream in self._streams)
         self._ends = (Event(), Event())
         self._turn = 0
+        self._run = 0
+        """Bytes of the copies that the stream whose turn it is has got one after another."""
         self._last = self._ends[0]
+        self._copies = 0
+        self.awaited = 0
+        """Place of the latest copy that the training stream waits for: and so for all before."""
 
-    def wait(self, event: Event) -> None:
-        """Make the next piece, and so every later one, wait for `event`."""
-        event.hold(self._handles[self._turn])
-
-    def copy(self, target: int, source: int, nbytes: int, done: Event) -> None:
-        """Enqueue the copy of `nbytes` between two addresses, and record `done` after it."""
+    def copy(self, target: int, source: int, nbytes: int, done: Event, after: Iterable[Event] = ()) -> None:
+        """Enqueue the copy of `nbytes` between two addresses, after some events, and record `done` after it."""
         for start, end in pieces(nbytes, self._piece_bytes):
+            self._run += end - start
+            if self._run > self._piece_bytes:
+                self._run = end - start
+                self._turn = 1 - self._turn
+                # Race: the copies of a lane are one sequence; whoever waits for the last has waited for all.
+                self._last.hold(self._handles[self._turn])
             stream = self._handles[self._turn]
-            # Race: the pieces of a lane are one sequence; whoever waits for the last has waited for all.
-            self._last.hold(stream)
+            for event in after:
+                event.hold(stream)
+            after = ()
             self._copier.copy(target + start, source + start, end - start, stream)
             self._last = done if end == nbytes else self._ends[self._turn]
             self._last.record(stream)
-            self._turn = 1 - self._turn
+        self._copies = done.place = self._copies + 1
 
     def delay(self, cycles: int) -> None:
-        """Have the next piece, and so every later one, begin that many GPU cycles later."""
+        """Have the next copy, and so every later one, begin that many GPU cycles later."""
         with torch.cuda.stream(self._streams[self._turn]):
             torch.cuda._sleep(cycles)
+        self._last = self._ends[self._turn]
+        self._last.record(self._handles[self._turn])
 
     def synchronize(self) -> None:
         """Wait on the host until every piece is done."""
@@ -125,12 +135,13 @@ class CudaTransfers:
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
         self._device = device
         self._index = torch.cuda.current_stream(device).device_index
-        self.begin_pass()
         self._is_back_to_back = self._is_ordered = False
         """Inside `back_to_back`; and whether the lane waits already for what the training stream holds."""
         self._out = Lane(device, piece_bytes, Copier(to_gpu=False))
         self._in = Lane(device, piece_bytes, Copier(to_gpu=True))
-        self._here = Event()
+        self.begin_pass()
+        self._here = Event(), Event()
+        """Recorded anew for each wait: on the training stream, or on a reader's and on that."""
         self.waits = WaitMeter()
         self._done: dict[Slab, tuple[Event, Event]] = {}
         self._memory: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -146,6 +157,7 @@ class CudaTransfers:
         self._compute = torch.cuda.current_stream(self._device)
         self._handle = self._compute.cuda_stream
         self._alone = (self._handle,)
+        self._out.awaited = self._in.awaited = 0  # it may be another stream now
 
     def on_compute_stream(self) -> AbstractContextManager[object]:
         """See `Transfers.on_compute_stream`."""
@@ -161,13 +173,13 @@ class CudaTransfers:
     @contextmanager
     def _ordered(self, current: int, compute: int) -> Iterator[None]:
         # Race: a reader's side stream may have work queued that writes the states.
-        self._here.record(current)
-        self._here.hold(compute)
+        self._here[0].record(current)
+        self._here[0].hold(compute)
         with torch.cuda.stream(self._compute):
             yield
         # Race: the reader would see masters that are not unpacked yet.
-        self._here.record(compute)
-        self._here.hold(current)
+        self._here[0].record(compute)
+        self._here[0].hold(current)
 
     def back_to_back(self) -> AbstractContextManager[object]:
         """See `Transfers.back_to_back`."""
@@ -185,15 +197,14 @@ class CudaTransfers:
 
     def copy_out(self, slab: Slab, written: bool = True) -> None:
         """See `Transfers.copy_out`."""
+        after: tuple[Event, ...] = ()
         if written or not self._is_ordered:
-            for stream in self._streams():
-                # Race: optimizer.step() or the adoption, queued on the stream, still writes the states.
-                self._here.record(stream)
-                self._out.wait(self._here)
+            # Race: optimizer.step() or the adoption, queued on the streams, still writes the states.
+            after = self._now(self._streams())
             self._is_ordered = self._is_back_to_back
         moving = slab.moving
         self._memory[slab.host_address] = moving, slab.host.tensor
-        self._out.copy(slab.host_address, moving.data_ptr(), moving.numel(), self._events(slab)[0])
+        self._out.copy(slab.host_address, moving.data_ptr(), moving.numel(), self._events(slab)[0], after)
 
     def release(self, slab: Slab) -> None:
         """See `Transfers.release`.
@@ -204,7 +215,7 @@ class CudaTransfers:
         self._is_ordered = False
         for stream in self._streams():
             # Race: forward's activations would be written into the memory while the copy out still reads it.
-            self._hold(self._events(slab)[0], stream)
+            self._hold(self._out, self._events(slab)[0], stream)
         self._memory[slab.host_address] = (slab.host.tensor,)
         slab.free()
 
@@ -212,22 +223,22 @@ class CudaTransfers:
         """See `Transfers.copy_in`."""
         with self.on_compute_stream():  # whose memory it is: a reader's side stream would get the block back from it
             slab.allocate()
+        after: tuple[Event, ...] = ()
         if not self._is_ordered:
             # Race: the allocator handed out memory whose last user may still run on the stream. And the copy out may
             # still be writing the host buffer that this copy reads: the stream has waited for it since the release.
-            self._here.record(self._handle)
-            self._in.wait(self._here)
+            after = self._now(self._alone)
             self._is_ordered = self._is_back_to_back
         moving = slab.moving
         self._memory[slab.host_address] = moving, slab.host.tensor
-        self._in.copy(moving.data_ptr(), slab.host_address, moving.numel(), self._events(slab)[1])
+        self._in.copy(moving.data_ptr(), slab.host_address, moving.numel(), self._events(slab)[1], after)
 
     def wait_in(self, slab: Slab) -> None:
         """See `Transfers.wait_in`."""
         self._is_ordered = False
         for stream in self._streams():
             # Race: optimizer.step(), a save or a second offload would use states that have not all landed.
-            self._hold(self._events(slab)[1], stream)
+            self._hold(self._in, self._events(slab)[1], stream)
 
     def finish_out(self) -> None:
         """See `Transfers.finish_out`."""
@@ -250,14 +261,25 @@ class CudaTransfers:
         self._is_ordered = False
         for stream in self._streams():
             # Race: GPU memory that is let go of while a copy out, given up since, still reads it.
-            self._hold(self._events(slab)[0], stream)
+            self._hold(self._out, self._events(slab)[0], stream)
         self._memory[slab.host_address] = (slab.host.tensor,)
 
-    def _hold(self, copied: Event, stream: int) -> None:
-        if self.waits.is_timing and stream == self._handle:
-            self.waits.around(lambda: copied.hold(stream), self._compute)
-        else:
+    def _hold(self, lane: Lane, copied: Event, stream: int) -> None:
+        if stream != self._handle:
             copied.hold(stream)
+        elif copied.place > lane.awaited:
+            if self.waits.is_timing:
+                self.waits.around(lambda: copied.hold(stream), self._compute)
+            else:
+                copied.hold(stream)
+            lane.awaited = copied.place
+
+    def _now(self, streams: tuple[int, ...]) -> tuple[Event, ...]:
+        """Return events that happen when what the streams hold now is over."""
+        here = self._here[: len(streams)]
+        for event, stream in zip(here, streams, strict=True):
+            event.record(stream)
+        return here
 
     def _streams(self) -> tuple[int, ...]:
         """Return the current stream and the training stream; the same, but for a reader on a side stream.

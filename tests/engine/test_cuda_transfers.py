@@ -20,6 +20,8 @@ from bridge_fgo.engine.schedule import Schedule
 
 
 class Event:
+    place = 0
+
     def __init__(self):
         self.held = []
 
@@ -114,14 +116,70 @@ def test_memory_of_states_that_were_replaced_goes_at_once(mocked):
     assert gpu() is None
 
 
-def test_pieces_cover_the_slab_and_go_to_two_streams_in_turn(mocked):
+def test_streams_take_turns_after_at_most_a_piece_however_it_is_cut(mocked):
     handles = []
-    copier = mock.Mock(copy=lambda target, source, nbytes, stream: handles.append(stream))
+    copier = mock.Mock(copy=lambda target, source, nbytes, stream: handles.append((stream, nbytes)))
     lane = transfers.Lane(torch.device("cpu"), 100, copier)
-    lane._handles = (1, 2)
-    lane.copy(0, 0, 250, Event())
-    lane.copy(0, 0, 50, Event())
-    assert handles == [1, 2, 1, 2]
+    lane._handles = ("a", "b")
+    for nbytes in (250, 50, 30, 20, 1, 100):
+        lane.copy(0, 0, nbytes, Event())
+    assert handles == [("a", 100), ("b", 100), ("a", 50), ("a", 50), ("b", 30), ("b", 20), ("b", 1), ("a", 100)]
+
+
+def test_a_stream_whose_turn_it_is_waits_for_the_other_and_then_for_what_a_copy_comes_after(mocked):
+    order = []
+
+    class Named(Event):
+        def __init__(self, name="end"):
+            self.name = name
+
+        def record(self, stream):
+            order.append(("record", self.name, stream))
+
+        def hold(self, stream):
+            order.append(("hold", self.name, stream))
+
+    copier = mock.Mock(copy=lambda target, source, nbytes, stream: order.append(("copy", nbytes, stream)))
+    lane = transfers.Lane(torch.device("cpu"), 100, copier)
+    lane._handles, lane._ends = ("a", "b"), (Named(), Named())
+    lane.copy(0, 0, 60, Named("first"))
+    assert order == [("copy", 60, "a"), ("record", "first", "a")]
+    order.clear()
+    lane.copy(0, 0, 130, Named("second"), (Named("update"),))
+    assert order == [
+        ("hold", "first", "b"),
+        ("hold", "update", "b"),
+        ("copy", 100, "b"),
+        ("record", "end", "b"),
+        ("hold", "end", "a"),
+        ("copy", 30, "a"),
+        ("record", "second", "a"),
+    ]
+
+
+def test_what_delays_a_copy_delays_it_also_on_the_other_stream(mocked, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextmanager(lambda: (yield))())
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    lane = transfers.Lane(torch.device("cpu"), 100, mock.Mock())
+    lane._handles = ("a", "b")
+    lane.copy(0, 0, 100, Event())
+    lane.delay(1000)
+    lane.copy(0, 0, 100, Event())
+    assert lane._ends[0].held == ["b"]
+
+
+def test_the_training_stream_waits_once_for_copies_that_end_one_after_another(mocked):
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
+    slabs = [slab_at(i, i, 8) for i in range(3)]
+    landed = [moves._events(slab)[1] for slab in slabs]
+    for slab in slabs:
+        moves.copy_in(slab)
+    for slab in (slabs[1], slabs[0], slabs[2]):
+        moves.wait_in(slab)
+    assert [event.held for event in landed] == [[], [0], [0]]
+    moves.begin_pass()  # it may be another stream now
+    moves.wait_in(slabs[0])
+    assert landed[0].held == [0]
 
 
 def test_a_copy_is_cut_into_pieces_without_a_gap(mocked):
@@ -152,11 +210,13 @@ def test_only_the_training_streams_waits_for_copies_are_timed(mocked, monkeypatc
     moves.release(slab)
     assert not timed  # nothing is, before a step says so
     moves.waits.begin()
+    moves.copy_out(slab)
     moves.release(slab)
     moves.copy_in(slab)
     moves.wait_in(slab)
     assert timed == [moves._compute] * 2
     assert [event.held.count(Stream.cuda_stream) for event in moves._events(slab)] == [2, 1]
+    moves.copy_in(slab)
     monkeypatch.setattr(transfers, "current_stream", lambda index: 7)
     moves.wait_in(slab)
     assert timed == [moves._compute] * 3  # and not that of the reader
@@ -180,6 +240,7 @@ def test_memory_is_the_training_streams_also_where_a_side_stream_asks_for_it(moc
     slab.allocate = lambda: taken.append(stream[0])
     moves.copy_in(slab)
     assert taken == [Stream.cuda_stream]
+    moves.copy_out(slab)
     gone = moves._events(slab)[0]
     gone.held.clear()
     moves.release(slab)
@@ -196,7 +257,7 @@ class CountingEvent(Event):
 @pytest.mark.parametrize("way", ["out", "in"])
 def test_copies_back_to_back_are_ordered_once_unless_something_is_enqueued_between(mocked, monkeypatch, way):
     moves = transfers.CudaTransfers(torch.device("cpu"), 1000)
-    moves._here = CountingEvent()
+    moves._here = CountingEvent(), CountingEvent()
     slabs = [slab_at(0, 0, 8) for _ in range(2)]
 
     def copy(slab, written=False):
@@ -231,7 +292,7 @@ def test_what_is_computed_for_a_reader_on_a_side_stream_runs_on_the_training_str
             order.append(("hold", stream))
 
     moves = transfers.CudaTransfers(torch.device("cpu"), 100)
-    moves._here = Ordering()
+    moves._here = Ordering(), Ordering()
     monkeypatch.setattr(transfers, "current_stream", lambda index: 7)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextmanager(lambda: (yield order.append("inside")))())
     with moves.computing():
@@ -241,12 +302,10 @@ def test_what_is_computed_for_a_reader_on_a_side_stream_runs_on_the_training_str
 
 def test_a_copy_in_waits_for_the_memory_it_was_given(mocked, monkeypatch):
     moves = transfers.CudaTransfers(torch.device("cpu"), 100)
-    moves._here = CountingEvent()
-    held = []
-    monkeypatch.setattr(moves._in, "wait", held.append)
+    moves._here = CountingEvent(), CountingEvent()
     before = CountingEvent.recorded
     moves.copy_in(slab_at(0, 0, 8))
-    assert CountingEvent.recorded == before + 1 and held == [moves._here]
+    assert CountingEvent.recorded == before + 1 and moves._here[0].held == [moves._in._handles[0]]
 
 
 def test_an_offload_given_up_keeps_what_it_copies_until_it_is_copied(mocked):

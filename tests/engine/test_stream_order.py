@@ -147,9 +147,10 @@ def without_order_before_copies_in(patch):
     patch.setattr(CudaTransfers, "copy_in", with_lane_that_waits_for_nothing("_in", CudaTransfers.copy_in))
 
 
-def with_lane_that_waits_for_nothing(lane, move):
+def with_lane_that_waits_for_nothing(name, move):
     def moves(transfers, *args):
-        getattr(transfers, lane).wait = lambda event: None
+        lane = getattr(transfers, name)
+        lane.copy = lambda *of_copy: Lane.copy(lane, *of_copy[:4])  # but the events to come after
         move(transfers, *args)
 
     return moves
@@ -173,6 +174,25 @@ def without_order_of_the_pieces(patch):
     def copies(lane, *args):
         lane._last = Nothing()
         copy(lane, *args)
+
+    patch.setattr(Lane, "copy", copies)
+
+
+def with_a_readers_wait_that_counts_as_the_training_streams(patch):
+    def hold(transfers, lane, copied, stream):
+        if copied.place > lane.awaited:
+            copied.hold(stream)
+            lane.awaited = copied.place
+
+    patch.setattr(CudaTransfers, "_hold", hold)
+
+
+def with_a_copy_that_counts_as_one_before(patch):
+    copy = Lane.copy
+
+    def copies(lane, target, source, nbytes, done, after):
+        copy(lane, target, source, nbytes, done, after)
+        done.place -= 1
 
     patch.setattr(Lane, "copy", copies)
 
@@ -206,6 +226,8 @@ def with_a_save_that_reads_at_once(patch):
         without_wait_for_what_left,
         without_wait_for_a_copy_that_was_given_up,
         without_order_of_the_pieces,
+        with_a_readers_wait_that_counts_as_the_training_streams,
+        with_a_copy_that_counts_as_one_before,
         with_an_order_that_outlives_its_block,
         with_what_was_written_not_ordered,
         with_a_readers_stream_alone,
