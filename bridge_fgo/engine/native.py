@@ -26,6 +26,9 @@ from bridge_fgo.engine.states import Bundle, bundles, home_device
 MARGIN_PARTS = 4
 """The least margin of the schedule, in parts; see `HoldPlanner.margin_bytes`."""
 
+MARGIN_OF_STATES = 16
+"""It is no more than a 16th of the states: of few bytes a part is a large share."""
+
 
 class NativeOffloader:
     """See `bridge_fgo.engine.offloader.Offloader`.
@@ -91,7 +94,8 @@ class NativeOffloader:
     def _make_parts(self, chosen: list[Bundle]) -> list[StepPart]:
         target = part_bytes(chosen, self._config)
         planner = self._schedule.planner
-        planner.margin_bytes = max(MARGIN_PARTS * target, planner.margin_bytes)
+        margin = min(MARGIN_PARTS * target, self.planned_bytes // MARGIN_OF_STATES)
+        planner.margin_bytes = max(margin, planner.margin_bytes)
         parts = []
         for part in lay_out(chosen, target, self._remainders):
             slabs = []

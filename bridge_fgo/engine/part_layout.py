@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,12 +11,10 @@ from bridge_fgo.engine.plan import SlabLayout, pack, select
 from bridge_fgo.engine.remainders import MasterRemainders, SlabRemainders
 from bridge_fgo.engine.states import Bundle, StateRef
 
-LEAST_PARTS = 64
-"""Parts that the states of an optimizer make at least, where its tensors are small enough: the pipeline fills and
-drains in the time of one part, and two parts are what the optimizer step holds at least."""
-
-LEAST_PART_BYTES = MIB
-"""Parts are no smaller than this for the sake of `LEAST_PARTS`."""
+BYTES_WHILE_ENQUEUING = 8 * MIB
+"""What the link moves while the host enqueues one part's moves and update: some 150 microseconds on an H200, whose link
+has 55 GB/s. The pipeline fills and drains in the time that one part takes on the link, so what parts cost in all is
+least where a part is the geometric mean of this and of the states."""
 
 TOGETHER_BYTES = 128 * MIB
 """Up to this size the states of one kind of a part are one slab, also where its only tensor is larger than a part
@@ -74,7 +73,8 @@ def offloaded_bundles(everything: Sequence[Bundle], config: OffloadConfig) -> li
 
 def part_bytes(chosen: Sequence[Bundle], config: OffloadConfig) -> int:
     """Return the bytes that a part of one optimizer aims for at most."""
-    return min(config.slab_bytes, max(LEAST_PART_BYTES, sum(bundle.nbytes for bundle in chosen) // LEAST_PARTS))
+    states = sum(bundle.nbytes for bundle in chosen)
+    return min(config.slab_bytes, math.isqrt(states * BYTES_WHILE_ENQUEUING))
 
 
 def lay_out(chosen: Sequence[Bundle], target: int, remainders: MasterRemainders) -> list[PartLayout]:

@@ -10,8 +10,8 @@ from bridge_fgo.engine.remainders import MasterRemainders
 from bridge_fgo.engine.states import Bundle, StateRef, bundles
 
 
-@pytest.mark.parametrize(("mib", "expected"), [(1, 1), (640, 10), (64 * 512, 256)])
-def test_states_make_64_parts_of_at_least_a_mebibyte_and_at_most_a_slab(mib, expected):
+@pytest.mark.parametrize(("mib", "expected"), [(8, 8), (800, 80), (20_000, 400), (200_000, 1024)])
+def test_a_part_is_the_mean_of_the_states_and_of_what_the_link_moves_meanwhile_and_at_most_a_slab(mib, expected):
     param = torch.empty(mib * MIB // 4, device="meta")
     bundle = Bundle(param, [StateRef("master", param, None, torch.optim.AdamW([param]), torch.float32)])
     assert part_bytes([bundle], OffloadConfig()) == expected * MIB
