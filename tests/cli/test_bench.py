@@ -36,7 +36,10 @@ def arm(name, seconds, peak, released=0, digest="a"):
         "peak_allocated_bytes": peak,
         "peak_reserved_bytes": peak + GB,
         "phase_seconds": {"forward": 0.05, "first_forward": 0.05, "backward": 0.1, "rest": 0.12},
-        "phase_seconds_of_ranks": [{"rest": 0.12}, {"rest": 0.18}],
+        "phase_seconds_of_ranks": [
+            {"forward": 0.05, "first_forward": 0.05, "backward": 0.1, "rest": 0.12},
+            {"forward": 0.04, "first_forward": 0.05, "backward": 0.1, "rest": 0.18},
+        ],
     }
     return run
 
@@ -76,11 +79,14 @@ def test_the_row_of_an_arm_counts_from_the_seventh_step_on(tmp_path):
 
 def test_e_of_copies_leaves_out_how_fast_the_host_launched_the_other_forwards():
     resident, mine = [arm("resident", RESIDENT, 40 * GB)], [arm("native", OFFLOADED, 30 * GB, 10 * GB)]
-    mine[0].result["phase_seconds"] = {"forward": 0.09, "first_forward": 0.11, "backward": 0.1, "rest": 0.2}
+    # The first rank waits for the other, whose host launches slowly.
+    waiting = {"forward": 0.05, "first_forward": 0.06, "backward": 0.1, "rest": 0.4}
+    slow = {"forward": 0.09, "first_forward": 0.11, "backward": 0.1, "rest": 0.2}
+    mine[0].result["phase_seconds_of_ranks"] = [waiting, slow]
     row = figures.make_row(resident, mine, LINK, None, True)
     assert row.e_of_copies == pytest.approx((0.02 + 0.2 - 0.12) * 50 / 10)
     assert figures.make_row(resident, resident, LINK, None, True).e_of_copies is None
-    mine[0].result["phase_seconds"]["rest"] = None  # of a pipeline
+    slow["rest"] = None  # of a pipeline
     assert figures.make_row(resident, mine, LINK, None, True).e_of_copies is None
 
 

@@ -28,7 +28,8 @@ class Row:
     """The least E that this step and this link allow for the bytes that were copied."""
     e_of_copies: float | None = None
     """E with forwards as long as the resident arm's: from what the first one took beyond the others, and from ``rest``.
-    What else differs is how fast the host launched kernels; a busy one does so up to twice as slowly, and unevenly."""
+    What else differs is how fast the host launched kernels; a busy one does so up to twice as slowly, and unevenly: of
+    several ranks, of the one that waits least for others."""
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     saved_allocated: float
@@ -83,9 +84,18 @@ def rest_of_ranks(runs: list[ArmRun]) -> tuple[float, ...]:
 
 
 def beside_copies(runs: list[ArmRun]) -> float | None:
-    """Returns how long the phases of a step are in which copies run, less one forward, in seconds."""
-    first, other, rest = (phase(runs, name) for name in ("first_forward", "forward", "rest"))
-    return None if first is None or other is None or rest is None else first - other + rest
+    """Returns how long the phases of a step are in which copies run, less one forward, in seconds.
+
+    Of the rank for which that is shortest: in these phases the others wait for the slowest's gradients and weights.
+    """
+    of_runs: list[float] = []
+    for run in runs:
+        names = ("first_forward", "forward", "rest")
+        of_ranks = [[phases.get(name) for name in names] for phases in run.result["phase_seconds_of_ranks"]]
+        if any(None in times for times in of_ranks):  # of a pipeline
+            return None
+        of_runs.append(min(first - other + rest for first, other, rest in of_ranks))
+    return statistics.median(of_runs)
 
 
 def share(seconds: list[float], of: float) -> float | None:
