@@ -50,9 +50,9 @@ class OffloadConfig:
 
     slab_bytes: int = 1024 * MIB
     """Size in bytes that the states updated in one go aim for at most; where it is less, the geometric mean of the
-    optimizer's state and 8 MiB, which costs the least time (0.4 of 20 GB). Each such part has a slab for its masters
-    and one for its moments: one GPU allocation and one host buffer each. A tensor is never split, so a tensor that is
-    larger makes a larger slab."""
+    optimizer's state and 8 MiB, which costs the least time (0.4 of 20 GB), or a 16th of the state. Each such part has a
+    slab for its masters and one for its moments: one GPU allocation and one host buffer each. A tensor is never split,
+    so a tensor that is larger makes a larger slab."""
 
     piece_bytes: int = 64 * MIB
     """Largest single copy between host and GPU, in bytes: a copy of the training loop's own waits for one. On an

@@ -24,7 +24,7 @@ def meter(monkeypatch):
     monkeypatch.setattr(FakeClock, "measure", nullcontext, raising=False)
     monkeypatch.setattr(session, "PeakMeter", FakeMeter)
     monkeypatch.setattr(figures, "StepClock", FakeClock)
-    monkeypatch.setattr(native, "MARGIN_PARTS", 0)  # four parts of the least size are more than all states here
+    monkeypatch.setattr(native, "MARGIN_PARTS", 0)
     monkeypatch.setattr(planner, "MARGIN_SHARE", 0)
     for name in ("activation", "step", "forward_points"):
         monkeypatch.setattr(FakeMeter, name, getattr(FakeMeter, name))

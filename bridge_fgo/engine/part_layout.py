@@ -16,6 +16,11 @@ BYTES_WHILE_ENQUEUING = 8 * MIB
 has 55 GB/s. The pipeline fills and drains in the time that one part takes on the link, so what parts cost in all is
 least where a part is the geometric mean of this and of the states."""
 
+LEAST_PARTS = 16
+"""Parts that the states of an optimizer make at least, where its tensors are small enough: two parts are what the
+optimizer step holds at least, and the pipeline should not fill and drain for a larger share of it (states below 2 GiB).
+"""
+
 TOGETHER_BYTES = 128 * MIB
 """Up to this size the states of one kind of a part are one slab, also where its only tensor is larger than a part
 should be: they come and go together, and each slab costs the host some 40 microseconds a step. It is 2.4 ms of an
@@ -74,7 +79,7 @@ def offloaded_bundles(everything: Sequence[Bundle], config: OffloadConfig) -> li
 def part_bytes(chosen: Sequence[Bundle], config: OffloadConfig) -> int:
     """Return the bytes that a part of one optimizer aims for at most."""
     states = sum(bundle.nbytes for bundle in chosen)
-    return min(config.slab_bytes, math.isqrt(states * BYTES_WHILE_ENQUEUING))
+    return min(config.slab_bytes, states // LEAST_PARTS, math.isqrt(states * BYTES_WHILE_ENQUEUING))
 
 
 def lay_out(chosen: Sequence[Bundle], target: int, remainders: MasterRemainders) -> list[PartLayout]:

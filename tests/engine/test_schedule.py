@@ -9,9 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from bridge_fgo.engine import planner
+from bridge_fgo.engine import native, planner
+from bridge_fgo.engine.part_layout import part_bytes
 from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.slab import Ledger
+from bridge_fgo.engine.states import bundles
 from bridge_fgo.engine.waits import IN_A_ROW, MOST_TIMED, MOST_UNPLANNED, PACKING_SECONDS_A_BYTE
 
 
@@ -151,6 +153,15 @@ def test_held_slabs_leave_a_margin_for_holes_that_grows_with_the_activations(mon
     assert any(training.held[1:-1])
     in_use = [held + WHOLE // 2 * SHAPE[i] for i, held in enumerate(training.held)]
     assert all(training.held[i] == 0 or in_use[i] <= activations - margin for i in range(len(in_use)))
+
+
+@pytest.mark.parametrize(("while_enqueuing", "part", "margin"), [(1, 284, 4 * 284), (200, 4029, WHOLE // 16)])
+def test_the_least_margin_is_four_parts_and_at_most_a_16th_of_the_states(monkeypatch, while_enqueuing, part, margin):
+    monkeypatch.setattr("bridge_fgo.engine.part_layout.BYTES_WHILE_ENQUEUING", while_enqueuing)
+    monkeypatch.setattr(native, "MARGIN_PARTS", 4)
+    offloader = Training(layer=WHOLE).offloaders[0]
+    assert part_bytes(bundles(offloader._optimizer), offloader._config) == part
+    assert offloader._schedule.planner.margin_bytes == margin
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
