@@ -21,6 +21,9 @@ LEAST_PARTS = 16
 optimizer step holds at least, and the pipeline should not fill and drain for a larger share of it (states below 2 GiB).
 """
 
+LEAST_PART_BYTES = MIB
+"""Parts are no smaller than this for the sake of the pipeline."""
+
 TOGETHER_BYTES = 128 * MIB
 """Up to this size the states of one kind of a part are one slab, also where its only tensor is larger than a part
 should be: they come and go together, and each slab costs the host some 40 microseconds a step. It is 2.4 ms of an
@@ -79,7 +82,8 @@ def offloaded_bundles(everything: Sequence[Bundle], config: OffloadConfig) -> li
 def part_bytes(chosen: Sequence[Bundle], config: OffloadConfig) -> int:
     """Return the bytes that a part of one optimizer aims for at most."""
     states = sum(bundle.nbytes for bundle in chosen)
-    return min(config.slab_bytes, states // LEAST_PARTS, math.isqrt(states * BYTES_WHILE_ENQUEUING))
+    best = min(states // LEAST_PARTS, math.isqrt(states * BYTES_WHILE_ENQUEUING))
+    return min(config.slab_bytes, max(LEAST_PART_BYTES, best))
 
 
 def lay_out(chosen: Sequence[Bundle], target: int, remainders: MasterRemainders) -> list[PartLayout]:

@@ -31,6 +31,7 @@ def small_parts():
     """Parts of a few kilobytes, and the activations that a test says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bridge_fgo.engine.part_layout.BYTES_WHILE_ENQUEUING", 200)
+        patch.setattr("bridge_fgo.engine.part_layout.LEAST_PART_BYTES", 4096)
         patch.setattr(estimate, "activation_bytes", lambda job, stage: job.config.activations)
         yield
 

@@ -18,6 +18,7 @@ WHOLE = 12 * sum(SIZES)
 def use_small_parts(monkeypatch):
     """Has parts of a few kilobytes, and no margin."""
     monkeypatch.setattr("bridge_fgo.engine.part_layout.BYTES_WHILE_ENQUEUING", 200)
+    monkeypatch.setattr("bridge_fgo.engine.part_layout.LEAST_PART_BYTES", 4096)
     monkeypatch.setattr("bridge_fgo.engine.native.MARGIN_PARTS", 0)
     monkeypatch.setattr("bridge_fgo.engine.planner.MARGIN_SHARE", 0)
 

@@ -67,6 +67,7 @@ def test_bits_are_those_of_a_resident_run():
 def test_any_order_of_the_verbs_leaves_bits_right_with_late_copies_and_poison(machine, monkeypatch):
     monkeypatch.setenv(VARIABLE, "7")
     monkeypatch.setattr("bridge_fgo.engine.part_layout.BYTES_WHILE_ENQUEUING", 200)
+    monkeypatch.setattr("bridge_fgo.engine.part_layout.LEAST_PART_BYTES", 4096)
     monkeypatch.setattr("bridge_fgo.engine.native.MARGIN_PARTS", 0)
     monkeypatch.setattr("bridge_fgo.engine.planner.MARGIN_SHARE", 0)
     run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=20, deadline=None))

@@ -10,7 +10,7 @@ from bridge_fgo.engine.remainders import MasterRemainders
 from bridge_fgo.engine.states import Bundle, StateRef, bundles
 
 
-@pytest.mark.parametrize(("mib", "expected"), [(16, 1), (800, 50), (3200, 160), (20_000, 400), (200_000, 1024)])
+@pytest.mark.parametrize(("mib", "expected"), [(1, 1), (32, 2), (800, 50), (3200, 160), (20_000, 400), (200_000, 1024)])
 def test_a_part_is_the_mean_of_the_states_and_of_what_the_link_moves_meanwhile_and_at_most_a_slab(mib, expected):
     param = torch.empty(mib * MIB // 4, device="meta")
     bundle = Bundle(param, [StateRef("master", param, None, torch.optim.AdamW([param]), torch.float32)])

@@ -155,9 +155,10 @@ def test_held_slabs_leave_a_margin_for_holes_that_grows_with_the_activations(mon
     assert all(training.held[i] == 0 or in_use[i] <= activations - margin for i in range(len(in_use)))
 
 
-@pytest.mark.parametrize(("while_enqueuing", "part", "margin"), [(1, 284, 4 * 284), (200, 4029, WHOLE // 16)])
+@pytest.mark.parametrize(("while_enqueuing", "part", "margin"), [(1, 1024, 4 * 1024), (200, 4029, WHOLE // 16)])
 def test_the_least_margin_is_four_parts_and_at_most_a_16th_of_the_states(monkeypatch, while_enqueuing, part, margin):
     monkeypatch.setattr("bridge_fgo.engine.part_layout.BYTES_WHILE_ENQUEUING", while_enqueuing)
+    monkeypatch.setattr("bridge_fgo.engine.part_layout.LEAST_PART_BYTES", 1024)
     monkeypatch.setattr(native, "MARGIN_PARTS", 4)
     offloader = Training(layer=WHOLE).offloaders[0]
     assert part_bytes(bundles(offloader._optimizer), offloader._config) == part
