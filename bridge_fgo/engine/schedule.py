@@ -233,13 +233,14 @@ class Schedule:
     # Moves.
 
     def _release_down_to(self, limit: int) -> None:
-        going: list[TrackedSlab] = []
+        going: dict[TrackedSlab, None] = {}
         held = self.ledger.nbytes
         while held > limit and self._leaving:
             slab = self._leaving.popleft()
-            if slab.tracker.state is Residency.OFFLOADING:
+            # One whose offload was given up, and begun anew, is there twice.
+            if slab.tracker.state is Residency.OFFLOADING and slab not in going:
                 held -= slab.slab.gpu_bytes
-                going.append(slab)
+                going[slab] = None
         for slab in reversed(going):  # the last has left last: for those before it nothing need wait
             slab.tracker.release()
 

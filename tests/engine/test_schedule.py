@@ -479,3 +479,15 @@ def test_a_budget_that_holds_no_more_is_said_by_the_rank_that_it_concerns():
     for seed in range(3):
         training.step(seed)
     assert len(said) == 1 and "gpu_memory_budget_gib" in said[0] and "holds no more" in said[0]
+
+
+def test_what_was_written_in_mid_pass_leaves_with_the_rest(monkeypatch):
+    # Given up and begun anew, a slab that was on its way is in the line twice, and its bytes go once.
+    monkeypatch.setattr("fake_training.SIZES", [1000] * 20)
+    training = Training(layer=0, optimizers=2, master_remainders=True)
+    for offloader in training.offloaders:
+        offloader.offload()
+    for offloader in training.offloaders:
+        offloader.require_writable()
+    training.schedule.release()
+    assert training.schedule.ledger.nbytes == 0
