@@ -94,6 +94,8 @@ class Lane:
         self._run = 0
         """Bytes of the copies that the stream whose turn it is has got one after another."""
         self._last = self._ends[0]
+        self._is_open = False
+        """Whether that stream has got something since `_last`: an error may have come between a copy and its event."""
         self._copies = 0
         self.awaited = 0
         """Place of the latest copy that the training stream waits for: and so for all before."""
@@ -101,27 +103,35 @@ class Lane:
     def copy(self, target: int, source: int, nbytes: int, done: Event, after: Iterable[Event] = ()) -> None:
         """Enqueue the copy of `nbytes` between two addresses, after some events, and record `done` after it."""
         for start, end in pieces(nbytes, self._piece_bytes):
+            if self._run + end - start > self._piece_bytes:
+                self._take_turns()
             self._run += end - start
-            if self._run > self._piece_bytes:
-                self._run = end - start
-                self._turn = 1 - self._turn
-                # Race: the copies of a lane are one sequence; whoever waits for the last has waited for all.
-                self._last.hold(self._handles[self._turn])
             stream = self._handles[self._turn]
             for event in after:
                 event.hold(stream)
             after = ()
+            self._is_open = True
             self._copier.copy(target + start, source + start, end - start, stream)
-            self._last = done if end == nbytes else self._ends[self._turn]
-            self._last.record(stream)
+            ended = done if end == nbytes else self._ends[self._turn]
+            ended.record(stream)
+            self._last, self._is_open = ended, False
         self._copies = done.place = self._copies + 1
 
     def delay(self, cycles: int) -> None:
         """Have the next copy, and so every later one, begin that many GPU cycles later."""
         with torch.cuda.stream(self._streams[self._turn]):
             torch.cuda._sleep(cycles)
-        self._last = self._ends[self._turn]
-        self._last.record(self._handles[self._turn])
+        self._is_open = True
+
+    def _take_turns(self) -> None:
+        if self._is_open:
+            ended = self._ends[self._turn]
+            ended.record(self._handles[self._turn])
+            self._last, self._is_open = ended, False
+        turn = 1 - self._turn
+        # Race: the copies of a lane are one sequence; whoever waits for the last has waited for all.
+        self._last.hold(self._handles[turn])
+        self._turn, self._run = turn, 0
 
     def synchronize(self) -> None:
         """Wait on the host until every piece is done."""
@@ -134,14 +144,15 @@ class CudaTransfers:
 
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
         self._device = device
-        self._index = torch.cuda.current_stream(device).device_index
+        self._compute = torch.cuda.current_stream(device)
+        self._index = self._compute.device_index
         self._is_back_to_back = self._is_ordered = False
         """Inside `back_to_back`; and whether the lane waits already for what the training stream holds."""
         self._out = Lane(device, piece_bytes, Copier(to_gpu=False))
         self._in = Lane(device, piece_bytes, Copier(to_gpu=True))
-        self.begin_pass()
         self._here = Event(), Event()
         """Recorded anew for each wait: on the training stream, or on a reader's and on that."""
+        self.begin_pass()
         self.waits = WaitMeter()
         self._done: dict[Slab, tuple[Event, Event]] = {}
         self._memory: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -154,8 +165,12 @@ class CudaTransfers:
 
     def begin_pass(self) -> None:
         """See `Transfers.begin_pass`."""
-        self._compute = torch.cuda.current_stream(self._device)
+        before, self._compute = self._compute, torch.cuda.current_stream(self._device)
         self._handle = self._compute.cuda_stream
+        if before.cuda_stream != self._handle:
+            # Race: what only the stream before has waited for (a copy out between steps) may still be under way.
+            self._here[0].record(before.cuda_stream)
+            self._here[0].hold(self._handle)
         self._alone = (self._handle,)
         self._out.awaited = self._in.awaited = 0  # it may be another stream now
 

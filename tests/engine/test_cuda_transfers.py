@@ -126,35 +126,77 @@ def test_streams_take_turns_after_at_most_a_piece_however_it_is_cut(mocked):
     assert handles == [("a", 100), ("b", 100), ("a", 50), ("a", 50), ("b", 30), ("b", 20), ("b", 1), ("a", 100)]
 
 
+class LoggingLane(transfers.Lane):
+    """A lane of pieces of 100 bytes on streams "a" and "b", whose calls are in `log`; the next of a kind may fail."""
+
+    def __init__(self):
+        self.log, self.fails = [], None
+        copier = mock.Mock(copy=lambda target, source, nbytes, stream: self.call("copy", nbytes, stream))
+        super().__init__(torch.device("cpu"), 100, copier)
+        self._handles, self._ends = ("a", "b"), (self.event("end of a"), self.event("end of b"))
+
+    def call(self, kind, *rest):
+        if self.fails == kind:
+            self.fails = None
+            raise RuntimeError
+        self.log.append((kind, *rest))
+
+    def event(self, name):
+        return mock.Mock(
+            place=0,
+            record=lambda stream: self.call("record", name, stream),
+            hold=lambda stream: self.call("hold", name, stream),
+        )
+
+
 def test_a_stream_whose_turn_it_is_waits_for_the_other_and_then_for_what_a_copy_comes_after(mocked):
-    order = []
-
-    class Named(Event):
-        def __init__(self, name="end"):
-            self.name = name
-
-        def record(self, stream):
-            order.append(("record", self.name, stream))
-
-        def hold(self, stream):
-            order.append(("hold", self.name, stream))
-
-    copier = mock.Mock(copy=lambda target, source, nbytes, stream: order.append(("copy", nbytes, stream)))
-    lane = transfers.Lane(torch.device("cpu"), 100, copier)
-    lane._handles, lane._ends = ("a", "b"), (Named(), Named())
-    lane.copy(0, 0, 60, Named("first"))
-    assert order == [("copy", 60, "a"), ("record", "first", "a")]
-    order.clear()
-    lane.copy(0, 0, 130, Named("second"), (Named("update"),))
-    assert order == [
+    lane = LoggingLane()
+    lane.copy(0, 0, 60, lane.event("first"))
+    lane.copy(0, 0, 130, lane.event("second"), (lane.event("update"),))
+    assert lane.log == [
+        ("copy", 60, "a"),
+        ("record", "first", "a"),
         ("hold", "first", "b"),
         ("hold", "update", "b"),
         ("copy", 100, "b"),
-        ("record", "end", "b"),
-        ("hold", "end", "a"),
+        ("record", "end of b", "b"),
+        ("hold", "end of b", "a"),
         ("copy", 30, "a"),
         ("record", "second", "a"),
     ]
+
+
+def test_a_lane_stays_one_sequence_where_the_driver_refuses_to_wait(mocked):
+    lane = LoggingLane()
+    lane.copy(0, 0, 60, lane.event("first"))
+    lane.fails = "hold"
+    with pytest.raises(RuntimeError):
+        lane.copy(0, 0, 80, lane.event("second"))
+    lane.copy(0, 0, 80, lane.event("second"))
+    assert lane.log[2:] == [("hold", "first", "b"), ("copy", 80, "b"), ("record", "second", "b")]
+
+
+@pytest.mark.parametrize("nbytes", [30, 80, 130])
+def test_a_lane_stays_one_sequence_where_the_driver_refuses_an_event(mocked, nbytes):
+    lane = LoggingLane()
+    lane.fails = "record"
+    with pytest.raises(RuntimeError):
+        lane.copy(0, 0, nbytes, lane.event("first"))
+    lane.copy(0, 0, 80, lane.event("second"))
+    left = min(nbytes, 100)
+    between = [] if left + 80 <= 100 else [("record", "end of a", "a"), ("hold", "end of a", "b")]
+    stream = "b" if between else "a"
+    assert lane.log == [("copy", left, "a"), *between, ("copy", 80, stream), ("record", "second", stream)]
+
+
+def test_a_pass_on_another_stream_waits_for_what_the_one_before_has_waited_for(mocked, monkeypatch):
+    # Else a copy in would read a host buffer that a copy out between the steps still writes.
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
+    other = mock.Mock(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: other)
+    assert moves._here[0].held == []
+    moves.begin_pass()
+    assert moves._here[0].held == [7]
 
 
 def test_what_delays_a_copy_delays_it_also_on_the_other_stream(mocked, monkeypatch):
