@@ -270,7 +270,7 @@ class Schedule:
         ]
         for remainders in {slab.slab.remainders.owner for slab in leaving if slab.slab.remainders is not None}:
             remainders.look_up()  # weights may have been let go of and taken again since the pass
-        with self.transfers.on_compute_stream():
+        with self.transfers.computing():
             for slab in leaving:
                 if slab.slab.exists():
                     slab.tracker.offload()  # where a reader between steps has had it brought back

@@ -93,9 +93,10 @@ class RandomTraining(Training):
 
     def between_steps(self):
         nothing, release = (lambda: None), self.schedule.release_everything
-        self.random.choice([nothing, nothing, release, self.read, self.overwrite, self.save])()
-        if self.random.random() < 0.1:
-            self.schedule.release_everything()
+        with self.somewhere():
+            self.random.choice([nothing, nothing, release, self.read, self.overwrite, self.save])()
+            if self.random.random() < 0.1:
+                release()
 
 
 @pytest.fixture
@@ -213,6 +214,10 @@ def with_a_readers_stream_alone(patch):
     patch.setattr(CudaTransfers, "_streams", lambda transfers: (torch.cuda.current_stream().cuda_stream,))
 
 
+def with_a_release_that_does_not_wait_for_who_asks_for_it(patch):
+    patch.setattr(CudaTransfers, "computing", CudaTransfers.on_compute_stream)
+
+
 def with_a_save_that_reads_at_once(patch):
     patch.setattr(CudaTransfers, "finish_out", lambda transfers: None)
 
@@ -231,6 +236,7 @@ def with_a_save_that_reads_at_once(patch):
         with_an_order_that_outlives_its_block,
         with_what_was_written_not_ordered,
         with_a_readers_stream_alone,
+        with_a_release_that_does_not_wait_for_who_asks_for_it,
         with_a_save_that_reads_at_once,
     ],
 )
