@@ -95,7 +95,8 @@ class Lane:
         """Bytes of the copies that the stream whose turn it is has got one after another."""
         self._last = self._ends[0]
         self._is_open = False
-        """Whether that stream has got something since `_last`: an error may have come between a copy and its event."""
+        """Whether that stream has got something since `_last`: a piece that is not its copy's last, or one whose event
+        an error has prevented."""
         self._copies = 0
         self.awaited = 0
         """Place of the latest copy that the training stream waits for: and so for all before."""
@@ -112,9 +113,7 @@ class Lane:
             after = ()
             self._is_open = True
             self._copier.copy(target + start, source + start, end - start, stream)
-            ended = done if end == nbytes else self._ends[self._turn]
-            ended.record(stream)
-            self._last, self._is_open = ended, False
+        self._end_with(done)
         self._copies = done.place = self._copies + 1
 
     def delay(self, cycles: int) -> None:
@@ -125,13 +124,15 @@ class Lane:
 
     def _take_turns(self) -> None:
         if self._is_open:
-            ended = self._ends[self._turn]
-            ended.record(self._handles[self._turn])
-            self._last, self._is_open = ended, False
+            self._end_with(self._ends[self._turn])
         turn = 1 - self._turn
         # Race: the copies of a lane are one sequence; whoever waits for the last has waited for all.
         self._last.hold(self._handles[turn])
         self._turn, self._run = turn, 0
+
+    def _end_with(self, event: Event) -> None:
+        event.record(self._handles[self._turn])
+        self._last, self._is_open = event, False
 
     def synchronize(self) -> None:
         """Wait on the host until every piece is done."""
@@ -169,8 +170,7 @@ class CudaTransfers:
         self._handle = self._compute.cuda_stream
         if before.cuda_stream != self._handle:
             # Race: what only the stream before has waited for (a copy out between steps) may still be under way.
-            self._here[0].record(before.cuda_stream)
-            self._here[0].hold(self._handle)
+            self._order(before.cuda_stream, self._handle)
         self._alone = (self._handle,)
         self._out.awaited = self._in.awaited = 0  # it may be another stream now
 
@@ -188,13 +188,16 @@ class CudaTransfers:
     @contextmanager
     def _ordered(self, current: int, compute: int) -> Iterator[None]:
         # Race: a reader's side stream may have work queued that writes the states.
-        self._here[0].record(current)
-        self._here[0].hold(compute)
+        self._order(current, compute)
         with torch.cuda.stream(self._compute):
             yield
         # Race: the reader would see masters that are not unpacked yet.
-        self._here[0].record(compute)
-        self._here[0].hold(current)
+        self._order(compute, current)
+
+    def _order(self, first: int, then: int) -> None:
+        """Have a stream wait for what another holds now."""
+        self._here[0].record(first)
+        self._here[0].hold(then)
 
     def back_to_back(self) -> AbstractContextManager[object]:
         """See `Transfers.back_to_back`."""

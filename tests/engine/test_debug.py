@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fake_optimizer import make_distributed_optimizer, state_bytes, step
+from fake_training import use_small_parts
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from test_native import AnyOrderOfVerbs
@@ -66,10 +67,7 @@ def test_bits_are_those_of_a_resident_run():
 @pytest.mark.parametrize("machine", [AnyOrderOfVerbs, AnyOrder])
 def test_any_order_of_the_verbs_leaves_bits_right_with_late_copies_and_poison(machine, monkeypatch):
     monkeypatch.setenv(VARIABLE, "7")
-    monkeypatch.setattr("bridge_fgo.engine.part_layout.BYTES_WHILE_ENQUEUING", 200)
-    monkeypatch.setattr("bridge_fgo.engine.part_layout.LEAST_PART_BYTES", 4096)
-    monkeypatch.setattr("bridge_fgo.engine.native.MARGIN_PARTS", 0)
-    monkeypatch.setattr("bridge_fgo.engine.planner.MARGIN_SHARE", 0)
+    use_small_parts(monkeypatch)
     run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=20, deadline=None))
 
 

@@ -88,9 +88,9 @@ def beside_copies(runs: list[ArmRun]) -> float | None:
 
     Of the rank for which that is shortest: in these phases the others wait for the slowest's gradients and weights.
     """
+    names = ("first_forward", "forward", "rest")
     of_runs: list[float] = []
     for run in runs:
-        names = ("first_forward", "forward", "rest")
         of_ranks = [[phases.get(name) for name in names] for phases in run.result["phase_seconds_of_ranks"]]
         if any(None in times for times in of_ranks):  # of a pipeline
             return None
