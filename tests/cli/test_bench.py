@@ -90,6 +90,21 @@ def test_e_of_copies_leaves_out_how_fast_the_host_launched_the_other_forwards():
     assert figures.make_row(resident, mine, LINK, None, True).e_of_copies is None
 
 
+def test_what_is_hidden_goes_by_the_phases_with_copies_where_they_are_known(tmp_path):
+    write_trace(tmp_path / "t.gz", [(0.0, 0.2), (0.35, 0.2)])
+    profile = trace.read_trace(tmp_path / "t.gz")
+    resident, mine = [arm("resident", RESIDENT, 40 * GB)], [arm("native", OFFLOADED, 30 * GB, 10 * GB)]
+    slow_launches = {"forward": 0.05, "first_forward": 0.07, "backward": 0.1, "rest": 0.25}
+    mine[0].result["phase_seconds_of_ranks"] = [slow_launches]
+    floor = figures.least_added(resident[0].result, mine[0].result, LINK)
+    assert floor is not None and floor < 0.15
+    row = figures.make_row(resident, mine, LINK, profile, True)
+    assert row.hidden == pytest.approx((0.4 - (0.02 + 0.25 - 0.12)) / (0.4 - floor))
+    slow_launches["rest"] = None  # of a pipeline: by the whole step
+    row = figures.make_row(resident, mine, LINK, profile, True)
+    assert row.hidden == pytest.approx((0.4 - 0.2) / (0.4 - floor))
+
+
 def test_another_digest_is_not_equal():
     resident = [arm("resident", RESIDENT, 40 * GB)]
     row = figures.make_row(resident, [arm("native", OFFLOADED, 30 * GB, 10 * GB, "b")], LINK, None, True)

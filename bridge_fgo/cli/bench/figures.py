@@ -52,7 +52,8 @@ class Row:
     rest_seconds_of_ranks: tuple[float, ...] = ()
     """The same of each rank: where they differ, so do their links or hosts, and the others wait for the slowest."""
     hidden: float | None = None
-    """Time in which copies ran and the step got no longer for it, over what the floor leaves to hide."""
+    """Time in which copies ran and the step got no longer for it (as ``e_of_copies`` has it, where that is known), over
+    what the floor leaves to hide."""
     overlaps_kernels: float | None = None
     """Share of the time in which copies ran that kernels ran too."""
     collector_seconds: float = 0.0
@@ -165,7 +166,8 @@ def make_row(
         if copies:
             row["overlaps_kernels"] = overlap(copies, trace.kernels) / length(copies)
             if floor is not None and length(copies) > floor:
-                row["hidden"] = (length(copies) - max(added, floor)) / (length(copies) - floor)
+                longer = added if by_copies is None else by_copies
+                row["hidden"] = (length(copies) - max(longer, floor)) / (length(copies) - floor)
     return Row(**row)
 
 
