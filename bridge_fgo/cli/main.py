@@ -38,6 +38,7 @@ class Preset(StrEnum):
     short = "short"
     long = "long"
     moe = "moe"
+    slabs = "slabs"
 
 
 class _RunsScriptsOutsideOfClick(TyperGroup):

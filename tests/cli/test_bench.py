@@ -139,14 +139,21 @@ def test_intervals_merge_and_intersect():
 
 
 def test_every_checkout_of_megatron_lm_is_an_arm_of_its_own():
-    found = presets.arms(["resident", "mcore"], ["/a", "/b"])
+    found = presets.arms(["resident", "mcore"], ["/a", "/b"], "short")
     assert [(one.name, one.python_path) for one in found] == [("resident", ""), ("mcore", "/a"), ("mcore1", "/b")]
 
 
 @pytest.mark.parametrize("names", [["native"], ["resident", "nativ"], [""]])
 def test_an_unknown_arm_or_a_missing_resident_one_is_refused(names):
     with pytest.raises(ValueError, match="resident first"):
-        presets.arms(names, [])
+        presets.arms(names, [], "short")
+
+
+def test_the_preset_of_many_slabs_sets_their_size_for_this_packages_engine_alone():
+    small = {one.name: "--slab-mib" in one.options for one in presets.arms(list(presets.NAMES), [], "slabs")}
+    ours = ("native", "whole", "half")
+    assert small == {name: name in ours for name in presets.NAMES}
+    assert not any("--slab-mib" in one.options for one in presets.arms(list(presets.NAMES), [], "short"))
 
 
 def test_the_half_arm_asks_for_half_of_the_saving():

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from bridge_fgo.cli.bench.presets import PRESETS
+from bridge_fgo.cli.bench.presets import PRESETS, SLAB_MIB
 from bridge_fgo.cli.demo import missing_packages
 from bridge_fgo.cli.job.formula import stages_from_numbers
 from bridge_fgo.cli.job.job import Job, sections_of
 from bridge_fgo.cli.job.parallel import parallel_of
 from bridge_fgo.cli.plan.estimate import make_plan
 from bridge_fgo.cli.plan.links import links
-from bridge_fgo.config import OffloadConfig
+from bridge_fgo.config import MIB, OffloadConfig
 from bridge_fgo.engine.plan import floor_seconds
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="the configs are made by Megatron-Bridge")
@@ -66,6 +66,13 @@ def test_states_are_exact_and_peaks_within_two_percent(cpu_standins, name):
     assert stage.peak(0) == pytest.approx(resident, rel=0.02)
     if offloaded is not None:
         assert stage.peak(states) == pytest.approx(offloaded, rel=0.02)
+
+
+def test_the_preset_of_many_slabs_has_more_than_400(cpu_standins):
+    config = OffloadConfig(slab_bytes=SLAB_MIB["slabs"] * MIB)
+    stage = make_plan(job(f"{PRESETS['slabs']} --gbs 8", 1), config, [], None, None).stages[0]
+    assert stage.states.total == 19_282_103_808  # as the run on an H200 had
+    assert 2 * len(stage.states.parts) > 400  # masters and moments of a part are a slab each at least
 
 
 def activations(options: str, **model: object) -> int:

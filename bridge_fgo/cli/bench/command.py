@@ -98,7 +98,7 @@ def run(settings: Settings) -> int:
     if settings.traces and importlib.util.find_spec("matplotlib") is None:
         console.print("bridge-fgo bench: pictures need matplotlib: pip install 'bridge-fgo[bench]', or --no-traces")
         return FAILED
-    chosen = arms(settings.arms, settings.megatron_lm)
+    chosen = arms(settings.arms, settings.megatron_lm, settings.preset)
     settings.folder.mkdir(parents=True, exist_ok=True)
     runs: dict[str, list[ArmRun]] = {arm.name: [] for arm in chosen}
     failures: dict[str, str] = {}

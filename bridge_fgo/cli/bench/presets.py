@@ -12,8 +12,12 @@ PRESETS = {
     "long": "--layers 24 --hidden 2048 --ffn 8192 --heads 16 --seq 8192 --mbs 3 --recompute-attention",
     # A mixture of experts: a ChainedOptimizer of dense and expert parameters, experts over all GPUs.
     "moe": "--layers 12 --hidden 1024 --ffn 4096 --heads 16 --seq 2048 --mbs 2 --experts 16 --topk 2",
+    # As many states as the first in narrower layers, each tensor's updated on its own: more than 400 slabs.
+    "slabs": "--layers 51 --hidden 1408 --ffn 5632 --heads 16 --seq 2048 --mbs 2",
 }
-MICROBATCHES = {"short": 4, "long": 2, "moe": 4}
+MICROBATCHES = {"short": 4, "long": 2, "moe": 4, "slabs": 4}
+SLAB_MIB = {"slabs": 4}
+"""Size of a slab of this package's engine, in MiB; where there is none, the default."""
 NAMES = ("resident", "native", "whole", "half", "mcore", "hybrid")
 
 
@@ -40,13 +44,14 @@ def size_options(preset: str, gpus: int) -> list[str]:
     return options
 
 
-def arms(names: list[str], megatron_lm: list[str]) -> list[BenchArm]:
+def arms(names: list[str], megatron_lm: list[str], preset: str) -> list[BenchArm]:
     """Returns the arms of the given names, in that order.
 
     Args:
         names: of ``NAMES``.
         megatron_lm: checkouts of Megatron-LM's ``dev`` branch; each gives an ``mcore`` arm of its own. With none the
             installed mcore is taken.
+        preset: of ``PRESETS``.
 
     Raises:
         ValueError: a name is unknown, or the resident arm, which all others are compared with, is not the first.
@@ -55,6 +60,8 @@ def arms(names: list[str], megatron_lm: list[str]) -> list[BenchArm]:
     if unknown or not names or names[0] != "resident":
         raise ValueError(f"--arms {','.join(names)}: use resident first, then any of {', '.join(NAMES[1:])}")
     native = ("--offload", "on", "--engine", "native")
+    if preset in SLAB_MIB:
+        native += ("--slab-mib", str(SLAB_MIB[preset]))
     found: list[BenchArm] = []
     for name in names:
         if name == "resident":
