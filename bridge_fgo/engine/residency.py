@@ -12,7 +12,7 @@ import torch
 class Residency(enum.Enum):
     """Where the bytes of a slab are.
 
-    RESIDENT: on the GPU, readable and writable on the current stream.
+    RESIDENT: on the GPU, readable and writable on the training stream, and on that of whoever asked for it.
     OFFLOADING: a copy to the host is under way; the GPU copy is still there and readable.
     RELEASED: only the host copy is valid; the GPU memory is gone.
     RELOADING: GPU memory is there again and a copy to it is under way; not readable yet.

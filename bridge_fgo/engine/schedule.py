@@ -161,6 +161,7 @@ class Schedule:
             if part.stays:  # from now on; it was away when that was decided
                 for slab in part.slabs:
                     slab.tracker.require_writable()  # one at a time: what is copied for it needs memory beside it
+                    slab.slab.drop_packed()  # where it came whole, and memory to pack it was reserved
         limit = self.step_limit
         while self.ledger.nbytes > limit and self._leaving:
             self._leaving.pop().tracker.release()  # the last, which are needed last

@@ -27,7 +27,13 @@ class Transfers(Protocol):
         ...
 
     def begin_pass(self) -> None:
-        """Remember the current stream as the one that forward and backward run on."""
+        """Remember the current stream as the one that forward and backward run on.
+
+        It is the training stream until the next pass begins: whatever else reads or writes states meanwhile, on
+        another stream, is to have that one wait for it. Where a pass is on another stream than the one before, that
+        waits for what the one before holds; a former training stream that goes on to compute something of its own
+        has to wait for the new one, as with any memory of PyTorch's that another stream uses.
+        """
 
     def on_compute_stream(self) -> AbstractContextManager[object]:
         """Be on that stream inside the block: a model's hooks may run on side streams of its own."""
@@ -166,11 +172,11 @@ class CudaTransfers:
 
     def begin_pass(self) -> None:
         """See `Transfers.begin_pass`."""
-        before, self._compute = self._compute, torch.cuda.current_stream(self._device)
-        self._handle = self._compute.cuda_stream
-        if before.cuda_stream != self._handle:
+        before, compute = self._compute.cuda_stream, torch.cuda.current_stream(self._device)
+        if before != compute.cuda_stream:
             # Race: what only the stream before has waited for (a copy out between steps) may still be under way.
-            self._order(before.cuda_stream, self._handle)
+            self._order(before, compute.cuda_stream)  # first: a pass that is tried again where this fails needs it too
+        self._compute, self._handle = compute, compute.cuda_stream
         self._alone = (self._handle,)
         self._out.awaited = self._in.awaited = 0  # it may be another stream now
 
@@ -189,10 +195,13 @@ class CudaTransfers:
     def _ordered(self, current: int, compute: int) -> Iterator[None]:
         # Race: a reader's side stream may have work queued that writes the states.
         self._order(current, compute)
-        with torch.cuda.stream(self._compute):
-            yield
-        # Race: the reader would see masters that are not unpacked yet.
-        self._order(compute, current)
+        try:
+            with torch.cuda.stream(self._compute):
+                yield
+        finally:
+            # Race: the reader would see masters that are not unpacked yet, or, after an error, states that have come
+            # back inside the block and count as readable.
+            self._order(compute, current)
 
     def _order(self, first: int, then: int) -> None:
         """Have a stream wait for what another holds now."""
@@ -227,8 +236,8 @@ class CudaTransfers:
     def release(self, slab: Slab) -> None:
         """See `Transfers.release`.
 
-        The wait is on the stream whose memory it is, so that this is free for it at once; `record_stream` would keep
-        the block from everybody until the allocator sees the copy end, and reserve new memory meanwhile.
+        The wait is on the training stream, whose memory it is, so that this is free for it at once; `record_stream`
+        would keep the block from everybody until the allocator sees the copy end, and reserve new memory meanwhile.
         """
         self._is_ordered = False
         for stream in self._streams():

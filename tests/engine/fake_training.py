@@ -13,6 +13,7 @@ SIZES = [1000, 300, 2000, 64, 1500, 700, 1200]
 POINTS = 8
 SHAPE = [0, 1, 2, 3, 4, 3, 2, 1, 0]  # of the activations, from point 0 to point POINTS
 WHOLE = 12 * sum(SIZES)
+MANY_SIZES = [60 + 4 * i for i in range(40)]  # several to a part
 
 
 def use_small_parts(monkeypatch):
@@ -41,9 +42,9 @@ class Meter:
 class Training:
     """Optimizers with offload, and twins without, in the order of calls of a training step."""
 
-    def __init__(self, layer, step=0, optimizers=1, budget=None, transfers=None, **settings):
-        self.twins = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
-        self.optimizers = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(optimizers)]
+    def __init__(self, layer, step=0, optimizers=1, budget=None, transfers=None, sizes=SIZES, **settings):
+        self.twins = [with_model(make_distributed_optimizer(sizes, seed=i)) for i in range(optimizers)]
+        self.optimizers = [with_model(make_distributed_optimizer(sizes, seed=i)) for i in range(optimizers)]
         meter = Meter(layer, step)
         self.schedule = meter.schedule = Schedule(transfers or debugged(HostTransfers(65536)), meter, budget)
         self.schedule.signature = 1

@@ -199,6 +199,19 @@ def test_a_pass_on_another_stream_waits_for_what_the_one_before_has_waited_for(m
     assert moves._here[0].held == [7]
 
 
+def test_a_pass_that_is_tried_again_on_another_stream_waits_for_the_one_before_too(mocked, monkeypatch):
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock(cuda_stream=7))
+    with (
+        mock.patch.object(moves._here[0], "record", side_effect=RuntimeError("refused")),
+        pytest.raises(RuntimeError, match="refused"),
+    ):
+        moves.begin_pass()
+    assert moves._here[0].held == []
+    moves.begin_pass()
+    assert moves._here[0].held == [7]
+
+
 def test_what_delays_a_copy_delays_it_also_on_the_other_stream(mocked, monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextmanager(lambda: (yield))())
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
@@ -337,9 +350,15 @@ def test_what_is_computed_for_a_reader_on_a_side_stream_runs_on_the_training_str
     moves._here = Ordering(), Ordering()
     monkeypatch.setattr(transfers, "current_stream", lambda index: 7)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextmanager(lambda: (yield order.append("inside")))())
+    around = [("record", 7), ("hold", 0), "inside", ("record", 0), ("hold", 7)]
     with moves.computing():
         pass
-    assert order == [("record", 7), ("hold", 0), "inside", ("record", 0), ("hold", 7)]
+    assert order == around
+    # What came back before an error counts as readable, so the reader has to wait for it all the same.
+    order.clear()
+    with pytest.raises(RuntimeError, match="refused"), moves.computing():
+        raise RuntimeError("refused")
+    assert order == around
 
 
 def test_a_copy_in_waits_for_the_memory_it_was_given(mocked, monkeypatch):

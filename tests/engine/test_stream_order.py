@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from fake_training import POINTS, WHOLE, Training, use_small_parts
+from fake_training import MANY_SIZES, POINTS, SIZES, WHOLE, Training, use_small_parts
 from stream_order import Race, install
 
 from bridge_fgo.engine.inner_step import InnerStep
@@ -37,6 +37,7 @@ class RandomTraining(Training):
             budget=budget,
             transfers=CudaTransfers(torch.device("cpu"), PIECE_BYTES),
             master_remainders=choose([None, True, False]),
+            sizes=choose([SIZES, SIZES, MANY_SIZES]),
         )
         self.schedule.packing._waits = None  # and whether masters are packed is chosen here
         for offloader in self.offloaders:
