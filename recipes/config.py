@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bridge_fgo.cli.job.overrides import overridden
 from bridge_fgo.compat import FLAG
 from bridge_fgo.recipes import catalog, hf_config
 
@@ -43,7 +44,7 @@ def build(
     combined with the offload is refused when training begins.
 
     Raises:
-        ValueError: a Hugging Face config that is not there; see `hf_config.origin`.
+        ValueError: a Hugging Face config that is not there, see `hf_config.origin`; or an override is wrong.
     """
     import_bridge()
     notes: list[str] = []
@@ -67,9 +68,7 @@ def build(
         notes += turn_off_conflicts(config)
         setattr(config.optimizer, FLAG, True)
     if overrides:
-        from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
-
-        config = process_config_with_overrides(config, cli_overrides=list(overrides))
+        config = overridden(config, overrides)
     if recipe.builder and hf == "auto" and (model := hf_config.tokenizer_to_fetch(config)):
         instead = hf_config.without_tokenizer(config, recipe.hf_model)
         notes.append(

@@ -17,6 +17,7 @@ import fiddle as fdl
 import nemo_run as run
 from nemo_run.cli.api import RunContext
 from nemo_run.cli.cli_parser import CLIException
+from torchx.specs import AppState
 
 from bridge_fgo.cli.run_script import config_options
 from bridge_fgo.config import OffloadConfig
@@ -34,7 +35,7 @@ class Job:
     """Pretrain one of the recipes, on Slurm (GB200 by default) or on this machine.
 
     Args:
-        recipe: name of a recipe, which `--factory` sets.
+        recipe: name of a recipe, which `--factory` sets. Required.
         offload: offload the optimizer's states. Without it, exactly upstream's recipe.
         engine: OffloadConfig.engine.
         fraction: OffloadConfig.fraction.
@@ -59,7 +60,7 @@ class Job:
         ValueError: a setting that is not there or makes no sense; the message names it.
     """
 
-    recipe: str
+    recipe: str = ""
     offload: bool = True
     engine: Optional[str] = None  # noqa: UP045
     fraction: Optional[float] = None  # noqa: UP045
@@ -79,6 +80,8 @@ class Job:
     retries: int = 0
 
     def __post_init__(self) -> None:
+        if not self.recipe:
+            raise ValueError(f"recipe='': give --factory NAME, one of {', '.join(catalog.RECIPES)}")
         self.found = catalog.find(self.recipe)
         OffloadConfig(**self._offload_settings())
         if self._offload_settings() and not self.offload:
@@ -205,6 +208,9 @@ class PretrainContext(RunContext):
             experiment.add(job.task(), executor=self.executor, name="train")
             if self.dryrun or self._should_continue(self.skip_confirmation):
                 self.launch(experiment)
+        (task,) = experiment.jobs
+        if task.state in (AppState.FAILED, AppState.CANCELLED):  # of one that was waited for
+            raise SystemExit(f"{self.name}: recipe {job.recipe} failed; its logs are in {task.executor.job_dir}")
 
 
 def _register(name: str) -> None:

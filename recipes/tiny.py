@@ -23,10 +23,8 @@ def gpu_config() -> ConfigContainer:
     return build_config(gpu.parse([*SIZE, "--steps", str(STEPS), "--no-deterministic", "--events", "unused"]))
 
 
-def train_on_cpu(offload: OffloadConfig | None, overrides: Sequence[str] = ()) -> None:
-    """Train through Bridge's real `train_step` on the CPU, with what `bridge_fgo.cli.arms.cpu_standin` stands in.
-
-    `offload` is None for a resident run. Prints a line a step.
+def cpu_steps(overrides: Sequence[str]) -> int:
+    """Return how many steps to train on the CPU.
 
     Raises:
         ValueError: `overrides` has anything but `train.train_iters`: there is no `pretrain()` to read it.
@@ -37,6 +35,14 @@ def train_on_cpu(offload: OffloadConfig | None, overrides: Sequence[str] = ()) -
         if name != "train.train_iters" or not value.isdecimal():
             raise ValueError(f"{override}: on the CPU tiny takes no override but train.train_iters=NUMBER")
         steps = int(value)
+    return steps
+
+
+def train_on_cpu(offload: OffloadConfig | None, steps: int) -> None:
+    """Train through Bridge's real `train_step` on the CPU, with what `bridge_fgo.cli.arms.cpu_standin` stands in.
+
+    `offload` is None for a resident run. Prints a line a step.
+    """
     from bridge_fgo.cli.arms.cpu_standin import install_standins
     from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining
 

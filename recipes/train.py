@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Annotated, Any, get_args
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
@@ -33,10 +35,32 @@ def main(
     hf_config: Annotated[str, typer.Option(help="Hugging Face config: auto, hub, or kept (in the project).")] = "auto",
 ) -> None:
     """Train one of the recipes of `bridge_fgo.recipes.catalog`."""
-    recipe = catalog.find(name)
-    if hf_config not in get_args(Choice):
-        raise ValueError(f"--hf-config {hf_config}: use auto, hub or kept")
     settings = config_options(engine=engine, fraction=fraction, budget_gib=budget_gib)
+    try:
+        train = prepare(name, offload, settings, hf_config, overrides or ())
+    except ValueError as error:  # the user's; what training raises keeps its traceback
+        typer.echo(f"bridge_fgo.recipes.train: {error}", err=True)
+        raise typer.Exit(2) from None
+    train()
+
+
+def prepare(
+    name: str, offload: bool, settings: dict[str, Any], hf: str, overrides: Sequence[str]
+) -> Callable[[], None]:
+    """Return what trains a recipe, once the process has the recipe's environment and all is built that Bridge is given.
+
+    Args:
+        name: of the recipe.
+        offload: whether to offload; `settings` go to OffloadConfig.
+        hf: Hugging Face config: one of `Choice`.
+        overrides: of Bridge's config.
+
+    Raises:
+        ValueError: a setting makes no sense, or the recipe cannot be trained here; see `prepare_pretrain`.
+    """
+    recipe = catalog.find(name)
+    if hf not in get_args(Choice):
+        raise ValueError(f"--hf-config {hf}: use auto, hub or kept")
     if settings and not offload:
         raise ValueError(f"--no-offload with {', '.join(settings)}: leave out one or the other")
     config = OffloadConfig(**settings) if offload else None
@@ -46,17 +70,18 @@ def main(
     import torch
 
     if torch.cuda.is_available():
-        pretrain(recipe, config, hf_config, overrides or ())  # type: ignore[reportArgumentType] (checked above)
-    elif recipe.builder:
+        return prepare_pretrain(recipe, config, cast("Choice", hf), overrides)
+    if recipe.builder:
         raise ValueError(f"recipe={name!r} needs GPUs and torch sees none: run it in a job, or try recipe='tiny'")
-    else:
-        from bridge_fgo.recipes.tiny import train_on_cpu
+    from bridge_fgo.recipes.tiny import cpu_steps, train_on_cpu
 
-        train_on_cpu(config, overrides or ())
+    return partial(train_on_cpu, config, cpu_steps(overrides))
 
 
-def pretrain(recipe: catalog.Recipe, offload: OffloadConfig | None, hf: Choice, overrides: Any) -> None:
-    """Build the recipe's configuration and hand it to Bridge's `pretrain()`, with the package installed or not.
+def prepare_pretrain(
+    recipe: catalog.Recipe, offload: OffloadConfig | None, hf: Choice, overrides: Sequence[str]
+) -> Callable[[], None]:
+    """Build the recipe's configuration for Bridge's `pretrain()`, and return that, with the package installed or not.
 
     Raises:
         ValueError: the installed mcore cannot build the model, or as `refuse_tokenizer_of_the_hub` and
@@ -81,7 +106,7 @@ def pretrain(recipe: catalog.Recipe, offload: OffloadConfig | None, hf: Choice, 
     if "SLURM_NTASKS" not in os.environ:
         use_one_rank_by_default()
     skip_building_what_is_built()
-    bridge_pretrain(built.config, forward_step)
+    return partial(bridge_pretrain, built.config, forward_step)
 
 
 def refuse_tokenizer_of_the_hub(recipe: catalog.Recipe, config: Any) -> None:

@@ -52,6 +52,7 @@ tiny) checkpoints="" gpus=() ;; # to try this script: it needs no environment, a
 *) refuse "RECIPE=$RECIPE: use dsv4_flash_64gpu or dsv4_flash_64gpu_bf16; nemorun fgo pretrain launches the others" ;;
 esac
 [[ $OFFLOAD == [01] ]] || refuse "OFFLOAD=$OFFLOAD: use 1 or 0"
+[[ $DRY_RUN == [01] ]] || refuse "DRY_RUN=$DRY_RUN: use 1 or 0"
 [[ $NUMA == [01] ]] || refuse "NUMA=$NUMA: use 1 or 0"
 [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || refuse "MAX_RESTARTS=$MAX_RESTARTS: use a number"
 CHECKPOINTS="${CHECKPOINTS-$checkpoints}"

@@ -181,7 +181,12 @@ def demo(
 
 @app.command("bench", short_help="Measure resident training, this package and its peers on the GPUs here.")
 def bench(
-    arms: Annotated[str, typer.Option(help="Which arms, resident first.")] = "resident,native,half,mcore,hybrid",
+    arms: Annotated[
+        str | None,
+        typer.Option(
+            help="Which arms, resident first: resident,native,half,hybrid by default, mcore with --megatron-lm."
+        ),
+    ] = None,
     preset: Annotated[Preset, typer.Option(help="What to train.")] = Preset.short,
     steps: Annotated[int, typer.Option(min=8, help="Steps of each arm; from the 7th on they count.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="How often each arm runs, in turn.")] = 1,
@@ -201,21 +206,25 @@ def bench(
 
     Exit status: 0, 1 where an arm is not bitwise equal to the resident one, 2 where an arm failed.
     """
+    import torch
+
     from bridge_fgo.cli.bench import command
 
-    if gpus is None:
-        import torch
-
-        gpus = torch.cuda.device_count()
-    if gpus == 0:
+    here = torch.cuda.device_count()
+    if here == 0:
         typer.echo("bridge-fgo bench: torch sees no CUDA device here", err=True)
         raise typer.Exit(2)
+    if gpus is not None and gpus > here:
+        typer.echo(f"bridge-fgo bench: --gpus {gpus}: torch sees {here} CUDA devices here", err=True)
+        raise typer.Exit(2)
+    if arms is None:
+        arms = "resident,native,half,mcore,hybrid" if megatron_lm else "resident,native,half,hybrid"
     settings = command.Settings(
         arms=arms.split(","),
         preset=preset.value,
         steps=steps,
         rounds=rounds,
-        gpus=gpus,
+        gpus=gpus or here,
         folder=keep,
         megatron_lm=[str(path.resolve()) for path in megatron_lm or ()],
         json_output=json_output,

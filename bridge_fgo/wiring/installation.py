@@ -112,10 +112,12 @@ def install(config: OffloadConfig | None = None) -> Installation:
         config: settings of the offload; the defaults when None.
 
     Raises:
-        ValueError: installed already with other settings.
+        ValueError: installed already with other settings, or they are no `OffloadConfig`.
         RuntimeError: the Bridge or mcore here is not one that the patches fit; nothing is patched then.
     """
     global _installation
+    if config is not None and not isinstance(config, OffloadConfig):
+        raise ValueError(f"bridge_fgo.install({config!r}): give the settings as bridge_fgo.OffloadConfig(...)")
     if _installation is not None:
         if config is not None and config != _installation.config:
             raise ValueError(
@@ -124,7 +126,7 @@ def install(config: OffloadConfig | None = None) -> Installation:
             )
         _installation.calls += 1
         return _installation
-    installation = Installation(config or OffloadConfig())
+    installation = Installation(OffloadConfig() if config is None else config)
     installation.apply_to_imported()
     installation.calls = 1
     _installation = installation

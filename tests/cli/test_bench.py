@@ -4,6 +4,7 @@ import gzip
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from bridge_fgo.cli.arms.runner import ArmFailed, ArmRun
@@ -173,6 +174,7 @@ def made_up(monkeypatch):
             return arm(one.name, RESIDENT, 40 * GB)
         return arm(one.name, OFFLOADED, 30 * GB, 10 * GB, digests.get(one.name, "a"))
 
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(command, "run_one", run_one)
     monkeypatch.setattr(command, "probe", lambda gpus: LINK)
     return digests, failing
@@ -191,6 +193,20 @@ def test_the_bench_prints_a_table_and_leaves_json_and_pictures(made_up, tmp_path
     page = (tmp_path / "bench.html").read_text()
     assert page.count("data:image/png;base64,") == 2
     assert "<td>native</td>" in page
+
+
+@pytest.mark.parametrize("megatron_lm", [False, True])
+def test_mcores_offloader_is_an_arm_by_default_where_a_checkout_is_given(made_up, tmp_path, megatron_lm):
+    given = ["--megatron-lm", str(tmp_path)] if megatron_lm else []
+    assert bench(tmp_path, "--no-traces", *given).exit_code == 0
+    saved = json.loads((tmp_path / "bench.json").read_text())
+    mcore = ["mcore"] if megatron_lm else []
+    assert [row["arm"] for row in saved["arms"]] == ["resident", "native", "half", *mcore, "hybrid"]
+
+
+def test_more_gpus_than_there_are_is_an_error_that_names_both(made_up, tmp_path):
+    result = CliRunner().invoke(app, ["bench", "--gpus", "2", "--keep", str(tmp_path)])
+    assert result.exit_code == 2 and "--gpus 2: torch sees 1 CUDA devices here" in result.output
 
 
 def test_json_is_the_only_thing_on_standard_output(made_up, tmp_path):

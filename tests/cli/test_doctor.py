@@ -189,6 +189,16 @@ def test_a_node_without_the_memory_is_refused(no_megatron, saved, monkeypatch):
     assert status == 1 and "4 rank(s)" in json.loads(output)["refusals"][0]
 
 
+def test_megatron_bridge_without_transformer_engine_is_refused_where_there_are_gpus():
+    versions = {"transformer-engine": None, "install": None}
+    findings = command.Findings(versions, {"gpus": []})
+    command._examine_installed(findings)
+    assert findings.refusals == [] and "does not import without it" in findings.warnings[0]
+    findings = command.Findings(versions, {"gpus": ["one"]})
+    command._examine_installed(findings)
+    assert findings.warnings == [] and "does not import without it" in findings.refusals[0]
+
+
 @pytest.mark.usefixtures("four_gpus")
 def test_the_memory_of_mcores_offloader_is_warned_of_and_not_refused(no_megatron, saved, monkeypatch):
     # Training does not ask for it there, and would start.

@@ -36,6 +36,22 @@ def test_an_override_that_does_not_fit_is_named(override):
         recipes.load_config("tiny", [override])
 
 
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("optimizer.offload_optimizer_state=true", "optimizer.offload_optimizer_states"),
+        ("train.train_itersx=3", "train.train_iters"),
+        ("modl.recompute_granularity=full", "model"),
+    ],
+)
+def test_a_misspelt_override_is_answered_by_what_it_may_mean(override, meant):
+    with bridge_fgo.install(), pytest.raises(ValueError, match=f"did you mean {meant}\\?$") as refused:
+        recipes.load_config("tiny", [override])
+    assert f"there is no setting {override.partition('=')[0]};" in str(refused.value)
+    with bridge_fgo.install(), pytest.raises(ValueError, match=r"there is no setting train\.qqqqqqqqqq$"):
+        recipes.load_config("tiny", ["train.qqqqqqqqqq=3"])
+
+
 def test_a_recipe_that_the_installed_mcore_cannot_build_says_what_it_needs():
     with pytest.raises(ValueError, match="needs Megatron-LM's dev branch"):
         recipes.load_config("dsv4_flash_64gpu")

@@ -134,6 +134,7 @@ def test_every_recipe_is_a_factory(launch, name):
     [
         ({"account": None}, "account=None: Slurm needs an account"),
         ({"recipe": "llama"}, "recipe='llama': there is no such recipe"),
+        ({"recipe": ""}, "recipe='': give --factory NAME, one of "),
         ({"scheduler": "pbs"}, "scheduler='pbs': use one of slurm, local"),
         ({"hf_config": "mine"}, "hf_config='mine': use one of auto, hub, kept"),
         ({"fraction": 2.0}, "OffloadConfig.fraction=2.0"),
@@ -231,6 +232,23 @@ def test_tiny_trains_on_this_machine_without_an_activated_venv(tmp_path):
     assert done.returncode == 0, done.stderr
     (log,) = tmp_path.rglob("train/0/stdout.log")
     assert "step 2/2: loss " in log.read_text()
+
+
+def test_a_training_that_fails_on_this_machine_ends_the_launch_with_status_1_and_says_where_its_logs_are(tmp_path):
+    arguments = ["--factory", "tiny", "scheduler=local", "gpus_per_node=0", "budget_gib=10", "--yes"]
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.launch", *arguments],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "NEMORUN_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    *_, last = done.stderr.splitlines()
+    folder = Path(last.partition("recipe tiny failed; its logs are in ")[2])
+    assert any("gpu_memory_budget_gib=10.0 needs a GPU" in log.read_text() for log in folder.rglob("*.log"))
 
 
 def test_recipes_launch_is_a_module_of_a_checkout(tmp_path):

@@ -8,6 +8,7 @@ import socket
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import bridge_fgo
 from bridge_fgo.config import OffloadConfig
@@ -190,7 +191,7 @@ def test_tiny_for_a_gpu_is_a_config_that_the_package_accepts():
 def test_tiny_on_the_cpu_has_the_same_losses_with_and_without_offload(capsys):
     printed = []
     for offload in (None, OffloadConfig()):
-        train_on_cpu(offload, ["train.train_iters=3"])
+        train_on_cpu(offload, 3)
         printed.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")])
     resident, offloaded = printed
     assert [line.split(",")[0] for line in resident] == [line.split(",")[0] for line in offloaded]
@@ -209,16 +210,26 @@ def test_tiny_on_the_cpu_has_the_same_losses_with_and_without_offload(capsys):
         (["llama3_70b_64gpu"], "recipe='llama3_70b_64gpu' needs GPUs and torch sees none"),
     ],
 )
-def test_a_mistake_on_a_ranks_command_line_is_a_value_error(arguments, message, monkeypatch):
+def test_a_mistake_on_a_ranks_command_line_is_one_line_and_status_2(arguments, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(train.os, "environ", dict(train.os.environ))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        train.app(arguments, standalone_mode=False)
+    result = CliRunner().invoke(train.app, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"bridge_fgo.recipes.train: {message}") and result.stderr.count("\n") == 1
+
+
+def test_what_training_raises_keeps_its_traceback(monkeypatch):
+    def fail():
+        raise ValueError("of the training")
+
+    monkeypatch.setattr(train, "prepare", lambda *args: fail)
+    with pytest.raises(ValueError, match="of the training"):
+        CliRunner().invoke(train.app, ["tiny"], catch_exceptions=False)
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The configs that `train.pretrain` hands to Bridge."""
+    """The configs that `train` hands to Bridge."""
     from megatron.bridge.training import pretrain as bridge_pretrain
 
     from bridge_fgo.cli.arms import gpu
@@ -245,10 +256,10 @@ def test_a_launch_without_network_goes_through_upstreams_tokenizer_or_says_how_b
     recipe, overrides = catalog.find(name), []
     if name in OF_THE_HUB:
         with pytest.raises(ValueError, match=f"--hf-config kept: recipe {name} takes the tokenizer of") as refused:
-            train.pretrain(recipe, OffloadConfig(), "kept", overrides)
+            train.prepare_pretrain(recipe, OffloadConfig(), "kept", overrides)()
         assert not launched
         overrides = re.findall(r"tokenizer\.(?:tokenizer_type=Null|vocab_size=)\w+", str(refused.value))
-    train.pretrain(recipe, OffloadConfig(), "kept", overrides)
+    train.prepare_pretrain(recipe, OffloadConfig(), "kept", overrides)()
     (config,) = launched
     size = build_tokenizer(config.tokenizer).vocab_size
     kept = hf_config.kept_configs()[recipe.hf_model]["config"]["vocab_size"]
@@ -259,9 +270,9 @@ def test_a_tokenizer_that_is_on_this_machine_is_not_refused(launched, monkeypatc
     recipe = catalog.find("qwen3_30b_a3b_8gpu")
     files = {"tokenizer.json"}
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda m, file: file if file in files else None)
-    train.pretrain(recipe, OffloadConfig(), "kept", [])
+    train.prepare_pretrain(recipe, OffloadConfig(), "kept", [])()
     files.clear()
-    train.pretrain(recipe, OffloadConfig(), "kept", [f"tokenizer.tokenizer_model={tmp_path}"])
+    train.prepare_pretrain(recipe, OffloadConfig(), "kept", [f"tokenizer.tokenizer_model={tmp_path}"])()
     assert len(launched) == 2
 
 
@@ -269,18 +280,18 @@ def test_a_tokenizer_that_is_on_this_machine_is_not_refused(launched, monkeypatc
 def test_auto_trains_on_kept_numbers_and_says_what_to_give_where_the_tokenizer_cannot_be_had(
     no_network, launched, capsys, name
 ):
-    train.pretrain(catalog.find(name), OffloadConfig(), "auto", [])
+    train.prepare_pretrain(catalog.find(name), OffloadConfig(), "auto", [])()
     printed = capsys.readouterr().out
     assert len(launched) == 1 and "as kept in this project" in printed
     assert f"tokenizer: of {launched[0].tokenizer.tokenizer_model}, which is not in Hugging Face's cache" in printed
     overrides = re.findall(r"tokenizer\.(?:tokenizer_type=Null|vocab_size=)\w+", printed)
-    train.pretrain(catalog.find(name), OffloadConfig(), "kept", overrides)  # is not refused
+    train.prepare_pretrain(catalog.find(name), OffloadConfig(), "kept", overrides)()  # is not refused
     assert "tokenizer: of" not in capsys.readouterr().out
 
 
 def test_a_rank_hands_bridge_the_config_and_says_what_was_turned_off(launched, capsys):
     recipe = catalog.find("deepseek_v3_256gpu_mxfp8")
-    train.pretrain(recipe, OffloadConfig(fraction=0.5), "kept", ["train.train_iters=5"])
+    train.prepare_pretrain(recipe, OffloadConfig(fraction=0.5), "kept", ["train.train_iters=5"])()
     assert launched[0].optimizer.offload_optimizer_states is True
     assert launched[0].train.train_iters == 5
     # The flag is a field now, as saved run configs and overrides need it.

@@ -108,6 +108,7 @@ def test_options_of_the_offload_go_to_training_before_the_overrides():
         ({}, "submit it with sbatch, or set DRY_RUN=1"),
         ({"OFFLOAD": "yes"}, "OFFLOAD=yes: use 1 or 0"),
         ({"NUMA": "yes"}, "NUMA=yes: use 1 or 0"),
+        ({"DRY_RUN": "yes"}, "DRY_RUN=yes: use 1 or 0"),
         ({"MAX_RESTARTS": "three"}, "MAX_RESTARTS=three: use a number"),
         ({"CHECKPOINTS": "it's"}, "CHECKPOINTS=it's: use a path without '"),
         ({"OFFLOAD": "0", "OFFLOAD_OPTIONS": "--fraction 0.5"}, "OFFLOAD_OPTIONS=--fraction 0.5 with OFFLOAD=0"),

@@ -60,6 +60,14 @@ def test_install_with_other_settings_is_refused(cpu_standins):
         bridge_fgo.install(bridge_fgo.OffloadConfig(fraction=0.5))
 
 
+@pytest.mark.parametrize("settings", [{}, {"fraction": 0.5}, "native"])
+def test_settings_that_are_none_are_refused_at_once(settings):
+    with pytest.raises(ValueError, match=r"give the settings as bridge_fgo\.OffloadConfig"):
+        bridge_fgo.install(settings)
+    with bridge_fgo.install(), pytest.raises(ValueError, match="OffloadConfig"):
+        bridge_fgo.install(settings)
+
+
 def test_handle_uninstalls_at_the_end_of_its_block(bridge_train):
     original = bridge_train.train_step
     with bridge_fgo.install() as handle:

@@ -93,7 +93,9 @@ def _examine_installed(findings: Findings) -> None:
     if missing:
         findings.notes.append(f"{' and '.join(missing)} not installed here: nothing can be trained")
     elif findings.installed["transformer-engine"] is None:
-        findings.warnings.append("transformer-engine is not installed: Megatron-Bridge does not import without it")
+        # Where there are no GPUs nothing but the recipe `tiny` trains, and that does without.
+        ends = findings.refusals if findings.machine["gpus"] else findings.warnings
+        ends.append("transformer-engine is not installed: Megatron-Bridge does not import without it")
     if findings.installed["install"] is not None:
         findings.refusals.append(findings.installed["install"])
     if not findings.machine["gpus"]:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bridge_fgo.cli.job.overrides import overridden
 from bridge_fgo.recipes.catalog import RECIPES, Recipe
 from bridge_fgo.recipes.hf_config import kept_configs
 
@@ -26,21 +27,12 @@ def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | 
     """
     config, gpus = _load(target)
     if overrides:
-        config = _overridden(config, overrides)
+        config = overridden(config, overrides)
     if getattr(config, "peft", None) is not None:
         raise ValueError(f"{target}: peft is set, and how many parameters its adapters have is not known here")
     if not all(hasattr(config, section) for section in ("model", "optimizer", "ddp")):
         raise ValueError(f"{target} is a {type(config).__name__}, and no ConfigContainer of Bridge's")
     return config, gpus
-
-
-def _overridden(config: Any, overrides: Sequence[str]) -> Any:
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
-
-    try:
-        return process_config_with_overrides(config, cli_overrides=list(overrides))
-    except Exception as error:  # Hydra's, OmegaConf's and Bridge's have no common class
-        raise ValueError(f"overrides {' '.join(overrides)}: {type(error).__name__}: {error}") from error
 
 
 def _load(target: str) -> tuple[Any, int | None]:

@@ -1,0 +1,39 @@
+"""Overrides of Bridge's config, `section.field=value`, by Bridge's own function, with errors that a user can act on."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+
+def overridden(config: Any, overrides: Sequence[str]) -> Any:
+    """Return the ConfigContainer with overrides in Bridge's own syntax (Hydra's), as training takes them.
+
+    Raises:
+        ValueError: an override is wrong; names it, and the setting that it may have meant.
+    """
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    try:
+        return process_config_with_overrides(config, cli_overrides=list(overrides))
+    except Exception as error:  # Hydra's, OmegaConf's and Bridge's have no common class
+        unknown = re.search(r"Could not override '([^']+)'", str(error))
+        # Hydra advises to append what there is not, which nothing would ever read.
+        why = f"{type(error).__name__}: {error}" if unknown is None else _unknown(config, unknown[1])
+        raise ValueError(f"overrides {' '.join(overrides)}: {why}") from error
+
+
+def _unknown(config: Any, name: str) -> str:
+    found = config
+    *sections, field = name.split(".")
+    for i, section in enumerate(sections):
+        if not hasattr(found, section):
+            sections, field = sections[:i], section
+            break
+        found = getattr(found, section)
+    there = [known for known in (found if isinstance(found, dict) else vars(found)) if not known.startswith("_")]
+    close = difflib.get_close_matches(field, there, 1)
+    meant = f"; did you mean {'.'.join([*sections, close[0]])}?" if close else ""
+    return f"there is no setting {name}{meant}"
