@@ -90,5 +90,6 @@ def test_a_function_that_returns_no_config_is_refused_by_name():
 def test_a_file_that_is_no_run_config_is_refused_by_name(tmp_path, text):
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"config\.yaml: no run config as Megatron-Bridge saves it"):
+    with pytest.raises(ValueError, match=r"config\.yaml: no run config as Megatron-Bridge saves it") as refused:
         recipes.load_config(str(path))
+    assert not str(refused.value).endswith(": ")  # Bridge's assertion has no text

@@ -44,10 +44,8 @@ def _load(target: str) -> tuple[Any, int | None]:
         try:
             return ConfigContainer.from_yaml(target), None
         except Exception as error:  # OmegaConf's, Hydra's, and an assert on what is no run config
-            raise ValueError(
-                f"{target}: no run config as Megatron-Bridge saves it (a run_config.yaml): {type(error).__name__}: "
-                f"{error}"
-            ) from error
+            why = f": {type(error).__name__}: {error}" if str(error) else ""
+            raise ValueError(f"{target}: no run config as Megatron-Bridge saves it (a run_config.yaml){why}") from error
     builder, gpus = find_builder(target)
     try:
         return builder(), gpus
