@@ -205,7 +205,7 @@ def test_mcores_offloader_is_an_arm_by_default_where_a_checkout_is_given(made_up
 
 
 def test_more_gpus_than_there_are_is_an_error_that_names_both(made_up, tmp_path):
-    result = CliRunner().invoke(app, ["bench", "--gpus", "2", "--keep", str(tmp_path)])
+    result = bench(tmp_path, "--gpus", "2")
     assert result.exit_code == 2 and "--gpus 2: torch sees 1 CUDA devices here" in result.output
 
 

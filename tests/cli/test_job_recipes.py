@@ -52,6 +52,19 @@ def test_a_misspelt_override_is_answered_by_what_it_may_mean(override, meant):
         recipes.load_config("tiny", ["train.qqqqqqqqqq=3"])
 
 
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("peft.rank=3", "there is no setting peft.rank"),  # of a section that is not set
+        ("train.train_iters.x=3", "there is no setting train.train_iters.x"),  # of a value
+        ("model.transformer_layer_spec=3", "model.transformer_layer_spec cannot be overridden"),  # a function
+    ],
+)
+def test_an_override_of_what_is_no_setting_is_answered_without_a_guess(override, answer):
+    with bridge_fgo.install(), pytest.raises(ValueError, match=f"overrides {override}: {answer}$"):
+        recipes.load_config("tiny", [override])
+
+
 def test_a_recipe_that_the_installed_mcore_cannot_build_says_what_it_needs():
     with pytest.raises(ValueError, match="needs Megatron-LM's dev branch"):
         recipes.load_config("dsv4_flash_64gpu")

@@ -218,33 +218,29 @@ def test_nemorun_finds_the_command_by_its_entry_point_also_without_megatron(tmp_
     )
 
 
-def test_tiny_trains_on_this_machine_without_an_activated_venv(tmp_path):
-    arguments = ["--factory", "tiny", "scheduler=local", "gpus_per_node=0", "overrides=train.train_iters=2", "--yes"]
-    done = subprocess.run(
+def train_tiny_here(home, *settings):
+    """Launch `tiny` on this machine, on the CPU, from a checkout and without an activated environment."""
+    arguments = ["--factory", "tiny", "scheduler=local", "gpus_per_node=0", *settings, "--yes"]
+    return subprocess.run(
         [sys.executable, "-m", "recipes.launch", *arguments],
         cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "NEMORUN_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        env={"PATH": "/usr/bin:/bin", "HOME": str(home), "NEMORUN_HOME": str(home), "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+def test_tiny_trains_on_this_machine_without_an_activated_venv(tmp_path):
+    done = train_tiny_here(tmp_path, "overrides=train.train_iters=2")
     assert done.returncode == 0, done.stderr
     (log,) = tmp_path.rglob("train/0/stdout.log")
     assert "step 2/2: loss " in log.read_text()
 
 
 def test_a_training_that_fails_on_this_machine_ends_the_launch_with_status_1_and_says_where_its_logs_are(tmp_path):
-    arguments = ["--factory", "tiny", "scheduler=local", "gpus_per_node=0", "budget_gib=10", "--yes"]
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.launch", *arguments],
-        cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "NEMORUN_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = train_tiny_here(tmp_path, "budget_gib=10")
     assert done.returncode == 1
     *_, last = done.stderr.splitlines()
     folder = Path(last.partition("recipe tiny failed; its logs are in ")[2])

@@ -26,14 +26,17 @@ def overridden(config: Any, overrides: Sequence[str]) -> Any:
 
 
 def _unknown(config: Any, name: str) -> str:
-    found = config
-    *sections, field = name.split(".")
-    for i, section in enumerate(sections):
-        if not hasattr(found, section):
-            sections, field = sections[:i], section
-            break
-        found = getattr(found, section)
-    there = [known for known in (found if isinstance(found, dict) else vars(found)) if not known.startswith("_")]
-    close = difflib.get_close_matches(field, there, 1)
-    meant = f"; did you mean {'.'.join([*sections, close[0]])}?" if close else ""
-    return f"there is no setting {name}{meant}"
+    there, known = _settings(config), []
+    for part in name.split("."):
+        if part not in there:
+            close = difflib.get_close_matches(part, there, 1)
+            meant = f"; did you mean {'.'.join([*known, close[0]])}?" if close else ""
+            return f"there is no setting {name}{meant}"
+        known.append(part)
+        there = _settings(there[part])
+    return f"{name} cannot be overridden"  # a function, which Bridge leaves out of what overrides change
+
+
+def _settings(section: Any) -> dict[str, Any]:
+    """Return the settings of a section by name; none where it is a value, or not set."""
+    return section if isinstance(section, dict) else getattr(section, "__dict__", {})
