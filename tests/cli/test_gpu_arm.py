@@ -48,9 +48,22 @@ def test_a_move_alone_waits_for_the_gpu_first_and_does_not_count_that(stream):
     alone = MovesAlone(stream)
     move(stream, traffic)
     assert (stream.waits, traffic.seconds) == (1, 0.25)
+    move(stream, traffic)
+    assert (stream.waits, traffic.seconds) == (2, 0.5)
     alone.end()
     move(stream, traffic)
-    assert (stream.waits, traffic.seconds) == (1, 0.5)
+    assert (stream.waits, traffic.seconds) == (2, 0.75)
+
+
+def test_moves_in_a_row_wait_once(stream):
+    traffic = Traffic()
+    alone = MovesAlone(stream)
+    for _ in range(3):
+        with traffic:
+            stream.now += 0.0005
+    alone.end()
+    assert stream.waits == 1
+    assert traffic.seconds == pytest.approx(0.0015)
 
 
 @pytest.fixture
