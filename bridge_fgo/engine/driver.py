@@ -8,6 +8,7 @@ What ctypes makes of a Python integer it would make anew in every call: so what 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -97,29 +98,38 @@ class Module:
 
 
 class Kernel:
-    """A kernel of a module, for one thread at a time. Its arguments are addresses, `arguments` many."""
+    """A kernel of a module, for one thread at a time.
 
-    def __init__(self, module: Module, name: str, arguments: int, threads: int) -> None:
+    Args:
+        words: size of each of its arguments, in words of 8 bytes.
+        threads: of a block.
+    """
+
+    def __init__(self, module: Module, name: str, words: Sequence[int], threads: int) -> None:
         self._library = _library()
         self._handle = ctypes.c_void_p()
         found = self._library.cuModuleGetFunction(ctypes.byref(self._handle), module.handle, name.encode())
         _check(found, f"find {name}")
         # The driver copies what they hold in the call.
-        self._values = (ctypes.c_uint64 * arguments)()
+        self._values = (ctypes.c_uint64 * sum(words))()
         first = ctypes.addressof(self._values)
-        self._pointers = (ctypes.c_void_p * arguments)(*range(first, first + 8 * arguments, 8))
+        starts = [first + 8 * sum(words[:i]) for i in range(len(words))]
+        self._pointers = (ctypes.c_void_p * len(words))(*starts)
         self._arguments = ctypes.c_void_p(ctypes.addressof(self._pointers))
         one = ctypes.c_uint(1)
         self._block = one, ctypes.c_uint(threads), one, one, ctypes.c_uint(0)
         """The grid's third dimension, the block's three, and bytes of shared memory."""
 
-    def launch(self, grid: Grid, stream: Handle, *addresses: int) -> None:
+    def launch(self, grid: Grid, stream: Handle, *words: int) -> None:
         """Enqueue the kernel on a `cudaStream_t`.
+
+        Args:
+            words: of its arguments one after another; what the kernel does not look at may be missing at the end.
 
         Raises:
             RuntimeError: the driver refused it.
         """
-        self._values[:] = addresses
+        self._values[: len(words)] = words
         error = self._library.cuLaunchKernel(self._handle, *grid, *self._block, stream, self._arguments, _NULL)
         if error:
             _check(error, "launch a kernel")

@@ -15,7 +15,7 @@ from bridge_fgo.engine.host_memory import local_cpus, require_host_memory
 from bridge_fgo.engine.inner_step import InnerStep
 from bridge_fgo.engine.master_copy import MasterCopy
 from bridge_fgo.engine.part import StepPart, TrackedSlab, Traffic, require_readable, send_off
-from bridge_fgo.engine.part_layout import lay_out, offloaded_bundles, part_bytes
+from bridge_fgo.engine.part_layout import lay_out, offloaded_bundles, part_bytes, pipeline_bytes
 from bridge_fgo.engine.remainders import MasterRemainders, SlabRemainders
 from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.schedule import Schedule
@@ -62,6 +62,7 @@ class NativeOffloader:
         self.state_bytes = sum(bundle.nbytes for bundle in everything)
         chosen = offloaded_bundles(everything, config)
         self.planned_bytes = sum(bundle.nbytes for bundle in chosen)
+        self._together_bytes = pipeline_bytes(chosen)
         self._master_copy = MasterCopy(optimizer)
         weights = {} if config.master_remainders is False else self._master_copy.rounded_weights()
         packing = schedule.packing  # not the schedule itself, which would go only when Python looks for cycles
@@ -229,7 +230,7 @@ class NativeOffloader:
             self._inner_step.update(None)  # parameters whose states are not offloaded
             self._remainders.is_stepping = by_part
             try:
-                self._schedule.step(self.parts, update, hold_masters=not by_part)
+                self._schedule.step(self.parts, update, not by_part, self._together_bytes)
             finally:
                 self._remainders.is_stepping = False
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from bridge_fgo.engine.residency import Residency, ResidencyTracker
-from bridge_fgo.engine.slab import Slab
+from bridge_fgo.engine.slab import Slab, pack_masters, unpack_masters
 from bridge_fgo.engine.transfers import Transfers
 
 
@@ -49,10 +49,21 @@ class SlabMover:
                 written = self.slab.adopt()
                 if self.slab.remainders is not None:
                     with self.transfers.computing():
-                        written = self.slab.pack() or written
+                        written = bool(pack_masters([self.slab])) or written
                 self.transfers.copy_out(self.slab, written)
             except BaseException:
                 self.slab.is_packed = self.slab.is_rounded = False  # it has not left
+                raise
+        self.traffic.out += self.slab.moving.numel()
+
+    def start_packed(self) -> None:
+        """Start the copy out of a slab that `pack_together` has packed, in place of `start_offload`."""
+        with self.traffic:
+            try:
+                self.slab.is_packed = True
+                self.transfers.copy_out(self.slab, written=False)
+            except BaseException:
+                self.slab.is_packed = False
                 raise
         self.traffic.out += self.slab.moving.numel()
 
@@ -84,15 +95,20 @@ class SlabMover:
         Raises:
             RuntimeError: see `MasterRemainders.require_unchanged`. The slab is as it was.
         """
-        remainders = self.slab.remainders if self.slab.is_packed else None
-        if remainders is not None:
-            with self.transfers.computing():
-                remainders.owner.require_unchanged([remainders])
+        packed = self.slab.is_packed
+        if packed:
+            self.require_unchanged([self.slab])
         with self.traffic:
             self.transfers.wait_in(self.slab)
-            if remainders is not None:
+            if packed:
                 with self.transfers.computing():
-                    self.slab.unpack()
+                    unpack_masters([self.slab])
+
+    def require_unchanged(self, packed: Iterable[Slab]) -> None:
+        """See `MasterRemainders.require_unchanged`: for slabs of this one's optimizer whose masters are packed."""
+        away = [slab.remainders for slab in packed if slab.remainders is not None]
+        with self.transfers.computing():
+            away[0].owner.require_unchanged(away)
 
 
 class TrackedSlab:
@@ -109,7 +125,8 @@ class TrackedSlab:
         self.transit_bytes = slab.transit_bytes
         """See `Slab.transit_bytes`."""
         self.is_copied_to_model = is_copied_to_model
-        self.tracker = ResidencyTracker(SlabMover(slab, transfers, traffic))
+        self.mover = SlabMover(slab, transfers, traffic)
+        self.tracker = ResidencyTracker(self.mover)
 
 
 @dataclass(eq=False)
@@ -139,6 +156,50 @@ class StepPart:
         self.ids = frozenset(id(param) for param in self.params)
         self.nbytes = sum(slab.nbytes for slab in self.slabs)
         self.transit_bytes = sum(slab.transit_bytes for slab in self.slabs)
+
+
+def unpack_together(slabs: Sequence[TrackedSlab]) -> None:
+    """Have the masters among slabs of one optimizer that are on their way back made by one launch, not one each.
+
+    The trackers find that done when each slab is asked for.
+
+    Raises:
+        RuntimeError: see `MasterRemainders.require_unchanged`. The slabs are as they were.
+    """
+    coming = [slab for slab in slabs if slab.tracker.state is Residency.RELOADING]
+    packed = [slab for slab in coming if slab.slab.is_packed]
+    if len(packed) < 2:
+        return
+    mover = packed[0].mover
+    mover.require_unchanged([slab.slab for slab in packed])
+    with mover.traffic:
+        mover.transfers.wait_in(coming[-1].slab)  # the last lands last: for those before it nothing need wait
+        for slab in packed:
+            mover.transfers.wait_in(slab.slab)
+        with mover.transfers.computing():
+            unpack_masters([slab.slab for slab in packed])
+
+
+def pack_together(slabs: Iterable[TrackedSlab]) -> set[TrackedSlab]:
+    """Have the masters among slabs of one optimizer that were rounded just now packed by one launch, not one each.
+
+    Returns the slabs that are packed: they are to leave before anything else happens to them.
+    """
+    ready = [
+        slab for slab in slabs if slab.slab.is_rounded and slab.slab.packs and slab.tracker.state is Residency.RESIDENT
+    ]
+    if len(ready) < 2:
+        return set()
+    mover = ready[0].mover
+    with mover.traffic:
+        for slab in ready:
+            slab.slab.adopt()
+        with mover.transfers.computing():
+            pack_masters([slab.slab for slab in ready])
+    packed = {slab for slab in ready if slab.slab.is_packed}
+    for slab in packed:
+        slab.slab.is_packed = False  # until it is on its way
+    return packed
 
 
 MOST_IN_TRANSIT = 4

@@ -79,11 +79,15 @@ def offloaded_bundles(everything: Sequence[Bundle], config: OffloadConfig) -> li
     return [asked[i] for i in select([bundle.nbytes for bundle in asked], config.fraction)]
 
 
+def pipeline_bytes(chosen: Sequence[Bundle]) -> int:
+    """Return the bytes of one optimizer's states that are best waited for, and sent off, in one go."""
+    states = sum(bundle.nbytes for bundle in chosen)
+    return max(LEAST_PART_BYTES, min(states // LEAST_PARTS, math.isqrt(states * BYTES_WHILE_ENQUEUING)))
+
+
 def part_bytes(chosen: Sequence[Bundle], config: OffloadConfig) -> int:
     """Return the bytes that a part of one optimizer aims for at most."""
-    states = sum(bundle.nbytes for bundle in chosen)
-    best = min(states // LEAST_PARTS, math.isqrt(states * BYTES_WHILE_ENQUEUING))
-    return min(config.slab_bytes, max(LEAST_PART_BYTES, best))
+    return min(config.slab_bytes, pipeline_bytes(chosen))
 
 
 def lay_out(chosen: Sequence[Bundle], target: int, remainders: MasterRemainders) -> list[PartLayout]:

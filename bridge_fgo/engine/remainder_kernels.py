@@ -1,4 +1,4 @@
-"""CUDA kernels for the remainders of masters, one launch a slab. They are compiled by NVRTC when training begins.
+"""CUDA kernels for the remainders of masters, a launch for a slab or several. NVRTC compiles them when training begins.
 
 With PyTorch's operators a slab takes some ten launches a tensor, and the host's time for a step with 400 slabs would
 be several times as much.
@@ -6,7 +6,8 @@ be several times as much.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 import torch
 
@@ -24,8 +25,12 @@ EACH = 8
 HASH_FACTORS = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)
 """Odd, of 64 bits with the highest set. Two rounds of them, so that changes do not cancel in a sum of hashes."""
 
+MOST_TOGETHER = 16
+"""Slabs of one launch: where each is takes three words of its arguments, of which old drivers take 4 KiB."""
+
 SOURCE = f"""
 #define EACH {EACH}
+#define MOST_TOGETHER {MOST_TOGETHER}
 #define FIRST_FACTOR {HASH_FACTORS[0]}ull
 #define SECOND_FACTOR {HASH_FACTORS[1]}ull
 """
@@ -42,6 +47,10 @@ __device__ u64 mixed(long long place, unsigned weight) {
 }
 
 struct Segment { long long row, first, count; const u16 *weight; };
+
+// The slabs of one launch have rows one after another.
+struct Place { unsigned *masters; u16 *low; unsigned char *bits; };
+struct Places { Place of[MOST_TOGETHER]; };
 
 // What one thread takes at once: with loads of 2 and 4 bytes the memory is not kept busy.
 union Halves { uint4 all; u16 one[EACH]; };
@@ -67,10 +76,9 @@ __device__ u64 over_warp(u64 value) {
     for (long long i = EACH * ((long long)blockIdx.x * blockDim.x + threadIdx.x), \
                    stride = EACH * (long long)gridDim.x * blockDim.x; i < (s).count; i += stride)
 
-extern "C" __global__ void pack(
-    const Segment *segments, const unsigned *masters, u16 *low, unsigned char *bits, u64 *sums
-) {
+extern "C" __global__ void pack(const Segment *segments, u64 *sums, long long first_row, const Places places) {
     const Segment s = segments[blockIdx.y];
+    const Place at = places.of[s.row - first_row];
     u64 total = 0, differing = 0;
     FOR_EACH_GROUP(s) {
         const long long place = s.first + i;
@@ -78,12 +86,12 @@ extern "C" __global__ void pack(
         const Halves weight = weights_at(s, i, count);
         Words master;
         if (count == EACH) {
-            const uint4 *from = (const uint4 *)(masters + place);
+            const uint4 *from = (const uint4 *)(at.masters + place);
             master.all[0] = from[0];
             master.all[1] = from[1];
         } else {  // beyond may be the end of the slab
             #pragma unroll
-            for (int k = 0; k < EACH; ++k) master.one[k] = k < count ? masters[place + k] : 0;
+            for (int k = 0; k < EACH; ++k) master.one[k] = k < count ? at.masters[place + k] : 0;
         }
         Halves rest;
         unsigned up = 0;
@@ -95,8 +103,8 @@ extern "C" __global__ void pack(
             rest.one[k] = (u16)master.one[k];
             if (k < count) total += mixed(place + k, weight.one[k]);
         }
-        *(uint4 *)(low + place) = rest.all;  // there is room up to the next tensor, or to the bits
-        bits[place / EACH] = up;
+        *(uint4 *)(at.low + place) = rest.all;  // there is room up to the next tensor, or to the bits
+        at.bits[place / EACH] = up;
     }
     total = over_warp(total);
     differing = over_warp(differing);
@@ -106,27 +114,26 @@ extern "C" __global__ void pack(
     }
 }
 
-extern "C" __global__ void unpack(
-    const Segment *segments, const u16 *low, const unsigned char *bits, unsigned *masters, u64 *sums
-) {
+extern "C" __global__ void unpack(const Segment *segments, u64 *sums, long long first_row, const Places places) {
     const Segment s = segments[blockIdx.y];
+    const Place at = places.of[s.row - first_row];
     if (blockIdx.x == 0 && threadIdx.x < 2) sums[2 * s.row + threadIdx.x] = 0;
     FOR_EACH_GROUP(s) {
         const long long place = s.first + i;
         const int count = min((long long)EACH, s.count - i);
         const Halves weight = weights_at(s, i, count);
-        const Halves rest = { *(const uint4 *)(low + place) };
-        const unsigned up = bits[place / EACH];
+        const Halves rest = { *(const uint4 *)(at.low + place) };
+        const unsigned up = at.bits[place / EACH];
         Words master;
         #pragma unroll
         for (int k = 0; k < EACH; ++k) master.one[k] = (weight.one[k] - (up >> k & 1u)) << 16 | rest.one[k];
         if (count == EACH) {
-            uint4 *to = (uint4 *)(masters + place);
+            uint4 *to = (uint4 *)(at.masters + place);
             to[0] = master.all[0];
             to[1] = master.all[1];
         } else {
             #pragma unroll
-            for (int k = 0; k < EACH; ++k) if (k < count) masters[place + k] = master.one[k];
+            for (int k = 0; k < EACH; ++k) if (k < count) at.masters[place + k] = master.one[k];
         }
     }
 }
@@ -147,6 +154,10 @@ extern "C" __global__ void sum(const Segment *segments, u64 *sums) {
 Place = tuple[Sequence[WeightShard], Sequence[int]]
 """The weights of a slab's masters, and where each master begins in the slab, in elements."""
 
+Move = tuple[int, torch.Tensor, torch.Tensor, int]
+"""A slab's row of the sums, its masters, their copied form (uint8 both), and where the bits are in that, in bytes."""
+
+WORDS_OF_PLACE = 3
 SEGMENT_BYTES = 32
 MOST_SEGMENTS = 65535
 """Of one launch: the grid's second dimension."""
@@ -162,8 +173,9 @@ class RemainderKernels:
     """
 
     def __init__(self, module: Module, slabs: Sequence[Place], sums: torch.Tensor) -> None:
-        self._pack, self._unpack = Kernel(module, "pack", 5, THREADS), Kernel(module, "unpack", 5, THREADS)
-        self._sum = Kernel(module, "sum", 2, THREADS)
+        words = (1, 1, 1, WORDS_OF_PLACE * MOST_TOGETHER)
+        self._pack, self._unpack = (Kernel(module, name, words, THREADS) for name in ("pack", "unpack"))
+        self._sum = Kernel(module, "sum", (1, 1), THREADS)
         self._slabs = slabs
         self._sums = sums.data_ptr()
         self._now = torch.zeros_like(sums[:, 0])
@@ -175,8 +187,10 @@ class RemainderKernels:
         self._segments = sum(len(shards) for shards, _ in slabs)
         self._most_blocks = max(_blocks(shards) for shards, _ in slabs)
         self._table = torch.zeros(0, dtype=torch.int64, device=sums.device)
-        self._launches: list[tuple[Grid, int]] = []
-        """Of each slab: the grid of a launch over its weights, and the address of the first's segment."""
+        self._starts: list[int] = []
+        """Of each slab: the address of its first weight's segment."""
+        self._grids: dict[tuple[int, int], Grid] = {}
+        """By the first of the rows of a launch, and how many they are."""
 
     def look_up(self, required: bool = True) -> None:
         """Write the table anew where weights are elsewhere now: a buffer may be let go of, and taken again.
@@ -201,28 +215,40 @@ class RemainderKernels:
         for row, (shards, firsts) in enumerate(self._slabs):
             rows += [[row, first, shard.numel, shard.address] for shard, first in zip(shards, firsts, strict=True)]
         self._table = torch.tensor(rows, dtype=torch.int64, device=self._table.device)
-        self._launches, segment = [], self._table.data_ptr()
+        self._starts, segment = [], self._table.data_ptr()
         for shards, _ in self._slabs:
-            self._launches.append((make_grid(_blocks(shards), len(shards)), segment))
+            self._starts.append(segment)
             segment += SEGMENT_BYTES * len(shards)
 
-    def pack(self, row: int, masters: torch.Tensor, packed: torch.Tensor, bits_at: int) -> None:
+    def pack(self, moves: Sequence[Move]) -> None:
         """See `MasterRemainders.pack`."""
-        grid, segment = self._launches[row]
         stream = current_stream(self._index)
-        if row in self._packed:  # and not unpacked, which zeroes the sums
-            fill_with_zeros(self._sums + 16 * row, 16, stream)
-        self._packed.add(row)
-        low = packed.data_ptr()
-        self._pack.launch(grid, stream, segment, masters.data_ptr(), low, low + bits_at, self._sums)
+        for row, *_ in moves:
+            if row in self._packed:  # and not unpacked, which zeroes the sums
+                fill_with_zeros(self._sums + 16 * row, 16, stream)
+            self._packed.add(row)
+        self._launch(self._pack, moves, stream)
 
-    def unpack(self, row: int, packed: torch.Tensor, masters: torch.Tensor, bits_at: int) -> None:
-        """See `MasterRemainders.unpack`. The slab's row of the sums is zero afterwards."""
-        grid, segment = self._launches[row]
-        low = packed.data_ptr()
-        stream = current_stream(self._index)
-        self._unpack.launch(grid, stream, segment, low, low + bits_at, masters.data_ptr(), self._sums)
-        self._packed.discard(row)
+    def unpack(self, moves: Sequence[Move]) -> None:
+        """See `MasterRemainders.unpack`. The slabs' rows of the sums are zero afterwards."""
+        self._launch(self._unpack, moves, current_stream(self._index))
+        self._packed.difference_update(row for row, *_ in moves)
+
+    def _launch(self, kernel: Kernel, moves: Sequence[Move], stream: int) -> None:
+        for run in _runs(moves):
+            first = run[0][0]
+            words = [self._starts[first], self._sums, first]
+            for _, masters, packed, bits_at in run:
+                low = packed.data_ptr()
+                words += masters.data_ptr(), low, low + bits_at
+            kernel.launch(self._grid(first, len(run)), stream, *words)
+
+    def _grid(self, first: int, slabs: int) -> Grid:
+        grid = self._grids.get((first, slabs))
+        if grid is None:
+            shards = [shard for of_slab, _ in self._slabs[first : first + slabs] for shard in of_slab]
+            grid = self._grids[first, slabs] = make_grid(_blocks(shards), len(shards))
+        return grid
 
     def weight_sums(self) -> torch.Tensor:
         """Return the sum over the bits of the weights of each slab as they are now, int64 [slabs]."""
@@ -238,6 +264,18 @@ class RemainderKernels:
 def _address(weights: torch.Tensor) -> int:
     """Return where a tensor begins, and 0 where it has no memory: then the start of a view is its offset, not 0."""
     return weights.data_ptr() if weights.untyped_storage().nbytes() else 0
+
+
+def _runs(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    """Yield the moves in the order of their rows, as many at once as one launch may have."""
+    run: list[Move] = []
+    for move in sorted(moves, key=itemgetter(0)):
+        if run and (move[0] != run[-1][0] + 1 or len(run) == MOST_TOGETHER):
+            yield run
+            run = []
+        run.append(move)
+    if run:
+        yield run
 
 
 def _blocks(shards: Sequence[WeightShard]) -> int:

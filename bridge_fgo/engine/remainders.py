@@ -50,22 +50,13 @@ class SlabRemainders:
     bits_at: int
     row: int
 
-    def pack(self, masters: torch.Tensor, packed: torch.Tensor) -> None:
-        """Write the copied form of the masters, and remember the weights' sum; on the current stream.
-
-        Args:
-            masters: the slab, uint8.
-            packed: uint8 [nbytes], written.
-        """
-        self.owner.pack(self, masters, packed)
-
     def differs(self) -> bool:
         """Return whether the newest `pack` met a master whose rounding is not its weight. The host waits for it."""
         return bool(self.owner.sums[self.row, 1].item())
 
-    def unpack(self, packed: torch.Tensor, masters: torch.Tensor) -> None:
-        """Write the masters from their copied form and the weights; on the current stream."""
-        self.owner.unpack(self, packed, masters)
+
+Move = tuple[SlabRemainders, torch.Tensor, torch.Tensor]
+"""A slab's remainders, its masters, uint8, and their copied form, uint8 [nbytes]."""
 
 
 class MasterRemainders:
@@ -124,11 +115,15 @@ class MasterRemainders:
         if self._kernels is not None:
             self._kernels.look_up(required=self.wanted())
 
-    def pack(self, slab: SlabRemainders, masters: torch.Tensor, packed: torch.Tensor) -> None:
-        """See `SlabRemainders.pack`."""
+    def pack(self, moves: Sequence[Move]) -> None:
+        """Write the copied form of the masters of slabs, and remember their weights' sums; on the current stream."""
         if self._kernels is not None:
-            self._kernels.pack(slab.row, masters, packed, slab.bits_at)
+            self._kernels.pack([(slab.row, masters, packed, slab.bits_at) for slab, masters, packed in moves])
             return
+        for move in moves:
+            self._pack(*move)
+
+    def _pack(self, slab: SlabRemainders, masters: torch.Tensor, packed: torch.Tensor) -> None:
         sums = self.sums[slab.row]
         sums.zero_()
         words, low, bits = masters.view(torch.int32), *_planes(packed, slab.bits_at)
@@ -141,11 +136,15 @@ class MasterRemainders:
             sums[0] += _sum(bits_of_weight, first + start)
             sums[1] += (up > 1).sum()
 
-    def unpack(self, slab: SlabRemainders, packed: torch.Tensor, masters: torch.Tensor) -> None:
-        """See `SlabRemainders.unpack`."""
+    def unpack(self, moves: Sequence[Move]) -> None:
+        """Write the masters of slabs from their copied form and the weights; on the current stream."""
         if self._kernels is not None:
-            self._kernels.unpack(slab.row, packed, masters, slab.bits_at)
+            self._kernels.unpack([(slab.row, masters, packed, slab.bits_at) for slab, masters, packed in moves])
             return
+        for move in moves:
+            self._unpack(*move)
+
+    def _unpack(self, slab: SlabRemainders, masters: torch.Tensor, packed: torch.Tensor) -> None:
         words, low, bits = masters.view(torch.int32), *_planes(packed, slab.bits_at)
         for weight, first, start, end in _chunks(slab):
             up = _unpacked_bits(bits[(first + start) // 8 : -(-(first + end) // 8)], end - start)

@@ -92,14 +92,17 @@ class ResidencyTracker:
             self.interrupted = type(error).__name__
             raise
 
-    def offload(self) -> None:
-        """Start towards the host, from RESIDENT or RELOADING."""
+    def offload(self, start: Callable[[], None] | None = None) -> None:
+        """Start towards the host, from RESIDENT or RELOADING.
+
+        start: what does it in place of the mover's `start_offload`.
+        """
         if self.state is Residency.RELOADING:
             # Race: the copy to the host would read GPU memory that the reload has not filled yet, and
             # write the host buffer that the reload still reads.
             self._do(self._mover.wait_reload, Residency.RESIDENT)
         if self._state is Residency.RESIDENT:
-            self._do(self._mover.start_offload, Residency.OFFLOADING)
+            self._do(start or self._mover.start_offload, Residency.OFFLOADING)
 
     def release(self) -> None:
         """Let go of the GPU memory of an OFFLOADING slab."""

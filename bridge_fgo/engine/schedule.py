@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, takewhile
 
 import torch
 
 from bridge_fgo.engine.holding import HoldPlan, MemoryProfile
-from bridge_fgo.engine.part import StepPart, TrackedSlab
+from bridge_fgo.engine.part import StepPart, TrackedSlab, pack_together, unpack_together
 from bridge_fgo.engine.peaks import PeakMeter
 from bridge_fgo.engine.planner import HoldPlanner, staying_bytes
 from bridge_fgo.engine.residency import Residency
@@ -25,7 +25,10 @@ from bridge_fgo.engine.transfers import Transfers
 from bridge_fgo.engine.waits import PackingChoice
 
 LOOKAHEAD = 2
-"""Parts that are brought back before the one in hand, where room has to be made for them first."""
+"""Groups of parts that are brought back before the one in hand, where room has to be made for them first."""
+
+GROUPS_HELD = LOOKAHEAD + 2
+"""Groups of more than one part that the optimizer step has room for: what comes, what is in hand, and what leaves."""
 
 
 class Schedule:
@@ -177,11 +180,20 @@ class Schedule:
 
     # The optimizer step.
 
-    def step(self, parts: list[StepPart], update: Callable[[StepPart], None], hold_masters: bool) -> None:
+    def step(
+        self, parts: list[StepPart], update: Callable[[StepPart], None], hold_masters: bool, together_bytes: int
+    ) -> None:
         """Bring back, update and send off the parts of one optimizer, as a pipeline in both directions.
 
-        hold_masters: masters that mcore copies to the model stay on the GPU until the next pass; their copy out
-        starts all the same.
+        Parts that are small go through it in groups: a call of the driver's takes the host twice as long after an
+        update as after another such call.
+
+        Args:
+            parts: in order.
+            update: called once for each of them.
+            hold_masters: masters that mcore copies to the model stay on the GPU until the next pass; their copy out
+                starts all the same.
+            together_bytes: size of a group at most, but for one of a single part; see `pipeline_bytes`.
         """
         # What has landed goes first, so that copies out begin. What stays needs no copy, and fills the time while
         # the others come.
@@ -189,14 +201,20 @@ class Schedule:
         landed = list(takewhile(self._has_landed, moving))
         staying = [part for part in parts if part.stays]
         limit = self.step_limit
-        for part in [*landed, *staying, *moving[len(landed) :]]:
-            self._bring_for(part, limit)
-            for slab in reversed(part.slabs):  # the last lands last: for those before it nothing need wait
-                slab.tracker.require_writable()
-                self._next = max(self._next, self._position.get(slab, -1) + 1)
-            update(part)
-            if not part.stays:
-                self._send_off(part, hold_masters)
+        free = limit - staying_bytes(self.parts) - self.planner.masters_held_bytes
+        together_bytes = min(together_bytes, free // GROUPS_HELD)
+        for run in (landed, staying, moving[len(landed) :]):
+            for group in _groups(run, together_bytes):
+                slabs = [slab for part in group for slab in part.slabs]
+                self._bring_for(slabs, limit)
+                unpack_together(slabs)
+                for slab in reversed(slabs):  # the last lands last: for those before it nothing need wait
+                    slab.tracker.require_writable()
+                    self._next = max(self._next, self._position.get(slab, -1) + 1)
+                for part in group:
+                    update(part)
+                if run is not staying:
+                    self._send_off(slabs, hold_masters)
 
     def _has_landed(self, part: StepPart) -> bool:
         here = (Residency.RESIDENT, Residency.OFFLOADING)
@@ -206,24 +224,25 @@ class Schedule:
             for slab in part.slabs
         )
 
-    def _send_off(self, part: StepPart, hold_masters: bool) -> None:
+    def _send_off(self, slabs: list[TrackedSlab], hold_masters: bool) -> None:
+        packed = pack_together(slabs)
         with self.transfers.back_to_back():
-            for slab in part.slabs:
+            for slab in slabs:
                 if slab.slab.exists():
-                    slab.tracker.offload()
+                    slab.tracker.offload(slab.mover.start_packed if slab in packed else None)
                     if not (hold_masters and slab.is_copied_to_model):
                         self._leaving.append(slab)
 
-    def _bring_for(self, part: StepPart, limit: int) -> None:
-        """Bring back the parts from this one on, making room for the nearest only.
+    def _bring_for(self, slabs: list[TrackedSlab], limit: int) -> None:
+        """Bring back slabs from those of a group on, making room for the nearest only.
 
         To make room is to have the current stream wait for a copy out, and the updates that it gets next with
-        it: so it is not done for parts whose turn is far off.
+        it: so it is not done for slabs whose turn is far off.
         """
         self._bring_up_to(limit)
-        if not part.slabs:
+        if not slabs:
             return
-        until = self._position.get(part.slabs[-1], -1) + 1 + LOOKAHEAD * len(part.slabs)
+        until = self._position.get(slabs[-1], -1) + 1 + LOOKAHEAD * len(slabs)
         while self._next < min(until, len(self._coming)):
             before = self._next
             self._release_down_to(limit - self._coming[self._next].transit_bytes)
@@ -316,3 +335,17 @@ class Schedule:
         self.packing.end_step(updated, by_plan=self.is_planned)
         self._warm = self._warm or updated
         self._in_step_phase = False
+
+
+def _groups(parts: Sequence[StepPart], together_bytes: int) -> Iterator[list[StepPart]]:
+    """Yield the parts in order, as many at once as hold no more bytes on their way, but one at least."""
+    group: list[StepPart] = []
+    held = 0
+    for part in parts:
+        if group and held + part.transit_bytes > together_bytes:
+            yield group
+            group, held = [], 0
+        group.append(part)
+        held += part.transit_bytes
+    if group:
+        yield group

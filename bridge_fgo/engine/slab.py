@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -86,7 +86,7 @@ class Slab:
         self.is_packed = False
         """Whether it was in the newest copy out, until the slab is unpacked."""
         self.is_rounded = False
-        """Whether its masters were copied to the model just now, so that nothing need be checked: for one `pack`."""
+        """Whether its masters were copied to the model just now: one `pack_masters` need not check them."""
 
     @property
     def gpu_bytes(self) -> int:
@@ -211,43 +211,13 @@ class Slab:
         return self.transit_bytes if self.packs else self.nbytes
 
     def reserve(self) -> bool:
-        """Take the memory that `pack` needs, and return whether there was as much.
+        """Take the memory that `pack_masters` needs, and return whether there was as much.
 
         Before the step where the slab came whole: once it is stepped there may be no room.
         """
         with suppress(torch.cuda.OutOfMemoryError):
             self._take_packed()
         return self.packed is not None
-
-    def pack(self) -> bool:
-        """Have the next copy out take what the model's weights do not have, where that is wanted and possible.
-
-        On the current stream. The slab is copied whole where a master is not what its weight was rounded from, and
-        where there is no memory for more than the slab. Returns whether anything was enqueued.
-        """
-        remainders, rounded = self.remainders, self.is_rounded
-        self.is_rounded = self.is_packed = False
-        assert remainders is not None and self.gpu is not None
-        if not self.packs:
-            return False
-        # Else it was kept since `unpack`, reserved, or a copy out has failed.
-        if self.packed is None and not self.reserve():
-            return False
-        assert self.packed is not None
-        remainders.pack(self.gpu, self.packed)
-        if rounded or not remainders.differs():
-            self.is_packed = True
-        else:
-            self.drop_packed()
-        return True
-
-    def unpack(self) -> None:
-        """Make the masters of what has come back, on the current stream."""
-        assert self.remainders is not None and self.packed is not None and self.gpu is not None
-        self.remainders.unpack(self.packed, self.gpu)
-        self.is_packed = False
-        if not self.remainders.owner.is_stepping:  # where the slab is about to leave again
-            self.drop_packed()
 
     def drop_packed(self) -> None:
         """Give back the memory of what was copied; what reads or writes it must be ordered before."""
@@ -272,3 +242,50 @@ class Slab:
     def close(self) -> None:
         """Let go of the host buffer; the tensors stay in the slab's GPU memory, which counts no more."""
         self._ledger.change(-self.gpu_bytes, self.host.close)
+
+
+def pack_masters(slabs: Iterable[Slab]) -> list[Slab]:
+    """Have the next copies out of slabs take what the model's weights do not have, where that is wanted and possible.
+
+    On the current stream. A slab is copied whole where a master is not what its weight was rounded from, and where
+    there is no memory for more than the slab.
+
+    Args:
+        slabs: of one optimizer, with remainders.
+
+    Returns:
+        the slabs that something was enqueued for.
+    """
+    moves, rounded = [], []
+    for slab in slabs:
+        was_rounded = slab.is_rounded
+        slab.is_rounded = slab.is_packed = False
+        assert slab.remainders is not None and slab.gpu is not None
+        # Else it was kept since the masters were unpacked, reserved, or a copy out has failed.
+        if slab.packs and (slab.packed is not None or slab.reserve()):
+            assert slab.packed is not None
+            moves.append((slab.remainders, slab.gpu, slab.packed))
+            rounded.append((slab, was_rounded))
+    if moves:
+        moves[0][0].owner.pack(moves)
+    for slab, was_rounded in rounded:
+        assert slab.remainders is not None
+        if was_rounded or not slab.remainders.differs():
+            slab.is_packed = True
+        else:
+            slab.drop_packed()
+    return [slab for slab, _ in rounded]
+
+
+def unpack_masters(slabs: Sequence[Slab]) -> None:
+    """Make the masters of what has come back of slabs of one optimizer, on the current stream."""
+    moves = []
+    for slab in slabs:
+        assert slab.remainders is not None and slab.gpu is not None and slab.packed is not None
+        moves.append((slab.remainders, slab.gpu, slab.packed))
+    owner = moves[0][0].owner
+    owner.unpack(moves)
+    for slab in slabs:
+        slab.is_packed = False
+        if not owner.is_stepping:  # where they are about to leave again
+            slab.drop_packed()

@@ -40,9 +40,14 @@ class Meter:
 
 
 class Training:
-    """Optimizers with offload, and twins without, in the order of calls of a training step."""
+    """Optimizers with offload, and twins without, in the order of calls of a training step.
 
-    def __init__(self, layer, step=0, optimizers=1, budget=None, transfers=None, sizes=SIZES, **settings):
+    together: bytes of parts that the step moves in one go; None for what the engine takes for so few states.
+    """
+
+    def __init__(
+        self, layer, step=0, optimizers=1, budget=None, transfers=None, sizes=SIZES, together=None, **settings
+    ):
         self.twins = [with_model(make_distributed_optimizer(sizes, seed=i)) for i in range(optimizers)]
         self.optimizers = [with_model(make_distributed_optimizer(sizes, seed=i)) for i in range(optimizers)]
         meter = Meter(layer, step)
@@ -52,6 +57,8 @@ class Training:
         self.offloaders = [NativeOffloader(optimizer, config, self.schedule) for optimizer in self.optimizers]
         for twin, offloader, optimizer in zip(self.twins, self.offloaders, self.optimizers, strict=True):
             offloader.twin = twin
+            if together is not None:
+                offloader._together_bytes = together
             wrapped = optimizer._copy_main_params_to_model_params
             optimizer._copy_main_params_to_model_params = lambda o=offloader, w=wrapped: o.copy_masters(w)
         self.held = []

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from bridge_fgo.engine import snapshot, transfers
-from bridge_fgo.engine.remainders import SlabRemainders
+from bridge_fgo.engine.remainders import MasterRemainders
 from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.slab import Slab
 
@@ -179,7 +179,7 @@ def _watch_slabs(monkeypatch, order):
     real = SimpleNamespace(
         **{n: getattr(Slab, n) for n in ("adopt", "allocate", "_take_packed", "_empty_packed", "free")}
     )
-    pack, unpack = SlabRemainders.pack, SlabRemainders.unpack
+    pack, unpack = MasterRemainders.pack, MasterRemainders.unpack
 
     def of(remainders):
         return next(slab for slab in order.slabs if slab.remainders is remainders)
@@ -211,15 +211,17 @@ def _watch_slabs(monkeypatch, order):
         order.give_back(("whole", slab))
         real.free(slab)
 
-    def packs(remainders, masters, packed):
-        order.read(("whole", of(remainders)))
-        order.write(("packed", of(remainders)))
-        pack(remainders, masters, packed)
+    def packs(owner, moves):
+        for remainders, *_ in moves:
+            order.read(("whole", of(remainders)))
+            order.write(("packed", of(remainders)))
+        pack(owner, moves)
 
-    def unpacks(remainders, packed, masters):
-        order.read(("packed", of(remainders)))
-        order.write(("whole", of(remainders)))
-        unpack(remainders, packed, masters)
+    def unpacks(owner, moves):
+        for remainders, *_ in moves:
+            order.read(("packed", of(remainders)))
+            order.write(("whole", of(remainders)))
+        unpack(owner, moves)
 
     watched = {
         "adopt": adopt,
@@ -230,5 +232,5 @@ def _watch_slabs(monkeypatch, order):
     }
     for name, watch in watched.items():
         monkeypatch.setattr(Slab, name, watch)
-    monkeypatch.setattr(SlabRemainders, "pack", packs)
-    monkeypatch.setattr(SlabRemainders, "unpack", unpacks)
+    monkeypatch.setattr(MasterRemainders, "pack", packs)
+    monkeypatch.setattr(MasterRemainders, "unpack", unpacks)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine import remainder_kernels, remainders
 from bridge_fgo.engine.debug import debugged
+from bridge_fgo.engine.master_copy import WeightShard
 from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.peaks import PeakMeter
 from bridge_fgo.engine.remainders import MasterRemainders
@@ -305,7 +306,7 @@ def test_nothing_is_lost_where_a_writer_fails_and_the_weights_are_as_they_were()
 def test_a_copy_out_that_fails_can_be_tried_again(monkeypatch, failing):
     optimizer, offloader = make()
     before = state_bytes(optimizer)
-    of = remainders.SlabRemainders if failing == "pack" else HostTransfers
+    of = MasterRemainders if failing == "pack" else HostTransfers
 
     def fails(*_):
         raise RuntimeError("no")
@@ -366,6 +367,49 @@ def test_before_masters_leave_between_steps_the_weights_are_looked_up(monkeypatc
     assert calls == ["look_up", "pack"]
     offloader._schedule.release_everything()  # nothing is here
     assert calls == ["look_up", "pack"]
+
+
+def test_slabs_whose_rows_follow_one_another_are_packed_by_one_launch(monkeypatch):
+    launches, zeroed = [], []
+
+    class Kernel:
+        def __init__(self, module, name, words, threads):
+            self.name, self.words = name, words
+
+        def launch(self, grid, stream, *words):
+            assert len(words) <= sum(self.words)
+            launches.append((self.name, grid, words))
+
+    monkeypatch.setattr(remainder_kernels, "Kernel", Kernel)
+    monkeypatch.setattr(remainder_kernels, "make_grid", lambda x, y: (x, y))
+    monkeypatch.setattr(remainder_kernels, "current_stream", lambda index: 0)
+    monkeypatch.setattr(remainder_kernels, "fill_with_zeros", lambda *of: zeroed.append(of))
+    count = remainder_kernels.MOST_TOGETHER + 4
+    bucket = SimpleNamespace(param_data=torch.zeros(10_000, dtype=torch.bfloat16))
+    shards = [[WeightShard(bucket, 100 * row, 100)] * (1 + row % 2) for row in range(count)]
+    sums = torch.zeros(count, 2, dtype=torch.int64)
+    kernels = remainder_kernels.RemainderKernels("module", [(of, [0] * len(of)) for of in shards], sums)
+    kernels.look_up()
+    masters = [torch.zeros(512, dtype=torch.uint8) for _ in range(count)]
+    packed = [torch.zeros(300, dtype=torch.uint8) for _ in range(count)]
+    moves = [(row, masters[row], packed[row], 256) for row in range(count)]
+    rows = [row for row in range(count) if row != 2]
+    kernels.pack([moves[row] for row in reversed(rows)])
+
+    def launch(name, first, end):
+        start = kernels._table.data_ptr() + 32 * sum(len(of) for of in shards[:first])
+        at = [(masters[i].data_ptr(), packed[i].data_ptr(), packed[i].data_ptr() + 256) for i in range(first, end)]
+        of = sum(len(of) for of in shards[first:end])
+        return name, (1, of), (start, sums.data_ptr(), first, *(word for place in at for word in place))
+
+    most = 3 + remainder_kernels.MOST_TOGETHER
+    assert launches == [launch("pack", 0, 2), launch("pack", 3, most), launch("pack", most, count)]
+    assert zeroed == []
+    launches.clear()
+    kernels.unpack(moves[:2])
+    kernels.pack(moves[1:4])
+    assert launches == [launch("unpack", 0, 2), launch("pack", 1, 4)]
+    assert zeroed == [(sums.data_ptr() + 16 * 3, 16, 0)]  # of the one that was packed and not unpacked
 
 
 def test_a_parameter_buffer_without_memory_is_an_error():

@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_training import POINTS, SHAPE, SIZES, WHOLE, Meter, Training, use_small_parts
-from hypothesis import settings
+from fake_training import MANY_SIZES, POINTS, SHAPE, SIZES, WHOLE, Meter, Training, use_small_parts
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from bridge_fgo.engine import native, planner
+from bridge_fgo.engine import native, planner, schedule
 from bridge_fgo.engine.part_layout import part_bytes
+from bridge_fgo.engine.remainders import MasterRemainders
 from bridge_fgo.engine.residency import Residency
 from bridge_fgo.engine.slab import Ledger
 from bridge_fgo.engine.states import bundles
@@ -93,6 +94,48 @@ def test_after_a_skipped_step_what_the_optimizer_needs_first_stays_and_no_more_i
     assert most_held_in(training, lambda: training.update(6)) <= training.schedule.step_limit
     training.end_step(updated=True)
     training.check()
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_masters_of_small_parts_are_packed_and_made_together(monkeypatch, optimizers):
+    training = Training(WHOLE // 2, optimizers=optimizers, together=WHOLE, sizes=MANY_SIZES, master_remainders=True)
+    for seed in range(3):
+        training.step(seed)
+    moves = {"pack": [], "unpack": []}
+    for name, seen in moves.items():
+        real = getattr(MasterRemainders, name)
+        monkeypatch.setattr(
+            MasterRemainders, name, lambda owner, of, real=real, seen=seen: (seen.append(len(of)), real(owner, of))[1]
+        )
+    training.run_pass()
+    for seen in moves.values():
+        seen.clear()  # of what came or went between
+    assert most_held_in(training, lambda: training.update(3)) <= training.schedule.step_limit
+    training.end_step(updated=True)
+    parts = len(training.schedule.parts)
+    assert sum(moves["pack"]) == parts > 2 * len(moves["pack"])
+    assert max(moves["unpack"]) > 1
+    training.check()
+
+
+def test_parts_go_together_only_where_the_step_has_room_for_what_comes_and_leaves():
+    training = Training(0, step=WHOLE, together=WHOLE, sizes=MANY_SIZES)  # the step itself is the peak
+    sizes = [part.transit_bytes for part in training.schedule.parts]
+    training.step(0)
+    for seed in range(1, 4):
+        held = most_held_in(training, lambda seed=seed: training.step(seed))
+        assert held <= training.schedule.step_limit == 2 * max(sizes)
+    training.check()
+
+
+@given(st.lists(st.integers(1, 100), max_size=30), st.integers(0, 300))
+def test_groups_are_whole_in_order_and_no_larger_than_they_may_be(sizes, together):
+    parts = [SimpleNamespace(transit_bytes=size) for size in sizes]
+    groups = list(schedule._groups(parts, together))
+    assert [part for group in groups for part in group] == parts
+    held = [sum(part.transit_bytes for part in group) for group in groups]
+    assert all(size <= together or len(group) == 1 for size, group in zip(held, groups, strict=True))
+    assert all(size + group[0].transit_bytes > together for size, group in zip(held, groups[1:], strict=False))
 
 
 def test_every_master_is_copied_to_the_model_once_a_step():
@@ -193,7 +236,7 @@ def test_what_has_landed_steps_first_then_what_stays_then_what_is_on_its_way(mon
     monkeypatch.setattr(training.schedule.transfers, "has_landed", lambda slab: slab in landed)
     order = []
     training.run_pass()
-    training.schedule.step(parts, order.append, hold_masters=True)
+    training.schedule.step(parts, order.append, hold_masters=True, together_bytes=0)
     assert order == [moving[0], *staying, *moving[1:]]
 
 

@@ -8,6 +8,7 @@ import torch
 from fake_training import MANY_SIZES, POINTS, SIZES, WHOLE, Training, use_small_parts
 from stream_order import Race, install
 
+from bridge_fgo.engine import part, schedule
 from bridge_fgo.engine.inner_step import InnerStep
 from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.transfers import CudaTransfers, Lane
@@ -38,6 +39,7 @@ class RandomTraining(Training):
             transfers=CudaTransfers(torch.device("cpu"), PIECE_BYTES),
             master_remainders=choose([None, True, False]),
             sizes=choose([SIZES, SIZES, MANY_SIZES]),
+            together=choose([None, WHOLE // 2, 2 * WHOLE]),
         )
         self.schedule.packing._waits = None  # and whether masters are packed is chosen here
         for offloader in self.offloaders:
@@ -223,6 +225,28 @@ def with_a_save_that_reads_at_once(patch):
     patch.setattr(CudaTransfers, "finish_out", lambda transfers: None)
 
 
+def with_masters_made_together_before_they_have_landed(patch):
+    together = part.unpack_together
+
+    def unpacks(slabs):
+        with patch.context() as inside:
+            without_wait_for_what_landed(inside)
+            together(slabs)
+
+    patch.setattr(schedule, "unpack_together", unpacks)
+
+
+def with_masters_packed_together_once_copies_are_ordered(patch):
+    together = part.pack_together
+
+    def packs(slabs):
+        slabs = list(slabs)
+        slabs[0].mover.transfers._is_ordered = True
+        return together(slabs)
+
+    patch.setattr(schedule, "pack_together", packs)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -239,6 +263,8 @@ def with_a_save_that_reads_at_once(patch):
         with_a_readers_stream_alone,
         with_a_release_that_does_not_wait_for_who_asks_for_it,
         with_a_save_that_reads_at_once,
+        with_masters_made_together_before_they_have_landed,
+        with_masters_packed_together_once_copies_are_ordered,
     ],
 )
 @pytest.mark.usefixtures("updates_are_seen")

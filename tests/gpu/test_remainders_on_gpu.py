@@ -60,42 +60,67 @@ def test_kernels_pack_what_operators_pack_and_bring_every_bit_back(first: int) -
     assert kernels is not None
     for slab, masters in made:
         packed = [torch.zeros(slab.nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
-        slab.pack(masters, packed[0])
+        remainders.pack([(slab, masters, packed[0])])
         assert not slab.differs()
         by_kernels = remainders.sums[slab.row].tolist()
         back = torch.zeros_like(masters)
-        slab.unpack(packed[0], back)
+        remainders.unpack([(slab, back, packed[0])])
         assert torch.equal(back, masters)
         remainders._kernels = None
-        slab.pack(masters, packed[1])
+        remainders.pack([(slab, masters, packed[1])])
         assert remainders.sums[slab.row].tolist() == by_kernels
         assert torch.equal(packed[0], packed[1])
         back.zero_()
-        slab.unpack(packed[0], back)
+        remainders.unpack([(slab, back, packed[0])])
         assert torch.equal(back, masters)
         remainders._kernels = kernels
     remainders.require_unchanged([slab for slab, _ in made])
 
 
+def test_one_launch_for_several_slabs_does_what_one_for_each_does() -> None:
+    remainders, made = slabs_on(torch.device("cuda"), 4)
+
+    def all_packed() -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
+        return [
+            (slab, masters, torch.full((slab.nbytes,), 7, dtype=torch.uint8, device="cuda")) for slab, masters in made
+        ]
+
+    each = all_packed()
+    for move in each:
+        remainders.pack([move])
+    sums = remainders.sums.clone()
+    together = all_packed()
+    remainders.pack(together[::-1])
+    assert torch.equal(remainders.sums, sums)
+    assert all(torch.equal(one[2], other[2]) for one, other in zip(each, together, strict=True))
+    back = [(slab, torch.full_like(masters, 7), packed) for slab, masters, packed in together]
+    remainders.unpack(back)
+    for slab, masters, _ in back:
+        for shard, first in zip(slab.shards, slab.firsts, strict=True):
+            where = slice(4 * first, 4 * (first + shard.numel))
+            assert torch.equal(masters[where], made[slab.row][1][where])
+    assert not remainders.sums.any()
+
+
 def test_kernels_notice_a_weight_that_was_changed_and_a_master_that_is_no_rounding() -> None:
     remainders, made = slabs_on(torch.device("cuda"), 2)
     for slab, masters in made:
-        slab.pack(masters, torch.zeros(slab.nbytes, dtype=torch.uint8, device="cuda"))
+        remainders.pack([(slab, masters, torch.zeros(slab.nbytes, dtype=torch.uint8, device="cuda"))])
     weight = made[1][0].shards[5].tensor()
     kept = weight[777].clone()
     weight[777] = kept + 1
     remainders.require_unchanged([made[0][0]])
     with pytest.raises(RuntimeError, match="weights of the model were changed"):
         remainders.require_unchanged([slab for slab, _ in made])
-    made[1][0].pack(made[1][1], torch.zeros(made[1][0].nbytes, dtype=torch.uint8, device="cuda"))
+    remainders.pack([(*made[1], torch.zeros(made[1][0].nbytes, dtype=torch.uint8, device="cuda"))])
     assert made[1][0].differs()
     weight[777] = kept
-    made[1][0].pack(made[1][1], torch.zeros(made[1][0].nbytes, dtype=torch.uint8, device="cuda"))
+    remainders.pack([(*made[1], torch.zeros(made[1][0].nbytes, dtype=torch.uint8, device="cuda"))])
     assert not made[1][0].differs()
 
 
 def test_masters_that_arithmetic_made_nan_come_back_as_they_were() -> None:
-    _, ((slab, masters), _) = slabs_on(torch.device("cuda"), 3)
+    remainders, ((slab, masters), _) = slabs_on(torch.device("cuda"), 3)
     words = masters.view(torch.float32)
     for shard, first in zip(slab.shards, slab.firsts, strict=True):
         of_one = words[first : first + shard.numel]
@@ -103,8 +128,8 @@ def test_masters_that_arithmetic_made_nan_come_back_as_they_were() -> None:
         assert of_one.isnan().any()
         shard.tensor().copy_(of_one)
     packed = torch.zeros(slab.nbytes, dtype=torch.uint8, device="cuda")
-    slab.pack(masters, packed)
+    remainders.pack([(slab, masters, packed)])
     assert not slab.differs()
     back = torch.zeros_like(masters)
-    slab.unpack(packed, back)
+    remainders.unpack([(slab, back, packed)])
     assert torch.equal(back, masters)
