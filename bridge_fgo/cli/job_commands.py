@@ -28,6 +28,13 @@ GpusPerNode = Annotated[int | None, typer.Option(min=1, help="GPUs of a node; th
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
 
 
+def in_a_folder(path: Path | None) -> Path | None:
+    """Refuse a file to write whose folder is not there, before the work whose result it is to hold."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
+    return path
+
+
 def _offload_options(
     engine: run_script.Engine | None,
     fraction: float | None,
@@ -56,6 +63,13 @@ def _exit_with(command: str, run: Callable[[], int]) -> None:
     raise typer.Exit(status)
 
 
+def _require_file(command: str, target: str | None) -> None:
+    """Exit with 2 where `target` can only be a saved config and is no file: to import Megatron takes half a minute."""
+    if target is not None and Path(target).suffix in (".yaml", ".yml") and not Path(target).is_file():
+        typer.echo(f"bridge-fgo {command}: {target}: there is no such file", err=True)
+        raise typer.Exit(2)
+
+
 def plan(
     target: Annotated[
         str, typer.Argument(metavar="RECIPE|CONFIG", help="A recipe, module:function, or run_config.yaml.")
@@ -75,13 +89,16 @@ def plan(
     no_master_weights: NoMasters = False,
     master_remainders: Remainders = None,
     json_output: Json = False,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the components (matplotlib).")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", callback=in_a_folder, help="Draw the components (matplotlib).")
+    ] = None,
 ) -> None:
     """Compute the memory of each pipeline stage's ranks by component, and what the copies cost.
 
     States are exact, to the byte; activations are counted for GPTs. Exit status: 0, 1 where training would refuse
     the config, 2 where there is no plan.
     """
+    _require_file("plan", target)
     from bridge_fgo.cli.plan import command
 
     settings = command.Settings(
@@ -123,6 +140,7 @@ def doctor(
     Works without a GPU and without Megatron. Exit status: 0, 1 where training would be refused, 2 where the config
     cannot be read.
     """
+    _require_file("doctor", target)
     from bridge_fgo.cli.doctor import command
 
     settings = command.Settings(

@@ -246,7 +246,9 @@ def report(
             metavar="RUN [RUN]...", help="TensorBoard log, or a folder of bench or of demo --keep.", show_default=False
         ),
     ],
-    output: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", callback=job_commands.in_a_folder, help="The page to write.")
+    ] = Path("report.html"),
 ) -> None:
     """Compare runs bit by bit, and draw them into one page that opens from disk with no network.
 

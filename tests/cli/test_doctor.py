@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from bridge_fgo.cli import job_commands
 from bridge_fgo.cli.doctor import command, installed, machine
 from bridge_fgo.cli.job import builder as builder_module
 from bridge_fgo.cli.job import job as job_module
@@ -92,6 +93,25 @@ def test_doctor_works_without_megatron_and_without_a_config(no_megatron):
     assert status == 0 and found["refusals"] == []
     assert found["installed"]["torch"] == torch.__version__ and found["installed"]["mcore"] is None
     assert any("megatron-bridge" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize("arguments", [("plan", "tiny", "--picture"), ("report", "some.log", "--output")])
+def test_a_file_in_no_folder_is_an_error_before_the_work(tmp_path, arguments):
+    status, output = run(*arguments, str(tmp_path / "nosuch" / "file"))
+    assert status == 2 and arguments[-1] in output and "there is no folder" in output
+
+
+def test_settings_of_a_job_without_a_job_are_an_error(no_megatron):
+    status, output = run("doctor", "--gpus", "64", "--fraction", "0.5")
+    assert status == 2
+    assert "gpus=64, fraction=0.5: of a job, and none is named" in output
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_saved_config_that_is_not_there_is_an_error_before_megatron_is_imported(monkeypatch, command):
+    monkeypatch.setattr(job_commands, "_exit_with", lambda *of: pytest.fail("it was looked for by what imports"))
+    status, output = run(command, "nosuch.yaml")
+    assert (status, output) == (2, f"bridge-fgo {command}: nosuch.yaml: there is no such file\n")
 
 
 def test_doctor_counts_the_states_of_a_saved_config_without_megatron(no_megatron, saved):

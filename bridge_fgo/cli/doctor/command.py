@@ -59,6 +59,12 @@ def run(settings: Settings) -> int:
         RuntimeError: the config's model could not be built.
     """
     OffloadConfig(**settings.offload)
+    if settings.target is None:
+        of_a_job = ("gpus", "gpus_per_node", "vocab_size")
+        asked = {name: getattr(settings, name) for name in of_a_job if getattr(settings, name) is not None}
+        if asked := {**asked, **settings.offload}:
+            told = ", ".join(f"{name}={value}" for name, value in asked.items())
+            raise ValueError(f"{told}: of a job, and none is named; give its recipe or saved config too")
     machine = look()
     answer = {} if missing_packages() else _ask(settings)
     findings = Findings(installed(answer), asdict(machine))
