@@ -53,7 +53,7 @@ class OffloadConfig:
     optimizer's state and 8 MiB, which costs the least time (0.4 of 20 GB), or a 16th of the state. Each such part has a
     slab for its masters and one for its moments: one GPU allocation and one host buffer each. A tensor is never split,
     so a tensor that is larger makes a larger slab. Parts that are smaller than that mean come and leave in groups of
-    its size, where the optimizer step has room for four of them: they cost the host less so."""
+    its size, where the optimizer step has room for eight of them: they cost the host less so."""
 
     piece_bytes: int = 64 * MIB
     """Largest single copy between host and GPU, in bytes: a copy of the training loop's own waits for one. On an

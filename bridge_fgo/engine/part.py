@@ -164,7 +164,8 @@ def unpack_together(slabs: Sequence[TrackedSlab]) -> None:
     The trackers find that done when each slab is asked for.
 
     Raises:
-        RuntimeError: see `MasterRemainders.require_unchanged`. The slabs are as they were.
+        RuntimeError: see `MasterRemainders.require_unchanged`, or the driver refused something. The slabs are as they
+            were, unless that was a launch: then they are lost.
     """
     coming = [slab for slab in slabs if slab.tracker.state is Residency.RELOADING]
     packed = [slab for slab in coming if slab.slab.is_packed]
@@ -176,8 +177,13 @@ def unpack_together(slabs: Sequence[TrackedSlab]) -> None:
         mover.transfers.wait_in(coming[-1].slab)  # the last lands last: for those before it nothing need wait
         for slab in packed:
             mover.transfers.wait_in(slab.slab)
-        with mover.transfers.computing():
-            unpack_masters([slab.slab for slab in packed])
+        try:
+            with mover.transfers.computing():
+                unpack_masters([slab.slab for slab in packed])
+        except BaseException as error:
+            for slab in packed:  # of some the weights' sums may be gone, with which the masters would be checked
+                slab.tracker.interrupted = type(error).__name__
+            raise
 
 
 def pack_together(slabs: Iterable[TrackedSlab]) -> set[TrackedSlab]:

@@ -235,13 +235,28 @@ class RemainderKernels:
         self._packed.difference_update(row for row, *_ in moves)
 
     def _launch(self, kernel: Kernel, moves: Sequence[Move], stream: int) -> None:
-        for run in _runs(moves):
+        for run in self._runs(moves):
             first = run[0][0]
             words = [self._starts[first], self._sums, first]
             for _, masters, packed, bits_at in run:
                 low = packed.data_ptr()
                 words += masters.data_ptr(), low, low + bits_at
             kernel.launch(self._grid(first, len(run)), stream, *words)
+
+    def _runs(self, moves: Sequence[Move]) -> Iterator[list[Move]]:
+        """Yield the moves in the order of their rows, as many at once as one launch may have."""
+        run: list[Move] = []
+        segments = 0
+        for move in sorted(moves, key=itemgetter(0)):
+            of_slab = len(self._slabs[move[0]][0])
+            follows = run and move[0] == run[-1][0] + 1
+            if run and not (follows and len(run) < MOST_TOGETHER and segments + of_slab <= MOST_SEGMENTS):
+                yield run
+                run, segments = [], 0
+            run.append(move)
+            segments += of_slab
+        if run:
+            yield run
 
     def _grid(self, first: int, slabs: int) -> Grid:
         grid = self._grids.get((first, slabs))
@@ -264,18 +279,6 @@ class RemainderKernels:
 def _address(weights: torch.Tensor) -> int:
     """Return where a tensor begins, and 0 where it has no memory: then the start of a view is its offset, not 0."""
     return weights.data_ptr() if weights.untyped_storage().nbytes() else 0
-
-
-def _runs(moves: Sequence[Move]) -> Iterator[list[Move]]:
-    """Yield the moves in the order of their rows, as many at once as one launch may have."""
-    run: list[Move] = []
-    for move in sorted(moves, key=itemgetter(0)):
-        if run and (move[0] != run[-1][0] + 1 or len(run) == MOST_TOGETHER):
-            yield run
-            run = []
-        run.append(move)
-    if run:
-        yield run
 
 
 def _blocks(shards: Sequence[WeightShard]) -> int:

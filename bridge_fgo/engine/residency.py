@@ -55,7 +55,7 @@ class ResidencyTracker:
         self._mover = mover
         self._state = Residency.RESIDENT
         self.interrupted = ""
-        """The type of what came in the midst of an action, other than an error of the action's own."""
+        """The type of what came in the midst of an action, other than an error after which the slab is as it was."""
 
     @property
     def state(self) -> Residency:

@@ -27,8 +27,9 @@ from bridge_fgo.engine.waits import PackingChoice
 LOOKAHEAD = 2
 """Groups of parts that are brought back before the one in hand, where room has to be made for them first."""
 
-GROUPS_HELD = LOOKAHEAD + 2
-"""Groups of more than one part that the optimizer step has room for: what comes, what is in hand, and what leaves."""
+GROUPS_HELD = 8
+"""Groups of more than one part that the optimizer step has room for, at least: the one in hand, those that come, and
+enough that leave for the step not to wait for the copy out of what was updated just before."""
 
 
 class Schedule:

@@ -410,6 +410,10 @@ def test_slabs_whose_rows_follow_one_another_are_packed_by_one_launch(monkeypatc
     kernels.pack(moves[1:4])
     assert launches == [launch("unpack", 0, 2), launch("pack", 1, 4)]
     assert zeroed == [(sums.data_ptr() + 16 * 3, 16, 0)]  # of the one that was packed and not unpacked
+    launches.clear()
+    monkeypatch.setattr(remainder_kernels, "MOST_SEGMENTS", 3)
+    kernels.unpack(moves[:4])
+    assert launches == [launch("unpack", 0, 2), launch("unpack", 2, 4)]
 
 
 def test_a_parameter_buffer_without_memory_is_an_error():

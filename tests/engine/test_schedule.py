@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from bridge_fgo.engine import native, planner, schedule
+from bridge_fgo.engine.inner_step import InnerStep
 from bridge_fgo.engine.part_layout import part_bytes
 from bridge_fgo.engine.remainders import MasterRemainders
 from bridge_fgo.engine.residency import Residency
@@ -24,16 +25,17 @@ def small_parts(monkeypatch):
 
 
 def most_held_in(training, run):
-    """Run what updates; return the most bytes of slabs that the GPU held before the update of any part."""
+    """Run what updates; return the most bytes of slabs that the GPU held in an update."""
     held = []
-    original = training.schedule._bring_for
+    update = InnerStep.update
 
-    def spy(part, limit):
-        original(part, limit)
+    def spy(inner, owner):
         held.append(training.schedule.ledger.nbytes)
+        update(inner, owner)
 
-    training.schedule._bring_for = spy
-    run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InnerStep, "update", spy)
+        run()
     return max(held)
 
 
@@ -116,6 +118,29 @@ def test_masters_of_small_parts_are_packed_and_made_together(monkeypatch, optimi
     assert sum(moves["pack"]) == parts > 2 * len(moves["pack"])
     assert max(moves["unpack"]) > 1
     training.check()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_masters_whose_making_together_was_interrupted_are_lost(monkeypatch, error):
+    # The launch zeroes the weights' sums, with which the masters would be checked.
+    training = Training(WHOLE // 2, together=WHOLE, sizes=MANY_SIZES, master_remainders=True)
+    for seed in range(3):
+        training.step(seed)
+    real = MasterRemainders.unpack
+
+    def interrupted(owner, moves):
+        real(owner, moves)
+        if len(moves) > 1:
+            raise error
+
+    monkeypatch.setattr(MasterRemainders, "unpack", interrupted)
+    training.run_pass()
+    with pytest.raises(error):
+        training.update(3)
+    (offloader,) = training.offloaders
+    assert offloader.is_lost
+    with pytest.raises(RuntimeError, match=f"{error.__name__} came while a part of it"):
+        offloader.require_readable()
 
 
 def test_parts_go_together_only_where_the_step_has_room_for_what_comes_and_leaves():

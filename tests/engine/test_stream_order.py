@@ -241,8 +241,13 @@ def with_masters_packed_together_once_copies_are_ordered(patch):
 
     def packs(slabs):
         slabs = list(slabs)
-        slabs[0].mover.transfers._is_ordered = True
-        return together(slabs)
+        moves = slabs[0].mover.transfers
+        for event in moves._now(moves._streams()):  # the updates are over, but not what packs
+            for stream in moves._out._handles:
+                event.hold(stream)
+        packed = together(slabs)
+        moves._is_ordered = bool(packed)
+        return packed
 
     patch.setattr(schedule, "pack_together", packs)
 

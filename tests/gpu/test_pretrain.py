@@ -78,6 +78,15 @@ def test_50_steps_are_bitwise_equal_to_resident(tmp_path: Path, options: tuple[s
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("options", [PACKED, ("--master-remainders", "never")], ids=["packed", "whole"])
+def test_parts_of_a_tensor_each_that_move_in_groups_are_bitwise_equal_to_resident(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    resident, offloaded = both_arms(tmp_path, *SMALL, *options, "--slab-mib", "1", steps=20)
+    assert_bitwise_equal(resident, offloaded, steps=20)
+
+
+@pytest.mark.gpu
 def test_peak_allocated_falls_by_the_bytes_offloaded(tmp_path: Path) -> None:
     resident, offloaded = both_arms(tmp_path, *MANY_ACTIVATIONS, steps=8)
     assert_bitwise_equal(resident, offloaded, steps=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from bridge_fgo.engine.master_copy import WeightShard
 from bridge_fgo.engine.plan import pack
+from bridge_fgo.engine.remainder_kernels import MOST_TOGETHER
 from bridge_fgo.engine.remainders import MasterRemainders
 
 pytestmark = [
@@ -21,17 +23,17 @@ SIZES = [1, 31, 32, 33, 4096, 1_000_003, 64, 5_000_000]
 
 
 def slabs_on(
-    device: torch.device, seed: int, first: int = 3
+    device: torch.device, seed: int, first: int = 3, sizes: Sequence[int] = SIZES, count: int = 2
 ) -> tuple[MasterRemainders, list[tuple[Any, torch.Tensor]]]:
-    """Returns the remainders of two slabs of masters of every kind of bits, and the slabs, uint8.
+    """Returns the remainders of ``count`` slabs of masters of every kind of bits, and the slabs, uint8.
 
     first: elements from a multiple of 16 bytes to each weight. Nothing aligns a shard in DDP's buffer to more than its
         elements, though most are.
     """
     generator = torch.Generator().manual_seed(seed)
-    bucket = SimpleNamespace(param_data=torch.zeros(2 * sum(SIZES) + 200, dtype=torch.bfloat16, device=device))
+    bucket = SimpleNamespace(param_data=torch.zeros(count * (sum(sizes) + 100), dtype=torch.bfloat16, device=device))
     masters, weights = [], {}
-    for size in SIZES * 2:
+    for size in [*sizes] * count:
         words = torch.randint(-(2**31), 2**31, (size,), generator=generator, dtype=torch.int64).to(torch.int32)
         master = words.view(torch.float32).nan_to_num(1.5).to(device)
         master.view(torch.int32)[::7] &= ~0xFFFF
@@ -42,12 +44,13 @@ def slabs_on(
         first += -(-size // 8) * 8
     remainders = MasterRemainders(weights, device)
     made = []
-    for half in (masters[: len(SIZES)], masters[len(SIZES) :]):
-        (layout,) = pack([4 * master.numel() for master in half], 2**40)
+    for start in range(0, len(masters), len(sizes)):
+        of_slab = masters[start : start + len(sizes)]
+        (layout,) = pack([4 * master.numel() for master in of_slab], 2**40)
         slab = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
-        for master, offset in zip(half, layout.offsets, strict=True):
+        for master, offset in zip(of_slab, layout.offsets, strict=True):
             slab[offset : offset + 4 * master.numel()] = master.view(torch.uint8)
-        refs: Any = [SimpleNamespace(key=None, param=master) for master in half]
+        refs: Any = [SimpleNamespace(key=None, param=master) for master in of_slab]
         made.append((remainders.of_slab(refs, layout.offsets, layout.nbytes), slab))
     remainders.ready()
     return remainders, made
@@ -78,7 +81,7 @@ def test_kernels_pack_what_operators_pack_and_bring_every_bit_back(first: int) -
 
 
 def test_one_launch_for_several_slabs_does_what_one_for_each_does() -> None:
-    remainders, made = slabs_on(torch.device("cuda"), 4)
+    remainders, made = slabs_on(torch.device("cuda"), 4, sizes=SIZES[:-1], count=MOST_TOGETHER + 3)
 
     def all_packed() -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
         return [
