@@ -61,6 +61,8 @@ class Schedule:
         self._plan: HoldPlan | None = None
         self._index = 0
         self._leaving: deque[TrackedSlab] = deque()
+        self._held: set[TrackedSlab] = set()
+        """Masters that are on their way out, and wait on the GPU to be copied to the model."""
         self._coming: list[TrackedSlab] = []
         self._position: dict[TrackedSlab, int] = {}
         self._next = 0
@@ -76,6 +78,7 @@ class Schedule:
         self.count_packable()
         self._coming, self._position, self._next = [], {}, 0
         self._leaving.clear()
+        self._held.clear()
 
     def count_packable(self) -> None:
         """Which parts there are, or stay, has changed."""
@@ -104,6 +107,7 @@ class Schedule:
         self._index = 0
         self._coming = [slab for part in self.parts for slab in part.slabs if not part.stays]
         self._position = {slab: i for i, slab in enumerate(self._coming)}
+        self._held.clear()
         self._leaving = deque(slab for slab in self._coming if slab.tracker.state is Residency.OFFLOADING)
         self._next = 0
         self._in_step_phase = False
@@ -231,7 +235,9 @@ class Schedule:
             for slab in slabs:
                 if slab.slab.exists():
                     slab.tracker.offload(slab.mover.start_packed if slab in packed else None)
-                    if not (hold_masters and slab.is_copied_to_model):
+                    if hold_masters and slab.is_copied_to_model:
+                        self._held.add(slab)
+                    else:
                         self._leaving.append(slab)
 
     def _bring_for(self, slabs: list[TrackedSlab], limit: int) -> None:
@@ -258,8 +264,8 @@ class Schedule:
         held = self.ledger.nbytes
         while held > limit and self._leaving:
             slab = self._leaving.popleft()
-            # One whose offload was given up, and begun anew, is there twice.
-            if slab.tracker.state is Residency.OFFLOADING and slab not in going:
+            # One whose offload was given up, and begun anew, is there twice, or once though it is held since.
+            if slab.tracker.state is Residency.OFFLOADING and slab not in going and slab not in self._held:
                 held -= slab.slab.gpu_bytes
                 going[slab] = None
         for slab in reversed(going):  # the last has left last: for those before it nothing need wait

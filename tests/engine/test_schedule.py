@@ -182,6 +182,26 @@ def test_quantized_weights_are_copied_in_one_go():
     training.check()
 
 
+@pytest.mark.parametrize(("optimizers", "remainders", "step"), [(1, True, 0), (2, False, WHOLE // 2)])
+def test_masters_that_are_copied_in_one_go_do_not_leave_before(monkeypatch, optimizers, remainders, step):
+    sizes = [300, 700, 300, 700, 700, 300, 64, 300, 300, 40, 100, 3000]
+    training = Training(0, step, optimizers=optimizers, sizes=sizes, master_remainders=remainders)
+    for optimizer in training.optimizers:
+        optimizer.ddp_config = SimpleNamespace(fp8_param_gather=True)
+    copy, gone = native.NativeOffloader.copy_masters, []
+
+    def copies(offloader, original):
+        gone.append([slab for slab in offloader._slabs if slab.tracker.state is Residency.RELEASED])
+        return copy(offloader, original)
+
+    monkeypatch.setattr(native.NativeOffloader, "copy_masters", copies)
+    for seed in range(6):
+        training.step(seed)
+    assert len(gone) == 6 * optimizers
+    assert not any(slab.is_copied_to_model for slabs in gone for slab in slabs)
+    training.check()
+
+
 def test_a_pass_with_another_number_of_points_is_measured_anew():
     training = Training(layer=WHOLE // 4)
     for seed in range(3):
