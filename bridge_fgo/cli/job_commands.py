@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from bridge_fgo.cli import run_script
+from bridge_fgo.cli.job.target import require_file
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Overrides of Bridge's config.")
@@ -58,16 +59,21 @@ def _exit_with(command: str, run: Callable[[], int]) -> None:
     try:
         status = run()
     except (ValueError, RuntimeError, OSError) as error:
-        typer.echo(f"bridge-fgo {command}: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise _refused(command, error) from None
     raise typer.Exit(status)
 
 
 def _require_file(command: str, target: str | None) -> None:
     """Exit with 2 where `target` can only be a saved config and is no file: to import Megatron takes half a minute."""
-    if target is not None and Path(target).suffix in (".yaml", ".yml") and not Path(target).is_file():
-        typer.echo(f"bridge-fgo {command}: {target}: there is no such file", err=True)
-        raise typer.Exit(2)
+    try:
+        require_file(target or "")
+    except ValueError as error:
+        raise _refused(command, error) from None
+
+
+def _refused(command: str, error: Exception) -> typer.Exit:
+    typer.echo(f"bridge-fgo {command}: {error}", err=True)
+    return typer.Exit(2)
 
 
 def plan(

@@ -217,10 +217,9 @@ def bench(
     if gpus is not None and gpus > here:
         typer.echo(f"bridge-fgo bench: --gpus {gpus}: torch sees {here} CUDA devices here", err=True)
         raise typer.Exit(2)
-    if arms is None:
-        arms = "resident,native,half,mcore,hybrid" if megatron_lm else "resident,native,half,hybrid"
+    by_default = ["resident", "native", "half", *(["mcore"] if megatron_lm else []), "hybrid"]
     settings = command.Settings(
-        arms=arms.split(","),
+        arms=by_default if arms is None else arms.split(","),
         preset=preset.value,
         steps=steps,
         rounds=rounds,

@@ -230,7 +230,7 @@ class NativeOffloader:
             self._inner_step.update(None)  # parameters whose states are not offloaded
             self._remainders.is_stepping = by_part
             try:
-                self._schedule.step(self.parts, update, not by_part, self._together_bytes)
+                self._schedule.step(self.parts, update, hold_masters=not by_part, together_bytes=self._together_bytes)
             finally:
                 self._remainders.is_stepping = False
 

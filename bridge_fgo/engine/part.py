@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,26 +44,30 @@ class SlabMover:
 
     def start_offload(self) -> None:
         """Gather the slab's tensors and start the copy out."""
-        with self.traffic:
-            try:
-                written = self.slab.adopt()
-                if self.slab.remainders is not None:
-                    with self.transfers.computing():
-                        written = bool(pack_masters([self.slab])) or written
-                self.transfers.copy_out(self.slab, written)
-            except BaseException:
-                self.slab.is_packed = self.slab.is_rounded = False  # it has not left
-                raise
-        self.traffic.out += self.slab.moving.numel()
+        self._copy_out(self._gather)
 
     def start_packed(self) -> None:
         """Start the copy out of a slab that `pack_together` has packed, in place of `start_offload`."""
+        self._copy_out(self._take_as_packed)
+
+    def _gather(self) -> bool:
+        written = self.slab.adopt()
+        if self.slab.remainders is not None:
+            with self.transfers.computing():
+                written = pack_masters([self.slab]) or written
+        return written
+
+    def _take_as_packed(self) -> bool:
+        self.slab.is_packed = True
+        return False
+
+    def _copy_out(self, prepare: Callable[[], bool]) -> None:
+        """Copy the slab out after `prepare`, which returns whether it enqueued anything that writes what is copied."""
         with self.traffic:
             try:
-                self.slab.is_packed = True
-                self.transfers.copy_out(self.slab, written=False)
+                self.transfers.copy_out(self.slab, prepare())
             except BaseException:
-                self.slab.is_packed = False
+                self.slab.is_packed = self.slab.is_rounded = False  # it has not left
                 raise
         self.traffic.out += self.slab.moving.numel()
 

@@ -154,7 +154,7 @@ extern "C" __global__ void sum(const Segment *segments, u64 *sums) {
 Place = tuple[Sequence[WeightShard], Sequence[int]]
 """The weights of a slab's masters, and where each master begins in the slab, in elements."""
 
-Move = tuple[int, torch.Tensor, torch.Tensor, int]
+RowMove = tuple[int, torch.Tensor, torch.Tensor, int]
 """A slab's row of the sums, its masters, their copied form (uint8 both), and where the bits are in that, in bytes."""
 
 WORDS_OF_PLACE = 3
@@ -220,7 +220,7 @@ class RemainderKernels:
             self._starts.append(segment)
             segment += SEGMENT_BYTES * len(shards)
 
-    def pack(self, moves: Sequence[Move]) -> None:
+    def pack(self, moves: Sequence[RowMove]) -> None:
         """See `MasterRemainders.pack`."""
         stream = current_stream(self._index)
         for row, *_ in moves:
@@ -229,12 +229,12 @@ class RemainderKernels:
             self._packed.add(row)
         self._launch(self._pack, moves, stream)
 
-    def unpack(self, moves: Sequence[Move]) -> None:
+    def unpack(self, moves: Sequence[RowMove]) -> None:
         """See `MasterRemainders.unpack`. The slabs' rows of the sums are zero afterwards."""
         self._launch(self._unpack, moves, current_stream(self._index))
         self._packed.difference_update(row for row, *_ in moves)
 
-    def _launch(self, kernel: Kernel, moves: Sequence[Move], stream: int) -> None:
+    def _launch(self, kernel: Kernel, moves: Sequence[RowMove], stream: int) -> None:
         for run in self._runs(moves):
             first = run[0][0]
             words = [self._starts[first], self._sums, first]
@@ -243,9 +243,9 @@ class RemainderKernels:
                 words += masters.data_ptr(), low, low + bits_at
             kernel.launch(self._grid(first, len(run)), stream, *words)
 
-    def _runs(self, moves: Sequence[Move]) -> Iterator[list[Move]]:
+    def _runs(self, moves: Sequence[RowMove]) -> Iterator[list[RowMove]]:
         """Yield the moves in the order of their rows, as many at once as one launch may have."""
-        run: list[Move] = []
+        run: list[RowMove] = []
         segments = 0
         for move in sorted(moves, key=itemgetter(0)):
             of_slab = len(self._slabs[move[0]][0])

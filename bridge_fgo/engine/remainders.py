@@ -18,7 +18,7 @@ import torch
 
 from bridge_fgo.engine.master_copy import WeightShard
 from bridge_fgo.engine.plan import ALIGNMENT
-from bridge_fgo.engine.remainder_kernels import HASH_FACTORS, RemainderKernels, kernels_on
+from bridge_fgo.engine.remainder_kernels import HASH_FACTORS, RemainderKernels, RowMove, kernels_on
 from bridge_fgo.engine.states import StateRef
 
 CHUNK = 2**22
@@ -118,7 +118,7 @@ class MasterRemainders:
     def pack(self, moves: Sequence[Move]) -> None:
         """Write the copied form of the masters of slabs, and remember their weights' sums; on the current stream."""
         if self._kernels is not None:
-            self._kernels.pack([(slab.row, masters, packed, slab.bits_at) for slab, masters, packed in moves])
+            self._kernels.pack(_by_row(moves))
             return
         for move in moves:
             self._pack(*move)
@@ -139,7 +139,7 @@ class MasterRemainders:
     def unpack(self, moves: Sequence[Move]) -> None:
         """Write the masters of slabs from their copied form and the weights; on the current stream."""
         if self._kernels is not None:
-            self._kernels.unpack([(slab.row, masters, packed, slab.bits_at) for slab, masters, packed in moves])
+            self._kernels.unpack(_by_row(moves))
             return
         for move in moves:
             self._unpack(*move)
@@ -204,6 +204,10 @@ class MasterRemainders:
                 total += _sum(weight[start:end].view(torch.int16).int(), first + start)
             totals.append(int(total))
         return totals
+
+
+def _by_row(moves: Sequence[Move]) -> list[RowMove]:
+    return [(slab.row, masters, packed, slab.bits_at) for slab, masters, packed in moves]
 
 
 def _planes(packed: torch.Tensor, bits_at: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -244,7 +244,7 @@ class Slab:
         self._ledger.change(-self.gpu_bytes, self.host.close)
 
 
-def pack_masters(slabs: Iterable[Slab]) -> list[Slab]:
+def pack_masters(slabs: Iterable[Slab]) -> bool:
     """Have the next copies out of slabs take what the model's weights do not have, where that is wanted and possible.
 
     On the current stream. A slab is copied whole where a master is not what its weight was rounded from, and where
@@ -254,9 +254,9 @@ def pack_masters(slabs: Iterable[Slab]) -> list[Slab]:
         slabs: of one optimizer, with remainders.
 
     Returns:
-        the slabs that something was enqueued for.
+        whether anything was enqueued.
     """
-    moves, rounded = [], []
+    moves, packing = [], []
     for slab in slabs:
         was_rounded = slab.is_rounded
         slab.is_rounded = slab.is_packed = False
@@ -265,16 +265,16 @@ def pack_masters(slabs: Iterable[Slab]) -> list[Slab]:
         if slab.packs and (slab.packed is not None or slab.reserve()):
             assert slab.packed is not None
             moves.append((slab.remainders, slab.gpu, slab.packed))
-            rounded.append((slab, was_rounded))
+            packing.append((slab, was_rounded))
     if moves:
         moves[0][0].owner.pack(moves)
-    for slab, was_rounded in rounded:
+    for slab, was_rounded in packing:
         assert slab.remainders is not None
         if was_rounded or not slab.remainders.differs():
             slab.is_packed = True
         else:
             slab.drop_packed()
-    return [slab for slab, _ in rounded]
+    return bool(moves)
 
 
 def unpack_masters(slabs: Sequence[Slab]) -> None:

@@ -17,6 +17,7 @@ from bridge_fgo.cli.demo import missing_packages
 from bridge_fgo.cli.job.formula import stages_from_numbers
 from bridge_fgo.cli.job.parallel import Parallel, parallel_of
 from bridge_fgo.cli.job.saved_config import load_saved_config
+from bridge_fgo.cli.job.target import is_saved_config
 from bridge_fgo.cli.job.tensors import Chunk, Tensor
 from bridge_fgo.compat import as_if_set, native_only_refusal
 from bridge_fgo.config import OffloadConfig
@@ -129,7 +130,7 @@ def _from_numbers(
 ) -> Job:
     from bridge_fgo.wiring.refusals import config_refusals, master_refusals
 
-    if Path(target).suffix not in (".yaml", ".yml"):
+    if not is_saved_config(target):
         raise ValueError(
             f"{', '.join(missing)} not installed: a recipe like {target!r} cannot be built here; give a saved "
             "run_config.yaml, or install it"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from bridge_fgo.cli.job.overrides import overridden
+from bridge_fgo.cli.job.target import is_saved_config, require_file
 from bridge_fgo.recipes.catalog import RECIPES, Recipe
 from bridge_fgo.recipes.hf_config import kept_configs
 
@@ -36,11 +36,10 @@ def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | 
 
 
 def _load(target: str) -> tuple[Any, int | None]:
-    if Path(target).suffix in (".yaml", ".yml"):
+    if is_saved_config(target):
+        require_file(target)
         from megatron.bridge.training.config import ConfigContainer
 
-        if not Path(target).is_file():
-            raise ValueError(f"{target}: there is no such file")
         try:
             return ConfigContainer.from_yaml(target), None
         except Exception as error:  # OmegaConf's, Hydra's, and an assert on what is no run config
