@@ -9,7 +9,7 @@ peaks that were measured in an earlier step, one in which everything was release
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, takewhile
 
@@ -60,9 +60,8 @@ class Schedule:
         self._in_step_phase = False
         self._plan: HoldPlan | None = None
         self._index = 0
-        self._leaving: deque[TrackedSlab] = deque()
-        self._held: set[TrackedSlab] = set()
-        """Masters that are on their way out, and wait on the GPU to be copied to the model."""
+        self._leaving: OrderedDict[TrackedSlab, None] = OrderedDict()
+        """Slabs that may be released, in the order in which they began to leave."""
         self._coming: list[TrackedSlab] = []
         self._position: dict[TrackedSlab, int] = {}
         self._next = 0
@@ -78,7 +77,6 @@ class Schedule:
         self.count_packable()
         self._coming, self._position, self._next = [], {}, 0
         self._leaving.clear()
-        self._held.clear()
 
     def count_packable(self) -> None:
         """Which parts there are, or stay, has changed."""
@@ -107,8 +105,7 @@ class Schedule:
         self._index = 0
         self._coming = [slab for part in self.parts for slab in part.slabs if not part.stays]
         self._position = {slab: i for i, slab in enumerate(self._coming)}
-        self._held.clear()
-        self._leaving = deque(slab for slab in self._coming if slab.tracker.state is Residency.OFFLOADING)
+        self._leaving = OrderedDict.fromkeys(s for s in self._coming if s.tracker.state is Residency.OFFLOADING)
         self._next = 0
         self._in_step_phase = False
 
@@ -119,7 +116,7 @@ class Schedule:
             # A reader since the pass began (MXFP8's copy of the masters) has had it brought back.
             if slab.tracker.state is Residency.RESIDENT and slab.slab.exists():
                 slab.tracker.offload()
-                self._leaving.append(slab)
+                self._line_up(slab)
         if self._plan is None:
             self._release_down_to(0)
             if self._warm and self._meter.works and self.signature not in self.planner.plans:
@@ -172,7 +169,7 @@ class Schedule:
                     slab.slab.drop_packed()  # where it came whole, and memory to pack it was reserved
         limit = self.step_limit
         while self.ledger.nbytes > limit and self._leaving:
-            self._leaving.pop().tracker.release()  # the last, which are needed last
+            self._leaving.popitem()[0].tracker.release()  # the last, which are needed last
         self._bring_up_to(limit)
 
     @property
@@ -236,9 +233,9 @@ class Schedule:
                 if slab.slab.exists():
                     slab.tracker.offload(slab.mover.start_packed if slab in packed else None)
                     if hold_masters and slab.is_copied_to_model:
-                        self._held.add(slab)
+                        self._leaving.pop(slab, None)  # from the offload that the update gave up
                     else:
-                        self._leaving.append(slab)
+                        self._line_up(slab)
 
     def _bring_for(self, slabs: list[TrackedSlab], limit: int) -> None:
         """Bring back slabs from those of a group on, making room for the nearest only.
@@ -259,15 +256,19 @@ class Schedule:
 
     # Moves.
 
+    def _line_up(self, slab: TrackedSlab) -> None:
+        """A slab has begun to leave, perhaps anew: then it goes after those that began since."""
+        self._leaving[slab] = None
+        self._leaving.move_to_end(slab)
+
     def _release_down_to(self, limit: int) -> None:
-        going: dict[TrackedSlab, None] = {}
+        going: list[TrackedSlab] = []
         held = self.ledger.nbytes
         while held > limit and self._leaving:
-            slab = self._leaving.popleft()
-            # One whose offload was given up, and begun anew, is there twice, or once though it is held since.
-            if slab.tracker.state is Residency.OFFLOADING and slab not in going and slab not in self._held:
+            slab, _ = self._leaving.popitem(last=False)
+            if slab.tracker.state is Residency.OFFLOADING:  # not given up since
                 held -= slab.slab.gpu_bytes
-                going[slab] = None
+                going.append(slab)
         for slab in reversed(going):  # the last has left last: for those before it nothing need wait
             slab.tracker.release()
 
