@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,10 +29,15 @@ def require_host_memory(nbytes: int, pinned: int, ranks: int | None = None) -> N
     """
     if ranks is None:
         ranks = ranks_of_this_node()
-    free, whole = available_bytes(), total_bytes()
-    needed = pinned + nbytes
-    if nbytes <= free and ranks * needed <= whole:
-        return
+    whole, needed = total_bytes(), pinned + nbytes
+    if ranks * needed <= whole:
+        if nbytes <= available_bytes():
+            return
+        # An optimizer that was dropped and its offloader, which pins as much, refer to each other.
+        gc.collect()
+        if nbytes <= available_bytes():
+            return
+    free = available_bytes()
     raise ValueError(
         f"offloading the optimizer state pins {needed} bytes of host memory a rank, about {ranks * needed} on this "
         f"node with its {ranks} rank(s), but the node has {whole} bytes, {free} of them free now: lower "

@@ -54,7 +54,6 @@ class NativeOffloader:
     def __init__(self, optimizer: Any, config: OffloadConfig, schedule: Schedule) -> None:
         self._config = config
         self._schedule = schedule
-        self._optimizer = optimizer
         self._device = home_device(optimizer)
         self._traffic = Traffic()
         self.pin_seconds = 0.0

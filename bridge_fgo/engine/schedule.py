@@ -167,7 +167,7 @@ class Schedule:
                 for slab in part.slabs:
                     slab.tracker.require_writable()  # one at a time: what is copied for it needs memory beside it
                     slab.slab.drop_packed()  # where it came whole, and memory to pack it was reserved
-        limit = self.step_limit
+        limit = self.step_limit - self._room_to_make()
         while self.ledger.nbytes > limit and self._leaving:
             self._leaving.popitem()[0].tracker.release()  # the last, which are needed last
         self._bring_up_to(limit)
@@ -179,6 +179,19 @@ class Schedule:
             return self._plan.step
         moving = max((part.transit_bytes for part in self.parts if not part.stays), default=0)
         return 2 * moving + staying_bytes(self.parts) + self.planner.masters_held_bytes
+
+    def _room_to_make(self) -> int:
+        """Return the bytes to keep free in the first step, for the states that the update of a part makes.
+
+        They ask for no room themselves, and are there twice while their slab takes them in.
+        """
+        if self._warm:
+            return 0
+
+        def to_make(part: StepPart) -> int:
+            return sum(slab.nbytes for slab in part.slabs if slab.slab.gpu is None and not slab.slab.exists())
+
+        return 2 * max((to_make(part) for part in self.parts), default=0)
 
     # The optimizer step.
 
@@ -205,9 +218,14 @@ class Schedule:
         limit = self.step_limit
         free = limit - staying_bytes(self.parts) - self.planner.masters_held_bytes
         together_bytes = min(together_bytes, free // GROUPS_HELD)
+        if room_to_make := self._room_to_make():
+            limit -= room_to_make
+            together_bytes = 0  # that room is for one part's
         for run in (landed, staying, moving[len(landed) :]):
             for group in _groups(run, together_bytes):
                 slabs = [slab for part in group for slab in part.slabs]
+                if room_to_make:
+                    self._release_down_to(limit)
                 self._bring_for(slabs, limit)
                 unpack_together(slabs)
                 for slab in reversed(slabs):  # the last lands last: for those before it nothing need wait

@@ -90,8 +90,9 @@ class Snapshot:
 
 def _send_back(slabs: list[TrackedSlab]) -> None:
     for slab in slabs:
-        slab.tracker.offload()
-        slab.tracker.release()
+        if not slab.tracker.interrupted:  # by what is on its way to the caller, whom a refusal would keep it from
+            slab.tracker.offload()
+            slab.tracker.release()
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

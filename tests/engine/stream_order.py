@@ -106,9 +106,11 @@ class StreamOrder:
         """A reader's stream, which waits for the current one before, and which that waits for afterwards."""
         before = self.current
         self.wait(SIDE, self.clock(before))
-        with self.on(SIDE):
-            yield
-        self.wait(before, self.clock(SIDE))
+        try:
+            with self.on(SIDE):
+                yield
+        finally:
+            self.wait(before, self.clock(SIDE))
 
 
 def _is_in(tensor, memory):
@@ -134,6 +136,7 @@ def install(monkeypatch):
 
     class Event:
         clock = {}  # noqa: RUF012 - of one that was not recorded
+        place = 0
 
         def record(self, stream):
             order.enqueue(handle(stream))

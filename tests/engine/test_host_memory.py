@@ -1,5 +1,7 @@
 """What the host has, and the refusal before training where that is too little."""
 
+import gc
+
 import pytest
 
 from bridge_fgo.engine import host_memory
@@ -40,6 +42,26 @@ def test_enough_memory_passes(host):
 def test_a_rank_that_needs_more_than_is_free_is_refused_with_the_bytes(host):
     with pytest.raises(ValueError, match=rf"pins {81 * GIB} bytes.*OffloadConfig.fraction \(at most 0.99"):
         require_host_memory(81 * GIB, pinned=0)
+
+
+def test_what_a_dropped_optimizer_pins_is_given_back_before_a_refusal(host, monkeypatch):
+    class Dropped:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            freed.append(True)
+
+    freed = []
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: (80 if freed else 10) * GIB)
+    Dropped()
+    gc.disable()
+    try:
+        require_host_memory(10 * GIB, pinned=0)
+        assert not freed
+        require_host_memory(80 * GIB, pinned=0)
+    finally:
+        gc.enable()
 
 
 def test_ranks_of_a_node_are_refused_together(host, monkeypatch):

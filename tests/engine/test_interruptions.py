@@ -55,7 +55,7 @@ def interrupted(seed, after=0):
     for number in range(4):
         training.step(number)
     readers = [offloader.require_readable for offloader in training.offloaders]
-    act = choose([training.run_pass, training.schedule.release_everything, *readers])
+    act = choose([training.run_pass, training.schedule.release_everything, lambda: save(training), *readers])
     with Interruption(after) as interruption:
         act()
     return training, after - interruption.left

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engine import host_memory, native
 from bridge_fgo.engine.debug import debugged
 from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.peaks import PeakMeter
@@ -42,6 +43,33 @@ def one_pass(offloader):
     offloader.reload()
     offloader.require_writable()
     return offloader.released_bytes
+
+
+def test_a_host_that_cannot_hold_the_states_of_all_optimizers_is_refused_before_anything_is_pinned(monkeypatch):
+    config = OffloadConfig(engine="native")
+    nbytes = sum(slab.nbytes for slab in make(config)[1].slabs)
+    locked = []
+    monkeypatch.setattr(native, "home_device", lambda optimizer: torch.device("cuda"))
+    monkeypatch.setattr(native.MasterRemainders, "ready", lambda remainders: None)
+    monkeypatch.setattr(native, "local_cpus", lambda device: None)
+    monkeypatch.setattr(native, "page_lock", lambda buffers, cpus: locked.append(sum(b.tensor.nbytes for b in buffers)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    schedule = make_schedule(config)
+
+    def attach(host_bytes):
+        monkeypatch.setattr(host_memory, "available_bytes", lambda: host_bytes)
+        monkeypatch.setattr(host_memory, "total_bytes", lambda: host_bytes)
+        return NativeOffloader(make_distributed_optimizer(SIZES), config, schedule)
+
+    with pytest.raises(ValueError, match="host memory"):
+        attach(2 * nbytes - 1)
+    assert (locked, schedule.parts) == ([], [])
+    attach(2 * nbytes)
+    with pytest.raises(ValueError, match="host memory"):
+        attach(4 * nbytes - 1)
+    assert locked == [nbytes]
+    attach(4 * nbytes)
+    assert locked == [nbytes] * 2
 
 
 def test_masters_go_before_the_first_step_and_moments_after_it():

@@ -100,6 +100,30 @@ def test_states_that_are_read_in_another_dtype_come_back_a_few_parts_at_a_time(m
         assert all(torch.equal(now[name], value) for name, value in before[id(param)].items())
 
 
+def test_what_interrupts_a_save_comes_out_and_the_rest_of_what_was_borrowed_goes_back(monkeypatch):
+    optimizer, offloader, _ = made(torch.bfloat16)
+    borrowed = []
+
+    def copy_in(transfers, slab):
+        borrowed.append(slab)
+        if len(borrowed) == 3:
+            raise KeyboardInterrupt
+        copies(transfers, slab)
+
+    copies = HostTransfers.copy_in
+    monkeypatch.setattr(HostTransfers, "copy_in", copy_in)
+    with pytest.raises(KeyboardInterrupt), offloader.saving(copies=True):
+        for param in params(optimizer):
+            offloader.hand_out(param, read_as_it_is(optimizer, param))
+    assert len(borrowed) == 3
+    assert [slab.tracker.interrupted for slab in offloader._slabs if slab.slab in borrowed] == [
+        "",
+        "",
+        "KeyboardInterrupt",
+    ]
+    assert all(slab.tracker.state is Residency.RELEASED for slab in offloader._slabs if slab.slab is not borrowed[2])
+
+
 def test_what_is_not_offloaded_is_handed_out_as_it_is():
     optimizer, offloader, _ = made(fraction=0.2)
     left = [
