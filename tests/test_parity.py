@@ -185,10 +185,10 @@ def with_a_load_in_mid_run(offload):
             training.step()
         bridge_fgo.reload_states()
         moments = {name: tensor.clone() for name, tensor in training.state_tensors()["moments"]}
-        states = leaf.optimizer.state
+        states, saved = leaf.optimizer.state, leaf.state_dict()
         if offload:
             released(training)
-        leaf.load_state_dict(leaf.state_dict())
+        leaf.load_state_dict(saved)
         assert leaf.optimizer.state is not states
         for name, tensor in training.state_tensors()["moments"]:
             tensor.copy_(moments[name])  # mcore fills its scaffold from the checkpoint's shards

@@ -117,25 +117,33 @@ def patches() -> list[Patch]:
             "Bridge reads the allocator's peaks here, and the phases' figures reset them",
         ),
     ]  # fmt: skip
-    for names, wrapper, why in (
-        (("step_with_ready_grads",), wrappers.updates_states, "the one way to the inner optimizer's step"),
-        (("_copy_main_params_to_model_params",), wrappers.copies_masters, "reads what was not copied part by part"),
-        (("_copy_main_params_to_param_buffer",), wrappers.reads_masters, "reads masters, from wherever it is called"),
-        (("sharded_state_dict",), wrappers.saves_states, "begins a checkpoint, and a load"),
-        (("state_dict",), wrappers.reads_no_states, "reads states, also where mcore then drops them"),
+    for names, wrapper, parameters, why in (
+        (("step_with_ready_grads",), wrappers.updates_states, (), "the one way to the inner optimizer's step"),
+        (("_copy_main_params_to_model_params",), wrappers.copies_masters, (), "reads what was not copied part by part"),
         (
-            ("_get_main_param_and_optimizer_states",),
-            wrappers.hands_out_states,
+            ("_copy_main_params_to_param_buffer",),
+            wrappers.reads_masters, (), "reads masters, from wherever it is called",
+        ),
+        (
+            ("sharded_state_dict",), wrappers.saves_states, ("is_loading", "metadata"),
+            "begins a checkpoint, and a load",
+        ),
+        (("state_dict",), wrappers.reads_no_states, (), "reads states, also where mcore then drops them"),
+        (
+            ("_get_main_param_and_optimizer_states",), wrappers.hands_out_states, ("model_param",),
             "the one place where checkpoints of every format get the states from",
         ),
-        (READERS, wrappers.reads_states, "reads states, from wherever it is called"),
-        (WRITERS, wrappers.overwrites_masters, "writes states, from wherever it is called"),
-        (REPLACERS, wrappers.replaces_states, "replaces states, from wherever it is called"),
-        (("offload_to_cpu",), wrappers.moves_states_to_cpu, "replaces states, to make room for something else"),
-    ):
+        (READERS, wrappers.reads_states, (), "reads states, from wherever it is called"),
+        (WRITERS, wrappers.overwrites_masters, (), "writes states, from wherever it is called"),
+        (REPLACERS, wrappers.replaces_states, (), "replaces states, from wherever it is called"),
+        (
+            ("offload_to_cpu",), wrappers.moves_states_to_cpu, (),
+            "replaces states, to make room for something else",
+        ),
+    ):  # fmt: skip
         table += [
             FunctionPatch(
-                DISTRIBUTED_OPTIMIZER, f"DistributedOptimizer.{name}", wrapper, (), why,
+                DISTRIBUTED_OPTIMIZER, f"DistributedOptimizer.{name}", wrapper, parameters, why,
                 distribution="megatron-core", series=((0, 15), (1, 0)), optional=name != "step_with_ready_grads",
             )
             for name in names

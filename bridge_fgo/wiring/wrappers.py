@@ -35,6 +35,7 @@ Kwargs = dict[str, Any]
 
 @lru_cache(maxsize=64)
 def _signature(function: Wrapped) -> inspect.Signature:
+    """Return the signature of a module's function; a method would keep its object alive here."""
     return inspect.signature(function)
 
 
@@ -297,7 +298,7 @@ def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
     offloader = vars(instance).get(OFFLOADER)
     if offloader is None:
         return wrapped(*args, **kwargs)
-    (model_param,) = (*args, *kwargs.values())
+    model_param = args[0] if args else kwargs["model_param"]
     group, position = instance.model_param_group_index_map[model_param]
     param = instance.optimizer.param_groups[group]["params"][position]
     return offloader.hand_out(param, lambda: wrapped(*args, **kwargs))

@@ -73,18 +73,22 @@ def offloader_in_mid_pass(optimizer, remainders):
 
 
 @pytest.mark.parametrize("remainders", [None, False])
-def test_an_optimizer_that_is_dropped_keeps_no_state_alive(mocked, remainders):
+def test_an_optimizer_that_is_dropped_keeps_no_state_alive(mocked, monkeypatch, remainders):
     # The finalizer that drains the lanes is in a registry for good: what it holds must not lead back to the transfers,
     # by whatever way. In training the weights know their model, its config and by that the optimizer.
     optimizer = with_model(make_distributed_optimizer([1000, 70_000]))
     step(optimizer, 1)
     optimizer.offloader = offloader_in_mid_pass(optimizer, remainders)
     optimizer.buffers[-1].buckets[0].config = SimpleNamespace(grad_scale_func=lambda held=optimizer: held)
-    found = [optimizer.offloader.slabs[0].host, optimizer.optimizer, optimizer.buffers[-1].param_data]
+    host = optimizer.offloader.slabs[0].host
+    found = [host.tensor, host, optimizer.optimizer, optimizer.buffers[-1].param_data]
     alive = [weakref.ref(one) for one in found]
-    del optimizer, found
+    drained = []
+    monkeypatch.setattr(Stream, "synchronize", lambda stream: drained.append(alive[0]() is not None))
+    del optimizer, found, host
     gc.collect()
-    assert [one() for one in alive] == [None] * 3
+    assert [one() for one in alive] == [None] * 4
+    assert drained == [True] * 4  # of each lane's two streams, before the memory that a copy may still write goes
 
 
 @pytest.mark.parametrize("remainders", [None, False])

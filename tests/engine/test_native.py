@@ -100,6 +100,16 @@ def test_released_states_hold_no_memory():
     assert set(offloader.residencies) == {Residency.RELEASED}
 
 
+def test_at_the_end_of_a_training_step_what_is_coming_has_come_and_the_rest_stays_away():
+    optimizer, offloader = make()
+    step(optimizer, 1)
+    offloader.offload()
+    offloader.release()
+    offloader._slabs[0].tracker.reload()
+    offloader.settle()
+    assert offloader.residencies == [Residency.RESIDENT, *[Residency.RELEASED] * (len(offloader.slabs) - 1)]
+
+
 def test_views_of_the_ddp_buffer_are_never_moved():
     optimizer, offloader = make(fp32_views=3)
     step(optimizer, 1)

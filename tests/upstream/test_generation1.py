@@ -134,9 +134,40 @@ def test_bytes_and_pinned_memory_are_counted(optimizer):
     assert offloader.pinned_bytes == 512 + 16384
 
 
-def test_a_save_in_the_middle_waits(optimizer):
+def enter(context):
+    with context:
+        pass
+
+
+WRITERS = {
+    "the optimizer step": lambda offloader: enter(offloader.stepping()),
+    "a checkpoint's load": lambda offloader: enter(offloader.overwriting_masters()),
+    "the end of the session": lambda offloader: offloader.close(),
+}
+READERS = {
+    "a save": lambda offloader: enter(offloader.saving(copies=True)),
+    "a state that is handed out": lambda offloader: offloader.hand_out(None, dict),
+    "the copy to the model": lambda offloader: offloader.copy_masters(lambda: None),
+    "the end of the training step": lambda offloader: offloader.settle(),
+}
+
+
+@pytest.mark.parametrize("who", [*READERS, *WRITERS])
+@pytest.mark.parametrize("reloads", [False, True])
+def test_whoever_needs_the_states_in_mid_pass_waits_for_them(optimizer, who, reloads):
     offloader = Generation1Offloader(optimizer)
     offloader.offload()
     offloader.release()
-    offloader.require_readable()
-    assert optimizer.events[-2:] == ["reload", "wait"]
+    if reloads:
+        offloader.reload()
+    (READERS | WRITERS)[who](offloader)
+    assert optimizer.events == ["offload", "release", "reload", "wait"]
+
+
+@pytest.mark.parametrize("who", WRITERS)
+def test_states_that_were_written_on_their_way_out_are_not_released(optimizer, who):
+    offloader = Generation1Offloader(optimizer)
+    offloader.offload()
+    WRITERS[who](offloader)
+    offloader.release()
+    assert optimizer.events == ["offload"]

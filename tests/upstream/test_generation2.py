@@ -91,6 +91,27 @@ def test_reload_states_waits_for_the_copies_out_too(optimizer, monkeypatch):
     assert "wait for copies out" in optimizer.events
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda offloader: offloader.saving(copies=True).__enter__(),
+        lambda offloader: offloader.hand_out(None, dict),
+        lambda offloader: offloader.copy_masters(lambda: None),
+        lambda offloader: offloader.close(),
+    ],
+    ids=["a save", "a state that is handed out", "the copy to the model", "the end of the session"],
+)
+def test_every_reader_waits_for_the_copies_out(optimizer, read):
+    read(Generation2Offloader(optimizer))
+    assert optimizer.events[-1] == "wait for copies out"
+
+
+@pytest.mark.parametrize("write", ["stepping", "overwriting_masters"])
+def test_every_writer_waits_for_the_copies_in(optimizer, write):
+    with getattr(Generation2Offloader(optimizer), write)():
+        assert optimizer.events == ["ensure masters", "stream waits for copies in"]
+
+
 @pytest.mark.parametrize("verb", ["settle", "require_writable"])
 def test_a_first_chunk_whose_update_did_not_come_lands_and_the_host_does_not_stop(optimizer, verb):
     getattr(Generation2Offloader(optimizer), verb)()

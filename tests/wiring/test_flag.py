@@ -3,11 +3,15 @@
 import copy
 import dataclasses
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import bridge_fgo
+from bridge_fgo import compat
+from bridge_fgo.wiring import wrappers
 
 FLAG = "offload_optimizer_states"
 
@@ -24,6 +28,33 @@ class Recipe:
     """A config container as small as one can be."""
 
     optimizer: object
+
+
+@pytest.mark.parametrize(("engine", "seen"), [("native", False), ("mcore", True)])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("parameter", ["optimizer_config", "config"])  # of Bridge's function and of MIMO's
+def test_only_an_offloader_of_mcores_own_that_serves_the_run_is_built(monkeypatch, engine, seen, fails, parameter):
+    flags = (FLAG, "chunked_optimizer_state_offload")
+    config = SimpleNamespace(optimizer="adam", use_distributed_optimizer=True, **dict.fromkeys(flags, True))
+    found = []
+
+    def see(config):
+        found.append([getattr(config, flag) for flag in flags])
+        if fails:
+            raise KeyError("built halfway")
+
+    setup_optimizer = {
+        "config": lambda config: see(config),
+        "optimizer_config": lambda optimizer_config: see(optimizer_config),
+    }
+    monkeypatch.setattr(compat, "upstream_generation", lambda: "mcore generation 2")
+    with (
+        bridge_fgo.install(bridge_fgo.OffloadConfig(engine=engine)),
+        pytest.raises(KeyError) if fails else nullcontext(),
+    ):
+        wrappers.build_optimizer(setup_optimizer[parameter], None, (config,), {})
+    assert found == [[seen, seen]]
+    assert [getattr(config, flag) for flag in flags] == [True, True]
 
 
 def test_attribute(config_module):

@@ -34,6 +34,41 @@ def test_uninstall_leaves_every_binding_identical(cpu_standins):
     assert [key for key in before if before[key] is not after[key] and before[key] != after[key]] == []
 
 
+TRAINING = """
+optimizer_state_offload.EXTERNAL_DRIVER config.ConfigContainer.validate
+pretrain_megatron_mimo.megatron_mimo_runtime_config_update
+setup.setup_optimizer setup._update_model_config_funcs
+setup_megatron_mimo._update_megatron_mimo_model_config_funcs initialize.compile_helpers
+train.train_step train.get_rerun_state_machine train._handle_mxfp8_param_buffer_copy train.clip_qk
+train.calc_params_l2_norm eval.evaluate utils.train_utils.report_memory
+train_megatron_mimo.train_step_megatron_mimo train_megatron_mimo.zero_grad_buffer_for_multimodule
+"""
+MCORE = """
+optimizer.optimizer_config.OptimizerConfig.offload_optimizer_states models.mimo.optimizer.get_mimo_optimizer
+transformer.cuda_graphs.TECudaGraphHelper.create_cudagraphs
+transformer.moe.paged_stash.PagedStashRunner.prepare_for_rerun
+"""
+DISTRIBUTED_OPTIMIZER = """
+step_with_ready_grads _copy_main_params_to_model_params _copy_main_params_to_param_buffer
+_copy_model_params_to_main_params sharded_state_dict state_dict _get_main_param_and_optimizer_states
+get_parameter_state_dp_zero get_parameter_state_dp_reshardable save_parameter_state load_parameter_state
+load_parameter_state_from_dp_zero load_parameter_state_from_dp_reshardable load_parameter_state_from_fully_reshardable
+load_parameter_state_from_fs_model_space load_state_dict offload_to_cpu restore_from_cpu
+"""
+
+
+def test_the_table_has_every_binding_that_a_training_goes_through():
+    # Some have a second line behind them, so that no other test fails where one is gone.
+    assert {patch.name for patch in patches()} == {
+        *(f"megatron.bridge.training.{name}" for name in TRAINING.split()),
+        *(f"megatron.core.{name}" for name in MCORE.split()),
+        *(
+            f"megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.{name}"
+            for name in DISTRIBUTED_OPTIMIZER.split()
+        ),
+    }
+
+
 def test_every_patch_of_the_table_is_applied(cpu_standins):
     import megatron.bridge.training.pretrain_megatron_mimo
     import megatron.core.models.mimo.optimizer

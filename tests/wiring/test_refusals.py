@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import bridge_fgo
+from bridge_fgo import compat
 from bridge_fgo.wiring.optimizers import eligible, leaves
 
 
@@ -55,6 +57,12 @@ def test_config_is_refused_by_name(cfg, path, value):
             r"optimizer\.use_precision_aware_optimizer=True",
         ),
         ({"master_remainders": True}, {"ddp.fp8_param_gather": True}, r"ddp\.fp8_param_gather=True"),
+        ({"master_remainders": True}, {"ddp.fp4_param_gather": True}, r"ddp\.fp4_param_gather=True"),
+        (
+            {"master_remainders": True},
+            {"optimizer.reuse_grad_buf_for_mxfp8_param_ag": True},
+            r"optimizer\.reuse_grad_buf_for_mxfp8_param_ag=True",
+        ),
     ],
 )
 def test_settings_of_masters_that_could_not_be_honoured_are_refused(cfg, settings, changes, names):
@@ -115,14 +123,52 @@ def test_generation_2_saves_in_torch_dist_alone(cfg):
     refuse_checkpoint_format(cfg.checkpoint, "native")
 
 
-def test_mimos_road_refuses_too(monkeypatch, cfg):
+ROADS = ["validate", "mimo"]
+
+
+def take_road(road, cfg, monkeypatch):
+    """Has a config go one of the two ways that end in training, without Bridge's own checks there."""
     from megatron.bridge.training import pretrain_megatron_mimo as mimo
 
+    if road == "validate":
+        monkeypatch.setattr(vars(type(cfg))["validate"], "__wrapped__", lambda cfg: None)
+        cfg.validate()
+    else:
+        monkeypatch.setattr(mimo.megatron_mimo_runtime_config_update, "__wrapped__", lambda cfg: None)
+        mimo.megatron_mimo_runtime_config_update(cfg)
+
+
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize(("name", "value"), [("async_save", True), ("ckpt_format", "fsdp_dtensor")])
+def test_what_mcores_offloader_cannot_save_is_refused_before_training(monkeypatch, cpu_standins, road, name, value):
+    from bridge_fgo.cli.arms.cpu_model import CpuOptions, make_config
+
+    monkeypatch.setattr(compat, "upstream_generation", lambda: "mcore generation 2")
+    with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="mcore")):
+        cfg = make_config(CpuOptions(offload=True))
+        cfg.checkpoint.save = "somewhere"
+        take_road(road, cfg, monkeypatch)
+        setattr(cfg.checkpoint, name, value)
+        with pytest.raises(ValueError, match=rf"checkpoint\.{name}={value!r}"):
+            take_road(road, cfg, monkeypatch)
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_settings_of_masters_are_refused_before_training(monkeypatch, cpu_standins, road):
+    from bridge_fgo.cli.arms.cpu_model import CpuOptions, make_config
+
+    with bridge_fgo.install(bridge_fgo.OffloadConfig(master_remainders=True)):
+        cfg = make_config(CpuOptions(offload=True))
+        take_road(road, cfg, monkeypatch)
+        cfg.ddp.fp8_param_gather = True
+        with pytest.raises(ValueError, match=r"master_remainders=True with ddp\.fp8_param_gather=True"):
+            take_road(road, cfg, monkeypatch)
+
+
+def test_mimos_road_refuses_too(monkeypatch, cfg):
     cfg.optimizer.optimizer_cpu_offload = True
-    update = mimo.megatron_mimo_runtime_config_update
-    monkeypatch.setattr(update, "__wrapped__", lambda cfg: None)
     with pytest.raises(ValueError, match="optimizer_cpu_offload"):
-        update(cfg)
+        take_road("mimo", cfg, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["offload_optimizer_states", "chunked_optimizer_state_offload"])
@@ -178,6 +224,25 @@ def leaf(stub=False, inner=None):
     optimizer.config = SimpleNamespace(optimizer_cuda_graph=False)
     optimizer.optimizer = None if stub else inner or torch.optim.AdamW([torch.zeros(1)])
     return optimizer
+
+
+@pytest.mark.parametrize(
+    ("of_optimizer", "of_model", "match"),
+    [
+        ({"optimizer": "sgd"}, {}, r"optimizer\.optimizer='sgd'"),
+        ({"use_distributed_optimizer": False}, {}, r"use_distributed_optimizer=False"),
+        ({}, {"cuda_graph_impl": "full_iteration"}, "full-iteration CUDA graph"),
+    ],
+)
+def test_what_was_changed_after_the_validation_is_refused_when_training_attaches(
+    cpu_standins, of_optimizer, of_model, match
+):
+    from bridge_fgo.wiring.session import Session
+
+    optimizer = leaf()
+    optimizer.config = SimpleNamespace(**{"optimizer": "adam", "use_distributed_optimizer": True, **of_optimizer})
+    with pytest.raises(ValueError, match=match):
+        Session(optimizer, SimpleNamespace(**of_model), bridge_fgo.OffloadConfig(engine="native"))
 
 
 def test_nested_chains_and_mimo_are_walked_and_stubs_skipped(cpu_standins):
@@ -266,6 +331,18 @@ def test_a_worker_that_cannot_be_handed_the_states_is_refused(background, copies
         setattr(background, name, value)
         refuse_small_shared_memory(background, copies)
         setattr(background, name, before)
+
+
+def test_a_worker_that_cannot_be_handed_the_states_is_refused_before_the_first_step(background, monkeypatch, cfg):
+    from bridge_fgo.cli.arms import cpu_training
+
+    monkeypatch.setattr(cpu_training, "make_config", lambda options: cfg)
+    with cpu_training.CpuTraining(cpu_training.CpuOptions(offload=True)) as training:
+        with pytest.raises(ValueError, match=r"checkpoint\.async_save=True.* bytes of /dev/shm"):
+            training.step()
+        assert training.live_bytes == []  # no forward has begun
+        background.async_save = False
+        training.step()
 
 
 def test_a_shared_memory_without_a_limit_is_not_taken_for_a_full_one(monkeypatch, background):
