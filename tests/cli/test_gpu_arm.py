@@ -107,7 +107,7 @@ def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_on
         if stream.waits > before:
             waited.append(step)
         stats = SimpleNamespace(
-            enqueue_seconds=traffic.seconds + step / 100, peak_forward_backward_bytes=1, peak_step_bytes=1,
+            enqueue_seconds=traffic.seconds + step / 100, peak_forward_backward_bytes=1, peak_step_bytes=step,
             peak_reserved_bytes=1, engine="native", released_bytes=0, bytes_offloaded=0, pinned_bytes=0, pin_seconds=0,
         )  # fmt: skip
         monkeypatch.setattr(bridge_fgo, "stats", lambda stats=stats: stats)
@@ -120,6 +120,7 @@ def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_on
     assert result["enqueue_alone_seconds"] == pytest.approx([0.31, 0.32])
     assert result["enqueue_seconds"] == pytest.approx([0.29, 0.3])
     assert len(result["step_seconds"]) == len(result["collector_seconds"]) == 5
+    assert (result["first_step_peak_bytes"], result["peak_step_bytes"]) == (1, 5)
 
 
 def test_a_collection_counts_in_the_step_that_it_falls_into(recorder, stream, monkeypatch):

@@ -156,6 +156,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
             self.collector_seconds: list[float] = []
             self.newest: dict[str, Any] = {}
             self.peaks: dict[str, Any] = {}
+            self.first_step_peak: int | None = None
             self.base = 0
             self.enqueue: list[float] = []
             self.enqueue_alone: list[float] = []
@@ -228,9 +229,11 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
             The package resets the allocator's peaks between the phases of a step, to tell
             them apart. So its own figures, where it is at work, complete the allocator's.
             """
+            stats = bridge_fgo.stats()
+            if self.step == 1 and stats is not None:
+                self.first_step_peak = stats.peak_step_bytes
             if self.step < min(FIRST_MEASURED_STEP, options.steps):
                 return
-            stats = bridge_fgo.stats()
             forward_backward = 0 if stats is None else stats.peak_forward_backward_bytes or 0
             step = 0 if stats is None else stats.peak_step_bytes or 0
             reserved = 0 if stats is None else stats.peak_reserved_bytes or 0
@@ -270,6 +273,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
                 step_seconds=self.seconds,
                 collector_seconds=self.collector_seconds,
                 base_bytes=self.base,
+                first_step_peak_bytes=self.first_step_peak,
                 pin_seconds=0.0 if stats is None else stats.pin_seconds,
                 enqueue_seconds=self.enqueue,
                 enqueue_alone_seconds=self.enqueue_alone,
