@@ -25,9 +25,13 @@ def use_small_parts(monkeypatch):
 
 
 class Meter:
-    """Peaks of what is beside the slabs: `layer` bytes for each layer that has run forward and not yet backward."""
+    """Peaks of what is beside the slabs: `layer` bytes for each layer that has run forward and not yet backward.
+
+    `spike` is a peak, slabs and all, that was reached since it was last asked, and is over.
+    """
 
     works = expands = True
+    spike = 0
 
     def __init__(self, layer, step=0):
         self.layer, self.step = layer, step
@@ -36,7 +40,8 @@ class Meter:
     def end_interval(self):
         index = min(self.schedule._index, POINTS)
         others = self.step if self.schedule._in_step_phase else self.layer * SHAPE[index]
-        return others + self.schedule.ledger.nbytes
+        peak, self.spike = max(others + self.schedule.ledger.nbytes, self.spike), 0
+        return peak
 
 
 class Training:
