@@ -184,6 +184,12 @@ def bench(folder, *options):
     return CliRunner().invoke(app, ["bench", "--gpus", "1", "--keep", str(folder), *options])
 
 
+def test_a_resident_arm_that_fails_is_status_2_and_no_table(made_up, tmp_path):
+    made_up[1].add("resident")
+    result = bench(tmp_path, "--arms", "resident,native", "--no-traces")
+    assert result.exit_code == 2 and not (tmp_path / "bench.json").exists()
+
+
 def test_the_bench_prints_a_table_and_leaves_json_and_pictures(made_up, tmp_path):
     result = bench(tmp_path, "--arms", "resident,native,half")
     assert result.exit_code == 0, result.output

@@ -274,3 +274,18 @@ def test_a_log_may_have_another_name(tmp_path, name):
     (file,) = tmp_path.iterdir()
     file.rename(tmp_path / name)
     assert load(tmp_path)[0].scalars[LOSS] == {1: 2.0, 2: 1.0}
+
+
+def test_a_digest_that_neither_run_left_is_not_equal_and_validation_losses_are_not_compared():
+    runs = [
+        Run(
+            name=name,
+            is_fp32=False,
+            scalars={LOSS: {1: 1.0}, "validation loss": {1: float(name)}},
+            digests={"params": "a", "masters": "b"},
+        )
+        for name in ("1", "2")
+    ]
+    parity = compare_runs(*runs)
+    assert not is_bitwise_equal(parity)
+    assert [part.part for part in parity if not part.equal] == ["final moments"]

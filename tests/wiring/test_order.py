@@ -1,12 +1,13 @@
 """Call order inside Bridge's real train_step, by mocks."""
 
 import functools
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from loop import Loop
 
-from bridge_fgo.wiring.session import SESSION
+from bridge_fgo.wiring.session import OFFLOADER, SESSION, Session
 
 ONE_PASS = ["offload", "zero_grad_buffer", "zero_grad", "release", "forward_backward", "reload", "finalize"]
 
@@ -169,3 +170,34 @@ def test_a_rank_with_stub_optimizers_only_takes_part_in_what_ranks_agree_on(monk
         session.updated = True
     calls = [call[0] for call in session.schedule.mock_calls]
     assert calls == ["begin_pass", "release", "reload", "end_step"]
+
+
+def test_a_flag_that_is_unset_in_mid_run_closes_the_session(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train)
+    loop.step()
+    session = vars(loop.optimizer)[SESSION]
+    loop.optimizer_config.offload_optimizer_states = False
+    assert "close" in loop.step()
+    assert session.closed and SESSION not in vars(loop.optimizer) and OFFLOADER not in vars(loop.leaf)
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_skipped_step_is_no_update_to_the_schedule(monkeypatch, bridge_train, installed, skipped):
+    loop = Loop(monkeypatch, bridge_train)
+    loop.step()
+    session = vars(loop.optimizer)[SESSION]
+    session.schedule = mock.Mock(is_planned=False)
+    loop.leaf.step = lambda: (not skipped, 1.0, None)
+    loop.step()
+    session.schedule.end_step.assert_called_once_with(not skipped)
+    session.schedule = None
+
+
+@pytest.mark.parametrize(("peak", "planned", "told"), [(3, True, 1), (2, True, 0), (3, False, 0)])
+def test_a_step_that_needed_more_than_the_budget_is_told_of_once(capsys, peak, planned, told):
+    session = object.__new__(Session)
+    session._over_budget, session.figures = False, SimpleNamespace(peak_allocated_bytes=peak * 2**30)
+    for _ in range(2):
+        session._watch_budget(SimpleNamespace(is_planned=planned, planner=SimpleNamespace(budget_bytes=2 * 2**30)))
+    said = capsys.readouterr().out
+    assert said.count("allocated 3.00 GiB, more than OffloadConfig.gpu_memory_budget_gib=2:") == told

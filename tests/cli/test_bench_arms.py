@@ -1,0 +1,120 @@
+"""What the bench starts for each arm, and what of several rounds goes where in its table."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from test_bench import GB, LINK, OFFLOADED, RESIDENT, arm
+
+from bridge_fgo.cli.bench import command, figures, presets
+
+
+def test_every_round_counts():
+    slow = [*OFFLOADED[:6], 0.9, 0.9, 0.9]
+    resident = [arm("resident", RESIDENT, 40 * GB) for _ in range(2)]
+    mine = [arm("native", OFFLOADED, 30 * GB, 10 * GB), arm("native", slow, 32 * GB, 10 * GB, "b")]
+    row = figures.make_row(resident, mine, LINK, None, True)
+    assert row.bitwise_equal is False
+    assert (row.peak_allocated_bytes, row.saved_allocated) == (32 * GB, pytest.approx(0.8))
+    assert (row.step_seconds, row.step_seconds_max) == (pytest.approx(0.8), 0.9)
+
+
+def test_the_floor_is_of_what_is_copied_over_the_slower_direction_into_the_room_of_activations(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(figures, "floor_seconds", lambda **given: asked.update(given) or 0.0)
+    resident, mine = arm("resident", RESIDENT, 40 * GB), arm("native", OFFLOADED, 30 * GB, 10 * GB)
+    mine.result["copied_bytes"] = 7 * GB
+    figures.least_added(resident.result, mine.result, LINK)
+    assert asked == {
+        "nbytes": 7 * GB,
+        "link": 50 * GB,
+        "duplex": 45 * GB,
+        "backward": 0.1,
+        "first_forward": 0.05,
+        "between": pytest.approx(0.02),
+        "room": 20 * GB,
+    }
+
+
+HEADINGS = {
+    "step, s": "step_seconds",
+    "GC, most, s": "collector_seconds",
+    "added, s": "added_seconds",
+    "E": "e",
+    "E of copies": "e_of_copies",
+    "floor E": "floor_e",
+    "forward, s": "forward_seconds",
+    "rest, s": "rest_seconds",
+    "saved / S": "saved_allocated",
+    "saved reserved / S": "saved_reserved",
+    "pin, s": "pin_seconds",
+    "steps 1-2 added, s": "first_two_steps_added_seconds",
+    "hidden / floor": "hidden",
+}
+
+
+def test_each_figure_of_the_table_is_beside_its_heading():
+    resident, mine = [arm("resident", RESIDENT, 40 * GB)], [arm("native", OFFLOADED, 30 * GB, 10 * GB, "b")]
+    values = {field: 10.0 + i for i, field in enumerate(HEADINGS.values())}
+    row = replace(figures.make_row(resident, mine, LINK, None, True), **values)
+    shown = dict(zip(*command.table_of([row]), strict=True))
+    assert {name: float(shown[name]) for name in HEADINGS} == {name: values[HEADINGS[name]] for name in HEADINGS}
+    assert shown["bitwise equal"] == "NO"
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path):
+    """Returns what starts an arm by its name, and returns its options by name and its environment."""
+
+    def start(name, gpus=1, preset="short", megatron_lm=()):
+        seen = {}
+
+        def run_arm(name, module, options, folder, launcher, environment, timeout):
+            seen.update(options=options, environment=environment)
+            return arm(name, RESIDENT, 40 * GB)
+
+        monkeypatch.setattr(command, "run_arm", run_arm)
+        settings = command.Settings(
+            arms=[],
+            preset=preset,
+            steps=9,
+            rounds=1,
+            gpus=gpus,
+            folder=tmp_path,
+            megatron_lm=list(megatron_lm),
+            json_output=False,
+            traces=False,
+            arm_timeout=1.0,
+        )
+        arms = presets.arms(["resident", name], list(megatron_lm), preset)
+        command.run_one(settings, arms[1], 0, arm("resident", RESIDENT, 40 * GB))
+        options = seen["options"]
+        values = pairwise(options)
+        return {option: value for option, value in values if option.startswith("--")}, seen["environment"]
+
+    return start
+
+
+def test_an_arm_is_started_with_what_its_name_stands_for(start):
+    options, environment = start("half")
+    assert float(options["--budget-gib"]) == 35 * GB / 2**30 and environment == {}
+    assert "--budget-gib" not in start("native")[0]
+    assert start("whole")[0]["--master-remainders"] == "never"
+    _, environment = start("mcore", megatron_lm=["/dev-checkout"])
+    assert environment["PYTHONPATH"].split(":")[0] == "/dev-checkout"
+
+
+def test_every_gpu_gets_its_microbatches_and_the_experts_are_over_all(start):
+    options, _ = start("native", gpus=8, preset="moe")
+    assert (options["--gbs"], options["--ep"]) == (str(2 * 4 * 8), "8")
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [("print('{\"d2h\": 1.0}', flush=True); exit(3)", "status 3"), ("pass", "status 0")],
+    ids=["it failed", "it said nothing"],
+)
+def test_a_link_probe_that_fails_gives_no_figures(monkeypatch, script, why):
+    monkeypatch.setattr(command, "launcher", lambda gpus: ("-c", script))  # before "-m" and the probe's module
+    with pytest.raises(command.ArmFailed, match=why):
+        command.probe(1)
