@@ -1,5 +1,7 @@
 """Which engine serves a run: by capability, never by a version number."""
 
+import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -73,3 +75,30 @@ def test_generation_2s_own_settings_are_refused_where_it_is_not(mcore, generatio
 @pytest.mark.parametrize(("version", "expected"), [("0.6.2", (0, 6)), ("0.6.0rc1+abc", (0, 6)), ("unknown", (0, 0))])
 def test_release_of_a_version(version, expected):
     assert compat.release(version) == expected
+
+
+def test_mcores_offloader_where_mcore_has_none_is_refused(mcore):
+    mcore(None)
+    with pytest.raises(ValueError, match="has no optimizer-state offloader"):
+        compat.choose_engine(OffloadConfig(engine="mcore"), SimpleNamespace())
+
+
+@pytest.mark.parametrize("flag", [compat.FLAG, compat.CHUNKED_FLAG])
+@pytest.mark.parametrize("value", ["true", 1, 0.0, None])
+def test_a_flag_that_is_no_bool_is_refused(flag, value):
+    config = SimpleNamespace(**{flag: value})
+    assert not compat.flag_is_set(config)
+    with pytest.raises(ValueError, match=rf"optimizer\.{flag}={re.escape(repr(value))}"):
+        compat.check_flag(config)
+
+
+def test_as_if_set_leaves_the_config_alone():
+    config = SimpleNamespace()
+    asked, like = compat.as_if_set(config)
+    assert not asked and getattr(like, compat.FLAG) is True and not hasattr(config, compat.FLAG)
+
+
+def test_a_version_is_told_without_its_local_part(monkeypatch):
+    package = SimpleNamespace(__version__="0.19.2+abc")
+    monkeypatch.setitem(sys.modules, "megatron.core.package_info", package)
+    assert compat.mcore_version() == "0.19.2"

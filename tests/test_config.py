@@ -17,6 +17,7 @@ from bridge_fgo import OffloadConfig
         ({"fraction": "half"}, "fraction"),
         ({"moments": False, "master_weights": False}, "moments"),
         ({"moments": 1}, "moments"),
+        ({"master_weights": 1}, "master_weights"),
         ({"slab_bytes": 10}, "slab_bytes"),
         ({"piece_bytes": 1.5}, "piece_bytes"),
         ({"pin_memory": None}, "pin_memory"),
@@ -49,3 +50,8 @@ def test_a_budget_that_is_no_positive_number_is_refused(budget):
 def test_a_budget_and_a_fraction_are_refused_together():
     with pytest.raises(ValueError, match=r"fraction=0\.5: both say how much"):
         OffloadConfig(gpu_memory_budget_gib=40.0, fraction=0.5)
+
+
+def test_a_budget_is_in_gib_and_the_least_sizes_are_taken():
+    assert OffloadConfig(gpu_memory_budget_gib=1.5).gpu_memory_budget_bytes == 3 * 2**29
+    assert OffloadConfig(slab_bytes=2**20, piece_bytes=2**16).slab_bytes == 2**20

@@ -1,12 +1,15 @@
 """Optimizers with offload and twins without, in the order of calls of a training step, with made-up peaks."""
 
+import pytest
 import torch
 from fake_optimizer import make_distributed_optimizer, state_bytes, with_model
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.debug import debugged
+from bridge_fgo.engine.inner_step import InnerStep
 from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.schedule import Schedule
+from bridge_fgo.engine.slab import Ledger
 from bridge_fgo.engine.transfers import HostTransfers
 
 SIZES = [1000, 300, 2000, 64, 1500, 700, 1200]
@@ -125,3 +128,37 @@ class Training:
             assert state_bytes(optimizer) == state_bytes(offloader.twin)
             pairs = zip(optimizer.model_float16_groups[0], offloader.twin.model_float16_groups[0], strict=True)
             assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def most_held_in(training, run):
+    """Run what updates; return the most bytes of slabs that the GPU held in an update."""
+    held = []
+    update = InnerStep.update
+
+    def spy(inner, owner):
+        held.append(training.schedule.ledger.nbytes)
+        update(inner, owner)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InnerStep, "update", spy)
+        run()
+    return max(held)
+
+
+def held_in_steps(monkeypatch, training):
+    """Return a list that gets the bytes that the GPU holds whenever slabs take or give back memory in a step."""
+    held = []
+    change = Ledger.change
+
+    def note(ledger, *how):
+        result = change(ledger, *how)
+        if training.schedule._in_step_phase:
+            in_slabs = [
+                (slab.slab, ref) for part in training.schedule.parts for slab in part.slabs for ref in slab.slab.refs
+            ]
+            alone = sum(ref.nbytes for slab, ref in in_slabs if (t := ref.tensor()) is not None and not slab.holds(t))
+            held.append(ledger.nbytes + alone)
+        return result
+
+    monkeypatch.setattr(Ledger, "change", note)
+    return held

@@ -97,3 +97,36 @@ def test_what_other_threads_are_touching_is_not_counted_twice(locked, monkeypatc
     monkeypatch.setattr(HostBuffer, "lock", lock)
     page_lock([HostBuffer(size) for _ in range(20)])
     assert touched == [20 * size]
+
+
+def test_what_other_threads_are_about_to_touch_is_not_free(locked, monkeypatch):
+    # A page counts once it is touched: two threads must not both be told of the same room.
+    size, free, touched = 4096, [6000], []
+    monkeypatch.setattr(host_buffer, "PINNING_THREADS", 2)
+    monkeypatch.setattr(host_buffer, "available_bytes", lambda: free[0])
+
+    def lock(buffer):
+        touched.append(buffer)
+        time.sleep(0.05)  # the other thread asks meanwhile
+        free[0] -= size
+        return 0
+
+    monkeypatch.setattr(HostBuffer, "lock", lock)
+    with pytest.raises(ValueError, match="memory left after 4096 of 8192 bytes"):
+        page_lock([HostBuffer(size), HostBuffer(size)])
+    assert len(touched) == 1
+
+
+def test_threads_lock_for_the_gpu_of_the_caller_from_the_cpus_near_it(locked, monkeypatch):
+    set_to, cpus = [], []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", set_to.append)
+    monkeypatch.setattr(host_buffer.os, "sched_setaffinity", lambda process, chosen: cpus.append((process, chosen)))
+    page_lock([HostBuffer(4096)], {5})
+    assert set(set_to) == {3} and set(map(str, cpus)) == {"(0, {5})"}
+
+
+def test_at_exit_pages_are_left_to_the_driver(locked):
+    buffer = HostBuffer(4096)
+    buffer.lock()
+    assert buffer._unregister.atexit is False

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.optim.optimizer as every_optimizer
 
 from bridge_fgo.engine.inner_step import InnerStep
 
@@ -76,13 +77,20 @@ def test_a_failing_step_leaves_the_groups_whole():
     assert "step" not in vars(adam)
 
 
-def test_hooks_on_the_step_forbid_its_division():
-    _, adam = make()
+@pytest.mark.parametrize("whose", ["its own", "every optimizer's"])
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_hooks_on_the_step_forbid_its_division(whose, when):
+    _, adam = make(torch.optim.AdamW)
     inner = InnerStep(adam)
     assert inner.divides()
-    handle = adam.register_step_post_hook(lambda *args: None)
-    assert not inner.divides()
-    handle.remove()
+    if whose == "its own":
+        handle = getattr(adam, f"register_step_{when}_hook")(lambda *args: None)
+    else:
+        handle = getattr(every_optimizer, f"register_optimizer_step_{when}_hook")(lambda *args: None)
+    try:
+        assert not inner.divides()
+    finally:
+        handle.remove()
     assert inner.divides()
 
 
@@ -95,8 +103,18 @@ def test_somebody_elses_function_in_the_place_of_step_forbids_its_division_and_t
     assert not inner.divides()
 
 
-def test_arguments_that_parts_cannot_honour_are_refused():
+def test_torchs_counter_is_there_after_a_divided_step():
+    _, adam = make()
+    torch.optim.lr_scheduler.ConstantLR(adam)
+    counter = vars(adam)["step"]
+    with InnerStep(adam).replaced(lambda: None, {}):
+        adam.step()
+    assert vars(adam)["step"] is counter
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_arguments_that_parts_cannot_honour_are_refused(named):
     _params, adam = make()
     inner = InnerStep(adam)
     with inner.replaced(lambda: None, {}), pytest.raises(RuntimeError, match="arguments"):
-        adam.step(lambda: 1.0)
+        adam.step(closure=lambda: 1.0) if named else adam.step(lambda: 1.0)

@@ -1,5 +1,7 @@
 """The parts of an optimizer before they have memory."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fake_optimizer import make_distributed_optimizer
@@ -38,3 +40,12 @@ def test_moments_of_a_large_tensor_are_one_slab_as_far_as_that_is_small(mib, siz
     bundle = Bundle(param, [StateRef("master", param, None, adam, torch.float32), *refs])
     (part,) = lay_out([bundle], 4 * MIB, MasterRemainders({}, torch.device("meta")))
     assert [slab.layout.nbytes for slab in part.slabs] == [size * MIB for size in sizes]
+
+
+def test_what_a_part_holds_on_its_way_copies_and_gives_the_model():
+    less = SimpleNamespace(nbytes=2125)
+    of_masters = SimpleNamespace(of_slab=lambda refs, *where: less if refs[0].kind == "master" else None)
+    (part,) = lay_out(bundles(make_distributed_optimizer([1000])), 2**20, of_masters)
+    moments = 4096 + 4000
+    assert (part.nbytes, part.transit_bytes) == (4000 + moments, 4000 + moments + 2125)
+    assert (part.copied_bytes, part.copied_to_model) == (2125 + moments, 4000)

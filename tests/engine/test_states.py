@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_optimizer import make_distributed_optimizer, step
 
-from bridge_fgo.engine.states import bundles, home_device, live_bytes
+from bridge_fgo.engine.states import StateRef, bundles, home_device, live_bytes
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -83,3 +83,28 @@ def test_scalar_steps_of_torchs_adam_are_no_states_to_move():
     optimizer = make_distributed_optimizer([10])
     step(optimizer, 0)
     assert {ref.key for bundle in bundles(optimizer) for ref in bundle.refs} == {None, "exp_avg", "exp_avg_sq"}
+
+
+def moment(dtype):
+    param = torch.zeros(10)
+    return StateRef("moment", param, "exp_avg", torch.optim.AdamW([param]), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
+def test_a_checkpoint_gets_moments_of_any_dtype_as_fp32(dtype):
+    assert moment(dtype).saved_nbytes == 40
+
+
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16])
+def test_a_state_that_is_larger_or_smaller_than_was_planned_is_refused(other):
+    with pytest.raises(RuntimeError, match="planned were 40"):
+        moment(torch.float32).check_size(torch.zeros(10, dtype=other))
+
+
+def test_a_master_in_the_gradient_buffer_is_left_alone():
+    optimizer = make_distributed_optimizer([10, 20])
+    masters = optimizer.shard_fp32_from_float16_groups[0]
+    optimizer.buffers[0].grad_data = masters[1]
+    kinds = {id(bundle.param): [ref.kind for ref in bundle.refs] for bundle in bundles(optimizer)}
+    assert kinds[id(masters[0])] == ["master", "moment", "moment"]
+    assert kinds[id(masters[1])] == ["moment", "moment"]

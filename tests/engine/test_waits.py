@@ -2,7 +2,7 @@
 
 import pytest
 
-from bridge_fgo.engine.waits import IN_A_ROW, LEAST_SECONDS, MOST_TIMED, PackingChoice, WaitMeter
+from bridge_fgo.engine.waits import IN_A_ROW, LEAST_SECONDS, MOST_TIMED, MOST_UNPLANNED, PackingChoice, WaitMeter
 
 
 class Gpu:
@@ -147,3 +147,35 @@ def test_a_step_that_an_error_ended_is_not_timed_on():
     steps.choice.begin_pass("spent", by_plan=True)  # takes the last figures
     assert steps.begin("other")
     assert not steps.step("spent")
+
+
+def test_only_steps_in_a_row_that_waited_decide():
+    steps = Steps(kind=0.0)
+    for i in range(IN_A_ROW * 2):
+        steps.seconds["kind"] = float(i % IN_A_ROW != 0)
+        steps.step("kind")
+    assert not steps.choice.packs
+
+
+def test_only_steps_in_a_row_without_a_plan_decide_and_skipped_ones_do_not_count():
+    choice = PackingChoice(WaitMeter(Gpu([]).event), lambda text: None)
+    choice.packable_bytes = 1
+    for i in range(3 * MOST_UNPLANNED):
+        choice.end_step(updated=True, by_plan=i % (MOST_UNPLANNED - 1) == 0)
+    for _ in range(3 * MOST_UNPLANNED):
+        choice.end_step(updated=False, by_plan=False)
+    assert not choice.packs
+    for _ in range(MOST_UNPLANNED):
+        choice.end_step(updated=True, by_plan=False)
+    assert choice.packs
+
+
+@pytest.mark.parametrize("when", ["it begins", "it ends"])
+def test_a_step_that_no_plan_holds_for_is_not_timed(when):
+    waits = WaitMeter(Gpu([]).event)
+    choice = PackingChoice(waits, lambda text: None)
+    choice.packable_bytes = 1
+    choice.begin_pass("kind", by_plan=when == "it ends")
+    assert waits.is_timing == (when == "it ends")
+    choice.end_step(updated=True, by_plan=False)
+    assert waits.take() is None
