@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from bridge_fgo.cli.job import job as job_module
 from bridge_fgo.cli.job.builder import plain_config
 from bridge_fgo.cli.job.saved_config import load_saved_config
 from bridge_fgo.cli.main import app
+from bridge_fgo.cli.plan import report
 from bridge_fgo.cli.plan.links import LINKS
 
 GIB = 2**30
@@ -192,6 +194,7 @@ def test_with_the_flag_unset_nothing_is_refused_but_told(no_megatron, saved, tmp
     found = json.loads(output)
     assert status == 0 and found["refusals"] == []
     assert any("with the flag set, refused: optimizer.optimizer_cuda_graph" in note for note in found["notes"])
+    assert run("plan", path)[0] == 0
 
 
 @pytest.fixture
@@ -207,6 +210,8 @@ def test_a_node_without_the_memory_is_refused(no_megatron, saved, monkeypatch):
     monkeypatch.setattr("bridge_fgo.engine.host_memory.total_bytes", lambda: 2**20)
     status, output = run("doctor", str(saved), "--no-probe", "--gpus", "8", "--json")
     assert status == 1 and "4 rank(s)" in json.loads(output)["refusals"][0]
+    _, output = run("doctor", str(saved), "--no-probe", "--gpus", "2", "--json")
+    assert "2 rank(s)" in json.loads(output)["refusals"][0], "a smaller job has fewer ranks than the machine GPUs"
 
 
 def test_megatron_bridge_without_transformer_engine_is_refused_where_there_are_gpus():
@@ -299,6 +304,15 @@ def test_what_a_background_save_has_not_the_room_for_is_refused_as_in_training(
     assert [(refused in text, "4 rank(s)" in text) for text in found] == [(True, True)] * (refused is not None)
 
 
+def test_of_a_background_save_the_rank_with_most_tensors_counts_beside_the_one_with_most_bytes(monkeypatch):
+    asked = []
+    monkeypatch.setattr(command, "refuse_small_shared_memory", lambda checkpoint, copies, ranks: asked.append(copies))
+    stages = [[SimpleNamespace(saved=(100,))], [SimpleNamespace(saved=(1,) * 5)]]
+    job = SimpleNamespace(config=SimpleNamespace(checkpoint=None))
+    assert not list(command._memory_refusals(job, SimpleNamespace(most_pinned=0, states=stages), 1))
+    assert asked == [[100], [1] * 5]
+
+
 def test_limits_that_are_too_low_are_warned_of():
     few = machine.Machine([machine.Gpu("test", 80 * GIB, None)], 2, 8, GIB, GIB, 2**16, 2**20)
     found = machine.warnings(few, GIB)
@@ -340,6 +354,29 @@ def test_plan_prints_one_object_and_draws(no_megatron, saved, tmp_path):
     (stage,) = found["stages"]
     assert stage["state_bytes"] - stage["least_state_bytes"] < 12 * 128 + stage["state_bytes"] // 100
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_figure_of_a_plan_is_below_its_heading(no_megatron, saved, monkeypatch):
+    monkeypatch.setattr(report, "gigabytes", str)  # of a small model all are 0.00
+    monkeypatch.setenv("COLUMNS", "200")
+    (stage,) = json.loads(run("plan", str(saved), "--json")[1])["stages"]
+    lines = [
+        [cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in run("plan", str(saved))[1].splitlines()
+    ]
+    heads = next(line for line in lines if line[:1] == ["stage"])
+    shown = dict(zip(heads, lines[lines.index(heads) + 2], strict=True))
+    keys = (
+        "parameters",
+        "gradients",
+        "masters",
+        "moments",
+        "activations",
+        "peak_resident",
+        "peak_offloaded",
+        "offloaded",
+    )
+    assert list(shown.values()) == [str(stage[key]) for key in ("stage", *keys)]
+    assert int(shown["peak"]) > int(shown["offloaded"])
 
 
 @pytest.mark.parametrize(
