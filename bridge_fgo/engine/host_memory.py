@@ -29,15 +29,13 @@ def require_host_memory(nbytes: int, pinned: int, ranks: int | None = None) -> N
     """
     if ranks is None:
         ranks = ranks_of_this_node()
-    whole, needed = total_bytes(), pinned + nbytes
-    if ranks * needed <= whole:
-        if nbytes <= available_bytes():
-            return
-        # An optimizer that was dropped and its offloader, which pins as much, refer to each other.
-        gc.collect()
-        if nbytes <= available_bytes():
-            return
-    free = available_bytes()
+    free, whole = available_bytes(), total_bytes()
+    needed = pinned + nbytes
+    if nbytes > free:
+        gc.collect()  # an optimizer that was dropped and its offloader, which pins as much, refer to each other
+        free = available_bytes()
+    if nbytes <= free and ranks * needed <= whole:
+        return
     raise ValueError(
         f"offloading the optimizer state pins {needed} bytes of host memory a rank, about {ranks * needed} on this "
         f"node with its {ranks} rank(s), but the node has {whole} bytes, {free} of them free now: lower "

@@ -183,7 +183,8 @@ class Schedule:
     def _room_to_make(self) -> int:
         """Return the bytes to keep free in the first step, for the states that the update of a part makes.
 
-        They ask for no room themselves, and are there twice while their slab takes them in.
+        They ask for no room themselves, and are there twice while their slab takes them in. A group has fewer than the
+        largest part: as nothing is planned yet, it is a quarter of that at most.
         """
         if self._warm:
             return 0
@@ -218,9 +219,8 @@ class Schedule:
         limit = self.step_limit
         free = limit - staying_bytes(self.parts) - self.planner.masters_held_bytes
         together_bytes = min(together_bytes, free // GROUPS_HELD)
-        if room_to_make := self._room_to_make():
-            limit -= room_to_make
-            together_bytes = 0  # that room is for one part's
+        room_to_make = self._room_to_make()
+        limit -= room_to_make
         for run in (landed, staying, moving[len(landed) :]):
             for group in _groups(run, together_bytes):
                 slabs = [slab for part in group for slab in part.slabs]

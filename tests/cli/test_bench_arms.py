@@ -89,8 +89,8 @@ def start(monkeypatch, tmp_path):
         arms = presets.arms(["resident", name], list(megatron_lm), preset)
         command.run_one(settings, arms[1], 0, arm("resident", RESIDENT, 40 * GB))
         options = seen["options"]
-        values = pairwise(options)
-        return {option: value for option, value in values if option.startswith("--")}, seen["environment"]
+        values = {option: value for option, value in pairwise(options) if option.startswith("--")}
+        return values, seen["environment"]
 
     return start
 

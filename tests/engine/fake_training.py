@@ -145,20 +145,29 @@ def most_held_in(training, run):
     return max(held)
 
 
-def held_in_steps(monkeypatch, training):
-    """Return a list that gets the bytes that the GPU holds whenever slabs take or give back memory in a step."""
-    held = []
+def seen_at_changes(monkeypatch, look):
+    """Return a list that gets what `look` returns whenever slabs have taken or given back memory."""
+    seen = []
     change = Ledger.change
 
     def note(ledger, *how):
         result = change(ledger, *how)
-        if training.schedule._in_step_phase:
-            in_slabs = [
-                (slab.slab, ref) for part in training.schedule.parts for slab in part.slabs for ref in slab.slab.refs
-            ]
-            alone = sum(ref.nbytes for slab, ref in in_slabs if (t := ref.tensor()) is not None and not slab.holds(t))
-            held.append(ledger.nbytes + alone)
+        seen.append(look())
         return result
 
     monkeypatch.setattr(Ledger, "change", note)
-    return held
+    return seen
+
+
+def held_in_steps(monkeypatch, training):
+    """As `seen_at_changes`: the bytes of states that the GPU holds in a step, in slabs or not; 0 beside it."""
+
+    def look():
+        if not training.schedule._in_step_phase:
+            return 0
+        slabs = [slab.slab for part in training.schedule.parts for slab in part.slabs]
+        states = [(slab, ref, ref.tensor()) for slab in slabs for ref in slab.refs]
+        alone = sum(ref.nbytes for slab, ref, tensor in states if tensor is not None and not slab.holds(tensor))
+        return training.schedule.ledger.nbytes + alone
+
+    return seen_at_changes(monkeypatch, look)

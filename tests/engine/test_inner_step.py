@@ -80,7 +80,7 @@ def test_a_failing_step_leaves_the_groups_whole():
 @pytest.mark.parametrize("whose", ["its own", "every optimizer's"])
 @pytest.mark.parametrize("when", ["pre", "post"])
 def test_hooks_on_the_step_forbid_its_division(whose, when):
-    _, adam = make(torch.optim.AdamW)
+    _, adam = make()
     inner = InnerStep(adam)
     assert inner.divides()
     if whose == "its own":

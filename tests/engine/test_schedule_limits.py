@@ -13,6 +13,7 @@ from fake_training import (
     Training,
     held_in_steps,
     most_held_in,
+    seen_at_changes,
     use_small_parts,
 )
 
@@ -20,7 +21,6 @@ from bridge_fgo.engine import native, planner, schedule
 from bridge_fgo.engine.part import MOST_IN_TRANSIT
 from bridge_fgo.engine.part_layout import part_bytes
 from bridge_fgo.engine.residency import Residency
-from bridge_fgo.engine.slab import Ledger
 from bridge_fgo.engine.states import bundles
 
 
@@ -237,14 +237,8 @@ def test_a_few_slabs_at_a_time_are_on_their_way_packed(monkeypatch):
     training = Training(layer=0, sizes=[1000] * 40, master_remainders=True)
     training.step(0)
     training.check()
-    packed, change = [], Ledger.change
-
-    def note(ledger, *how):
-        result = change(ledger, *how)
-        packed.append(sum(slab.packed is not None for slab in training.offloaders[0].slabs))
-        return result
-
-    monkeypatch.setattr(Ledger, "change", note)
+    slabs = training.offloaders[0].slabs
+    packed = seen_at_changes(monkeypatch, lambda: sum(slab.packed is not None for slab in slabs))
     for move in (training.offloaders[0].offload, training.check):
         packed.clear()
         move()

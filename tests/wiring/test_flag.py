@@ -44,7 +44,7 @@ def test_only_an_offloader_of_mcores_own_that_serves_the_run_is_built(monkeypatc
             raise KeyError("built halfway")
 
     setup_optimizer = {
-        "config": lambda config: see(config),
+        "config": see,
         "optimizer_config": lambda optimizer_config: see(optimizer_config),
     }
     monkeypatch.setattr(compat, "upstream_generation", lambda: "mcore generation 2")

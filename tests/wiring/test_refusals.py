@@ -10,11 +10,16 @@ from bridge_fgo import compat
 from bridge_fgo.wiring.optimizers import eligible, leaves
 
 
-@pytest.fixture
-def cfg(installed):
+def offloading():
+    """Returns a config with the flag set; to be called with the package installed."""
     from bridge_fgo.cli.arms.cpu_model import CpuOptions, make_config
 
     return make_config(CpuOptions(offload=True))
+
+
+@pytest.fixture
+def cfg(installed):
+    return offloading()
 
 
 def set_path(cfg, path, value):
@@ -141,11 +146,9 @@ def take_road(road, cfg, monkeypatch):
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize(("name", "value"), [("async_save", True), ("ckpt_format", "fsdp_dtensor")])
 def test_what_mcores_offloader_cannot_save_is_refused_before_training(monkeypatch, cpu_standins, road, name, value):
-    from bridge_fgo.cli.arms.cpu_model import CpuOptions, make_config
-
     monkeypatch.setattr(compat, "upstream_generation", lambda: "mcore generation 2")
     with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="mcore")):
-        cfg = make_config(CpuOptions(offload=True))
+        cfg = offloading()
         cfg.checkpoint.save = "somewhere"
         take_road(road, cfg, monkeypatch)
         setattr(cfg.checkpoint, name, value)
@@ -155,10 +158,8 @@ def test_what_mcores_offloader_cannot_save_is_refused_before_training(monkeypatc
 
 @pytest.mark.parametrize("road", ROADS)
 def test_settings_of_masters_are_refused_before_training(monkeypatch, cpu_standins, road):
-    from bridge_fgo.cli.arms.cpu_model import CpuOptions, make_config
-
     with bridge_fgo.install(bridge_fgo.OffloadConfig(master_remainders=True)):
-        cfg = make_config(CpuOptions(offload=True))
+        cfg = offloading()
         take_road(road, cfg, monkeypatch)
         cfg.ddp.fp8_param_gather = True
         with pytest.raises(ValueError, match=r"master_remainders=True with ddp\.fp8_param_gather=True"):
