@@ -105,14 +105,19 @@ def _with_parameter(init: Callable[..., None]) -> Callable[..., None]:
 
     signature = inspect.signature(init)
     flag = inspect.Parameter(FLAG, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
-    vars(__init__)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), flag])
+    parameters = [*signature.parameters.values(), flag]
+    parameters.sort(key=lambda parameter: parameter.kind)  # `**kwargs` of a class's own constructor comes last
+    vars(__init__)["__signature__"] = signature.replace(parameters=parameters)
     return __init__
 
 
 def _with_repr(original: Callable[[Any], str]) -> Callable[[Any], str]:
     @functools.wraps(original)
     def __repr__(self: Any) -> str:
-        return f"{original(self)[:-1]}, {FLAG}={getattr(self, FLAG)!r})"
+        text = original(self)
+        if FLAG in text or not text.endswith(")"):  # a class's own, perhaps with that of its base in it
+            return text
+        return f"{text[:-1]}, {FLAG}={getattr(self, FLAG)!r})"
 
     return __repr__
 

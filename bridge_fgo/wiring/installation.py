@@ -70,13 +70,17 @@ class Installation:
         Raises:
             RuntimeError: a binding is not the one that its patch was written for.
         """
-        self._apply([sys.modules[name] for name in self._waiting if name in sys.modules])
+        try:
+            self._apply([sys.modules[name] for name in self._waiting if name in sys.modules])
+        except BaseException:
+            self.undo()
+            raise
 
     def module_imported(self, module: ModuleType) -> None:
         """Apply the patches of a module that has just been imported; undo everything where one does not fit."""
         try:
             self._apply([module])
-        except RuntimeError:
+        except BaseException:
             uninstall()
             raise
 
@@ -85,8 +89,8 @@ class Installation:
         for patch, module in ready:
             patch.check(module)
         for patch, module in ready:
+            self._applied.append((patch, module))  # first: its undo takes back what it did before an error
             patch.apply(module)
-            self._applied.append((patch, module))
             self._waiting.pop(module.__name__, None)
 
     def check_undo(self) -> None:
@@ -132,12 +136,13 @@ def install(config: OffloadConfig | None = None) -> Installation:
     _installation = installation
     for name in installation.modules:
         if name not in _hooked:
-            _hooked.add(name)  # wrapt cannot take a hook back, so it is set once and asks who is installed
+            _hooked.add(name)  # wrapt cannot take a hook back, so one is set at a time, and asks who is installed
             wrapt.register_post_import_hook(_module_imported, name)
     return installation
 
 
 def _module_imported(module: ModuleType) -> None:
+    _hooked.discard(module.__name__)  # wrapt calls it once
     if _installation is not None:
         _installation.module_imported(module)
 

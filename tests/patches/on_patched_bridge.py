@@ -39,6 +39,21 @@ def test_another_driver_is_not_pushed_aside(monkeypatch, series):
     assert series.EXTERNAL_DRIVER == "another package"
 
 
+def test_a_series_of_another_version_is_refused_by_name(monkeypatch, series):
+    monkeypatch.delattr(series, "EXTERNAL_DRIVER")
+    with pytest.raises(RuntimeError, match=r"optimizer_state_offload\.EXTERNAL_DRIVER is not there"):
+        bridge_fgo.install()
+    assert not hasattr(series, "EXTERNAL_DRIVER")
+
+
+def test_uninstall_refuses_when_another_driver_has_taken_over(monkeypatch, series, installed):
+    with monkeypatch.context() as since:
+        since.setattr(series, "EXTERNAL_DRIVER", "another package")
+        with pytest.raises(RuntimeError, match=r"optimizer_state_offload\.EXTERNAL_DRIVER was set after"):
+            bridge_fgo.uninstall()
+        assert series.EXTERNAL_DRIVER == "another package"
+
+
 def test_on_an_mcore_without_an_offloader_validate_asks_this_package(series, bridge_train):
     cfg = make_config(CpuOptions())
     cfg.optimizer.offload_optimizer_states = True

@@ -2,10 +2,13 @@
 
 import copy
 import dataclasses
+import inspect
 import pickle
+import typing
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -21,6 +24,15 @@ def config_module(installed):
     import megatron.bridge.training.config as module
 
     return module
+
+
+@pytest.fixture
+def field_is_ours(cpu_standins):
+    """To be asked for before `installed`."""
+    from megatron.bridge.training.config import OptimizerConfig
+
+    if FLAG in OptimizerConfig.__dataclass_fields__:
+        pytest.skip("this Bridge has the field")
 
 
 @dataclasses.dataclass
@@ -123,12 +135,117 @@ def test_two_configs_that_differ_in_the_flag_alone_differ(config_module):
     assert "offload_optimizer_states=True" in repr(on)
 
 
+def test_two_configs_that_differ_in_anything_else_still_differ(config_module):
+    one, other = (config_module.OptimizerConfig(lr=lr, offload_optimizer_states=True) for lr in (0.1, 0.2))
+    assert one != other
+
+
+def test_a_config_is_compared_with_other_things_as_ever(config_module):
+    config = config_module.OptimizerConfig()
+    assert config != "a string" and config != None  # noqa: E711
+    assert config == mock.ANY  # the other one is asked too
+
+
+def test_the_repr_is_the_dataclass_own_with_one_field_more(config_module):
+    on, off = (repr(config_module.OptimizerConfig(offload_optimizer_states=value)) for value in (True, False))
+    assert on.endswith(f", {FLAG}=True)") and on.count("(") == on.count(")")
+    assert off == on.replace(f"{FLAG}=True", f"{FLAG}=False")
+
+
+def test_the_flag_is_a_keyword_of_type_bool_that_is_false(field_is_ours, config_module):
+    # What builds command lines from a config reads these.
+    parameter = inspect.signature(config_module.OptimizerConfig).parameters[FLAG]
+    assert parameter == inspect.Parameter(FLAG, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
+    (field,) = (field for field in dataclasses.fields(config_module.OptimizerConfig) if field.name == FLAG)
+    assert (field.default, field.type, field.kw_only) == (False, bool, True)
+    assert typing.get_type_hints(config_module.OptimizerConfig)[FLAG] is bool
+
+
+def test_the_constructor_makes_no_bool_of_what_is_none(config_module):
+    # So that `validate` refuses it; bool("false") is True.
+    assert config_module.OptimizerConfig(offload_optimizer_states="false").offload_optimizer_states == "false"
+
+
+def test_subclasses_made_before_install_have_it_until_the_uninstall(field_is_ours):
+    from megatron.bridge.training.config import OptimizerConfig
+
+    class Plain(OptimizerConfig):
+        pass
+
+    @dataclasses.dataclass
+    class Mine(OptimizerConfig):
+        extra: int = 3
+
+        def __post_init__(self):
+            self.seen = getattr(self, FLAG, None)
+
+    before = repr(Mine())
+    with bridge_fgo.install():
+        config = Mine(offload_optimizer_states=True, extra=4)
+        assert config.offload_optimizer_states is config.seen is True
+        assert config != Mine(extra=4) and f"{FLAG}=True" in repr(config)
+        assert Plain(offload_optimizer_states=True).offload_optimizer_states is True
+    assert repr(Mine()) == before
+    for cls in (Mine, Plain):
+        with pytest.raises(TypeError):
+            cls(offload_optimizer_states=True)
+
+
+def test_a_subclass_with_a_constructor_and_a_repr_of_its_own_keeps_them(field_is_ours):
+    from megatron.bridge.training.config import OptimizerConfig
+
+    @dataclasses.dataclass(repr=False)
+    class Mine(OptimizerConfig):
+        def __init__(self, extra=3, **kwargs):
+            super().__init__(**kwargs)
+            self.extra = extra
+
+        def __repr__(self):
+            return "Mine"
+
+    class Around(Mine):
+        def __repr__(self):
+            return f"Around({OptimizerConfig.__repr__(self)})"
+
+    with bridge_fgo.install():
+        config = Mine(offload_optimizer_states=True, extra=4, lr=0.5)
+        assert (config.offload_optimizer_states, config.extra, config.lr) == (True, 4, 0.5)
+        assert list(inspect.signature(Mine).parameters) == ["extra", FLAG, "kwargs"]
+        assert repr(config) == "Mine"
+        assert repr(Around(offload_optimizer_states=True)).count(FLAG) == 1
+
+
+def test_uninstall_refuses_when_a_constructor_was_replaced_since(field_is_ours, monkeypatch, config_module):
+    theirs = lambda self, **kwargs: None  # noqa: E731
+    with monkeypatch.context() as on_top:
+        on_top.setattr(config_module.OptimizerConfig, "__init__", theirs)
+        with pytest.raises(RuntimeError, match=r"training\.config\.OptimizerConfig\.__init__ was replaced"):
+            bridge_fgo.uninstall()
+        assert config_module.OptimizerConfig.__init__ is theirs
+
+
+def test_a_config_that_is_no_dataclass_any_more_is_refused_by_name():
+    from bridge_fgo.wiring.flag_field import FlagFieldPatch
+
+    with pytest.raises(RuntimeError, match=rf"OptimizerConfig\.{FLAG}: OptimizerConfig is not a dataclass"):
+        FlagFieldPatch().check(SimpleNamespace(OptimizerConfig=object))
+
+
 def test_a_subclass_made_after_install_has_it(config_module):
     @dataclasses.dataclass
     class Mine(config_module.OptimizerConfig):
         extra: int = 3
 
     assert Mine(offload_optimizer_states=True, extra=4).offload_optimizer_states is True
+
+
+def test_a_subclass_made_after_install_is_off_and_takes_its_arguments_in_order(field_is_ours, config_module):
+    @dataclasses.dataclass
+    class Mine(config_module.OptimizerConfig):
+        extra: int = 3
+
+    assert Mine().offload_optimizer_states is False
+    assert FLAG not in Mine.__match_args__ and Mine.__match_args__[-1] == "extra"
 
 
 def test_without_the_package_released_mcore_refuses_it(cpu_standins):

@@ -1,11 +1,17 @@
 """install() and uninstall(): idempotent, exact, all or nothing."""
 
+import importlib
+import re
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
+from loop import Loop
 
 import bridge_fgo
+from bridge_fgo.wiring import installation, patch, table
+from bridge_fgo.wiring.patch import FunctionPatch
 from bridge_fgo.wiring.table import patches
 
 
@@ -95,9 +101,22 @@ def test_install_with_other_settings_is_refused(cpu_standins):
         bridge_fgo.install(bridge_fgo.OffloadConfig(fraction=0.5))
 
 
+def test_the_refusal_of_other_settings_names_both(cpu_standins):
+    both = pytest.raises(ValueError, match=r"fraction=0\.5.* after install\(.*fraction=0\.25")
+    with bridge_fgo.install(bridge_fgo.OffloadConfig(fraction=0.25)), both:
+        bridge_fgo.install(bridge_fgo.OffloadConfig(fraction=0.5))
+
+
+def test_install_without_settings_takes_those_that_are_installed(cpu_standins):
+    handle = bridge_fgo.install(bridge_fgo.OffloadConfig(fraction=0.5))
+    assert bridge_fgo.install() is handle and handle.config.fraction == 0.5
+    handle.uninstall()
+
+
 @pytest.mark.parametrize("settings", [{}, {"fraction": 0.5}, "native"])
 def test_settings_that_are_none_are_refused_at_once(settings):
-    with pytest.raises(ValueError, match=r"give the settings as bridge_fgo\.OffloadConfig"):
+    refusal = re.escape(f"install({settings!r}): give the settings as bridge_fgo.OffloadConfig")
+    with pytest.raises(ValueError, match=refusal):
         bridge_fgo.install(settings)
     with bridge_fgo.install(), pytest.raises(ValueError, match="OffloadConfig"):
         bridge_fgo.install(settings)
@@ -127,6 +146,34 @@ def test_a_block_within_takes_back_its_own_call_only(bridge_train):
     assert bridge_train.train_step is original
 
 
+def test_blocks_one_after_another_leave_the_count_as_it_was(bridge_train):
+    original = bridge_train.train_step
+    with bridge_fgo.install():
+        for _ in range(3):  # a fault adds up
+            with bridge_fgo.install():
+                pass
+            assert bridge_train.train_step is not original
+    assert bridge_train.train_step is original
+
+
+def test_a_handle_of_an_earlier_installation_leaves_a_later_one_alone(bridge_train):
+    with bridge_fgo.install() as earlier:
+        earlier.uninstall()
+        later = bridge_fgo.install(bridge_fgo.OffloadConfig(fraction=0.5))
+        patched = bridge_train.train_step
+    earlier.uninstall()
+    assert bridge_train.train_step is patched and hasattr(patched, "__wrapped__")
+    later.uninstall()
+
+
+def test_an_uninstall_that_fails_at_the_end_of_a_block_is_an_error(bridge_train):
+    with pytest.raises(RuntimeError, match="train_step"), bridge_fgo.install():
+        ours = bridge_train.train_step
+        bridge_train.train_step = lambda *args: None
+    bridge_train.train_step = ours
+    bridge_fgo.uninstall()
+
+
 def test_an_uninstall_that_fails_does_not_hide_the_error_of_the_block(bridge_train):
     with pytest.raises(KeyError, match="the user's") as caught, bridge_fgo.install():
         ours = bridge_train.train_step
@@ -151,6 +198,17 @@ def test_uninstall_refuses_when_someone_patched_on_top(bridge_train):
         bridge_fgo.uninstall()
 
 
+def test_an_uninstall_that_is_refused_ends_no_session(monkeypatch, bridge_train):
+    with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")):
+        loop = Loop(monkeypatch, bridge_train)
+        loop.step()
+        with monkeypatch.context() as on_top:
+            on_top.setattr(bridge_train, "clip_qk", lambda model: None)
+            with pytest.raises(RuntimeError, match="clip_qk"):
+                bridge_fgo.uninstall()
+        assert "close" not in loop.events and bridge_fgo.stats() is not None
+
+
 def test_a_changed_signature_patches_nothing(monkeypatch, bridge_train):
     before = bindings()
     monkeypatch.setattr(bridge_train, "train_step", lambda forward_step_func, everything_else: None)
@@ -167,6 +225,96 @@ def test_an_unknown_bridge_is_refused(monkeypatch, cpu_standins):
     monkeypatch.setattr(patch, "version_of", lambda name: "0.7.0")
     with pytest.raises(RuntimeError, match=r"megatron-bridge 0\.6 .* found 0\.7\.0"):
         bridge_fgo.install()
+
+
+@pytest.mark.parametrize("found", ["0.5.9", "1.0.0"])
+def test_a_bridge_older_or_newer_than_those_that_were_read_is_refused(monkeypatch, cpu_standins, found):
+    monkeypatch.setattr(patch, "version_of", lambda name: found)
+    with pytest.raises(RuntimeError, match=rf"found {found}"):
+        bridge_fgo.install()
+
+
+def test_an_mcore_that_was_not_read_is_refused_by_its_own_name(monkeypatch, cpu_standins):
+    versions = {"megatron-bridge": "0.6.2", "megatron-core": "0.14.0"}
+    monkeypatch.setattr(patch, "version_of", versions.__getitem__)
+    with pytest.raises(RuntimeError, match=r"megatron-core 0\.15 .* found 0\.14\.0"):
+        bridge_fgo.install()
+
+
+def test_a_checkout_on_the_path_is_judged_by_its_signatures_alone(monkeypatch, bridge_train):
+    monkeypatch.setattr(patch, "version_of", lambda name: "unknown")
+    with bridge_fgo.install():
+        assert hasattr(bridge_train.train_step, "__wrapped__")
+
+
+@pytest.mark.parametrize("target", ["gone", "Gone.method"])
+def test_a_binding_that_is_gone_is_named_and_an_optional_one_left_out(monkeypatch, target):
+    monkeypatch.setattr(patch, "version_of", lambda name: "0.6.1")
+    module = ModuleType("fake_train")
+    before = dict(vars(module))
+    with pytest.raises(RuntimeError, match=rf"fake_train\.{target}: it is not there in 0\.6\.1"):
+        FunctionPatch("fake_train", target, lambda *args: None, (), "").check(module)
+    optional = FunctionPatch("fake_train", target, lambda *args: None, ("model",), "", optional=True)
+    for step in (optional.check, optional.apply, optional.check_undo, optional.undo):
+        step(module)
+    assert dict(vars(module)) == before
+
+
+@pytest.fixture
+def late(monkeypatch, tmp_path):
+    """The name of a module that is not imported yet, with the one function of a table of its own."""
+    name = f"late_{tmp_path.name}"  # a name of its own in each test, because hooks are set once
+    (tmp_path / f"{name}.py").write_text("def train_step(model): return model\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(patch, "version_of", lambda name: "0.6.2")
+    one = FunctionPatch(name, "train_step", lambda wrapped, instance, args, kwargs: "patched", ("model",), "")
+    monkeypatch.setattr(table, "patches", lambda: [one])
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_a_module_that_does_not_fit_fails_its_import_and_leaves_nothing_installed(monkeypatch, late):
+    bridge_fgo.install()
+    monkeypatch.setattr(patch, "version_of", lambda name: "0.7.0")
+    with pytest.raises(RuntimeError, match=r"found 0\.7\.0"):
+        importlib.import_module(late)
+    other = bridge_fgo.OffloadConfig(fraction=0.5)
+    bridge_fgo.install(other).uninstall()  # refused if the first were installed still
+
+
+def test_a_module_that_was_refused_is_patched_once_the_cause_is_gone(monkeypatch, late):
+    with monkeypatch.context() as too_new, bridge_fgo.install():
+        too_new.setattr(patch, "version_of", lambda name: "0.7.0")
+        with pytest.raises(RuntimeError):
+            importlib.import_module(late)
+    with bridge_fgo.install():
+        assert importlib.import_module(late).train_step(1) == "patched"
+
+
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_any_error_of_a_patch_leaves_nothing_installed(monkeypatch, late, imported):
+    def fail(module):
+        raise TypeError("of an apply")
+
+    works, fails = [*table.patches(), FunctionPatch(late, "train_step", lambda *args: None, (), "")]
+    monkeypatch.setattr(fails, "apply", fail)
+    monkeypatch.setattr(table, "patches", lambda: [works, fails])
+    with pytest.raises(TypeError, match="of an apply"):
+        if imported == "before":
+            importlib.import_module(late)
+        bridge_fgo.install()
+        importlib.import_module(late)
+    assert installation.installed_config() is None
+    monkeypatch.setattr(table, "patches", lambda: [works])
+    module = importlib.import_module(late)
+    assert module.train_step(1) == 1
+    with bridge_fgo.install():
+        assert module.train_step(1) == "patched"
+
+
+def test_a_module_imported_after_an_uninstall_is_left_as_it_is(late):
+    bridge_fgo.install().uninstall()
+    assert importlib.import_module(late).train_step(1) == 1
 
 
 def test_wrapped_functions_keep_their_signature(bridge_train):

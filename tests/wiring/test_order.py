@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 from loop import Loop
 
+import bridge_fgo
 from bridge_fgo.wiring.session import OFFLOADER, SESSION, Session
 
 ONE_PASS = ["offload", "zero_grad_buffer", "zero_grad", "release", "forward_backward", "reload", "finalize"]
@@ -16,6 +17,16 @@ def test_flag_off_makes_no_call(monkeypatch, bridge_train, installed):
     loop = Loop(monkeypatch, bridge_train, flag=False)
     assert loop.step() == ["zero_grad_buffer", "zero_grad", "forward_backward", "finalize", "step"]
     assert loop.model_config.finalize_model_grads_func is loop.bound_finalize
+
+
+def test_a_step_that_was_taken_before_an_uninstall_makes_no_call(monkeypatch, bridge_train):
+    # train() holds the wrapped step; the other bindings are gone, and the config's flag is set still.
+    loop = Loop(monkeypatch, bridge_train)
+    with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")):
+        held = bridge_train.train_step
+    monkeypatch.setattr(held, "__wrapped__", plain := mock.create_autospec(held.__wrapped__))
+    assert loop.step(held) == [] and plain.call_count == 1
+    assert SESSION not in vars(loop.optimizer)
 
 
 def test_an_mcore_without_the_field_counts_as_off(monkeypatch, bridge_train, installed):

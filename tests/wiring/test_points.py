@@ -3,6 +3,7 @@
 import copy
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from bridge_fgo.wiring.points import ENOUGH_LAYERS, ModelPoints, layers
@@ -106,6 +107,50 @@ def test_hooks_are_gone_after_the_step_and_gradients_are_the_same():
     assert all(not module._forward_pre_hooks for module in model.modules())
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_every_chunk_of_the_model_reports():
+    chunks, schedule = [Model(2), Model(2)], Schedule()
+    with ModelPoints().hooked(chunks, schedule):
+        for chunk in chunks:
+            chunk(torch.ones(3, 4))
+    assert schedule.points == 2 * 5
+
+
+def test_hooks_are_gone_after_a_step_that_failed():
+    model = Model(2)
+    with pytest.raises(MemoryError), ModelPoints().hooked([model], Schedule()):
+        raise MemoryError("activations")
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_one_backward_is_reported_by_the_first_input_that_has_a_gradient():
+    model, schedule = Model(1), Schedule()
+    mask, hidden, other = (torch.ones(3, 4, requires_grad=grad) for grad in (False, True, True))
+    with ModelPoints().hooked([model], schedule):
+        (hook,) = model.decoder.layers[0]._forward_pre_hooks.values()
+        hook(model.decoder.layers[0], (mask,), {"hidden": hidden, "other": other})
+        (mask + hidden + other).sum().backward()
+    assert schedule.points == 2
+
+
+def test_a_forward_that_will_be_recomputed_has_no_backward_of_its_own():
+    # Its input has a gradient, but the recomputed forward reports it.
+    model, schedule = Model(1), Schedule()
+    hidden = torch.ones(3, 4, requires_grad=True)
+    with ModelPoints().hooked([model], schedule):
+        with torch.no_grad():
+            model.decoder(hidden)
+        forward = schedule.points
+        hidden.sum().backward()
+    assert schedule.points == forward == 3
+
+
+def test_a_child_that_holds_its_parameters_further_within_is_a_layer_too():
+    model = Model(2)
+    for layer in model.decoder.layers:
+        layer.attention = torch.nn.Sequential(layer.attention)  # as mcore's SelfAttention holds its linear layers
+    assert all(layer.attention in layers(model) for layer in model.decoder.layers)
 
 
 def test_without_a_schedule_nothing_is_hooked():

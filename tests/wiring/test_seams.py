@@ -155,6 +155,30 @@ def test_figures_go_to_the_loggers_at_bridges_interval(monkeypatch, bridge_train
     assert loop.state.wandb_logger.log.call_args.args[0]["bridge_fgo/passes"] == 1
 
 
+@pytest.mark.parametrize(
+    "logger", [None, SimpleNamespace(), *(SimpleNamespace(tensorboard_log_interval=n) for n in (None, 0))]
+)
+def test_without_an_interval_no_figures_are_logged(logger):
+    from bridge_fgo.wiring.reporting import log_figures
+
+    board = mock.Mock()
+    state = SimpleNamespace(
+        cfg=SimpleNamespace(logger=logger),
+        train_state=SimpleNamespace(step=0),
+        tensorboard_logger=board,
+        wandb_logger=board,
+    )
+    log_figures(Stats("native", "0.19.2"), state)
+    assert board.mock_calls == []
+
+
+def test_figures_go_to_wandb_alone_where_tensorboard_is_off(monkeypatch, bridge_train, installed):
+    loop = Loop(monkeypatch, bridge_train)
+    loop.state.wandb_logger = mock.Mock()
+    loop.step()
+    assert loop.state.wandb_logger.log.call_args.args[0]["bridge_fgo/passes"] == 1
+
+
 def test_real_tensorboard_events_are_written(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
