@@ -15,6 +15,7 @@ from typing import Any, Literal, Optional, get_args
 
 import fiddle as fdl
 import nemo_run as run
+import typer
 from nemo_run.cli.api import RunContext
 from nemo_run.cli.cli_parser import CLIException
 from torchx.specs import AppState
@@ -99,7 +100,7 @@ class Job:
 
     def _check_slurm(self) -> None:
         if not self.account:
-            raise ValueError("account=None: Slurm needs an account; give account=NAME, or scheduler=local")
+            raise ValueError(f"account={self.account!r}: Slurm needs an account; give account=NAME, or scheduler=local")
         if self.nodes is not None and self.nodes < 1:
             raise ValueError(f"nodes={self.nodes}: use a number of at least 1")
         if self.segment and (self.segment < 0 or self.node_count % self.segment):
@@ -189,9 +190,13 @@ class PretrainContext(RunContext):
     def cli_execute(self, fn: Any, args: list[str], entrypoint_type: Literal["task", "experiment"] = "task") -> None:
         """As upstream's, but an error ends the process with status 1: under `run.cli.main` it would be 0."""
         try:
+            if unknown := [arg for arg in args if arg.startswith("-")]:  # NeMo-Run would go on without them
+                raise ValueError(f"there is no option {unknown[0]}: settings are NAME=VALUE, --help lists the options")
             super().cli_execute(fn, args, entrypoint_type)
         except (ValueError, CLIException) as error:
             raise SystemExit(f"{self.name}: {error}") from None
+        except typer.Abort:  # no answer to its question
+            raise SystemExit(f"{self.name}: nothing is launched; --yes launches without a question") from None
         except Exception:
             traceback.print_exc()
             raise SystemExit(1) from None

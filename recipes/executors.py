@@ -29,9 +29,10 @@ def segment_of(nodes: int) -> int:
 def near_cpu(gpus_per_node: int, command: str) -> str:
     """Return the lines of bash that run `command` on the CPU that the process's GPU hangs on, and in its memory.
 
-    Pinned host buffers belong there. For nodes of two CPUs with as many GPUs each, in order, as GB200's.
+    Pinned host buffers belong there. For nodes of two CPUs with as many GPUs each, in order, as GB200's: of three
+    processes the first two are on the first.
     """
-    node = f"$((SLURM_LOCALID / {max(1, gpus_per_node // 2)}))"
+    node = f"$((SLURM_LOCALID / {-(-gpus_per_node // 2)}))"
     return f"exec numactl --cpunodebind={node} --membind={node} {command}"
 
 

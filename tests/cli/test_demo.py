@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from finished_arms import arm, step
 
 from bridge_fgo.cli import demo
 from bridge_fgo.cli.arms import runner
@@ -18,28 +19,6 @@ from bridge_fgo.cli.arms import runner
 NAN_BITS = 0x7FF8000000000000
 
 Captured = pytest.CaptureFixture[str]
-
-
-def step(number: int, loss: float = 1.0, grad_norm: float = 0.5, skipped: bool = False) -> runner.Event:
-    """Returns a step's event as an arm writes it."""
-    return {
-        "event": "step",
-        "step": number,
-        "loss": loss,
-        "loss_hex": loss.hex(),
-        "grad_norm": grad_norm,
-        "grad_norm_hex": grad_norm.hex(),
-        "skipped": skipped,
-        "passes": 1,
-        "seconds": 0.1,
-    }
-
-
-def arm(name: str, steps: list[runner.Event], **digests: str) -> runner.ArmRun:
-    """Returns a finished arm."""
-    all_digests = {"params": "p", "masters": "m", "moments": "o"} | digests
-    result = {"event": "result", "digests": all_digests, "released_bytes": 10, "state_bytes": 10}
-    return runner.ArmRun(name, {"device": "cpu"}, steps, result)
 
 
 def compare(theirs: list[runner.Event], ours: list[runner.Event], **digests: str) -> runner.Comparison:
@@ -242,6 +221,11 @@ def test_without_megatron_bridge_the_error_names_what_to_install(
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
     assert demo.run(demo.Settings()) == 2
     assert "megatron-bridge" in capfd.readouterr().err
+
+
+def test_a_missing_megatron_core_is_named_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None if name == "megatron.core" else object())
+    assert demo.missing_packages() == ["megatron-core"]
 
 
 # --- the real thing -----------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from bridge_fgo.cli import run_script
+from bridge_fgo.config import OffloadConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,6 +120,28 @@ def test_the_package_is_installed_with_the_options_before_the_script(script: Any
         "moments": False,
         "master_weights": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), {}),
+        (("--budget-gib", "70.5"), {"gpu_memory_budget_gib": 70.5}),
+        (("--no-master-weights",), {"master_weights": False}),
+        (("--no-moments",), {"moments": False}),
+        (("--master-remainders",), {"master_remainders": True}),
+        (("--whole-masters",), {"master_remainders": False}),
+    ],
+)
+def test_an_option_sets_its_setting_and_no_other(script: Any, options: tuple[str, ...], expected: Any) -> None:
+    path = script("import dataclasses, json, bridge_fgo\nprint(json.dumps(dataclasses.asdict(bridge_fgo.noted)))\n")
+    defaults = dataclasses.asdict(OffloadConfig())
+    assert shown(command_line("run", *options, path)) == defaults | expected
+
+
+def test_a_folder_is_no_script(tmp_path: Path) -> None:
+    outcome = command_line("run", tmp_path)
+    assert (outcome.returncode, outcome.stderr) == (2, f"bridge-fgo run: there is no script {str(tmp_path)!r}\n")
 
 
 def test_options_not_given_keep_the_defaults_of_offload_config() -> None:

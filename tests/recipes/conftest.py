@@ -1,6 +1,38 @@
-"""Puts this folder on the path, for the Slurm of one node that its tests share."""
+"""Puts this folder on the path, for what its tests share; no network, and no training."""
 
+import socket
 import sys
 from pathlib import Path
 
+import pytest
+
+import bridge_fgo
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """No network, and nothing in Hugging Face's cache."""
+
+    def refuse(*args):
+        raise AssertionError("asked the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: None)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The configs that `train` hands to Bridge."""
+    from megatron.bridge.training import pretrain as bridge_pretrain
+
+    from bridge_fgo.cli.arms import gpu
+    from bridge_fgo.recipes import train
+
+    configs = []
+    monkeypatch.setattr(bridge_pretrain, "pretrain", lambda config, forward_step: configs.append(config))
+    monkeypatch.setattr(gpu, "skip_building_what_is_built", lambda: None)
+    monkeypatch.setattr(train.os, "environ", dict(train.os.environ) | {"RANK": "0"})
+    yield configs
+    bridge_fgo.uninstall()

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 run = pytest.importorskip("nemo_run")
 
 from nemo_run.config import get_nemorun_home, set_nemorun_home  # noqa: E402
+from torchx.specs import AppState  # noqa: E402
 
-from bridge_fgo.recipes import catalog, executors  # noqa: E402
-from bridge_fgo.recipes.entrypoint import Job  # noqa: E402
+from bridge_fgo.recipes import catalog  # noqa: E402
+from bridge_fgo.recipes.entrypoint import Job, PretrainContext  # noqa: E402
 
 GOLDEN = Path(__file__).with_name("golden")
 ROOT = Path(__file__).parents[2]
@@ -41,6 +43,7 @@ def launch(monkeypatch, capsys, tmp_path):
     from nemo_run.core.frontend.console.api import CONSOLE
 
     monkeypatch.setattr(CONSOLE, "width", 1000)
+    monkeypatch.setattr("nemo_run.cli.api.NEMORUN_SKIP_CONFIRMATION", None)  # it keeps the answer of another test
     with open(os.devnull) as nothing:  # NeMo-Run's shell commands read the standard input
         monkeypatch.setattr(sys, "stdin", nothing)
         yield call
@@ -89,6 +92,110 @@ def test_dry_run_of_tiny_on_this_machine_is_the_kept_one(launch):
     check_golden("tiny_local.txt", launch("--factory", "tiny", "overrides=train.train_iters=3", "--dryrun"))
 
 
+def test_an_argument_with_a_space_is_one_argument_of_each_process(launch):
+    node = ("scheduler=slurm", "account=acct", "gpus_per_node=0")
+    text = launch("--factory", "tiny", *node, "overrides=a=1 'b=/my cache'", "--dryrun")
+    (line,) = [line for line in text.splitlines() if line.startswith("srun ")]  # a line of shell
+    assert shlex.split(line)[-4:] == ["tiny", "--offload", "a=1", "b=/my cache"]
+    here = Job(recipe="tiny", scheduler="local", overrides="a=1 'b=/my cache'")
+    assert here.task().args == ["tiny", "--offload", "a=1", "b=/my cache"]  # torchrun's arguments as they are
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["time=00:30:00"], "#SBATCH --time=00:30:00"),
+        (["segment=8"], "#SBATCH --segment=8"),
+        (["nodes=8"], "recipe dsv4_flash_64gpu is laid out for 64 GPUs, this job has 32"),
+    ],
+)
+def test_a_setting_of_slurm_reaches_the_job(launch, settings, line):
+    assert line in launch("--factory", "dsv4_flash_64gpu", "account=acct", *settings, "--dryrun").splitlines()
+
+
+def test_a_recipe_for_fewer_gpus_than_a_node_has_asks_for_no_more(launch):
+    lines = launch("--factory", "tiny", "scheduler=slurm", "account=acct", "--dryrun").splitlines()
+    assert {"#SBATCH --gpus-per-node=1", "#SBATCH --ntasks-per-node=1"} <= set(lines)
+    assert not any("is laid out for" in line for line in lines)
+
+
+def test_a_container_without_mounts_gets_none_but_nemo_runs(launch):
+    text = launch("--factory", "tiny", "scheduler=slurm", "account=acct", "container_image=i.sqsh", "--dryrun")
+    assert re.search(r"--container-mounts HOME/[^,:\s]+:/nemo_run ", text)
+
+
+def test_an_export_writes_a_file_and_launches_nothing(launch, monkeypatch, tmp_path):
+    monkeypatch.setattr(PretrainContext, "launch", lambda *arguments: pytest.fail("launched"))
+    monkeypatch.setattr(PretrainContext, "_should_continue", lambda *arguments: True)
+    launch("--factory", "tiny", "overrides=train.train_iters=3", "--to-yaml", "job.yaml")
+    assert "train.train_iters=3" in (tmp_path / "job.yaml").read_text()
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_job_is_launched_where_the_user_agrees(launch, monkeypatch, answer):
+    asked, launched = [], []
+    monkeypatch.setattr(PretrainContext, "launch", lambda self, experiment: launched.append(experiment))
+    monkeypatch.setattr(PretrainContext, "_should_continue", lambda self, skip: asked.append(skip) or answer)
+    launch("--factory", "tiny")
+    assert asked == [False] and len(launched) == answer
+
+
+@pytest.mark.parametrize(
+    ("state", "fails"), [(AppState.SUCCEEDED, False), (AppState.FAILED, True), (AppState.CANCELLED, True)]
+)
+def test_a_job_that_was_waited_for_and_did_not_succeed_is_an_error(launch, monkeypatch, state, fails):
+    def end(self, experiment):
+        experiment.jobs[0].state = state
+
+    monkeypatch.setattr(PretrainContext, "launch", end)
+    if not fails:
+        launch("--factory", "tiny", "--yes")
+        return
+    with pytest.raises(SystemExit, match="recipe tiny failed; its logs are in "):
+        launch("--factory", "tiny", "--yes")
+
+
+@pytest.mark.parametrize("argument", ["acount=me", "nonsense", "fraction=half"])
+def test_an_argument_that_does_not_fit_is_a_line_that_names_it(launch, capsys, argument):
+    with pytest.raises(SystemExit, match=rf"^pretrain: .*{argument.split('=')[0]}"):
+        launch("--factory", "tiny", argument, "--dryrun")
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--fraction=0.5", "-d"])
+def test_an_option_that_is_not_there_launches_nothing(launch, monkeypatch, option):
+    monkeypatch.setattr(PretrainContext, "launch", lambda *arguments: pytest.fail("launched"))
+    with pytest.raises(SystemExit, match=rf"^pretrain: there is no option {option}: settings are NAME=VALUE"):
+        launch("--factory", "tiny", option, "--yes")
+
+
+def test_a_question_without_an_answer_launches_nothing(launch, monkeypatch, capsys):
+    monkeypatch.setattr(PretrainContext, "launch", lambda *arguments: pytest.fail("launched"))
+    with pytest.raises(SystemExit, match=r"^pretrain: nothing is launched; --yes"):
+        launch("--factory", "tiny")  # at the end of the standard input
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_what_nobody_expects_ends_with_its_traceback_and_status_1(launch, monkeypatch, capsys):
+    def fail(job):
+        raise RuntimeError("of the executor")
+
+    monkeypatch.setattr(Job, "executor", fail)
+    with pytest.raises(SystemExit) as ended:
+        launch("--factory", "tiny", "--dryrun")
+    assert ended.value.code == 1
+    printed = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in printed and "RuntimeError: of the executor" in printed
+
+
+def test_the_users_executor_goes_before_the_recipes(launch, monkeypatch):
+    taken, given = [], run.Config(run.LocalExecutor, ntasks_per_node=3)
+    monkeypatch.setattr(PretrainContext, "parse_executor", lambda *arguments: given)
+    monkeypatch.setattr(PretrainContext, "launch", lambda self, experiment: taken.append(self.executor))
+    launch("--factory", "tiny", "run.executor=mine", "--yes")
+    assert [executor.ntasks_per_node for executor in taken] == [3]
+
+
 def test_no_file_of_a_submission_holds_a_secret(launch, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
     job = Job(recipe="tiny", account="acct", env="HF_TOKEN")
@@ -101,25 +208,6 @@ def test_no_file_of_a_submission_holds_a_secret(launch, monkeypatch, tmp_path):
     assert not any(b"hf_0123456789" in path.read_bytes() for path in written)
 
 
-def test_each_process_is_bound_to_the_cpu_of_its_gpu(tmp_path):
-    """The rendered script, run by bash with a numactl and a python that print their arguments."""
-    for tool in ("numactl", "python"):
-        (tmp_path / tool).write_text(f'#!/bin/bash\necho {tool} "$@"\n')
-        (tmp_path / tool).chmod(0o755)
-    command = executors.near_cpu(4, "python train.py 'a b'")
-    nodes = []
-    for local_rank in range(4):
-        environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_LOCALID": str(local_rank)}
-        done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
-        nodes.append(re.fullmatch(r"numactl --cpunodebind=(\d) --membind=\1 python train.py a b\n", done.stdout)[1])
-    assert nodes == ["0", "0", "1", "1"]
-
-
-@pytest.mark.parametrize(("nodes", "segment"), [(1, 1), (2, 2), (16, 16), (18, 18), (32, 16), (64, 16), (19, 1)])
-def test_a_segment_fits_a_rack_and_divides_the_nodes(nodes, segment):
-    assert executors.segment_of(nodes) == segment
-
-
 @pytest.mark.parametrize("name", catalog.RECIPES)
 def test_every_recipe_is_a_factory(launch, name):
     lines = launch("--factory", name, "scheduler=slurm", "account=acct", "--dryrun").splitlines()
@@ -127,71 +215,6 @@ def test_every_recipe_is_a_factory(launch, name):
     assert f"#SBATCH --nodes={max(1, catalog.find(name).gpus // catalog.GPUS_A_NODE)}" in lines
     for variable, value in catalog.find(name).environment.items():
         assert f"export {variable}={value}" in lines
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"account": None}, "account=None: Slurm needs an account"),
-        ({"recipe": "llama"}, "recipe='llama': there is no such recipe"),
-        ({"recipe": ""}, "recipe='': give --factory NAME, one of "),
-        ({"scheduler": "pbs"}, "scheduler='pbs': use one of slurm, local"),
-        ({"hf_config": "mine"}, "hf_config='mine': use one of auto, hub, kept"),
-        ({"fraction": 2.0}, "OffloadConfig.fraction=2.0"),
-        ({"fraction": 0.5, "offload": False}, "offload=false with fraction"),
-        ({"env": "NOT_SET_HERE"}, "'NOT_SET_HERE' is not set here"),
-        ({"env": "HF_TOKEN=secret"}, "'HF_TOKEN=secret' is not set here; give names only"),
-        ({"nodes": 0}, "nodes=0: use a number of at least 1"),
-        ({"gpus_per_node": -1}, "gpus_per_node=-1: use a number of at least 0"),
-        ({"segment": -4}, "segment=-4: use a divisor of nodes=16, or 0"),
-        ({"segment": 5}, "segment=5: use a divisor of nodes=16, or 0"),
-        ({"segment": 16, "nodes": 8}, "segment=16: use a divisor of nodes=8, or 0"),
-        ({"retries": -1}, "retries=-1: use a number of at least 0"),
-    ],
-)
-def test_a_mistake_is_an_error_before_anything_is_launched(settings, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Job(**{"recipe": "dsv4_flash_64gpu", "account": "acct"} | settings)
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        *({"account": "acct"}, {"partition": "gb200"}, {"nodes": 1}, {"segment": 0}, {"time": "00:10:00"}),
-        *({"container_image": "image"}, {"container_mounts": "/a:/a"}, {"env": "PATH"}, {"retries": 1}),
-    ],
-    ids=lambda setting: next(iter(setting)),
-)
-def test_on_this_machine_a_setting_of_slurm_is_an_error_that_names_it(setting):
-    ((name, value),) = setting.items()
-    with pytest.raises(ValueError, match=re.escape(f"scheduler=local with {name}={value!r}, for Slurm only")):
-        Job(recipe="tiny", scheduler="local", **setting)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "gpus_per_node", "here", "wanted"),
-    [("llama3_70b_64gpu", None, 8, 64), ("tiny", 2, 0, 2), ("tiny", 9, 8, 9), ("nemotron_3_nano_8gpu", None, 4, 8)],
-)
-def test_a_job_that_does_not_fit_this_machine_is_an_error(recipe, gpus_per_node, here, wanted, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: here)
-    expected = f"recipe {recipe} with gpus_per_node={wanted} does not fit this machine of {here} GPUs"
-    with pytest.raises(ValueError, match=expected):
-        Job(recipe=recipe, scheduler="local", gpus_per_node=gpus_per_node)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "given", "processes"), [("tiny", None, 1), ("tiny", 4, 4), ("qwen3_30b_a3b_8gpu", None, 8)]
-)
-def test_this_machine_runs_a_process_a_gpu(recipe, given, processes, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    executor = Job(recipe=recipe, scheduler="local", gpus_per_node=given).executor()
-    assert executor.nproc_per_node() == processes
-    assert "CUDA_VISIBLE_DEVICES" not in executor.env_vars
-
-
-def test_without_gpus_asked_for_the_one_process_sees_none():
-    executor = Job(recipe="tiny", scheduler="local", gpus_per_node=0).executor()
-    assert (executor.nproc_per_node(), executor.env_vars["CUDA_VISIBLE_DEVICES"]) == (1, "")
 
 
 def test_nemorun_finds_the_command_by_its_entry_point_also_without_megatron(tmp_path):

@@ -1,6 +1,5 @@
 """install() and uninstall(): idempotent, exact, all or nothing."""
 
-import importlib
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import pytest
 from loop import Loop
 
 import bridge_fgo
-from bridge_fgo.wiring import installation, patch, table
+from bridge_fgo.wiring import patch
 from bridge_fgo.wiring.patch import FunctionPatch
 from bridge_fgo.wiring.table import patches
 
@@ -258,63 +257,6 @@ def test_a_binding_that_is_gone_is_named_and_an_optional_one_left_out(monkeypatc
     for step in (optional.check, optional.apply, optional.check_undo, optional.undo):
         step(module)
     assert dict(vars(module)) == before
-
-
-@pytest.fixture
-def late(monkeypatch, tmp_path):
-    """The name of a module that is not imported yet, with the one function of a table of its own."""
-    name = f"late_{tmp_path.name}"  # a name of its own in each test, because hooks are set once
-    (tmp_path / f"{name}.py").write_text("def train_step(model): return model\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(patch, "version_of", lambda name: "0.6.2")
-    one = FunctionPatch(name, "train_step", lambda wrapped, instance, args, kwargs: "patched", ("model",), "")
-    monkeypatch.setattr(table, "patches", lambda: [one])
-    yield name
-    sys.modules.pop(name, None)
-
-
-def test_a_module_that_does_not_fit_fails_its_import_and_leaves_nothing_installed(monkeypatch, late):
-    bridge_fgo.install()
-    monkeypatch.setattr(patch, "version_of", lambda name: "0.7.0")
-    with pytest.raises(RuntimeError, match=r"found 0\.7\.0"):
-        importlib.import_module(late)
-    other = bridge_fgo.OffloadConfig(fraction=0.5)
-    bridge_fgo.install(other).uninstall()  # refused if the first were installed still
-
-
-def test_a_module_that_was_refused_is_patched_once_the_cause_is_gone(monkeypatch, late):
-    with monkeypatch.context() as too_new, bridge_fgo.install():
-        too_new.setattr(patch, "version_of", lambda name: "0.7.0")
-        with pytest.raises(RuntimeError):
-            importlib.import_module(late)
-    with bridge_fgo.install():
-        assert importlib.import_module(late).train_step(1) == "patched"
-
-
-@pytest.mark.parametrize("imported", ["before", "after"])
-def test_any_error_of_a_patch_leaves_nothing_installed(monkeypatch, late, imported):
-    def fail(module):
-        raise TypeError("of an apply")
-
-    works, fails = [*table.patches(), FunctionPatch(late, "train_step", lambda *args: None, (), "")]
-    monkeypatch.setattr(fails, "apply", fail)
-    monkeypatch.setattr(table, "patches", lambda: [works, fails])
-    with pytest.raises(TypeError, match="of an apply"):
-        if imported == "before":
-            importlib.import_module(late)
-        bridge_fgo.install()
-        importlib.import_module(late)
-    assert installation.installed_config() is None
-    monkeypatch.setattr(table, "patches", lambda: [works])
-    module = importlib.import_module(late)
-    assert module.train_step(1) == 1
-    with bridge_fgo.install():
-        assert module.train_step(1) == "patched"
-
-
-def test_a_module_imported_after_an_uninstall_is_left_as_it_is(late):
-    bridge_fgo.install().uninstall()
-    assert importlib.import_module(late).train_step(1) == 1
 
 
 def test_wrapped_functions_keep_their_signature(bridge_train):

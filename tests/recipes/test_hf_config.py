@@ -1,0 +1,118 @@
+"""Where a recipe's model gets its numbers, and its tokenizer: Hugging Face, its cache, or what is kept here."""
+
+import pytest
+import torch
+from upstream_configs import UPSTREAMS, upstream
+
+from bridge_fgo.recipes import catalog, config, hf_config
+
+pytestmark = pytest.mark.usefixtures("cpu_standins")
+
+
+PUBLISHED_PARAMETERS = {
+    "Qwen/Qwen3-235B-A22B": 235.1,
+    "Qwen/Qwen3-30B-A3B": 30.5,
+    "deepseek-ai/DeepSeek-V3": 671.0,
+    "deepseek-ai/DeepSeek-V4-Flash": 284.3,
+    "meta-llama/Meta-Llama-3-70B": 70.6,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6,
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": 120.7,
+}
+"""In 1e9, without multi-token prediction, which transformers does not build: the models' cards and reports."""
+
+
+def test_recipes_build_without_network(no_network):
+    for name in UPSTREAMS:
+        notes = config.build(catalog.find(name), offload=True).notes
+        assert any("as kept in this project (" in note and "https://huggingface.co/" in note for note in notes)
+
+
+def test_auto_prefers_the_hugging_face_cache_and_says_so(monkeypatch):
+    recipe = catalog.find("llama3_70b_64gpu")
+    numbers = hf_config.kept_configs()[recipe.hf_model]["config"]
+    from megatron.bridge.models.conversion import auto_bridge
+    from transformers import LlamaConfig
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda model, file: f"/cache/{model}/{file}")
+    cached = LlamaConfig.from_dict(numbers | {"num_hidden_layers": 40})
+    monkeypatch.setattr(auto_bridge, "safe_load_config_with_retry", lambda *args, **kwargs: cached)
+    built = config.build(recipe, offload=False)
+    assert built.config.model.num_layers == 40
+    assert f"model: config.json of {recipe.hf_model} from Hugging Face" in built.notes
+
+
+def test_hub_asks_hugging_face_also_for_what_is_kept(no_network, monkeypatch):
+    recipe, asked = catalog.find("qwen3_30b_a3b_8gpu"), []
+    from megatron.bridge.models.conversion import auto_bridge
+    from transformers import CONFIG_MAPPING
+
+    def load(path, trust_remote_code=False, **kwargs):
+        asked.append((path, trust_remote_code))
+        numbers = hf_config.kept_configs()[recipe.hf_model]["config"] | {"num_hidden_layers": 40}
+        return CONFIG_MAPPING[numbers["model_type"]].from_dict(numbers)
+
+    monkeypatch.setattr(auto_bridge, "safe_load_config_with_retry", load)
+    built = config.build(recipe, offload=False, hf="hub")
+    assert built.config.model.num_layers == 40 and {path for path, _ in asked} == {recipe.hf_model}
+    # Nothing about the tokenizer: who says hub has the network for it.
+    builder = "megatron.bridge." + recipe.builder.replace(":", ".")
+    assert built.notes == [f"config: {builder}", f"model: config.json of {recipe.hf_model} from Hugging Face"]
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_what_bridge_asks_of_hugging_face_is_passed_on(trust, monkeypatch):
+    from megatron.bridge.models.conversion import auto_bridge
+
+    asked = []
+    monkeypatch.setattr(auto_bridge, "safe_load_config_with_retry", lambda path, **given: asked.append((path, given)))
+    with hf_config.served("hub"):
+        auto_bridge.safe_load_config_with_retry("some/model", trust_remote_code=trust, revision="main")
+    assert asked == [("some/model", {"trust_remote_code": trust, "revision": "main"})]
+
+
+def test_a_model_that_is_neither_kept_nor_in_the_cache_comes_from_hugging_face(no_network):
+    assert hf_config.origin("gpt2", "auto") == "hub"
+
+
+def test_a_file_that_hugging_face_is_known_not_to_have_is_not_in_the_cache(monkeypatch):
+    from huggingface_hub import _CACHED_NO_EXIST
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: _CACHED_NO_EXIST)
+    assert not hf_config.in_cache("gpt2", "config.json")
+
+
+def test_a_model_that_is_not_kept_is_an_error():
+    with pytest.raises(ValueError, match=r"hf_config='kept': the numbers of gpt2 are not kept"):
+        hf_config.origin("gpt2", "kept")
+
+
+@pytest.mark.parametrize("model", sorted(PUBLISHED_PARAMETERS))
+def test_kept_numbers_give_the_published_number_of_parameters(model):
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    numbers = hf_config.kept_configs()[model]["config"]
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(CONFIG_MAPPING[numbers["model_type"]].from_dict(dict(numbers)))
+    count = sum(parameter.numel() for parameter in built.parameters())
+    assert round(count / 1e9, 1) == PUBLISHED_PARAMETERS[model]
+
+
+def test_every_model_of_a_recipe_is_kept():
+    assert set(PUBLISHED_PARAMETERS) == set(hf_config.kept_configs())
+    assert {catalog.find(name).hf_model for name in UPSTREAMS} == set(PUBLISHED_PARAMETERS)
+
+
+@pytest.mark.parametrize(("given", "size"), [(None, 151936), (200_000, 200_000)])
+def test_the_vocabulary_to_train_with_is_the_users_before_the_kept_models(given, size):
+    theirs = upstream("qwen3_30b_a3b_8gpu")
+    theirs.model.vocab_size = given
+    overrides = hf_config.without_tokenizer(theirs, "Qwen/Qwen3-30B-A3B")
+    assert overrides == f"tokenizer.tokenizer_type=NullTokenizer tokenizer.vocab_size={size}"
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_one_file_of_a_tokenizer_in_the_cache_is_enough(monkeypatch, file):
+    """Which there is depends on the kind of the tokenizer."""
+    theirs = upstream("qwen3_30b_a3b_8gpu")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda m, name: name if name == file else None)
+    assert hf_config.tokenizer_to_fetch(theirs) is None

@@ -1,0 +1,126 @@
+"""A job's settings: what is refused, and the executor and command line that they make."""
+
+import re
+import subprocess
+
+import pytest
+
+run = pytest.importorskip("nemo_run")
+
+from typer.testing import CliRunner  # noqa: E402
+
+from bridge_fgo.recipes import catalog, executors, train  # noqa: E402
+from bridge_fgo.recipes.entrypoint import Job  # noqa: E402
+
+
+@pytest.mark.parametrize(("gpus", "cpus"), [(1, "0"), (2, "01"), (3, "001"), (4, "0011"), (8, "00001111")])
+def test_each_process_is_bound_to_the_cpu_of_its_gpu(tmp_path, gpus, cpus):
+    (tmp_path / "numactl").write_text('#!/bin/bash\necho "numactl $*"\n')
+    (tmp_path / "numactl").chmod(0o755)
+    command, bound = executors.near_cpu(gpus, "python train.py 'a b'"), ""
+    for local_rank in range(gpus):
+        environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_LOCALID": str(local_rank)}
+        done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=True)
+        bound += re.fullmatch(r"numactl --cpunodebind=(\d) --membind=\1 python train.py a b\n", done.stdout)[1]
+    assert bound == cpus
+
+
+@pytest.mark.parametrize(("nodes", "segment"), [(1, 1), (2, 2), (16, 16), (18, 18), (32, 16), (64, 16), (19, 1)])
+def test_a_segment_fits_a_rack_and_divides_the_nodes(nodes, segment):
+    assert executors.segment_of(nodes) == segment
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"account": None}, "account=None: Slurm needs an account"),
+        ({"recipe": "llama"}, "recipe='llama': there is no such recipe"),
+        ({"recipe": ""}, "recipe='': give --factory NAME, one of "),
+        ({"scheduler": "pbs"}, "scheduler='pbs': use one of slurm, local"),
+        ({"hf_config": "mine"}, "hf_config='mine': use one of auto, hub, kept"),
+        ({"fraction": 2.0}, "OffloadConfig.fraction=2.0"),
+        ({"fraction": 0.5, "offload": False}, "offload=false with fraction"),
+        ({"budget_gib": 70.0, "offload": False}, "offload=false with gpu_memory_budget_gib"),
+        ({"budget_gib": 0.0}, "OffloadConfig.gpu_memory_budget_gib=0.0"),
+        ({"engine": "fast"}, "OffloadConfig.engine='fast'"),
+        ({"account": ""}, "account='': Slurm needs an account"),
+        ({"env": "NOT_SET_HERE"}, "'NOT_SET_HERE' is not set here"),
+        ({"env": "HF_TOKEN=secret"}, "'HF_TOKEN=secret' is not set here; give names only"),
+        ({"nodes": 0}, "nodes=0: use a number of at least 1"),
+        ({"gpus_per_node": -1}, "gpus_per_node=-1: use a number of at least 0"),
+        ({"segment": -4}, "segment=-4: use a divisor of nodes=16, or 0"),
+        ({"segment": 5}, "segment=5: use a divisor of nodes=16, or 0"),
+        ({"segment": 16, "nodes": 8}, "segment=16: use a divisor of nodes=8, or 0"),
+        ({"segment": 16, "gpus_per_node": 8}, "segment=16: use a divisor of nodes=8, or 0"),
+        ({"retries": -1}, "retries=-1: use a number of at least 0"),
+    ],
+)
+def test_a_mistake_is_an_error_before_anything_is_launched(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Job(**{"recipe": "dsv4_flash_64gpu", "account": "acct"} | settings)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *({"account": "acct"}, {"partition": "gb200"}, {"nodes": 1}, {"segment": 0}, {"time": "00:10:00"}),
+        *({"container_image": "image"}, {"container_mounts": "/a:/a"}, {"env": "PATH"}, {"retries": 1}),
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_on_this_machine_a_setting_of_slurm_is_an_error_that_names_it(setting):
+    ((name, value),) = setting.items()
+    with pytest.raises(ValueError, match=re.escape(f"scheduler=local with {name}={value!r}, for Slurm only")):
+        Job(recipe="tiny", scheduler="local", **setting)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus_per_node", "here", "wanted"),
+    [("llama3_70b_64gpu", None, 8, 64), ("tiny", 2, 0, 2), ("tiny", 9, 8, 9), ("nemotron_3_nano_8gpu", None, 4, 8)],
+)
+def test_a_job_that_does_not_fit_this_machine_is_an_error(recipe, gpus_per_node, here, wanted, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: here)
+    expected = f"recipe {recipe} with gpus_per_node={wanted} does not fit this machine of {here} GPUs"
+    with pytest.raises(ValueError, match=expected):
+        Job(recipe=recipe, scheduler="local", gpus_per_node=gpus_per_node)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "processes"), [("tiny", None, 1), ("tiny", 4, 4), ("qwen3_30b_a3b_8gpu", None, 8)]
+)
+def test_this_machine_runs_a_process_a_gpu(recipe, given, processes, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    executor = Job(recipe=recipe, scheduler="local", gpus_per_node=given).executor()
+    assert executor.nproc_per_node() == processes
+    assert "CUDA_VISIBLE_DEVICES" not in executor.env_vars
+
+
+def test_this_machine_trains_in_the_recipes_environment(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    recipe = catalog.find("qwen3_30b_a3b_8gpu")
+    given = Job(recipe=recipe.name, scheduler="local").executor().env_vars
+    assert recipe.environment and recipe.environment.items() <= given.items()
+
+
+def test_without_gpus_asked_for_the_one_process_sees_none():
+    executor = Job(recipe="tiny", scheduler="local", gpus_per_node=0).executor()
+    assert (executor.nproc_per_node(), executor.env_vars["CUDA_VISIBLE_DEVICES"]) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (True, {}, "auto", ())),
+        ({"offload": False}, (False, {}, "auto", ())),
+        ({"engine": "native", "fraction": 0.5}, (True, {"engine": "native", "fraction": 0.5}, "auto", ())),
+        ({"budget_gib": 70.0, "hf_config": "hub"}, (True, {"gpu_memory_budget_gib": 70.0}, "hub", ())),
+        ({"hf_config": "kept", "overrides": "a=1 'b=c d'"}, (True, {}, "kept", ["a=1", "b=c d"])),
+    ],
+)
+def test_a_rank_is_given_every_setting_of_the_training(settings, expected, monkeypatch):
+    """From the job to what the command line of the ranks makes of it."""
+    taken = []
+    monkeypatch.setattr(train, "prepare", lambda *arguments: lambda: taken.append(arguments))
+    arguments = Job(recipe="tiny", account="acct", **settings).arguments()
+    assert CliRunner().invoke(train.app, arguments).exit_code == 0
+    assert taken == [("tiny", *expected)]

@@ -1,0 +1,216 @@
+"""What each rank of a launched recipe does: `python -m bridge_fgo.recipes.train`."""
+
+import dataclasses
+import os
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+from upstream_configs import UPSTREAMS
+
+import bridge_fgo
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.recipes import catalog, config, hf_config, train
+from bridge_fgo.recipes.tiny import cpu_steps, train_on_cpu
+from bridge_fgo.wiring import installation
+
+pytestmark = pytest.mark.usefixtures("cpu_standins")
+
+
+@pytest.mark.parametrize("name", [name for name in UPSTREAMS if catalog.find(name).hf_model == catalog.V4_FLASH])
+def test_no_recipe_of_v4_goes_on_with_a_released_mcore(launched, name):
+    with pytest.raises(ValueError, match=f"recipe='{name}' needs Megatron-LM's dev branch"):
+        train.prepare_pretrain(catalog.find(name), OffloadConfig(), "kept", [])
+    assert bridge_fgo.stats() is None and not launched
+
+
+def test_v4_on_a_released_mcore_is_an_error_that_names_the_branch():
+    with pytest.raises(ValueError, match="needs Megatron-LM's dev branch"):
+        train.require_mcore(catalog.find("dsv4_flash_64gpu"))
+    train.require_mcore(catalog.find("llama3_70b_64gpu"))
+
+
+def test_an_mcore_too_old_for_v4_s_packages_is_the_same_error():
+    recipe = dataclasses.replace(catalog.find("dsv4_flash_64gpu"), mcore_module="megatron.core.no_package.module")
+    with pytest.raises(ValueError, match=r"the installed megatron-core has no megatron\.core\.no_package\.module"):
+        train.require_mcore(recipe)
+
+
+def test_tiny_trains_ten_steps_where_nothing_else_is_asked_for():
+    assert config.build(catalog.find("tiny"), offload=True).config.train.train_iters == 10
+    assert (cpu_steps([]), cpu_steps(["train.train_iters=3"])) == (10, 3)
+
+
+def test_tiny_on_the_cpu_offloads_as_the_settings_say(capsys):
+    released = []
+    for fraction in (1.0, 0.5):
+        train_on_cpu(OffloadConfig(fraction=fraction), 1)
+        released.append(int(re.search(r"([\d,]+) bytes released", capsys.readouterr().out)[1].replace(",", "")))
+    assert 0 < released[1] < released[0]
+
+
+def test_tiny_on_the_cpu_has_the_same_losses_with_and_without_offload(capsys):
+    printed = []
+    for offload in (None, OffloadConfig()):
+        train_on_cpu(offload, 3)
+        printed.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")])
+    resident, offloaded = printed
+    assert [line.split(",")[0] for line in resident] == [line.split(",")[0] for line in offloaded]
+    assert resident[-1].endswith(", 0 bytes released")
+    assert offloaded[-1].startswith("step 3/3: loss ") and not offloaded[-1].endswith(", 0 bytes released")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama"], "recipe='llama': there is no such recipe"),
+        (["tiny", "--no-offload", "--fraction", "0.5"], "--no-offload with fraction: leave out one or the other"),
+        (["tiny", "--fraction", "2"], "OffloadConfig.fraction=2.0"),
+        (["tiny", "--hf-config", "mine"], "--hf-config mine: use auto, hub or kept"),
+        (["tiny", "optimizer.lr=1"], "optimizer.lr=1: on the CPU tiny takes no override but train.train_iters"),
+        (["tiny", "train.train_iters=x"], "train.train_iters=x: on the CPU tiny takes no override but train.train_it"),
+        (["llama3_70b_64gpu"], "recipe='llama3_70b_64gpu' needs GPUs and torch sees none"),
+    ],
+)
+def test_a_mistake_on_a_ranks_command_line_is_one_line_and_status_2(arguments, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train.os, "environ", dict(train.os.environ))
+    result = CliRunner().invoke(train.app, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"bridge_fgo.recipes.train: {message}") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [(), ("--no-offload",), ("--fraction", "0.5")])
+def test_a_rank_without_a_gpu_trains_tiny_as_the_options_say(options, monkeypatch):
+    called = []
+    monkeypatch.setattr("bridge_fgo.recipes.tiny.train_on_cpu", lambda *arguments: called.append(arguments))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert CliRunner().invoke(train.app, ["tiny", *options, "train.train_iters=4"]).exit_code == 0
+    expected = {(): OffloadConfig(), ("--no-offload",): None}.get(options, OffloadConfig(fraction=0.5))
+    assert called == [(expected, 4)]
+
+
+@pytest.mark.parametrize("options", [(), ("--no-offload",), ("--hf-config", "kept", "--engine", "native")])
+def test_a_rank_with_a_gpu_trains_the_recipe_as_the_options_say(options, monkeypatch):
+    called = []
+    monkeypatch.setattr(train, "prepare_pretrain", lambda *arguments: lambda: called.append(arguments))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train.os, "environ", dict(train.os.environ))
+    assert CliRunner().invoke(train.app, ["llama3_70b_64gpu", *options, "train.train_iters=4"]).exit_code == 0
+    expected = {(): (OffloadConfig(), "auto"), ("--no-offload",): (None, "auto")}
+    offload, hf = expected.get(options, (OffloadConfig(engine="native"), "kept"))
+    assert called == [(catalog.find("llama3_70b_64gpu"), offload, hf, ["train.train_iters=4"])]
+
+
+def test_a_rank_has_the_recipes_environment_but_where_the_user_has_set_it(monkeypatch):
+    given = {"NCCL_NVLS_ENABLE": "1"}
+    monkeypatch.setattr(train.os, "environ", given)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train, "prepare_pretrain", lambda *arguments: None)
+    train.prepare("llama3_70b_64gpu", True, {}, "kept", [])
+    assert given == catalog.find("llama3_70b_64gpu").environment | {"NCCL_NVLS_ENABLE": "1"}
+
+
+def test_what_training_raises_keeps_its_traceback(monkeypatch):
+    def fail():
+        raise ValueError("of the training")
+
+    monkeypatch.setattr(train, "prepare", lambda *args: fail)
+    with pytest.raises(ValueError, match="of the training"):
+        CliRunner().invoke(train.app, ["tiny"], catch_exceptions=False)
+
+
+OF_THE_HUB = {"qwen3_30b_a3b_8gpu", "qwen3_235b_a22b_64gpu", "nemotron_3_nano_8gpu", "nemotron_3_super_64gpu"}
+"""Recipes whose tokenizer upstream takes from Hugging Face."""
+
+
+@pytest.mark.parametrize("name", [name for name in UPSTREAMS if not catalog.find(name).mcore_module])
+def test_a_launch_without_network_goes_through_upstreams_tokenizer_or_says_how_before_bridge_begins(
+    no_network, launched, name
+):
+    from megatron.bridge.training.setup import _validate_and_set_vocab_size
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    recipe, overrides = catalog.find(name), []
+    if name in OF_THE_HUB:
+        with pytest.raises(ValueError, match=f"--hf-config kept: recipe {name} takes the tokenizer of") as refused:
+            train.prepare_pretrain(recipe, OffloadConfig(), "kept", overrides)()
+        assert not launched
+        overrides = re.findall(r"tokenizer\.(?:tokenizer_type=Null|vocab_size=)\w+", str(refused.value))
+    train.prepare_pretrain(recipe, OffloadConfig(), "kept", overrides)()
+    (config,) = launched
+    size = build_tokenizer(config.tokenizer).vocab_size
+    kept = hf_config.kept_configs()[recipe.hf_model]["config"]["vocab_size"]
+    assert _validate_and_set_vocab_size(config.model.vocab_size, size)[0] == kept
+
+
+@pytest.mark.parametrize("offload", [None, OffloadConfig(fraction=0.5)])
+def test_a_rank_trains_with_the_package_installed_as_the_settings_say_or_not_at_all(launched, offload):
+    train.prepare_pretrain(catalog.find("tiny"), offload, "kept", [])()
+    assert getattr(launched[0].optimizer, "offload_optimizer_states", False) is (offload is not None)
+    handle = installation._installation
+    assert (handle and handle.config) == offload
+
+
+@pytest.mark.parametrize("hf", ["auto", "hub", "kept"])
+def test_a_rank_takes_the_model_s_numbers_from_where_the_user_says(launched, monkeypatch, hf):
+    asked, build = [], config.build
+    monkeypatch.setattr(config, "build", lambda *args, **given: asked.append(given.get("hf")) or build(*args, **given))
+    train.prepare_pretrain(catalog.find("tiny"), None, hf, [])
+    assert asked == [hf]
+
+
+@pytest.mark.parametrize(("slurm", "rank"), [({"SLURM_NTASKS": "8"}, None), ({}, "0")])
+def test_a_rank_of_slurm_is_left_to_bridge_to_find(launched, monkeypatch, slurm, rank):
+    """RANK=0 in each of them would be as many jobs of one process; a process by itself needs it."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "SLURM_NTASKS")} | slurm
+    monkeypatch.setattr(train.os, "environ", environment)
+    train.prepare_pretrain(catalog.find("tiny"), None, "kept", [])
+    assert environment.get("RANK") == rank
+
+
+def test_a_rank_does_not_have_bridge_build_what_the_wheel_brings(launched, monkeypatch):
+    """`make` in mcore's datasets, without a Makefile there, would end the process."""
+    from bridge_fgo.cli.arms import gpu
+
+    kept = []
+    monkeypatch.setattr(gpu, "skip_building_what_is_built", lambda: kept.append(len(launched)))
+    train.prepare_pretrain(catalog.find("tiny"), None, "kept", [])()
+    assert kept == [0] and len(launched) == 1
+
+
+def test_a_tokenizer_that_is_on_this_machine_is_not_refused(launched, monkeypatch, tmp_path):
+    recipe = catalog.find("qwen3_30b_a3b_8gpu")
+    files = {"tokenizer.json"}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda m, file: file if file in files else None)
+    train.prepare_pretrain(recipe, OffloadConfig(), "kept", [])()
+    files.clear()
+    train.prepare_pretrain(recipe, OffloadConfig(), "kept", [f"tokenizer.tokenizer_model={tmp_path}"])()
+    assert len(launched) == 2
+
+
+@pytest.mark.parametrize("name", sorted(OF_THE_HUB))
+def test_auto_trains_on_kept_numbers_and_says_what_to_give_where_the_tokenizer_cannot_be_had(
+    no_network, launched, capsys, name
+):
+    train.prepare_pretrain(catalog.find(name), OffloadConfig(), "auto", [])()
+    printed = capsys.readouterr().out
+    assert len(launched) == 1 and "as kept in this project" in printed
+    assert f"tokenizer: of {launched[0].tokenizer.tokenizer_model}, which is not in Hugging Face's cache" in printed
+    overrides = re.findall(r"tokenizer\.(?:tokenizer_type=Null|vocab_size=)\w+", printed)
+    train.prepare_pretrain(catalog.find(name), OffloadConfig(), "kept", overrides)()  # is not refused
+    assert "tokenizer: of" not in capsys.readouterr().out
+
+
+def test_a_rank_hands_bridge_the_config_and_says_what_was_turned_off(launched, capsys):
+    recipe = catalog.find("deepseek_v3_256gpu_mxfp8")
+    train.prepare_pretrain(recipe, OffloadConfig(fraction=0.5), "kept", ["train.train_iters=5"])()
+    assert launched[0].optimizer.offload_optimizer_states is True
+    assert launched[0].train.train_iters == 5
+    # The flag is a field now, as saved run configs and overrides need it.
+    assert "offload_optimizer_states" in {field.name for field in dataclasses.fields(launched[0].optimizer)}
+    printed = capsys.readouterr().out
+    assert "turned off for the offload: model.cuda_graph_impl was 'full_iteration', is 'none'" in printed
+    assert "model: numbers of deepseek-ai/DeepSeek-V3 as kept in this project" in printed
+    assert "upstream's benchmark recipe" in printed
