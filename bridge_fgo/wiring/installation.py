@@ -77,7 +77,7 @@ class Installation:
             raise
 
     def module_imported(self, module: ModuleType) -> None:
-        """Apply the patches of a module that has just been imported; undo everything where one does not fit."""
+        """Apply the patches of a module that has just been imported; undo everything where one fails."""
         try:
             self._apply([module])
         except BaseException:

@@ -12,9 +12,9 @@ from bridge_fgo.wiring.patch import FunctionPatch
 
 @pytest.fixture
 def late(monkeypatch, tmp_path):
-    """The name of a module that is not imported yet, with the one function of a table of its own."""
-    name = f"late_{tmp_path.name}"  # a name of its own in each test, because hooks are set once
-    (tmp_path / f"{name}.py").write_text("def train_step(model): return model\n")
+    """The name of a module that is not imported yet; the table has the first of its two functions."""
+    name = f"late_{tmp_path.name}"  # a name of its own in each test: a hook that was not called stays
+    (tmp_path / f"{name}.py").write_text("def train_step(model): return model\n\nevaluate = train_step\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(patch, "version_of", lambda name: "0.6.2")
     one = FunctionPatch(name, "train_step", lambda wrapped, instance, args, kwargs: "patched", ("model",), "")
@@ -43,10 +43,13 @@ def test_a_module_that_was_refused_is_patched_once_the_cause_is_gone(monkeypatch
 
 @pytest.mark.parametrize("imported", ["before", "after"])
 def test_any_error_of_a_patch_leaves_nothing_installed(monkeypatch, late, imported):
+    works, fails = [*table.patches(), FunctionPatch(late, "evaluate", lambda *args: None, (), "")]
+    apply = fails.apply
+
     def fail(module):
+        apply(module)  # what it has done by then is undone too
         raise TypeError("of an apply")
 
-    works, fails = [*table.patches(), FunctionPatch(late, "train_step", lambda *args: None, (), "")]
     monkeypatch.setattr(fails, "apply", fail)
     monkeypatch.setattr(table, "patches", lambda: [works, fails])
     with pytest.raises(TypeError, match="of an apply"):
@@ -57,7 +60,7 @@ def test_any_error_of_a_patch_leaves_nothing_installed(monkeypatch, late, import
     assert installation.installed_config() is None
     monkeypatch.setattr(table, "patches", lambda: [works])
     module = importlib.import_module(late)
-    assert module.train_step(1) == 1
+    assert module.train_step(1) == module.evaluate(1) == 1
     with bridge_fgo.install():
         assert module.train_step(1) == "patched"
 
