@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import wrapt
 
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.wiring.settings import set_installed_config
 
 if TYPE_CHECKING:
     from bridge_fgo.wiring.patch import Patch
@@ -104,6 +105,7 @@ class Installation:
             patch.undo(module)
         self._applied.clear()
         self._waiting.clear()
+        set_installed_config(None)
 
 
 def install(config: OffloadConfig | None = None) -> Installation:
@@ -134,6 +136,7 @@ def install(config: OffloadConfig | None = None) -> Installation:
     installation.apply_to_imported()
     installation.calls = 1
     _installation = installation
+    set_installed_config(installation.config)
     for name in installation.modules:
         if name not in _hooked:
             _hooked.add(name)  # wrapt cannot take a hook back, so one is set at a time, and asks who is installed
@@ -168,8 +171,3 @@ def uninstall() -> None:
         close_all()
     _installation.undo()
     _installation = None
-
-
-def installed_config() -> OffloadConfig | None:
-    """Return the settings given to `install`, or None when not installed."""
-    return None if _installation is None else _installation.config

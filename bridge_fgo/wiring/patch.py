@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import wrapt
 
 from bridge_fgo.compat import release, version_of
+from bridge_fgo.wiring.settings import is_installed
 
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 """A wrapt wrapper: (wrapped, instance, args, kwargs) -> result."""
@@ -47,6 +48,8 @@ class Patch(Protocol):
 @dataclass(eq=False)
 class FunctionPatch:
     """Wraps a function of a module, or a method of a class in it.
+
+    The wrapper is skipped where nothing is installed, as in a function that somebody holds after an uninstall.
 
     target: "function" or "Class.method".
     parameters: the names that the wrapper relies on; each must be a parameter of the function.
@@ -113,7 +116,7 @@ class FunctionPatch:
         self._original = vars(owner).get(attribute, _ABSENT)
         wrapped = current if self._original is _ABSENT else self._original
         assert wrapped is not None
-        self._installed = wrapt.FunctionWrapper(wrapped, self.wrapper)
+        self._installed = wrapt.FunctionWrapper(wrapped, self.wrapper, enabled=is_installed)
         setattr(owner, attribute, self._installed)
 
     def check_undo(self, module: ModuleType) -> None:

@@ -1,4 +1,7 @@
-"""What the patched bindings do. Each wrapper passes through unless a session is active or attached."""
+"""What the patched bindings do. Each wrapper passes through unless a session is active or attached.
+
+None of them runs where nothing is installed; see `FunctionPatch`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ import torch
 import wrapt
 
 from bridge_fgo.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
-from bridge_fgo.config import OffloadConfig
-from bridge_fgo.wiring import installation
 from bridge_fgo.wiring.refusals import refuse_config, refuse_optimizer_config
 from bridge_fgo.wiring.reporting import log_figures
 from bridge_fgo.wiring.session import (
@@ -25,6 +26,7 @@ from bridge_fgo.wiring.session import (
     newest_stats,
     session_for_step,
 )
+from bridge_fgo.wiring.settings import installed_config
 
 logger = logging.getLogger(__name__)
 
@@ -43,25 +45,20 @@ def _arguments(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     return _signature(wrapped).bind(*args, **kwargs).arguments
 
 
-def _config() -> OffloadConfig | None:
-    """Return the settings, or None: `train()` keeps the wrapped step, also after an uninstall in mid-run."""
-    return installation.installed_config()
-
-
 # Before training.
 
 
 def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse what cannot be combined, once Bridge has validated and finalized the config."""
     result = wrapped(*args, **kwargs)
-    refuse_config(instance, _config())
+    refuse_config(instance, installed_config())
     return result
 
 
 def validate_mimo_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse what cannot be combined; MIMO's road does not go through the container's own validation."""
     result = wrapped(*args, **kwargs)
-    refuse_config(_arguments(wrapped, args, kwargs)["cfg"], _config())
+    refuse_config(_arguments(wrapped, args, kwargs)["cfg"], installed_config())
     return result
 
 
@@ -73,12 +70,11 @@ def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     """
     arguments = _arguments(wrapped, args, kwargs)
     config = arguments.get("optimizer_config", arguments.get("config"))
-    settings = _config()
     check_flag(config)
-    if settings is None or not flag_is_set(config):
+    if not flag_is_set(config):
         return wrapped(*args, **kwargs)
     refuse_optimizer_config(config)
-    if choose_engine(settings, config) != "native":
+    if choose_engine(installed_config(), config) != "native":
         return wrapped(*args, **kwargs)
     before = {name: getattr(config, name) for name in (FLAG, CHUNKED_FLAG) if hasattr(config, name)}
     for name in before:
@@ -97,9 +93,9 @@ def after_model_hooks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
     """
     result = wrapped(*args, **kwargs)
     arguments = _arguments(wrapped, args, kwargs)
-    optimizer, settings = arguments.get("optimizer"), _config()
-    if settings is not None and optimizer is not None and flag_is_set(getattr(optimizer, "config", None)):
-        attach(optimizer, _model_config(arguments), settings)
+    optimizer = arguments.get("optimizer")
+    if optimizer is not None and flag_is_set(getattr(optimizer, "config", None)):
+        attach(optimizer, _model_config(arguments), installed_config())
     return result
 
 
@@ -136,12 +132,9 @@ def _run_step(wrapped: Wrapped, args: Args, kwargs: Kwargs, one_pass: bool) -> A
 
     one_pass: the step has no rerun loop that would tell when a pass begins.
     """
-    settings = _config()
-    if settings is None:
-        return wrapped(*args, **kwargs)
     arguments = _arguments(wrapped, args, kwargs)
     state = arguments["global_state"]
-    session = session_for_step(arguments["optimizer"], _model_config(arguments), state.cfg, settings)
+    session = session_for_step(arguments["optimizer"], _model_config(arguments), state.cfg, installed_config())
     if session is None:
         return wrapped(*args, **kwargs)
     with session.training_step(arguments["model"], _microbatches(wrapped)):
@@ -330,7 +323,7 @@ def _refuse_unwired(optimizer: Any) -> None:
 
     A first one may be somebody's warm-up, before training.
     """
-    if _config() is None or not flag_is_set(optimizer.config):
+    if not flag_is_set(optimizer.config):
         return
     if any(getattr(optimizer, name, None) is not None for name in UPSTREAMS):
         return  # mcore's own offloader, which somebody drives by hand

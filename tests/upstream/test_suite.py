@@ -16,8 +16,8 @@ def test_not_the_same():
     assert os.environ["BRIDGE_FGO_INSTALL"] == "0"
 
 def test_it_is_installed_where_asked():
-    from bridge_fgo.wiring.installation import installed_config
-    assert (installed_config() is not None) == (os.environ["BRIDGE_FGO_INSTALL"] == "1")
+    from bridge_fgo.wiring.settings import is_installed
+    assert is_installed() == (os.environ["BRIDGE_FGO_INSTALL"] == "1")
 """
 
 

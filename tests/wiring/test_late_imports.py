@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import bridge_fgo
-from bridge_fgo.wiring import installation, patch, table
+from bridge_fgo.wiring import patch, settings, table
 from bridge_fgo.wiring.patch import FunctionPatch
 
 
@@ -57,7 +57,7 @@ def test_any_error_of_a_patch_leaves_nothing_installed(monkeypatch, late, import
             importlib.import_module(late)
         bridge_fgo.install()
         importlib.import_module(late)
-    assert installation.installed_config() is None
+    assert not settings.is_installed()
     monkeypatch.setattr(table, "patches", lambda: [works])
     module = importlib.import_module(late)
     assert module.train_step(1) == module.evaluate(1) == 1
