@@ -101,7 +101,7 @@ class Session:
         self._stepped.clear()
         _active.append(self)
         try:
-            with reload_hook(self.model_config, self), self._points.hooked(model, self.schedule):
+            with reload_hook(self.model_config, self.reload), self._points.hooked(model, self.schedule):
                 if self.schedule is not None:
                     self.schedule.signature = microbatches
                 yield
