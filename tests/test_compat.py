@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_fgo import OffloadConfig, compat
+from bridge_fgo import OffloadConfig
+from bridge_fgo.wiring import compat
 
 GENERATIONS = [None, "mcore generation 1", "mcore generation 2"]
 

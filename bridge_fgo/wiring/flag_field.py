@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from bridge_fgo.compat import FLAG
+from bridge_fgo.wiring.compat import FLAG
 
 _ABSENT = object()
 

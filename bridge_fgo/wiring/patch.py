@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import wrapt
 
-from bridge_fgo.compat import release, version_of
+from bridge_fgo.wiring.compat import release, version_of
 from bridge_fgo.wiring.settings import is_installed
 
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.compat import Choice, check_flag, choose_engine, flag_is_set
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.host_memory import ranks_of_this_node
 from bridge_fgo.engine.states import MOMENTS
+from bridge_fgo.wiring.compat import Choice, check_flag, choose_engine, flag_is_set
 
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
 SHARED_MEMORY = "/dev/shm"

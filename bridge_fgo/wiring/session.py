@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.compat import Choice, check_flag, choose_engine, flag_is_set, mcore_version
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.offloader import Offloader, total
 from bridge_fgo.engine.peaks import PeakMeter
 from bridge_fgo.engine.schedule import Schedule
 from bridge_fgo.figures import Figures, Stats
+from bridge_fgo.wiring.compat import Choice, check_flag, choose_engine, flag_is_set, mcore_version
 from bridge_fgo.wiring.finalize import reload_hook
 from bridge_fgo.wiring.offloaders import make_offloader, make_schedule
 from bridge_fgo.wiring.optimizers import eligible

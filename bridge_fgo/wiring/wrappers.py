@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import wrapt
 
-from bridge_fgo.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
+from bridge_fgo.wiring.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
 from bridge_fgo.wiring.refusals import refuse_config, refuse_optimizer_config
 from bridge_fgo.wiring.reporting import log_figures
 from bridge_fgo.wiring.session import (

@@ -13,8 +13,7 @@ from unittest import mock
 import pytest
 
 import bridge_fgo
-from bridge_fgo import compat
-from bridge_fgo.wiring import wrappers
+from bridge_fgo.wiring import compat, wrappers
 
 FLAG = "offload_optimizer_states"
 
@@ -286,7 +285,7 @@ def test_a_value_that_is_no_bool_is_refused_by_name(config_module, value):
 def test_both_spellings_of_generation_2_count():
     from types import SimpleNamespace
 
-    from bridge_fgo.compat import flag_is_set
+    from bridge_fgo.wiring.compat import flag_is_set
 
     chunked = SimpleNamespace(offload_optimizer_states=False, chunked_optimizer_state_offload=True)
     assert flag_is_set(chunked)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bridge_fgo
-from bridge_fgo import compat
+from bridge_fgo.wiring import compat
 from bridge_fgo.wiring.optimizers import eligible, leaves
 
 
@@ -176,7 +176,7 @@ def test_mimos_road_refuses_too(monkeypatch, cfg):
 def test_a_flag_with_generation_2s_fraction_at_zero_is_refused(name):
     from types import SimpleNamespace
 
-    from bridge_fgo.compat import check_flag
+    from bridge_fgo.wiring.compat import check_flag
 
     config = SimpleNamespace(**{name: True}, optimizer_state_offload_fraction=0.0)
     with pytest.raises(ValueError, match="optimizer_state_offload_fraction"):
@@ -298,8 +298,8 @@ def test_fp8_moments_and_cuda_graphs_of_the_built_optimizer_are_refused(cpu_stan
 
 @pytest.mark.parametrize("asked", [{"engine": "mcore"}, {"engine": "mcore", "fraction": 0.5}])
 def test_mcore_engine_is_refused_where_mcore_has_none(cpu_standins, asked):
-    from bridge_fgo.compat import choose_engine
     from bridge_fgo.config import OffloadConfig
+    from bridge_fgo.wiring.compat import choose_engine
 
     with pytest.raises(ValueError, match=r"engine='mcore'"):
         choose_engine(OffloadConfig(**asked), SimpleNamespace())

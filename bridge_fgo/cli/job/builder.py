@@ -50,7 +50,7 @@ def begin(stack: contextlib.ExitStack, request: dict[str, Any]) -> dict[str, Any
         RuntimeError: a patch does not fit the Bridge that is here.
     """
     import bridge_fgo
-    from bridge_fgo.compat import mcore_version, upstream_generation
+    from bridge_fgo.wiring.compat import mcore_version, upstream_generation
 
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # deterministic configs ask for these two
     os.environ.setdefault("NCCL_ALGO", "Ring")
@@ -164,7 +164,7 @@ def prepare(config: Any, gpus: int) -> str | None:
 def offload_of(config: Any, offload: dict[str, Any]) -> dict[str, Any]:
     """Return whether the config asks for the offload, its refusals with the flag set, and the engine to serve it."""
     from bridge_fgo import OffloadConfig
-    from bridge_fgo.compat import as_if_set, choose_engine
+    from bridge_fgo.wiring.compat import as_if_set, choose_engine
     from bridge_fgo.wiring.refusals import all_refusals
 
     flag, optimizer = as_if_set(config.optimizer)

@@ -19,8 +19,8 @@ from bridge_fgo.cli.job.parallel import Parallel, parallel_of
 from bridge_fgo.cli.job.saved_config import load_saved_config
 from bridge_fgo.cli.job.target import is_saved_config
 from bridge_fgo.cli.job.tensors import Chunk, Tensor
-from bridge_fgo.compat import as_if_set, native_only_refusal
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.wiring.compat import as_if_set, native_only_refusal
 
 
 @dataclass(frozen=True)
