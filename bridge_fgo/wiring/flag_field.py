@@ -12,9 +12,10 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, override
 
 from bridge_fgo.wiring.compat import FLAG
+from bridge_fgo.wiring.patch import Patch
 
 _ABSENT = object()
 
@@ -25,7 +26,7 @@ def _flag_field() -> dataclasses.Field[bool]:
     return dataclasses.fields(holder)[0]
 
 
-class FlagFieldPatch:
+class FlagFieldPatch(Patch):
     """Adds the field to mcore's OptimizerConfig and to every dataclass derived from it so far.
 
     Why in place: recipes, YAML files and checkpoints name these classes, so a class of our own would not be
@@ -49,13 +50,13 @@ class FlagFieldPatch:
             yield cls
             pending += cls.__subclasses__()
 
+    @override
     def check(self, module: ModuleType) -> None:
-        """See `Patch.check`."""
         if not dataclasses.is_dataclass(getattr(module, "OptimizerConfig", None)):
             raise RuntimeError(f"bridge_fgo cannot patch {self.name}: OptimizerConfig is not a dataclass any more")
 
+    @override
     def apply(self, module: ModuleType) -> None:
-        """See `Patch.apply`."""
         for position, cls in enumerate(dict.fromkeys(self._classes(module))):
             fields = vars(cls).get("__dataclass_fields__")
             if fields is None or FLAG in fields:
@@ -73,8 +74,8 @@ class FlagFieldPatch:
         self._undo.append((cls, name, vars(cls).get(name, _ABSENT), value))
         setattr(cls, name, value)
 
+    @override
     def check_undo(self, module: ModuleType) -> None:
-        """See `Patch.check_undo`."""
         for cls, name, _, ours in self._undo:
             if vars(cls).get(name, _ABSENT) is not ours:
                 raise RuntimeError(
@@ -82,8 +83,8 @@ class FlagFieldPatch:
                     "bridge_fgo.install(); undo that first"
                 )
 
+    @override
     def undo(self, module: ModuleType) -> None:
-        """See `Patch.undo`."""
         for cls, name, before, _ in reversed(self._undo):
             if before is _ABSENT:
                 delattr(cls, name)

@@ -21,7 +21,7 @@ _hooked: set[str] = set()
 class Installation:
     """The handle that `install` returns; as a context manager it takes that call of `install` back.
 
-    The last call that is taken back uninstalls: who had it installed before the block finds it so after it.
+    The last call to be taken back uninstalls, so that whoever had it installed before the block has it after it too.
     """
 
     def __init__(self, config: OffloadConfig) -> None:
@@ -29,7 +29,7 @@ class Installation:
 
         self.config = config
         self.calls = 0
-        """Of `install`, not taken back yet."""
+        """Calls of `install` that are not taken back yet."""
         self._entered = 0
         self._waiting: dict[str, list[Patch]] = {}
         for patch in patches():
@@ -56,7 +56,7 @@ class Installation:
             error.add_note(f"bridge_fgo.uninstall() at the end of the block failed too: {failure}")
 
     def uninstall(self) -> None:
-        """See `bridge_fgo.uninstall`; does nothing when uninstalled already."""
+        """Uninstall as `bridge_fgo.uninstall` does; do nothing when uninstalled already."""
         if _installation is self:
             uninstall()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, override
 
 import wrapt
 
@@ -22,15 +22,10 @@ _ABSENT = object()
 class Patch(Protocol):
     """One entry of the table."""
 
-    @property
-    def module(self) -> str:
-        """Module whose import the patch waits for."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The binding, for messages."""
-        ...
+    module: str
+    """Module whose import the patch waits for."""
+    name: str
+    """The binding, for messages."""
 
     def check(self, module: ModuleType) -> None:
         """Raise RuntimeError where the binding is not the one that the patch was written for."""
@@ -46,16 +41,20 @@ class Patch(Protocol):
 
 
 @dataclass(eq=False)
-class FunctionPatch:
+class FunctionPatch(Patch):
     """Wraps a function of a module, or a method of a class in it.
 
     The wrapper is skipped where nothing is installed, as in a function that somebody holds after an uninstall.
 
-    target: "function" or "Class.method".
-    parameters: the names that the wrapper relies on; each must be a parameter of the function.
-    why: why this is the one binding to replace.
-    distribution, series: the releases that it was read in, as (first, end) of (major, minor).
-    optional: the target may be missing (another generation of mcore).
+    Args:
+        module: the module whose import the patch waits for.
+        target: "function" or "Class.method".
+        wrapper: what is called in its place.
+        parameters: the names that the wrapper relies on; each must be a parameter of the function.
+        why: why this is the one binding to replace.
+        distribution: what the module comes with.
+        series: its releases that the patch was written for, as (first, end) of (major, minor).
+        optional: the target may be missing (another generation of mcore).
     """
 
     module: str
@@ -66,15 +65,12 @@ class FunctionPatch:
     distribution: str = "megatron-bridge"
     series: tuple[tuple[int, int], tuple[int, int]] = ((0, 6), (0, 7))
     optional: bool = False
+    name: str = field(init=False)
 
     def __post_init__(self) -> None:
+        self.name = f"{self.module}.{self.target}"
         self._original: Any = _ABSENT  # what vars(owner) held; absent where it was inherited
         self._installed: Any = None
-
-    @property
-    def name(self) -> str:
-        """See `Patch.name`."""
-        return f"{self.module}.{self.target}"
 
     def _owner(self, module: ModuleType) -> tuple[Any, str]:
         *path, attribute = self.target.split(".")
@@ -83,8 +79,8 @@ class FunctionPatch:
             owner = getattr(owner, part, None)
         return owner, attribute
 
+    @override
     def check(self, module: ModuleType) -> None:
-        """See `Patch.check`."""
         version = version_of(self.distribution)
         first, end = self.series
         # A checkout on the path has no distribution; then the signature alone decides.
@@ -106,8 +102,8 @@ class FunctionPatch:
                 f"{', '.join(sorted(missing))} any more"
             )
 
+    @override
     def apply(self, module: ModuleType) -> None:
-        """See `Patch.apply`."""
         owner, attribute = self._owner(module)
         current = getattr(owner, attribute, None)
         if current is None and self.optional:
@@ -119,8 +115,8 @@ class FunctionPatch:
         self._installed = wrapt.FunctionWrapper(wrapped, self.wrapper, enabled=is_installed)
         setattr(owner, attribute, self._installed)
 
+    @override
     def check_undo(self, module: ModuleType) -> None:
-        """See `Patch.check_undo`."""
         if self._installed is None:
             return
         owner, attribute = self._owner(module)
@@ -130,8 +126,8 @@ class FunctionPatch:
                 "patch first"
             )
 
+    @override
     def undo(self, module: ModuleType) -> None:
-        """See `Patch.undo`."""
         if self._installed is None:
             return
         owner, attribute = self._owner(module)

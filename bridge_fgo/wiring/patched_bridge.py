@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from typing import override
+
+from bridge_fgo.wiring.patch import Patch
 
 SERIES_MODULE = "megatron.bridge.training.optimizer_state_offload"
 DRIVER = "EXTERNAL_DRIVER"
 
 
-class StandAsidePatch:
+class StandAsidePatch(Patch):
     """Makes a patched Bridge's own calls to mcore's offloader do nothing.
 
     Why all of them: two drivers of the same states would undo each other, and of the two only this package has
@@ -20,8 +23,8 @@ class StandAsidePatch:
     module = "megatron.bridge.training.config"
     name = f"{SERIES_MODULE}.{DRIVER}"
 
+    @override
     def check(self, module: ModuleType) -> None:
-        """See `Patch.check`."""
         series = sys.modules.get(SERIES_MODULE)
         if series is None:
             return
@@ -33,18 +36,18 @@ class StandAsidePatch:
                 "patches of this version of bridge-fgo, and let no other package drive the offload"
             )
 
+    @override
     def apply(self, module: ModuleType) -> None:
-        """See `Patch.apply`."""
         if SERIES_MODULE in sys.modules:
             setattr(sys.modules[SERIES_MODULE], DRIVER, "bridge_fgo")
 
+    @override
     def check_undo(self, module: ModuleType) -> None:
-        """See `Patch.check_undo`."""
         series = sys.modules.get(SERIES_MODULE)
         if series is not None and getattr(series, DRIVER) != "bridge_fgo":
             raise RuntimeError(f"bridge_fgo cannot uninstall: {self.name} was set after bridge_fgo.install()")
 
+    @override
     def undo(self, module: ModuleType) -> None:
-        """See `Patch.undo`."""
         if SERIES_MODULE in sys.modules:
             setattr(sys.modules[SERIES_MODULE], DRIVER, None)

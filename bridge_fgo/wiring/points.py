@@ -24,7 +24,7 @@ class ModelPoints:
 
     @contextmanager
     def hooked(self, model: Any, schedule: Schedule | None) -> Iterator[None]:
-        """Have the points of `model` (a chunk or a list of them) reported to `schedule` inside the block."""
+        """Report the points of `model` (a chunk or a list of them) to `schedule` inside the block."""
         chunks = model if isinstance(model, list) else [model]
         handles = []
         hook = PointHook(schedule)
@@ -55,11 +55,11 @@ class PointHook:
         self._schedule = schedule
 
     def end(self) -> None:
-        """The step is over, also to whoever has copied the hooks."""
+        """End the step, also for whoever has copied the hooks."""
         self._schedule = None
 
     def before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Report the forward, and have the backward reported when the gradient of the layer's input is there.
+        """Report that the layer's forward begins, and that its backward has ended once its input has a gradient.
 
         A hook on a tensor adds no node to the graph and changes no gradient.
         """
@@ -78,7 +78,7 @@ class PointHook:
 
 
 ENOUGH_LAYERS = 16
-"""From so many layers on the children report no points of their own: each point costs the host some microseconds."""
+"""With so many layers or more, their children report no points: each point costs the host some microseconds."""
 
 
 def layers(chunk: torch.nn.Module) -> list[torch.nn.Module]:

@@ -72,7 +72,7 @@ def all_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
 
 
 def master_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
-    """Yield why settings of the masters would not be honoured, since there are none, or none that a weight rounds."""
+    """Yield why settings of the masters cannot be honoured: there are none, or no weight is the rounding of one."""
     model, optimizer, ddp = cfg.model, cfg.optimizer, getattr(cfg, "ddp", None)
     # What decides is the weights' dtype. A recipe that Bridge has not validated says it by `mixed_precision` alone.
     bf16, fp16 = (getattr(model, name, None) for name in ("bf16", "fp16"))

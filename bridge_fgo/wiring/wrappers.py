@@ -190,7 +190,7 @@ def release_after(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
 
 
 def pass_around(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A second attempt at forward and backward in the same pass: offload before it zeroes, release after."""
+    """Run another attempt at forward and backward in the same pass: offload before it zeroes, release after."""
     session = active_session()
     if session is not None:
         session.begin_pass()
@@ -339,7 +339,7 @@ def _refuse_unwired(optimizer: Any) -> None:
 
 
 def moves_states_to_cpu(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """As `replaces_states`; mcore gives the device what it has freed, but slabs go only afterwards."""
+    """Do as `replaces_states`, then empty the allocator's cache: mcore has emptied it before the slabs went."""
     result = replaces_states(wrapped, instance, args, kwargs)
     if vars(instance).get(OFFLOADER) is not None:
         torch.cuda.empty_cache()
