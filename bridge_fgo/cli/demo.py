@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bridge_fgo.cli.arms.runner import ArmFailed, ArmRun, Comparison, Event, compare, run_arm
+from bridge_fgo.harness.runner import ArmFailed, ArmRun, Comparison, Event, compare, run_arm
 
 NOT_EQUAL = 1
 FAILED = 2
@@ -197,7 +197,7 @@ def run(settings: Settings) -> int:
             return FAILED
         if why:
             errors.print(f"Running on the CPU: {why}.", markup=False)
-        module = "bridge_fgo.cli.arms.gpu" if device == "cuda" else "bridge_fgo.cli.arms.cpu"
+        module = "bridge_fgo.harness.gpu" if device == "cuda" else "bridge_fgo.harness.cpu"
     options = ["--steps", str(settings.steps)]
     if device == "cuda":
         options += settings.gpu_options

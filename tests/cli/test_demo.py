@@ -14,7 +14,7 @@ import pytest
 from finished_arms import arm, step
 
 from bridge_fgo.cli import demo
-from bridge_fgo.cli.arms import runner
+from bridge_fgo.harness import runner
 
 NAN_BITS = 0x7FF8000000000000
 
@@ -232,8 +232,8 @@ def test_a_missing_megatron_core_is_named_alone(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("bridge_fgo.cli.arms") is None
-    or importlib.util.find_spec("bridge_fgo.cli.arms.cpu") is None,
+    importlib.util.find_spec("bridge_fgo.harness") is None
+    or importlib.util.find_spec("bridge_fgo.harness.cpu") is None,
     reason="the CPU arm is not there",
 )
 def test_demo_on_the_cpu_is_bitwise_equal(tmp_path: Path, capfd: Captured) -> None:

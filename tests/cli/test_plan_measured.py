@@ -45,9 +45,9 @@ RUNS = {
 def job(options: str, gpus: int) -> Job:
     import torch
 
-    from bridge_fgo.cli.arms import gpu
-    from bridge_fgo.cli.arms.gpu_config import build_config
     from bridge_fgo.cli.job.builder import plain_config
+    from bridge_fgo.harness import gpu
+    from bridge_fgo.harness.gpu_config import build_config
 
     parsed = gpu.parse(f"{options} --events unused".split())
     precision_aware, parsed.precision_aware = parsed.precision_aware, False  # mcore asks for a FusedAdam to make it

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_pretrain import ARM, MANY_ACTIVATIONS, PACKED, PRECISION_AWARE
 
-from bridge_fgo.cli.arms import runner
+from bridge_fgo.harness import runner
 
 STEPS = ("--steps", "12", "--save-interval", "4")
 

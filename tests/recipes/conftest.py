@@ -27,7 +27,7 @@ def launched(monkeypatch):
     """The configs that `train` hands to Bridge."""
     from megatron.bridge.training import pretrain as bridge_pretrain
 
-    from bridge_fgo.cli.arms import gpu
+    from bridge_fgo.harness import gpu
     from bridge_fgo.recipes import train
 
     configs = []

@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bridge_fgo.cli import page
-from bridge_fgo.cli.arms.runner import ArmFailed, ArmRun, run_arm
 from bridge_fgo.cli.bench.figures import Row, make_row
 from bridge_fgo.cli.bench.plots import gantt, memory_timeline
 from bridge_fgo.cli.bench.presets import BenchArm, arms, size_options
 from bridge_fgo.cli.bench.trace import Trace, read_trace
+from bridge_fgo.harness.runner import ArmFailed, ArmRun, run_arm
 
-ARM = "bridge_fgo.cli.arms.gpu"
+ARM = "bridge_fgo.harness.gpu"
 NOT_EQUAL = 1
 FAILED = 2
 ALONE_STEPS = 3

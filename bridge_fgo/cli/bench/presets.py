@@ -23,7 +23,7 @@ NAMES = ("resident", "native", "whole", "half", "mcore", "hybrid")
 
 @dataclass(frozen=True)
 class BenchArm:
-    """One arm. ``options`` go to ``bridge_fgo.cli.arms.gpu``; ``python_path`` comes first in PYTHONPATH."""
+    """One arm. ``options`` go to ``bridge_fgo.harness.gpu``; ``python_path`` comes first in PYTHONPATH."""
 
     name: str
     options: tuple[str, ...]

@@ -29,7 +29,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Returns what ``bridge_fgo.cli.arms.step_trace`` wrote."""
+    """Returns what ``bridge_fgo.harness.step_trace`` wrote."""
     with gzip.open(path, "rt") as file:
         raw = json.load(file)
 

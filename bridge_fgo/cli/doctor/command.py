@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bridge_fgo.cli.arms.runner import ArmFailed
 from bridge_fgo.cli.bench.command import probe
 from bridge_fgo.cli.demo import missing_packages, readable_bytes
 from bridge_fgo.cli.doctor.installed import installed
@@ -19,6 +18,7 @@ from bridge_fgo.cli.job.job import Job, ask_builder, read_job
 from bridge_fgo.cli.plan.estimate import Plan, budget_refusals, is_upstreams, make_plan
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.host_memory import available_bytes, require_host_memory, total_bytes
+from bridge_fgo.harness.runner import ArmFailed
 from bridge_fgo.wiring.refusals import refuse_small_shared_memory
 
 REFUSED = 1

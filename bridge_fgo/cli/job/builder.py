@@ -105,7 +105,7 @@ def no_gpu() -> Iterator[None]:
     """Let mcore and Bridge build where there is no GPU: memory is meta, streams do nothing."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    from bridge_fgo.cli.arms.cpu_standin import CudaAsCpu, NoStream
+    from bridge_fgo.harness.cpu_standin import CudaAsCpu, NoStream
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(CudaAsCpu(torch.device("meta")))

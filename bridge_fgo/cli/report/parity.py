@@ -6,8 +6,8 @@ import ctypes
 import struct
 from dataclasses import dataclass
 
-from bridge_fgo.cli.arms.runner import DIGESTS
 from bridge_fgo.cli.report.runs import GRAD_NORM, LOSS, Run
+from bridge_fgo.harness.runner import DIGESTS
 
 BY_THE_BENCH = "all that the bench compared"
 

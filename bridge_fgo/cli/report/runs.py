@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bridge_fgo.cli.arms.runner import ArmRun, EventTail
+from bridge_fgo.harness.runner import ArmRun, EventTail
 
 LOSS = "lm loss"
 GRAD_NORM = "grad-norm"

@@ -1,8 +1,8 @@
 """One training arm on the CPU: a small GPT through Bridge's own ``train_step``, on made-up data.
 
-    python -m bridge_fgo.cli.arms.cpu --steps 20 --offload on --events events.jsonl
+    python -m bridge_fgo.harness.cpu --steps 20 --offload on --events events.jsonl
 
-Transformer Engine and CUDA stand in, as `bridge_fgo.cli.arms.cpu_standin` says, so this shows whether two
+Transformer Engine and CUDA stand in, as `bridge_fgo.harness.cpu_standin` says, so this shows whether two
 arms are bitwise equal and how many bytes go, not how fast they go.
 
 There is no allocator to ask for peaks. ``peak_forward_backward_bytes`` and ``peak_step_bytes`` are bytes of
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bridge_fgo.cli.arms.cpu_training import CpuOptions
-    from bridge_fgo.cli.arms.record import StepRecord
+    from bridge_fgo.harness.cpu_training import CpuOptions
+    from bridge_fgo.harness.record import StepRecord
 
 
 def step_numbers(text: str) -> frozenset[int]:
@@ -32,7 +32,7 @@ def step_numbers(text: str) -> frozenset[int]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options; what cannot be parsed ends the process with status 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m bridge_fgo.cli.arms.cpu",
+        prog="python -m bridge_fgo.harness.cpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def training_options(options: argparse.Namespace) -> CpuOptions:
     """Return the training's options; what was not given keeps its default."""
-    from bridge_fgo.cli.arms.cpu_training import CpuOptions
+    from bridge_fgo.harness.cpu_training import CpuOptions
 
     names = {field.name for field in fields(CpuOptions)} - {"offload"}
     given = {name: value for name, value in vars(options).items() if name in names and value is not None}
@@ -71,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one arm. What goes wrong ends the process with a traceback and a status other than 0."""
     options = parse(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: nothing may take a GPU that is there
-    from bridge_fgo.cli.arms.cpu_standin import install_standins
-    from bridge_fgo.cli.arms.cpu_training import run
-    from bridge_fgo.cli.arms.record import EventWriter
+    from bridge_fgo.harness.cpu_standin import install_standins
+    from bridge_fgo.harness.cpu_training import run
+    from bridge_fgo.harness.record import EventWriter
 
     install_standins()
     import bridge_fgo

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bridge_fgo.cli.arms.record import EventWriter, RunRecord, digest
+from bridge_fgo.harness.record import EventWriter, RunRecord, digest
 
 pytest.importorskip("megatron.core")
 
-from bridge_fgo.cli.arms import cpu, cpu_standin
-from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining, run
+from bridge_fgo.harness import cpu, cpu_standin
+from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining, run
 
 KINDS = ("params", "masters", "moments")
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bridge_fgo.cli.arms.record import digest
+from bridge_fgo.harness.record import digest
 
 if TYPE_CHECKING:
     import torch

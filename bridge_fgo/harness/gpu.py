@@ -1,7 +1,7 @@
 """One training arm on GPUs: a small GPT through Bridge's own ``pretrain()``, on mock data.
 
-    python -m bridge_fgo.cli.arms.gpu --steps 50 --offload on --events events.jsonl
-    torchrun --nproc-per-node 2 -m bridge_fgo.cli.arms.gpu --tp 2 ...
+    python -m bridge_fgo.harness.gpu --steps 50 --offload on --events events.jsonl
+    torchrun --nproc-per-node 2 -m bridge_fgo.harness.gpu --tp 2 ...
 
 Rank 0 writes the events that ``bridge_fgo.cli.demo`` and the tests read. Digests cover
 every rank; bytes and times are rank 0's. Two runs with the same options are bitwise
@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge_fgo.cli.arms.collector_clock import CollectorClock
-from bridge_fgo.cli.arms.final_state import final_state, joined_digests, of_ranks
-from bridge_fgo.cli.arms.gpu_config import build_config
-from bridge_fgo.cli.arms.moves_alone import MovesAlone
-from bridge_fgo.cli.arms.phase_clock import PhaseClock
-from bridge_fgo.cli.arms.record import EventWriter
-from bridge_fgo.cli.arms.step_trace import StepTrace
 from bridge_fgo.cli.run_script import config_options
+from bridge_fgo.harness.collector_clock import CollectorClock
+from bridge_fgo.harness.final_state import final_state, joined_digests, of_ranks
+from bridge_fgo.harness.gpu_config import build_config
+from bridge_fgo.harness.moves_alone import MovesAlone
+from bridge_fgo.harness.phase_clock import PhaseClock
+from bridge_fgo.harness.record import EventWriter
+from bridge_fgo.harness.step_trace import StepTrace
 
 if TYPE_CHECKING:
     from megatron.bridge.training.callbacks import Callback
@@ -40,7 +40,7 @@ FIRST_MEASURED_STEP = 4
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options; a combination that makes no sense ends the process with status 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m bridge_fgo.cli.arms.gpu",
+        prog="python -m bridge_fgo.harness.gpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -16,7 +16,7 @@ def gathered_attention_spec(config: GPTModelProvider) -> ModuleSpec:
     """Returns Bridge's own layers, with an attention that knows context parallelism without cuDNN."""
     from megatron.bridge.models.gpt_provider import default_layer_spec
 
-    from bridge_fgo.cli.arms.gathered_attention import GatheredAttention
+    from bridge_fgo.harness.gathered_attention import GatheredAttention
 
     spec: Any = default_layer_spec(config)
     spec.submodules.self_attention.submodules.core_attention = GatheredAttention

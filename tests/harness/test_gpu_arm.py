@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import bridge_fgo
-from bridge_fgo.cli.arms import gpu
-from bridge_fgo.cli.arms.collector_clock import CollectorClock
-from bridge_fgo.cli.arms.moves_alone import MovesAlone
-from bridge_fgo.cli.arms.phase_clock import PhaseClock
 from bridge_fgo.engine.part import Traffic
+from bridge_fgo.harness import gpu
+from bridge_fgo.harness.collector_clock import CollectorClock
+from bridge_fgo.harness.moves_alone import MovesAlone
+from bridge_fgo.harness.phase_clock import PhaseClock
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
