@@ -112,9 +112,9 @@ def import_bridge() -> None:
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
         raise ValueError("a recipe's configuration needs megatron-bridge: pip install 'megatron-bridge>=0.6,<0.7'")
     if "megatron.bridge" not in sys.modules and importlib.util.find_spec("transformer_engine") is None:
-        from bridge_fgo.harness import cpu_standin
+        from bridge_fgo.standins import hollow
 
-        cpu_standin.import_bridge()
+        hollow.import_bridge()
 
 
 def main() -> None:

@@ -39,12 +39,12 @@ def cpu_steps(overrides: Sequence[str]) -> int:
 
 
 def train_on_cpu(offload: OffloadConfig | None, steps: int) -> None:
-    """Train through Bridge's real `train_step` on the CPU, with what `bridge_fgo.harness.cpu_standin` stands in.
+    """Train through Bridge's real `train_step` on the CPU, with what `bridge_fgo.standins` stands in.
 
     `offload` is None for a resident run. Prints a line a step.
     """
-    from bridge_fgo.harness.cpu_standin import install_standins
     from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
+    from bridge_fgo.standins.cuda import install_standins
 
     install_standins()
     import bridge_fgo

@@ -8,7 +8,7 @@ import signal
 
 from saving import save
 
-from bridge_fgo.harness.cpu_standin import install_standins
+from bridge_fgo.standins.cuda import install_standins
 
 install_standins()
 

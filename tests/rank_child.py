@@ -11,7 +11,7 @@ from pathlib import Path
 import fused_adam
 from saving import load, save
 
-from bridge_fgo.harness.cpu_standin import install_standins
+from bridge_fgo.standins.cuda import install_standins
 
 install_standins()
 

@@ -13,7 +13,7 @@ import fused_adam
 from bridge_loop import train as train_loop
 from saving import load
 
-from bridge_fgo.harness.cpu_standin import install_standins
+from bridge_fgo.standins.cuda import install_standins
 
 install_standins()
 

@@ -2,7 +2,7 @@
 
     python -m bridge_fgo.harness.cpu --steps 20 --offload on --events events.jsonl
 
-Transformer Engine and CUDA stand in, as `bridge_fgo.harness.cpu_standin` says, so this shows whether two
+Transformer Engine and CUDA stand in, as `bridge_fgo.standins` says, so this shows whether two
 arms are bitwise equal and how many bytes go, not how fast they go.
 
 There is no allocator to ask for peaks. ``peak_forward_backward_bytes`` and ``peak_step_bytes`` are bytes of
@@ -71,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one arm. What goes wrong ends the process with a traceback and a status other than 0."""
     options = parse(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: nothing may take a GPU that is there
-    from bridge_fgo.harness.cpu_standin import install_standins
     from bridge_fgo.harness.cpu_training import run
     from bridge_fgo.harness.record import EventWriter
+    from bridge_fgo.standins.cuda import install_standins
 
     install_standins()
     import bridge_fgo

@@ -22,9 +22,9 @@ from bridge_fgo.harness.cpu_model import (
     make_model,
     microbatches,
 )
-from bridge_fgo.harness.cpu_standin import install_standins
 from bridge_fgo.harness.final_state import distributed_optimizers
 from bridge_fgo.harness.record import RunRecord, StepRecord, digest
+from bridge_fgo.standins.cuda import install_standins
 
 FAULT = 64.0
 """Factor by which an injected fault raises the loss: far above what validation accepts."""

@@ -87,7 +87,8 @@ def unsized():
 
 
 def main() -> None:
-    from bridge_fgo.cli.job import builder, te_shapes
+    from bridge_fgo.cli.job import builder
+    from bridge_fgo.standins import te_shapes
 
     te_shapes.install()
     sys.path.insert(0, str(Path(__file__).parent))

@@ -25,8 +25,9 @@ from unittest import mock
 
 import torch
 
-from bridge_fgo.cli.job import te_shapes
 from bridge_fgo.cli.job.parallel import parallel_of
+from bridge_fgo.standins import te_shapes
+from bridge_fgo.standins.cuda import without_gpu
 
 PLAIN = (str, int, float, bool, type(None))
 
@@ -55,7 +56,7 @@ def begin(stack: contextlib.ExitStack, request: dict[str, Any]) -> dict[str, Any
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # deterministic configs ask for these two
     os.environ.setdefault("NCCL_ALGO", "Ring")
     installation = stack.enter_context(bridge_fgo.install(bridge_fgo.OffloadConfig(**request["offload"])))
-    stack.enter_context(no_gpu())
+    stack.enter_context(without_gpu())
     if request["patches"]:
         import_all(installation.modules)
     return {"mcore": mcore_version(), "offloader": upstream_generation()}
@@ -98,31 +99,6 @@ def import_all(modules: list[str]) -> None:
     for module in modules:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)
-
-
-@contextlib.contextmanager
-def no_gpu() -> Iterator[None]:
-    """Let mcore and Bridge build where there is no GPU: memory is meta, streams do nothing."""
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-
-    from bridge_fgo.harness.cpu_standin import CudaAsCpu, NoStream
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(CudaAsCpu(torch.device("meta")))
-        for name, value in (
-            ("current_device", lambda: torch.device("meta")),
-            ("current_stream", NoStream),
-            ("stream", NoStream),
-            ("Stream", NoStream),
-            ("Event", NoStream),
-            ("get_device_properties", lambda device=None: SimpleNamespace(name="none", major=10, minor=0)),
-            ("get_device_capability", lambda device=None: (10, 0)),
-        ):
-            stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        # Nothing is drawn for memory that is not there.
-        no_fork = mock.patch.object(CudaRNGStatesTracker, "fork", lambda *args, **kwargs: contextlib.nullcontext())
-        stack.enter_context(no_fork)
-        yield
 
 
 @contextlib.contextmanager
