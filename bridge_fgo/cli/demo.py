@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bridge_fgo.harness.runner import ArmFailed, ArmRun, Comparison, Event, compare, run_arm
+from bridge_fgo.harness.comparator import Comparison, compare
+from bridge_fgo.harness.runner import ArmFailed, ArmRun, Event, run_arm
 
 NOT_EQUAL = 1
 FAILED = 2

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from bridge_fgo.cli import demo
 from bridge_fgo.cli.main import app
-from bridge_fgo.harness import runner
+from bridge_fgo.harness import comparator, runner
 
 Captured = pytest.CaptureFixture[str]
 
@@ -45,7 +45,7 @@ def cells(text: str) -> dict[str, list[str]]:
 
 def report(resident: runner.ArmRun, offloaded: runner.ArmRun, cpu: bool) -> str:
     console = Console(file=io.StringIO(), width=120)
-    demo.print_report(console, resident, offloaded, runner.compare(resident, offloaded), cpu)
+    demo.print_report(console, resident, offloaded, comparator.compare(resident, offloaded), cpu)
     return console.file.getvalue()
 
 
@@ -81,7 +81,7 @@ def test_a_step_that_differs_is_in_the_report_of_a_long_run_and_equal_ones_half_
 
 def test_json_has_what_each_arm_took_and_what_is_equal() -> None:
     arms = gpu_arm("resident", 1, [step(1)]), gpu_arm("offloaded", 2, [step(1)])
-    printed = demo.json_report(*arms, runner.compare(*arms))
+    printed = demo.json_report(*arms, comparator.compare(*arms))
     assert printed["peak_allocated_bytes"] == {"resident": 5_000_000_000, "offloaded": 10_000_000_000}
     assert printed["peak_reserved_bytes"] == {"resident": 6_000_000_000, "offloaded": 12_000_000_000}
     assert printed["peak_forward_backward_bytes"] == {"resident": 7, "offloaded": 14}

@@ -8,8 +8,9 @@ from typing import Any
 
 from bridge_fgo.cli.bench.trace import Trace, length, merge, overlap
 from bridge_fgo.engine.plan import floor_seconds
+from bridge_fgo.harness.comparator import compare
 from bridge_fgo.harness.phase_clock import FIRST_COUNTED_STEP
-from bridge_fgo.harness.runner import ArmRun, compare
+from bridge_fgo.harness.runner import ArmRun
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,9 @@ from bridge_fgo.cli.bench.plots import gantt, memory_timeline
 from bridge_fgo.cli.bench.trace import read_trace
 from bridge_fgo.cli.demo import readable_bytes, readable_number
 from bridge_fgo.cli.report import pictures
-from bridge_fgo.cli.report.parity import Parity, compare_runs, is_bitwise_equal
+from bridge_fgo.cli.report.parity import compare_runs, is_bitwise_equal
 from bridge_fgo.cli.report.runs import LOSS, NO_PACKAGE, OURS, TOTALS, Run, load
+from bridge_fgo.harness.comparator import Parity
 
 NOT_EQUAL = 1
 

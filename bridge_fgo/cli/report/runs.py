@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bridge_fgo.harness.runner import ArmRun, EventTail
+from bridge_fgo.harness.runner import ArmRun, EventTail, exact_number
 
 LOSS = "lm loss"
 GRAD_NORM = "grad-norm"
@@ -144,21 +144,14 @@ def _arm(path: Path) -> Run:
         name=arm.name.removesuffix(".0"),  # the bench's first round, and mostly the only one
         is_fp32=False,
         scalars={
-            LOSS: {event["step"]: value for event in arm.steps if (value := _exact(event, "loss")) is not None},
-            GRAD_NORM: {event["step"]: v for event in arm.steps if (v := _exact(event, "grad_norm")) is not None},
-            SECONDS: {event["step"]: event["seconds"] for event in arm.steps},
+            tag: {event["step"]: value for event in arm.steps if (value := exact_number(event, name)) is not None}
+            for tag, name in ((LOSS, "loss"), (GRAD_NORM, "grad_norm"), (SECONDS, "seconds"))
         },
         totals={name: arm.result[name] for name in TOTALS if arm.result.get(name) is not None},
         digests=arm.result.get("digests", {}),
         where=_where(arm.start),
         trace=trace if trace.exists() else None,
     )
-
-
-def _exact(event: dict[str, Any], name: str) -> float | None:
-    """Returns a number of an event to the last bit, also one that JSON has no word for."""
-    text = event.get(f"{name}_hex")
-    return event.get(name) if text is None else float.fromhex(text)
 
 
 def _begun(file: Path) -> tuple[str, int]:
