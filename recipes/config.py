@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bridge_fgo.cli.job.overrides import overridden
 from bridge_fgo.compat import FLAG
 from bridge_fgo.recipes import catalog, hf_config
+from bridge_fgo.recipes.overrides import overridden
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer

@@ -8,8 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from bridge_fgo.cli.bench import command, figures, presets, trace
+from bridge_fgo.cli.bench.floor import floor_seconds
 from bridge_fgo.cli.main import app
-from bridge_fgo.engine.plan import floor_seconds
 from bridge_fgo.harness.runner import ArmFailed, ArmRun
 
 GB = 10**9

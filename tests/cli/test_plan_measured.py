@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from bridge_fgo.cli.bench.floor import floor_seconds
 from bridge_fgo.cli.bench.presets import PRESETS, SLAB_MIB
 from bridge_fgo.cli.demo import missing_packages
 from bridge_fgo.cli.job.formula import stages_from_numbers
@@ -18,7 +19,6 @@ from bridge_fgo.cli.job.parallel import parallel_of
 from bridge_fgo.cli.plan.estimate import make_plan
 from bridge_fgo.cli.plan.links import links
 from bridge_fgo.config import MIB, OffloadConfig
-from bridge_fgo.engine.plan import floor_seconds
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="the configs are made by Megatron-Bridge")
 

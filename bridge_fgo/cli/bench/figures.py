@@ -6,8 +6,8 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bridge_fgo.cli.bench.floor import floor_seconds
 from bridge_fgo.cli.bench.trace import Trace, length, merge, overlap
-from bridge_fgo.engine.plan import floor_seconds
 from bridge_fgo.harness.comparator import compare
 from bridge_fgo.harness.phase_clock import FIRST_COUNTED_STEP
 from bridge_fgo.harness.runner import ArmRun

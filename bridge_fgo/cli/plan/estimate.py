@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bridge_fgo.cli.bench.floor import floor_seconds
 from bridge_fgo.cli.job.job import Job
 from bridge_fgo.cli.plan.activations import WORKSPACES, activation_bytes
 from bridge_fgo.cli.plan.layout import Buffer, buffers_of
@@ -12,7 +13,6 @@ from bridge_fgo.cli.plan.links import Link
 from bridge_fgo.cli.plan.state import StateBytes, state_bytes
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.holding import MemoryProfile, budget_refusal, choose_staying, least_budget
-from bridge_fgo.engine.plan import floor_seconds
 
 MXFP8_BYTES = 2 * (1 + 1 / 32)
 """Of a parameter kept in MXFP8: its rows and its columns, each of one byte an element and one for every 32 (the
