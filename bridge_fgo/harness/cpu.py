@@ -19,6 +19,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridge_fgo.options import add_offload_options, offload_config
+
 if TYPE_CHECKING:
     from bridge_fgo.harness.cpu_training import CpuOptions
     from bridge_fgo.harness.record import StepRecord
@@ -51,10 +53,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         size.add_argument(f"--{name}", type=int)
     offload = parser.add_argument_group("offload")
     offload.add_argument("--offload", choices=("off", "on"), default="off")
-    offload.add_argument("--engine", choices=("auto", "native", "mcore"))
-    offload.add_argument("--fraction", type=float)
-    offload.add_argument("--slab-bytes", type=int)
-    offload.add_argument("--piece-bytes", type=int)
+    add_offload_options(offload)
     return parser.parse_args(arguments)
 
 
@@ -79,9 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import bridge_fgo
 
     if options.offload == "on":
-        names = ("engine", "fraction", "slab_bytes", "piece_bytes")
-        settings = {name: value for name in names if (value := getattr(options, name)) is not None}
-        bridge_fgo.install(bridge_fgo.OffloadConfig(**settings))
+        bridge_fgo.install(offload_config(options))
     writer = EventWriter(options.events)
     writer.start("cpu")
     stats = None

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge_fgo.cli.run_script import config_options
 from bridge_fgo.harness.collector_clock import CollectorClock
 from bridge_fgo.harness.final_state import final_state, joined_digests, of_ranks
 from bridge_fgo.harness.gpu_config import build_config
@@ -26,11 +25,11 @@ from bridge_fgo.harness.moves_alone import MovesAlone
 from bridge_fgo.harness.phase_clock import PhaseClock
 from bridge_fgo.harness.record import EventWriter
 from bridge_fgo.harness.step_trace import StepTrace
+from bridge_fgo.options import add_offload_options, offload_config
 
 if TYPE_CHECKING:
     from megatron.bridge.training.callbacks import Callback
 
-    import bridge_fgo
     from bridge_fgo.figures import Stats
 
 # From the 4th step on moments exist and buffers are warm: peaks are those of all steps that come.
@@ -82,17 +81,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     offload = parser.add_argument_group("offload")
     offload.add_argument("--offload", choices=("on", "off"), default="off")
     offload.add_argument("--no-install", action="store_true", help="set the flag, leave this package out")
-    offload.add_argument("--engine", choices=("auto", "native", "mcore"))
-    offload.add_argument("--fraction", type=float)
-    offload.add_argument("--slab-mib", type=int)
-    offload.add_argument("--piece-mib", type=int)
-    offload.add_argument("--budget-gib", type=float)
-    offload.add_argument(
-        "--master-remainders",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="OffloadConfig.master_remainders: None, True or False",
-    )
+    add_offload_options(offload)
     checkpoint = parser.add_argument_group("checkpoints")
     checkpoint.add_argument("--save", type=Path, help="folder to save into every --save-interval steps, and at the end")
     checkpoint.add_argument("--save-interval", type=int, default=4)
@@ -116,22 +105,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.hybrid and options.offload == "on":
         parser.error("--hybrid keeps the states on the CPU for good: it does not go with --offload on")
     return options
-
-
-def offload_config(options: argparse.Namespace) -> bridge_fgo.OffloadConfig:
-    """Returns what the arm installs the package with."""
-    import bridge_fgo
-
-    return bridge_fgo.OffloadConfig(
-        **config_options(
-            engine=options.engine,
-            fraction=options.fraction,
-            slab_mib=options.slab_mib,
-            piece_mib=options.piece_mib,
-            budget_gib=options.budget_gib,
-            master_remainders={"auto": None, "always": True, "never": False}[options.master_remainders],
-        )
-    )
 
 
 def enqueue_seconds(stats: Stats | None) -> float:
