@@ -72,7 +72,7 @@ def plan(
     """Compute the memory of each pipeline stage's ranks by component, and what the copies cost.
 
     States are exact, to the byte; activations are counted for GPTs. Exit status: 0, 1 where training would refuse
-    the config, 2 where there is no plan.
+    the config, 2 where nothing can be estimated.
     """
     _require_file("plan", target)
     from bridge_fgo.cli.plan import command

@@ -126,9 +126,9 @@ def prepare(config: Any, gpus: int) -> str | None:
     """
     from megatron.bridge.training.config import runtime_config_update
 
-    from bridge_fgo.wiring import wrappers
+    from bridge_fgo.wiring.wrappers import refusals_left_to_caller
 
-    with mock.patch.object(wrappers, "refuse_config", lambda cfg, settings: None), world(gpus, 0):
+    with refusals_left_to_caller(), world(gpus, 0):
         try:
             runtime_config_update(config)
         except Exception as error:  # asserts, ValueErrors and whatever else a setting makes Bridge stumble over
@@ -207,7 +207,7 @@ def set_vocabulary(config: Any, vocab_size: int | None) -> None:
 
 
 def tensor_of(name: str, param: torch.nn.Parameter) -> dict[str, Any]:
-    """Return what the plan needs of a parameter; see `bridge_fgo.cli.job.job.Tensor`."""
+    """Return what an estimate needs of a parameter; see `bridge_fgo.cli.job.job.Tensor`."""
     return {
         "name": name,
         "numel": param.numel(),

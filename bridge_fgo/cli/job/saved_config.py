@@ -14,7 +14,7 @@ import torch
 import yaml
 
 SECTIONS = ("model", "optimizer", "train", "ddp", "dist", "checkpoint", "tokenizer")
-"""Sections that the refusals and the plan read."""
+"""Sections that the refusals and the estimate read."""
 
 
 def load_saved_config(path: Path) -> SimpleNamespace:
