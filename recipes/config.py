@@ -81,7 +81,8 @@ def build(
 def turn_off_conflicts(config: Any) -> list[str]:
     """Turn off what a builder set and the offload refuses (`bridge_fgo.wiring.refusals`).
 
-    Returns a line for each setting: what it was and is, and why.
+    Returns:
+        A line for each setting: what it was and is, and why.
     """
     from megatron.bridge.utils.cuda_graph import is_full_iteration_cuda_graph
 

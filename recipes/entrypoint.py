@@ -182,7 +182,7 @@ class PretrainContext(RunContext):
     """Turns the parsed `Job` into a script and an executor, so that the training container needs no NeMo-Run."""
 
     def cli_execute(self, fn: Any, args: list[str], entrypoint_type: Literal["task", "experiment"] = "task") -> None:
-        """As upstream's, but an error ends the process with status 1: under `run.cli.main` it would be 0."""
+        """Execute as upstream's does, but end with status 1 after an error: under `run.cli.main` it would be 0."""
         try:
             if unknown := [arg for arg in args if arg.startswith("-")]:  # NeMo-Run would go on without them
                 raise ValueError(f"there is no option {unknown[0]}: settings are NAME=VALUE, --help lists the options")

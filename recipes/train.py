@@ -46,11 +46,12 @@ def main(
 def prepare(
     name: str, offload: bool, settings: dict[str, Any], hf: str, overrides: Sequence[str]
 ) -> Callable[[], None]:
-    """Return what trains a recipe, once the process has the recipe's environment and all is built that Bridge is given.
+    """Set the recipe's environment, build what Bridge is given, and return the function that trains.
 
     Args:
         name: of the recipe.
-        offload: whether to offload; `settings` go to OffloadConfig.
+        offload: whether to offload.
+        settings: OffloadConfig's keyword arguments.
         hf: Hugging Face config: one of `Choice`.
         overrides: of Bridge's config.
 

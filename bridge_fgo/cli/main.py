@@ -1,7 +1,7 @@
 """The typer application behind `bridge-fgo` and `python -m bridge_fgo`.
 
 Nothing here imports torch or Megatron: each command loads what it needs when it
-runs, so that ``--help`` answers at once and on any machine.
+runs, so that `--help` answers at once and on any machine.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Request:
-    """What to run, and how.
+    """A script to run, its arguments, and the package's settings.
 
     config: the keyword arguments of `bridge_fgo.OffloadConfig` that the user gave; what is missing there keeps the
     default that OffloadConfig documents.

@@ -60,7 +60,8 @@ def compare_scalar(
 
     Args:
         part: what to call it.
-        first, second: the values by step.
+        first: the values of one run by step.
+        second: those of the other.
         as_fp32: whether to compare 32 bits of each, because one of the runs kept no more.
     """
     steps = sorted(first.keys() & second.keys())
@@ -90,7 +91,7 @@ def compare_digests(first: Mapping[str, str], second: Mapping[str, str]) -> dict
 
 @dataclass(frozen=True)
 class Comparison:
-    """What of two arms is equal to the last bit. `steps[i]` is the i-th step's loss."""
+    """The parts of two arms that are equal to the last bit. `steps[i]` is the i-th step's loss."""
 
     steps: tuple[bool, ...]
     same_steps: bool

@@ -1,13 +1,13 @@
-"""One training arm on the CPU: a small GPT through Bridge's own ``train_step``, on made-up data.
+"""One training arm on the CPU: a small GPT through Bridge's own `train_step`, on made-up data.
 
     python -m bridge_fgo.harness.cpu --steps 20 --offload on --events events.jsonl
 
 Transformer Engine and CUDA stand in, as `bridge_fgo.standins` says, so this shows whether two
 arms are bitwise equal and how many bytes go, not how fast they go.
 
-There is no allocator to ask for peaks. ``peak_forward_backward_bytes`` and ``peak_step_bytes`` are bytes of
+There is no allocator to ask for peaks. `peak_forward_backward_bytes` and `peak_step_bytes` are bytes of
 live optimizer state alone: the largest sample taken as a microbatch's forward begins, and the largest taken
-after a step. ``peak_allocated_bytes`` is the larger of the two; ``peak_reserved_bytes`` is 0.
+after a step. `peak_allocated_bytes` is the larger of the two; `peak_reserved_bytes` is 0.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One training arm on GPUs: a small GPT through Bridge's own ``pretrain()``, on mock data.
+"""One training arm on GPUs: a small GPT through Bridge's own `pretrain()`, on mock data.
 
     python -m bridge_fgo.harness.gpu --steps 50 --offload on --events events.jsonl
     torchrun --nproc-per-node 2 -m bridge_fgo.harness.gpu --tp 2 ...
 
-Rank 0 writes the events that ``bridge_fgo.cli.demo`` and the tests read. Digests cover
+Rank 0 writes the events that `bridge_fgo.cli.demo` and the tests read. Digests cover
 every rank; bytes and times are rank 0's. Two runs with the same options are bitwise
 equal, so that whatever differs between two arms comes from what sets them apart.
 """
@@ -37,7 +37,7 @@ FIRST_MEASURED_STEP = 4
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the options; a combination that makes no sense ends the process with status 2."""
+    """Parse the options; a combination that makes no sense ends the process with status 2."""
     parser = argparse.ArgumentParser(
         prog="python -m bridge_fgo.harness.gpu",
         description=__doc__,
@@ -108,12 +108,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def enqueue_seconds(stats: Stats | None) -> float:
-    """Returns the host time of the newest step's moves, in seconds; 0 without offload."""
+    """Return the host's seconds for the moves of the newest step; 0 without offload."""
     return 0.0 if stats is None else stats.enqueue_seconds
 
 
 def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
-    """Returns the callback that measures the run and, on rank 0, writes its events."""
+    """Return the callback that measures the run and, on rank 0, writes its events."""
     import torch
     from megatron.bridge.training.callbacks import Callback
 
@@ -181,13 +181,13 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
             )
 
         def end_alone(self) -> None:
-            """Moves are as in training from here on."""
+            """Make moves as in training again."""
             if self.alone is not None:
                 self.alone.end()
                 self.alone = None
 
         def end_step(self, now: float) -> None:
-            """Writes down the step that ended ``now``, if it is among those that are measured."""
+            """Write the event of the step that ended at `now`, if it is among those that are measured."""
             if not self.newest:
                 return
             self.seconds.append(now - self.started)
@@ -197,7 +197,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
             self.newest = {}
 
         def sample_peaks(self) -> None:
-            """Takes the newest step's peaks into account.
+            """Take the newest step's peaks into account.
 
             The package resets the allocator's peaks between the phases of a step, to tell
             them apart. So its own figures, where it is at work, complete the allocator's.
@@ -259,7 +259,7 @@ def make_recorder(options: argparse.Namespace, clock: PhaseClock) -> Callback:
 
 
 def use_one_rank_by_default() -> None:
-    """Lets the arm run without torchrun: sets what Bridge's initialization reads, where unset."""
+    """Let the arm run without torchrun: sets what Bridge's initialization reads, where unset."""
     if "RANK" in os.environ:
         return
     # Port 0: the store takes one that is free. One that was free a moment ago may be taken by now.
@@ -267,7 +267,7 @@ def use_one_rank_by_default() -> None:
 
 
 def be_deterministic() -> None:
-    """Sets what Bridge's deterministic mode asks of the environment, where unset.
+    """Set what Bridge's deterministic mode asks of the environment, where unset.
 
     Seen on an H200 without it: a 24-layer GPT ended in one of two results, resident or not, depending on
     nothing but timing.
@@ -282,10 +282,10 @@ def be_deterministic() -> None:
 
 
 def skip_building_what_is_built() -> None:
-    """Keeps Bridge from building mcore's dataset helpers where the wheel already has them.
+    """Keep Bridge from building mcore's dataset helpers where the wheel has them built.
 
-    Bridge runs ``make`` in ``megatron/core/datasets`` at every start. The published wheel
-    holds the built extension but no Makefile, so that ``pretrain()`` would end the process.
+    Bridge runs `make` in `megatron/core/datasets` at every start. The published wheel
+    holds the built extension but no Makefile, so that `pretrain()` would end the process.
     """
     from megatron.bridge.training import initialize
     from megatron.core import datasets
@@ -297,7 +297,7 @@ def skip_building_what_is_built() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one arm. What goes wrong ends the process with a traceback and a status other than 0."""
+    """Run one arm. What goes wrong ends the process with a traceback and a status other than 0."""
     options = parse(arguments)
     use_one_rank_by_default()
     if options.deterministic:

@@ -1,4 +1,4 @@
-"""``bridge-fgo doctor``: what is installed, what will happen with the flag on a config, and what is in the way."""
+"""`bridge-fgo doctor`: what is installed, what will happen with the flag on a config, and what is in the way."""
 
 from __future__ import annotations
 

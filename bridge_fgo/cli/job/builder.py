@@ -1,4 +1,4 @@
-"""Builds a job's model without memory, once for each pipeline stage, in one process without a GPU.
+"""The model builder: a job's model without memory, once for each pipeline stage, in one process without a GPU.
 
     python -m bridge_fgo.cli.job.builder REQUEST
 
@@ -103,7 +103,7 @@ def import_all(modules: list[str]) -> None:
 
 @contextlib.contextmanager
 def world(gpus: int, rank: int) -> Iterator[None]:
-    """Be one rank of a world whose collectives do nothing."""
+    """Context in which this process is one rank of a world whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(gpus), LOCAL_RANK="0"):

@@ -1,4 +1,4 @@
-"""``bridge-fgo plan``: from a recipe or a saved run config to tables, JSON and a picture."""
+"""`bridge-fgo plan`: from a recipe or a saved run config to tables, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFUSED = 1
 
 @dataclass(frozen=True)
 class Settings:
-    """What to estimate. Seconds are of one microbatch on a rank; offload holds OffloadConfig's arguments."""
+    """Settings of one estimate. Seconds are of one microbatch on a rank; offload holds OffloadConfig's arguments."""
 
     target: str
     overrides: tuple[str, ...] = ()

@@ -15,10 +15,10 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.holding import MemoryProfile, budget_refusal, choose_staying, least_budget
 
 MXFP8_BYTES = 2 * (1 + 1 / 32)
-"""Of a parameter kept in MXFP8: its rows and its columns, each of one byte an element and one for every 32 (the
+"""Bytes of a parameter's element in MXFP8: its rows and its columns, each one byte, and one for every 32 (the
 microscaling format's block). Without the padding of the scales."""
 FP8_BYTES = 2.0
-"""Of a parameter kept in FP8 with another recipe: the values, in DDP's buffer, and their transpose."""
+"""Bytes of a parameter's element in FP8 with another recipe: the value, in DDP's buffer, and its transpose."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,20 @@ class StageEstimate:
 
     @property
     def fixed(self) -> int:
-        """What is there without activations, resident."""
+        """Bytes on the GPU beside activations, with every state resident."""
         return self.parameters + self.gradients + self.states.total + WORKSPACES
 
     def peak(self, offloaded: int) -> int | None:
-        """Return the peak of the forward and backward with so much of the states away."""
+        """Return the peak of forward and backward with `offloaded` bytes of the states away."""
         return None if self.activations is None else self.fixed + self.activations - offloaded
 
 
 @dataclass(frozen=True)
 class LinkEstimate:
-    """What the copies cost on one kind of link, on the slowest rank, in seconds.
+    """The cost of the copies on one kind of link, on the slowest rank, in seconds.
 
     pinned: bytes of the fullest node: all that may leave, because the engine pins before it knows what a budget leaves.
-
-    link_seconds: what is copied of all offloaded states, one way. most_floor: the floor of the added step time with
+    link_seconds: one way of all that is copied. most_floor: the floor of the added step time with
     nothing to hide behind. floor: the same for the forward and backward that the user gave, or None.
     hidden_from: seconds of a microbatch's forward (its backward taken as twice that) from which the floor is 0.
     Both are None where the activations, whose place copies need in forward and backward, are not known.
@@ -72,7 +71,10 @@ class LinkEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a job needs. states: of each rank of each stage; most_offloaded, most_pinned: of any rank, in bytes."""
+    """A job's memory and copies.
+
+    states: of each rank of each stage. most_offloaded, most_pinned: the most bytes of any rank.
+    """
 
     job: Job
     offload: OffloadConfig
@@ -85,7 +87,7 @@ class Estimate:
 
     @property
     def state_bytes_by_rank(self) -> list[list[int]]:
-        """All states of each rank of each stage, in bytes."""
+        """Bytes of all states, of each rank of each stage."""
         return [[of_rank.total for of_rank in of_stage] for of_stage in self.states]
 
     @property
@@ -103,7 +105,8 @@ def make_estimate(
         job: with its tensors.
         offload: what is offloaded.
         links: whose copies to estimate.
-        forward, backward: seconds of one microbatch on a rank, where the user knows them.
+        forward: seconds of one microbatch's forward on a rank, where the user knows them.
+        backward: of its backward; None for twice the forward.
 
     Raises:
         ValueError: the states are not a DistributedOptimizer's, so that there is nothing to estimate; or upstream's
@@ -205,7 +208,7 @@ def _least_budget(others: int, activations: int, states: StateBytes) -> int:
 
 
 def offloaded_bytes(stage: StageEstimate, states: StateBytes, offload: OffloadConfig) -> int:
-    """Return what of a rank's states leaves the GPU: all that may, or the parts that the budget has no room for.
+    """Return the bytes of a rank's states that leave the GPU: all that may, or the parts that exceed the budget.
 
     Raises:
         ValueError: there is a budget, and the activations are not known.

@@ -1,4 +1,4 @@
-"""Reads runs that are over: TensorBoard logs of Bridge, and what ``bridge-fgo bench`` or ``demo --keep`` left."""
+"""Reads runs that are over: TensorBoard logs of Bridge, and what `bridge-fgo bench` or `demo --keep` left."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ class Run:
 
 
 def load(path: Path) -> list[Run]:
-    """Returns the runs that ``path`` holds, a resident one first.
+    """Return the runs that `path` holds, a resident one first.
 
     Args:
-        path: a folder or file of TensorBoard events; a folder of ``bridge-fgo bench`` or ``demo --keep``, or its
-            ``bench.json``, which without the events beside it has the table's figures and no steps; or one arm's
-            ``NAME.events.jsonl``.
+        path: a folder or file of TensorBoard events; a folder of `bridge-fgo bench` or `demo --keep`, or its
+            `bench.json`, which without the events beside it has the table's figures and no steps; or one arm's
+            `NAME.events.jsonl`.
 
     Raises:
         ValueError: it holds none, or more than one where one is meant.
@@ -100,7 +100,7 @@ def load(path: Path) -> list[Run]:
 
 
 def _bench(folder: Path) -> list[Run]:
-    """Returns the arms in the order of the bench's table; with no table the resident one first."""
+    """Return the arms in the order of the bench's table; with no table the resident one first."""
     file = folder / "bench.json"
     table: dict[str, Any] = {"arms": []}
     if file.exists():
@@ -155,13 +155,13 @@ def _arm(path: Path) -> Run:
 
 
 def _begun(file: Path) -> tuple[str, int]:
-    """Returns when a file of TensorBoard's was begun: by the seconds in its name, and of one second by the disk."""
+    """Return when a file of TensorBoard's was begun: the seconds in its name, then the time on disk."""
     parts = file.name.split(".")
     return parts[3] if len(parts) > 3 else "", file.stat().st_mtime_ns
 
 
 def _tensorboard(path: Path, name: str) -> Run:
-    """Returns the run of a TensorBoard log; of a step that was run again after a resume, the last values."""
+    """Return the run of a TensorBoard log. A step that was run again after a resume has its last values."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
