@@ -93,7 +93,7 @@ def prepare_pretrain(
     from megatron.bridge.utils.common_utils import print_rank_0
 
     import bridge_fgo
-    from bridge_fgo.harness.gpu import skip_building_what_is_built, use_one_rank_by_default
+    from bridge_fgo.harness.process_setup import skip_building_what_is_built, use_one_rank_by_default
     from bridge_fgo.recipes.config import build
 
     if offload is not None:
