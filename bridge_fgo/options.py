@@ -92,17 +92,20 @@ OPTIONS = _make_options()
 
 
 def settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return OffloadConfig's keyword arguments for options by parameter name; None is what was not given."""
-    by_setting = {option: given.get(option.parameter) for option in OPTIONS}
-    return {
-        option.setting: str(value) if option.choices else value * option.spelling.unit if option.kind is int else value
-        for option, value in by_setting.items()
-        if value is not None
-    }
+    """Return OffloadConfig's keyword arguments. `given` has values by `Option.parameter`; None is one not given."""
+    found: dict[str, Any] = {}
+    for option in OPTIONS:
+        value = given.get(option.parameter)
+        if value is None:
+            continue
+        if option.choices:
+            value = str(value)  # and not typer's enum
+        found[option.setting] = value * option.spelling.unit if option.kind is int else value
+    return found
 
 
 def command_line(given: Mapping[str, Any]) -> list[str]:
-    """Return the options, as a command line with `takes_offload_options` reads them, that `given` has."""
+    """Return the words that give a command of `takes_offload_options` the same options; for `given` see `settings`."""
     words: list[str] = []
     for option in OPTIONS:
         value = given.get(option.parameter)
@@ -116,7 +119,7 @@ def command_line(given: Mapping[str, Any]) -> list[str]:
 
 
 def takes_offload_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a typer command the options; it gets the settings of those that were given as its argument `offload`."""
+    """Give a typer command the options. What was given is passed as its argument `offload`: see `settings`."""
 
     @functools.wraps(command)
     def with_options(*args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ META = torch.device("meta")
 
 
 class CudaAsCpu(TorchFunctionMode):
-    """Make device="cuda" mean the CPU or `device`, and lets `Tensor.type()` name CUDA types, which mcore asks for.
+    """Makes device="cuda" mean the CPU or `device`, and has `Tensor.type()` name CUDA types, which mcore asks for.
 
     Holds in the thread that installed it; autograd runs the backward of CPU tensors in that thread too.
     """
