@@ -1,4 +1,4 @@
-"""``python -m bridge_fgo ...``, and with it ``torchrun -m bridge_fgo run script.py ...``."""
+"""`python -m bridge_fgo ...`, and with it `torchrun -m bridge_fgo run script.py ...`."""
 
 from bridge_fgo.cli.main import app
 

@@ -1,13 +1,34 @@
-"""What a user may ask of the offload: one small frozen dataclass, checked when it is made."""
+"""The settings of the offload, declared once: one small frozen dataclass, checked when it is made.
+
+The command lines take their options from its fields: names from their metadata, help from the first sentence of their
+docstrings (`bridge_fgo.options`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
 MIB = 2**20
 
 Engine = Literal["auto", "native", "mcore"]
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How a command line spells a setting: `--name` and, for one that is True or False, `--off` for False.
+
+    unit: what a number on the command line is a multiple of.
+    """
+
+    name: str
+    off: str = ""
+    unit: int = 1
+
+
+def _spelled(name: str, off: str = "", unit: int = 1) -> dict[str, Any]:
+    """Return a field's metadata."""
+    return {"spelling": Spelling(name, off, unit)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,44 +41,45 @@ class OffloadConfig:
         ValueError: a setting is of the wrong type or out of range; the message names it.
     """
 
-    engine: Engine = "auto"
-    """Who moves the bytes. "native": this package's engine, on every mcore. "mcore": the offloader of the
-    installed mcore, refused where that mcore has none. "auto": native, but mcore's chunked offloader where its
-    own fraction or chunk size is set. Native was the faster in all but one of the runs of both on GPUs, gives
-    reserved memory back and saves in the background."""
+    engine: Engine = field(default="auto", metadata=_spelled("engine"))
+    """Which offloader moves the bytes. "native" is this package's engine, on every mcore. "mcore" is the offloader of
+    the installed mcore, refused where that mcore has none. "auto" is native, or mcore's chunked offloader where its own
+    fraction or chunk size is set. On GPUs native was faster in all but one of the runs of both, gives reserved memory
+    back and saves in the background."""
 
-    moments: bool = True
+    moments: bool = field(default=True, metadata=_spelled("moments", off="no-moments"))
     """Offload Adam's `exp_avg` and `exp_avg_sq`."""
 
-    master_weights: bool = True
-    """Offload the fp32 master weights (or their 16-bit remainders)."""
+    master_weights: bool = field(default=True, metadata=_spelled("master-weights", off="no-master-weights"))
+    """Offload the fp32 master weights, or their 16-bit remainders."""
 
-    master_remainders: bool | None = None
-    """Whether to copy of an fp32 master only the 17 bits that the model's bf16 weight does not have, which it was
-    rounded to and which stays on the GPU. Only the optimizer may change such weights then, and a checkpoint load: where
-    something else has, an error comes before the masters are used. None does so once training is seen to wait for
-    copies in two of the first dozen or so steps: where all are hidden behind a long forward and backward, packing would
-    only cost time (on an H200 10 ms for 1.64 billion parameters). True does so from the first step on, False never."""
+    master_remainders: bool | None = field(default=None, metadata=_spelled("master-remainders", off="whole-masters"))
+    """Copy always, or never, only the bits of an fp32 master that its bf16 weight lacks; by default once training waits
+    for copies. True starts at the first step, False never does. None starts once training has waited for copies in two
+    of the first dozen or so steps: where all hide behind a long forward and backward, packing only costs time (on an
+    H200 10 ms for 1.64 billion parameters). 17 bits are copied; the weight, which the master was rounded to, stays on
+    the GPU, and only the optimizer or a checkpoint load may change it. If you modify bf16 weights between steps, set
+    `master_remainders=False`; otherwise the next use of the masters raises an error."""
 
-    fraction: float = 1.0
-    """Share to offload, in (0, 1], of the bytes that `moments` and `master_weights` ask for. Parameters are
-    taken whole, in the optimizer's order, until the share is reached."""
+    fraction: float = field(default=1.0, metadata=_spelled("fraction"))
+    """Share of the bytes of moments and master weights to offload, in (0, 1]. Parameters are taken whole, in the
+    optimizer's order, until the share of what `moments` and `master_weights` ask for is reached."""
 
-    gpu_memory_budget_gib: float | None = None
-    """Peak of GPU memory allocated by PyTorch on a rank, in GiB, under which to keep the run while offloading
-    as little as possible. The first steps offload everything and measure. What PyTorch does not allocate (the
-    CUDA context, NCCL) comes on top."""
+    gpu_memory_budget_gib: float | None = field(default=None, metadata=_spelled("budget-gib"))
+    """Peak of GPU memory to stay under, in GiB, while offloading as little as possible. The peak is of the memory that
+    PyTorch allocates on a rank; the CUDA context and NCCL come on top. The first steps offload everything and
+    measure."""
 
-    slab_bytes: int = 1024 * MIB
-    """Size in bytes that the states updated in one go aim for at most; where it is less, the geometric mean of the
-    optimizer's state and 8 MiB, which costs the least time (0.4 of 20 GB), or a 16th of the state. Each such part has a
-    slab for its masters and one for its moments: one GPU allocation and one host buffer each. A tensor is never split,
-    so a tensor that is larger makes a larger slab. Parts that are smaller than that mean come and leave in groups of
-    its size, where the optimizer step has room for eight of them: they cost the host less so."""
+    slab_bytes: int = field(default=1024 * MIB, metadata=_spelled("slab-mib", unit=MIB))
+    """Most optimizer state that is updated in one go, in bytes. Where that is less, the geometric mean of the
+    optimizer's state and 8 MiB is taken, which costs the least time (0.4 of 20 GB), or a 16th of the state. Each such
+    part has a slab for its masters and one for its moments, with one GPU allocation and one host buffer each. A tensor
+    is never split, so a larger tensor makes a larger slab. Parts smaller than that mean leave and return in groups of
+    its size, where the optimizer step has room for eight of them, which saves host time."""
 
-    piece_bytes: int = 64 * MIB
-    """Largest single copy between host and GPU, in bytes: a copy of the training loop's own waits for one. On an
-    H200 1.2 ms; larger ones cost the host less."""
+    piece_bytes: int = field(default=64 * MIB, metadata=_spelled("piece-mib", unit=MIB))
+    """Largest single copy between host and GPU, in bytes. A copy of the training loop's own waits for at most one, 1.2
+    ms on an H200; larger ones cost the host less time."""
 
     pin_memory: bool = True
     """Page-lock the host buffers. Without it a copy cannot overlap computation."""
@@ -105,7 +127,7 @@ class OffloadConfig:
 
     @property
     def gpu_memory_budget_bytes(self) -> int | None:
-        """The budget in bytes, or None."""
+        """`gpu_memory_budget_gib` in bytes, or None."""
         return None if self.gpu_memory_budget_gib is None else int(self.gpu_memory_budget_gib * 2**30)
 
     def native_only_settings(self) -> list[str]:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bridge_fgo.cli.job.overrides import overridden
 from bridge_fgo.recipes import catalog, hf_config
+from bridge_fgo.recipes.overrides import overridden
 from bridge_fgo.wiring.compat import FLAG
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ def build(
 def turn_off_conflicts(config: Any) -> list[str]:
     """Turn off what a builder set and the offload refuses (`bridge_fgo.wiring.refusals`).
 
-    Returns a line for each setting: what it was and is, and why.
+    Returns:
+        A line for each setting: what it was and is, and why.
     """
     from megatron.bridge.utils.cuda_graph import is_full_iteration_cuda_graph
 
@@ -112,9 +113,9 @@ def import_bridge() -> None:
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
         raise ValueError("a recipe's configuration needs megatron-bridge: pip install 'megatron-bridge>=0.6,<0.7'")
     if "megatron.bridge" not in sys.modules and importlib.util.find_spec("transformer_engine") is None:
-        from bridge_fgo.cli.arms import cpu_standin
+        from bridge_fgo.standins import hollow
 
-        cpu_standin.import_bridge()
+        hollow.import_bridge()
 
 
 def main() -> None:

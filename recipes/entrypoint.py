@@ -20,8 +20,8 @@ from nemo_run.cli.api import RunContext
 from nemo_run.cli.cli_parser import CLIException
 from torchx.specs import AppState
 
-from bridge_fgo.cli.run_script import config_options
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.options import OffloadOptions, command_line, settings
 from bridge_fgo.recipes import catalog, executors, hf_config
 
 SCHEDULERS = ("slurm", "local")
@@ -32,15 +32,14 @@ SLURM_ONLY = (
 
 
 @dataclass(kw_only=True)
-class Job:
+class Job(OffloadOptions):
     """Pretrain one of the recipes, on Slurm (GB200 by default) or on this machine.
+
+    The settings of the offload are named as the options of `bridge-fgo run`: engine, fraction, budget_gib, ...
 
     Args:
         recipe: name of a recipe, which `--factory` sets. Required.
         offload: offload the optimizer's states. Without it, exactly upstream's recipe.
-        engine: OffloadConfig.engine.
-        fraction: OffloadConfig.fraction.
-        budget_gib: OffloadConfig.gpu_memory_budget_gib.
         hf_config: Hugging Face config: auto (its cache, else kept in the project), hub, or kept.
         overrides: overrides of Bridge's config, `section.field=value` with spaces between.
         scheduler: slurm, or local: this machine, where the settings from account on are errors.
@@ -63,9 +62,6 @@ class Job:
 
     recipe: str = ""
     offload: bool = True
-    engine: Optional[str] = None  # noqa: UP045
-    fraction: Optional[float] = None  # noqa: UP045
-    budget_gib: Optional[float] = None  # noqa: UP045
     hf_config: str = "auto"
     overrides: str = ""
     scheduler: str = "slurm"
@@ -143,7 +139,7 @@ class Job:
         return min(self.found.gpus, catalog.GPUS_A_NODE) if self.scheduler == "slurm" else self.found.gpus
 
     def _offload_settings(self) -> dict[str, Any]:
-        return config_options(engine=self.engine, fraction=self.fraction, budget_gib=self.budget_gib)
+        return settings(vars(self))
 
     def env_names(self) -> list[str]:
         """Return the names in `env`."""
@@ -151,11 +147,9 @@ class Job:
 
     def arguments(self) -> list[str]:
         """Return the arguments of `bridge_fgo.recipes.train`."""
-        given = {"--engine": self.engine, "--fraction": self.fraction, "--budget-gib": self.budget_gib}
-        options = [item for name, value in given.items() if value is not None for item in (name, str(value))]
         hf = [] if self.hf_config == "auto" else ["--hf-config", self.hf_config]
         on_or_off = "--offload" if self.offload else "--no-offload"
-        return [self.recipe, on_or_off, *options, *hf, *shlex.split(self.overrides)]
+        return [self.recipe, on_or_off, *command_line(vars(self)), *hf, *shlex.split(self.overrides)]
 
     def task(self) -> run.Script:
         """Return what each rank runs."""
@@ -188,7 +182,7 @@ class PretrainContext(RunContext):
     """Turns the parsed `Job` into a script and an executor, so that the training container needs no NeMo-Run."""
 
     def cli_execute(self, fn: Any, args: list[str], entrypoint_type: Literal["task", "experiment"] = "task") -> None:
-        """As upstream's, but an error ends the process with status 1: under `run.cli.main` it would be 0."""
+        """Execute as upstream's does, but end with status 1 after an error: under `run.cli.main` it would be 0."""
         try:
             if unknown := [arg for arg in args if arg.startswith("-")]:  # NeMo-Run would go on without them
                 raise ValueError(f"there is no option {unknown[0]}: settings are NAME=VALUE, --help lists the options")

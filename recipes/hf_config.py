@@ -61,7 +61,7 @@ def without_tokenizer(config: Any, model: str) -> str:
 
 @contextlib.contextmanager
 def served(choice: Choice) -> Iterator[None]:
-    """Let Bridge's `AutoBridge.from_hf_pretrained` get configs as `choice` says, in this block.
+    """Context in which Bridge's `AutoBridge.from_hf_pretrained` gets configs as `choice` says.
 
     Only the loading of `config.json` is replaced; all that Bridge makes of it is Bridge's own.
     """

@@ -13,8 +13,8 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from bridge_fgo.cli.run_script import config_options
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.options import takes_offload_options
 from bridge_fgo.recipes import catalog, hf_config
 from bridge_fgo.recipes.hf_config import Choice
 
@@ -22,22 +22,21 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 @app.command()
+@takes_offload_options
 def main(
     name: Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a recipe.", show_default=False)],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Overrides of Bridge's config.", show_default=False),
     ] = None,
-    offload: Annotated[bool, typer.Option(help="Offload the optimizer's states.")] = True,
-    engine: Annotated[str | None, typer.Option(help="OffloadConfig.engine: auto, native or mcore.")] = None,
-    fraction: Annotated[float | None, typer.Option(help="OffloadConfig.fraction, up to 1.")] = None,
-    budget_gib: Annotated[float | None, typer.Option(help="OffloadConfig.gpu_memory_budget_gib.")] = None,
+    is_on: Annotated[bool, typer.Option("--offload/--no-offload", help="Offload the optimizer's states.")] = True,
     hf_config: Annotated[str, typer.Option(help="Hugging Face config: auto, hub, or kept (in the project).")] = "auto",
+    *,
+    offload: dict[str, Any],
 ) -> None:
     """Train one of the recipes of `bridge_fgo.recipes.catalog`."""
-    settings = config_options(engine=engine, fraction=fraction, budget_gib=budget_gib)
     try:
-        train = prepare(name, offload, settings, hf_config, overrides or ())
+        train = prepare(name, is_on, offload, hf_config, overrides or ())
     except ValueError as error:  # the user's; what training raises keeps its traceback
         typer.echo(f"bridge_fgo.recipes.train: {error}", err=True)
         raise typer.Exit(2) from None
@@ -47,11 +46,12 @@ def main(
 def prepare(
     name: str, offload: bool, settings: dict[str, Any], hf: str, overrides: Sequence[str]
 ) -> Callable[[], None]:
-    """Return what trains a recipe, once the process has the recipe's environment and all is built that Bridge is given.
+    """Set the recipe's environment, build what Bridge is given, and return the function that trains.
 
     Args:
         name: of the recipe.
-        offload: whether to offload; `settings` go to OffloadConfig.
+        offload: whether to offload.
+        settings: OffloadConfig's keyword arguments.
         hf: Hugging Face config: one of `Choice`.
         overrides: of Bridge's config.
 
@@ -93,7 +93,7 @@ def prepare_pretrain(
     from megatron.bridge.utils.common_utils import print_rank_0
 
     import bridge_fgo
-    from bridge_fgo.cli.arms.gpu import skip_building_what_is_built, use_one_rank_by_default
+    from bridge_fgo.harness.process_setup import skip_building_what_is_built, use_one_rank_by_default
     from bridge_fgo.recipes.config import build
 
     if offload is not None:

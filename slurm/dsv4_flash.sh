@@ -28,7 +28,7 @@ set -euo pipefail
 
 RECIPE="${RECIPE:-dsv4_flash_64gpu}"                      # or dsv4_flash_64gpu_bf16
 OFFLOAD="${OFFLOAD:-1}"                                   # 0: upstream's recipe as it is
-OFFLOAD_OPTIONS="${OFFLOAD_OPTIONS:-}"                    # --engine, --fraction, --budget-gib: "--fraction 0.5"
+OFFLOAD_OPTIONS="${OFFLOAD_OPTIONS:-}"                    # as of `bridge-fgo run`: "--fraction 0.5"
 CONTAINER_IMAGE="${CONTAINER_IMAGE:-}"                    # empty: runs on the nodes themselves
 CONTAINER_MOUNTS="${CONTAINER_MOUNTS:-$PWD:$PWD}"         # HOST:CONTAINER,...
 ENV_NAMES="${ENV_NAMES:-}"                                # names that enter the container: HF_TOKEN,WANDB_API_KEY

@@ -25,7 +25,7 @@ def cpu_standins():
     """Bridge runs on the CPU for the tests of a module."""
     import shared_gloo
 
-    from bridge_fgo.cli.arms.cpu_standin import install_standins, remove_standins
+    from bridge_fgo.standins.cuda import install_standins, remove_standins
 
     install_standins()
     gc.collect()

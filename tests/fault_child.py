@@ -8,17 +8,17 @@ import signal
 
 from saving import save
 
-from bridge_fgo.cli.arms.cpu_standin import install_standins
+from bridge_fgo.standins.cuda import install_standins
 
 install_standins()
 
 import bridge_fgo  # noqa: E402
-from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 from bridge_fgo.engine.inner_step import InnerStep  # noqa: E402
 from bridge_fgo.engine.master_copy import MasterCopy  # noqa: E402
 from bridge_fgo.engine.remainders import MasterRemainders  # noqa: E402
 from bridge_fgo.engine.snapshot import Snapshot  # noqa: E402
 from bridge_fgo.engine.transfers import HostTransfers  # noqa: E402
+from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 from bridge_fgo.wiring.session import Session  # noqa: E402
 
 POINTS = {

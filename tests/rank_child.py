@@ -11,15 +11,15 @@ from pathlib import Path
 import fused_adam
 from saving import load, save
 
-from bridge_fgo.cli.arms.cpu_standin import install_standins
+from bridge_fgo.standins.cuda import install_standins
 
 install_standins()
 
 import torch  # noqa: E402
 
 import bridge_fgo  # noqa: E402
-from bridge_fgo.cli.arms.cpu_model import microbatches  # noqa: E402
-from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining  # noqa: E402
+from bridge_fgo.harness.cpu_model import microbatches  # noqa: E402
+from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 
 CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
 

@@ -13,12 +13,12 @@ import fused_adam
 from bridge_loop import train as train_loop
 from saving import load
 
-from bridge_fgo.cli.arms.cpu_standin import install_standins
+from bridge_fgo.standins.cuda import install_standins
 
 install_standins()
 
 import bridge_fgo  # noqa: E402
-from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining  # noqa: E402
+from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 from bridge_fgo.wiring.session import SESSION  # noqa: E402
 
 SAVED_AFTER, BREAKS_IN, STEPS = 2, 4, 6

@@ -14,8 +14,8 @@ from saving import load, save
 from torch.distributed.checkpoint.api import CheckpointException
 
 import bridge_fgo
-from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining
 from bridge_fgo.engine.residency import Residency
+from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
 from bridge_fgo.wiring.session import SESSION
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")

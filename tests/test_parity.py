@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import bridge_fgo
-from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining, run
 from bridge_fgo.engine.slab import Slab
+from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining, run
 from bridge_fgo.wiring.session import SESSION
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")

@@ -9,9 +9,9 @@ from test_parity import SMALL_SLABS
 
 import bridge_fgo
 from bridge_fgo import figures
-from bridge_fgo.cli.arms.cpu_model import CpuOptions
-from bridge_fgo.cli.arms.cpu_training import CpuTraining, run
 from bridge_fgo.engine import native, planner
+from bridge_fgo.harness.cpu_model import CpuOptions
+from bridge_fgo.harness.cpu_training import CpuTraining, run
 from bridge_fgo.wiring import session, wrappers
 from bridge_fgo.wiring.session import SESSION
 

@@ -1,4 +1,4 @@
-"""The ``bridge-fgo`` command line.
+"""The `bridge-fgo` command line.
 
-Kept free of imports: ``bridge-fgo --help`` has to answer without loading torch.
+Kept free of imports: `bridge-fgo --help` has to answer without loading torch.
 """

@@ -1,4 +1,4 @@
-"""``bridge-fgo demo``: the same training twice, resident and offloaded, compared bit by bit.
+"""`bridge-fgo demo`: the same training twice, resident and offloaded, compared bit by bit.
 
 Each run (an *arm*) is a process of its own, so that neither inherits memory, random
 state or patches from the other. An arm appends JSON events to a file, which is
@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bridge_fgo.cli.arms.runner import ArmFailed, ArmRun, Comparison, Event, compare, run_arm
+from bridge_fgo.harness.comparator import Comparison, compare
+from bridge_fgo.harness.runner import ArmFailed, ArmRun, Event, run_arm
 
 NOT_EQUAL = 1
 FAILED = 2
@@ -32,10 +33,10 @@ TABLE_ROWS = 60
 
 @dataclass(frozen=True)
 class Settings:
-    """One demo.
+    """Settings of one demo.
 
-    ``device`` is auto, cuda or cpu. ``gpu_options`` go to the GPU arm as they are.
-    ``arm_module`` overrides the module that is run as the arm.
+    device: auto, cuda or cpu. gpu_options: the GPU arm's own. arm_module: the module that is run as the arm instead of
+    the device's.
     """
 
     steps: int = 20
@@ -50,7 +51,7 @@ class Settings:
 
 
 def missing_packages() -> list[str]:
-    """Returns the Megatron packages that cannot be found here (looked for, not imported)."""
+    """Return the Megatron packages that cannot be found here (looked for, not imported)."""
     return [
         package
         for package, module in (("megatron-bridge", "megatron.bridge"), ("megatron-core", "megatron.core"))
@@ -59,11 +60,13 @@ def missing_packages() -> list[str]:
 
 
 def choose_device(requested: str) -> tuple[str, str | None]:
-    """Returns ("cuda" or "cpu", why not the GPU).
+    """Return ("cuda" or "cpu", why not the GPU).
 
     Transformer Engine is tried in a process of its own: it may be there and yet not
     import, and this process should not hold a CUDA context beside the arms.
-    Raises ValueError where ``requested`` is cuda and there is no GPU.
+
+    Raises:
+        ValueError: `requested` is cuda and there is no GPU.
     """
     if requested == "cpu":
         return "cpu", None
@@ -86,7 +89,7 @@ def choose_device(requested: str) -> tuple[str, str | None]:
 
 
 def readable_bytes(count: float | None) -> str:
-    """Returns ``count`` bytes in the largest decimal unit that leaves a digit before the point."""
+    """Return a number of bytes in the largest decimal unit that leaves a digit before the point."""
     if count is None:
         return "-"
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -96,12 +99,12 @@ def readable_bytes(count: float | None) -> str:
 
 
 def readable_number(value: float | None) -> str:
-    """Returns ``value`` with nine digits, enough to tell any two fp32 numbers apart."""
+    """Return a number with nine digits, enough to tell any two fp32 numbers apart."""
     return "-" if value is None else f"{value:.9g}"
 
 
 def print_report(console: Console, resident: ArmRun, offloaded: ArmRun, same: Comparison, cpu: bool) -> None:
-    """Prints losses, bytes, and whether the two arms are bitwise equal."""
+    """Print losses, bytes, and whether the two arms are bitwise equal."""
     losses = Table("step", "loss, resident", "loss, offloaded", "equal")
     rows = list(zip(resident.steps, offloaded.steps, same.steps, strict=False))
     for index, (ours, theirs, equal) in enumerate(rows):
@@ -141,13 +144,13 @@ def print_report(console: Console, resident: ArmRun, offloaded: ArmRun, same: Co
 
 
 def median_seconds(arm: ArmRun) -> float:
-    """Returns the median step time in seconds, without the first three steps where there are more."""
+    """Return the median step time in seconds, without the first three steps where there are more."""
     seconds = [event["seconds"] for event in arm.steps]
     return statistics.median(seconds[3:] or seconds)
 
 
 def json_report(resident: ArmRun, offloaded: ArmRun, same: Comparison) -> Event:
-    """Returns the object that ``--json`` prints. A loss that JSON cannot hold (NaN, inf) is null."""
+    """Return the object that `--json` prints. A loss that JSON cannot hold (NaN, inf) is null."""
 
     def losses(arm: ArmRun) -> list[float | None]:
         return [loss if loss is not None and math.isfinite(loss) else None for loss in arm.values("loss")]
@@ -177,10 +180,11 @@ def json_report(resident: ArmRun, offloaded: ArmRun, same: Comparison) -> Event:
 
 
 def run(settings: Settings) -> int:
-    """Runs both arms one after another and reports.
+    """Run both arms, one after the other, and report.
 
-    Returns the exit status: 0; NOT_EQUAL where the arms differ or nothing was
-    released; FAILED where an arm failed or could not start.
+    Returns:
+        The exit status: 0; NOT_EQUAL where the arms differ or nothing was released; FAILED where an arm failed or
+        could not start.
     """
     errors, output = Console(stderr=True, soft_wrap=True), Console()
     module, device = settings.arm_module, "cpu"
@@ -197,7 +201,7 @@ def run(settings: Settings) -> int:
             return FAILED
         if why:
             errors.print(f"Running on the CPU: {why}.", markup=False)
-        module = "bridge_fgo.cli.arms.gpu" if device == "cuda" else "bridge_fgo.cli.arms.cpu"
+        module = "bridge_fgo.harness.gpu" if device == "cuda" else "bridge_fgo.harness.cpu"
     options = ["--steps", str(settings.steps)]
     if device == "cuda":
         options += settings.gpu_options

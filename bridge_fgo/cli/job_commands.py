@@ -1,4 +1,4 @@
-"""The commands about a job that is not running yet: ``plan`` and ``doctor``. Imports what they need when they run."""
+"""The commands about a job that is not running yet, `plan` and `doctor`. They import what they need when they run."""
 
 from __future__ import annotations
 
@@ -8,22 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from bridge_fgo.cli import run_script
 from bridge_fgo.cli.job.target import require_file
+from bridge_fgo.options import takes_offload_options
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Overrides of Bridge's config.")
 ]
 Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs of the job; the fewest it can have by default.")]
-OffloadEngine = Annotated[run_script.Engine | None, typer.Option(help="Which offloader does the work.")]
-Fraction = Annotated[float | None, typer.Option(help="Share of the state to offload, up to 1.")]
-Budget = Annotated[float | None, typer.Option(help="Peak of GPU memory to stay under, in GiB.")]
-NoMoments = Annotated[bool, typer.Option("--no-moments", help="Leave the moments on the GPU.")]
-Remainders = Annotated[
-    bool | None,
-    typer.Option("--master-remainders/--whole-masters", help="Copy of masters what weights do not have, or all bits."),
-]
-NoMasters = Annotated[bool, typer.Option("--no-master-weights", help="Leave the master weights on the GPU.")]
 Vocabulary = Annotated[int | None, typer.Option("--vocab-size", min=1, help="Where neither model nor tokenizer says.")]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, help="GPUs of a node; the system's own by default.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
@@ -34,24 +25,6 @@ def in_a_folder(path: Path | None) -> Path | None:
     if path is not None and not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
     return path
-
-
-def _offload_options(
-    engine: run_script.Engine | None,
-    fraction: float | None,
-    budget_gib: float | None,
-    no_moments: bool,
-    no_master_weights: bool,
-    master_remainders: bool | None,
-) -> dict[str, Any]:
-    return run_script.config_options(
-        engine=None if engine is None else engine.value,
-        fraction=fraction,
-        budget_gib=budget_gib,
-        no_moments=no_moments,
-        no_master_weights=no_master_weights,
-        master_remainders=master_remainders,
-    )
 
 
 def _exit_with(command: str, run: Callable[[], int]) -> None:
@@ -76,6 +49,7 @@ def _refused(command: str, error: Exception) -> typer.Exit:
     return typer.Exit(2)
 
 
+@takes_offload_options
 def plan(
     target: Annotated[
         str, typer.Argument(metavar="RECIPE|CONFIG", help="A recipe, module:function, or run_config.yaml.")
@@ -88,21 +62,17 @@ def plan(
     link_gbs: Annotated[float | None, typer.Option(help="Measured link speed of a GPU, GB/s each way.")] = None,
     forward_seconds: Annotated[float | None, typer.Option(help="A microbatch's forward on a rank.")] = None,
     backward_seconds: Annotated[float | None, typer.Option(help="The same; twice the forward by default.")] = None,
-    engine: OffloadEngine = None,
-    fraction: Fraction = None,
-    budget_gib: Budget = None,
-    no_moments: NoMoments = False,
-    no_master_weights: NoMasters = False,
-    master_remainders: Remainders = None,
     json_output: Json = False,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", callback=in_a_folder, help="Draw the components (matplotlib).")
     ] = None,
+    *,
+    offload: dict[str, Any],
 ) -> None:
     """Compute the memory of each pipeline stage's ranks by component, and what the copies cost.
 
     States are exact, to the byte; activations are counted for GPTs. Exit status: 0, 1 where training would refuse
-    the config, 2 where there is no plan.
+    the config, 2 where nothing can be estimated.
     """
     _require_file("plan", target)
     from bridge_fgo.cli.plan import command
@@ -117,13 +87,14 @@ def plan(
         link_gbs=link_gbs,
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
-        offload=_offload_options(engine, fraction, budget_gib, no_moments, no_master_weights, master_remainders),
+        offload=offload,
         json_output=json_output,
         picture=picture,
     )
     _exit_with("plan", lambda: command.run(settings))
 
 
+@takes_offload_options
 def doctor(
     target: Annotated[
         str | None, typer.Argument(metavar="[RECIPE|CONFIG]", help="A recipe, module:function, or run_config.yaml.")
@@ -132,14 +103,10 @@ def doctor(
     gpus: Gpus = None,
     gpus_per_node: GpusPerNode = None,
     vocab_size: Vocabulary = None,
-    engine: OffloadEngine = None,
-    fraction: Fraction = None,
-    budget_gib: Budget = None,
-    no_moments: NoMoments = False,
-    no_master_weights: NoMasters = False,
-    master_remainders: Remainders = None,
     probe: Annotated[bool, typer.Option(help="Measure the links of the GPUs here.")] = True,
     json_output: Json = False,
+    *,
+    offload: dict[str, Any],
 ) -> None:
     """Examine this machine, and what the offload will do with a config.
 
@@ -155,7 +122,7 @@ def doctor(
         gpus=gpus,
         gpus_per_node=gpus_per_node,
         vocab_size=vocab_size,
-        offload=_offload_options(engine, fraction, budget_gib, no_moments, no_master_weights, master_remainders),
+        offload=offload,
         probe=probe,
         json_output=json_output,
     )

@@ -1,7 +1,7 @@
-"""The typer application behind ``bridge-fgo`` and ``python -m bridge_fgo``.
+"""The typer application behind `bridge-fgo` and `python -m bridge_fgo`.
 
 Nothing here imports torch or Megatron: each command loads what it needs when it
-runs, so that ``--help`` answers at once and on any machine.
+runs, so that `--help` answers at once and on any machine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from bridge_fgo.cli import demo as demo_command
 from bridge_fgo.cli import job_commands, run_script
+from bridge_fgo.options import takes_offload_options
 
 
 class Device(StrEnum):
@@ -26,7 +27,7 @@ class Device(StrEnum):
 
 
 class MomentsDtype(StrEnum):
-    """dtype of Adam's moments under ``--precision-aware``."""
+    """dtype of Adam's moments under `--precision-aware`."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -42,11 +43,11 @@ class Preset(StrEnum):
 
 
 class _RunsScriptsOutsideOfClick(TyperGroup):
-    """Starts the script of ``run`` only after click has returned.
+    """Starts the script of `run` only after click has returned.
 
     click catches KeyboardInterrupt, EOFError and broken pipes of whatever it calls
     and turns them into a short message and its own exit status. A training script
-    has to end here as it ends under ``python script.py``, so ``run`` only leaves its
+    has to end here as it ends under `python script.py`, so `run` only leaves its
     request in the context and the script starts once click is off the stack.
     """
 
@@ -83,6 +84,7 @@ app = typer.Typer(
     options_metavar="[OPTIONS]",
     short_help="Run an unmodified training script with the package installed.",
 )
+@takes_offload_options
 def run_command(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Training script.", show_default=False)],
@@ -90,25 +92,8 @@ def run_command(
         list[str] | None,
         typer.Argument(metavar="ARGS", help="Passed to SCRIPT verbatim.", show_default=False),
     ] = None,
-    engine: Annotated[run_script.Engine | None, typer.Option(help="Which offloader does the work.")] = None,
-    fraction: Annotated[float | None, typer.Option(help="Share of the state to offload, up to 1.")] = None,
-    slab_mib: Annotated[int | None, typer.Option(help="Size of a slab, in MiB.")] = None,
-    piece_mib: Annotated[int | None, typer.Option(help="Size of what one copy moves, in MiB.")] = None,
-    budget_gib: Annotated[
-        float | None, typer.Option(help="Peak of GPU memory to stay under, in GiB, offloading no more than that takes.")
-    ] = None,
-    no_moments: Annotated[bool, typer.Option("--no-moments", help="Leave the moments on the GPU.")] = False,
-    no_master_weights: Annotated[
-        bool, typer.Option("--no-master-weights", help="Leave the fp32 master weights on the GPU.")
-    ] = False,
-    master_remainders: Annotated[
-        bool | None,
-        typer.Option(
-            "--master-remainders/--whole-masters",
-            help="Copy of masters only what the bf16 weights do not have: always, or never; by default once training "
-            "is seen to wait for copies.",
-        ),
-    ] = None,
+    *,
+    offload: dict[str, Any],
 ) -> None:
     """Run SCRIPT as `python SCRIPT ARGS...` would, with bridge_fgo installed.
 
@@ -116,20 +101,7 @@ def run_command(
     `cfg.optimizer.offload_optimizer_states = True`. Options of this command come
     before SCRIPT. On several GPUs: `torchrun ... -m bridge_fgo run SCRIPT ARGS...`.
     """
-    request = run_script.Request(
-        script=script,
-        args=tuple(args or ()),
-        config=run_script.config_options(
-            engine=None if engine is None else engine.value,
-            fraction=fraction,
-            slab_mib=slab_mib,
-            piece_mib=piece_mib,
-            budget_gib=budget_gib,
-            no_moments=no_moments,
-            no_master_weights=no_master_weights,
-            master_remainders=master_remainders,
-        ),
-    )
+    request = run_script.Request(script=script, args=tuple(args or ()), config=offload)
     try:
         run_script.prepare(request)
     except ValueError as error:

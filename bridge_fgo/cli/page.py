@@ -20,7 +20,7 @@ p.bad { border-color: #c22; background: #fee }
 
 
 def write_page(path: Path, title: str, parts: list[str]) -> None:
-    """Writes a page of the HTML ``parts``, which the functions below make."""
+    """Write a page of the HTML `parts`, which the functions below make."""
     path.write_text(
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
@@ -30,22 +30,22 @@ def write_page(path: Path, title: str, parts: list[str]) -> None:
 
 
 def heading(text: str) -> str:
-    """Returns a heading."""
+    """Return a heading."""
     return f"<h2>{html.escape(text)}</h2>"
 
 
 def paragraph(text: str) -> str:
-    """Returns a paragraph of plain text."""
+    """Return a paragraph of plain text."""
     return f"<p>{html.escape(text)}</p>"
 
 
 def verdict(text: str, is_good: bool) -> str:
-    """Returns a paragraph that stands out, in a colour for good or for bad."""
+    """Return a paragraph that stands out, in a colour for good or for bad."""
     return f'<p class="{"good" if is_good else "bad"}">{html.escape(text)}</p>'
 
 
 def table(rows: list[list[str]]) -> str:
-    """Returns a table; its first row is the head."""
+    """Return a table; its first row is the head."""
 
     def cells(row: list[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
@@ -55,6 +55,6 @@ def table(rows: list[list[str]]) -> str:
 
 
 def picture(path: Path) -> str:
-    """Returns a PNG, put into the page; its file name is what a reader without pictures gets."""
+    """Return a PNG, put into the page; its file name is what a reader without pictures gets."""
     data = base64.b64encode(path.read_bytes()).decode()
     return f'<p><img alt="{html.escape(path.stem)}" src="data:image/png;base64,{data}"></p>'

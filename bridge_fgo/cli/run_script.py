@@ -1,6 +1,6 @@
-"""``bridge-fgo run``: an unmodified training script, with the package installed.
+"""`bridge-fgo run`: an unmodified training script, with the package installed.
 
-Torch and Megatron are imported by :func:`run` only, never by importing this module.
+Torch and Megatron are imported by `run` only, never by importing this module.
 """
 
 from __future__ import annotations
@@ -9,27 +9,16 @@ import os
 import runpy
 import sys
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
-
-MIB = 2**20
-
-
-class Engine(StrEnum):
-    """Which offloader does the work."""
-
-    auto = "auto"
-    native = "native"
-    mcore = "mcore"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to run, and how.
+    """A script to run, its arguments, and the package's settings.
 
-    ``config`` holds the keyword arguments of ``bridge_fgo.OffloadConfig`` that the
-    user gave; what is missing there keeps the default that OffloadConfig documents.
+    config: the keyword arguments of `bridge_fgo.OffloadConfig` that the user gave; what is missing there keeps the
+    default that OffloadConfig documents.
     """
 
     script: Path
@@ -37,35 +26,11 @@ class Request:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-def config_options(
-    *,
-    engine: str | None = None,
-    fraction: float | None = None,
-    slab_mib: int | None = None,
-    piece_mib: int | None = None,
-    budget_gib: float | None = None,
-    no_moments: bool = False,
-    no_master_weights: bool = False,
-    master_remainders: bool | None = None,
-) -> dict[str, Any]:
-    """Returns OffloadConfig's keyword arguments for the options that were given (sizes in MiB)."""
-    given: dict[str, Any] = {
-        "engine": engine,
-        "fraction": fraction,
-        "slab_bytes": None if slab_mib is None else slab_mib * MIB,
-        "piece_bytes": None if piece_mib is None else piece_mib * MIB,
-        "gpu_memory_budget_gib": budget_gib,
-        "moments": False if no_moments else None,
-        "master_weights": False if no_master_weights else None,
-        "master_remainders": master_remainders,
-    }
-    return {name: value for name, value in given.items() if value is not None}
-
-
 def prepare(request: Request) -> None:
-    """Checks ``request``, so that a user's mistake shows before anything is imported or patched.
+    """Check a request, so that a user's mistake shows before anything is imported or patched.
 
-    Raises ValueError where the script is missing or OffloadConfig refuses the options.
+    Raises:
+        ValueError: the script is missing, or OffloadConfig refuses the options.
     """
     if not request.script.is_file():
         raise ValueError(f"there is no script {str(request.script)!r}")
@@ -75,11 +40,11 @@ def prepare(request: Request) -> None:
 
 
 def run(request: Request) -> None:
-    """Installs the package and runs the script as ``python SCRIPT ARGS...`` would.
+    """Install the package and run the script as `python SCRIPT ARGS...` would.
 
-    The script sees its own ``sys.argv``, its folder as ``sys.path[0]``, and
-    ``__name__ == "__main__"``. Whatever it raises, SystemExit included, passes
-    through. ``sys.argv`` and ``sys.path`` stay as the script leaves them: its
+    The script sees its own `sys.argv`, its folder as `sys.path[0]`, and
+    `__name__ == "__main__"`. Whatever it raises, SystemExit included, passes
+    through. `sys.argv` and `sys.path` stay as the script leaves them: its
     threads and exit handlers may still read them.
     """
     import bridge_fgo

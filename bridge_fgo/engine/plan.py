@@ -70,30 +70,3 @@ def pack(sizes: Sequence[int], slab_bytes: int) -> list[SlabLayout]:
 def pieces(nbytes: int, piece_bytes: int) -> tuple[tuple[int, int], ...]:
     """Return the (start, end) byte ranges of the copies that move `nbytes`, none above `piece_bytes`."""
     return tuple((start, min(start + piece_bytes, nbytes)) for start in range(0, nbytes, piece_bytes))
-
-
-def floor_seconds(
-    nbytes: int, link: float, duplex: float, backward: float, first_forward: float, between: float, room: int
-) -> float:
-    """Return the least time in seconds that a step can get longer by when `nbytes` are copied out and come back.
-
-    States may come back in the last microbatch's backward, and leave in the next first forward, at the full
-    bandwidth of one direction. They are updated only when the gradients are final; from then on what is left
-    goes both ways at once, until the last is updated and forward begins. A resident run does its update in that
-    time too, so its own time between backward and forward is not lost.
-
-    Args:
-        nbytes: bytes copied each way.
-        link: bytes a second in one direction alone.
-        duplex: bytes a second each way with both directions busy.
-        backward: seconds of the last microbatch's backward.
-        first_forward: seconds of the first microbatch's forward.
-        between: seconds from the end of that backward to the begin of that forward, in a resident run.
-        room: bytes that activations take and give back; no more may be on the way during forward or backward.
-    """
-    early = min(nbytes, link * backward, room)
-    both_ways = (nbytes - early) / duplex
-    out_left = early  # as much has not left yet when the last has come and been updated
-    late = min(out_left, room)
-    span = both_ways + (out_left - late) / link + max(late / link, first_forward)
-    return max(0.0, span - between - first_forward)

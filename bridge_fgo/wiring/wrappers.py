@@ -5,10 +5,11 @@ None of them runs where nothing is installed; see `FunctionPatch`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -47,18 +48,33 @@ def _arguments(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> dict[str, Any]:
 
 # Before training.
 
+_caller_refuses = False
+
+
+@contextlib.contextmanager
+def refusals_left_to_caller() -> Iterator[None]:
+    """Context in which Bridge's validation refuses nothing in this package's name: the caller lists the refusals."""
+    global _caller_refuses
+    before, _caller_refuses = _caller_refuses, True
+    try:
+        yield
+    finally:
+        _caller_refuses = before
+
 
 def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse what cannot be combined, once Bridge has validated and finalized the config."""
     result = wrapped(*args, **kwargs)
-    refuse_config(instance, installed_config())
+    if not _caller_refuses:
+        refuse_config(instance, installed_config())
     return result
 
 
 def validate_mimo_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse what cannot be combined; MIMO's road does not go through the container's own validation."""
     result = wrapped(*args, **kwargs)
-    refuse_config(_arguments(wrapped, args, kwargs)["cfg"], installed_config())
+    if not _caller_refuses:
+        refuse_config(_arguments(wrapped, args, kwargs)["cfg"], installed_config())
     return result
 
 

@@ -18,8 +18,8 @@ OVERRIDES = {"refused": ["optimizer.optimizer_cuda_graph=true"]}
 
 
 def config(options: str, **model: object):
-    from bridge_fgo.cli.arms import gpu
-    from bridge_fgo.cli.arms.gpu_config import build_config
+    from bridge_fgo.harness import gpu
+    from bridge_fgo.harness.gpu_config import build_config
 
     result = build_config(gpu.parse(f"{options} --no-deterministic --offload on --events unused".split()))
     for name, value in model.items():
@@ -87,7 +87,8 @@ def unsized():
 
 
 def main() -> None:
-    from bridge_fgo.cli.job import builder, te_shapes
+    from bridge_fgo.cli.job import builder
+    from bridge_fgo.standins import te_shapes
 
     te_shapes.install()
     sys.path.insert(0, str(Path(__file__).parent))

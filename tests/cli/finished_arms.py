@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge_fgo.cli.arms import runner
+from bridge_fgo.harness import runner
 
 
 def step(number: int, loss: float = 1.0, grad_norm: float = 0.5, skipped: bool = False) -> runner.Event:

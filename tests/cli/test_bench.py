@@ -7,10 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bridge_fgo.cli.arms.runner import ArmFailed, ArmRun
 from bridge_fgo.cli.bench import command, figures, presets, trace
+from bridge_fgo.cli.bench.floor import floor_seconds
 from bridge_fgo.cli.main import app
-from bridge_fgo.engine.plan import floor_seconds
+from bridge_fgo.harness.runner import ArmFailed, ArmRun
 
 GB = 10**9
 LINK = {"d2h": 50.0 * GB, "h2d": 55.0 * GB, "duplex": 45.0 * GB}

@@ -14,15 +14,15 @@ import pytest
 from finished_arms import arm, step
 
 from bridge_fgo.cli import demo
-from bridge_fgo.cli.arms import runner
+from bridge_fgo.harness import comparator, runner
 
 NAN_BITS = 0x7FF8000000000000
 
 Captured = pytest.CaptureFixture[str]
 
 
-def compare(theirs: list[runner.Event], ours: list[runner.Event], **digests: str) -> runner.Comparison:
-    return runner.compare(arm("resident", theirs), arm("offloaded", ours, **digests))
+def compare(theirs: list[runner.Event], ours: list[runner.Event], **digests: str) -> comparator.Comparison:
+    return comparator.compare(arm("resident", theirs), arm("offloaded", ours, **digests))
 
 
 # --- the comparison -----------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_a_digest_that_neither_arm_has_is_no_equality() -> None:
     resident, offloaded = arm("resident", [step(1)]), arm("offloaded", [step(1)])
     for run in (resident, offloaded):
         del run.result["digests"]["moments"]
-    assert not runner.compare(resident, offloaded).bitwise_equal
+    assert not comparator.compare(resident, offloaded).bitwise_equal
 
 
 def test_a_step_skipped_in_one_arm_only_is_different() -> None:
@@ -76,12 +76,12 @@ def test_nan_equals_the_same_nan_and_zero_does_not_equal_minus_zero() -> None:
 
 def test_without_hexadecimal_text_the_bits_of_the_number_are_compared() -> None:
     nan, other = (struct.unpack("<d", struct.pack("<Q", NAN_BITS | payload))[0] for payload in (1, 2))
-    assert runner.number_bits({"loss": nan}, "loss") == runner.number_bits({"loss": nan}, "loss")
-    assert runner.number_bits({"loss": nan}, "loss") != runner.number_bits({"loss": other}, "loss")
+    assert comparator.number_bits({"loss": nan}, "loss") == comparator.number_bits({"loss": nan}, "loss")
+    assert comparator.number_bits({"loss": nan}, "loss") != comparator.number_bits({"loss": other}, "loss")
     assert (
-        runner.number_bits({"loss": None}, "loss")
-        == runner.number_bits({}, "loss")
-        != runner.number_bits({"loss": 0.0}, "loss")
+        comparator.number_bits({"loss": None}, "loss")
+        == comparator.number_bits({}, "loss")
+        != comparator.number_bits({"loss": 0.0}, "loss")
     )
 
 
@@ -232,8 +232,8 @@ def test_a_missing_megatron_core_is_named_alone(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("bridge_fgo.cli.arms") is None
-    or importlib.util.find_spec("bridge_fgo.cli.arms.cpu") is None,
+    importlib.util.find_spec("bridge_fgo.harness") is None
+    or importlib.util.find_spec("bridge_fgo.harness.cpu") is None,
     reason="the CPU arm is not there",
 )
 def test_demo_on_the_cpu_is_bitwise_equal(tmp_path: Path, capfd: Captured) -> None:

@@ -13,8 +13,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from bridge_fgo.cli import demo
-from bridge_fgo.cli.arms import runner
 from bridge_fgo.cli.main import app
+from bridge_fgo.harness import comparator, runner
 
 Captured = pytest.CaptureFixture[str]
 
@@ -45,7 +45,7 @@ def cells(text: str) -> dict[str, list[str]]:
 
 def report(resident: runner.ArmRun, offloaded: runner.ArmRun, cpu: bool) -> str:
     console = Console(file=io.StringIO(), width=120)
-    demo.print_report(console, resident, offloaded, runner.compare(resident, offloaded), cpu)
+    demo.print_report(console, resident, offloaded, comparator.compare(resident, offloaded), cpu)
     return console.file.getvalue()
 
 
@@ -81,7 +81,7 @@ def test_a_step_that_differs_is_in_the_report_of_a_long_run_and_equal_ones_half_
 
 def test_json_has_what_each_arm_took_and_what_is_equal() -> None:
     arms = gpu_arm("resident", 1, [step(1)]), gpu_arm("offloaded", 2, [step(1)])
-    printed = demo.json_report(*arms, runner.compare(*arms))
+    printed = demo.json_report(*arms, comparator.compare(*arms))
     assert printed["peak_allocated_bytes"] == {"resident": 5_000_000_000, "offloaded": 10_000_000_000}
     assert printed["peak_reserved_bytes"] == {"resident": 6_000_000_000, "offloaded": 12_000_000_000}
     assert printed["peak_forward_backward_bytes"] == {"resident": 7, "offloaded": 14}
@@ -148,7 +148,7 @@ def test_on_a_gpu_both_arms_are_the_gpus_with_the_sizes_that_were_given(
     monkeypatch.setattr(demo, "choose_device", lambda requested: ("cuda", None))
     assert demo.run(demo.Settings(steps=5, gpu_options=("--layers", "2"))) == 0
     options = ["--steps", "5", "--layers", "2", "--offload"]
-    assert arms_run == [("bridge_fgo.cli.arms.gpu", [*options, on]) for on in ("off", "on")]
+    assert arms_run == [("bridge_fgo.harness.gpu", [*options, on]) for on in ("off", "on")]
     captured = capfd.readouterr()
     assert "median step" in captured.out and "on the CPU" not in captured.out + captured.err
 
@@ -158,7 +158,7 @@ def test_on_the_cpu_the_user_is_told_why_and_sizes_of_the_gpus_demo_are_refused(
 ) -> None:
     monkeypatch.setattr(demo, "choose_device", lambda requested: ("cpu", "the test says so"))
     assert demo.run(demo.Settings(steps=5)) == 0
-    assert {module for module, _ in arms_run} == {"bridge_fgo.cli.arms.cpu"}
+    assert {module for module, _ in arms_run} == {"bridge_fgo.harness.cpu"}
     assert "Running on the CPU: the test says so." in capfd.readouterr().err
     arms_run.clear()
     assert demo.run(demo.Settings(gpu_options=("--layers", "2"))) == 2

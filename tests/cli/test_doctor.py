@@ -40,7 +40,7 @@ def no_megatron(monkeypatch):
 def saved(tmp_path_factory, cpu_standins):
     """A run config as Bridge saves it, of a small GPT with the flag set: 2 layers of 128, a vocabulary of 256."""
     import bridge_fgo
-    from bridge_fgo.cli.arms.cpu_model import CpuOptions, make_config
+    from bridge_fgo.harness.cpu_model import CpuOptions, make_config
 
     path = tmp_path_factory.mktemp("saved") / "run_config.yaml"
     with bridge_fgo.install():
@@ -425,7 +425,7 @@ def test_a_mixed_precision_that_is_a_name_is_not_taken_for_what_the_sections_say
 def test_a_config_that_was_saved_before_training_reads_as_one_saved_in_it(cpu_standins, tmp_path, name):
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
-    from bridge_fgo.cli.arms.cpu_model import CpuOptions, make_config
+    from bridge_fgo.harness.cpu_model import CpuOptions, make_config
 
     config = make_config(CpuOptions(offload=False))
     config.model.transformer_layer_spec, config.mixed_precision = None, get_mixed_precision_config(name)

@@ -17,7 +17,7 @@ import torch
 from bridge_fgo.cli.demo import missing_packages
 from bridge_fgo.cli.job.formula import stages_from_numbers
 from bridge_fgo.cli.job.job import job_of
-from bridge_fgo.cli.plan.estimate import MXFP8_BYTES, make_plan
+from bridge_fgo.cli.plan.estimate import MXFP8_BYTES, make_estimate
 from bridge_fgo.config import OffloadConfig
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="builds Megatron-Bridge's models")
@@ -72,7 +72,7 @@ def test_states_of_all_ranks_are_those_of_the_whole_model(answers):
     tensors = [tensor for stage in job.stages for chunk in stage for tensor in chunk]
     elements = sum(tensor.numel * (job.parallel.expert if tensor.expert else 1) for tensor in tensors)
     assert {tensor.expert for tensor in tensors} == {True, False}
-    plan = make_plan(job, OffloadConfig(), [], None, None)
+    plan = make_estimate(job, OffloadConfig(), [], None, None)
     assert sum(sum(of_stage) for of_stage in plan.state_bytes_by_rank) == 12 * elements
     assert [stage.states.total for stage in plan.stages] == [max(ranks) for ranks in plan.state_bytes_by_rank]
 
@@ -83,7 +83,7 @@ def test_mxfp8_parameters_keep_fp32_masters_and_bf16_moments(answers):
     quantized = [tensor for tensor in tensors if tensor.quantized]
     assert {tensor.name.split(".")[-1] for tensor in quantized} == {"weight"}
     assert not any("layernorm" in tensor.name or "embedding" in tensor.name for tensor in quantized)
-    plan = make_plan(job, OffloadConfig(), [], None, None)
+    plan = make_estimate(job, OffloadConfig(), [], None, None)
     elements = sum(tensor.numel for tensor in tensors)
     assert sum(plan.state_bytes_by_rank[0]) == (4 + 2 + 2) * elements
     fp8 = sum(tensor.numel for tensor in quantized)

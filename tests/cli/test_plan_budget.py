@@ -16,7 +16,7 @@ from bridge_fgo.cli.job.job import Job
 from bridge_fgo.cli.job.parallel import Parallel
 from bridge_fgo.cli.job.tensors import Tensor
 from bridge_fgo.cli.plan import estimate
-from bridge_fgo.cli.plan.estimate import make_plan
+from bridge_fgo.cli.plan.estimate import make_estimate
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.native import NativeOffloader
 from bridge_fgo.engine.schedule import Schedule
@@ -104,35 +104,35 @@ def test_what_the_plan_calls_possible_the_engine_keeps_and_what_it_refuses_the_e
     sizes, activations, masters_stay, share
 ):
     job = job_of([sizes], activations, masters_stay)
-    (stage,) = make_plan(job, OffloadConfig(), [], None, None).stages
+    (stage,) = make_estimate(job, OffloadConfig(), [], None, None).stages
     least, others = stage.least_budget, stage.fixed - stage.states.total
     for budget in (least, least + int(share * stage.states.total)):
         config = budget_of(budget)
-        plan = make_plan(job, config, [], None, None)
+        plan = make_estimate(job, config, [], None, None)
         assert plan.refusals == []
         moved = bytes_that_leave(sizes, others, activations, masters_stay, config)
         assert plan.most_offloaded == min(moved, stage.states.total)
     config = budget_of(least - 1)
     with pytest.raises(ValueError, match="cannot be met") as refused:
         bytes_that_leave(sizes, others, activations, masters_stay, config)
-    assert make_plan(job, config, [], None, None).refusals == [str(refused.value).replace("needs ", "needs about ")]
+    assert make_estimate(job, config, [], None, None).refusals == [str(refused.value).replace("needs ", "needs about ")]
 
 
 def test_each_stage_keeps_what_its_own_peak_leaves_room_for_and_the_fullest_decides():
     job = job_of([[64_000] * 8, [64_000] * 2], 0, False)
-    first, second = make_plan(job, OffloadConfig(), [], None, None).stages
+    first, second = make_estimate(job, OffloadConfig(), [], None, None).stages
     assert first.least_budget > second.least_budget + second.states.total
-    plan = make_plan(job, budget_of(first.least_budget), [], None, None)
+    plan = make_estimate(job, budget_of(first.least_budget), [], None, None)
     assert plan.refusals == []
     left = [estimate.offloaded_bytes(stage, stage.states, plan.offload) for stage in plan.stages]
     assert left == [first.states.total, 0]
-    assert len(make_plan(job, budget_of(first.least_budget - 1), [], None, None).refusals) == 1
+    assert len(make_estimate(job, budget_of(first.least_budget - 1), [], None, None).refusals) == 1
 
 
 def test_the_least_budget_is_of_the_rank_with_the_largest_part():
     job = job_of([[64 * 2000] + [64 * 100] * 20], 0, False)
     job = replace(job, parallel=Parallel(2, 1, 1, 1, 1, 1))
-    plan = make_plan(job, OffloadConfig(), [], None, None)
+    plan = make_estimate(job, OffloadConfig(), [], None, None)
     (stage,) = plan.stages
     largest = [max(of_rank.parts) for of_rank in plan.states[0]]
     assert largest[0] == 12 * 64 * 2000 > largest[1]
@@ -143,10 +143,10 @@ def test_the_least_budget_is_of_the_rank_with_the_largest_part():
 
 def test_what_more_gpus_would_share_is_not_held_against_a_budget():
     given, not_given = (job_of([[64_000] * 8], 0, False, gpus_given) for gpus_given in (True, False))
-    (stage,) = make_plan(given, OffloadConfig(), [], None, None).stages
+    (stage,) = make_estimate(given, OffloadConfig(), [], None, None).stages
     beside = stage.fixed - stage.states.total
     refused = [
-        [len(make_plan(job, budget_of(budget), [], None, None).refusals) for budget in (beside - 1, beside)]
+        [len(make_estimate(job, budget_of(budget), [], None, None).refusals) for budget in (beside - 1, beside)]
         for job in (given, not_given)
     ]
     assert refused == [[1, 1], [1, 0]]

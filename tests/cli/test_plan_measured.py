@@ -10,15 +10,15 @@ from dataclasses import replace
 
 import pytest
 
+from bridge_fgo.cli.bench.floor import floor_seconds
 from bridge_fgo.cli.bench.presets import PRESETS, SLAB_MIB
 from bridge_fgo.cli.demo import missing_packages
 from bridge_fgo.cli.job.formula import stages_from_numbers
 from bridge_fgo.cli.job.job import Job, sections_of
 from bridge_fgo.cli.job.parallel import parallel_of
-from bridge_fgo.cli.plan.estimate import make_plan
+from bridge_fgo.cli.plan.estimate import make_estimate
 from bridge_fgo.cli.plan.links import links
 from bridge_fgo.config import MIB, OffloadConfig
-from bridge_fgo.engine.plan import floor_seconds
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="the configs are made by Megatron-Bridge")
 
@@ -45,9 +45,9 @@ RUNS = {
 def job(options: str, gpus: int) -> Job:
     import torch
 
-    from bridge_fgo.cli.arms import gpu
-    from bridge_fgo.cli.arms.gpu_config import build_config
     from bridge_fgo.cli.job.builder import plain_config
+    from bridge_fgo.harness import gpu
+    from bridge_fgo.harness.gpu_config import build_config
 
     parsed = gpu.parse(f"{options} --events unused".split())
     precision_aware, parsed.precision_aware = parsed.precision_aware, False  # mcore asks for a FusedAdam to make it
@@ -61,7 +61,7 @@ def job(options: str, gpus: int) -> Job:
 @pytest.mark.parametrize("name", RUNS)
 def test_states_are_exact_and_peaks_within_two_percent(cpu_standins, name):
     options, gpus, states, resident, offloaded = RUNS[name]
-    stage = make_plan(job(options, gpus), OffloadConfig(), [], None, None).stages[0]
+    stage = make_estimate(job(options, gpus), OffloadConfig(), [], None, None).stages[0]
     assert stage.states.total == stage.states.offloaded == states
     assert stage.peak(0) == pytest.approx(resident, rel=0.02)
     if offloaded is not None:
@@ -70,7 +70,7 @@ def test_states_are_exact_and_peaks_within_two_percent(cpu_standins, name):
 
 def test_the_preset_of_many_slabs_has_more_than_400(cpu_standins):
     config = OffloadConfig(slab_bytes=SLAB_MIB["slabs"] * MIB)
-    stage = make_plan(job(f"{PRESETS['slabs']} --gbs 8", 1), config, [], None, None).stages[0]
+    stage = make_estimate(job(f"{PRESETS['slabs']} --gbs 8", 1), config, [], None, None).stages[0]
     assert stage.states.total == 19_282_103_808  # as the run on an H200 had
     assert 2 * len(stage.states.parts) > 400  # masters and moments of a part are a slab each at least
 
@@ -78,7 +78,7 @@ def test_the_preset_of_many_slabs_has_more_than_400(cpu_standins):
 def activations(options: str, **model: object) -> int:
     of_job = job(options, 1)
     vars(of_job.config.model).update({"vocab_size": 128, "recompute_granularity": "selective", **model})
-    (stage,) = make_plan(of_job, OffloadConfig(), [], None, None).stages
+    (stage,) = make_estimate(of_job, OffloadConfig(), [], None, None).stages
     return stage.activations
 
 
@@ -106,44 +106,44 @@ def test_recomputing_the_mlp_is_of_dense_layers_and_moe_of_those_with_experts(cp
 
 def test_budget_leaves_as_much_as_fits(cpu_standins):
     of_job = job(f"{PRESETS['short']} --gbs 8", 1)
-    plan = make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=36.0), [], None, None)
+    plan = make_estimate(of_job, OffloadConfig(gpu_memory_budget_gib=36.0), [], None, None)
     (stage,) = plan.stages
     assert 0 <= 36 * 2**30 - stage.peak(plan.most_offloaded) < max(stage.states.parts), "parts leave whole"
     assert plan.refusals == []
-    assert make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=80.0), [], None, None).most_offloaded == 0
+    assert make_estimate(of_job, OffloadConfig(gpu_memory_budget_gib=80.0), [], None, None).most_offloaded == 0
 
 
 def test_all_that_may_leave_is_pinned_whatever_the_budget_leaves(cpu_standins):
     of_job = job(f"{PRESETS['short']} --gbs 8", 1)
-    plan = make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=80.0), links("H200", None, None), None, None)
+    plan = make_estimate(of_job, OffloadConfig(gpu_memory_budget_gib=80.0), links("H200", None, None), None, None)
     assert plan.most_offloaded == 0
     assert plan.most_pinned == plan.links[0].pinned == plan.stages[0].states.offloaded
 
 
 def test_a_budget_below_the_least_peak_is_refused_with_that(cpu_standins):
     of_job = job(f"{PRESETS['short']} --gbs 8", 1)
-    plan = make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=20.0), [], None, None)
+    plan = make_estimate(of_job, OffloadConfig(gpu_memory_budget_gib=20.0), [], None, None)
     (stage,) = plan.stages
     (refusal,) = plan.refusals
     assert stage.least_budget == stage.peak(stage.states.offloaded), "activations are more than two parts"
     needed = float(refusal.split("needs about ")[1].split(" GiB")[0])
     assert needed * 2**30 == pytest.approx(stage.least_budget, rel=1e-3)
-    assert make_plan(of_job, OffloadConfig(gpu_memory_budget_gib=needed), [], None, None).refusals == []
+    assert make_estimate(of_job, OffloadConfig(gpu_memory_budget_gib=needed), [], None, None).refusals == []
 
 
 def test_copies_hide_behind_a_forward_that_is_longer(cpu_standins):
     of_job = job(f"{PRESETS['long']} --gbs 6", 1)
-    (bare,) = make_plan(of_job, OffloadConfig(), links("H200", None, None), None, None).links
+    (bare,) = make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None).links
     assert bare.link_seconds == pytest.approx(0.3, abs=1e-3)
     assert bare.most_floor == pytest.approx(16.62e9 / 50.8e9, rel=1e-3), "measured: 16.62 GB were copied each way"
     whole = OffloadConfig(master_remainders=False)
-    (bare,) = make_plan(of_job, whole, links("H200", None, None), None, None).links
+    (bare,) = make_estimate(of_job, whole, links("H200", None, None), None, None).links
     assert bare.link_seconds == pytest.approx(0.3555, abs=1e-3)
     assert bare.most_floor == pytest.approx(19_693_461_504 / 50.8e9)
     assert bare.hidden_from == bare.link_seconds
-    (hidden,) = make_plan(of_job, OffloadConfig(), links("H200", None, None), 0.75, None).links
+    (hidden,) = make_estimate(of_job, OffloadConfig(), links("H200", None, None), 0.75, None).links
     assert hidden.floor == 0.0, "measured: a step of 4.536 s took 4.559 s"
-    (given,) = make_plan(of_job, OffloadConfig(), links(None, 10.0, 4), 0.75, None).links
+    (given,) = make_estimate(of_job, OffloadConfig(), links(None, 10.0, 4), 0.75, None).links
     assert (given.link.name, given.link.gpus) == ("given", 4) and given.floor > 0
 
 
@@ -151,7 +151,7 @@ def test_the_floor_is_of_one_stages_bytes_and_room(cpu_standins):
     of_job = job(f"{PRESETS['short']} --gbs 8 --pp 4", 4)
     (last,) = of_job.stages[-1]  # the stage with the least activations gets the fewest states too
     of_job.stages[-1] = [[replace(tensor, trainable="norm" in tensor.name) for tensor in last]]
-    plan = make_plan(of_job, OffloadConfig(), links("H200", 55.0, None), 0.1, 0.2)
+    plan = make_estimate(of_job, OffloadConfig(), links("H200", 55.0, None), 0.1, 0.2)
     (link,) = plan.links
     rates = (link.link.one_way, link.link.duplex)
     least_room = min(stage.activations for stage in plan.stages)
@@ -162,19 +162,19 @@ def test_the_floor_is_of_one_stages_bytes_and_room(cpu_standins):
 @pytest.mark.parametrize(("gpus", "figures"), [(1, "55 / 51"), (2, "55 / 43"), (4, "20 / 12"), (16, "20 / 12")])
 def test_a_link_is_that_of_as_many_gpus_as_copy_on_a_host(cpu_standins, gpus, figures):
     of_job = job(f"{PRESETS['short']} --gbs 64", gpus)
-    (of_node,) = make_plan(of_job, OffloadConfig(), links("H200", None, None), None, None).links
+    (of_node,) = make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None).links
     assert of_node.link.figures == figures
-    (alone,) = make_plan(of_job, OffloadConfig(), links("H200", None, 1), None, None).links
+    (alone,) = make_estimate(of_job, OffloadConfig(), links("H200", None, 1), None, None).links
     assert alone.link.figures == "55 / 51"
-    (given,) = make_plan(of_job, OffloadConfig(), links("H200", 30.0, None), None, None).links
+    (given,) = make_estimate(of_job, OffloadConfig(), links("H200", 30.0, None), None, None).links
     assert given.link.figures == "30 / 30"
 
 
 def test_without_activations_no_floor_is_given_but_the_bare_one(cpu_standins):
     of_job = job(f"{PRESETS['long']} --gbs 6", 1)
-    (known,) = make_plan(of_job, OffloadConfig(), links("H200", None, None), 0.1, None).links
+    (known,) = make_estimate(of_job, OffloadConfig(), links("H200", None, None), 0.1, None).links
     of_job.config.model.mtp_num_layers = 1
-    plan = make_plan(of_job, OffloadConfig(), links("H200", None, None), 0.1, None)
+    plan = make_estimate(of_job, OffloadConfig(), links("H200", None, None), 0.1, None)
     (link,) = plan.links
     assert link.most_floor == known.most_floor
     assert (known.floor is None, link.floor, link.hidden_from) == (False, None, None)
@@ -185,14 +185,14 @@ def test_a_share_that_upstreams_offloader_chooses_is_not_counted_as_everything(c
     of_job = replace(job(SMALL, 1), engine="mcore generation 2")
     of_job.config.optimizer.optimizer_state_offload_fraction = 0.5
     with pytest.raises(ValueError, match=r"optimizer_state_offload_fraction=0\.5"):
-        make_plan(of_job, OffloadConfig(), [], None, None)
+        make_estimate(of_job, OffloadConfig(), [], None, None)
     of_job.config.optimizer.optimizer_state_offload_fraction = 1.0
-    assert make_plan(of_job, OffloadConfig(), [], None, None).most_offloaded == RUNS["4 layers"][2]
+    assert make_estimate(of_job, OffloadConfig(), [], None, None).most_offloaded == RUNS["4 layers"][2]
 
 
 def test_a_node_pins_what_its_ranks_offload(cpu_standins):
     of_job = job(f"{PRESETS['short']} --gbs 64 --pp 4", 32)
-    plan = make_plan(of_job, OffloadConfig(), links("GB200", None, None), None, None)
+    plan = make_estimate(of_job, OffloadConfig(), links("GB200", None, None), None, None)
     ranks = [states for of_stage in plan.state_bytes_by_rank for states in of_stage]
     assert len(ranks) == 32
     assert plan.links[0].pinned == max(sum(ranks[first : first + 4]) for first in range(0, 32, 4))

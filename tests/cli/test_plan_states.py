@@ -113,7 +113,7 @@ ONE = Parallel(1, 1, 1, 1, 1, 1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_states_are_to_the_byte_what_the_engine_measures(cpu_standins, options):
     import bridge_fgo
-    from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining
+    from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
 
     with bridge_fgo.install(OffloadConfig(engine="native")), CpuTraining(CpuOptions(offload=True, **options)) as run:
         while run.step().skipped:  # fp16 begins with a loss scale that overflows
@@ -133,7 +133,7 @@ def test_states_are_to_the_byte_what_the_engine_measures(cpu_standins, options):
 )
 def test_what_stays_by_the_settings_stays_in_the_plan(cpu_standins, asked):
     import bridge_fgo
-    from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining
+    from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
 
     config = OffloadConfig(engine="native", **asked)
     with bridge_fgo.install(config), CpuTraining(CpuOptions(offload=True)) as run:

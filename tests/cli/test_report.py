@@ -11,11 +11,11 @@ from test_bench import write_trace
 from torch.utils.tensorboard import SummaryWriter
 from typer.testing import CliRunner
 
-from bridge_fgo.cli.arms.record import EventWriter
 from bridge_fgo.cli.main import app
 from bridge_fgo.cli.report.parity import compare_runs, is_bitwise_equal
 from bridge_fgo.cli.report.runs import GRAD_NORM, LOSS, SECONDS, Run, load
 from bridge_fgo.figures import Stats
+from bridge_fgo.harness.record import EventWriter
 
 GB = 10**9
 STATS = {"released_bytes": 20 * GB, "pinned_bytes": 20 * GB, "bytes_offloaded": 19 * GB, "bytes_reloaded": 18 * GB}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bridge_fgo.cli import run_script
+from bridge_fgo import options
 from bridge_fgo.config import OffloadConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,9 +145,9 @@ def test_a_folder_is_no_script(tmp_path: Path) -> None:
 
 
 def test_options_not_given_keep_the_defaults_of_offload_config() -> None:
-    assert run_script.config_options() == {}
-    assert run_script.config_options(no_master_weights=True) == {"master_weights": False}
-    assert run_script.config_options(master_remainders=False) == {"master_remainders": False}
+    assert options.settings({}) == {}
+    assert options.settings({"master_weights": False, "slab_mib": None}) == {"master_weights": False}
+    assert options.settings({"master_remainders": False}) == {"master_remainders": False}
 
 
 @pytest.mark.parametrize(("text", "status"), [("7", 7), ("", 0), ("None", 0), ("'no luck'", 1)])

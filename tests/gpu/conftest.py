@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bridge_fgo.cli.arms import runner
+from bridge_fgo.harness import runner
 
 NO_GPU = "no CUDA device; its arms would not be refused"
 
@@ -54,8 +54,9 @@ def fused_adam(params, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, use
 
 def check_arm(name: str, module: str, options: list[str], folder: Path, **how: Any) -> runner.ArmRun:
     """Stands in for ``runner.run_arm``."""
-    from bridge_fgo.cli.arms import gpu
-    from bridge_fgo.cli.arms.gpu_config import build_config
+    from bridge_fgo.harness import gpu
+    from bridge_fgo.harness.gpu_config import build_config
+    from bridge_fgo.options import offload_config
     from bridge_fgo.wiring.refusals import refuse_config
 
     arm = gpu.parse([*options, "--events", str(folder / name)])
@@ -63,5 +64,5 @@ def check_arm(name: str, module: str, options: list[str], folder: Path, **how: A
         return runner.ArmRun(name)
     config = build_config(arm)
     config.optimizer.finalize()  # by Bridge's validation, which comes first in training and needs GPUs
-    refuse_config(config, gpu.offload_config(arm))
+    refuse_config(config, offload_config(arm))
     pytest.skip(NO_GPU)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from bridge_fgo.cli.arms import gpu
 from bridge_fgo.engine.transfers import CudaTransfers
+from bridge_fgo.harness import gpu
 
 
 def no_wait(transfers: CudaTransfers, slab: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_pretrain import ARM, MANY_ACTIVATIONS, PACKED, PRECISION_AWARE
 
-from bridge_fgo.cli.arms import runner
+from bridge_fgo.harness import comparator, runner
 
 STEPS = ("--steps", "12", "--save-interval", "4")
 
@@ -36,7 +36,7 @@ def test_background_checkpoints_have_a_resident_runs_bytes_and_resume_bitwise(
     offloaded = arm(
         "offloaded", tmp_path, *options, "--offload", "on", "--save", str(kept["offloaded"]), "--async-save"
     )
-    same = runner.compare(resident, offloaded)
+    same = comparator.compare(resident, offloaded)
     assert same.bitwise_equal, same.parts
     mine, theirs = shards(kept["offloaded"]), shards(kept["resident"])
     assert mine.keys() == theirs.keys()

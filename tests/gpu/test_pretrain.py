@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from bridge_fgo.cli.arms import runner
+from bridge_fgo.harness import comparator, runner
 
-ARM = "bridge_fgo.cli.arms.gpu"
+ARM = "bridge_fgo.harness.gpu"
 
 # 128M parameters, 1.5 GB of masters and moments; four microbatches a step.
 SMALL = ("--layers", "4", "--hidden", "1024", "--heads", "16", "--seq", "1024", "--mbs", "2", "--gbs", "8")
@@ -59,7 +59,7 @@ def assert_bitwise_equal(resident: runner.ArmRun, offloaded: runner.ArmRun, step
     assert len(resident.steps) == len(offloaded.steps) == steps
     assert all(loss is not None for loss in resident.values("loss"))
     assert resident.result["released_bytes"] == 0 < offloaded.result["released_bytes"]
-    same = runner.compare(resident, offloaded)
+    same = comparator.compare(resident, offloaded)
     first = next((index + 1 for index, equal in enumerate(same.steps) if not equal), None)
     assert same.bitwise_equal, f"{same.parts}, first different step: {first}"
 

@@ -8,7 +8,7 @@ import pytest
 from race_arm import RACES
 from test_pretrain import ARM, PACKED, SMALL
 
-from bridge_fgo.cli.arms import runner
+from bridge_fgo.harness import comparator, runner
 
 
 @pytest.mark.gpu
@@ -23,4 +23,4 @@ def test_a_missing_wait_shows_in_the_bits_under_the_debug_mode(tmp_path: Path, m
     except runner.ArmFailed as failure:  # Bridge ends a run whose loss or gradients are not finite
         assert "found nan" in (tmp_path / "raced.log").read_text().lower(), failure.log_tail
     else:
-        assert not runner.compare(resident, raced).bitwise_equal
+        assert not comparator.compare(resident, raced).bitwise_equal

@@ -27,12 +27,12 @@ def launched(monkeypatch):
     """The configs that `train` hands to Bridge."""
     from megatron.bridge.training import pretrain as bridge_pretrain
 
-    from bridge_fgo.cli.arms import gpu
+    from bridge_fgo.harness import process_setup
     from bridge_fgo.recipes import train
 
     configs = []
     monkeypatch.setattr(bridge_pretrain, "pretrain", lambda config, forward_step: configs.append(config))
-    monkeypatch.setattr(gpu, "skip_building_what_is_built", lambda: None)
+    monkeypatch.setattr(process_setup, "skip_building_what_is_built", lambda: None)
     monkeypatch.setattr(train.os, "environ", dict(train.os.environ) | {"RANK": "0"})
     yield configs
     bridge_fgo.uninstall()

@@ -5,7 +5,7 @@ import os
 import torch
 
 if not torch.cuda.is_available():
-    from bridge_fgo.cli.arms.cpu_standin import import_bridge
+    from bridge_fgo.standins.hollow import import_bridge
 
     import_bridge()
 

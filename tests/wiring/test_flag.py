@@ -104,7 +104,7 @@ def test_saved_run_config(config_module, tmp_path: Path):
     from megatron.bridge.models import gpt_provider
     from megatron.bridge.training.config import ConfigContainer
 
-    from bridge_fgo.cli.arms.cpu_model import CpuOptions, make_config
+    from bridge_fgo.harness.cpu_model import CpuOptions, make_config
 
     cfg = make_config(CpuOptions(offload=True))
     cfg.model.transformer_layer_spec = gpt_provider.default_layer_spec  # ours is not on Bridge's list of targets
@@ -274,7 +274,7 @@ def test_an_mcore_that_has_the_field_is_left_alone():
 
 @pytest.mark.parametrize("value", ["true", 1, None])
 def test_a_value_that_is_no_bool_is_refused_by_name(config_module, value):
-    from bridge_fgo.cli.arms.cpu_model import CpuOptions, make_config
+    from bridge_fgo.harness.cpu_model import CpuOptions, make_config
 
     cfg = make_config(CpuOptions())
     cfg.optimizer.offload_optimizer_states = value

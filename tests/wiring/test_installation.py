@@ -264,7 +264,7 @@ import bridge_fgo
 assert "torch" not in sys.modules, "importing the package must not import torch"
 handle = bridge_fgo.install()
 assert "megatron.bridge" not in sys.modules
-from bridge_fgo.cli.arms.cpu_standin import install_standins
+from bridge_fgo.standins.cuda import install_standins
 install_standins()
 import megatron.bridge.training.train as train
 from megatron.bridge.training.config import OptimizerConfig

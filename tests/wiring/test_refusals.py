@@ -12,7 +12,7 @@ from bridge_fgo.wiring.optimizers import eligible, leaves
 
 def offloading():
     """Returns a config with the flag set; to be called with the package installed."""
-    from bridge_fgo.cli.arms.cpu_model import CpuOptions, make_config
+    from bridge_fgo.harness.cpu_model import CpuOptions, make_config
 
     return make_config(CpuOptions(offload=True))
 
@@ -335,7 +335,7 @@ def test_a_worker_that_cannot_be_handed_the_states_is_refused(background, copies
 
 
 def test_a_worker_that_cannot_be_handed_the_states_is_refused_before_the_first_step(background, monkeypatch, cfg):
-    from bridge_fgo.cli.arms import cpu_training
+    from bridge_fgo.harness import cpu_training
 
     monkeypatch.setattr(cpu_training, "make_config", lambda options: cfg)
     with cpu_training.CpuTraining(cpu_training.CpuOptions(offload=True)) as training:

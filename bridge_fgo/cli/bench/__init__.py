@@ -1,1 +1,1 @@
-"""``bridge-fgo bench``: resident training, this package and its peers, in turn on the same GPUs."""
+"""`bridge-fgo bench`: resident training, this package and its peers, in turn on the same GPUs."""

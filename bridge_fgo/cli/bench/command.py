@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bridge_fgo.cli import page
-from bridge_fgo.cli.arms.runner import ArmFailed, ArmRun, run_arm
 from bridge_fgo.cli.bench.figures import Row, make_row
 from bridge_fgo.cli.bench.plots import gantt, memory_timeline
 from bridge_fgo.cli.bench.presets import BenchArm, arms, size_options
 from bridge_fgo.cli.bench.trace import Trace, read_trace
+from bridge_fgo.harness.runner import ArmFailed, ArmRun, run_arm
 
-ARM = "bridge_fgo.cli.arms.gpu"
+ARM = "bridge_fgo.harness.gpu"
 NOT_EQUAL = 1
 FAILED = 2
 ALONE_STEPS = 3
@@ -30,7 +30,7 @@ ALONE_STEPS = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """One bench. ``folder`` takes events, logs, traces, ``bench.json``, PNGs and ``bench.html``."""
+    """Settings of one bench. folder: where it leaves events, logs, traces, `bench.json`, PNGs and `bench.html`."""
 
     arms: list[str]
     preset: str
@@ -46,14 +46,14 @@ class Settings:
 
 
 def launcher(gpus: int) -> tuple[str, ...]:
-    """Returns what goes between ``python`` and ``-m`` to start a process a GPU."""
+    """Return what goes between `python` and `-m` to start a process a GPU."""
     if gpus == 1:
         return ()
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
 
 
 def probe(gpus: int) -> dict[str, float]:
-    """Returns the bandwidths of the link in bytes a second, all GPUs copying at once."""
+    """Return the bandwidths of the link in bytes a second, all GPUs copying at once."""
     command = [sys.executable, *launcher(gpus), "-m", "bridge_fgo.cli.bench.probe"]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -63,12 +63,12 @@ def probe(gpus: int) -> dict[str, float]:
 
 
 def budget_gib(resident: ArmRun) -> float:
-    """Returns the budget that asks for half of the optimizer state's memory, in GiB."""
+    """Return the budget that asks for half of the optimizer state's memory, in GiB."""
     return (resident.result["peak_allocated_bytes"] - resident.result["state_bytes"] / 2) / 2**30
 
 
 def run_one(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | None) -> ArmRun:
-    """Runs one arm; its trace, of the first round, is ``NAME.trace.gz`` in the folder."""
+    """Run one arm; its trace is `NAME.NUMBER.trace.gz` in the folder."""
     options = [*size_options(settings.preset, settings.gpus), "--steps", str(settings.steps), *arm.options]
     if arm.half:
         assert resident is not None
@@ -93,7 +93,7 @@ def run_one(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | N
 
 
 def run(settings: Settings) -> int:
-    """Runs the bench; returns the exit status: 1 where an arm that must be is not bitwise equal, 2 for a failure."""
+    """Run the bench; return the exit status: 1 where an arm that must be bitwise equal is not, 2 for a failure."""
     console = Console(stderr=settings.json_output)
     if settings.traces and importlib.util.find_spec("matplotlib") is None:
         console.print("bridge-fgo bench: pictures need matplotlib: pip install 'bridge-fgo[bench]', or --no-traces")
@@ -145,7 +145,7 @@ def report(
     failures: dict[str, str],
     resident: ArmRun,
 ) -> None:
-    """Prints the table or the JSON, and leaves both and the pictures in the folder."""
+    """Print the table or the JSON, and leave both and the pictures in the folder."""
     texts = table_of(rows)
     result: dict[str, Any] = {
         "preset": settings.preset,
@@ -178,7 +178,7 @@ def report(
 
 
 def table_of(rows: list[Row]) -> list[list[str]]:
-    """Returns the cells of the table, its head first."""
+    """Return the cells of the table, its head first."""
 
     def number(value: float | None, digits: int = 2) -> str:
         return "-" if value is None else f"{value:.{digits}f}"

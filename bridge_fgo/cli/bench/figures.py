@@ -1,4 +1,4 @@
-"""From the events of the arms to the rows of the bench's table: pure arithmetic."""
+"""The rows of the bench's table, by pure arithmetic on the events of the arms."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bridge_fgo.cli.arms.phase_clock import FIRST_COUNTED_STEP
-from bridge_fgo.cli.arms.runner import ArmRun, compare
+from bridge_fgo.cli.bench.floor import floor_seconds
 from bridge_fgo.cli.bench.trace import Trace, length, merge, overlap
-from bridge_fgo.engine.plan import floor_seconds
+from bridge_fgo.harness.comparator import compare
+from bridge_fgo.harness.phase_clock import FIRST_COUNTED_STEP
+from bridge_fgo.harness.runner import ArmRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +28,9 @@ class Row:
     floor_e: float | None
     """The least E that this step and this link allow for the bytes that were copied."""
     e_of_copies: float | None = None
-    """E with forwards as long as the resident arm's: from what the first one took beyond the others, and from ``rest``.
-    What else differs is how fast the host launched kernels; a busy one does so up to twice as slowly, and unevenly: of
-    several ranks, of the one that waits least for others."""
+    """E of the phases in which copies run: what the first forward took beyond the others, and `rest`. Other forwards
+    differ from the resident arm's only by how fast the host launched kernels, which a busy one does up to twice as
+    slowly, and unevenly. Of several ranks, that of the one which waits least for others."""
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     saved_allocated: float
@@ -39,53 +40,52 @@ class Row:
     pin_seconds: float | None
     first_two_steps_added_seconds: float
     enqueue_share: float | None
-    """What enqueuing copies takes the host by itself, as a share of the step; None where nobody counts it."""
-
+    """Host time to enqueue copies, by itself, as a share of the step; None where nobody counts it."""
     enqueue_by_the_clock_share: float | None
-    """The same with the host's waits for the GPU while the driver's queue is full; they would be elsewhere else."""
+    """The same, with the host's waits for the GPU while the driver's queue is full. Without copies, the host would wait
+    elsewhere instead."""
     bitwise_equal: bool | None
     forward_seconds: float | None = None
-    """Median of a microbatch's forward, but a step's first: no copy runs beside it, so that it should be as long as
-    the resident arm's. Where it is not, the host's launching of kernels differs, and E with it."""
+    """Median of a microbatch's forward, without a step's first: no copy runs beside it, so it should be as long as the
+    resident arm's. Where it is not, the host launches kernels at another speed, and E differs with it."""
     rest_seconds: float | None = None
     """From the end of a step's last forward to the begin of the next step's first one."""
     rest_seconds_of_ranks: tuple[float, ...] = ()
-    """The same of each rank: where they differ, so do their links or hosts, and the others wait for the slowest."""
+    """`rest_seconds` of each rank. Where they differ, so do links or hosts, and the others wait for the slowest."""
     hidden: float | None = None
-    """Time in which copies ran and the step got no longer for it (as ``e_of_copies`` has it, where that is known), over
-    what the floor leaves to hide."""
+    """Time in which copies ran without making the step longer, over what the floor leaves to hide. How much longer the
+    step got is as `e_of_copies` has it, where that is known."""
     overlaps_kernels: float | None = None
     """Share of the time in which copies ran that kernels ran too."""
     collector_seconds: float = 0.0
-    """The most that Python's garbage collector took of one step: a full collection makes a step the longest by far."""
-
+    """Most time of Python's garbage collector in one step: a full collection makes a step the longest by far."""
     longest_waits_seconds: tuple[float, ...] = ()
     """The longest waits of the host for the GPU in the traced step."""
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the row as JSON takes it."""
+        """Return the row as JSON takes it."""
         return asdict(self)
 
 
 def seconds_of(runs: list[ArmRun]) -> list[float]:
-    """Returns the seconds of the steps that count, over all rounds of an arm."""
+    """Return the seconds of the steps that count, over all rounds of an arm."""
     return [event["seconds"] for run in runs for event in run.steps if event["step"] >= FIRST_COUNTED_STEP]
 
 
 def phase(runs: list[ArmRun], name: str) -> float | None:
-    """Returns the median over all rounds of an arm of one of ``PhaseClock``'s phases, in seconds."""
+    """Return the median over all rounds of an arm of one of `PhaseClock`'s phases, in seconds."""
     times = [run.result["phase_seconds"].get(name) for run in runs]
     return None if None in times else statistics.median(times)
 
 
 def rest_of_ranks(runs: list[ArmRun]) -> tuple[float, ...]:
-    """Returns the median of ``rest`` over all rounds of an arm, of each rank; () where there is none."""
+    """Return the median of `rest` over all rounds of an arm, of each rank; () where there is none."""
     of_runs = [[phases.get("rest") for phases in run.result["phase_seconds_of_ranks"]] for run in runs]
     return tuple(statistics.median(times) for times in zip(*of_runs, strict=True) if None not in times)
 
 
 def beside_copies(runs: list[ArmRun]) -> float | None:
-    """Returns how long the phases of a step are in which copies run, less one forward, in seconds.
+    """Return how long the phases of a step are in which copies run, less one forward, in seconds.
 
     Of the rank for which that is shortest: in these phases the others wait for the slowest's gradients and weights.
     """
@@ -100,19 +100,19 @@ def beside_copies(runs: list[ArmRun]) -> float | None:
 
 
 def share(seconds: list[float], of: float) -> float | None:
-    """Returns the median of `seconds` by `of` seconds; None where nothing was counted."""
+    """Return the median of `seconds` as a share of `of`; None where nothing was counted."""
     return statistics.median(seconds) / of if any(seconds) else None
 
 
 def make_row(
     resident: list[ArmRun], runs: list[ArmRun], link: dict[str, float], trace: Trace | None, bitwise: bool
 ) -> Row:
-    """Returns the row of one arm.
+    """Return the row of one arm.
 
     Args:
         resident: the rounds of the resident arm.
         runs: the rounds of this arm, as many.
-        link: see ``bridge_fgo.cli.bench.probe``.
+        link: see `bridge_fgo.cli.bench.probe`.
         trace: of one step of this arm.
         bitwise: whether to compare with the resident arm; only the first rounds are.
     """
@@ -172,7 +172,7 @@ def make_row(
 
 
 def least_added(resident: dict[str, Any], mine: dict[str, Any], link: dict[str, float]) -> float | None:
-    """Returns the floor of the added seconds, from the resident arm's phases; None where those are not known."""
+    """Return the floor of the added seconds, from the resident arm's phases; None where those are not known."""
     phases = resident["phase_seconds"]
     if any(phases.get(name) is None for name in ("backward", "first_forward", "rest")):
         return None

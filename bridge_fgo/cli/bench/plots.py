@@ -14,7 +14,7 @@ ROWS = (("kernels", "tab:blue"), ("d2h", "tab:orange"), ("h2d", "tab:green"))
 
 
 def memory_timeline(traces: Mapping[str, Trace], path: Path) -> None:
-    """Draws the allocated bytes of one step of each arm into a PNG."""
+    """Draw the allocated bytes of one step of each arm into a PNG."""
     pyplot = agg_pyplot()
     figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     for name, trace in traces.items():
@@ -28,7 +28,7 @@ def memory_timeline(traces: Mapping[str, Trace], path: Path) -> None:
 
 
 def gantt(traces: Mapping[str, Trace], path: Path) -> None:
-    """Draws kernels, copies to the host and copies to the GPU of one step of each arm into a PNG."""
+    """Draw kernels, copies to the host and copies to the GPU of one step of each arm into a PNG."""
     pyplot = agg_pyplot()
     figure, all_axes = pyplot.subplots(
         len(traces), 1, figsize=(9, 1.6 * len(traces) + 0.6), layout="constrained", sharex=True, squeeze=False
@@ -49,7 +49,7 @@ def gantt(traces: Mapping[str, Trace], path: Path) -> None:
 
 
 def agg_pyplot() -> Any:
-    """Returns matplotlib's pyplot, which draws to files and needs no display."""
+    """Return matplotlib's pyplot, which draws to files and needs no display."""
     import matplotlib
 
     matplotlib.use("Agg")

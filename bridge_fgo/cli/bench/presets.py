@@ -23,7 +23,7 @@ NAMES = ("resident", "native", "whole", "half", "mcore", "hybrid")
 
 @dataclass(frozen=True)
 class BenchArm:
-    """One arm. ``options`` go to ``bridge_fgo.cli.arms.gpu``; ``python_path`` comes first in PYTHONPATH."""
+    """One arm. options: of `bridge_fgo.harness.gpu`; python_path: comes first in PYTHONPATH."""
 
     name: str
     options: tuple[str, ...]
@@ -35,7 +35,7 @@ class BenchArm:
 
 
 def size_options(preset: str, gpus: int) -> list[str]:
-    """Returns the arm's options for the sizes of a preset on ``gpus`` data-parallel ranks."""
+    """Return the arm's options for the sizes of a preset on `gpus` data-parallel ranks."""
     options = PRESETS[preset].split()
     microbatch = int(options[options.index("--mbs") + 1])
     options += ["--gbs", str(microbatch * MICROBATCHES[preset] * gpus)]
@@ -45,13 +45,13 @@ def size_options(preset: str, gpus: int) -> list[str]:
 
 
 def arms(names: list[str], megatron_lm: list[str], preset: str) -> list[BenchArm]:
-    """Returns the arms of the given names, in that order.
+    """Return the arms of the given names, in that order.
 
     Args:
-        names: of ``NAMES``.
-        megatron_lm: checkouts of Megatron-LM's ``dev`` branch; each gives an ``mcore`` arm of its own. With none the
+        names: of `NAMES`.
+        megatron_lm: checkouts of Megatron-LM's `dev` branch; each gives an `mcore` arm of its own. With none the
             installed mcore is taken.
-        preset: of ``PRESETS``.
+        preset: of `PRESETS`.
 
     Raises:
         ValueError: a name is unknown, or the resident arm, which all others are compared with, is not the first.

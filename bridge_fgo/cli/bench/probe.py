@@ -17,7 +17,7 @@ COPIES = 4
 
 
 def measure() -> dict[str, float]:
-    """Returns ``d2h``, ``h2d`` and ``duplex`` (each way, both ways busy) of the current device."""
+    """Return `d2h`, `h2d` and `duplex` (each way, both ways busy) of the current device."""
     import torch
 
     host = [torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -52,7 +52,7 @@ def measure() -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     import torch
 
     rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,4 +1,4 @@
-"""Reading the trace of a step: how much of the copies lies beside computation, and who waited for the GPU."""
+"""The trace of a step: how much of the copies lies beside computation, and who waited for the GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Returns what ``bridge_fgo.cli.arms.step_trace`` wrote."""
+    """Read the trace that `bridge_fgo.harness.step_trace` wrote."""
     with gzip.open(path, "rt") as file:
         raw = json.load(file)
 
@@ -47,7 +47,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def merge(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """Returns the union of intervals, in order; those less than ``gap`` apart become one."""
+    """Return the union of intervals, in order; those less than `gap` apart become one."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1] + gap:
@@ -58,12 +58,12 @@ def merge(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Returns the sum of the lengths of disjoint intervals."""
+    """Return the sum of the lengths of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
 def overlap(a: list[Interval], b: list[Interval]) -> float:
-    """Returns the length of the intersection of two unions of intervals, each in order and disjoint."""
+    """Return the length of the intersection of two unions of intervals, each in order and disjoint."""
     total, i, j = 0.0, 0, 0
     while i < len(a) and j < len(b):
         total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))

@@ -1,1 +1,1 @@
-"""``bridge-fgo doctor``: what is installed, what a config will do here, and what is refused."""
+"""`bridge-fgo doctor`: what is installed, what a config will do here, and what is refused."""

@@ -1,4 +1,4 @@
-"""``bridge-fgo doctor``: what is installed, what will happen with the flag on a config, and what is in the way."""
+"""`bridge-fgo doctor`: what is installed, what will happen with the flag on a config, and what is in the way."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bridge_fgo.cli.arms.runner import ArmFailed
 from bridge_fgo.cli.bench.command import probe
 from bridge_fgo.cli.demo import missing_packages, readable_bytes
 from bridge_fgo.cli.doctor.installed import installed
 from bridge_fgo.cli.doctor.machine import Machine, look, warnings
 from bridge_fgo.cli.job.job import Job, ask_builder, read_job
-from bridge_fgo.cli.plan.estimate import Plan, budget_refusals, is_upstreams, make_plan
+from bridge_fgo.cli.plan.estimate import Estimate, budget_refusals, is_upstreams, make_estimate
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.host_memory import available_bytes, require_host_memory, total_bytes
+from bridge_fgo.harness.runner import ArmFailed
 from bridge_fgo.wiring.refusals import refuse_small_shared_memory
 
 REFUSED = 1
@@ -135,24 +135,26 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
     ranks = settings.gpus_per_node or len(machine.gpus) or None
     try:
         # Memory is pinned for all that may leave, before training measures what a budget leaves.
-        plan = make_plan(job, replace(OffloadConfig(**settings.offload), gpu_memory_budget_gib=None), [], None, None)
+        estimate = make_estimate(
+            job, replace(OffloadConfig(**settings.offload), gpu_memory_budget_gib=None), [], None, None
+        )
     except ValueError as error:
         findings.notes.append(f"bytes are not known: {error}")
         return None
-    pinned = plan.most_pinned
+    pinned = estimate.most_pinned
     assert findings.config is not None
-    findings.config |= {"state_bytes": [stage.states.total for stage in plan.stages], "pinned_by_rank": pinned}
+    findings.config |= {"state_bytes": [stage.states.total for stage in estimate.stages], "pinned_by_rank": pinned}
     if job.gpus_note:
         findings.notes.append(job.gpus_note)
-    of_budget = budget_refusals(job, plan.stages, OffloadConfig(**settings.offload))
+    of_budget = budget_refusals(job, estimate.stages, OffloadConfig(**settings.offload))
     if job.flag:
         findings.refusals += of_budget
     else:
         findings.notes += [f"with the flag set, refused: {refusal}" for refusal in of_budget]
-    if machine.gpus and job.flag and is_upstreams(job, plan.offload):
-        findings.warnings += _upstream_memory(plan, min(ranks or 1, job.parallel.gpus))
+    if machine.gpus and job.flag and is_upstreams(job, estimate.offload):
+        findings.warnings += _upstream_memory(estimate, min(ranks or 1, job.parallel.gpus))
     elif machine.gpus and job.flag:
-        refusals = _memory_refusals(job, plan, min(ranks or 1, job.parallel.gpus))
+        refusals = _memory_refusals(job, estimate, min(ranks or 1, job.parallel.gpus))
         if job.gpus_given:
             findings.refusals += refusals
         else:  # on more, each rank has less
@@ -160,25 +162,25 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
     return pinned
 
 
-def _upstream_memory(plan: Plan, ranks: int) -> Iterator[str]:
+def _upstream_memory(estimate: Estimate, ranks: int) -> Iterator[str]:
     """Yield what the memory of this machine means for mcore's own offloader, which does not ask for it."""
-    needed, free, whole = ranks * plan.most_pinned, available_bytes(), total_bytes()
+    needed, free, whole = ranks * estimate.most_pinned, available_bytes(), total_bytes()
     if needed > free:
         yield (
-            f"mcore's offloader pins {plan.most_pinned} bytes a rank in the first steps, about {needed} on this node "
-            f"with its {ranks} rank(s), but the node has {whole} bytes, {free} of them free now: Linux kills who takes "
-            "more; OffloadConfig.engine='native' pins less, and says so before training"
+            f"mcore's offloader pins {estimate.most_pinned} bytes a rank in the first steps, about {needed} on this "
+            f"node with its {ranks} rank(s), but the node has {whole} bytes, {free} of them free now: Linux kills who "
+            "takes more; OffloadConfig.engine='native' pins less, and says so before training"
         )
 
 
-def _memory_refusals(job: Job, plan: Plan, ranks: int) -> Iterator[str]:
+def _memory_refusals(job: Job, estimate: Estimate, ranks: int) -> Iterator[str]:
     """Yield what training would say of this machine as the node of `ranks` of the fullest ranks."""
     try:
-        require_host_memory(plan.most_pinned, 0, ranks)
+        require_host_memory(estimate.most_pinned, 0, ranks)
     except ValueError as error:
         yield str(error)
     # Only the native engine saves in the background.
-    copies = [of_rank.saved for of_stage in plan.states for of_rank in of_stage]
+    copies = [of_rank.saved for of_stage in estimate.states for of_rank in of_stage]
     try:
         for fullest in (max(copies, key=sum), max(copies, key=len)):
             refuse_small_shared_memory(job.config.checkpoint, list(fullest), ranks)

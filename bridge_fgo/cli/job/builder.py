@@ -1,4 +1,4 @@
-"""Builds a job's model without memory, once for each pipeline stage, in one process without a GPU.
+"""The model builder: a job's model without memory, once for each pipeline stage, in one process without a GPU.
 
     python -m bridge_fgo.cli.job.builder REQUEST
 
@@ -25,8 +25,9 @@ from unittest import mock
 
 import torch
 
-from bridge_fgo.cli.job import te_shapes
 from bridge_fgo.cli.job.parallel import parallel_of
+from bridge_fgo.standins import te_shapes
+from bridge_fgo.standins.cuda import without_gpu
 
 PLAIN = (str, int, float, bool, type(None))
 
@@ -55,7 +56,7 @@ def begin(stack: contextlib.ExitStack, request: dict[str, Any]) -> dict[str, Any
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # deterministic configs ask for these two
     os.environ.setdefault("NCCL_ALGO", "Ring")
     installation = stack.enter_context(bridge_fgo.install(bridge_fgo.OffloadConfig(**request["offload"])))
-    stack.enter_context(no_gpu())
+    stack.enter_context(without_gpu())
     if request["patches"]:
         import_all(installation.modules)
     return {"mcore": mcore_version(), "offloader": upstream_generation()}
@@ -101,33 +102,8 @@ def import_all(modules: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def no_gpu() -> Iterator[None]:
-    """Let mcore and Bridge build where there is no GPU: memory is meta, streams do nothing."""
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-
-    from bridge_fgo.cli.arms.cpu_standin import CudaAsCpu, NoStream
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(CudaAsCpu(torch.device("meta")))
-        for name, value in (
-            ("current_device", lambda: torch.device("meta")),
-            ("current_stream", NoStream),
-            ("stream", NoStream),
-            ("Stream", NoStream),
-            ("Event", NoStream),
-            ("get_device_properties", lambda device=None: SimpleNamespace(name="none", major=10, minor=0)),
-            ("get_device_capability", lambda device=None: (10, 0)),
-        ):
-            stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        # Nothing is drawn for memory that is not there.
-        no_fork = mock.patch.object(CudaRNGStatesTracker, "fork", lambda *args, **kwargs: contextlib.nullcontext())
-        stack.enter_context(no_fork)
-        yield
-
-
-@contextlib.contextmanager
 def world(gpus: int, rank: int) -> Iterator[None]:
-    """Be one rank of a world whose collectives do nothing."""
+    """Context in which this process is one rank of a world whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(gpus), LOCAL_RANK="0"):
@@ -150,9 +126,9 @@ def prepare(config: Any, gpus: int) -> str | None:
     """
     from megatron.bridge.training.config import runtime_config_update
 
-    from bridge_fgo.wiring import wrappers
+    from bridge_fgo.wiring.wrappers import refusals_left_to_caller
 
-    with mock.patch.object(wrappers, "refuse_config", lambda cfg, settings: None), world(gpus, 0):
+    with refusals_left_to_caller(), world(gpus, 0):
         try:
             runtime_config_update(config)
         except Exception as error:  # asserts, ValueErrors and whatever else a setting makes Bridge stumble over
@@ -231,7 +207,7 @@ def set_vocabulary(config: Any, vocab_size: int | None) -> None:
 
 
 def tensor_of(name: str, param: torch.nn.Parameter) -> dict[str, Any]:
-    """Return what the plan needs of a parameter; see `bridge_fgo.cli.job.job.Tensor`."""
+    """Return what an estimate needs of a parameter; see `bridge_fgo.cli.job.job.Tensor`."""
     return {
         "name": name,
         "numel": param.numel(),

@@ -25,7 +25,7 @@ from bridge_fgo.wiring.compat import as_if_set, native_only_refusal
 
 @dataclass(frozen=True)
 class Job:
-    """What is known of a job.
+    """A job, as far as it is known without running it.
 
     config: sections of settings as namespaces; dtypes are `torch.dtype`s.
     stages: of each pipeline stage its model chunks; empty where Bridge refuses the config.
@@ -50,7 +50,7 @@ class Job:
 
     @property
     def gpus_note(self) -> str:
-        """Where the number of GPUs was not given, what is done about it; else nothing."""
+        """What is assumed where the number of GPUs was not given; "" where it was."""
         return "" if self.gpus_given else f"on {self.parallel.gpus} GPUs, the fewest it can have; give --gpus"
 
     @property
@@ -68,7 +68,7 @@ def read_job(
     overrides: Sequence[str] = (),
     found: dict[str, Any] | None = None,
 ) -> Job:
-    """Find a job out without running it.
+    """Return what is known of a job, without running it.
 
     Args:
         target: see `bridge_fgo.cli.job.recipes.load_config`; without Megatron a saved run config alone.

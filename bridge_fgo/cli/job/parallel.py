@@ -1,4 +1,4 @@
-"""How many ranks of a job share what."""
+"""The parallelism of a job: how many ranks share its parameters and states."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Parallel:
         return self.stage_ranks // (self.tensor * self.context)
 
     def shards(self, expert: bool) -> int:
-        """Return over how many ranks the states of dense or expert parameters are spread."""
+        """Return the number of ranks over which the states of dense or expert parameters are spread."""
         model_ranks = self.expert * self.expert_tensor if expert else self.tensor
         return self.stage_ranks // model_ranks // self.optimizer_instances
 
     def shard_index(self, stage_rank: int, expert: bool) -> int:
-        """Return which of these shards a rank of a stage holds, in mcore's order of ranks (tp, cp, ep, dp)."""
+        """Return the index of the shard that a rank of a stage holds, in mcore's order of ranks (tp, cp, ep, dp)."""
         model_ranks = self.expert * self.expert_tensor if expert else self.tensor
         return stage_rank // model_ranks % self.shards(expert)
 

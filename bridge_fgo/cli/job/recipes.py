@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from bridge_fgo.cli.job.overrides import overridden
 from bridge_fgo.cli.job.target import is_saved_config, require_file
 from bridge_fgo.recipes.catalog import RECIPES, Recipe
 from bridge_fgo.recipes.hf_config import kept_configs
+from bridge_fgo.recipes.overrides import overridden
 
 
 def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | None]:

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 SECTIONS = ("model", "optimizer", "train", "ddp", "dist", "checkpoint", "tokenizer")
-"""Sections that the refusals and the plan read."""
+"""The sections that the refusals and the estimate read."""
 
 
 def load_saved_config(path: Path) -> SimpleNamespace:
@@ -54,8 +54,10 @@ def plain(value: Any) -> Any:
 
 
 def synchronised(config: SimpleNamespace) -> SimpleNamespace:
-    """Return the config with the distributed optimizer on in both sections where it is in one, as Bridge's
-    `ConfigContainer.validate` does."""
+    """Return the config with the distributed optimizer on in both sections where it is on in one.
+
+    As Bridge's `ConfigContainer.validate` does.
+    """
     sections = (config.ddp, config.optimizer)
     if any(getattr(section, "use_distributed_optimizer", False) for section in sections):
         for section in sections:
@@ -64,8 +66,10 @@ def synchronised(config: SimpleNamespace) -> SimpleNamespace:
 
 
 def with_mixed_precision(config: SimpleNamespace, path: Path) -> SimpleNamespace:
-    """Return the config with the settings of `mixed_precision` in the sections that have them, as Bridge's
-    `MixedPrecisionConfig.setup` does before training. A run saves its config after that, a script may before.
+    """Return the config with the settings of `mixed_precision` in the sections that have them.
+
+    As Bridge's `MixedPrecisionConfig.setup` does before training. A run saves its config after that; a script may
+    save it before.
 
     Raises:
         ValueError: `mixed_precision` is a name: what it stands for (16 bits or FP8, the gradients' dtype) is Bridge's.

@@ -23,7 +23,7 @@ HALF = 2
 LOGIT_BYTES = {"unfused": 6, "fused": 4}
 """Bytes for each logit at the loss: the 16-bit logits with, unless the loss is fused, their fp32 copy."""
 WORKSPACES = 97 * 2**20
-"""What cuBLAS and Transformer Engine keep; measured on H200, torch 2.11: 101.7 MB beside weights, gradients and
+"""Bytes that cuBLAS and Transformer Engine keep; measured on H200, torch 2.11: 101.7 MB beside weights, gradients and
 states, with one GPU and with two."""
 
 NOT_COUNTED = (
@@ -38,10 +38,10 @@ NOT_COUNTED = (
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What one layer keeps for its backward, of one microbatch, in bytes.
+    """Bytes that one layer keeps for its backward, of one microbatch.
 
     input: the layer's input; scores: of unfused attention; attention: the rest of it; mlp: the MLP or the experts;
-    transients: what the backward of attention and of the MLP need beside what is kept, their gradients.
+    attention_transient, mlp_transient: gradients that the backward of each needs beside what is kept.
     """
 
     input: int
@@ -53,7 +53,7 @@ class LayerBytes:
 
     @property
     def kept(self) -> int:
-        """From the forward to the backward."""
+        """Bytes kept from the forward to the backward."""
         return self.input + self.attention + self.scores + self.mlp
 
 

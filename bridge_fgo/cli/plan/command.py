@@ -1,4 +1,4 @@
-"""``bridge-fgo plan``: from a recipe or a saved run config to tables, JSON and a picture."""
+"""`bridge-fgo plan`: from a recipe or a saved run config to tables, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 
 from bridge_fgo.cli.job.job import read_job
-from bridge_fgo.cli.plan.estimate import make_plan
+from bridge_fgo.cli.plan.estimate import make_estimate
 from bridge_fgo.cli.plan.links import links
-from bridge_fgo.cli.plan.report import as_json, draw, print_plan
+from bridge_fgo.cli.plan.report import as_json, draw, print_estimate
 from bridge_fgo.config import OffloadConfig
 
 REFUSED = 1
@@ -21,7 +21,7 @@ REFUSED = 1
 
 @dataclass(frozen=True)
 class Settings:
-    """One plan. Seconds are of one microbatch on a rank; offload holds OffloadConfig's arguments."""
+    """Settings of one estimate. Seconds are of one microbatch on a rank; offload holds OffloadConfig's arguments."""
 
     target: str
     overrides: tuple[str, ...] = ()
@@ -38,10 +38,10 @@ class Settings:
 
 
 def run(settings: Settings) -> int:
-    """Print the plan; return 1 where training would be refused, else 0.
+    """Print the estimate; return 1 where training would be refused, else 0.
 
     Raises:
-        ValueError: a setting or the config makes no plan possible; says which and what to do.
+        ValueError: a setting or the config makes no estimate possible; says which and what to do.
         RuntimeError: the model could not be built.
     """
     for name in ("forward_seconds", "backward_seconds"):
@@ -55,11 +55,11 @@ def run(settings: Settings) -> int:
     job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size, settings.overrides)
     if job.bridge_refuses is not None:
         raise ValueError(f"Megatron-Bridge refuses this config: {job.bridge_refuses}")
-    plan = make_plan(job, offload, of_links, settings.forward_seconds, settings.backward_seconds)
+    estimate = make_estimate(job, offload, of_links, settings.forward_seconds, settings.backward_seconds)
     if settings.picture is not None:
-        draw(plan, settings.picture)
+        draw(estimate, settings.picture)
     if settings.json_output:
-        print(json.dumps(as_json(plan), allow_nan=False))
+        print(json.dumps(as_json(estimate), allow_nan=False))
     else:
-        print_plan(Console(), plan)
-    return REFUSED if job.flag and plan.refusals else 0
+        print_estimate(Console(), estimate)
+    return REFUSED if job.flag and estimate.refusals else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bridge_fgo.cli.bench.floor import floor_seconds
 from bridge_fgo.cli.job.job import Job
 from bridge_fgo.cli.plan.activations import WORKSPACES, activation_bytes
 from bridge_fgo.cli.plan.layout import Buffer, buffers_of
@@ -12,17 +13,16 @@ from bridge_fgo.cli.plan.links import Link
 from bridge_fgo.cli.plan.state import StateBytes, state_bytes
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engine.holding import MemoryProfile, budget_refusal, choose_staying, least_budget
-from bridge_fgo.engine.plan import floor_seconds
 
 MXFP8_BYTES = 2 * (1 + 1 / 32)
-"""Of a parameter kept in MXFP8: its rows and its columns, each of one byte an element and one for every 32 (the
+"""Bytes of a parameter's element in MXFP8: its rows and its columns, each one byte, and one for every 32 (the
 microscaling format's block). Without the padding of the scales."""
 FP8_BYTES = 2.0
-"""Of a parameter kept in FP8 with another recipe: the values, in DDP's buffer, and their transpose."""
+"""Bytes of a parameter's element in FP8 with another recipe: the value, in DDP's buffer, and its transpose."""
 
 
 @dataclass(frozen=True)
-class StagePlan:
+class StageEstimate:
     """The rank of a pipeline stage that needs the most memory, in bytes.
 
     parameters, gradients: with the padding of DDP's buffers. states: exact. activations: None where not known.
@@ -42,21 +42,20 @@ class StagePlan:
 
     @property
     def fixed(self) -> int:
-        """What is there without activations, resident."""
+        """Bytes on the GPU beside activations, with every state resident."""
         return self.parameters + self.gradients + self.states.total + WORKSPACES
 
     def peak(self, offloaded: int) -> int | None:
-        """Return the peak of the forward and backward with so much of the states away."""
+        """Return the peak of forward and backward with `offloaded` bytes of the states away."""
         return None if self.activations is None else self.fixed + self.activations - offloaded
 
 
 @dataclass(frozen=True)
-class LinkPlan:
-    """What the copies cost on one kind of link, on the slowest rank, in seconds.
+class LinkEstimate:
+    """The cost of the copies on one kind of link, on the slowest rank, in seconds.
 
     pinned: bytes of the fullest node: all that may leave, because the engine pins before it knows what a budget leaves.
-
-    link_seconds: what is copied of all offloaded states, one way. most_floor: the floor of the added step time with
+    link_seconds: one way of all that is copied. most_floor: the floor of the added step time with
     nothing to hide behind. floor: the same for the forward and backward that the user gave, or None.
     hidden_from: seconds of a microbatch's forward (its backward taken as twice that) from which the floor is 0.
     Both are None where the activations, whose place copies need in forward and backward, are not known.
@@ -71,21 +70,24 @@ class LinkPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A job's plan. states: of each rank of each stage; most_offloaded, most_pinned: of any rank, in bytes."""
+class Estimate:
+    """A job's memory and copies.
+
+    states: of each rank of each stage. most_offloaded, most_pinned: the most bytes of any rank.
+    """
 
     job: Job
     offload: OffloadConfig
-    stages: list[StagePlan]
+    stages: list[StageEstimate]
     states: list[list[StateBytes]]
     most_offloaded: int
     most_pinned: int
-    links: list[LinkPlan]
+    links: list[LinkEstimate]
     notes: list[str]
 
     @property
     def state_bytes_by_rank(self) -> list[list[int]]:
-        """All states of each rank of each stage, in bytes."""
+        """Bytes of all states, of each rank of each stage."""
         return [[of_rank.total for of_rank in of_stage] for of_stage in self.states]
 
     @property
@@ -94,19 +96,20 @@ class Plan:
         return [*self.job.refusals, *budget_refusals(self.job, self.stages, self.offload)]
 
 
-def make_plan(
+def make_estimate(
     job: Job, offload: OffloadConfig, links: list[Link], forward: float | None, backward: float | None
-) -> Plan:
-    """Return the plan.
+) -> Estimate:
+    """Return the estimate of a job.
 
     Args:
         job: with its tensors.
         offload: what is offloaded.
-        links: to plan for.
-        forward, backward: seconds of one microbatch on a rank, where the user knows them.
+        links: whose copies to estimate.
+        forward: seconds of one microbatch's forward on a rank, where the user knows them.
+        backward: of its backward; None for twice the forward.
 
     Raises:
-        ValueError: the states are not a DistributedOptimizer's, so that there is nothing to plan; or upstream's
+        ValueError: the states are not a DistributedOptimizer's, so that there is nothing to estimate; or upstream's
             offloader chooses a share of them by a setting of its own.
     """
     share = getattr(job.config.optimizer, "optimizer_state_offload_fraction", 1.0)
@@ -121,7 +124,7 @@ def make_plan(
     upstream = is_upstreams(job, offload)
     # Upstream copies masters as they are.
     states = _rank_states(job, buffers, replace(offload, master_remainders=False) if upstream else offload)
-    stages = [_stage_plan(job, stage, buffers[stage], states[stage]) for stage in range(job.parallel.pipeline)]
+    stages = [_stage_estimate(job, stage, buffers[stage], states[stage]) for stage in range(job.parallel.pipeline)]
     moved = [
         [offloaded_bytes(stage, of_rank, offload) for of_rank in of_stage]
         for stage, of_stage in zip(stages, states, strict=True)
@@ -137,8 +140,8 @@ def make_plan(
     loads = [(nbytes, stage.activations) for nbytes, stage in zip(copied, stages, strict=True)]
     ranks = [of_rank for of_stage in states for of_rank in of_stage]
     pinned = [of_rank.pinned_upstream if upstream else of_rank.offloaded for of_rank in ranks]
-    of_links = [_link_plan(link, pinned, loads, forward, backward) for link in links]
-    return Plan(job, offload, stages, states, most, max(pinned), of_links, _notes(job, stages))
+    of_links = [_link_estimate(link, pinned, loads, forward, backward) for link in links]
+    return Estimate(job, offload, stages, states, most, max(pinned), of_links, _notes(job, stages))
 
 
 def is_upstreams(job: Job, offload: OffloadConfig) -> bool:
@@ -171,7 +174,7 @@ def _rank_states(job: Job, buffers: list[list[Buffer]], offload: OffloadConfig) 
     return found
 
 
-def _stage_plan(job: Job, stage: int, buffers: list[Buffer], states: list[StateBytes]) -> StagePlan:
+def _stage_estimate(job: Job, stage: int, buffers: list[Buffer], states: list[StateBytes]) -> StageEstimate:
     tensors = [tensor for chunk in job.stages[stage] for tensor in chunk]
     parameters = sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors if not tensor.trainable)
     is_mxfp8 = getattr(job.config.model, "fp8_recipe", None) == "mxfp8"
@@ -184,7 +187,7 @@ def _stage_plan(job: Job, stage: int, buffers: list[Buffer], states: list[StateB
     gradients = sum(buffer.numel * buffer.gradient.itemsize for buffer in buffers)
     activations = activation_bytes(job, stage)
     of_ranks = sorted(states, key=lambda state: state.total)
-    return StagePlan(
+    return StageEstimate(
         stage=stage,
         count=sum(tensor.numel for tensor in tensors if tensor.trainable),
         parameters=parameters,
@@ -204,8 +207,8 @@ def _least_budget(others: int, activations: int, states: StateBytes) -> int:
     return least_budget(MemoryProfile([beside + activations], step=beside), states.transits, states.masters_held)
 
 
-def offloaded_bytes(stage: StagePlan, states: StateBytes, offload: OffloadConfig) -> int:
-    """Return what of a rank's states leaves the GPU: all that may, or the parts that the budget has no room for.
+def offloaded_bytes(stage: StageEstimate, states: StateBytes, offload: OffloadConfig) -> int:
+    """Return the bytes of a rank's states that leave the GPU: all that may, or the parts that exceed the budget.
 
     Raises:
         ValueError: there is a budget, and the activations are not known.
@@ -219,7 +222,7 @@ def offloaded_bytes(stage: StagePlan, states: StateBytes, offload: OffloadConfig
     return min(states.offloaded, sum(size for i, size in enumerate(states.parts) if i not in staying))
 
 
-def budget_refusals(job: Job, stages: list[StagePlan], offload: OffloadConfig) -> list[str]:
+def budget_refusals(job: Job, stages: list[StageEstimate], offload: OffloadConfig) -> list[str]:
     """Return the text of training's error where there is a budget that is below the least possible peak.
 
     Where more GPUs may share the states, neither states that stay nor parts of them count: surely below, then.
@@ -234,9 +237,9 @@ def budget_refusals(job: Job, stages: list[StagePlan], offload: OffloadConfig) -
     return [budget_refusal(budget, least, about="about ")] if least > budget else []
 
 
-def _link_plan(
+def _link_estimate(
     link: Link, pinned: list[int], loads: list[tuple[int, int | None]], forward: float | None, backward: float | None
-) -> LinkPlan:
+) -> LinkEstimate:
     """Return what the copies cost; loads: of each stage, the most bytes that a rank copies, and its activations."""
     nodes = [sum(pinned[first : first + link.gpus]) for first in range(0, len(pinned), link.gpus)]
     link = link.of_node_with(min(len(pinned), link.gpus))
@@ -253,7 +256,7 @@ def _link_plan(
     if forward is not None and is_known:
         given = floor(forward, 2 * forward if backward is None else backward)
     enough = max(nbytes for nbytes, _ in loads) / link.one_way
-    return LinkPlan(
+    return LinkEstimate(
         link=link,
         pinned=max(nodes),
         link_seconds=enough,
@@ -263,12 +266,12 @@ def _link_plan(
     )
 
 
-def _notes(job: Job, stages: list[StagePlan]) -> list[str]:
+def _notes(job: Job, stages: list[StageEstimate]) -> list[str]:
     model: Any = job.config.model
     notes = [f"tensors from {job.source}"]
     if job.gpus_note:
         notes.append(job.gpus_note)
-    if any(plan.activations is None for plan in stages):
+    if any(stage.activations is None for stage in stages):
         notes.append(
             "activations of this kind of model are not known, and so neither are peaks, nor what copies can hide behind"
         )

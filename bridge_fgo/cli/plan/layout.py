@@ -1,4 +1,4 @@
-"""How mcore's DDP lays parameters out in buffers, and which part of them each data-parallel rank updates.
+"""The layout of parameters in mcore's DDP buffers, and the part of them that each data-parallel rank updates.
 
 The arithmetic of `DistributedOptimizer.compute_full_param_layout` (mcore 0.19) on sizes alone; a test holds it
 against mcore's own. Padding belongs to the buffers of parameters and gradients, never to the optimizer's states.
@@ -21,7 +21,7 @@ PARAM_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
 """Elements that a bucket's size is a multiple of, beside the number of shards (mcore's `bucket_end_divisor`)."""
 BUSBW_ALIGNMENT = 2**16
-"""The same with `ddp.pad_buckets_for_high_nccl_busbw`."""
+"""`BUCKET_ALIGNMENT` with `ddp.pad_buckets_for_high_nccl_busbw`."""
 
 
 @dataclass

@@ -86,7 +86,7 @@ LINKS = {
 
 
 def links(system: str | None, link_gbs: float | None, gpus_per_node: int | None) -> list[Link]:
-    """Return the links to plan for.
+    """Return the links whose copies to estimate.
 
     Args:
         system: one of `LINKS`; None for all.

@@ -1,4 +1,4 @@
-"""The plan as tables, as one JSON object and as a picture."""
+"""A job's estimate as tables, as one JSON object and as a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bridge_fgo.cli.bench.plots import agg_pyplot
 from bridge_fgo.cli.plan.activations import WORKSPACES
-from bridge_fgo.cli.plan.estimate import Plan, StagePlan, offloaded_bytes
+from bridge_fgo.cli.plan.estimate import Estimate, StageEstimate, offloaded_bytes
 
 COMPONENTS = ("parameters", "gradients", "masters", "moments", "activations", "workspaces")
 COLOURS = ("tab:blue", "tab:cyan", "tab:red", "tab:orange", "tab:green", "tab:gray")
@@ -22,25 +22,24 @@ def gigabytes(count: float | None) -> str:
     return "?" if count is None else f"{count / 1e9:.2f}"
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON takes it: bytes and seconds."""
-    estimate = plan.job.bridge_estimate
+def as_json(estimate: Estimate) -> dict[str, Any]:
+    """Return an estimate as JSON takes it: bytes and seconds."""
     return {
-        "source": plan.job.source,
-        "parallel": asdict(plan.job.parallel) | {"data": plan.job.parallel.data},
-        "microbatches": plan.job.microbatches,
-        "offload": asdict(plan.offload),
-        "stages": [_stage_json(plan, stage) for stage in plan.stages],
-        "links": [asdict(link) for link in plan.links],
-        "bridge_estimate": estimate,
-        "flag": plan.job.flag,
-        "refusals": plan.refusals,
-        "notes": plan.notes,
+        "source": estimate.job.source,
+        "parallel": asdict(estimate.job.parallel) | {"data": estimate.job.parallel.data},
+        "microbatches": estimate.job.microbatches,
+        "offload": asdict(estimate.offload),
+        "stages": [_stage_json(estimate, stage) for stage in estimate.stages],
+        "links": [asdict(link) for link in estimate.links],
+        "bridge_estimate": estimate.job.bridge_estimate,
+        "flag": estimate.job.flag,
+        "refusals": estimate.refusals,
+        "notes": estimate.notes,
     }
 
 
-def _stage_json(plan: Plan, stage: StagePlan) -> dict[str, Any]:
-    away = offloaded_bytes(stage, stage.states, plan.offload)
+def _stage_json(estimate: Estimate, stage: StageEstimate) -> dict[str, Any]:
+    away = offloaded_bytes(stage, stage.states, estimate.offload)
     return {
         "stage": stage.stage,
         "parameter_count": stage.count,
@@ -54,7 +53,7 @@ def _stage_json(plan: Plan, stage: StagePlan) -> dict[str, Any]:
     }
 
 
-def components(stage: StagePlan) -> dict[str, int | None]:
+def components(stage: StageEstimate) -> dict[str, int | None]:
     """Return the bytes of each of `COMPONENTS`, resident."""
     return {
         "parameters": stage.parameters,
@@ -66,15 +65,15 @@ def components(stage: StagePlan) -> dict[str, int | None]:
     }
 
 
-def print_plan(console: Console, plan: Plan) -> None:
+def print_estimate(console: Console, estimate: Estimate) -> None:
     """Print the tables."""
-    parallel = plan.job.parallel
-    has_experts = any(tensor.expert for stage in plan.job.stages for chunk in stage for tensor in chunk)
+    parallel = estimate.job.parallel
+    has_experts = any(tensor.expert for stage in estimate.job.stages for chunk in stage for tensor in chunk)
     experts = f"expert states over {parallel.shards(True)}; " if has_experts else ""
     console.print(
         f"{parallel.gpus} GPUs: tensor {parallel.tensor}, pipeline {parallel.pipeline}, context {parallel.context}, "
         f"expert {parallel.expert}; dense states over {parallel.shards(False)} ranks, {experts}"
-        f"{plan.job.microbatches} microbatches a step"
+        f"{estimate.job.microbatches} microbatches a step"
     )
     table = Table(
         title="GB on the fullest rank of each pipeline stage; peaks resident and offloaded",
@@ -85,27 +84,27 @@ def print_plan(console: Console, plan: Plan) -> None:
         table.add_column(name, justify="right")
     table.add_column("offloaded", justify="right", style="bold")
     table.add_column("on host", justify="right")
-    for stage in plan.stages:
-        away = offloaded_bytes(stage, stage.states, plan.offload)
+    for stage in estimate.stages:
+        away = offloaded_bytes(stage, stage.states, estimate.offload)
         values = (*list(components(stage).values())[:-1], stage.peak(0), stage.peak(away), away)
         table.add_row(str(stage.stage), *(gigabytes(value) for value in values))
     console.print(table)
-    _print_bridges_estimate(console, plan)
-    _print_links(console, plan)
-    for note in plan.notes:
+    _print_bridges_estimate(console, estimate)
+    _print_links(console, estimate)
+    for note in estimate.notes:
         console.print(f"- {note}", markup=False)
-    for refusal in plan.refusals:
-        word = "refused" if plan.job.flag else "refused, once the flag is set"
+    for refusal in estimate.refusals:
+        word = "refused" if estimate.job.flag else "refused, once the flag is set"
         console.print(f"{word}: {refusal}", markup=False, style="red")
 
 
-def _print_bridges_estimate(console: Console, plan: Plan) -> None:
-    theirs = plan.job.bridge_estimate
+def _print_bridges_estimate(console: Console, estimate: Estimate) -> None:
+    theirs = estimate.job.bridge_estimate
     if theirs is None:
         return
-    fullest = max(plan.stages, key=lambda stage: stage.fixed)
+    fullest = max(estimate.stages, key=lambda stage: stage.fixed)
     ours = fullest.fixed - WORKSPACES
-    left = ours - offloaded_bytes(fullest, fullest.states, plan.offload)
+    left = ours - offloaded_bytes(fullest, fullest.states, estimate.offload)
     estimated = theirs["weights_gradients_states"]
     console.print(
         f"Weights, gradients and states of the fullest rank: {gigabytes(ours)} GB, of which {gigabytes(left)} GB stay "
@@ -114,13 +113,13 @@ def _print_bridges_estimate(console: Console, plan: Plan) -> None:
     )
 
 
-def _print_links(console: Console, plan: Plan) -> None:
+def _print_links(console: Console, estimate: Estimate) -> None:
     table = Table(title="A node's pinned memory, and the copies of the fullest rank in seconds", title_justify="left")
     for name in ("system", "GPUs", "pinned GB", "GB/s", "one way", "bare floor"):
         table.add_column(name, justify="right")
     table.add_column("floor", justify="right", style="bold")
     table.add_column("hidden from", justify="right")
-    for row in plan.links:
+    for row in estimate.links:
         link = row.link
         table.add_row(
             link.title,
@@ -139,11 +138,11 @@ def _print_links(console: Console, plan: Plan) -> None:
         "what a step gets longer by at least with nothing to hide behind; floor: with --forward-seconds; hidden from: "
         "the seconds of a microbatch's forward, its backward twice as long, from which nothing is added"
     )
-    for row in plan.links:
+    for row in estimate.links:
         console.print(f"- {row.link.title}, {row.link.figures} GB/s: {row.link.source}", markup=False)
 
 
-def draw(plan: Plan, path: Path) -> None:
+def draw(estimate: Estimate, path: Path) -> None:
     """Draw the components of each stage, resident and offloaded, into a picture (its format by the file's name).
 
     Raises:
@@ -153,11 +152,11 @@ def draw(plan: Plan, path: Path) -> None:
         pyplot = agg_pyplot()
     except ImportError:
         raise ValueError("--picture needs matplotlib: pip install 'bridge-fgo[bench]'") from None
-    unknown = any(components(stage)["activations"] is None for stage in plan.stages)
-    figure, axes = pyplot.subplots(figsize=(max(5.0, 1.2 * len(plan.stages) + 3), 4), layout="constrained")
-    for stage in plan.stages:
+    unknown = any(components(stage)["activations"] is None for stage in estimate.stages)
+    figure, axes = pyplot.subplots(figsize=(max(5.0, 1.2 * len(estimate.stages) + 3), 4), layout="constrained")
+    for stage in estimate.stages:
         resident = {name: value or 0 for name, value in components(stage).items()}
-        away = offloaded_bytes(stage, stage.states, plan.offload)
+        away = offloaded_bytes(stage, stage.states, estimate.offload)
         left = dict(resident)
         of_moments = min(away, left["moments"])
         left["moments"] -= of_moments
@@ -169,7 +168,7 @@ def draw(plan: Plan, path: Path) -> None:
                 axes.bar(stage.stage + offset, parts[name] / 1e9, 0.38, bottom=bottom, color=colour, label=label)
                 bottom += parts[name] / 1e9
             axes.text(stage.stage + offset, bottom, f"{bottom:.1f}", ha="center", va="bottom", fontsize=8)
-    axes.set_xticks(range(len(plan.stages)), [f"stage {stage.stage}" for stage in plan.stages])
+    axes.set_xticks(range(len(estimate.stages)), [f"stage {stage.stage}" for stage in estimate.stages])
     title = "Resident (left) and with the states offloaded (right)"
     axes.set(ylabel="GB on the fullest rank", title=title + ("\nwithout activations, which are not known" * unknown))
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -14,14 +14,15 @@ from bridge_fgo.cli.bench.plots import gantt, memory_timeline
 from bridge_fgo.cli.bench.trace import read_trace
 from bridge_fgo.cli.demo import readable_bytes, readable_number
 from bridge_fgo.cli.report import pictures
-from bridge_fgo.cli.report.parity import Parity, compare_runs, is_bitwise_equal
+from bridge_fgo.cli.report.parity import compare_runs, is_bitwise_equal
 from bridge_fgo.cli.report.runs import LOSS, NO_PACKAGE, OURS, TOTALS, Run, load
+from bridge_fgo.harness.comparator import Parity
 
 NOT_EQUAL = 1
 
 
 def run(paths: list[Path], output: Path) -> int:
-    """Writes the page; returns 1 where the runs are not all shown to be bitwise equal to the first, else 0.
+    """Write the page; return 1 where the runs are not all shown to be bitwise equal to the first, else 0.
 
     Raises:
         ValueError: a path holds no run, or a package is missing.
@@ -45,7 +46,7 @@ def run(paths: list[Path], output: Path) -> int:
 
 
 def _named_apart(found: list[tuple[Path, Run]]) -> list[Run]:
-    """Returns the runs; two of one name are called by their paths."""
+    """Return the runs; two of one name are called by their paths."""
     names = [run.name for _, run in found]
     for path, run in found:
         if names.count(run.name) > 1:
@@ -56,12 +57,12 @@ def _named_apart(found: list[tuple[Path, Run]]) -> list[Run]:
 
 
 def is_good(run: Run, parity: list[Parity]) -> bool:
-    """Returns whether a run is as it should be: equal to the first, where it is meant to."""
+    """Return whether a run is as it should be: equal to the first, where it is meant to."""
     return run.may_differ or is_bitwise_equal(parity)
 
 
 def verdict(first: Run, second: Run, parity: list[Parity]) -> str:
-    """Says in a sentence whether two runs are equal."""
+    """Say in a sentence whether two runs are equal."""
     names = f"{first.name} and {second.name}"
     different = [part for part in parity if not part.equal]
     if second.may_differ:
@@ -117,7 +118,7 @@ def _sections(runs: list[Run], others: list[tuple[Run, list[Parity]]], folder: P
 
 
 def _overview(runs: list[Run]) -> list[list[str]]:
-    """Returns the cells of the table of figures, a run a column; its head first."""
+    """Return the cells of the table of figures, a run a column; its head first."""
     rows = [["", *(run.name for run in runs)]]
     if any(run.where for run in runs):
         rows.append(["where", *(run.where or "-" for run in runs)])

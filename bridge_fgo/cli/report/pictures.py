@@ -10,7 +10,7 @@ from bridge_fgo.cli.bench.plots import agg_pyplot
 from bridge_fgo.cli.report.runs import LOSS, OURS, SECONDS, TOTALS, Run
 
 STYLES = ("-", "--", ":", "-.")
-"""Of the runs, in turn, so that one that lies on another is still seen."""
+"""Line styles of the runs, in turn, so that one that lies on another is still seen."""
 
 PEAKS = ("peak_forward_backward_bytes", "peak_step_bytes", "peak_allocated_bytes", "peak_reserved_bytes")
 ON_HOST = ("pinned_bytes", "released_bytes")
@@ -18,9 +18,10 @@ DIFFERENCE = "difference"
 
 
 def losses(runs: list[Run], path: Path) -> bool:
-    """Draws the loss of the runs into a PNG, and how far the others are from the first where one is not equal.
+    """Draw the loss of the runs into a PNG, and how far the others are from the first where one is not equal.
 
-    Returns whether there was anything to draw.
+    Returns:
+        Whether there was anything to draw.
     """
     first = runs[0].scalars.get(LOSS, {})
     apart = [
@@ -37,13 +38,13 @@ def _apart(first: dict[int, float], second: dict[int, float]) -> dict[int, float
 
 
 def step_seconds(runs: list[Run], path: Path) -> bool:
-    """Draws the seconds of the steps; see `losses`. The axis leaves out what the first steps of a run take longer."""
+    """Draw the seconds of the steps; see `losses`. The axis leaves out what the first steps of a run take longer."""
     later = [value for run in runs for value in counted_seconds(run)]
     return _lines(runs, [(SECONDS, "seconds a step", 1.0)], path, bottom=0.0, top=1.1 * max(later, default=0.0))
 
 
 def memory(runs: list[Run], path: Path) -> bool:
-    """Draws the memory of each step over the steps: its peaks by phase, and what was released; see `losses`."""
+    """Draw the memory of each step over the steps: its peaks by phase, and what was released; see `losses`."""
     panels = [
         (f"{OURS}peak_forward_backward_bytes", "peak in forward\nand backward, GB", 1e9),
         (f"{OURS}peak_step_bytes", "peak in the rest\nof the step, GB", 1e9),
@@ -53,7 +54,7 @@ def memory(runs: list[Run], path: Path) -> bool:
 
 
 def copies(runs: list[Run], path: Path) -> bool:
-    """Draws the bytes that each step copied to the host and back; see `losses`."""
+    """Draw the bytes that each step copied to the host and back; see `losses`."""
     panels = [
         (f"{OURS}bytes_offloaded", "to the host\nin a step, GB", 1e9),
         (f"{OURS}bytes_reloaded", "to the GPU\nin a step, GB", 1e9),
@@ -62,7 +63,7 @@ def copies(runs: list[Run], path: Path) -> bool:
 
 
 def counted_seconds(run: Run) -> list[float]:
-    """Returns the seconds of the steps from a run's fourth on: the first ones allocate, compile and measure."""
+    """Return the seconds of the steps from a run's fourth on: the first ones allocate, compile and measure."""
     seconds = run.scalars.get(SECONDS, {})
     return [value for step, value in seconds.items() if step >= min(seconds) + 3]
 
@@ -74,7 +75,7 @@ def _lines(
     bottom: float | None = None,
     top: float = 0.0,
 ) -> bool:
-    """Draws each panel's scalar (name, label, unit) over the steps, a line a run; panels without data are left out."""
+    """Draw each panel's scalar (name, label, unit) over the steps, a line a run; panels without data are left out."""
     panels = [panel for panel in panels if any(panel[0] in run.scalars for run in runs)]
     if not panels:
         return False
@@ -110,12 +111,12 @@ def _line(panel: Any, run: Run, name: str, unit: float, number: int) -> None:
 
 
 def peaks(runs: list[Run], path: Path) -> bool:
-    """Draws the largest peaks of the runs by phase, as bars; see `losses`."""
+    """Draw the largest peaks of the runs by phase, as bars; see `losses`."""
     return _bars(runs, PEAKS, path)
 
 
 def host_bytes(runs: list[Run], path: Path) -> bool:
-    """Draws what the runs pinned on the host, and what they released on the GPU, as bars; see `losses`."""
+    """Draw what the runs pinned on the host, and what they released on the GPU, as bars; see `losses`."""
     return _bars(runs, ON_HOST, path)
 
 

@@ -1,4 +1,4 @@
-"""Reads runs that are over: TensorBoard logs of Bridge, and what ``bridge-fgo bench`` or ``demo --keep`` left."""
+"""Reads runs that are over: TensorBoard logs of Bridge, and what `bridge-fgo bench` or `demo --keep` left."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bridge_fgo.cli.arms.runner import ArmRun, EventTail
+from bridge_fgo.harness.runner import ArmRun, EventTail, exact_number
 
 LOSS = "lm loss"
 GRAD_NORM = "grad-norm"
@@ -68,12 +68,12 @@ class Run:
 
 
 def load(path: Path) -> list[Run]:
-    """Returns the runs that ``path`` holds, a resident one first.
+    """Return the runs that `path` holds, a resident one first.
 
     Args:
-        path: a folder or file of TensorBoard events; a folder of ``bridge-fgo bench`` or ``demo --keep``, or its
-            ``bench.json``, which without the events beside it has the table's figures and no steps; or one arm's
-            ``NAME.events.jsonl``.
+        path: a folder or file of TensorBoard events; a folder of `bridge-fgo bench` or `demo --keep`, or its
+            `bench.json`, which without the events beside it has the table's figures and no steps; or one arm's
+            `NAME.events.jsonl`.
 
     Raises:
         ValueError: it holds none, or more than one where one is meant.
@@ -100,7 +100,7 @@ def load(path: Path) -> list[Run]:
 
 
 def _bench(folder: Path) -> list[Run]:
-    """Returns the arms in the order of the bench's table; with no table the resident one first."""
+    """Return the arms in the order of the bench's table; with no table the resident one first."""
     file = folder / "bench.json"
     table: dict[str, Any] = {"arms": []}
     if file.exists():
@@ -144,9 +144,8 @@ def _arm(path: Path) -> Run:
         name=arm.name.removesuffix(".0"),  # the bench's first round, and mostly the only one
         is_fp32=False,
         scalars={
-            LOSS: {event["step"]: value for event in arm.steps if (value := _exact(event, "loss")) is not None},
-            GRAD_NORM: {event["step"]: v for event in arm.steps if (v := _exact(event, "grad_norm")) is not None},
-            SECONDS: {event["step"]: event["seconds"] for event in arm.steps},
+            tag: {event["step"]: value for event in arm.steps if (value := exact_number(event, name)) is not None}
+            for tag, name in ((LOSS, "loss"), (GRAD_NORM, "grad_norm"), (SECONDS, "seconds"))
         },
         totals={name: arm.result[name] for name in TOTALS if arm.result.get(name) is not None},
         digests=arm.result.get("digests", {}),
@@ -155,20 +154,14 @@ def _arm(path: Path) -> Run:
     )
 
 
-def _exact(event: dict[str, Any], name: str) -> float | None:
-    """Returns a number of an event to the last bit, also one that JSON has no word for."""
-    text = event.get(f"{name}_hex")
-    return event.get(name) if text is None else float.fromhex(text)
-
-
 def _begun(file: Path) -> tuple[str, int]:
-    """Returns when a file of TensorBoard's was begun: by the seconds in its name, and of one second by the disk."""
+    """Return when a file of TensorBoard's was begun: the seconds in its name, then the time on disk."""
     parts = file.name.split(".")
     return parts[3] if len(parts) > 3 else "", file.stat().st_mtime_ns
 
 
 def _tensorboard(path: Path, name: str) -> Run:
-    """Returns the run of a TensorBoard log; of a step that was run again after a resume, the last values."""
+    """Return the run of a TensorBoard log. A step that was run again after a resume has its last values."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:

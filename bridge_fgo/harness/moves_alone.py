@@ -41,5 +41,5 @@ class MovesAlone:
         Traffic.__enter__ = wait_first
 
     def end(self) -> None:
-        """Moves are as they were."""
+        """Make moves as they were."""
         Traffic.__enter__ = self._enter

@@ -1,4 +1,4 @@
-"""What an arm leaves behind: one JSON object a line, and digests of its final state."""
+"""The record of a run: events as JSON, one a line, and digests of the final state."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import bridge_fgo
-from bridge_fgo.cli.arms import gpu
-from bridge_fgo.cli.arms.collector_clock import CollectorClock
-from bridge_fgo.cli.arms.moves_alone import MovesAlone
-from bridge_fgo.cli.arms.phase_clock import PhaseClock
 from bridge_fgo.engine.part import Traffic
+from bridge_fgo.harness import gpu
+from bridge_fgo.harness.collector_clock import CollectorClock
+from bridge_fgo.harness.moves_alone import MovesAlone
+from bridge_fgo.harness.phase_clock import PhaseClock
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -75,12 +75,14 @@ def recorder(tmp_path, monkeypatch, stream):
         monkeypatch.setattr(torch.cuda, name, lambda: 7)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(gpu, "final_state", lambda *args: {"masters": {}, "moments": {}})
-    monkeypatch.setattr(gpu, "joined_digests", lambda state: {})
-    monkeypatch.setattr(gpu, "of_ranks", lambda mine: [mine])
+    from bridge_fgo.harness import gpu_recorder
+
+    monkeypatch.setattr(gpu_recorder, "final_state", lambda *args: {"masters": {}, "moments": {}})
+    monkeypatch.setattr(gpu_recorder, "joined_digests", lambda state: {})
+    monkeypatch.setattr(gpu_recorder, "of_ranks", lambda mine: [mine])
     options = ["--steps", "5", "--alone-steps", "2", "--trace", str(tmp_path / "trace.gz")]
     options = gpu.parse([*options, "--events", str(tmp_path / "events")])
-    return gpu.make_recorder(options, PhaseClock(options.steps)), tmp_path / "events"
+    return gpu_recorder.Recorder(options, PhaseClock(options.steps)), tmp_path / "events"
 
 
 def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_ones(recorder, stream, monkeypatch):
@@ -98,7 +100,7 @@ def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_on
         def end(self, path):
             pass
 
-    monkeypatch.setattr(gpu, "StepTrace", Trace)
+    monkeypatch.setattr("bridge_fgo.harness.gpu_recorder.StepTrace", Trace)
     recorder.on_train_start(None)
     for step in range(1, 10):
         recorder.on_train_step_start(CONTEXT)

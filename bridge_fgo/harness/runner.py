@@ -1,4 +1,4 @@
-"""Runs an arm as a process of its own, follows its events, and compares two arms bit by bit.
+"""The runner of arms: starts each as a process of its own and follows its events.
 
 Nothing here imports torch.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import subprocess
 import sys
 import time
@@ -19,7 +18,6 @@ from typing import Any
 LOG_LINES_SHOWN = 30
 TRACEBACK_LINES_SHOWN = 60
 POLL_SECONDS = 0.1
-DIGESTS = ("params", "masters", "moments")
 
 Event = dict[str, Any]
 
@@ -34,7 +32,7 @@ class ArmRun:
     result: Event = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
-        """Files ``event`` by its kind; kinds that this version does not know are left out."""
+        """File an event by its kind; kinds that this version does not know are left out."""
         kind = event.get("event")
         if kind == "start":
             self.start = event
@@ -44,12 +42,12 @@ class ArmRun:
             self.result = event
 
     def values(self, name: str) -> list[float | None]:
-        """Returns the number called ``name`` of every step."""
+        """Return the number called `name` of every step; None where JSON has no word for it."""
         return [event.get(name) for event in self.steps]
 
 
 class ArmFailed(RuntimeError):
-    """An arm ended with an error, or without a result; ``log_tail``, its note, is what ``telling_lines`` returns."""
+    """An arm ended with an error, or without a result; `log_tail`, its note, is what `telling_lines` returns."""
 
     def __init__(self, name: str, why: str, log_tail: str) -> None:
         super().__init__(f"the {name} arm failed: {why}")
@@ -58,7 +56,7 @@ class ArmFailed(RuntimeError):
 
 
 def telling_lines(log: str) -> str:
-    """Returns the first traceback of a log and its last lines.
+    """Return the first traceback of a log and its last lines.
 
     Of several ranks, the first to fail has others fail after it, and torchrun ends the log with a table of its own.
     """
@@ -70,72 +68,21 @@ def telling_lines(log: str) -> str:
     return "\n".join([*traceback, *left_out, *lines[end:]])
 
 
-def number_bits(event: Event, name: str) -> str:
-    """Returns text that is equal for two numbers exactly when their bits are.
-
-    Prefers the event's hexadecimal form. ``==`` would not do: it holds 0.0 and -0.0
-    for equal, and a NaN for different from itself.
-    """
+def exact_number(event: Event, name: str) -> float | None:
+    """Return a number of an event to the last bit, also one that JSON has no word for; None where there is none."""
     text = event.get(f"{name}_hex")
-    if text is not None:
-        return str(text)
-    value = event.get(name)
-    return "none" if value is None else struct.pack("<d", value).hex()
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What of two arms is equal to the last bit. ``steps[i]`` is the i-th step's loss."""
-
-    steps: tuple[bool, ...]
-    same_steps: bool
-    grad_norms: bool
-    digests: dict[str, bool]
-
-    @property
-    def parts(self) -> dict[str, bool]:
-        """Every part that was compared, by name."""
-        losses = self.same_steps and all(self.steps)
-        return {"losses": losses, "grad norms": self.grad_norms, **self.digests}
-
-    @property
-    def bitwise_equal(self) -> bool:
-        """Whether all parts are equal."""
-        return all(self.parts.values())
-
-
-def compare(resident: ArmRun, offloaded: ArmRun) -> Comparison:
-    """Compares losses, gradient norms, skipped steps and the digests of the final state.
-
-    A digest that is missing on either side counts as different: equality has to be shown.
-    """
-    pairs = list(zip(resident.steps, offloaded.steps, strict=False))
-    whole = len(resident.steps) == len(offloaded.steps) > 0
-    ours, theirs = offloaded.result.get("digests", {}), resident.result.get("digests", {})
-
-    def equal(name: str) -> list[bool]:
-        return [number_bits(a, name) == number_bits(b, name) for a, b in pairs]
-
-    def ran_alike(a: Event, b: Event) -> bool:
-        return a["step"] == b["step"] and bool(a["skipped"]) == bool(b["skipped"])
-
-    return Comparison(
-        steps=tuple(equal("loss")),
-        same_steps=whole and all(ran_alike(a, b) for a, b in pairs),
-        grad_norms=whole and all(equal("grad_norm")),
-        digests={name: bool(ours.get(name)) and ours.get(name) == theirs.get(name) for name in DIGESTS},
-    )
+    return event.get(name) if text is None else float.fromhex(text)
 
 
 class EventTail:
-    """Reads the whole lines that were appended to a file since the last call."""
+    """Reads the lines that were appended to a file since the last call, once they are whole."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def new_events(self) -> Iterator[Event]:
-        """Yields the new events; a line still being written waits for the next call."""
+        """Yield the new events; a line still being written waits for the next call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -157,12 +104,22 @@ def run_arm(
     environment: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> ArmRun:
-    """Runs ``python LAUNCHER... -m module options... --events FILE`` and returns its events.
+    """Run `python LAUNCHER... -m module options... --events FILE` and return its events.
 
-    ``launcher`` is for arms of several ranks: ``("-m", "torch.distributed.run", ...)``.
-    ``environment`` is added to this process's; ``timeout`` is in seconds.
-    Leaves ``NAME.events.jsonl`` and ``NAME.log`` in ``folder``; calls ``on_event`` as
-    events come in. Raises ArmFailed where the process fails or leaves no result.
+    Leaves `NAME.events.jsonl` and `NAME.log` in the folder.
+
+    Args:
+        name: what to call the arm.
+        module: what runs it.
+        options: the module's.
+        folder: where its files go.
+        on_event: called with each event as it comes in.
+        launcher: for arms of several ranks: `("-m", "torch.distributed.run", ...)`.
+        environment: variables beside this process's.
+        timeout: in seconds.
+
+    Raises:
+        ArmFailed: the process failed, took too long, or left no result.
     """
     events, log = folder / f"{name}.events.jsonl", folder / f"{name}.log"
     events.unlink(missing_ok=True)  # the arm appends: an earlier demo's events must not count

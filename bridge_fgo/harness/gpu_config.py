@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def gathered_attention_spec(config: GPTModelProvider) -> ModuleSpec:
-    """Returns Bridge's own layers, with an attention that knows context parallelism without cuDNN."""
+    """Return Bridge's own layers, with an attention that knows context parallelism without cuDNN."""
     from megatron.bridge.models.gpt_provider import default_layer_spec
 
-    from bridge_fgo.cli.arms.gathered_attention import GatheredAttention
+    from bridge_fgo.harness.gathered_attention import GatheredAttention
 
     spec: Any = default_layer_spec(config)
     spec.submodules.self_attention.submodules.core_attention = GatheredAttention
@@ -24,7 +24,7 @@ def gathered_attention_spec(config: GPTModelProvider) -> ModuleSpec:
 
 
 def build_config(options: argparse.Namespace) -> ConfigContainer:
-    """Returns the configuration that ``pretrain()`` runs."""
+    """Return the configuration that `pretrain()` runs."""
     import torch
     import torch.nn.functional as F
     from megatron.bridge.models.gpt_provider import GPTModelProvider

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 FIRST_COUNTED_STEP = 7
-"""Of a run whose time is taken. By then moments exist, peaks are measured, two steps were timed, and masters are copied
-as they will be: every step is like the next."""
+"""The first step whose time counts. By then moments exist, peaks are measured, two steps were timed, and masters are
+copied as they will be: every step is like the next."""
 
 
 class PhaseClock:
@@ -28,7 +28,7 @@ class PhaseClock:
         self._steps: list[list[tuple[Any, Any]]] = []
 
     def timed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``forward_step`` with the events around it."""
+        """Return the forward step with events around it."""
         import torch
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
@@ -46,11 +46,11 @@ class PhaseClock:
         return step
 
     def medians(self) -> dict[str, float | None]:
-        """Returns the medians, in seconds, of ``forward``, ``backward`` and ``rest`` of all whole steps.
+        """Return the medians, in seconds, of `forward`, `backward` and `rest` of all whole steps.
 
-        ``rest`` is the time from the end of a step's last forward to the first forward of the next step. All
+        `rest` is the time from the end of a step's last forward to the first forward of the next step. All
         but the first forward and all but the last backward of a step count: those may wait for copies.
-        ``first_forward`` is that first one. None where there is nothing to tell a phase by.
+        `first_forward` is that first one. None where there is nothing to tell a phase by.
         """
         steps = self._steps[FIRST_COUNTED_STEP - 1 : self._last]
         forward = [_seconds(*pair) for step in steps for pair in (step[1:] or step)]

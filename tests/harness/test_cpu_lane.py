@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bridge_fgo.cli.arms.record import EventWriter, RunRecord, digest
+from bridge_fgo.harness.record import EventWriter, RunRecord, digest
 
 pytest.importorskip("megatron.core")
 
-from bridge_fgo.cli.arms import cpu, cpu_standin
-from bridge_fgo.cli.arms.cpu_training import CpuOptions, CpuTraining, run
+from bridge_fgo.harness import cpu
+from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining, run
+from bridge_fgo.standins import cuda
 
 KINDS = ("params", "masters", "moments")
 
@@ -236,12 +237,12 @@ def test_standins_compute_nothing() -> None:
 def test_standins_can_be_removed_and_installed_again() -> None:
     stream = torch.cuda.Stream
     assert torch.ones(1, device="cuda").type() == "torch.cuda.FloatTensor"
-    cpu_standin.remove_standins()
+    cuda.remove_standins()
     try:
         assert torch.cuda.Stream is not stream
         assert torch.ones(1).type() == "torch.FloatTensor"
     finally:
-        cpu_standin.install_standins()
+        cuda.install_standins()
     assert torch.cuda.Stream is stream
 
 

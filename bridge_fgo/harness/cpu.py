@@ -1,13 +1,13 @@
-"""One training arm on the CPU: a small GPT through Bridge's own ``train_step``, on made-up data.
+"""One training arm on the CPU: a small GPT through Bridge's own `train_step`, on made-up data.
 
-    python -m bridge_fgo.cli.arms.cpu --steps 20 --offload on --events events.jsonl
+    python -m bridge_fgo.harness.cpu --steps 20 --offload on --events events.jsonl
 
-Transformer Engine and CUDA stand in, as `bridge_fgo.cli.arms.cpu_standin` says, so this shows whether two
+Transformer Engine and CUDA stand in, as `bridge_fgo.standins` says, so this shows whether two
 arms are bitwise equal and how many bytes go, not how fast they go.
 
-There is no allocator to ask for peaks. ``peak_forward_backward_bytes`` and ``peak_step_bytes`` are bytes of
+There is no allocator to ask for peaks. `peak_forward_backward_bytes` and `peak_step_bytes` are bytes of
 live optimizer state alone: the largest sample taken as a microbatch's forward begins, and the largest taken
-after a step. ``peak_allocated_bytes`` is the larger of the two; ``peak_reserved_bytes`` is 0.
+after a step. `peak_allocated_bytes` is the larger of the two; `peak_reserved_bytes` is 0.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridge_fgo.options import add_offload_options, offload_config
+
 if TYPE_CHECKING:
-    from bridge_fgo.cli.arms.cpu_training import CpuOptions
-    from bridge_fgo.cli.arms.record import StepRecord
+    from bridge_fgo.harness.cpu_training import CpuOptions
+    from bridge_fgo.harness.record import StepRecord
 
 
 def step_numbers(text: str) -> frozenset[int]:
@@ -32,7 +34,7 @@ def step_numbers(text: str) -> frozenset[int]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options; what cannot be parsed ends the process with status 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m bridge_fgo.cli.arms.cpu",
+        prog="python -m bridge_fgo.harness.cpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -51,16 +53,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         size.add_argument(f"--{name}", type=int)
     offload = parser.add_argument_group("offload")
     offload.add_argument("--offload", choices=("off", "on"), default="off")
-    offload.add_argument("--engine", choices=("auto", "native", "mcore"))
-    offload.add_argument("--fraction", type=float)
-    offload.add_argument("--slab-bytes", type=int)
-    offload.add_argument("--piece-bytes", type=int)
+    add_offload_options(offload)
     return parser.parse_args(arguments)
 
 
 def training_options(options: argparse.Namespace) -> CpuOptions:
     """Return the training's options; what was not given keeps its default."""
-    from bridge_fgo.cli.arms.cpu_training import CpuOptions
+    from bridge_fgo.harness.cpu_training import CpuOptions
 
     names = {field.name for field in fields(CpuOptions)} - {"offload"}
     given = {name: value for name, value in vars(options).items() if name in names and value is not None}
@@ -71,17 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one arm. What goes wrong ends the process with a traceback and a status other than 0."""
     options = parse(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: nothing may take a GPU that is there
-    from bridge_fgo.cli.arms.cpu_standin import install_standins
-    from bridge_fgo.cli.arms.cpu_training import run
-    from bridge_fgo.cli.arms.record import EventWriter
+    from bridge_fgo.harness.cpu_training import run
+    from bridge_fgo.harness.record import EventWriter
+    from bridge_fgo.standins.cuda import install_standins
 
     install_standins()
     import bridge_fgo
 
     if options.offload == "on":
-        names = ("engine", "fraction", "slab_bytes", "piece_bytes")
-        settings = {name: value for name in names if (value := getattr(options, name)) is not None}
-        bridge_fgo.install(bridge_fgo.OffloadConfig(**settings))
+        bridge_fgo.install(offload_config(options))
     writer = EventWriter(options.events)
     writer.start("cpu")
     stats = None

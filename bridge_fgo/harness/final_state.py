@@ -6,14 +6,14 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bridge_fgo.cli.arms.record import digest
+from bridge_fgo.harness.record import digest
 
 if TYPE_CHECKING:
     import torch
 
 
 def distributed_optimizers(optimizer: Any) -> Iterator[Any]:
-    """Yields every DistributedOptimizer at or below ``optimizer``, chained ones in their order."""
+    """Yield every DistributedOptimizer that an optimizer is or chains, in order."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     if isinstance(optimizer, DistributedOptimizer):
@@ -23,13 +23,16 @@ def distributed_optimizers(optimizer: Any) -> Iterator[Any]:
 
 
 def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns this rank's parameters, master weights and moments, each by name.
+    """Return this rank's parameters, master weights and moments, each by name.
 
-    Masters are the inner optimizer's parameters, or their ``master_param`` states (fp32,
+    Masters are the inner optimizer's parameters, or their `master_param` states (fp32,
     or int16 remainders) where the precision-aware optimizer holds them. Looks for them
     itself instead of asking the package: what is compared should not depend on what is
-    being tested. Raises RuntimeError where a tensor's memory is released, and where there
-    are no masters or moments: equal digests of nothing would prove nothing.
+    being tested.
+
+    Raises:
+        RuntimeError: a tensor's memory is released, or there are no masters or moments: equal digests of nothing would
+            prove nothing.
     """
     state: dict[str, dict[str, torch.Tensor]] = {"params": {}, "masters": {}, "moments": {}}
     for chunk, module in enumerate(model):
@@ -60,7 +63,7 @@ def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, tor
 
 
 def of_ranks(mine: Any) -> list[Any]:
-    """Returns what every rank gave, in the order of ranks. Collective; all ranks get it."""
+    """Gather an object of each rank; return them in the order of ranks. Collective; all ranks get them."""
     import torch
 
     every: list[Any] = [None] * torch.distributed.get_world_size()
@@ -69,7 +72,7 @@ def of_ranks(mine: Any) -> list[Any]:
 
 
 def joined_digests(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, str]:
-    """Returns one digest for each part of the state, over all ranks. Collective; all ranks get it."""
+    """Return one digest for each part of the state, over all ranks. Collective; all ranks get it."""
     mine = {part: digest(tensors) for part, tensors in state.items()}
     every = of_ranks(mine)
     if len(every) == 1:

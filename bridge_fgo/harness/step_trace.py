@@ -27,7 +27,7 @@ class StepTrace:
         self._allocated = 0
 
     def begin_step(self) -> None:
-        """A step begins: the first starts the profiler, the second is the one to keep."""
+        """Begin a step: the first starts the profiler, the second is the one to keep."""
         import torch
 
         if self._profiler is None:
@@ -42,7 +42,7 @@ class StepTrace:
         self._annotation.__enter__()
 
     def end_step(self) -> None:
-        """A step ends, once the compute stream has run dry; copies may go on."""
+        """End a step, once the compute stream has run dry; copies may go on."""
         import torch
 
         if self._annotation is not None:

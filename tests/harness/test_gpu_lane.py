@@ -9,7 +9,7 @@ from pathlib import Path
 
 from children import PATIENCE
 
-from bridge_fgo.cli.arms.runner import telling_lines
+from bridge_fgo.harness.runner import telling_lines
 
 ROOT = Path(__file__).parents[2]
 

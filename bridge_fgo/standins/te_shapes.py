@@ -12,22 +12,12 @@ Nothing here computes. To be installed before Megatron is imported, in a process
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.abc
-import importlib.machinery
 import sys
-import types
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, override
 
 import torch
 
-VERSION = "2.17.1"
-PACKAGES = ("transformer_engine", "mamba_ssm", "deep_ep", "nvidia_resiliency_ext")
-HIDDEN = ("transformer_engine.pytorch.cpu_offload", "transformer_engine.pytorch.tensor.grouped_tensor")
-"""Modules whose absence mcore takes, and whose hollow functions it would call while it builds."""
-SUBMODULES = {"pytorch", "common", "recipe", "ops", "fp8", "distributed", "tensor", "optimizers"}
-"""Modules that mcore reaches as attributes, without importing them."""
+from bridge_fgo.standins.finder import StandInFinder, Table
 
 _quantized = False
 
@@ -38,7 +28,7 @@ class QuantizedWeight(torch.nn.Parameter):
 
 @contextlib.contextmanager
 def fp8_model_init(enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False) -> Any:
-    """Weights that are made inside are quantized."""
+    """Context in which weights are made quantized."""
     global _quantized
     before, _quantized = _quantized, enabled
     try:
@@ -85,6 +75,7 @@ class Linear(torch.nn.Module):
 class LayerNormLinear(Linear):
     """A Linear with the norm before it: `layer_norm_weight` (in), and `layer_norm_bias` (in) of a LayerNorm."""
 
+    @override
     def _begin(
         self, in_features: int, params_dtype: torch.dtype, normalization: str = "LayerNorm", **ignored: Any
     ) -> None:
@@ -121,7 +112,7 @@ class GroupedLinear(torch.nn.Module):
                 self.register_parameter(f"bias{index}", parameter(self.out_features, dtype=params_dtype))
 
     def set_tensor_parallel_group(self, group: Any) -> None:
-        """mcore calls it."""
+        """Do nothing; mcore calls it."""
 
 
 class RMSNorm(torch.nn.Module):
@@ -142,6 +133,7 @@ class RMSNorm(torch.nn.Module):
 class LayerNorm(RMSNorm):
     """`weight` and `bias` (hidden)."""
 
+    @override
     def _end(self, size: int, params_dtype: torch.dtype) -> None:
         self.bias = parameter(size, dtype=params_dtype)
 
@@ -179,7 +171,7 @@ REAL: dict[str, Any] = {cls.__name__: cls for cls in LAYERS} | {
 
 
 class _Hollow(type):
-    """A class with any attribute, made from anything: it stands for what only has to be there, such as FP8 recipes."""
+    """Metaclass of classes with any attribute, made from anything. They stand for what must only exist: FP8 recipes."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -192,49 +184,31 @@ class _HollowLayer(torch.nn.Module):
         super().__init__()
 
 
-class _Module(types.ModuleType):
-    __version__ = VERSION
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"stand-in module {self.__name__!r} has no {name!r}")
-        if name in SUBMODULES:
-            return importlib.import_module(f"{self.__name__}.{name}")
-        value = REAL.get(name) or _Hollow(name, (_HollowLayer,), {})
-        setattr(self, name, value)
-        return value
+def _shape_or_hollow(module: str, name: str) -> Any:
+    """Return what has a shape here; for any other name a class that only has to be there."""
+    return REAL.get(name) or _Hollow(name, (_HollowLayer,), {})
 
 
-class ShapesFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Answers for `PACKAGES`, whether they are installed or not."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return a stand-in's spec, or None for packages that are not this finder's."""
-        if fullname.split(".")[0] not in PACKAGES:
-            return None
-        if fullname in HIDDEN:
-            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """Return the stand-in."""
-        return _Module(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Do nothing: attributes are made when they are asked for."""
+TABLE = Table(
+    packages=frozenset({"transformer_engine", "mamba_ssm", "deep_ep", "nvidia_resiliency_ext"}),
+    # mcore takes the absence of these, and would call their hollow functions while it builds.
+    hidden=frozenset({"transformer_engine.pytorch.cpu_offload", "transformer_engine.pytorch.tensor.grouped_tensor"}),
+    # mcore reaches these as attributes, without importing them.
+    submodules=frozenset({"pytorch", "common", "recipe", "ops", "fp8", "distributed", "tensor", "optimizers"}),
+    attribute=_shape_or_hollow,
+    version="2.17.1",
+)
 
 
 def install() -> None:
-    """Stand in from now on, in this process.
+    """Put the shapes in the place of Transformer Engine, from now on in this process.
 
     Raises:
         RuntimeError: Megatron is imported already.
     """
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already: shapes need a process of their own")
-    sys.meta_path.insert(0, ShapesFinder())
+    sys.meta_path.insert(0, StandInFinder(TABLE))
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:

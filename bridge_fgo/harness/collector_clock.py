@@ -25,5 +25,5 @@ class CollectorClock:
         return seconds
 
     def end(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         gc.callbacks.remove(self._collecting)

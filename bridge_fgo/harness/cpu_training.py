@@ -15,16 +15,16 @@ import numpy as np
 import torch
 
 import bridge_fgo
-from bridge_fgo.cli.arms.cpu_model import (
+from bridge_fgo.harness.cpu_model import (
     CpuOptions,
     forward_backward_chunks,
     make_config,
     make_model,
     microbatches,
 )
-from bridge_fgo.cli.arms.cpu_standin import install_standins
-from bridge_fgo.cli.arms.final_state import distributed_optimizers
-from bridge_fgo.cli.arms.record import RunRecord, StepRecord, digest
+from bridge_fgo.harness.final_state import distributed_optimizers
+from bridge_fgo.harness.record import RunRecord, StepRecord, digest
+from bridge_fgo.standins.cuda import install_standins
 
 FAULT = 64.0
 """Factor by which an injected fault raises the loss: far above what validation accepts."""

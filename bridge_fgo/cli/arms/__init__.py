@@ -1,1 +1,0 @@
-"""Arms: child processes that each run one training and write its events, for the demo and the tests."""

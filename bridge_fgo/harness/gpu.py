@@ -1,0 +1,115 @@
+"""One training arm on GPUs: a small GPT through Bridge's own `pretrain()`, on mock data.
+
+    python -m bridge_fgo.harness.gpu --steps 50 --offload on --events events.jsonl
+    torchrun --nproc-per-node 2 -m bridge_fgo.harness.gpu --tp 2 ...
+
+Rank 0 writes the events that `bridge_fgo.cli.demo` and the tests read. Digests cover
+every rank; bytes and times are rank 0's. Two runs with the same options are bitwise
+equal, so that whatever differs between two arms comes from what sets them apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from bridge_fgo.harness.gpu_config import build_config
+from bridge_fgo.harness.phase_clock import PhaseClock
+from bridge_fgo.harness.process_setup import make_deterministic, skip_building_what_is_built, use_one_rank_by_default
+from bridge_fgo.options import add_offload_options, offload_config
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the options; a combination that makes no sense ends the process with status 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bridge_fgo.harness.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    size = parser.add_argument_group("size")
+    size.add_argument("--layers", type=int, default=8)
+    size.add_argument("--hidden", type=int, default=2048)
+    size.add_argument("--ffn", type=int, help="default: 4 times hidden")
+    size.add_argument("--heads", type=int, default=16)
+    size.add_argument("--vocab", type=int, default=32000)
+    size.add_argument("--seq", type=int, default=1024)
+    size.add_argument("--mbs", type=int, default=2, help="sequences of a microbatch")
+    size.add_argument("--gbs", type=int, default=8, help="sequences of a step, over all ranks")
+    size.add_argument("--experts", type=int, help="of a mixture of experts in every layer; default: none")
+    size.add_argument("--topk", type=int, default=2, help="experts a token")
+    size.add_argument("--steps", type=int, default=20)
+    spread = parser.add_argument_group("parallelism")
+    spread.add_argument("--tp", type=int, default=1)
+    spread.add_argument("--pp", type=int, default=1)
+    spread.add_argument("--vpp", type=int, help="model chunks of a pipeline stage; default: one, not interleaved")
+    spread.add_argument("--cp", type=int, default=1)
+    spread.add_argument("--ep", type=int, default=1)
+    spread.add_argument("--instances", type=int, default=1, help="distributed optimizer instances")
+    spread.add_argument(
+        "--dp-overlap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="overlap gradient reduction and parameter gathering with computation",
+    )
+    optimizer = parser.add_argument_group("optimizer")
+    optimizer.add_argument("--precision-aware", action="store_true")
+    optimizer.add_argument("--moments-dtype", choices=("fp32", "bf16"), default="fp32")
+    optimizer.add_argument("--hybrid", action="store_true", help="the peer arm: Adam on the CPU")
+    parser.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Bridge's deterministic mode; without it two resident runs may differ already",
+    )
+    offload = parser.add_argument_group("offload")
+    offload.add_argument("--offload", choices=("on", "off"), default="off")
+    offload.add_argument("--no-install", action="store_true", help="set the flag, leave this package out")
+    add_offload_options(offload)
+    checkpoint = parser.add_argument_group("checkpoints")
+    checkpoint.add_argument("--save", type=Path, help="folder to save into every --save-interval steps, and at the end")
+    checkpoint.add_argument("--save-interval", type=int, default=4)
+    checkpoint.add_argument("--async-save", action="store_true", help="by mcore's persistent worker")
+    checkpoint.add_argument("--fully-reshardable", action="store_true", help="default: dp_reshardable")
+    checkpoint.add_argument("--load", type=Path, help="folder to resume from")
+    checkpoint.add_argument("--load-step", type=int, help="default: the newest")
+    checkpoint.add_argument("--load-optim", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--recompute-attention", action="store_true", help="recompute attention scores in backward")
+    parser.add_argument("--te-graphs", action="store_true", help="capture the MLP of each layer into CUDA graphs")
+    parser.add_argument(
+        "--alone-steps", type=int, default=0, help="so many steps more, for the host's work for copies by itself"
+    )
+    parser.add_argument("--trace", type=Path, help="profile two steps more, not among the figures, into this file")
+    parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
+    options = parser.parse_args(arguments)
+    if options.ffn is None:
+        options.ffn = 4 * options.hidden
+    if options.moments_dtype != "fp32" and not options.precision_aware:
+        parser.error("--moments-dtype bf16 needs --precision-aware")
+    if options.hybrid and options.offload == "on":
+        parser.error("--hybrid keeps the states on the CPU for good: it does not go with --offload on")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one arm. What goes wrong ends the process with a traceback and a status other than 0."""
+    options = parse(arguments)
+    use_one_rank_by_default()
+    if options.deterministic:
+        make_deterministic()
+    import bridge_fgo
+
+    if options.offload == "on" and not options.no_install:
+        bridge_fgo.install(offload_config(options))
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    from bridge_fgo.harness.gpu_recorder import Recorder
+
+    skip_building_what_is_built()
+    clock = PhaseClock(options.steps)
+    pretrain(build_config(options), clock.timed(forward_step), callbacks=[Recorder(options, clock)])
+
+
+if __name__ == "__main__":
+    main()

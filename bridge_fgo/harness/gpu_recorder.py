@@ -1,0 +1,177 @@
+"""What the GPU arm measures of its run and writes down: a callback of Bridge's."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any, override
+
+import torch
+from megatron.bridge.training.callbacks import Callback
+
+import bridge_fgo
+from bridge_fgo.figures import Stats
+from bridge_fgo.harness.collector_clock import CollectorClock
+from bridge_fgo.harness.final_state import final_state, joined_digests, of_ranks
+from bridge_fgo.harness.moves_alone import MovesAlone
+from bridge_fgo.harness.phase_clock import PhaseClock
+from bridge_fgo.harness.record import EventWriter
+from bridge_fgo.harness.step_trace import StepTrace
+
+FIRST_MEASURED_STEP = 4
+"""From this step on moments exist and buffers are warm: peaks are those of all steps that come."""
+
+
+def enqueue_seconds(stats: Stats | None) -> float:
+    """Return the host's seconds for the moves of the newest step; 0 without offload."""
+    return 0.0 if stats is None else stats.enqueue_seconds
+
+
+class Recorder(Callback):
+    """Measures the run and, on rank 0, writes its events.
+
+    Args:
+        options: the arm's.
+        clock: of the phases of a step.
+    """
+
+    def __init__(self, options: argparse.Namespace, clock: PhaseClock) -> None:
+        self._options = options
+        self._clock = clock
+        self.writer: EventWriter | None = None
+        self.step = 0
+        self.started = 0.0
+        self.seconds: list[float] = []
+        self.collector = CollectorClock()
+        self.collector_seconds: list[float] = []
+        self.newest: dict[str, Any] = {}
+        self.peaks: dict[str, Any] = {}
+        self.first_step_peak: int | None = None
+        self.base = 0
+        self.enqueue: list[float] = []
+        self.enqueue_alone: list[float] = []
+        self.alone: MovesAlone | None = None
+        self.trace: StepTrace | None = None
+
+    @override
+    def on_train_start(self, context: Any) -> None:
+        if torch.distributed.get_rank() == 0:
+            self.writer = EventWriter(self._options.events)
+            self.writer.start(torch.cuda.get_device_name())
+
+    @override
+    def on_train_step_start(self, context: Any) -> None:
+        # A step lasts until the next one begins. Only the compute stream is waited for: copies may go on
+        # from one step into the next, as they do in training.
+        torch.cuda.current_stream().synchronize()
+        self.end_step(time.perf_counter())
+        self.step += 1
+        if self.step == self._options.steps + 1 and self._options.alone_steps:
+            self.alone = MovesAlone(torch.cuda.current_stream())
+        if self.step == self._options.steps + self._options.alone_steps + 1:
+            self.end_alone()
+            self.trace = StepTrace()
+        if self.trace is not None:
+            self.trace.begin_step()
+        elif self.step == min(FIRST_MEASURED_STEP, self._options.steps):
+            torch.cuda.reset_peak_memory_stats()
+            self.base = torch.cuda.memory_allocated()
+        self.collector.take()  # what came before the first step is of none
+        self.started = time.perf_counter()
+
+    @override
+    def on_train_step_end(self, context: Any) -> None:
+        if self.trace is not None:
+            self.trace.end_step()
+            return
+        if self.alone is not None:
+            self.enqueue_alone.append(enqueue_seconds(bridge_fgo.stats()))
+            return
+        self.sample_peaks()
+        loss = (context.loss_dict or {}).get("lm loss")
+        loss = None if loss is None else float(loss)
+        if self._options.pp > 1:  # only the last pipeline stage has it, and rank 0 is in the first
+            loss = next((value for value in of_ranks(loss) if value is not None), None)
+        self.newest = dict(
+            step=self.step,
+            loss=loss,
+            grad_norm=None if context.grad_norm is None else float(context.grad_norm),
+            skipped=bool(context.skipped_iter),
+            passes=1,  # the rerun machine is off here: one forward and backward pass
+        )
+
+    def end_alone(self) -> None:
+        """Make moves as in training again."""
+        if self.alone is not None:
+            self.alone.end()
+            self.alone = None
+
+    def end_step(self, now: float) -> None:
+        """Write the event of the step that ended at `now`, if it is among those that are measured."""
+        if not self.newest:
+            return
+        self.seconds.append(now - self.started)
+        self.collector_seconds.append(self.collector.take())
+        if self.writer is not None:
+            self.writer.step(**self.newest, seconds=self.seconds[-1])
+        self.newest = {}
+
+    def sample_peaks(self) -> None:
+        """Take the newest step's peaks into account.
+
+        The package resets the allocator's peaks between the phases of a step, to tell
+        them apart. So its own figures, where it is at work, complete the allocator's.
+        """
+        stats = bridge_fgo.stats()
+        if self.step == 1 and stats is not None:
+            self.first_step_peak = stats.peak_step_bytes
+        if self.step < min(FIRST_MEASURED_STEP, self._options.steps):
+            return
+        forward_backward = 0 if stats is None else stats.peak_forward_backward_bytes or 0
+        step = 0 if stats is None else stats.peak_step_bytes or 0
+        reserved = 0 if stats is None else stats.peak_reserved_bytes or 0
+        self.enqueue.append(enqueue_seconds(stats))
+        newest = {
+            "allocated": max(torch.cuda.max_memory_allocated(), forward_backward, step),
+            "reserved": max(torch.cuda.max_memory_reserved(), reserved),
+            "forward_backward": forward_backward,
+            "step": step,
+        }
+        self.peaks = {name: max(self.peaks.get(name, 0), value) for name, value in newest.items()}
+
+    @override
+    def on_train_end(self, context: Any) -> None:
+        torch.cuda.synchronize()
+        self.end_step(time.perf_counter())
+        self.collector.end()
+        self.end_alone()
+        if self.trace is not None:
+            self.trace.end(self._options.trace if self.writer is not None else None)
+        bridge_fgo.reload_states()
+        state = final_state(context.model, context.optimizer)
+        digests = joined_digests(state)
+        phases = of_ranks(self._clock.medians())
+        if self.writer is None:
+            return
+        stats = bridge_fgo.stats()
+        if stats is None:  # nobody told the phases of a step apart
+            self.peaks.update(forward_backward=None, step=None)
+        tensors = [tensor for part in ("masters", "moments") for tensor in state[part].values()]
+        self.writer.result(
+            digests=digests,
+            engine="hybrid" if self._options.hybrid else None if stats is None else stats.engine,
+            state_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            released_bytes=0 if stats is None else stats.released_bytes,
+            copied_bytes=0 if stats is None else stats.bytes_offloaded,
+            pinned_bytes=0 if stats is None else stats.pinned_bytes,
+            step_seconds=self.seconds,
+            collector_seconds=self.collector_seconds,
+            base_bytes=self.base,
+            first_step_peak_bytes=self.first_step_peak,
+            pin_seconds=0.0 if stats is None else stats.pin_seconds,
+            enqueue_seconds=self.enqueue,
+            enqueue_alone_seconds=self.enqueue_alone,
+            phase_seconds=phases[0],
+            phase_seconds_of_ranks=phases,
+            **{f"peak_{name}_bytes": value for name, value in self.peaks.items()},
+        )

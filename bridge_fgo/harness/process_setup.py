@@ -1,0 +1,45 @@
+"""What a process needs to have set before Bridge's `pretrain()`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+
+def use_one_rank_by_default() -> None:
+    """Set what Bridge's initialization reads, where unset, so that one process runs without torchrun."""
+    if "RANK" in os.environ:
+        return
+    # Port 0: the store takes one that is free. One that was free a moment ago may be taken by now.
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+
+def make_deterministic() -> None:
+    """Set what Bridge's deterministic mode asks of the environment, where unset.
+
+    Seen on an H200 without it: a 24-layer GPT ended in one of two results, resident or not, depending on
+    nothing but timing.
+    """
+    import torch
+
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Filling new memory only shows reads of what nobody wrote, and takes time in every arm.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def skip_building_what_is_built() -> None:
+    """Keep Bridge from building mcore's dataset helpers where the wheel has them built.
+
+    Bridge runs `make` in `megatron/core/datasets` at every start. The published wheel
+    holds the built extension but no Makefile, so that `pretrain()` would end the process.
+    """
+    from megatron.bridge.training import initialize
+    from megatron.core import datasets
+
+    folder = Path(datasets.__path__[0])
+    built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
+    if built and not (folder / "Makefile").exists():
+        initialize.compile_helpers = lambda: None

@@ -1,0 +1,1 @@
+"""Stand-ins for Transformer Engine and CUDA, with which Megatron runs or builds a model on a machine without a GPU."""

@@ -1,0 +1,83 @@
+"""Every command line has the options of OffloadConfig, and what it was given is what OffloadConfig gets."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from bridge_fgo import options
+from bridge_fgo.config import MIB, OffloadConfig
+
+GIVEN = {
+    "engine": ("native", "native"),
+    "moments": (False, False),
+    "master_weights": (False, False),
+    "master_remainders": (False, False),
+    "fraction": (0.5, 0.5),
+    "budget_gib": (70.5, 70.5),
+    "slab_mib": (64, 64 * MIB),
+    "piece_mib": (8, 8 * MIB),
+}
+"""A value for each option, and the setting's."""
+
+
+def test_every_setting_but_one_has_an_option_whose_help_is_a_sentence() -> None:
+    names = [field.name for field in dataclasses.fields(OffloadConfig)]
+    assert [option.setting for option in options.OPTIONS] == [name for name in names if name != "pin_memory"]
+    assert [option.parameter for option in options.OPTIONS] == list(GIVEN)
+    for option in options.OPTIONS:
+        assert 20 < len(option.help) < 140 and option.help.endswith(".")
+
+
+def seen_by_typer(words: list[str]) -> Any:
+    seen: list[Any] = []
+    app = typer.Typer()
+
+    @app.command()
+    @options.takes_offload_options
+    def command(before: int = 1, *, offload: dict[str, Any]) -> None:
+        seen.append((before, offload))
+
+    done = CliRunner().invoke(app, ["--before", "2", *words])
+    assert done.exit_code == 0, done.output
+    return seen
+
+
+@pytest.mark.parametrize("option", options.OPTIONS, ids=lambda option: option.parameter)
+def test_an_option_goes_from_a_job_over_its_command_line_to_the_setting(option: options.Option) -> None:
+    given, setting = GIVEN[option.parameter]
+    job = options.OffloadOptions(**{option.parameter: given})
+    assert options.settings(vars(job)) == {option.setting: setting}
+    assert seen_by_typer(options.command_line(vars(job))) == [(2, {option.setting: setting})]
+
+
+def test_what_is_not_given_keeps_its_default() -> None:
+    assert options.settings(vars(options.OffloadOptions())) == {}
+    assert options.command_line(vars(options.OffloadOptions())) == []
+    assert seen_by_typer([]) == [(2, {})]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", {}),
+        ("--engine mcore", {"engine": "mcore"}),
+        ("--no-moments", {"moments": False}),
+        ("--master-remainders auto", {}),
+        ("--master-remainders always", {"master_remainders": True}),
+        ("--master-remainders never", {"master_remainders": False}),
+        ("--fraction 0.5", {"fraction": 0.5}),
+        ("--budget-gib 2", {"gpu_memory_budget_gib": 2.0}),
+        ("--slab-mib 2 --piece-mib 1", {"slab_bytes": 2 * MIB, "piece_bytes": MIB}),
+        ("--slab-bytes 2000000 --piece-bytes 70000", {"slab_bytes": 2_000_000, "piece_bytes": 70_000}),
+    ],
+)
+def test_argparse_takes_the_same(words: str, expected: dict[str, Any]) -> None:
+    parser = argparse.ArgumentParser()
+    options.add_offload_options(parser)
+    assert options.offload_config(parser.parse_args(words.split())) == OffloadConfig(**expected)
