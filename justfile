@@ -11,15 +11,16 @@ test *ARGS:
 test-gpu PYTHON="python3" *ARGS="":
     {{PYTHON}} -m pytest -m gpu tests/gpu {{ARGS}}
 
-# The same with late copies and poisoned memory; see bridge_fgo/engine/debug.py.
+# The same with late copies and poisoned memory; see bridge_fgo/core/debug.py.
 test-gpu-debug PYTHON="python3" *ARGS="":
     BRIDGE_FGO_DEBUG=1 {{PYTHON}} -m pytest -m gpu tests/gpu {{ARGS}}
 
-# Lint, format and types.
+# Lint, format, types and the direction of imports.
 check:
     uv run ruff check .
     uv run ruff format --check .
     uv run pyright
+    uv run lint-imports --no-cache --no-logo
 
 # The CPU lane on a Megatron-LM checkout (generation 1 or 2 of mcore's offloader) instead of the released mcore.
 mcore-dev PATH:

@@ -37,7 +37,8 @@ def reload_states() -> None:
         from bridge_fgo.wiring.session import all_sessions
 
         for session in all_sessions():
-            session.require_writable()
+            session.engine.require_readable()
+            session.engine.require_writable()
 
 
 def stats() -> Stats | None:

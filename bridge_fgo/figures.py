@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
-from bridge_fgo.engine.offloader import Offloader, total
-from bridge_fgo.engine.peaks import PeakMeter
+from bridge_fgo.core.meters import PeakMeter
+from bridge_fgo.engines.engine import Engine
 
-COUNTERS = ("bytes_out", "bytes_in", "enqueue_seconds")
-"""What offloaders count up."""
+COUNTERS = ("out", "back", "seconds")
+"""What an engine's traffic counts up."""
 
 
 @dataclass(frozen=True)
@@ -105,23 +104,23 @@ class StepClock:
 class Figures:
     """Collects the figures of one session; `snapshot` gives them as a `Stats`."""
 
-    def __init__(self, offloaders: list[Offloader], engine: str, mcore: str, meter: PeakMeter) -> None:
-        self._offloaders = offloaders  # the session's own list, which it empties when it ends
+    def __init__(self, engine: Engine, mcore: str, meter: PeakMeter) -> None:
+        self._engine = engine
         self._meter = meter
         self.step_clock = StepClock(meter)
         self._before: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._step_peak: int | None = None
         self._now = Stats(
-            engine,
+            engine.name,
             mcore,
-            state_bytes=self._sum("state_bytes"),
-            offloaded_bytes=self._sum("planned_bytes"),
-            pin_seconds=self._sum("pin_seconds"),
+            state_bytes=engine.state_bytes,
+            offloaded_bytes=engine.planned_bytes,
+            pin_seconds=engine.pin_seconds,
         )
 
     @property
     def run_peaks(self) -> dict[str, int]:
-        """See `PeakMeter.run_peaks`."""
+        """Highest value so far of each of the allocator's peak counters."""
         return self._meter.run_peaks
 
     @property
@@ -130,16 +129,13 @@ class Figures:
         peaks = [p for p in (self._now.peak_forward_backward_bytes, self._now.peak_step_bytes) if p is not None]
         return max(peaks, default=None)
 
-    def _sum(self, name: str) -> Any:
-        return total(self._offloaders, name)
-
     def snapshot(self) -> Stats:
         """Return the figures as they are now."""
-        return replace(self._now, pinned_bytes=self._sum("pinned_bytes"))
+        return replace(self._now, pinned_bytes=self._engine.pinned_bytes)
 
     def begin_step(self) -> None:
         """Start a new training step."""
-        self._before = {name: self._sum(name) for name in COUNTERS}
+        self._before = {name: getattr(self._engine.traffic, name) for name in COUNTERS}
         measured = self.step_clock.seconds()
         self.step_clock.begin_step()
         self._now = replace(
@@ -170,14 +166,15 @@ class Figures:
     def end_step(self) -> None:
         """Finish the step."""
         self._end_of_other_phase()
-        since = {name: self._sum(name) - before for name, before in self._before.items()}
+        traffic = self._engine.traffic
+        since = {name: getattr(traffic, name) - before for name, before in self._before.items()}
         self._now = replace(
             self._now,
             steps=self._now.steps + 1,
-            released_bytes=self._sum("released_bytes"),
-            bytes_offloaded=since["bytes_out"],
-            bytes_reloaded=since["bytes_in"],
-            enqueue_seconds=since["enqueue_seconds"],
+            released_bytes=traffic.most_released,
+            bytes_offloaded=int(since["out"]),
+            bytes_reloaded=int(since["back"]),
+            enqueue_seconds=since["seconds"],
             peak_step_bytes=self._step_peak,
             peak_reserved_bytes=self._meter.reserved_bytes if self._meter.works else None,
         )

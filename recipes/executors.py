@@ -4,17 +4,43 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import nemo_run as run
 from nemo_run.config import get_nemorun_home
 from nemo_run.core.execution.launcher import SlurmTemplate
 
-if TYPE_CHECKING:
-    from bridge_fgo.recipes.entrypoint import Job
+from bridge_fgo.recipes.catalog import Recipe
 
 NODES_A_RACK = 18
 """Nodes that share NVLink in a GB200 NVL72."""
+
+
+class Placement(Protocol):
+    """What an executor has to know of a launch; `Job` of `bridge_fgo.recipes.entrypoint` says it."""
+
+    found: Recipe
+    account: str | None
+    partition: str | None
+    segment: int | None
+    time: str
+    container_image: str | None
+    container_mounts: str
+    retries: int
+
+    @property
+    def node_count(self) -> int:
+        """Nodes of the job."""
+        ...
+
+    @property
+    def node_gpus(self) -> int:
+        """GPUs of each node, 0 for a process without one."""
+        ...
+
+    def env_names(self) -> list[str]:
+        """Return the names of variables that travel with the submission."""
+        ...
 
 
 def segment_of(nodes: int) -> int:
@@ -36,7 +62,7 @@ def near_cpu(gpus_per_node: int, command: str) -> str:
     return f"exec numactl --cpunodebind={node} --membind={node} {command}"
 
 
-def slurm(job: Job) -> run.SlurmExecutor:
+def slurm(job: Placement) -> run.SlurmExecutor:
     """Return the executor for whole nodes of two CPUs, a process a GPU, bound to the memory of its CPU.
 
     With `gpus_per_node=0` one process a node that is not bound. The job gets the recipe's environment as it is, and
@@ -72,7 +98,7 @@ def slurm(job: Job) -> run.SlurmExecutor:
     return executor
 
 
-def local(job: Job) -> run.LocalExecutor:
+def local(job: Placement) -> run.LocalExecutor:
     """Return the executor for this machine: torchrun with a process a GPU, or one that sees no GPU."""
     hidden = {} if job.node_gpus else {"CUDA_VISIBLE_DEVICES": ""}
     return run.LocalExecutor(

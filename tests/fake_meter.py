@@ -1,6 +1,6 @@
 """A peak meter for the CPU: what a GPU would hold beside the slabs grows and shrinks with the model's points."""
 
-from bridge_fgo.engine.peaks import PeakMeter
+from bridge_fgo.core.meters import PeakMeter
 from bridge_fgo.wiring import session
 
 
@@ -27,8 +27,8 @@ class FakeMeter(PeakMeter):
         return 0
 
     def end_interval(self):
-        schedules = [s.schedule for s in session.all_sessions() if s.schedule is not None and s.schedule.parts]
-        schedule = schedules[-1]
+        engines = [one.engine for one in session.all_sessions() if one.engine.name == "native" and one.engine.sources]
+        schedule = engines[-1].schedule
         if schedule._in_step_phase:
             others = self.step
         else:

@@ -13,12 +13,12 @@ from bridge_fgo.standins.cuda import install_standins
 install_standins()
 
 import bridge_fgo  # noqa: E402
-from bridge_fgo.engine.inner_step import InnerStep  # noqa: E402
-from bridge_fgo.engine.master_copy import MasterCopy  # noqa: E402
-from bridge_fgo.engine.remainders import MasterRemainders  # noqa: E402
-from bridge_fgo.engine.snapshot import Snapshot  # noqa: E402
-from bridge_fgo.engine.transfers import HostTransfers  # noqa: E402
+from bridge_fgo.core.remainders import Remainders  # noqa: E402
+from bridge_fgo.core.snapshot import Snapshot  # noqa: E402
+from bridge_fgo.core.transfers import HostTransfers  # noqa: E402
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining  # noqa: E402
+from bridge_fgo.sources.inner_step import InnerStep  # noqa: E402
+from bridge_fgo.sources.master_copy import MasterCopy  # noqa: E402
 from bridge_fgo.wiring.session import Session  # noqa: E402
 
 POINTS = {
@@ -28,8 +28,8 @@ POINTS = {
     "the reload begins": (Session, "reload"),
     "the update of a part": (InnerStep, "update"),
     "a part's copy to the model": (MasterCopy, "copy_part"),
-    "the packing of masters": (MasterRemainders, "pack"),
-    "the unpacking of masters": (MasterRemainders, "unpack"),
+    "the packing of masters": (Remainders, "encode"),
+    "the unpacking of masters": (Remainders, "decode"),
     "a copy out": (HostTransfers, "copy_out"),
     "a release": (HostTransfers, "release"),
     "a copy in": (HostTransfers, "copy_in"),

@@ -48,7 +48,7 @@ class Rank(CpuTraining):
 
 
 def train(rank: int, job: Job) -> None:
-    """Be a rank of `job`: leave checkpoints in `loaded` and `trained`, and what was seen in `<rank>.json`."""
+    """Run as a rank of `job`; leave checkpoints in `loaded` and `trained`, and what was seen in `<rank>.json`."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = queue.Queue()  # mcore's is in a process of its own, which would outlive this one

@@ -69,13 +69,13 @@ class Attempts:
     def break_at(self, number, run):
         if number == BREAKS_IN and self.attempts == 1:
             session = vars(run.optimizer)[SESSION]
-            things = [run.optimizer, session, *(slab.host for slab in session.offloaders[0].slabs)]
+            things = [run.optimizer, session, *(slab.host for slab in session.engine.slabs)]
             self.old = [(type(thing).__name__, weakref.ref(thing)) for thing in things]
             run.model[0].module.forward = None  # not callable: the step breaks in its first forward
 
 
 def train(folder: str) -> None:
-    """Be restarted once; leave what was seen in `seen.json`."""
+    """Train, restarted once; leave what was seen in `seen.json`."""
     import nvidia_resiliency_ext.inprocess as inprocess
     from megatron.bridge.training.config import InProcessRestartConfig
     from megatron.bridge.training.inprocess_restart import maybe_wrap_for_inprocess_restart

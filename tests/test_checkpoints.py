@@ -14,7 +14,7 @@ from saving import load, save
 from torch.distributed.checkpoint.api import CheckpointException
 
 import bridge_fgo
-from bridge_fgo.engine.residency import Residency
+from bridge_fgo.core.residency import Residency
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
 from bridge_fgo.wiring.session import SESSION
 
@@ -39,7 +39,7 @@ def session_of(run):
 
 def where(run):
     """The residency of every slab."""
-    return [state for offloader in session_of(run).offloaders for state in offloader.residencies]
+    return [slab.state for slab in session_of(run).engine.slabs]
 
 
 def assert_same_shards(mine, theirs):
@@ -77,10 +77,10 @@ def test_a_save_moves_no_state_to_the_gpu(tmp_path, kind):
     with training(True, dataclasses.replace(SMALL_SLABS, master_remainders=False)) as run:
         for _ in range(2):
             run.step()
-        (offloader,) = session_of(run).offloaders
-        before = where(run), offloader.bytes_in, run.live_state_bytes()
+        traffic = session_of(run).engine.traffic
+        before = where(run), traffic.back, run.live_state_bytes()
         save(run, tmp_path, kind)
-        assert (where(run), offloader.bytes_in, run.live_state_bytes()) == before
+        assert (where(run), traffic.back, run.live_state_bytes()) == before
         assert Residency.RESIDENT not in before[0]
 
 
@@ -89,17 +89,15 @@ def test_a_save_brings_back_masters_that_were_copied_in_part_each_once_and_sends
     with training(True) as run:
         for _ in range(2):
             run.step()
-        (offloader,) = session_of(run).offloaders
+        engine = session_of(run).engine
         before = where(run), run.live_state_bytes()
-        moved = offloader.bytes_in
+        moved = engine.traffic.back
         packed = [
-            slab.remainders.nbytes
-            for slab, state in zip(offloader.slabs, offloader.residencies, strict=True)
-            if slab.is_packed and state is Residency.RELEASED
+            slab.codec.link_bytes for slab in engine.slabs if slab.is_encoded and slab.state is Residency.RELEASED
         ]
         save(run, tmp_path, kind)
         assert packed
-        assert offloader.bytes_in - moved == sum(packed)
+        assert engine.traffic.back - moved == sum(packed)
         assert (where(run), run.live_state_bytes()) == before
 
 
@@ -109,7 +107,7 @@ def test_what_is_handed_out_for_a_checkpoint_shares_no_memory_with_a_slab(kind):
     with training(True) as run:
         for _ in range(2):
             run.step()
-        slabs = [slab for offloader in session_of(run).offloaders for slab in offloader.slabs]
+        slabs = session_of(run).engine.slabs
         ours = {tensor.untyped_storage()._cdata for slab in slabs for tensor in (slab.gpu, slab.host.tensor)}
         addresses = [(slab.host_address, slab.host_address + slab.nbytes) for slab in slabs]
         model = run.model[0].sharded_state_dict()
@@ -258,9 +256,9 @@ def test_states_that_stay_on_the_gpu_are_saved_too(saved, tmp_path, kind):
     with training(True, some) as run:
         for _ in range(3):
             run.step()
-        (offloader,) = session_of(run).offloaders
-        offloader.parts[0].stays = True
-        offloader.require_readable()
+        engine = session_of(run).engine
+        engine.schedule.parts[0].stays = True
+        engine.require_readable()
         save(run, tmp_path, kind)
     assert_same_shards(tmp_path, saved[0][False, kind])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bridge_fgo
-from bridge_fgo.engine.slab import Slab
+from bridge_fgo.core.slab import Slab
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining, run
 from bridge_fgo.wiring.session import SESSION
 
@@ -131,6 +131,11 @@ def test_stats_are_there_after_training_and_hold_no_memory():
     assert bridge_fgo.stats() is None
 
 
+def residencies(session):
+    """The residency of every slab."""
+    return [slab.state for slab in session.engine.slabs]
+
+
 def released(training):
     """Take a training to the point where its states are released, as in a forward pass."""
     session = vars(training.optimizer)[SESSION]
@@ -233,6 +238,19 @@ def test_a_flag_that_is_unset_in_mid_run_brings_the_states_back():
         assert training.digests() == resident.digests
 
 
+def test_a_flag_that_is_unset_after_an_uninstall_and_another_install_has_nothing_to_bring_back():
+    resident = run(CpuOptions(), 3)
+    with CpuTraining(CpuOptions(offload=True)) as training:
+        with bridge_fgo.install(SMALL_SLABS):
+            for _ in range(2):
+                training.step()
+        with bridge_fgo.install(SMALL_SLABS):
+            training.cfg.optimizer.offload_optimizer_states = False
+            training.step()
+            assert SESSION not in vars(training.optimizer)
+        assert training.digests() == resident.digests
+
+
 def test_uninstall_in_mid_run_lets_the_host_memory_go():
     import gc
     import weakref
@@ -242,8 +260,8 @@ def test_uninstall_in_mid_run_lets_the_host_memory_go():
         for _ in range(2):
             training.step()
         session = vars(training.optimizer)[SESSION]
-        buffers = [weakref.ref(slab.host) for slab in session.offloaders[0].slabs]
-        copies = weakref.ref(session.schedule.transfers)  # on a GPU they hold every slab
+        buffers = [weakref.ref(slab.host) for slab in session.engine.slabs]
+        copies = weakref.ref(session.engine.schedule.transfers)  # on a GPU they hold every slab
         handle.uninstall()
         gc.collect()
         assert buffers and all(buffer() is None for buffer in buffers)
@@ -266,7 +284,7 @@ def test_an_uninstall_that_cannot_bring_the_states_back_leaves_all_as_it_was_and
             if cause == "no memory":
                 patch.setattr(Slab, "allocate", mock.Mock(side_effect=torch.cuda.OutOfMemoryError("none left")))
             else:
-                session.make_room()
+                session.engine.make_room()
                 weight = next(training.model[0].parameters())
                 before = weight.detach().clone()
                 weight.data.add_(1)
@@ -311,7 +329,7 @@ def test_an_uninstall_is_not_held_up_by_a_training_that_is_over():
         with CpuTraining(CpuOptions(offload=True)) as training:
             for _ in range(2):
                 training.step()
-            vars(training.optimizer)[SESSION].make_room()
+            vars(training.optimizer)[SESSION].engine.make_room()
             next(training.model[0].parameters()).data.add_(1)
             training.optimizer.cycle = training
 
@@ -336,6 +354,25 @@ def test_uninstall_in_the_first_forward_is_no_silent_no_op():
         assert training.digests() == resident.digests
 
 
+def test_an_uninstall_in_a_pass_that_is_run_again_is_bitwise_equal():
+    # The rerun machine that Bridge's step has taken goes on telling of passes.
+    resident = run(CpuOptions(rerun_steps=frozenset({2})), 3)
+    handle = bridge_fgo.install(SMALL_SLABS)
+    with CpuTraining(CpuOptions(offload=True, rerun_steps=frozenset({2}))) as training:
+        training.step()
+        forward = training._forward_step
+
+        def uninstalls(*args, **kwargs):
+            handle.uninstall()
+            return forward(*args, **kwargs)
+
+        training._forward_step = uninstalls
+        assert training.step().passes == 2
+        training.step()
+        assert bridge_fgo.stats() is None
+        assert training.digests() == resident.digests
+
+
 def test_the_norm_of_one_model_leaves_the_masters_of_another_where_they_are():
     from bridge_fgo.wiring import wrappers
 
@@ -343,15 +380,15 @@ def test_the_norm_of_one_model_leaves_the_masters_of_another_where_they_are():
         for _ in range(2):
             training.step()
         session = vars(training.optimizer)[SESSION]
-        session.make_room()
-        released = session.offloaders[0].residencies
+        session.engine.make_room()
+        released = residencies(session)
         other = [torch.nn.Linear(2, 2)]
         assert session.trains(training.model) and not session.trains(other)
         another = mock.Mock(**{"trains.side_effect": lambda chunks: chunks is other})
         with mock.patch.object(wrappers, "all_sessions", lambda: [session, another]):
             wrappers.reads_all_masters(lambda model: None, None, (other,), {})
-        another.require_readable.assert_called_once_with(masters_only=True)
-        assert session.offloaders[0].residencies == released
+        another.engine.require_readable.assert_called_once_with(masters_only=True)
+        assert residencies(session) == released
 
 
 def test_uninstall_in_mid_run_brings_the_states_back():
@@ -480,20 +517,15 @@ def test_memory_that_offload_to_cpu_frees_is_given_to_the_device(monkeypatch):
     with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
         for _ in range(3):
             training.step()
-        ledger, held = vars(training.optimizer)[SESSION].schedule.ledger, []
+        ledger, held = vars(training.optimizer)[SESSION].engine.schedule.ledger, []
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.append(ledger.nbytes))
         training.optimizer.offload_to_cpu()
     assert held[-1] == 0 < held[0]
 
 
-class Interrupting:
-    """A mover in whose actions Ctrl-C comes."""
-
-    def __getattr__(self, name):
-        def act():
-            raise KeyboardInterrupt
-
-        return act
+def interrupt(*args):
+    """What Ctrl-C comes in the midst of."""
+    raise KeyboardInterrupt
 
 
 def test_after_ctrl_c_in_a_move_a_new_training_goes_on_and_uninstalls_though_the_old_optimizer_lives(bridge_train):
@@ -503,7 +535,9 @@ def test_after_ctrl_c_in_a_move_a_new_training_goes_on_and_uninstalls_though_the
     with CpuTraining(CpuOptions(offload=True)) as training:
         training.step()
         old, model = training.optimizer, training.model
-        vars(old)[SESSION].offloaders[0]._slabs[0].tracker._mover = Interrupting()
+        slab = vars(old)[SESSION].engine.slabs[0]
+        for action in ("_start_offload", "_release", "_give_up_offload", "_start_reload", "_wait_reload"):
+            setattr(slab, action, interrupt)
         with pytest.raises(KeyboardInterrupt):
             training.step()
         with pytest.raises(RuntimeError, match="KeyboardInterrupt came"):
@@ -519,6 +553,24 @@ def test_after_ctrl_c_in_a_move_a_new_training_goes_on_and_uninstalls_though_the
     assert vars(old)[SESSION].is_lost and model
     bridge_fgo.uninstall()
     assert bridge_train.train_step is original
+
+
+@pytest.mark.parametrize("installed_anew", [False, True])
+def test_with_the_flag_unset_states_that_ctrl_c_has_caught_on_their_way_are_an_error_of_every_step(installed_anew):
+    bridge_fgo.install(SMALL_SLABS)
+    with CpuTraining(CpuOptions(offload=True)) as training:
+        training.step()
+        vars(training.optimizer)[SESSION].engine.slabs[0]._release = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            training.step()
+        if installed_anew:
+            bridge_fgo.uninstall()
+            bridge_fgo.install(SMALL_SLABS)
+        training.cfg.optimizer.offload_optimizer_states = False
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="KeyboardInterrupt came"):
+                training.step()
+    bridge_fgo.uninstall()
 
 
 def test_an_offloader_of_mcores_own_may_be_driven_by_hand(bridge_train):

@@ -9,7 +9,7 @@ import torch
 from saving import save
 from test_checkpoints import SMALL_SLABS, session_of, training
 
-from bridge_fgo.engine.residency import Residency
+from bridge_fgo.core.residency import Residency
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -18,13 +18,9 @@ CHANGED = "weights of the model were changed while"
 
 def packed_weight(run):
     """A weight of the model whose master is away, copied in part."""
-    (offloader,) = session_of(run).offloaders
-    slab = next(
-        slab
-        for slab, state in zip(offloader.slabs, offloader.residencies, strict=True)
-        if slab.is_packed and state is Residency.RELEASED
-    )
-    return slab.remainders.shards[0].tensor()
+    slabs = session_of(run).engine.slabs
+    slab = next(slab for slab in slabs if slab.is_encoded and slab.state is Residency.RELEASED)
+    return slab.codec.shards[0].tensor()
 
 
 def assert_a_step_fails_and_updates_nothing(run):
@@ -96,10 +92,11 @@ def test_no_optimizer_of_a_chain_is_updated_where_a_later_ones_weights_have_chan
     with training(True, experts=4) as run:
         for _ in range(2):
             run.step()
-        offloaders = session_of(run).offloaders
-        assert len(offloaders) == 2
-        slab = next(slab for slab in offloaders[-1].slabs if slab.is_packed)
-        weight = slab.remainders.shards[0].tensor()
+        engine = session_of(run).engine
+        assert len(engine.sources) == 2
+        parts = engine.parts_of(engine.sources[-1])
+        slab = next(slab for part in parts for slab in part.slabs if slab.is_encoded)
+        weight = slab.codec.shards[0].tensor()
         kept = weight.clone()
         weight[0] += 1
         assert_a_step_fails_and_updates_nothing(run)

@@ -155,15 +155,16 @@ def fail(run, folder, where):
     configured(run, checkpoint__save=str(folder), checkpoint__save_interval=3)
     with pytest.raises(Fault):
         train(run, 6, break_step)
-    (offloader,) = session_of(run).offloaders
+    engine = session_of(run).engine
+    (source,) = engine.sources
     leaf = run.optimizer.chained_optimizers[0]
-    holders = [session_of(run), offloader, leaf, leaf.optimizer]
-    holders += [thing for slab in offloader.slabs for thing in (slab, slab.host, slab.gpu, *tensors(slab))]
+    holders = [session_of(run), engine, source, leaf, leaf.optimizer]
+    holders += [thing for slab in engine.slabs for thing in (slab, slab.host, slab.gpu, *tensors(slab))]
     return [(type(holder).__name__, weakref.ref(holder)) for holder in holders]
 
 
 def tensors(slab):
-    return [tensor for ref in slab.refs if (tensor := ref.tensor()) is not None]
+    return [tensor for state in slab.states if (tensor := state.read()) is not None]
 
 
 def restart(run):

@@ -9,7 +9,7 @@ from test_parity import SMALL_SLABS
 
 import bridge_fgo
 from bridge_fgo import figures
-from bridge_fgo.engine import native, planner
+from bridge_fgo.core import policy
 from bridge_fgo.harness.cpu_model import CpuOptions
 from bridge_fgo.harness.cpu_training import CpuTraining, run
 from bridge_fgo.wiring import session, wrappers
@@ -24,8 +24,8 @@ def meter(monkeypatch):
     monkeypatch.setattr(FakeClock, "measure", nullcontext, raising=False)
     monkeypatch.setattr(session, "PeakMeter", FakeMeter)
     monkeypatch.setattr(figures, "StepClock", FakeClock)
-    monkeypatch.setattr(native, "MARGIN_PARTS", 0)
-    monkeypatch.setattr(planner, "MARGIN_SHARE", 0)
+    monkeypatch.setattr("bridge_fgo.engines.share.MARGIN_PARTS", 0)
+    monkeypatch.setattr(policy, "MARGIN_SHARE", 0)
     for name in ("activation", "step", "forward_points"):
         monkeypatch.setattr(FakeMeter, name, getattr(FakeMeter, name))
     return FakeMeter
@@ -36,7 +36,7 @@ def watched(options, config, held):
     with bridge_fgo.install(config), CpuTraining(options) as training:
         for _ in range(STEPS):
             training.step()
-            schedule = vars(training.optimizer)[SESSION].schedule
+            schedule = vars(training.optimizer)[SESSION].engine.schedule
             if not hasattr(schedule, "watched"):
                 schedule.watched = True
                 point = schedule.point
@@ -106,8 +106,10 @@ def test_a_step_above_the_budget_is_said_once(meter, monkeypatch, capsys):
     config = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, gpu_memory_budget_gib=2.0)
     with bridge_fgo.install(config):
         run(CpuOptions(offload=True), 5)
-    said = [line for line in capsys.readouterr().out.splitlines() if "allocated 3.00 GiB" in line]
+    lines = capsys.readouterr().out.splitlines()
+    said = [line for line in lines if "allocated 3.00 GiB" in line]
     assert len(said) == 1
+    assert sum(line.startswith("bridge_fgo: measured ") for line in lines) == 1, "and what was planned"
 
 
 class StandInGraphs:
@@ -127,7 +129,7 @@ class StandInGraphs:
     def create_cudagraphs(self):
         """Note what there is now, and have the layers called past their hooks from now on."""
         hooks = sum(len(module._forward_pre_hooks) for module in self.modules)
-        held = sum(s.schedule.ledger.nbytes for s in session.all_sessions())
+        held = sum(s.engine.schedule.ledger.nbytes for s in session.all_sessions())
         StandInGraphs.found = hooks, session.active_session(), held
         self._graphs_created = True
         for layer in self.layers:

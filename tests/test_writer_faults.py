@@ -19,7 +19,7 @@ from test_loop import configured
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bridge_fgo.engine import snapshot
+from bridge_fgo.core import snapshot
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins", "deadline")]
 
@@ -28,7 +28,7 @@ FATES = {
     "failed": ("__0_1", "failed"),
     "failed in a thread": ("__0_0", "failed"),  # there mcore's `check_local_output` ends the process by an assertion
 }
-"""Of two files that a rank writes, the one that is not written whole, and how."""
+"""Which of the two files that a rank writes is not written whole, and how."""
 
 
 class StillWaiting(Exception):

@@ -10,7 +10,7 @@ import math
 import time
 from typing import Any
 
-from bridge_fgo.engine.part import Traffic
+from bridge_fgo.core.meters import Traffic
 
 APART = 0.002
 """Seconds, at least, between two waits. The driver's queue takes about 1000 launches, and the host enqueues no more
@@ -28,18 +28,15 @@ class MovesAlone:
     """
 
     def __init__(self, stream: Any) -> None:
-        enter = self._enter = Traffic.__enter__
-        waited = -math.inf
+        self._stream = stream
+        self._waited = -math.inf
+        Traffic.before_block.append(self._wait)
 
-        def wait_first(self: Traffic) -> None:
-            nonlocal waited
-            if time.perf_counter() - waited > APART:
-                stream.synchronize()
-                waited = time.perf_counter()
-            enter(self)
-
-        Traffic.__enter__ = wait_first
+    def _wait(self) -> None:
+        if time.perf_counter() - self._waited > APART:
+            self._stream.synchronize()
+            self._waited = time.perf_counter()
 
     def end(self) -> None:
         """Make moves as they were."""
-        Traffic.__enter__ = self._enter
+        Traffic.before_block.remove(self._wait)

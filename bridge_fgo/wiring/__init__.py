@@ -1,1 +1,1 @@
-"""The only place that touches Bridge and mcore: a declarative table of patches, and what they call."""
+"""The only place that patches Bridge and mcore: a declarative table of patches, and what they call."""

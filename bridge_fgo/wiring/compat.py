@@ -85,11 +85,11 @@ def upstream_generation() -> Choice | None:
     """Return which offloader the installed mcore has, by its capabilities; None where it has none."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from bridge_fgo.upstream import generation1, generation2
+    from bridge_fgo.engines import mcore1, mcore2
 
-    if generation2.is_available(DistributedOptimizer):
+    if mcore2.is_available(DistributedOptimizer):
         return "mcore generation 2"
-    if generation1.is_available(DistributedOptimizer):
+    if mcore1.is_available(DistributedOptimizer):
         return "mcore generation 1"
     return None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.engine.states import MOMENTS
+from bridge_fgo.sources.megatron import MOMENTS
 from bridge_fgo.wiring.refusals import FLAG_TEXT, refuse_fp8_moment
 
 
@@ -86,3 +86,19 @@ def check_inner(leaf: Any) -> None:
             f"{FLAG_TEXT} with optimizer.optimizer_cuda_graph=True: the graph has the "
             "states' addresses baked in; set optimizer.optimizer_cuda_graph=False"
         )
+
+
+def stage_of(distributed: list[Any]) -> int | None:
+    """Return this rank's place in the pipeline of the model that its optimizers train; None where none says it.
+
+    By DDP's own group: with `dist.use_decentralized_pg` mcore's global state is never set up.
+    """
+    from megatron.core import parallel_state
+
+    for leaf in distributed:
+        for chunk in getattr(leaf, "model_chunks", ()):
+            group = getattr(chunk, "pp_group", None)
+            if group is not None:
+                rank: int = (group[0] if isinstance(group, list) else group).rank()
+                return rank
+    return parallel_state.get_pipeline_model_parallel_rank() if parallel_state.is_initialized() else None

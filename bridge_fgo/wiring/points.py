@@ -1,15 +1,16 @@
-"""Telling the schedule how far forward and backward have come: hooks on the model's layers, within a step."""
+"""Telling the engine how far forward and backward have come: hooks on the model's layers, within a step."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from bridge_fgo.engine.schedule import Schedule
+Point = Callable[[], bool]
+"""Passes a point; returns False where nothing may move, and so its backward is none either (`Engine.point`)."""
 
 
 class ModelPoints:
@@ -23,12 +24,12 @@ class ModelPoints:
         self._layers: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = weakref.WeakKeyDictionary()
 
     @contextmanager
-    def hooked(self, model: Any, schedule: Schedule | None) -> Iterator[None]:
-        """Report the points of `model` (a chunk or a list of them) to `schedule` inside the block."""
+    def hooked(self, model: Any, point: Point | None) -> Iterator[None]:
+        """Context in which `point` is called at the points of `model` (a chunk or a list of them)."""
         chunks = model if isinstance(model, list) else [model]
         handles = []
-        hook = PointHook(schedule)
-        if schedule is not None:
+        hook = PointHook(point)
+        if point is not None:
             handles = [
                 layer.register_forward_pre_hook(hook.before_forward, with_kwargs=True)
                 for chunk in chunks
@@ -51,21 +52,20 @@ class ModelPoints:
 class PointHook:
     """The hooks of one training step."""
 
-    def __init__(self, schedule: Schedule | None) -> None:
-        self._schedule = schedule
+    def __init__(self, point: Point | None) -> None:
+        self._point = point
 
     def end(self) -> None:
         """End the step, also for whoever has copied the hooks."""
-        self._schedule = None
+        self._point = None
 
     def before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Report that the layer's forward begins, and that its backward has ended once its input has a gradient.
 
         A hook on a tensor adds no node to the graph and changes no gradient.
         """
-        if self._schedule is None or self._schedule.transfers.capturing():
+        if self._point is None or not self._point():
             return  # a layer that is captured into a graph runs only once in Python
-        self._schedule.point()
         if torch.is_grad_enabled():
             for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.Tensor) and value.requires_grad:
@@ -73,8 +73,8 @@ class PointHook:
                     return
 
     def _after_backward(self, grad: torch.Tensor) -> None:
-        if self._schedule is not None:
-            self._schedule.point()
+        if self._point is not None:
+            self._point()
 
 
 ENOUGH_LAYERS = 16

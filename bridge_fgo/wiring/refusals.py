@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engine.host_memory import ranks_of_this_node
-from bridge_fgo.engine.states import MOMENTS
+from bridge_fgo.core.host_memory import ranks_of_this_node
+from bridge_fgo.sources.megatron import MOMENTS
 from bridge_fgo.wiring.compat import Choice, check_flag, choose_engine, flag_is_set
 
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
@@ -124,7 +124,7 @@ def refuse_async_save(checkpoint: Any, engine: Choice) -> None:
 
     The writer gets the tensors as CUDA IPC handles, or as host memory by reference, and reads them while the
     next step releases, reloads and overwrites that memory (NeMo-RL #3312, MLM #6544). The native engine hands
-    out copies; see `bridge_fgo.engine.snapshot`.
+    out copies; see `bridge_fgo.core.snapshot`.
     """
     if engine != "native" and _saves_states(checkpoint) and checkpoint.async_save:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""One session for each top-level optimizer: drives its offloaders through a training step."""
+"""One session for each top-level optimizer: translates Bridge's events into verbs of the rank's engine."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engine.offloader import Offloader, total
-from bridge_fgo.engine.peaks import PeakMeter
-from bridge_fgo.engine.schedule import Schedule
+from bridge_fgo.core.meters import PeakMeter
+from bridge_fgo.engines.engine import Engine
+from bridge_fgo.engines.making import make_engine
 from bridge_fgo.figures import Figures, Stats
-from bridge_fgo.wiring.compat import Choice, check_flag, choose_engine, flag_is_set, mcore_version
+from bridge_fgo.sources.megatron import MegatronSource
+from bridge_fgo.sources.source import Source
+from bridge_fgo.wiring.compat import check_flag, choose_engine, flag_is_set, mcore_version
 from bridge_fgo.wiring.finalize import reload_hook
-from bridge_fgo.wiring.offloaders import make_offloader, make_schedule
-from bridge_fgo.wiring.optimizers import eligible
+from bridge_fgo.wiring.optimizers import eligible, stage_of
 from bridge_fgo.wiring.points import ModelPoints
 from bridge_fgo.wiring.refusals import (
     refuse_full_iteration_graph,
@@ -27,14 +28,22 @@ from bridge_fgo.wiring.refusals import (
 )
 
 SESSION = "_bridge_fgo_session"
-OFFLOADER = "_bridge_fgo_offloader"
+ATTACHED = "_bridge_fgo_attached"
+"""Attribute of a DistributedOptimizer that holds its `Attachment`."""
 _active: list[Session] = []
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _newest_stats: Stats | None = None  # a snapshot, so that it holds no state of a training that is over
 
 
+class Attachment(NamedTuple):
+    """What a DistributedOptimizer is attached to: the engine, and the source that it is to it."""
+
+    engine: Engine
+    source: Source
+
+
 class Session:
-    """The offloaders of one top-level optimizer, and where they stand in the training step.
+    """The engine of one top-level optimizer, and where that stands in the training step.
 
     It hangs on the optimizer, so it goes when the optimizer goes.
 
@@ -54,24 +63,22 @@ class Session:
         if optimizer_config is not None:
             refuse_optimizer_config(optimizer_config)
         refuse_full_iteration_graph(model_config)
-        distributed = eligible(optimizer)
-        self.engine: Choice = choose_engine(config, optimizer_config)
+        leaves = eligible(optimizer)
         self.model_config = model_config
         meter = PeakMeter()
-        self.schedule = None if self.engine != "native" else make_schedule(distributed, config, meter)
-        self.offloaders = [make_offloader(leaf, config, self.schedule) for leaf in distributed]
+        sources = [MegatronSource(leaf) for leaf in leaves]
+        name = choose_engine(config, optimizer_config)
+        self.engine: Engine = make_engine(name, sources, config, meter, stage_of(leaves), say, warn)
         # Only now, so that a refusal of the last one leaves nothing half attached.
-        for leaf, offloader in zip(distributed, self.offloaders, strict=True):
-            setattr(leaf, OFFLOADER, offloader)
-        self._leaves = weakref.WeakSet(distributed)
-        self.figures = Figures(self.offloaders, self.engine, mcore_version(), meter)
-        if self.schedule is not None:
-            self.schedule.planner.announce, self.schedule.planner.warn = say, warn
+        for leaf, source in zip(leaves, sources, strict=True):
+            setattr(leaf, ATTACHED, Attachment(self.engine, source))
+        self._leaves = weakref.WeakSet(leaves)
+        self.figures = Figures(self.engine, mcore_version(), meter)
         self._points = ModelPoints()
         self.closed = False
         self.began = False
         """Whether a training step has begun."""
-        # What the proof that the flag is no silent no-op needs: see _prove.
+        # What the proof that the flag is no silent no-op needs; `_prove` reads it.
         self._proven = False
         self._updates = 0
         self._updates_before = 0
@@ -79,58 +86,55 @@ class Session:
         self._over_budget = False
         self.updated = False
         """Whether the optimizer stepped in the newest training step; the wrapper of the step sets it."""
-        self._updating = False
-        """Whether an optimizer has begun to step in the present training step."""
-        self._stepped: set[int] = set()
-        """`id` of each offloader whose optimizer has ended its step in the present training step."""
 
     # What the wrappers call, in the order of one training step.
 
     @contextmanager
     def training_step(self, model: Any, microbatches: int) -> Iterator[None]:
-        """Be the active session of a training step; afterwards no reload is in flight, on every way out but
-        an exception.
+        """Context of a training step, in which this session is the active one.
+
+        Afterwards no reload is in flight, on every way out but an exception.
 
         Args:
             model: the model chunk, or a list of them.
             microbatches: how many the step runs.
         """
+        engine = self.engine
         self.figures.begin_step()
         self._updates_before, self.updated = self._updates, False
-        self._updating = False
-        self._stepped.clear()
         _active.append(self)
         try:
-            with reload_hook(self.model_config, self.reload), self._points.hooked(model, self.schedule):
-                if self.schedule is not None:
-                    self.schedule.signature = microbatches
+            with (
+                reload_hook(self.model_config, self.reload),
+                self._points.hooked(model, engine.point if engine.watches_points else None),
+                engine.training_step(microbatches),
+            ):
                 yield
         finally:
             _active.pop()
-        if self.schedule is not None and self._updating:
-            self.schedule.torn = False
+        if self.closed:  # by an uninstall within the step
+            return
         # A skipped step and an early exit leave a reload in flight: whatever reads the states next (a save,
         # a callback) does so on the current stream.
-        for offloader in self.offloaders:
-            offloader.settle()
+        engine.settle()
         self.figures.end_step()
-        if self.schedule is not None:
-            self.schedule.end_step(self.updated)
-            self._watch_budget(self.schedule)
+        engine.end_step(self.updated)
+        self._watch_budget(engine.held_budget_bytes)
         self.publish()
         self._prove()
 
-    def _watch_budget(self, schedule: Schedule) -> None:
-        """Say once that a step needed more than the budget, as a longer sequence may."""
-        peak, budget = self.figures.peak_allocated_bytes, schedule.planner.budget_bytes
-        if schedule.is_planned and budget is not None and (peak or 0) > budget:
-            if not self._over_budget:
-                warn(
-                    f"a training step allocated {(peak or 0) / 2**30:.2f} GiB, more than "
-                    f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g}: it needed more than the "
-                    "measured one; set a lower budget to keep room for such steps"
-                )
-            self._over_budget = True
+    def _watch_budget(self, budget: int | None) -> None:
+        """Say once that a step needed more than the budget in bytes, as a longer sequence may."""
+        peak = self.figures.peak_allocated_bytes or 0
+        if budget is None or peak <= budget:
+            return
+        if not self._over_budget:
+            warn(
+                f"a training step allocated {peak / 2**30:.2f} GiB, more than "
+                f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g}: it needed more than the "
+                "measured one; set a lower budget to keep room for such steps"
+            )
+        self._over_budget = True
 
     def _prove(self) -> None:
         """Raise RuntimeError where the flag turns out to be a no-op, in whole or in part.
@@ -138,128 +142,78 @@ class Session:
         A step that had any state released at least something; and the first step after an update, when every
         state exists, released what was planned.
         """
-        if self._proven or self.closed:
+        if self._proven:
             return
-        planned = total(self.offloaders, "planned_bytes")
+        planned = self.engine.planned_bytes
         complete = self._updates_before > 0
         wanted = 0.95 * planned if complete else 1 if self._eligible else 0
-        freed = total(self.offloaders, "released_bytes")
+        freed = self.engine.traffic.most_released
         if freed < wanted:
             raise RuntimeError(
                 f"optimizer.offload_optimizer_states=True, but a training step released {freed} bytes of the "
-                f"{planned} planned (engine {self.engine}): the flag would be a silent no-op. Please report this "
+                f"{planned} planned (engine {self.engine.name}): the flag would be a silent no-op. Please report this "
                 "with the output of the run, and train with the flag unset meanwhile"
             )
         self._proven = complete
 
     def begin_pass(self) -> None:
-        """A forward-backward pass begins: start the copies out."""
+        """Start the copies out: a forward-backward pass begins."""
         if not self._proven:
-            self._eligible = self._eligible or any(offloader.has_states() for offloader in self.offloaders)
-        for offloader in self.offloaders:
-            offloader.offload()
-        if self.schedule is not None:  # also on a rank with stub optimizers only: it takes part in the agreement
-            self.schedule.begin_pass()
+            self._eligible = self._eligible or self.engine.has_states()
+        self.engine.begin_pass()
 
     def release(self) -> None:
-        """Grads are zeroed and nothing reads the states any more: let GPU memory go."""
-        for offloader in self.offloaders:
-            offloader.release()
-        if self.schedule is not None:
-            self.schedule.release()
+        """Let GPU memory go: grads are zeroed and nothing reads the states any more."""
+        self.engine.release()
         self.figures.released()
 
     def reload(self) -> None:
-        """Backward is done: take GPU memory again and start the copies in."""
+        """Take GPU memory again and start the copies in: backward is done."""
+        if self.closed:  # within the step, for whose length the hook is bound
+            return
         self.figures.reloading()
-        for offloader in self.offloaders:
-            offloader.reload()
-        if self.schedule is not None:
-            self.schedule.reload()
+        self.engine.reload()
 
     def updating(self) -> None:
-        """An optimizer is about to step, so that every state will exist.
+        """Note that an optimizer is about to step, so that every state will exist.
 
         Raises:
             RuntimeError: an error ended an earlier step half-way, or states cannot be brought back.
         """
         self._updates += 1
-        if self.schedule is not None and not self._updating:
-            self.schedule.require_whole("updated")
-            for offloader in self.offloaders:  # of all, before the first of them is updated
-                offloader.require_restorable()
-        self._updating = True
+        self.engine.updating()
 
     @contextmanager
-    def stepping(self, offloader: Offloader) -> Iterator[None]:
-        """One optimizer steps, with its states where it needs them."""
-        with self.figures.step_clock.measure(), offloader.stepping():
-            self._stepped.discard(id(offloader))
-            if self.schedule is not None:
-                self.schedule.torn = True
+    def stepping(self, source: Source) -> Iterator[None]:
+        """Context of one optimizer's step, with its states where it needs them."""
+        with self.figures.step_clock.measure(), self.engine.stepping(source):
             yield
-        self._stepped.add(id(offloader))
-        if self.schedule is not None and self._stepped >= {id(one) for one in self.offloaders}:
-            # Of a chain each has stepped: an error from here on, in the scheduler say, leaves states that are whole.
-            self.schedule.torn = False
-
-    def require_readable(self, masters_only: bool = False) -> None:
-        """Something is about to read the states (or masters) of every optimizer on the current stream."""
-        for offloader in self.offloaders:
-            offloader.require_readable(masters_only)
-
-    def require_writable(self) -> None:
-        """Something may read or change the states of every optimizer on the current stream.
-
-        A copy out that is under way is given up: what is written now would not be in it. Generation 2's is waited for.
-        """
-        for offloader in self.offloaders:
-            offloader.require_readable()
-            offloader.require_writable()
 
     @property
     def is_lost(self) -> bool:
         """Whether something came in the midst of a move of its states, so that they cannot be used any more."""
-        return any(offloader.is_lost for offloader in self.offloaders)
+        return hasattr(self, "engine") and self.engine.is_lost  # one that was closed has let go of it
 
     def trains(self, chunks: list[Any]) -> bool:
         """Return whether one of its optimizers updates one of these model chunks, as DDP wraps them."""
         own = {id(chunk) for leaf in self._leaves for chunk in getattr(leaf, "model_chunks", ())}
         return any(id(chunk) in own for chunk in chunks)
 
-    def check_background_saves(self, checkpoint: Any) -> None:
-        """Refuse a checkpoint worker that could not be handed this rank's copies of the states.
-
-        Raises:
-            ValueError: see `refuse_small_shared_memory`.
-        """
-        copies = [nbytes for offloader in self.offloaders for nbytes in offloader.copied_for_a_save()]
-        refuse_small_shared_memory(checkpoint, copies)
-
-    def make_room(self) -> None:
-        """Something between steps takes memory (an evaluation, the capture of graphs): let go of all that may leave."""
-        if self.schedule is not None:
-            self.schedule.release_everything()
-
     def close(self) -> None:
         """Make the states resident for good and undo what the session hung on the optimizers.
 
         Raises:
-            RuntimeError: states cannot be brought back, see `MasterRemainders.require_unchanged`; the session stays
-                open, and may be closed once they can.
+            RuntimeError: states cannot be brought back; the session stays open, and may be closed once they can.
         """
-        for offloader in self.offloaders:  # all, before the first of them lets go
-            offloader.require_restorable()
-            offloader.require_writable()
-        if self.schedule is not None and self.schedule.torn:
+        if self.closed and not self.is_lost:  # by an uninstall
+            return
+        self.engine.close()
+        if self.engine.is_torn:
             say("an error ended the newest optimizer step half-way: its state is no more fit to be saved or trained on")
-        for offloader in self.offloaders:
-            offloader.close()
         for leaf in self._leaves:
-            vars(leaf).pop(OFFLOADER, None)
-        self.offloaders.clear()
-        self.schedule = None  # its transfers know every slab that was ever copied, and so its host memory
+            vars(leaf).pop(ATTACHED, None)
         self.closed = True
+        del self.engine, self.figures  # the engine's transfers know every slab that was copied, and its host memory
 
     def publish(self) -> None:
         """Make the figures as they are now what `bridge_fgo.stats` returns."""
@@ -268,17 +222,16 @@ class Session:
 
     def announce(self) -> None:
         """Say in one line, on rank 0, what will happen."""
-        gib = 2**30
-        stays = "; ".join(note for o in self.offloaders if (note := o.resident_note())) or "no state"
-        pinned = f"{total(self.offloaders, 'pinned_bytes') / gib:.2f} GiB of host memory pinned"
-        if self.engine != "native":
+        gib, engine = 2**30, self.engine
+        stays = engine.resident_note() or "no state"
+        pinned = f"{engine.pinned_bytes / gib:.2f} GiB of host memory pinned"
+        if engine.name != "native":
             pinned = "host memory pinned by mcore in the first steps"
-        if not self.offloaders:
+        if not engine.sources:
             stays = "everything: this rank has only stub optimizers"
         say(
-            f"optimizer-state offload on, engine {self.engine}, mcore {mcore_version()}: "
-            f"{total(self.offloaders, 'planned_bytes') / gib:.2f} of "
-            f"{total(self.offloaders, 'state_bytes') / gib:.2f} GiB a rank offloaded, "
+            f"optimizer-state offload on, engine {engine.name}, mcore {mcore_version()}: "
+            f"{engine.planned_bytes / gib:.2f} of {engine.state_bytes / gib:.2f} GiB a rank offloaded, "
             f"{pinned}, stays resident: {stays}"
         )
 
@@ -299,7 +252,7 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:
     """Return the session of a top-level optimizer, made and announced on the first call.
 
     Raises:
-        ValueError, RuntimeError: see `Session`.
+        ValueError, RuntimeError: as `Session`.
     """
     session: Session | None = vars(optimizer).get(SESSION)
     if session is not None and session.is_lost:
@@ -323,13 +276,13 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
     A flag that was unset in mid-run makes the states resident and closes the session.
 
     Raises:
-        ValueError, RuntimeError: see `Session` and `Session.check_background_saves`.
+        ValueError, RuntimeError: as `Session`, or as `refuse_small_shared_memory`.
     """
     check_flag(cfg.optimizer)
     if flag_is_set(cfg.optimizer):
         session = attach(optimizer, model_config, config)
         if not session.began:
-            session.check_background_saves(cfg.checkpoint)
+            refuse_small_shared_memory(cfg.checkpoint, session.engine.copied_for_a_save())
             session.began = True
         return session
     session = None if optimizer is None else getattr(optimizer, "__dict__", {}).get(SESSION)
@@ -340,8 +293,8 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
 
 
 def active_session() -> Session | None:
-    """Return the session whose training step is running."""
-    return _active[-1] if _active else None
+    """Return the session whose training step is running; None where an uninstall within the step has closed it."""
+    return _active[-1] if _active and not _active[-1].closed else None
 
 
 def newest_stats() -> Stats | None:
@@ -366,7 +319,7 @@ def close_all() -> None:
     """End every session, and forget the figures.
 
     Raises:
-        RuntimeError: see `Session.close`; every session that can be closed is.
+        RuntimeError: as `Session.close`; every session that can be closed is.
     """
     global _newest_stats
     if _close_sessions():

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 import wrapt
 
+from bridge_fgo.sources.megatron import UPSTREAM_OFFLOADERS
 from bridge_fgo.wiring.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
 from bridge_fgo.wiring.refusals import refuse_config, refuse_optimizer_config
 from bridge_fgo.wiring.reporting import log_figures
 from bridge_fgo.wiring.session import (
-    OFFLOADER,
+    ATTACHED,
+    Attachment,
     active_session,
     all_sessions,
     attach,
@@ -159,8 +161,8 @@ def _run_step(wrapped: Wrapped, args: Args, kwargs: Kwargs, one_pass: bool) -> A
         result = wrapped(*args, **kwargs)
         session.updated = not result[1]  # `skipped_iter`, in Bridge's step and in MIMO's
     stats = newest_stats()
-    assert stats is not None
-    log_figures(stats, state)
+    if stats is not None:  # else the package was uninstalled within the step
+        log_figures(stats, state)
     return result
 
 
@@ -216,51 +218,54 @@ def pass_around(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
 # Readers and writers of the states, wherever they are called from.
 
 
-def _require(instance: Any, write: bool, masters_only: bool = False) -> None:
-    offloader = vars(instance).get(OFFLOADER)
-    if offloader is None:
-        return
-    if write:
-        offloader.require_writable()
-    elif not offloader.is_saving:
-        offloader.require_readable(masters_only)
+def _attached(optimizer: Any) -> Attachment | None:
+    """Return what a DistributedOptimizer is attached to, or None."""
+    return vars(optimizer).get(ATTACHED)
+
+
+def _require_readable(instance: Any, masters_only: bool = False) -> None:
+    to = _attached(instance)
+    if to is not None and not to.engine.is_saving(to.source):
+        to.engine.require_readable(to.source, masters_only)
 
 
 def reads_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states readable first."""
-    offloader = vars(instance).get(OFFLOADER)
-    if offloader is not None:
-        offloader.require_whole("read")
-    _require(instance, write=False)
+    to = _attached(instance)
+    if to is not None:
+        to.engine.require_whole(to.source, "read")
+    _require_readable(instance)
     return wrapped(*args, **kwargs)
 
 
 def reads_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the masters readable first."""
-    _require(instance, write=False, masters_only=True)
+    _require_readable(instance, masters_only=True)
     return wrapped(*args, **kwargs)
 
 
 def copies_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Copy the masters that were not copied part by part."""
-    offloader = vars(instance).get(OFFLOADER)
-    if offloader is None:
+    to = _attached(instance)
+    if to is None:
         return wrapped(*args, **kwargs)
-    return offloader.copy_masters(lambda: wrapped(*args, **kwargs))
+    return to.engine.write_back(to.source, lambda: wrapped(*args, **kwargs))
 
 
 def writes_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states readable and writable first."""
-    _require(instance, write=True)
+    to = _attached(instance)
+    if to is not None:
+        to.engine.require_writable(to.source)
     return wrapped(*args, **kwargs)
 
 
 def overwrites_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states writable first; the weights may have been loaded already, and every master follows."""
-    offloader = vars(instance).get(OFFLOADER)
-    if offloader is None:
+    to = _attached(instance)
+    if to is None:
         return wrapped(*args, **kwargs)
-    with offloader.overwriting_masters():
+    with to.engine.overwriting_masters(to.source):
         return wrapped(*args, **kwargs)
 
 
@@ -273,16 +278,16 @@ def saves_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
 
     Made for loading it steps the Adam, to have the states made.
     """
-    offloader = vars(instance).get(OFFLOADER)
-    if offloader is None:
+    to = _attached(instance)
+    if to is None:
         return wrapped(*args, **kwargs)
     asked = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     if asked.get("is_loading", False) or not hasattr(instance, "_get_main_param_and_optimizer_states"):
         return writes_states(wrapped, instance, args, kwargs)
-    offloader.require_whole("saved")
+    to.engine.require_whole(to.source, "saved")
     # The default is that of mcore's method.
     sharding = (asked.get("metadata") or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
-    with offloader.saving(copies=(asked.get("sharding_type") or sharding) not in COPIED_AT_ONCE):
+    with to.engine.saving(to.source, copies=(asked.get("sharding_type") or sharding) not in COPIED_AT_ONCE):
         return wrapped(*args, **kwargs)
 
 
@@ -291,9 +296,9 @@ def reads_no_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
     TE's `state_dict` makes fp32 of moments in 16 bits, all of them at once.
     """
-    offloader = vars(instance).get(OFFLOADER)
+    to = _attached(instance)
     adam: Any = getattr(instance, "optimizer", None)
-    if offloader is None or not offloader.is_saving or not hasattr(adam, "get_unscaled_state"):
+    if to is None or not to.engine.is_saving(to.source) or not hasattr(adam, "get_unscaled_state"):
         return reads_states(wrapped, instance, args, kwargs)
     adam.get_unscaled_state = lambda param, name: adam.state[param][name]
     try:
@@ -304,32 +309,32 @@ def reads_no_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Hand out the states of one parameter, for a checkpoint without bringing them to the GPU."""
-    offloader = vars(instance).get(OFFLOADER)
-    if offloader is None:
+    to = _attached(instance)
+    if to is None:
         return wrapped(*args, **kwargs)
     model_param = args[0] if args else kwargs["model_param"]
     group, position = instance.model_param_group_index_map[model_param]
     param = instance.optimizer.param_groups[group]["params"][position]
-    return offloader.hand_out(param, lambda: wrapped(*args, **kwargs))
+    return to.engine.hand_out(to.source, param, lambda: wrapped(*args, **kwargs))
 
 
 def updates_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Bring the states for the optimizer step, which is not called where a step is skipped."""
     session = active_session()
-    offloader = vars(instance).get(OFFLOADER)
+    to = _attached(instance)
     if session is not None:
         session.updating()
-    if offloader is None:
+    if to is None:
         if session is None:
             _refuse_unwired(instance)
         return wrapped(*args, **kwargs)
-    with offloader.stepping() if session is None else session.stepping(offloader):
+    if session is None or session.engine is not to.engine:  # which another session's is not
+        context = to.engine.stepping(to.source)
+    else:
+        context = session.stepping(to.source)
+    with context:
         return wrapped(*args, **kwargs)
 
-
-UPSTREAMS = ("_state_offloader", "_optimizer_state_offloader")
-"""Where generation 1 and 2 keep their offloader. An optimizer that Bridge builds with this package has none but by
-engine="mcore"."""
 
 UNWIRED = "_bridge_fgo_unwired_steps"
 
@@ -341,7 +346,7 @@ def _refuse_unwired(optimizer: Any) -> None:
     """
     if not flag_is_set(optimizer.config):
         return
-    if any(getattr(optimizer, name, None) is not None for name in UPSTREAMS):
+    if any(getattr(optimizer, name, None) is not None for name in UPSTREAM_OFFLOADERS):
         return  # mcore's own offloader, which somebody drives by hand
     steps = vars(optimizer).get(UNWIRED, 0) + 1
     setattr(optimizer, UNWIRED, steps)
@@ -357,18 +362,16 @@ def _refuse_unwired(optimizer: Any) -> None:
 def moves_states_to_cpu(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Do as `replaces_states`, then empty the allocator's cache: mcore has emptied it before the slabs went."""
     result = replaces_states(wrapped, instance, args, kwargs)
-    if vars(instance).get(OFFLOADER) is not None:
+    if _attached(instance) is not None:
         torch.cuda.empty_cache()
     return result
 
 
 def replaces_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states writable first; afterwards let go of the memory of tensors that were replaced."""
-    _require(instance, write=True)
-    result = wrapped(*args, **kwargs)
-    offloader = vars(instance).get(OFFLOADER)
-    if offloader is not None:
-        offloader.states_replaced()
+    result = writes_states(wrapped, instance, args, kwargs)
+    if (to := _attached(instance)) is not None:
+        to.engine.states_replaced(to.source)
     return result
 
 
@@ -376,8 +379,7 @@ def clip_qk(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the masters writable for QK-clip, which scales them also after a step that was skipped."""
     session = active_session()
     if session is not None:
-        for offloader in session.offloaders:
-            offloader.require_writable(masters_only=True)
+        session.engine.require_writable(masters_only=True)
     return wrapped(*args, **kwargs)
 
 
@@ -387,7 +389,7 @@ def reads_all_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
     chunks = model if isinstance(model, list) else [model]
     # Of all sessions where the model is wrapped once more than its optimizers know.
     for session in [one for one in all_sessions() if one.trains(chunks)] or all_sessions():
-        session.require_readable(masters_only=True)
+        session.engine.require_readable(masters_only=True)
     return wrapped(*args, **kwargs)
 
 
@@ -395,7 +397,7 @@ def make_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> An
     """Have every state off the GPU before something between steps takes memory."""
     for session in all_sessions():
         if not session.is_lost:
-            session.make_room()
+            session.engine.make_room()
     return wrapped(*args, **kwargs)
 
 

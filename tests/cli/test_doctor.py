@@ -207,7 +207,7 @@ def four_gpus(monkeypatch):
 @pytest.mark.usefixtures("four_gpus")
 def test_a_node_without_the_memory_is_refused(no_megatron, saved, monkeypatch):
     assert run("doctor", str(saved), "--no-probe", "--gpus", "8")[0] == 0
-    monkeypatch.setattr("bridge_fgo.engine.host_memory.total_bytes", lambda: 2**20)
+    monkeypatch.setattr("bridge_fgo.core.host_memory.total_bytes", lambda: 2**20)
     status, output = run("doctor", str(saved), "--no-probe", "--gpus", "8", "--json")
     assert status == 1 and "4 rank(s)" in json.loads(output)["refusals"][0]
     _, output = run("doctor", str(saved), "--no-probe", "--gpus", "2", "--json")
@@ -271,7 +271,7 @@ def test_the_memory_that_is_pinned_is_of_all_that_may_leave(no_megatron, saved, 
 
 @pytest.mark.usefixtures("four_gpus")
 def test_nothing_is_refused_for_the_memory_of_fewer_gpus_than_the_job_may_have(no_megatron, saved, monkeypatch):
-    monkeypatch.setattr("bridge_fgo.engine.host_memory.total_bytes", lambda: 2**20)
+    monkeypatch.setattr("bridge_fgo.core.host_memory.total_bytes", lambda: 2**20)
     status, output = run("doctor", str(saved), "--no-probe", "--json")
     found = json.loads(output)
     assert status == 0 and found["refusals"] == []

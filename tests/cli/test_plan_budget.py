@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_optimizer import make_distributed_optimizer, with_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,20 +17,17 @@ from bridge_fgo.cli.job.tensors import Tensor
 from bridge_fgo.cli.plan import estimate
 from bridge_fgo.cli.plan.estimate import make_estimate
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engine.native import NativeOffloader
-from bridge_fgo.engine.schedule import Schedule
-from bridge_fgo.engine.transfers import HostTransfers
-
-sys.path.append(str(Path(__file__).parents[1] / "engine"))
-from fake_optimizer import make_distributed_optimizer, with_model
+from bridge_fgo.core.schedule import Schedule
+from bridge_fgo.engines.native import NativeEngine
+from bridge_fgo.sources.megatron import MegatronSource
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_parts():
     """Parts of a few kilobytes, and the activations that a test says."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bridge_fgo.engine.part_layout.BYTES_WHILE_ENQUEUING", 200)
-        patch.setattr("bridge_fgo.engine.part_layout.LEAST_PART_BYTES", 4096)
+        patch.setattr("bridge_fgo.core.layout.BYTES_WHILE_ENQUEUING", 200)
+        patch.setattr("bridge_fgo.core.layout.LEAST_PART_BYTES", 4096)
         patch.setattr(estimate, "activation_bytes", lambda job, stage: job.config.activations)
         yield
 
@@ -75,21 +71,20 @@ def bytes_that_leave(sizes: list[int], others: int, activations: int, masters_st
     optimizer = with_model(make_distributed_optimizer(sizes))
     optimizer.config = SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=masters_stay)
     meter = Meter(others, activations)
-    assert config.gpu_memory_budget_gib is not None
-    budget = int(config.gpu_memory_budget_gib * 2**30)
-    schedule = meter.schedule = Schedule(HostTransfers(65536), meter, budget)  # type: ignore[arg-type]
-    offloader = NativeOffloader(optimizer, config, schedule)
+    source = MegatronSource(optimizer)
+    engine = NativeEngine([source], config, meter)  # type: ignore[arg-type]
+    schedule = meter.schedule = engine.schedule
     for _ in range(2):
-        offloader.offload()
-        offloader.release()
-        offloader.reload()
+        engine.begin_pass()
+        engine.release()
+        engine.reload()
         for param in optimizer.optimizer.param_groups[0]["params"]:
             param.grad = torch.ones_like(param)
-        with offloader.stepping():
+        with engine.stepping(source):
             optimizer.optimizer.step()
-            offloader.copy_masters(optimizer._copy_main_params_to_model_params)
-        offloader.settle()
-        schedule.end_step(updated=True)
+            engine.write_back(source, optimizer._copy_main_params_to_model_params)
+        engine.settle()
+        engine.end_step(updated=True)
     return sum(part.nbytes for part in schedule.parts if not part.stays)
 
 

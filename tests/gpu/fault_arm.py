@@ -6,11 +6,11 @@ import os
 import signal
 from typing import Any
 
-from bridge_fgo.engine.inner_step import InnerStep
-from bridge_fgo.engine.master_copy import MasterCopy
-from bridge_fgo.engine.snapshot import Snapshot
-from bridge_fgo.engine.transfers import CudaTransfers, Lane
+from bridge_fgo.core.cuda_transfers import CudaTransfers, Lane
+from bridge_fgo.core.snapshot import Snapshot
 from bridge_fgo.harness import gpu
+from bridge_fgo.sources.inner_step import InnerStep
+from bridge_fgo.sources.master_copy import MasterCopy
 from bridge_fgo.wiring.session import Session
 
 POINTS = {

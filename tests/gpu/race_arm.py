@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from bridge_fgo.engine.transfers import CudaTransfers
+from bridge_fgo.core.cuda_transfers import CudaTransfers
 from bridge_fgo.harness import gpu
 
 

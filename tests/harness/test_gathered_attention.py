@@ -13,7 +13,7 @@ TOKENS, BATCH, HEADS, GROUPS, WIDTH = 16, 2, 4, 2, 8
 
 
 def attend(rank: int, ranks: int, folder: Path) -> None:
-    """Be one rank: leave its places in the sequence, its output and its gradients in `folder`."""
+    """Run as one rank; leave its places in the sequence, its output and its gradients in `folder`."""
     from bridge_fgo.harness.gathered_attention import GatheredAttention, own_chunks
 
     store = torch.distributed.FileStore(str(folder / f"store{ranks}"), ranks)

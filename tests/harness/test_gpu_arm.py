@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bridge_fgo
-from bridge_fgo.engine.part import Traffic
+from bridge_fgo.core.meters import Traffic
 from bridge_fgo.harness import gpu
 from bridge_fgo.harness.collector_clock import CollectorClock
 from bridge_fgo.harness.moves_alone import MovesAlone
@@ -34,7 +34,7 @@ class Stream:
 def stream(monkeypatch):
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr("bridge_fgo.engine.part.time.perf_counter", lambda: stream.now)
+    monkeypatch.setattr("bridge_fgo.core.meters.time.perf_counter", lambda: stream.now)
     return stream
 
 
@@ -156,15 +156,15 @@ def test_a_collection_counts_in_the_step_that_it_falls_into(recorder, stream, mo
 
 def test_without_profiled_steps_moves_are_as_they_were_when_training_ends(recorder, stream, monkeypatch):
     recorder, _ = recorder
-    enter = Traffic.__enter__
+    before = list(Traffic.before_block)
     monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
     recorder.on_train_start(None)
     for _ in range(7):
         recorder.on_train_step_start(CONTEXT)
         recorder.on_train_step_end(CONTEXT)
-    assert Traffic.__enter__ is not enter
+    assert Traffic.before_block != before
     recorder.on_train_end(CONTEXT)
-    assert Traffic.__enter__ is enter
+    assert Traffic.before_block == before
 
 
 def test_phases_are_those_of_the_steps_that_count():

@@ -6,62 +6,52 @@ from unittest import mock
 
 import torch
 
+from bridge_fgo.core.meters import Traffic
+from bridge_fgo.engines.engine import Engine
 
-class RecordingOffloader:
-    """An offloader that moves nothing and writes down every verb."""
 
-    engine = "native"
+class RecordingEngine(Engine):
+    """An engine that moves nothing and writes down every verb."""
+
+    name = "native"
     state_bytes = planned_bytes = 100
-    pinned_bytes = bytes_out = bytes_in = released_bytes = enqueue_seconds = pin_seconds = 0
+    pinned_bytes = 0
 
-    def __init__(self, events, freed=100):
+    def __init__(self, sources, events, freed=100):
+        self.sources = sources
+        self.traffic = Traffic()
         self.events = events
         self.freed = freed
 
-    def offload(self):
+    def has_states(self):
+        return True
+
+    def begin_pass(self):
         self.events.append("offload")
 
     def release(self):
         self.events.append("release")
-        self.released_bytes = self.freed
+        self.traffic.most_released = self.freed
 
     def reload(self):
         self.events.append("reload")
 
     @contextmanager
-    def stepping(self):
+    def stepping(self, source):
         self.events.append("stepping")
         yield
 
-    def copy_masters(self, copy):
-        self.events.append("masters readable")
-        return copy()
-
-    def require_readable(self, masters_only=False):
+    def require_readable(self, source=None, masters_only=False):
         self.events.append("masters readable" if masters_only else "readable")
 
-    def require_writable(self, masters_only=False):
+    def require_writable(self, source=None, masters_only=False):
         self.events.append("writable")
-
-    is_lost = False
-
-    def require_restorable(self):
-        pass
 
     def settle(self):
         self.events.append("settle")
 
-    def states_replaced(self):
+    def states_replaced(self, source):
         self.events.append("replaced")
-
-    def copied_for_a_save(self):
-        return []
-
-    def has_states(self):
-        return True
-
-    def resident_note(self):
-        return ""
 
     def close(self):
         self.events.append("close")
@@ -77,13 +67,14 @@ class Loop:
     def __init__(self, monkeypatch, bridge_train, flag=True, passes=1, mxfp8=False, chunks=1, freed=100):
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-        from bridge_fgo.wiring import offloaders
-
         self.events = []
         self.bridge_train = bridge_train
         self.leaf = make_leaf(DistributedOptimizer, self.events)
         self.optimizer = make_chain([self.leaf], self.leaf.config)
-        monkeypatch.setattr(offloaders, "NativeOffloader", lambda *args: RecordingOffloader(self.events, freed))
+        monkeypatch.setattr(
+            "bridge_fgo.wiring.session.make_engine",
+            lambda name, sources, *how: RecordingEngine(sources, self.events, freed),
+        )
         self.optimizer_config = self.leaf.config
         if flag is None:
             del self.optimizer_config.offload_optimizer_states

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from bridge_fgo import figures
-from bridge_fgo.engine.peaks import ALLOCATED, RESERVED, PeakMeter
+from bridge_fgo import OffloadConfig, figures
+from bridge_fgo.core.meters import ALLOCATED, RESERVED, PeakMeter
+from bridge_fgo.engines.native import NativeEngine
 
 
 class Allocator:
@@ -34,7 +35,7 @@ def allocator(monkeypatch):
 
 def test_memory_of_what_runs_between_steps_is_in_no_step(allocator):
     meter = PeakMeter()
-    of_run = figures.Figures([], "native", "0.19.2", meter)
+    of_run = figures.Figures(NativeEngine([], OffloadConfig(engine="native"), meter), "0.19.2", meter)
     for between in (200, 0, 100):  # the model is built, nothing, an evaluation
         allocator.take(between)
         of_run.begin_step()

@@ -8,7 +8,8 @@ import pytest
 from loop import Loop
 
 import bridge_fgo
-from bridge_fgo.wiring.session import OFFLOADER, SESSION, Session
+from bridge_fgo.engines.native import NativeEngine
+from bridge_fgo.wiring.session import ATTACHED, SESSION, Session
 
 ONE_PASS = ["offload", "zero_grad_buffer", "zero_grad", "release", "forward_backward", "reload", "finalize"]
 
@@ -166,20 +167,27 @@ def test_nvrx_wraps_the_installed_step(monkeypatch, bridge_train, installed):
     assert loop.step(holder.train_step) == [*ONE_PASS, "step", "settle"]
 
 
+def native_engine(is_planned=False, **settings):
+    """Return the engine of a rank without states, with a schedule that only notes its calls."""
+    config = bridge_fgo.OffloadConfig(engine="native", **settings)
+    engine = NativeEngine([], config, SimpleNamespace(works=True))
+    engine.schedule = mock.Mock(parts=[], is_planned=is_planned)
+    return engine
+
+
 def test_a_rank_with_stub_optimizers_only_takes_part_in_what_ranks_agree_on(monkeypatch, bridge_train, installed):
     # The schedule of such a rank has no parts, but the agreement on a budget is a collective of all ranks.
     loop = Loop(monkeypatch, bridge_train)
     loop.step()
     session = vars(loop.optimizer)[SESSION]
-    session.offloaders.clear()
+    session.engine = native_engine()
     session._proven = True  # that the mocked optimizer of the first step released something is no matter here
-    session.schedule = mock.Mock(is_planned=False)
     with session.training_step([], 1):
         session.begin_pass()
         session.release()
         session.reload()
         session.updated = True
-    calls = [call[0] for call in session.schedule.mock_calls]
+    calls = [call[0] for call in session.engine.schedule.mock_calls]
     assert calls == ["begin_pass", "release", "reload", "end_step"]
 
 
@@ -189,7 +197,7 @@ def test_a_flag_that_is_unset_in_mid_run_closes_the_session(monkeypatch, bridge_
     session = vars(loop.optimizer)[SESSION]
     loop.optimizer_config.offload_optimizer_states = False
     assert "close" in loop.step()
-    assert session.closed and SESSION not in vars(loop.optimizer) and OFFLOADER not in vars(loop.leaf)
+    assert session.closed and SESSION not in vars(loop.optimizer) and ATTACHED not in vars(loop.leaf)
 
 
 @pytest.mark.parametrize("skipped", [False, True])
@@ -197,18 +205,40 @@ def test_a_skipped_step_is_no_update_to_the_schedule(monkeypatch, bridge_train, 
     loop = Loop(monkeypatch, bridge_train)
     loop.step()
     session = vars(loop.optimizer)[SESSION]
-    session.schedule = mock.Mock(is_planned=False)
+    session.engine = native_engine()
+    session._proven = True
     loop.leaf.step = lambda: (not skipped, 1.0, None)
     loop.step()
-    session.schedule.end_step.assert_called_once_with(not skipped)
-    session.schedule = None
+    session.engine.schedule.end_step.assert_called_once_with(not skipped)
 
 
 @pytest.mark.parametrize(("peak", "planned", "told"), [(3, True, 1), (2, True, 0), (3, False, 0)])
 def test_a_step_that_needed_more_than_the_budget_is_told_of_once(capsys, peak, planned, told):
     session = object.__new__(Session)
     session._over_budget, session.figures = False, SimpleNamespace(peak_allocated_bytes=peak * 2**30)
+    engine = native_engine(planned, gpu_memory_budget_gib=2)
     for _ in range(2):
-        session._watch_budget(SimpleNamespace(is_planned=planned, planner=SimpleNamespace(budget_bytes=2 * 2**30)))
+        session._watch_budget(engine.held_budget_bytes)
     said = capsys.readouterr().out
     assert said.count("allocated 3.00 GiB, more than OffloadConfig.gpu_memory_budget_gib=2:") == told
+
+
+def test_another_sessions_optimizer_steps_by_its_own_engine_within_a_training_step(
+    monkeypatch, bridge_train, installed
+):
+    from bridge_fgo.wiring import wrappers
+
+    second = Loop(monkeypatch, bridge_train)
+    second.step()
+    first = Loop(monkeypatch, bridge_train)
+    first.step()
+    forward_backward = first.forward_backward
+
+    def trains_the_second_too(**kwargs):
+        wrappers.updates_states(lambda: second.events.append("stepped"), second.leaf, (), {})
+        return forward_backward(**kwargs)
+
+    first.forward_backward = trains_the_second_too
+    second.events.clear()
+    assert "stepping" not in first.step()
+    assert second.events == ["stepping", "stepped"]

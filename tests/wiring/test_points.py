@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.wiring.points import ENOUGH_LAYERS, ModelPoints, layers
 
 
@@ -51,9 +52,16 @@ class Schedule:
         self.points += 1
 
 
+def point_of(schedule):
+    """Return what a session calls at the points of a model, of an engine with this schedule."""
+    engine = object.__new__(NativeEngine)
+    engine.schedule = schedule
+    return engine.point
+
+
 def test_layers_their_children_and_the_norm_after_them_report_forward_and_backward():
     model, schedule = Model(2), Schedule()
-    with ModelPoints().hooked([model], schedule):
+    with ModelPoints().hooked([model], point_of(schedule)):
         loss = model(torch.ones(3, 4)).sum()
         assert schedule.points == 5
         loss.backward()
@@ -62,7 +70,7 @@ def test_layers_their_children_and_the_norm_after_them_report_forward_and_backwa
 
 def test_the_end_of_the_head_s_backward_is_a_point_before_any_layer_s_backward():
     model, schedule, seen = Model(2), Schedule(), []
-    with ModelPoints().hooked([model], schedule):
+    with ModelPoints().hooked([model], point_of(schedule)):
         model.decoder.layers[1].activation.register_full_backward_pre_hook(lambda *_: seen.append(schedule.points))
         out = model(torch.ones(3, 4))
         forward = schedule.points
@@ -85,7 +93,7 @@ def test_nothing_is_hooked_that_mcore_captures_into_a_cuda_graph_of_its_own():
     found = layers(model)
     assert not inside & {id(module) for module in found}
     assert model.decoder.layers[2] in found and model.decoder.norm in found
-    with ModelPoints().hooked([model], schedule):
+    with ModelPoints().hooked([model], point_of(schedule)):
         assert not any(module._forward_pre_hooks for layer in graphed for module in layer.modules())
         model(torch.ones(3, 4)).sum().backward()
     assert schedule.points == 2 * len(found)
@@ -93,7 +101,7 @@ def test_nothing_is_hooked_that_mcore_captures_into_a_cuda_graph_of_its_own():
 
 def test_forward_without_gradients_reports_no_backward():
     model, schedule = Model(1), Schedule()
-    with ModelPoints().hooked(model, schedule), torch.no_grad():
+    with ModelPoints().hooked(model, point_of(schedule)), torch.no_grad():
         model(torch.ones(3, 4))
     assert schedule.points == 3
 
@@ -101,7 +109,7 @@ def test_forward_without_gradients_reports_no_backward():
 def test_hooks_are_gone_after_the_step_and_gradients_are_the_same():
     model, schedule = Model(2), Schedule()
     plain = copy.deepcopy(model)
-    with ModelPoints().hooked([model], schedule):
+    with ModelPoints().hooked([model], point_of(schedule)):
         model(torch.ones(3, 4)).sum().backward()
     plain(torch.ones(3, 4)).sum().backward()
     assert all(not module._forward_pre_hooks for module in model.modules())
@@ -111,7 +119,7 @@ def test_hooks_are_gone_after_the_step_and_gradients_are_the_same():
 
 def test_every_chunk_of_the_model_reports():
     chunks, schedule = [Model(2), Model(2)], Schedule()
-    with ModelPoints().hooked(chunks, schedule):
+    with ModelPoints().hooked(chunks, point_of(schedule)):
         for chunk in chunks:
             chunk(torch.ones(3, 4))
     assert schedule.points == 2 * 5
@@ -119,7 +127,7 @@ def test_every_chunk_of_the_model_reports():
 
 def test_hooks_are_gone_after_a_step_that_failed():
     model = Model(2)
-    with pytest.raises(MemoryError), ModelPoints().hooked([model], Schedule()):
+    with pytest.raises(MemoryError), ModelPoints().hooked([model], point_of(Schedule())):
         raise MemoryError("activations")
     assert all(not module._forward_pre_hooks for module in model.modules())
 
@@ -127,7 +135,7 @@ def test_hooks_are_gone_after_a_step_that_failed():
 def test_one_backward_is_reported_by_the_first_input_that_has_a_gradient():
     model, schedule = Model(1), Schedule()
     mask, hidden, other = (torch.ones(3, 4, requires_grad=grad) for grad in (False, True, True))
-    with ModelPoints().hooked([model], schedule):
+    with ModelPoints().hooked([model], point_of(schedule)):
         (hook,) = model.decoder.layers[0]._forward_pre_hooks.values()
         hook(model.decoder.layers[0], (mask,), {"hidden": hidden, "other": other})
         (mask + hidden + other).sum().backward()
@@ -138,7 +146,7 @@ def test_a_forward_that_will_be_recomputed_has_no_backward_of_its_own():
     # Its input has a gradient, but the recomputed forward reports it.
     model, schedule = Model(1), Schedule()
     hidden = torch.ones(3, 4, requires_grad=True)
-    with ModelPoints().hooked([model], schedule):
+    with ModelPoints().hooked([model], point_of(schedule)):
         with torch.no_grad():
             model.decoder(hidden)
         forward = schedule.points
@@ -161,7 +169,7 @@ def test_without_a_schedule_nothing_is_hooked():
 
 def test_a_capture_into_a_cuda_graph_reports_nothing():
     model, schedule = Model(2), Schedule(capturing=True)
-    with ModelPoints().hooked([model], schedule):
+    with ModelPoints().hooked([model], point_of(schedule)):
         model(torch.ones(3, 4)).sum().backward()
     assert schedule.points == 0
 
@@ -176,7 +184,7 @@ def test_a_module_that_copies_hooks_gets_none():
 
 def test_a_copied_hook_reports_nothing_after_the_step():
     model, schedule = Model(2), Schedule()
-    with ModelPoints().hooked(model, schedule):
+    with ModelPoints().hooked(model, point_of(schedule)):
         (hook,) = model.decoder.layers[0]._forward_pre_hooks.values()
         kept = torch.ones(3, 4, requires_grad=True)
         hook(model.decoder.layers[0], (kept,), {})
@@ -184,4 +192,4 @@ def test_a_copied_hook_reports_nothing_after_the_step():
     hook(model.decoder.layers[0], (kept,), {})
     kept.sum().backward()
     assert schedule.points == 1
-    assert hook.__self__._schedule is None, "nothing of the training lives as long as the model"
+    assert hook.__self__._point is None, "nothing of the training lives as long as the model"

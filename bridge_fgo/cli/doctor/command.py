@@ -17,7 +17,7 @@ from bridge_fgo.cli.doctor.machine import Machine, look, warnings
 from bridge_fgo.cli.job.job import Job, ask_builder, read_job
 from bridge_fgo.cli.plan.estimate import Estimate, budget_refusals, is_upstreams, make_estimate
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engine.host_memory import available_bytes, require_host_memory, total_bytes
+from bridge_fgo.core.host_memory import available_bytes, require_host_memory, total_bytes
 from bridge_fgo.harness.runner import ArmFailed
 from bridge_fgo.wiring.refusals import refuse_small_shared_memory
 
@@ -176,7 +176,7 @@ def _upstream_memory(estimate: Estimate, ranks: int) -> Iterator[str]:
 def _memory_refusals(job: Job, estimate: Estimate, ranks: int) -> Iterator[str]:
     """Yield what training would say of this machine as the node of `ranks` of the fullest ranks."""
     try:
-        require_host_memory(estimate.most_pinned, 0, ranks)
+        require_host_memory(estimate.most_pinned, ranks)
     except ValueError as error:
         yield str(error)
     # Only the native engine saves in the background.

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from bridge_fgo.cli.demo import readable_bytes
-from bridge_fgo.engine.host_memory import available_bytes, local_cpus, total_bytes
+from bridge_fgo.core.host_memory import available_bytes, local_cpus, total_bytes
 
 NODES = Path("/sys/devices/system/node")
 

@@ -12,7 +12,7 @@ from bridge_fgo.cli.plan.layout import Buffer, buffers_of
 from bridge_fgo.cli.plan.links import Link
 from bridge_fgo.cli.plan.state import StateBytes, state_bytes
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engine.holding import MemoryProfile, budget_refusal, choose_staying, least_budget
+from bridge_fgo.core.policy import MemoryProfile, budget_refusal, choose_staying, least_budget
 
 MXFP8_BYTES = 2 * (1 + 1 / 32)
 """Bytes of a parameter's element in MXFP8: its rows and its columns, each one byte, and one for every 32 (the

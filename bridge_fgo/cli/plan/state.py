@@ -10,11 +10,12 @@ import torch
 
 from bridge_fgo.cli.plan.layout import Buffer
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engine.host_memory import power_of_two_at_least
-from bridge_fgo.engine.master_copy import MasterCopy
-from bridge_fgo.engine.part_layout import lay_out, offloaded_bundles, part_bytes
-from bridge_fgo.engine.remainders import MasterRemainders
-from bridge_fgo.engine.states import MASTER, MOMENTS, bundles
+from bridge_fgo.core.host_memory import power_of_two_at_least
+from bridge_fgo.core.layout import PartLayout, copied_whole, lay_out, offloaded_bundles, part_bytes
+from bridge_fgo.core.policy import PartBytes
+from bridge_fgo.core.remainders import Remainders
+from bridge_fgo.sources.master_copy import MasterCopy
+from bridge_fgo.sources.megatron import MASTER, MOMENTS, bundles
 
 META = torch.device("meta")
 
@@ -27,7 +28,7 @@ class StateBytes:
     saved: of each copy that the native engine makes for a checkpoint (its `copied_for_a_save`).
     parts: of each part that the native engine updates in one go, in its order; transits: the most GPU memory that
     each holds on its way; copied: of all parts, what a copy takes over the link.
-    masters_held: what of them the optimizer step holds to its end (`HoldPlanner.masters_held_bytes`).
+    masters_held: what of them the optimizer step holds to its end (`HoldPolicy.masters_held_bytes`).
     """
 
     masters: int
@@ -57,30 +58,48 @@ def state_bytes(shards: list[tuple[Buffer, int]], optimizer: Any, ddp: Any, conf
     """
     by_kind = {"master": 0, "moment": 0}
     offloaded, parts, masters_held = [], [], 0
+    codec_of = copied_whole if config.master_remainders is False else Remainders(META).codec_of
     for expert in (False, True):  # mcore makes an optimizer of each, and so does the engine
         of_kind = _optimizer([(buffer, index) for buffer, index in shards if buffer.expert is expert], optimizer, ddp)
-        everything = bundles(of_kind)
+        master_copy = MasterCopy(of_kind)
+        everything = bundles(of_kind, master_copy.rounded_weights())
         for bundle in everything:
-            for ref in bundle.refs:
-                by_kind[ref.kind] += ref.nbytes
+            for state in bundle.states:
+                by_kind[state.kind] += state.nbytes
         chosen = offloaded_bundles(everything, config)
-        weights = {} if config.master_remainders is False else MasterCopy(of_kind).rounded_weights()
-        layouts = lay_out(chosen, part_bytes(chosen, config), MasterRemainders(weights, META))
-        offloaded += [ref for bundle in chosen for ref in bundle.refs]
+        layouts = lay_out(chosen, part_bytes(chosen, config), codec_of)
+        offloaded += [state for bundle in chosen for state in bundle.states]
         parts += layouts
-        if not MasterCopy(of_kind).divides():
-            masters_held += sum(layout.copied_to_model for layout in layouts)
+        if not master_copy.divides():
+            masters_held += sum(written_back_bytes(layout) for layout in layouts)
+    sizes = [size_of(layout) for layout in parts]
     return StateBytes(
         by_kind["master"],
         by_kind["moment"],
-        sum(ref.nbytes for ref in offloaded),
-        sum(power_of_two_at_least(ref.nbytes) for ref in offloaded),
-        tuple(ref.saved_nbytes for ref in offloaded),
-        tuple(part.nbytes for part in parts),
-        tuple(part.transit_bytes for part in parts),
-        sum(part.copied_bytes for part in parts),
+        sum(state.nbytes for state in offloaded),
+        sum(power_of_two_at_least(state.nbytes) for state in offloaded),
+        tuple(state.saved_nbytes for state in offloaded),
+        tuple(size.nbytes for size in sizes),
+        tuple(size.transit for size in sizes),
+        sum(copied_bytes(layout) for layout in parts),
         masters_held,
     )
+
+
+def size_of(part: PartLayout) -> PartBytes:
+    """Return the bytes of the slabs of a part, and the most GPU memory that they hold, which is on their way."""
+    nbytes = sum(slab.layout.nbytes for slab in part.slabs)
+    return PartBytes(nbytes, nbytes + sum(slab.codec.staging_bytes for slab in part.slabs))
+
+
+def copied_bytes(part: PartLayout) -> int:
+    """Return the bytes that a copy of a part's slabs takes over the link."""
+    return sum(slab.codec.link_bytes for slab in part.slabs)
+
+
+def written_back_bytes(part: PartLayout) -> int:
+    """Return the bytes of a part's slabs whose states are copied to the model's weights after the update."""
+    return sum(slab.layout.nbytes for slab in part.slabs if slab.written_back)
 
 
 def _optimizer(shards: list[tuple[Buffer, int]], config: Any, ddp: Any) -> SimpleNamespace:

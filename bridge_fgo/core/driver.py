@@ -1,0 +1,167 @@
+"""Copies and events by the CUDA driver itself, because a step enqueues some hundreds of them.
+
+Measured on an H200 host: enqueuing a piece by slicing two tensors, entering a stream and `copy_` took 30 to 45
+microseconds, by these functions some 5. They take the handles of PyTorch's streams, and run in PyTorch's context.
+What ctypes makes of a Python integer it would make anew in every call: so what stays the same is a ctypes object.
+What the driver refuses is a RuntimeError, with its CUresult.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+EVENT_DISABLE_TIMING = 2
+NOT_READY = 600
+"""CUDA_ERROR_NOT_READY."""
+
+
+@cache
+def _library() -> Any:
+    library = ctypes.CDLL("libcuda.so.1")  # the one that PyTorch has loaded
+    address, handle = ctypes.c_uint64, ctypes.c_void_p
+    copies = (address, address, ctypes.c_size_t, handle)
+    library.cuMemcpyDtoHAsync_v2.argtypes = library.cuMemcpyHtoDAsync_v2.argtypes = copies
+    library.cuEventCreate.argtypes = (ctypes.POINTER(handle), ctypes.c_uint)
+    library.cuEventDestroy_v2.argtypes = (handle,)
+    library.cuEventRecord.argtypes = (handle, handle)
+    library.cuEventQuery.argtypes = (handle,)
+    library.cuStreamWaitEvent.argtypes = (handle, handle, ctypes.c_uint)
+    library.cuModuleLoadData.argtypes = (ctypes.POINTER(handle), ctypes.c_char_p)
+    library.cuModuleGetFunction.argtypes = (ctypes.POINTER(handle), handle, ctypes.c_char_p)
+    library.cuMemsetD8Async.argtypes = (address, ctypes.c_ubyte, ctypes.c_size_t, handle)
+    library.cuLaunchKernel.argtypes = (handle, *7 * (ctypes.c_uint,), handle, ctypes.c_void_p, ctypes.c_void_p)
+    return library
+
+
+def current_stream(device_index: int) -> int:
+    """Return the handle of the current stream; `torch.cuda.current_stream` makes an object around it."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
+
+
+Handle = int | ctypes.c_void_p
+"""A `cudaStream_t`."""
+
+Grid = tuple[ctypes.c_uint, ctypes.c_uint]
+"""How many blocks a launch has, in two dimensions; see `make_grid`."""
+
+_NO_FLAGS = ctypes.c_uint(0)
+_NULL = ctypes.c_void_p()
+
+
+class Event:
+    """A CUDA event without timing, as `torch.cuda.Event`."""
+
+    def __init__(self) -> None:
+        self._library = library = _library()
+        self._handle = ctypes.c_void_p()
+        _check(library.cuEventCreate(ctypes.byref(self._handle), EVENT_DISABLE_TIMING), "make an event")
+        self._record, self._wait = library.cuEventRecord, library.cuStreamWaitEvent
+        self.place = 0
+        """Of what it was last recorded after, among the copies of a lane."""
+
+    def record(self, stream: Handle) -> None:
+        """Record the event on a `cudaStream_t`."""
+        if error := self._record(self._handle, stream):
+            _check(error, "record an event")
+
+    def block(self, stream: Handle) -> None:
+        """Make a `cudaStream_t` wait for what the event was last recorded after."""
+        if error := self._wait(stream, self._handle, _NO_FLAGS):
+            _check(error, "wait for an event")
+
+    def has_happened(self) -> bool:
+        """Return whether everything that the event was last recorded after is over."""
+        error = self._library.cuEventQuery(self._handle)
+        if error not in (0, NOT_READY):
+            _check(error, "query an event")
+        return error == 0
+
+    def __del__(self) -> None:
+        # Destroyed when it has happened. At exit the context may be gone, and its events with it: no error then.
+        self._library.cuEventDestroy_v2(self._handle)
+
+
+class Module:
+    """Machine code for the current context's GPU, loaded for the rest of the process."""
+
+    def __init__(self, code: bytes) -> None:
+        handle = ctypes.c_void_p()
+        _check(_library().cuModuleLoadData(ctypes.byref(handle), code), "load kernels")
+        self.handle = handle.value
+
+
+class Kernel:
+    """A kernel of a module, for one thread at a time.
+
+    Args:
+        words: size of each of its arguments, in words of 8 bytes.
+        threads: of a block.
+    """
+
+    def __init__(self, module: Module, name: str, words: Sequence[int], threads: int) -> None:
+        self._library = _library()
+        self._handle = ctypes.c_void_p()
+        error = self._library.cuModuleGetFunction(ctypes.byref(self._handle), module.handle, name.encode())
+        _check(error, f"find {name}")
+        # The driver copies what they hold in the call.
+        self._values = (ctypes.c_uint64 * sum(words))()
+        first = ctypes.addressof(self._values)
+        starts = [first + 8 * sum(words[:i]) for i in range(len(words))]
+        self._pointers = (ctypes.c_void_p * len(words))(*starts)
+        self._arguments = ctypes.c_void_p(ctypes.addressof(self._pointers))
+        one = ctypes.c_uint(1)
+        self._block = one, ctypes.c_uint(threads), one, one, ctypes.c_uint(0)
+        """The grid's third dimension, the block's three, and bytes of shared memory."""
+
+    def launch(self, grid: Grid, stream: Handle, *words: int) -> None:
+        """Enqueue the kernel on a `cudaStream_t`.
+
+        Args:
+            grid: how many blocks the launch has.
+            stream: where it goes.
+            words: of its arguments one after another; what the kernel does not look at may be missing at the end.
+        """
+        self._values[: len(words)] = words
+        if error := self._library.cuLaunchKernel(self._handle, *grid, *self._block, stream, self._arguments, _NULL):
+            _check(error, "launch a kernel")
+
+
+def make_grid(x: int, y: int) -> Grid:
+    """Return the grid of a launch of `x` times `y` blocks."""
+    return ctypes.c_uint(x), ctypes.c_uint(y)
+
+
+def fill_with_zeros(gpu: int, nbytes: int, stream: int) -> None:
+    """Enqueue the zeroing of `nbytes` at a GPU address on a `cudaStream_t`."""
+    if error := _library().cuMemsetD8Async(gpu, 0, nbytes, stream):
+        _check(error, "zero memory")
+
+
+class Copier:
+    """Enqueues copies in one direction, for one thread at a time.
+
+    Args:
+        to_gpu: whether they go from host memory to the GPU, or the other way.
+    """
+
+    def __init__(self, to_gpu: bool) -> None:
+        library = _library()
+        self._copy = library.cuMemcpyHtoDAsync_v2 if to_gpu else library.cuMemcpyDtoHAsync_v2
+        self._what = f"copy optimizer state to the {'GPU' if to_gpu else 'host'}"
+        self._target, self._source, self._nbytes = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_size_t()
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Handle) -> None:
+        """Enqueue a copy of `nbytes` from one address to another on a `cudaStream_t`."""
+        self._target.value, self._source.value, self._nbytes.value = target, source, nbytes
+        if error := self._copy(self._target, self._source, self._nbytes, stream):
+            _check(error, self._what)
+
+
+def _check(error: int, what: str) -> None:
+    if error:
+        raise RuntimeError(f"the CUDA driver refused to {what} (CUresult {error})")

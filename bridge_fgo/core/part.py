@@ -1,0 +1,41 @@
+"""A part: the parameters that one call of a source's step updates, with the slabs of their states."""
+
+from __future__ import annotations
+
+import torch
+
+from bridge_fgo.core.policy import PartBytes
+from bridge_fgo.core.slab import Slab
+
+
+class Part:
+    """Parameters that are updated in one go, and the slabs of their states (masters, moments, or one of them)."""
+
+    def __init__(self, params: list[torch.Tensor], slabs: list[Slab]) -> None:
+        self.params, self.slabs = params, slabs
+        self.stays = False
+        """Whether its states stay on the GPU for good, because the memory budget has room for them."""
+        self.packable_bytes = 0
+        """Bytes of its masters that are packed if training is seen to wait for copies (`PackingPolicy`)."""
+        self.ids = frozenset(id(param) for param in params)
+        self.written_back = any(slab.written_back for slab in slabs)
+        """Whether some of its states are copied to the model's weights once they are updated."""
+        self.nbytes = sum(slab.nbytes for slab in slabs)
+        self.transit_bytes = sum(slab.transit_bytes for slab in slabs)
+        """Most bytes of GPU memory that the slabs hold while they are on their way."""
+
+    @property
+    def size(self) -> PartBytes:
+        """Its bytes, for the policy."""
+        return PartBytes(self.nbytes, self.transit_bytes, self.stays)
+
+    def made_exact(self) -> None:
+        """Note that its states were just updated and copied to the weights that they round to.
+
+        Slabs that leave now are encoded without a check; of a part that stays nothing is encoded.
+        """
+        for slab in self.slabs:
+            if self.stays:
+                slab.drop_staging()
+            else:
+                slab.codec.is_exact = slab.written_back and slab.codec.family is not None

@@ -1,0 +1,196 @@
+"""How much state the GPU may hold at each point of a training step, and which parts never leave: pure arithmetic.
+
+A **point** is a moment of the forward-backward pass that the model's hooks report: a layer begins its forward,
+or ends its backward. Point 0 is the release before the first forward. The interval of a point lasts until the
+next one; the optimizer step is an interval of its own. All sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+MARGIN_SHARE = 1 / 12
+"""Of the bytes that activations take and give back. Measured on H200, 15.4 GB of activations: with a margin of 0.6 GB
+0.6 to 0.75 GB more was reserved than allocated (9.8 GB of states); with 1.3 GB 0.5 to 0.8 GB, and 0.2 to 1.2 GB (19.7
+GB). A margin that grew by what was reserved above, up to three times, left it at 0.65 GB (9.8 GB)."""
+
+
+class PartBytes(NamedTuple):
+    """Size of one part.
+
+    nbytes: of its slabs; transit: the most GPU memory that they hold, which is while they are on their way.
+    stays: whether the part stays on the GPU for good.
+    """
+
+    nbytes: int
+    transit: int
+    stays: bool = False
+
+
+@dataclass
+class MemoryProfile:
+    """Peaks of what is on the GPU beside the slabs, measured in one step, in bytes."""
+
+    intervals: list[int] = field(default_factory=list)
+    """One for each point of the pass."""
+    step: int = 0
+    """From the end of the last backward to the end of the optimizer step."""
+
+    @property
+    def peak(self) -> int:
+        """The peak of a run whose states are released throughout."""
+        return max([*self.intervals, self.step])
+
+
+@dataclass(frozen=True)
+class HoldPlan:
+    """The most bytes of state that the GPU may hold.
+
+    leave[i]: in the interval of point i. Whatever is above has to leave at the point.
+    come[i]: from point i to the end of the optimizer step. Up to that much may come back at the point, and stay.
+    step: while the optimizer steps.
+    """
+
+    leave: tuple[int, ...]
+    come: tuple[int, ...]
+    step: int
+
+
+def plan_holding(
+    profile: MemoryProfile, limit: int, staying: int, part_bytes: Sequence[int], masters_held: int = 0
+) -> HoldPlan:
+    """Return what may be held so that the peak of everything stays at or below `limit` bytes where it can.
+
+    Args:
+        profile: what there is beside the slabs.
+        limit: in bytes.
+        staying: bytes of slabs that stay for good, and are held in any case.
+        part_bytes: sizes of all parts; two of them are held in the optimizer step in any case.
+        masters_held: bytes of masters that are held to the end of the optimizer step in any case.
+    """
+    leave = [max(staying, limit - peak) for peak in profile.intervals]
+    step = max(staying + masters_held + 2 * max(part_bytes, default=0), limit - profile.step)
+    least_until = list(accumulate([step, *reversed(leave)], min))  # from the end on
+    return HoldPlan(tuple(leave), tuple(least_until[:0:-1]), step)
+
+
+def choose_staying(part_bytes: Sequence[int], room: int) -> set[int]:
+    """Return the positions of parts that fit into `room` bytes together and need never leave, from the last on."""
+    staying = set()
+    for position in range(len(part_bytes) - 1, -1, -1):
+        if part_bytes[position] <= room:
+            room -= part_bytes[position]
+            staying.add(position)
+    return staying
+
+
+def least_budget(profile: MemoryProfile, part_bytes: Sequence[int], masters_held: int = 0) -> int:
+    """Return the least peak in bytes that any choice can reach: everything leaves, two parts step in turn."""
+    return max(profile.peak, profile.step + masters_held + 2 * max(part_bytes, default=0))
+
+
+def budget_refusal(budget: int, least: int, about: str = "") -> str:
+    """Return why a budget (bytes) below the least possible one is refused, with one that will do: rounded up."""
+    enough = math.ceil(least / 2**30 * 100) / 100
+    return (
+        f"OffloadConfig.gpu_memory_budget_gib={round(budget / 2**30, 6):g} cannot be met: with all of the optimizer "
+        f"state offloaded the fullest rank needs {about}{enough:.2f} GiB; set it to at least that, or make the rest of "
+        "the step smaller (micro batch, recompute, parallelism)"
+    )
+
+
+class HoldPolicy:
+    """The plans of one rank, one for each kind of pass that was measured, and the parts that stay under a budget.
+
+    Args:
+        budget_bytes: peak of allocated bytes to stay under while offloading as little as possible; None
+            to offload everything.
+    """
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self.margin_bytes = 0
+        """The least margin below the limit, a few parts; see `_margin`."""
+        self.masters_held_bytes = 0
+        """Masters that cannot leave before the optimizer step is over, because they are copied to the model at once."""
+        self.agree: Callable[[int, int], tuple[int, int]] = lambda room, least: (room, least)
+        """Takes this rank's bytes that may stay and its least possible budget; returns what all ranks can keep to."""
+        self.announce: Callable[[str], None] = lambda text: None
+        self.warn: Callable[[str], None] = lambda text: None
+        """Like `announce`, for what concerns this rank alone."""
+        self.plans: dict[object, HoldPlan] = {}
+        """By what the passes of a kind have in common (`Schedule.signature`)."""
+        self._profiles: dict[object, MemoryProfile] = {}
+        self._chosen = False
+
+    def forget(self, signature: object) -> None:
+        """Let a kind of pass be measured anew."""
+        del self.plans[signature], self._profiles[signature]
+
+    def add(self, signature: object, profile: MemoryProfile, parts: Sequence[PartBytes], expands: bool) -> set[int]:
+        """Plan anew, with the profile of a kind of pass that was measured now.
+
+        Args:
+            signature: the kind of pass.
+            profile: the peaks of it.
+            parts: of all sources of the rank.
+            expands: whether the allocator's segments can grow.
+
+        Returns:
+            the positions of the parts that stay on the GPU for good.
+
+        Raises:
+            ValueError: the budget cannot be met; gives the least one that can.
+        """
+        self._profiles[signature] = profile
+        sizes = [part.transit for part in parts]
+        profiles = self._profiles.values()
+        peak = max(each.peak for each in profiles)
+        least = max(least_budget(each, sizes, self.masters_held_bytes) for each in profiles)
+        limit = least if self.budget_bytes is None else self.budget_bytes
+        staying = set() if self.budget_bytes is None else self._choose(parts, self.budget_bytes, least)
+        kept = sum(parts[position].nbytes for position in staying)
+        for kind, of_kind in self._profiles.items():
+            below = limit - self._margin(of_kind, expands)
+            self.plans[kind] = plan_holding(of_kind, below, kept, sizes, self.masters_held_bytes)
+        whole = sum(part.nbytes for part in parts)
+        gib = 2**30
+        self.announce(
+            f"measured {peak / gib:.2f} GiB beside the states; {(whole - kept) / gib:.2f} of {whole / gib:.2f} "
+            f"GiB leave the GPU, and the peak stays under {limit / gib:.2f} GiB"
+        )
+        return staying
+
+    def _margin(self, profile: MemoryProfile, expands: bool) -> int:
+        """Return how far below the limit to stay, in bytes, while slabs come and go.
+
+        Slabs and activations that share memory leave holes between them, which the allocator has reserved all the
+        same: the more, the larger either are. Three times as much where its segments cannot expand.
+        """
+        activations = max(profile.intervals) - min(profile.intervals)
+        margin = max(self.margin_bytes, int(MARGIN_SHARE * activations))
+        return margin if expands else 3 * margin
+
+    def _choose(self, parts: Sequence[PartBytes], budget: int, least: int) -> set[int]:
+        """Choose the parts that stay under the budget.
+
+        The ranks agree when the first choice is made. Later, when another kind of pass has been measured, each
+        rank looks after itself: it lets fewer parts stay, or says that the budget does not hold.
+        """
+        if not self._chosen:
+            room, least = self.agree(budget - least, least)
+            if least > budget:
+                raise ValueError(budget_refusal(budget, least))
+            self._chosen = True
+        else:
+            room = min(budget - least, sum(part.nbytes for part in parts if part.stays))
+            if least > budget:
+                self.warn(
+                    f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g} holds no more: this kind "
+                    f"of step needs {least / 2**30:.2f} GiB with everything offloaded"
+                )
+        return choose_staying([part.nbytes for part in parts], room)

@@ -1,0 +1,105 @@
+"""Reading states for a checkpoint: the bytes of what is offloaded come from the host, where they are already."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bridge_fgo.core.part import Part
+from bridge_fgo.core.residency import Residency
+from bridge_fgo.core.slab import Slab, require_readable
+from bridge_fgo.core.transfers import Transfers
+
+MOST_BORROWED = 4
+"""Parts that are back on the GPU at once, for states that are read in another dtype and masters whose remainders are
+all that the host has: mcore asks in the order of its buffers and parts are in the order of param groups, so that two
+or three take turns."""
+
+
+class Snapshot:
+    """Hands out the states of one optimizer as host tensors, and leaves slabs where they are.
+
+    What a writer gets is its own: no tensor that it may hold on to (a background writer for minutes, a cache of CUDA
+    handles for the whole run) shares memory with a slab. So nothing has to wait for a writer, no later step can tear
+    what it reads, and a released slab is gone (NeMo-RL #3312 and #4183, MLM #6544 tell what happens otherwise).
+
+    Args:
+        owners: the part that offloads a parameter's states, by the `id` of the parameter as the optimizer has it.
+        transfers: the copies.
+        copies: whether every tensor that is handed out is a copy. Without, a state that is on the host already may be
+            handed out as a view of its page-locked buffer, for a reader that copies it at once.
+    """
+
+    def __init__(self, owners: Mapping[int, Part], transfers: Transfers, copies: bool) -> None:
+        self._owners = owners
+        self._copies = copies
+        self._borrowed: deque[list[Slab]] = deque()
+        """Slabs that were released before, part by part."""
+        # Race: a copy out that is still under way would be read half done by the host.
+        transfers.finish_out()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Context in which a checkpoint is made; at its end parts that were borrowed go back to the host."""
+        try:
+            yield
+        finally:
+            self._send_back(0)
+
+    def hand_out(self, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what `read` returns, the states of an optimizer parameter by name, each tensor safe to keep.
+
+        Args:
+            param: the parameter as the optimizer has it.
+            read: returns state tensors themselves, or copies of another dtype of those that convert.
+        """
+        part = self._owners.get(id(param))
+        if part is None:
+            return read()
+        encoded = [slab for slab in part.slabs if slab.is_encoded]
+        converts = any(state.converts for slab in part.slabs for state in slab.states if state.param is param)
+        self._borrow(part.slabs if converts else encoded)  # another dtype is made on the GPU
+        places = {
+            id(tensor): (slab, offset)
+            for slab in part.slabs
+            for state, offset in zip(slab.states, slab.layout.offsets, strict=True)
+            if state.param is param and (tensor := state.read()) is not None
+        }
+        return {name: self._safe(value, places) for name, value in read().items()}
+
+    def _safe(self, value: Any, places: dict[int, tuple[Slab, int]]) -> Any:
+        """Return a state that is safe to keep; `places`: slab and offset in bytes, by the `id` of the tensor."""
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:  # a count of steps is nobody's slab
+            return value
+        slab, offset = places.get(id(value), (None, 0))
+        # A tensor that a load put in the place of another has memory of its own until the next offload.
+        if slab is None or slab.state is Residency.RESIDENT or not slab.holds(value):
+            return _copy(value)
+        if slab.is_encoded:  # on its way out: what the host has is not the states
+            assert slab.state is Residency.OFFLOADING
+            return _copy(value)
+        host = slab.host.tensor[offset : offset + value.nbytes].view(value.dtype).view(value.shape)
+        return _copy(host) if self._copies else host
+
+    def _borrow(self, slabs: list[Slab]) -> None:
+        away = [slab for slab in slabs if slab.state is Residency.RELEASED]
+        if away:
+            self._send_back(MOST_BORROWED - 1)
+            self._borrowed.append(away)  # before it can fail, so that what has come goes back
+        require_readable(slabs)
+
+    def _send_back(self, left: int) -> None:
+        while len(self._borrowed) > left:
+            for slab in self._borrowed.popleft():
+                if not slab.interrupted:  # by what is on its way to the caller, whom a refusal would keep it from
+                    slab.offload()
+                    slab.release()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory, when it is complete."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())

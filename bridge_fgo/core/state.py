@@ -1,0 +1,83 @@
+"""What may move: the state tensors of a rank, as plain data that a source fills in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class WeightShard:
+    """The range of a weight buffer that a master is rounded to, in elements.
+
+    buffer: reads the buffer as it is now, which may be let go of and taken again; one callable for each buffer.
+    """
+
+    buffer: Callable[[], torch.Tensor]
+    first: int
+    numel: int
+
+    def tensor(self) -> torch.Tensor:
+        """Return the range as a tensor, [numel]."""
+        return self.buffer().view(-1)[self.first : self.first + self.numel]
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """One tensor that a rank may give away; it may not exist yet.
+
+    kind: what settings call it: "master" or "moment", or another word of its source.
+    name: what its source calls it, for messages.
+    param: the parameter that it belongs to, as the optimizer has it; of the same number of elements.
+    dtype: of the tensor.
+    read: returns the tensor as it is now, or None before it exists.
+    late: whether the optimizer's first step makes it, so that it cannot share a slab with what exists before.
+    written_back: whether its source copies it to a weight of the model once it is updated.
+    rounds_to: the bf16 weights that it, in fp32, is rounded to then; None where they do not tell its high bits.
+    converts: whether whoever reads it for a checkpoint gets another dtype, made on the GPU.
+    in_place: whether others hold views of its storage, which is then emptied and filled, and never rebound.
+    """
+
+    kind: str
+    name: str
+    param: torch.Tensor
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor | None]
+    late: bool = False
+    written_back: bool = False
+    rounds_to: WeightShard | None = None
+    converts: bool = False
+    in_place: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, also before the tensor exists."""
+        return self.param.numel() * self.dtype.itemsize
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Bytes, at most, of the copy that a checkpoint gets: 16-bit states may be made fp32."""
+        return self.nbytes * max(1, 4 // self.dtype.itemsize)
+
+    def check_size(self, tensor: torch.Tensor) -> None:
+        """Raise RuntimeError where the tensor is not of the size that was planned for it."""
+        if tensor.nbytes != self.nbytes:
+            raise RuntimeError(
+                f"optimizer state {self.name!r} has {tensor.nbytes} bytes of {tensor.dtype}, planned were "
+                f"{self.nbytes} of {self.dtype}: something replaced it by a tensor of another kind"
+            )
+
+
+@dataclass
+class Bundle:
+    """The states of one optimizer parameter."""
+
+    param: torch.Tensor
+    states: list[State] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all states of the parameter in bytes."""
+        return sum(state.nbytes for state in self.states)

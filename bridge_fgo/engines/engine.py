@@ -1,0 +1,178 @@
+"""The protocol between the wiring and whatever moves the bytes: one engine a rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bridge_fgo.core.meters import Traffic
+from bridge_fgo.sources.source import Source
+
+
+class Engine(ABC):
+    """Offloads the states of all sources of a rank; there may be none. Every verb is idempotent, in any order.
+
+    The verbs of a training step, in their order: inside `training_step`, for each forward-backward pass `begin_pass`,
+    `release`, `point` again and again, `reload`, and for each optimizer that steps `updating` and `stepping`; after it
+    `settle` and `end_step`.
+    """
+
+    name: str
+    """ "native", or the name of mcore's own offloader."""
+    sources: Sequence[Source]
+    state_bytes: int
+    """Bytes of all states on this rank, offloaded or not; before the first step made the moments, as they will be."""
+    planned_bytes: int
+    """Bytes of them that are offloaded when all exist."""
+    traffic: Traffic
+    """What has moved so far, and what it cost the host."""
+    pin_seconds = 0.0
+    """Host time that page-locking took, before training; 0 where nobody counts it."""
+    watches_points = False
+    """Whether `point` is of use."""
+    is_torn = False
+    """Whether an error ended an optimizer step after some parameters were updated and before others were."""
+    limits: str
+    """Settings by which states stay on the GPU, if any do."""
+
+    # Figures.
+
+    @property
+    @abstractmethod
+    def pinned_bytes(self) -> int:
+        """Page-locked host bytes held for the states."""
+
+    @property
+    def held_budget_bytes(self) -> int | None:
+        """Peak of allocated GPU memory that the newest pass was planned to keep to; None without a plan or a budget."""
+        return None
+
+    @abstractmethod
+    def has_states(self) -> bool:
+        """Return whether there is anything to offload yet."""
+
+    def resident_note(self) -> str:
+        """Return, in words, what stays on the GPU and why; empty where nothing does."""
+        left = self.state_bytes - self.planned_bytes
+        return f"{left / 2**30:.2f} GiB of state by {self.limits}" if left else ""
+
+    # A training step.
+
+    @contextmanager
+    def training_step(self, kind: object) -> Iterator[None]:
+        """Context of a training step; passes of one `kind` (the number of microbatches) need as much memory."""
+        yield
+
+    @abstractmethod
+    def begin_pass(self) -> None:
+        """Start the copies to the host: a forward-backward pass begins."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give GPU memory back: nothing reads the states any more until the optimizer steps."""
+
+    def point(self) -> bool:
+        """Let states go or come, as a layer begins its forward or has ended its backward.
+
+        Returns False, and moves nothing, while the current stream is captured into a CUDA graph.
+        """
+        return True
+
+    @abstractmethod
+    def reload(self) -> None:
+        """Take GPU memory again and start the copies to it: the last backward is done."""
+
+    def updating(self) -> None:  # noqa: B027
+        """Check, before the first optimizer of a training step is updated, that all of them can be.
+
+        Raises:
+            RuntimeError: an error ended an earlier step half-way, or states cannot be brought back.
+        """
+
+    @contextmanager
+    def stepping(self, source: Source) -> Iterator[None]:
+        """Context of an optimizer's step with ready gradients, which finds its states where it needs them."""
+        self.require_writable(source)
+        yield
+
+    def write_back(self, source: Source, copy: Callable[[], Any]) -> Any:
+        """Call `copy`, which copies masters to the model's weights, with every master readable that it reads."""
+        self.require_readable(source, masters_only=True)
+        return copy()
+
+    @abstractmethod
+    def settle(self) -> None:
+        """End the training step's moves: what reads the masters on the current stream may, from now on."""
+
+    def end_step(self, updated: bool) -> None:  # noqa: B027
+        """End the training step, in which the optimizers of all ranks have stepped (`updated`) or not.
+
+        Raises:
+            ValueError: the budget cannot be met; gives the least one that can.
+        """
+
+    # Readers and writers, on the current stream; of one source, or of all.
+
+    @abstractmethod
+    def require_readable(self, source: Source | None = None, masters_only: bool = False) -> None:
+        """Have work queued on the current stream from now on find the states (or masters) readable."""
+
+    @abstractmethod
+    def require_writable(self, source: Source | None = None, masters_only: bool = False) -> None:
+        """Do as `require_readable`, and give up copies out under way: what is written now would not be in them."""
+
+    @contextmanager
+    def overwriting_masters(self, source: Source) -> Iterator[None]:
+        """Context for overwriting every master, and states beside; their old values are not validated."""
+        self.require_writable(source)
+        yield
+
+    def states_replaced(self, source: Source) -> None:  # noqa: B027
+        """Let go of the memory of states in whose place something may have put other tensors."""
+
+    def require_whole(self, source: Source, what: str) -> None:  # noqa: B027
+        """Raise RuntimeError where an error ended an optimizer step half-way; `what` is to be done ("saved")."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether something came in the midst of a move, so that nothing may use the states any more."""
+        return False
+
+    def make_room(self) -> None:  # noqa: B027
+        """Let go of all that may leave, as something between steps takes memory."""
+
+    # Checkpoints.
+
+    @contextmanager
+    def saving(self, source: Source, copies: bool) -> Iterator[None]:
+        """Context in which a checkpoint's state dictionary is made; inside, `hand_out` gives the states.
+
+        With `copies` what is handed out is safe to keep; else it is to be copied at once.
+        """
+        self.require_readable(source)
+        yield
+
+    def is_saving(self, source: Source) -> bool:
+        """Return whether states need not be readable now, because `hand_out` gives them."""
+        return False
+
+    def hand_out(self, source: Source, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what `read` returns, the states of the optimizer parameter `param` by name, readable."""
+        self.require_readable(source)
+        return read()
+
+    def copied_for_a_save(self) -> list[int]:
+        """Return the bytes, at most, of each host tensor that a checkpoint gets of the states."""
+        return []  # it gets the tensors themselves
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make the states resident for good and let go of host memory, streams and hooks.
+
+        Raises:
+            RuntimeError: states cannot be brought back. They stay as they are, and it may be called again.
+        """

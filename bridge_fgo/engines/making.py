@@ -1,0 +1,72 @@
+"""Making the engine of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.core.meters import PeakMeter
+from bridge_fgo.engines.engine import Engine
+from bridge_fgo.engines.mcore import McoreEngine, Member
+from bridge_fgo.engines.mcore1 import Generation1
+from bridge_fgo.engines.mcore2 import Generation2
+from bridge_fgo.engines.native import NativeEngine
+from bridge_fgo.sources.megatron import MegatronSource
+
+MEMBERS: tuple[type[Member], ...] = (Generation1, Generation2)
+
+
+def make_engine(
+    name: str,
+    sources: Sequence[MegatronSource],
+    config: OffloadConfig,
+    meter: PeakMeter,
+    stage: int | None = None,
+    announce: Callable[[str], None] = lambda text: None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> Engine:
+    """Return the engine of that name for the sources of a rank, of which there may be none.
+
+    Args:
+        name: "native", "mcore generation 1" or "mcore generation 2".
+        sources: in the order in which they step.
+        config: what to offload.
+        meter: the allocator's peaks.
+        stage: this rank's place in the pipeline; None where nothing says it.
+        announce: gets a line about what all ranks do alike.
+        warn: gets a line that concerns this rank.
+
+    Raises:
+        ValueError: mcore built no offloader, because the flag was set after the optimizer was made.
+        ValueError, RuntimeError: as `NativeEngine`.
+    """
+    if name != "native":
+        if any(source.upstream_offloader() is None for source in sources):
+            raise ValueError(
+                "optimizer.offload_optimizer_states=True was set after the optimizer was built, so mcore gave it no "
+                "offloader: set it before, or use OffloadConfig(engine='native')"
+            )
+        return McoreEngine(sources, next(member for member in MEMBERS if member.name == name))
+    engine = NativeEngine(sources, config, meter)
+    holding = engine.schedule.holding
+    holding.agree, holding.announce, holding.warn = partial(agree, stage), announce, warn
+    for source in sources:
+        source.drop_other_offloader()
+    return engine
+
+
+def agree(stage: int | None, room: int, least: int) -> tuple[int, int]:
+    """Return the bytes that may stay on every rank of this pipeline stage, and the least budget of the fullest rank.
+
+    Ranks of one stage hold equal shards, so that one that kept less would make the others wait for its copies.
+    Stages differ in what they hold, and each chooses for itself. `room` and `least` (bytes) are those of this rank.
+    """
+    if not torch.distributed.is_initialized():
+        return room, least
+    answers: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(answers, (stage, room, least))
+    return min(r for s, r, _ in answers if s == stage), max(bytes_ for _, _, bytes_ in answers)

@@ -1,0 +1,60 @@
+"""Generation 1 of mcore's offloader: OptimizerStateOffloader.
+
+In Megatron-LM's `dev` branch from January to 2026-08-18. `DistributedOptimizer` has `offload_states()`,
+`release_offloaded_gpu_states()` and `reload_offloaded_states()`. Its root flaw is that a reload in flight is
+forgotten: only the inner optimizer step waits for it. The waits that are missing are supplied here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, override
+
+from bridge_fgo.core.meters import Traffic
+from bridge_fgo.core.residency import ResidencyMachine
+from bridge_fgo.engines.mcore import Member
+from bridge_fgo.sources.megatron import MegatronSource
+
+
+def is_available(optimizer_class: type) -> bool:
+    """Return whether a DistributedOptimizer class has generation 1's three verbs."""
+    verbs = ("offload_states", "release_offloaded_gpu_states", "reload_offloaded_states")
+    return all(hasattr(optimizer_class, verb) for verb in verbs)
+
+
+class Generation1(ResidencyMachine, Member):
+    """Drives it as one residency for all states of an optimizer built with `config.offload_optimizer_states=True`."""
+
+    name = "mcore generation 1"
+
+    def __init__(self, source: MegatronSource, traffic: Traffic) -> None:
+        ResidencyMachine.__init__(self)
+        Member.__init__(self, source, traffic)
+        self._offloader: Any = self.optimizer._state_offloader
+
+    @override
+    def host_buffers(self) -> list[Any]:
+        masters = [buffer for group in self._offloader._shard_fp32_from_float16_cpu_buffers for buffer in group]
+        return masters + [b for by_key in self._offloader._opt_state_cpu_buffers.values() for b in by_key.values()]
+
+    def _start_offload(self) -> None:
+        if any(self.optimizer.optimizer.state.values()):
+            # Upstream counts the moments as made only after a step of this process, so those that came
+            # from a checkpoint would stay on the GPU in the first forward after a resume.
+            self._offloader.mark_optimizer_states_initialized()
+        self.optimizer.offload_states()
+
+    def _release(self) -> None:
+        self.optimizer.release_offloaded_gpu_states()  # which keeps the memory from reuse with record_stream
+        self._count_away()
+
+    def _give_up_offload(self) -> None:
+        """Do nothing: what upstream copied is not looked at again."""
+
+    def _start_reload(self) -> None:
+        self.optimizer.reload_offloaded_states()  # which orders the copy in after the copy out
+        self._count_back(self._away)
+
+    def _wait_reload(self) -> None:
+        # Race: a second pass of the rerun loop, a skipped step, an early exit's checkpoint and the next step's copy
+        # out would read states that have not landed. Upstream waits before the inner step alone.
+        self._offloader.sync_before_step()

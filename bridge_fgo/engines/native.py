@@ -1,0 +1,360 @@
+"""The native engine: offload of all sources of a rank, slab by slab, in one schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, override
+
+import torch
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.core.codec import Codec
+from bridge_fgo.core.cuda_transfers import CudaTransfers
+from bridge_fgo.core.debug import debugged
+from bridge_fgo.core.layout import copied_whole
+from bridge_fgo.core.meters import PeakMeter, Traffic
+from bridge_fgo.core.part import Part
+from bridge_fgo.core.remainders import Remainders
+from bridge_fgo.core.residency import Residency
+from bridge_fgo.core.schedule import Schedule
+from bridge_fgo.core.slab import Slab, require_readable, send_off
+from bridge_fgo.core.snapshot import Snapshot
+from bridge_fgo.core.transfers import HostTransfers, Transfers
+from bridge_fgo.engines.engine import Engine
+from bridge_fgo.engines.share import Share, pin
+from bridge_fgo.sources.source import Source
+
+
+class NativeEngine(Engine):
+    """Keeps states in exact pinned host memory, and moves them by the plan of a `Schedule`.
+
+    Host memory is planned, allocated and page-locked here, before training: what exists is known, and so are the
+    sizes and dtypes of what the first step makes.
+
+    Args:
+        sources: of this rank, in the order in which they step; there may be none.
+        config: what to offload.
+        meter: the allocator's peaks.
+        transfers: the copies; by default those of the sources' device.
+
+    Raises:
+        ValueError: the host has not the memory, or a budget is asked for where GPU memory cannot be measured.
+        RuntimeError: host memory could not be mapped or page-locked.
+    """
+
+    name = "native"
+    watches_points = True
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        config: OffloadConfig,
+        meter: PeakMeter,
+        transfers: Transfers | None = None,
+    ) -> None:
+        budget = config.gpu_memory_budget_gib
+        if budget is not None and not meter.works:
+            raise ValueError(
+                f"OffloadConfig.gpu_memory_budget_gib={budget!r} needs a GPU, whose memory it measures: leave it "
+                "unset, or set OffloadConfig.fraction"
+            )
+        self.sources, self.traffic = list(sources), Traffic()
+        asked = {"fraction": config.fraction, "moments": config.moments, "master_weights": config.master_weights}
+        self.limits = ", ".join(f"OffloadConfig.{name}" for name, share in asked.items() if share < 1)
+        self._config = config
+        device = sources[0].device if sources else torch.device("cpu")
+        transfers = transfers or make_transfers(device, config)
+        self.schedule = schedule = Schedule(transfers, meter, config.gpu_memory_budget_bytes)
+        packing = schedule.packing  # not the schedule itself, which would go only when Python looks for cycles
+        self._remainders = Remainders(device, wanted=lambda: config.master_remainders or packing.packs)
+        codec_of = copied_whole if config.master_remainders is False else self._remainders.codec_of
+        make_slab = partial(Slab, device=device, transfers=transfers, ledger=schedule.ledger, traffic=self.traffic)
+        shares = [Share(source, config, codec_of, make_slab) for source in sources]
+        self._shares = dict(zip(self.sources, shares, strict=True))
+        schedule.parts += [part for share in shares for part in share.parts]
+        self.state_bytes = sum(share.state_bytes for share in shares)
+        self.planned_bytes = sum(share.planned_bytes for share in shares)
+        schedule.holding.margin_bytes = max((share.margin_bytes for share in shares), default=0)
+        schedule.holding.masters_held_bytes = sum(share.masters_held_bytes for share in shares)
+        self._remainders.ready()
+        if config.pin_memory and device.type == "cuda" and self.slabs:
+            self.pin_seconds = pin(self.slabs, device)
+        if config.master_remainders is None and self._remainders.are_fast:
+            for part in schedule.parts:
+                part.packable_bytes = sum(slab.nbytes for slab in part.slabs if slab.codec.family is not None)
+        schedule.count_packable()
+        self._snapshots: dict[Source, Snapshot] = {}
+        self._checked: set[Source] = set()
+        """Sources whose weights have been compared for the optimizer step that comes next."""
+        self._masters_lost: set[Source] = set()
+        """Sources whose masters were brought back though the weights had changed, and were not written since."""
+        self._stepped: set[Source] | None = None
+        """Sources that have ended their step in the present training step; None before any has begun to step."""
+
+    @property
+    def slabs(self) -> list[Slab]:
+        """All slabs, in the order in which they move."""
+        return [slab for part in self.schedule.parts for slab in part.slabs]
+
+    def parts_of(self, source: Source) -> list[Part]:
+        """Return the parts of one source, in the order in which they step."""
+        return self._shares[source].parts
+
+    def _slabs_of(self, source: Source | None, masters_only: bool = False) -> list[Slab]:
+        slabs = self.slabs if source is None else self._shares[source].slabs
+        return [slab for slab in slabs if slab.written_back] if masters_only else slabs
+
+    # Figures.
+
+    @property
+    @override
+    def pinned_bytes(self) -> int:
+        return sum(slab.host.pinned_bytes for slab in self.slabs)
+
+    @property
+    @override
+    def held_budget_bytes(self) -> int | None:
+        return self._config.gpu_memory_budget_bytes if self.schedule.is_planned else None
+
+    @override
+    def has_states(self) -> bool:
+        return any(slab.exists() for slab in self.slabs)
+
+    # What is encoded, and may not be right any more.
+
+    def _encoded(self, sources: Iterable[Source]) -> list[Codec]:
+        """Return the codecs of slabs whose masters are on the GPU in part only, of some sources."""
+        return [slab.codec for source in sources for slab in self._shares[source].slabs if slab.is_encoded]
+
+    def _verify(self, sources: Iterable[Source]) -> None:
+        """Raise RuntimeError where weights are not what they were when masters that were copied in part left."""
+        if encoded := self._encoded(sources):
+            with self.schedule.transfers.computing():
+                self._remainders.verify(encoded)
+
+    @contextmanager
+    def _verified(self, *sources: Source) -> Iterator[None]:
+        """Context that checks once what is encoded of some sources, and then trusts in it."""
+        self._verify(sources)
+        with self._trusted(*sources):
+            yield
+
+    def _trusted(self, *sources: Source) -> AbstractContextManager[None]:
+        """Context that trusts in what is encoded of some sources, and of no others."""
+        slabs = (slab for source in sources for slab in self._shares[source].slabs)
+        return self._remainders.verified([slab.codec for slab in slabs if slab.codec.family is not None])
+
+    def _require_restorable(self, sources: Iterable[Source]) -> None:
+        """Check that states of some sources can be brought back for an optimizer step, once for each step."""
+        unchecked = [source for source in sources if source not in self._checked]
+        for source in sources:
+            self._require_masters(source, "brought back")
+        self._verify(unchecked)
+        self._checked.update(unchecked)
+
+    def _require_masters(self, source: Source, what: str) -> None:
+        if source in self._masters_lost:
+            raise RuntimeError(
+                f"the optimizer state cannot be {what}: weights of the model were changed while their master weights "
+                "were offloaded in part (OffloadConfig.master_remainders), and what was to write the masters anew "
+                "has failed; load a checkpoint, or call reload_model_params()"
+            )
+
+    @override
+    def require_whole(self, source: Source, what: str) -> None:
+        self._require_masters(source, what)
+        self._require_untorn(what)
+
+    def _require_untorn(self, what: str) -> None:
+        if self.is_torn:
+            raise RuntimeError(
+                f"the optimizer state cannot be {what}: an error ended an optimizer step after some parameters were "
+                "updated and before others were; build the optimizer anew and resume from the last checkpoint"
+            )
+
+    @property
+    @override
+    def is_lost(self) -> bool:
+        return any(slab.interrupted for slab in self.slabs)
+
+    # A training step.
+
+    @contextmanager
+    @override
+    def training_step(self, kind: object) -> Iterator[None]:
+        self.schedule.signature = kind
+        self._stepped = None
+        try:
+            yield
+            if self._stepped is not None:
+                self.is_torn = False
+        finally:
+            self._stepped = None
+
+    @override
+    def begin_pass(self) -> None:
+        self.traffic.most_released = self.traffic.released
+        self._remainders.locate()
+        self._checked.clear()
+        # Of a pass that is run again some are on their way back.
+        coming = [source for source, share in self._shares.items() if share.coming]
+        with self._verified(*coming) if coming else nullcontext():
+            send_off(slab for part in self.schedule.parts if not part.stays for slab in part.slabs)
+        self.schedule.begin_pass()
+
+    @override
+    def release(self) -> None:
+        self.schedule.release()
+
+    @override
+    def point(self) -> bool:
+        if self.schedule.transfers.capturing():
+            return False
+        self.schedule.point()
+        return True
+
+    @override
+    def reload(self) -> None:
+        self.schedule.reload()
+
+    @override
+    def updating(self) -> None:
+        if self._stepped is None:
+            self._require_untorn("updated")
+            self._require_restorable(self.sources)  # of all, before the first of them is updated
+            self._stepped = set()
+
+    @contextmanager
+    @override
+    def stepping(self, source: Source) -> Iterator[None]:
+        share = self._shares[source]
+
+        def run() -> None:
+            source.step(None)  # parameters whose states are not offloaded
+            self.schedule.step(share.parts, source.step, not source.writes_back_by_part, share.together_bytes)
+
+        with ExitStack() as stack:
+            if source.can_split():
+                self._require_restorable([source])
+                self._checked.discard(source)
+                stack.enter_context(self._trusted(source))
+                stack.enter_context(source.stepping(run, share.owners))
+            else:
+                self.require_writable(source)
+            if self._stepped is not None:
+                self._stepped.discard(source)
+                self.is_torn = True
+            yield
+        if self._stepped is not None:
+            self._stepped.add(source)
+            # Of a chain each has stepped: an error from here on, in the scheduler say, leaves states that are whole.
+            self.is_torn = not self._stepped >= set(self.sources)
+
+    @override
+    def write_back(self, source: Source, copy: Callable[[], Any]) -> Any:
+        with source.writing_back() as written:
+            if written is not None:
+                left = [part for part in self._shares[source].parts if not part.ids <= written]
+                require_readable(slab for part in left for slab in part.slabs if slab.written_back)
+            return copy()
+
+    @override
+    def settle(self) -> None:
+        """End the step's moves; what is released stays so, and comes back when somebody asks for it."""
+        for source, share in self._shares.items():
+            if coming := share.coming:
+                with self._verified(source):
+                    require_readable(coming)
+
+    @override
+    def end_step(self, updated: bool) -> None:
+        self.schedule.end_step(updated)
+
+    # Readers and writers.
+
+    @override
+    def require_readable(self, source: Source | None = None, masters_only: bool = False) -> None:
+        sources = self.sources if source is None else [source]
+        self._checked.difference_update(sources)  # where memory runs out on the way, a later step compares anew
+        with self._verified(*sources):
+            require_readable(self._slabs_of(source, masters_only))
+
+    @override
+    def require_writable(self, source: Source | None = None, masters_only: bool = False) -> None:
+        self.require_readable(source, masters_only)
+        for slab in self._slabs_of(source, masters_only):
+            slab.require_writable()
+
+    @contextmanager
+    @override
+    def overwriting_masters(self, source: Source) -> Iterator[None]:
+        """Context for overwriting every master. Where it fails, and they were not right before, they are lost."""
+        if encoded := self._encoded([source]):
+            with self.schedule.transfers.computing():
+                if not self._remainders.can_decode(encoded):
+                    self._masters_lost.add(source)
+        with self._trusted(source):
+            self.require_writable(source)
+        yield
+        self._masters_lost.discard(source)
+
+    @override
+    def states_replaced(self, source: Source) -> None:
+        """Let go of the old tensors' memory; the next pass takes the new ones into the slabs."""
+        for slab in self._shares[source].slabs:
+            if slab.state is Residency.RESIDENT:
+                self.schedule.transfers.wait_out(slab)
+                slab.drop_if_left()
+
+    @override
+    def make_room(self) -> None:
+        self.schedule.release_everything()
+
+    # Checkpoints.
+
+    @contextmanager
+    @override
+    def saving(self, source: Source, copies: bool) -> Iterator[None]:
+        """Context in which a checkpoint is made, and nothing moves."""
+        snapshot = self._snapshots[source] = Snapshot(self._shares[source].owners, self.schedule.transfers, copies)
+        try:
+            with self._verified(source), snapshot.taken():
+                yield
+        finally:
+            self._snapshots.pop(source, None)
+
+    @override
+    def is_saving(self, source: Source) -> bool:
+        return source in self._snapshots
+
+    @override
+    def hand_out(self, source: Source, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if source in self._snapshots:
+            return self._snapshots[source].hand_out(param, read)
+        part = self._shares[source].owners.get(id(param))
+        if part is not None:
+            require_readable(part.slabs)
+        return read()
+
+    @override
+    def copied_for_a_save(self) -> list[int]:
+        return [state.saved_nbytes for slab in self.slabs for state in slab.states]
+
+    @override
+    def close(self) -> None:
+        self._require_restorable(self.sources)
+        with self._trusted(*self.sources):
+            self.require_writable()
+        for slab in self.slabs:
+            slab.close()
+        self.schedule.forget_parts()
+        self._shares.clear()
+        self.sources = []
+
+
+def make_transfers(device: torch.device, config: OffloadConfig) -> Transfers:
+    """Return the transfers for states on `device`, in debug mode where the environment asks for it."""
+    is_cuda = device.type == "cuda"
+    return debugged(CudaTransfers(device, config.piece_bytes) if is_cuda else HostTransfers(config.piece_bytes))

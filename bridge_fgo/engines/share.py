@@ -1,0 +1,68 @@
+"""What is offloaded of one source: how its states lie in parts and slabs, and the page-locking of their host memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.core.host_buffer import page_lock
+from bridge_fgo.core.host_memory import local_cpus, require_host_memory
+from bridge_fgo.core.layout import ChooseCodec, SlabPlace, lay_out, offloaded_bundles, part_bytes, pipeline_bytes
+from bridge_fgo.core.part import Part
+from bridge_fgo.core.residency import Residency
+from bridge_fgo.core.slab import Slab
+from bridge_fgo.sources.source import Source
+
+MARGIN_PARTS = 4
+"""The least margin of the schedule, in parts (`HoldPolicy.margin_bytes`)."""
+
+MARGIN_OF_STATES = 16
+"""It is no more than a 16th of the states: of few bytes a part is a large share."""
+
+
+class Share:
+    """What is offloaded of one source: `codec_of` says how each slab is copied, `make_slab` gives it its memory."""
+
+    def __init__(
+        self, source: Source, config: OffloadConfig, codec_of: ChooseCodec, make_slab: Callable[[SlabPlace], Slab]
+    ) -> None:
+        everything = source.states()
+        chosen = offloaded_bundles(everything, config)
+        target = part_bytes(chosen, config)
+        self.parts = [
+            Part([bundle.param for bundle in layout.bundles], [make_slab(place) for place in layout.slabs])
+            for layout in lay_out(chosen, target, codec_of)
+        ]
+        """In the order in which they step."""
+        self.slabs = [slab for part in self.parts for slab in part.slabs]
+        self.owners = {i: part for part in self.parts for i in part.ids}
+        """The part of a parameter, by its `id`."""
+        self.together_bytes = pipeline_bytes(chosen)
+        """What the step moves in one go."""
+        self.state_bytes = sum(bundle.nbytes for bundle in everything)
+        """Bytes of all states of the source, offloaded or not."""
+        self.planned_bytes = sum(bundle.nbytes for bundle in chosen)
+        self.margin_bytes = min(MARGIN_PARTS * target, self.planned_bytes // MARGIN_OF_STATES)
+        masters = [slab.nbytes for slab in self.slabs if slab.written_back]
+        self.masters_held_bytes = 0 if source.writes_back_by_part else sum(masters)
+
+    @property
+    def coming(self) -> list[Slab]:
+        """The slabs that are on their way back."""
+        return [slab for slab in self.slabs if slab.state is Residency.RELOADING]
+
+
+def pin(slabs: Sequence[Slab], device: torch.device) -> float:
+    """Page-lock the host memory of slabs, and return the seconds that it took.
+
+    Raises:
+        ValueError: the host has not the memory.
+        RuntimeError: it could not be page-locked.
+    """
+    require_host_memory(sum(slab.nbytes for slab in slabs))
+    started = time.perf_counter()
+    page_lock([slab.host for slab in slabs], local_cpus(device))
+    return time.perf_counter() - started

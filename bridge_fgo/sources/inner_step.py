@@ -1,0 +1,96 @@
+"""Stepping a torch optimizer whose update is element by element for some of its parameters at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+
+_ABSENT = object()
+
+
+class InnerStep:
+    """Steps TE's FusedAdam or torch's Adam in parts: it updates every element for itself, so the bits are the same.
+
+    What is not per element is kept exact: FusedAdam counts `step` in the param group (torch's Adam in the state of
+    each parameter), so every part is stepped from the count before, and the group ends one higher.
+    """
+
+    def __init__(self, adam: torch.optim.Optimizer) -> None:
+        self._adam = adam
+        self._step: Callable[[], Any] = adam.step
+        self._shares: dict[Any, list[tuple[dict[str, Any], list[Any], Any]]] = {}
+        """Of each owner: param groups, its parameters in them, and the groups' counts before the present step."""
+
+    def divides(self) -> bool:
+        """Return whether the step may be divided: what hangs on it must run once a step, with everything there.
+
+        That is hooks, and a function of somebody else's in the place of `step` (an average of the weights, a counter),
+        but for the one by which torch's schedulers count calls.
+        """
+        hooks = (
+            getattr(self._adam, "_optimizer_step_pre_hooks", {}),
+            getattr(self._adam, "_optimizer_step_post_hooks", {}),
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+        )
+        step = vars(self._adam).get("step")
+        return not any(hooks) and (step is None or hasattr(step, "_wrapped_by_lr_sched"))
+
+    @contextmanager
+    def replaced(self, step: Callable[[], None], owners: Mapping[int, Any]) -> Iterator[None]:
+        """Context in which `adam.step()` calls `step`, which calls `update` once for each owner.
+
+        `owners` says whose a parameter is, by its `id`; parameters that are not in it are None's.
+        """
+        original = self._adam.step
+        before = vars(self._adam).get("step", _ABSENT)
+
+        def in_parts(*args: Any, **kwargs: Any) -> None:
+            if args or kwargs:
+                raise RuntimeError("the optimizer step got arguments that an update in parts cannot honour")
+            self._divide(owners)
+            step()
+
+        self._step = original
+        self._adam.step = in_parts  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            if before is _ABSENT:
+                del self._adam.step
+            else:
+                self._adam.step = before  # type: ignore[method-assign]
+
+    def _divide(self, owners: Mapping[int, Any]) -> None:
+        self._shares = {}
+        for group in self._adam.param_groups:
+            of_group: dict[Any, list[Any]] = {}
+            for param in group["params"]:
+                of_group.setdefault(owners.get(id(param)), []).append(param)
+            for owner, params in of_group.items():
+                self._shares.setdefault(owner, []).append((group, params, group.get("step", _ABSENT)))
+
+    def update(self, owner: Any) -> None:
+        """Step the parameters of one owner."""
+        shares = self._shares.get(owner)
+        if not shares:
+            return
+        groups = self._adam.param_groups
+        whole = [group["params"] for group, _, _ in shares]
+        try:
+            for group, params, count in shares:
+                group["params"] = params
+                if count is _ABSENT:
+                    group.pop("step", None)
+                else:
+                    group["step"] = count
+            self._adam.param_groups = [group for group, _, _ in shares]
+            self._step()
+        finally:
+            self._adam.param_groups = groups
+            for (group, _, _), params in zip(shares, whole, strict=True):
+                group["params"] = params

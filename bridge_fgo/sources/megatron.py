@@ -1,0 +1,165 @@
+"""mcore's DistributedOptimizer with an Adam inside, as a source of states.
+
+Reads only attributes that every mcore from 0.15 on has: `optimizer` (the Adam inside), its `param_groups`
+and `state`, `shard_fp32_from_float16_groups` and `buffers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, override
+
+import torch
+
+from bridge_fgo.core.part import Part
+from bridge_fgo.core.state import Bundle, State, WeightShard
+from bridge_fgo.sources.inner_step import InnerStep
+from bridge_fgo.sources.master_copy import PLAIN, MasterCopy
+from bridge_fgo.sources.source import Source
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What Adam calls its moments."""
+
+MASTER = "master_param"
+"""What TE's FusedAdam calls a master weight that it keeps itself."""
+
+UPSTREAM_OFFLOADERS = ("_state_offloader", "_optimizer_state_offloader")
+"""Attributes in which generation 1 and 2 of mcore keep their offloader."""
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class MegatronSource(Source):
+    """The states of a DistributedOptimizer that is no stub, with Adam inside: the moments, and the fp32 masters."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self._inner_step = InnerStep(optimizer.optimizer)
+        self._master_copy = MasterCopy(optimizer)
+        self._copies_parts = False
+
+    @property
+    @override
+    def writes_back_by_part(self) -> bool:
+        return self._master_copy.divides()
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return home_device(self.optimizer)
+
+    @override
+    def states(self) -> list[Bundle]:
+        return bundles(self.optimizer, self._master_copy.rounded_weights())
+
+    @override
+    def can_split(self) -> bool:
+        return self._inner_step.divides()
+
+    @contextmanager
+    @override
+    def stepping(self, run: Callable[[], None], owners: Mapping[int, Part]) -> Iterator[None]:
+        self._copies_parts = self.writes_back_by_part  # asked once, not for each part
+        with self._inner_step.replaced(run, owners), self._master_copy.one_step():
+            yield
+
+    @override
+    def step(self, part: Part | None) -> None:
+        self._inner_step.update(part)
+        if part is not None and part.written_back and self._copies_parts:
+            # Part by part the copy to the model's weights hides behind the copies of the parts that follow, and the
+            # masters may leave at once.
+            self._master_copy.copy_part(part.ids)
+            part.made_exact()
+
+    @override
+    def writing_back(self) -> AbstractContextManager[frozenset[int] | None]:
+        return self._master_copy.of_the_rest()
+
+    def upstream_offloader(self) -> Any:
+        """Return the offloader that mcore has built into the optimizer, or None."""
+        found = [vars(self.optimizer).get(name) for name in UPSTREAM_OFFLOADERS]
+        return next((offloader for offloader in found if offloader is not None), None)
+
+    def drop_other_offloader(self) -> None:
+        """Take mcore's own offloader off the optimizer, as another engine serves it."""
+        for name in UPSTREAM_OFFLOADERS:
+            if vars(self.optimizer).get(name) is not None:
+                setattr(self.optimizer, name, None)
+
+
+def bundles(optimizer: Any, rounded: Mapping[int, WeightShard] | None = None) -> list[Bundle]:
+    """Return the states of every parameter of a DistributedOptimizer, in the order of its param groups.
+
+    Parameters of no elements are left out. A master weight that shares memory with a DDP buffer (native
+    fp32 parameters) is left out: it is the model's weight, and must never be moved, resized or rebound.
+    `rounded` is what `MasterCopy.rounded_weights` returned.
+    """
+    adam = optimizer.optimizer
+    masters = {id(p) for group in optimizer.shard_fp32_from_float16_groups for p in group if p is not None}
+    owned_by_ddp = ddp_storages(optimizer)
+    result = [Bundle(param) for group in adam.param_groups for param in group["params"] if param.numel()]
+    for bundle in result:
+        param = bundle.param
+        if id(param) in masters and param.untyped_storage().data_ptr() not in owned_by_ddp:
+            to = (rounded or {}).get(id(param))
+            bundle.states.append(
+                State("master", "master weight", param, param.dtype, lambda p=param: p, written_back=True, rounds_to=to)
+            )
+        bundle.states += _inner_states(adam, param)
+    return result
+
+
+def _inner_states(adam: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[State]:
+    def state(kind: str, name: str, dtype: torch.dtype) -> State:
+        # TE's `FusedAdam.get_unscaled_state` makes fp32 of a state in 16 bits, and reads it on the GPU for that.
+        read = partial(_of_adam, adam, param, name)
+        return State(kind, name, param, dtype, read, late=True, converts=dtype in HALF)
+
+    dtypes = getattr(adam, "name_to_dtype_map", {})  # TE FusedAdam; torch's Adam keeps the dtype of the param
+    for name in MOMENTS:
+        yield state("moment", name, dtypes.get(name, param.dtype))
+    if getattr(adam, "master_weights", False):
+        # TE keeps the low 16 bits of a bf16 parameter's fp32 master alone (store_param_remainders).
+        remainders = getattr(adam, "store_param_remainders", False) and param.dtype == torch.bfloat16
+        yield state("master", MASTER, torch.int16 if remainders else dtypes[MASTER])
+
+
+def _of_adam(adam: torch.optim.Optimizer, param: torch.Tensor, name: str) -> torch.Tensor | None:
+    """Return a tensor of `adam.state` as it is now, or None before the first step made it.
+
+    Raises:
+        ValueError: the tensor is a subclass with scales of its own (FP8 moments).
+    """
+    # Not states[param]: `optimizer.state` is a defaultdict, and Adam takes an empty entry for a made one. And not kept:
+    # load_state_dict puts another dictionary there.
+    tensor = adam.state.get(param, {}).get(name)
+    if tensor is None or type(tensor) in PLAIN:
+        return tensor
+    raise ValueError(
+        f"optimizer state {name!r} is a {type(tensor).__name__}: only plain tensors can be offloaded; set "
+        f"optimizer.{name}_dtype to torch.float32 or torch.bfloat16"
+    )
+
+
+def ddp_storages(optimizer: Any) -> set[int]:
+    """Return the addresses of the DDP parameter and gradient buffers behind a DistributedOptimizer."""
+    data = (getattr(buffer, name, None) for buffer in optimizer.buffers for name in ("param_data", "grad_data"))
+    return {tensor.untyped_storage().data_ptr() for tensor in data if tensor is not None} - {0}
+
+
+def live_bytes(states: Iterable[Bundle], home: torch.device) -> int:
+    """Return the bytes of memory on the device `home` that states hold now.
+
+    Released states count as nothing; states that an upstream offloader turned into host tensors neither.
+    """
+    tensors = (state.read() for bundle in states for state in bundle.states)
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None and tensor.device == home]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def home_device(optimizer: Any) -> torch.device:
+    """Return the device on which the states of a DistributedOptimizer are when resident: its DDP buffers'."""
+    return optimizer.buffers[0].grad_data.device

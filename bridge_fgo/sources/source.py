@@ -1,0 +1,63 @@
+"""The protocol between an engine and whoever owns states: one source for each optimizer of a rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from bridge_fgo.core.part import Part
+from bridge_fgo.core.state import Bundle
+
+
+class Source(ABC):
+    """Says which tensors a rank may give away, and updates a subset of them at a time.
+
+    To offload another kind of state, implement this class; `tests/engines/toy_source.py` is the smallest one.
+    """
+
+    @property
+    def writes_back_by_part(self) -> bool:
+        """Whether `step` copies a part's masters to the weights, so that nothing reads them later.
+
+        Else they stay on the GPU until the next pass, and cannot be encoded by the weights that they round to.
+        """
+        return True
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the states are when resident."""
+
+    @abstractmethod
+    def states(self) -> list[Bundle]:
+        """Return the states of each parameter, made already or not, in the order in which they step."""
+
+    @abstractmethod
+    def can_split(self) -> bool:
+        """Return whether the present step may update the parameters part by part."""
+
+    @abstractmethod
+    def stepping(self, run: Callable[[], None], owners: Mapping[int, Part]) -> AbstractContextManager[None]:
+        """Context in which the optimizer's step calls `run` in its own place.
+
+        Args:
+            run: calls `step` once for each part, and once with None.
+            owners: the part of each parameter, by `id`; parameters that are not in it belong to None.
+        """
+
+    @abstractmethod
+    def step(self, part: Part | None) -> None:
+        """Update a part, whose states are on the GPU, and copy it to the model's weights where that is done by part.
+
+        None updates the parameters that belong to no part.
+        """
+
+    def writing_back(self) -> AbstractContextManager[frozenset[int] | None]:
+        """Context in which the owner's copy of masters to weights leaves out what `step` has copied.
+
+        It gives the `id` of each parameter that is left out; None while it is `step` itself that copies a part.
+        """
+        return nullcontext(frozenset())

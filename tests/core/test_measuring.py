@@ -1,0 +1,100 @@
+"""What the schedule measures of a step, where the allocator's peak is over by the time that it is asked."""
+
+import pytest
+from fake_training import WHOLE, Training, use_small_parts
+
+BESIDE = 7 * WHOLE
+
+
+@pytest.fixture
+def training(monkeypatch):
+    """One step old: the next is measured."""
+    use_small_parts(monkeypatch)
+    training = Training(layer=WHOLE // 4)
+    training.step(0)
+    return training
+
+
+def measured(training):
+    return training.schedule.holding._profiles[1]
+
+
+def spike(training):
+    training.schedule._meter.spike = training.schedule.ledger.nbytes + BESIDE
+
+
+def test_a_peak_in_an_update_counts_however_little_the_next_one_needs(training):
+    training.run_pass()
+    inner = training.sources[0]._inner_step
+    update, updates = inner.update, []
+
+    def first_is_large(owner):
+        update(owner)
+        if owner is not None and not updates:
+            updates.append(owner)
+            spike(training)
+
+    inner.update = first_is_large
+    training.update(1)
+    training.end_step(True)
+    assert measured(training).step == BESIDE
+
+
+def test_a_peak_in_the_pass_counts_where_a_reader_has_slabs_come_after_it(training):
+    engine = training.engine
+    engine.begin_pass()
+    engine.release()
+    engine.point()
+    spike(training)
+    engine.require_readable()
+    engine.point()
+    assert training.schedule._record.intervals[1] == BESIDE
+
+
+def test_what_was_needed_between_steps_is_of_no_interval(training):
+    spike(training)  # an evaluation
+    training.step(1)
+    assert measured(training).intervals[0] == 0
+
+
+def test_what_is_needed_after_the_measured_step_is_not_in_its_profile(training):
+    training.step(1)
+    before = [*measured(training).intervals, measured(training).step]
+    spike(training)
+    training.check()
+    assert [*measured(training).intervals, measured(training).step] == before
+
+
+def test_the_change_of_a_slab_itself_does_not_count(training):
+    # It takes in what it adopts, which is there twice for a moment, of the next step no more.
+    change = training.schedule.ledger.change
+
+    def spiky(difference, action, *args):
+        def act(*args):
+            result = action(*args)
+            training.schedule._meter.spike = training.schedule.ledger.nbytes + max(0, difference) + BESIDE
+            return result
+
+        return change(difference, act, *args)
+
+    training.schedule.ledger.change = spiky
+    training.step(1)
+    assert measured(training).step < BESIDE
+
+
+def test_a_step_that_was_skipped_says_nothing_of_what_an_update_needs(training):
+    training.step(1, skip=True)
+    assert not training.schedule.holding.plans
+    training.step(2)
+    assert training.schedule.holding.plans
+
+
+def test_a_measured_pass_that_was_given_up_leaves_the_next_to_its_plan(training):
+    for seed in (1, 2):
+        training.step(seed)
+    training.schedule.signature = 2
+    training.run_pass(points=3)
+    training.schedule.signature = 1
+    training.step(3)
+    assert training.held[0] > training.held[4] == 0 and training.schedule.is_planned
+    training.check()

@@ -1,6 +1,0 @@
-"""Puts this folder on the path, for the stand-in optimizer that its tests share."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

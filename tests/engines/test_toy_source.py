@@ -1,0 +1,150 @@
+"""A source of a few lines is all that the native engine needs: a torch module trains bitwise equal, its state goes."""
+
+import copy
+
+import pytest
+import torch
+from toy_source import TorchSource
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.core.meters import PeakMeter
+from bridge_fgo.core.state import Bundle, State
+from bridge_fgo.engines.native import NativeEngine
+
+CONFIG = OffloadConfig(engine="native", piece_bytes=65536)
+
+
+def make(device="cpu"):
+    """Return a module with its AdamW, and a twin of both that is never offloaded."""
+    torch.manual_seed(1)
+    module = torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(12))).to(device)
+    modules = module, copy.deepcopy(module)
+    return [(each, torch.optim.AdamW(each.parameters(), lr=1e-2)) for each in modules]
+
+
+def train(module, optimizer, data, engine=None):
+    """Run one training step, with the engine's verbs in their order where there is one."""
+    optimizer.zero_grad()
+    if engine is None:
+        module(data).square().mean().backward()
+        optimizer.step()
+        return
+    (source,) = engine.sources
+    with engine.training_step(kind=1):
+        engine.begin_pass()
+        engine.release()
+        loss = data
+        for layer in module:
+            engine.point()
+            loss = layer(loss)
+        loss.square().mean().backward()
+        engine.reload()
+        engine.updating()
+        with engine.stepping(source):
+            optimizer.step()
+    engine.settle()
+    engine.end_step(updated=True)
+
+
+def states(optimizer):
+    """Return every parameter and moment as it is, in order."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [t.clone() for p in params for t in (p.detach(), *optimizer.state[p].values())]
+
+
+def trained(device, steps=6):
+    """Train a module and its twin; return both optimizers and the engine of the first."""
+    (module, optimizer), (twin, of_twin) = make(device)
+    engine = NativeEngine([TorchSource(optimizer)], CONFIG, PeakMeter())
+    engine.most_released = 0
+    for seed in range(steps):
+        data = torch.randn(8, 96, generator=torch.Generator().manual_seed(seed)).to(device)
+        train(module, optimizer, data, engine)
+        engine.most_released = max(engine.traffic.most_released, engine.most_released)
+        train(twin, of_twin, data)
+    return optimizer, of_twin, engine
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_torch_module_trains_bitwise_equal_under_the_native_engine(device):
+    optimizer, of_twin, engine = trained(device)
+    engine.require_readable()
+    assert all(torch.equal(a, b) for a, b in zip(states(optimizer), states(of_twin), strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_its_moments_are_away_in_forward_and_back_after_close(device):
+    optimizer, of_twin, engine = trained(device)
+    moments = sum(2 * p.nbytes for group in optimizer.param_groups for p in group["params"])
+    assert engine.state_bytes == engine.planned_bytes == moments
+    assert engine.most_released >= moments  # of any step: where all fits, a GPU keeps them once peaks are known
+    engine.close()
+    assert engine.sources == [] and engine.slabs == []
+    assert all(torch.equal(a, b) for a, b in zip(states(optimizer), states(of_twin), strict=True))
+
+
+class BufferSource(TorchSource):
+    """One flat buffer that parameters are views of, as DDP's: emptied and filled in place, never rebound."""
+
+    def __init__(self, optimizer, buffer):
+        super().__init__(optimizer)
+        self.buffer = buffer
+
+    def states(self):
+        return [
+            Bundle(
+                self.buffer, [State("buffer", "buffer", self.buffer, torch.float32, lambda: self.buffer, in_place=True)]
+            )
+        ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_storage_that_others_hold_views_of_is_emptied_and_filled_in_place(device):
+    buffer = torch.randn(1000, device=device)
+    views, before = [buffer[:300], buffer[300:]], buffer.clone()
+    engine = NativeEngine([BufferSource(torch.optim.AdamW(views), buffer)], CONFIG, PeakMeter())
+    for _ in range(3):
+        engine.begin_pass()
+        engine.release()
+        assert buffer.untyped_storage().nbytes() == 0 == engine.schedule.ledger.nbytes
+        engine.require_writable()
+        assert engine.schedule.ledger.nbytes == buffer.nbytes
+        assert torch.equal(buffer, before) and torch.equal(torch.cat(views), before)
+        assert views[1].data_ptr() == buffer.data_ptr() + 1200
+
+
+def test_a_storage_that_somebody_shares_stays_and_is_not_lost():
+    buffer = torch.randn(1000)
+    engine = NativeEngine([BufferSource(torch.optim.AdamW([buffer]), buffer)], CONFIG, PeakMeter())
+    shared = buffer.numpy()
+    engine.begin_pass()
+    with pytest.raises(RuntimeError, match="'buffer' cannot be emptied"):
+        engine.release()
+    assert buffer.untyped_storage().nbytes() == shared.nbytes and not engine.is_lost
+    engine.require_writable()
+
+
+def test_a_view_of_a_larger_storage_cannot_be_emptied_in_place():
+    buffer = torch.randn(1000)[:500]
+    engine = NativeEngine([BufferSource(torch.optim.AdamW([buffer]), buffer)], CONFIG, PeakMeter())
+    with pytest.raises(RuntimeError, match="only a whole storage can be emptied in place"):
+        engine.begin_pass()
+
+
+def test_an_engine_without_sources_is_legal():
+    engine = NativeEngine([], CONFIG, PeakMeter())
+    with engine.training_step(kind=1):
+        engine.begin_pass()
+        engine.release()
+        engine.point()
+        engine.reload()
+        engine.updating()
+    engine.settle()
+    engine.end_step(updated=True)
+    engine.make_room()
+    engine.require_writable()
+    assert (engine.state_bytes, engine.pinned_bytes, engine.has_states(), engine.is_lost) == (0, 0, False, False)
+    engine.close()

@@ -1,0 +1,120 @@
+"""Stepping an Adam in parts: bits, group counters, and what forbids it."""
+
+import pytest
+import torch
+import torch.optim.optimizer as every_optimizer
+
+from bridge_fgo.sources.inner_step import InnerStep
+
+
+class GroupCountingAdam(torch.optim.Optimizer):
+    """Counts steps in the param group and skips empty groups, as TE's FusedAdam does; the update depends on both."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {"lr": 0.1})
+
+    def step(self, closure=None, grad_scaler=None):
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group["step"] + 1 if "step" in group else 1
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                state["exp_avg"].mul_(0.9).add_(param.grad, alpha=0.1)
+                param.data.addcdiv_(state["exp_avg"], torch.full_like(param, 1.0 + group["step"]), value=-group["lr"])
+
+
+def make(cls=GroupCountingAdam):
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(size, generator=generator) for size in (3, 5, 7, 2, 4)]
+    return params, cls([{"params": params[:3]}, {"params": []}, {"params": params[3:]}])
+
+
+def give_grads(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+def in_parts(adam, params, parts):
+    """Step as DistributedOptimizer does, by `adam.step()`, in the given parts (positions); the rest is None's."""
+    inner = InnerStep(adam)
+    owners = {id(params[i]): number for number, part in enumerate(parts) for i in part}
+
+    def step():
+        for owner in (*range(len(parts)), None):
+            inner.update(owner)
+
+    with inner.replaced(step, owners):
+        adam.step()
+
+
+@pytest.mark.parametrize("cls", [GroupCountingAdam, torch.optim.AdamW])
+@pytest.mark.parametrize("parts", [[[0], [1], [2], [3], [4]], [[0, 3], [1, 2, 4]], [[2, 4]], []])
+def test_parts_have_the_bits_of_the_whole(cls, parts):
+    whole_params, whole = make(cls)
+    params, adam = make(cls)
+    for seed in range(4):
+        give_grads(whole_params, seed)
+        whole.step()
+        give_grads(params, seed)
+        in_parts(adam, params, parts)
+    assert all(torch.equal(a, b) for a, b in zip(whole_params, params, strict=True))
+    assert [g.get("step") for g in adam.param_groups] == [g.get("step") for g in whole.param_groups]
+    assert [len(g["params"]) for g in adam.param_groups] == [3, 0, 2]
+
+
+def test_a_failing_step_leaves_the_groups_whole():
+    params, adam = make()
+    adam.param_groups[0]["params"][1].grad = None  # no gradient: the update raises
+    for param in (params[0], *params[2:]):
+        param.grad = torch.ones_like(param)
+    with pytest.raises(TypeError):
+        in_parts(adam, params, [[0], [1, 2], [3, 4]])
+    assert [len(group["params"]) for group in adam.param_groups] == [3, 0, 2]
+    assert "step" not in vars(adam)
+
+
+@pytest.mark.parametrize("whose", ["its own", "every optimizer's"])
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_hooks_on_the_step_forbid_its_division(whose, when):
+    _, adam = make()
+    inner = InnerStep(adam)
+    assert inner.divides()
+    if whose == "its own":
+        handle = getattr(adam, f"register_step_{when}_hook")(lambda *args: None)
+    else:
+        handle = getattr(every_optimizer, f"register_optimizer_step_{when}_hook")(lambda *args: None)
+    try:
+        assert not inner.divides()
+    finally:
+        handle.remove()
+    assert inner.divides()
+
+
+def test_somebody_elses_function_in_the_place_of_step_forbids_its_division_and_torchs_counter_does_not():
+    _, adam = make()
+    inner, step = InnerStep(adam), adam.step
+    torch.optim.lr_scheduler.ConstantLR(adam)  # counts calls by a function of its own
+    assert "step" in vars(adam) and inner.divides()
+    adam.step = lambda *args: step(*args)
+    assert not inner.divides()
+
+
+def test_torchs_counter_is_there_after_a_divided_step():
+    _, adam = make()
+    torch.optim.lr_scheduler.ConstantLR(adam)
+    counter = vars(adam)["step"]
+    with InnerStep(adam).replaced(lambda: None, {}):
+        adam.step()
+    assert vars(adam)["step"] is counter
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_arguments_that_parts_cannot_honour_are_refused(named):
+    _params, adam = make()
+    inner = InnerStep(adam)
+    with inner.replaced(lambda: None, {}), pytest.raises(RuntimeError, match="arguments"):
+        adam.step(closure=lambda: 1.0) if named else adam.step(lambda: 1.0)

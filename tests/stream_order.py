@@ -1,0 +1,239 @@
+"""Which work on made-up CUDA streams comes before which, by vector clocks; memory that two of them meet in is a race.
+
+Streams do their work at once here. What is checked is that a GPU would have to keep to that order: an event carries the
+clock of the stream that it was recorded on, and a stream that waits for it has seen all that the clock says.
+"""
+
+import ctypes
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+
+from bridge_fgo.core import cuda_transfers, snapshot
+from bridge_fgo.core.remainders import Remainders
+from bridge_fgo.core.residency import Residency
+from bridge_fgo.core.slab import Slab
+
+TRAINING, SIDE, HOST = 1000, 2000, 3000
+
+
+class Race(Exception):
+    """Two accesses to the same memory of which none is ordered before the other."""
+
+
+class StreamOrder:
+    """The streams, and the accesses to each slab's GPU memory, staging memory and host buffer. See `install`."""
+
+    def __init__(self):
+        self.current = TRAINING
+        self.clocks = {}
+        self.writes, self.reads, self.pools = {}, {}, {}
+        self.slabs = []
+
+    def clock(self, stream):
+        return self.clocks.setdefault(stream, {})
+
+    def wait(self, stream, clock):
+        mine = self.clock(stream)
+        for other, time in clock.items():
+            mine[other] = max(time, mine.get(other, 0))
+
+    def _work(self, stream):
+        self.enqueue(stream)
+        clock = self.clock(stream)
+        clock[stream] = clock.get(stream, 0) + 1
+        return {stream: clock[stream]}
+
+    def enqueue(self, stream):
+        """What a stream gets now comes after all that the host has waited for."""
+        self.wait(stream, self.clock(HOST))
+
+    def _require(self, stream, earlier, what, memory):
+        self.enqueue(stream)
+        clock = self.clock(stream)
+        if any(clock.get(other, 0) < time for other, time in earlier.items()):
+            raise Race(f"{what} of {memory} on stream {stream} may come before {earlier}")
+
+    def read(self, memory, stream=None):
+        stream = self.current if stream is None else stream
+        self._require(stream, self.writes.get(memory, {}), "a read", memory)
+        self.reads.setdefault(memory, []).append(self._work(stream))
+
+    def read_by_the_host(self, tensor):
+        """The host reads a tensor of a slab, on the GPU (by a copy that it waits for) or in the slab's host buffer."""
+        for slab in self.slabs:
+            if _is_in(tensor, slab.host.tensor):
+                self.read(("host", slab), HOST)
+            elif slab.gpu is not None and _is_in(tensor, slab.gpu):
+                self.read(("whole", slab))
+                self.wait(HOST, self.clock(self.current))
+
+    def write(self, memory, stream=None):
+        stream = self.current if stream is None else stream
+        self._require(stream, self.writes.get(memory, {}), "a write", memory)
+        for read in self.reads.pop(memory, []):
+            if not self._is_of_no_use(memory, read):
+                self._require(stream, read, "a write", memory)
+        self.writes[memory] = self._work(stream)
+
+    def _is_of_no_use(self, memory, read):
+        """Whether it is the read of a copy out that was given up: what it has copied is never used."""
+        kind, slab = memory
+        return kind == "whole" and TRAINING not in read and slab.state is Residency.RESIDENT
+
+    def take(self, memory):
+        """The allocator hands memory out that work on the current stream may have used until now."""
+        self.pools[memory] = self.current
+        self.writes[memory] = dict(self.clock(self.current))
+
+    def give_back(self, memory):
+        """Memory goes back to the stream that it was taken on, and whatever that gets next may have it."""
+        for earlier in (self.writes.pop(memory, {}), *self.reads.pop(memory, [])):
+            self._require(self.pools.get(memory, TRAINING), earlier, "the next use", memory)
+
+    @contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def aside(self):
+        """A reader's stream, which waits for the current one before, and which that waits for afterwards."""
+        before = self.current
+        self.wait(SIDE, self.clock(before))
+        try:
+            with self.on(SIDE):
+                yield
+        finally:
+            self.wait(before, self.clock(SIDE))
+
+
+def _is_in(tensor, memory):
+    return memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + memory.untyped_storage().nbytes()
+
+
+def install(monkeypatch):
+    """Put made-up streams in the place of CUDA's, and have slabs tell what they do. Returns the `StreamOrder`."""
+    order = StreamOrder()
+    names = iter(range(1, 100))
+
+    def handle(stream):
+        return stream.value if isinstance(stream, ctypes.c_void_p) else stream
+
+    class Stream:
+        device_index = 0
+
+        def __init__(self, device=None, stream=None):
+            self.cuda_stream = next(names) if stream is None else stream
+
+        def synchronize(self):
+            order.wait(HOST, order.clock(self.cuda_stream))
+
+    class Event:
+        clock = {}  # noqa: RUF012 - of one that was not recorded
+        place = 0
+
+        def record(self, stream):
+            order.enqueue(handle(stream))
+            self.clock = dict(order.clock(handle(stream)))
+
+        def block(self, stream):
+            order.wait(handle(stream), self.clock)
+
+        def has_happened(self):
+            return True
+
+    class Copier:
+        def __init__(self, to_gpu):
+            self.to_gpu = to_gpu
+
+        def copy(self, target, source, nbytes, stream):
+            ctypes.memmove(target, source, nbytes)
+            host = source if self.to_gpu else target
+            slab = next(s for s in order.slabs if s.host_address <= host < s.host_address + s.nbytes)
+            gpu, on_host = ("staging" if slab.is_encoded else "whole", slab), ("host", slab)
+            read, written = (on_host, gpu) if self.to_gpu else (gpu, on_host)
+            order.read(read, handle(stream))
+            order.write(written, handle(stream))
+
+    monkeypatch.setattr(cuda_transfers, "Event", Event)
+    monkeypatch.setattr(cuda_transfers, "Copier", Copier)
+    monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: order.current)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(stream=order.current))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: order.on(stream.cuda_stream))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    _watch_slabs(monkeypatch, order)
+    copy = snapshot._copy
+
+    def copies(tensor):
+        order.read_by_the_host(tensor)
+        return copy(tensor)
+
+    monkeypatch.setattr(snapshot, "_copy", copies)
+    return order
+
+
+def _watch_slabs(monkeypatch, order):
+    real = SimpleNamespace(
+        **{n: getattr(Slab, n) for n in ("adopt", "allocate", "_take_staging", "_empty_staging", "free")}
+    )
+    encode, decode = Remainders.encode, Remainders.decode
+
+    def of(codec):
+        return next(slab for slab in order.slabs if slab.codec is codec)
+
+    def adopt(slab):
+        if slab.gpu is None:
+            order.slabs.append(slab)
+            order.take(("whole", slab))
+        moved = real.adopt(slab)
+        if moved:
+            order.write(("whole", slab))
+        return moved
+
+    def allocate(slab):
+        if not slab.gpu.untyped_storage().nbytes():
+            order.take(("whole", slab))
+        real.allocate(slab)
+
+    def take_staging(slab):
+        real._take_staging(slab)
+        order.take(("staging", slab))
+
+    def empty_staging(slab):
+        if slab.staging is not None:
+            order.give_back(("staging", slab))
+        real._empty_staging(slab)
+
+    def free(slab):
+        order.give_back(("whole", slab))
+        real.free(slab)
+
+    def encodes(family, moves):
+        for codec, *_ in moves:
+            order.read(("whole", of(codec)))
+            order.write(("staging", of(codec)))
+        encode(family, moves)
+
+    def decodes(family, moves):
+        for codec, *_ in moves:
+            order.read(("staging", of(codec)))
+            order.write(("whole", of(codec)))
+        decode(family, moves)
+
+    watched = {
+        "adopt": adopt,
+        "allocate": allocate,
+        "_take_staging": take_staging,
+        "_empty_staging": empty_staging,
+        "free": free,
+    }
+    for name, watch in watched.items():
+        monkeypatch.setattr(Slab, name, watch)
+    monkeypatch.setattr(Remainders, "encode", encodes)
+    monkeypatch.setattr(Remainders, "decode", decodes)
