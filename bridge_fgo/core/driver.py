@@ -62,7 +62,7 @@ class Event:
         _check(library.cuEventCreate(ctypes.byref(self._handle), EVENT_DISABLE_TIMING), "make an event")
         self._record, self._wait = library.cuEventRecord, library.cuStreamWaitEvent
         self.place = 0
-        """Of what it was last recorded after, among the copies of a lane."""
+        """Place among the copies of a lane of the one that it was last recorded after."""
 
     def record(self, stream: Handle) -> None:
         """Record the event on a `cudaStream_t`."""

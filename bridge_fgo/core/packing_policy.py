@@ -38,7 +38,7 @@ class PackingPolicy:
         self._waits = waits
         self._announce = announce
         self._kind: object = None
-        """That of the newest step that was timed."""
+        """Kind of the newest step that was timed."""
         self._timed: Counter[object] = Counter()
         self._over: Counter[object] = Counter()
         self._unplanned = 0

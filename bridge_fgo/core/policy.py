@@ -14,9 +14,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 MARGIN_SHARE = 1 / 12
-"""Of the bytes that activations take and give back. Measured on H200, 15.4 GB of activations: with a margin of 0.6 GB
-0.6 to 0.75 GB more was reserved than allocated (9.8 GB of states); with 1.3 GB 0.5 to 0.8 GB, and 0.2 to 1.2 GB (19.7
-GB). A margin that grew by what was reserved above, up to three times, left it at 0.65 GB (9.8 GB)."""
+"""Share of the bytes that activations take and give back to stay below. On H200, 15.4 GB of them: with a margin of 0.6
+GB 0.6 to 0.75 GB more was reserved than allocated (9.8 GB of states); with 1.3 GB 0.5 to 0.8 GB, and 0.2 to 1.2 GB
+(19.7 GB). A margin that grew by what was reserved above, up to three times, left it at 0.65 GB (9.8 GB)."""
 
 
 class PartBytes(NamedTuple):

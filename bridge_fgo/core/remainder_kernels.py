@@ -160,7 +160,7 @@ RowMove = tuple[int, torch.Tensor, torch.Tensor, int]
 WORDS_OF_PLACE = 3
 SEGMENT_BYTES = 32
 MOST_SEGMENTS = 65535
-"""Of one launch: the grid's second dimension."""
+"""Segments of one launch at most: the grid's second dimension."""
 
 
 class RemainderKernels:
@@ -187,7 +187,7 @@ class RemainderKernels:
         self._most_blocks = max(_blocks(shards) for shards, _ in slabs)
         self._table = torch.zeros(0, dtype=torch.int64, device=sums.device)
         self._starts: list[int] = []
-        """Of each slab: the address of its first weight's segment; and the end of the table."""
+        """Address of the first segment of each slab's weights, and the end of the table."""
         self._grids: dict[tuple[int, int], Grid] = {}
         """By the first of the rows of a launch, and how many they are."""
 

@@ -49,7 +49,7 @@ class SlabMemory:
         self._make = partial(torch.empty, dtype=torch.uint8, device=device)
         self._is_in_place = any(state.in_place for state in place.states)
         self._storage: torch.UntypedStorage | None = None
-        """Of `gpu`: asked for in each move, and PyTorch would make an object around it each time."""
+        """Storage of `gpu`: asked for in each move, and PyTorch would make an object around it each time."""
         self._staging_home: tuple[torch.Tensor, torch.UntypedStorage] | None = None
         """`staging` and its storage, emptied or not: cheaper for the host than new ones."""
 

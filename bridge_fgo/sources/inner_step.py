@@ -23,7 +23,7 @@ class InnerStep:
         self._adam = adam
         self._step: Callable[[], Any] = adam.step
         self._shares: dict[Any, list[tuple[dict[str, Any], list[Any], Any]]] = {}
-        """Of each owner: param groups, its parameters in them, and the groups' counts before the present step."""
+        """Param groups of each owner, its parameters in them, and the groups' counts before the present step."""
 
     def divides(self) -> bool:
         """Return whether the step may be divided: what hangs on it must run once a step, with everything there.
