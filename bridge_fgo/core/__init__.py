@@ -1,1 +1,1 @@
-"""What the native engine is made of: torch and CUDA, no Megatron and no Adam."""
+"""Parts of the native engine: memory, transfers, policies, schedule. They know torch and CUDA, no Megatron, no Adam."""

@@ -13,7 +13,7 @@ Move = tuple[Any, torch.Tensor, torch.Tensor]
 
 
 class CodecFamily(Protocol):
-    """What the codecs of a rank's slabs of one kind share: several slabs are encoded, or decoded, by one launch."""
+    """Encodes and decodes several slabs of one kind by one launch; their codecs share it."""
 
     def locate(self) -> None:
         """Find where what encoding reads is now, before a pass first encodes or decodes.
@@ -40,7 +40,7 @@ class Codec:
     """How one slab is copied, by `link_bytes` over the link: as it is, unless a subclass encodes it."""
 
     family: CodecFamily | None = None
-    """What encodes and decodes; None where slabs are copied as they are."""
+    """Encodes and decodes the slab; None where it is copied as it is."""
     staging_bytes = 0
     """Size of the encoded form, which needs GPU memory beside the slab while it is on its way."""
     encodes = False

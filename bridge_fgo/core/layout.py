@@ -17,9 +17,9 @@ ALIGNMENT = 256
 take the same vectorised paths as on a tensor with an allocation of its own."""
 
 BYTES_WHILE_ENQUEUING = 8 * MIB
-"""What the link moves while the host enqueues one part's moves and update: some 150 microseconds on an H200, whose link
-has 55 GB/s. The pipeline fills and drains in the time that one part takes on the link, so what parts cost in all is
-least where a part is the geometric mean of this and of the states."""
+"""Bytes that the link moves while the host enqueues one part's moves and update: some 150 microseconds on an H200,
+whose link has 55 GB/s. The pipeline fills and drains in the time that one part takes on the link, so what parts cost in
+all is least where a part is the geometric mean of this and of the states."""
 
 LEAST_PARTS = 16
 """Parts that an optimizer's states make at least, where its tensors are small enough: the optimizer step holds two at

@@ -1,4 +1,4 @@
-"""What the policies go by: peaks of GPU memory, bytes and host time of moves, waits of the training stream."""
+"""Meters of GPU memory peaks, of bytes and host time of moves, and of the training stream's waits."""
 
 from __future__ import annotations
 

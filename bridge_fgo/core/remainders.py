@@ -51,9 +51,9 @@ class SlabRemainders(Codec):
         self.family = self._remainders = family
         self.shards, self.row = shards, row
         self.firsts = [offset // 4 for offset in layout.offsets]
-        """Where each master begins in the slab, in elements."""
+        """Start of each master in the slab, in elements."""
         self.bits_at = _aligned(layout.nbytes // 2)
-        """Where the bits are in the encoded form, in bytes."""
+        """Start of the bits in the encoded form, in bytes."""
 
     @property
     def encodes(self) -> bool:  # type: ignore[override]

@@ -61,13 +61,13 @@ class SlabMemory:
 
     @property
     def move(self) -> Move:
-        """What its codec's family encodes or decodes."""
+        """The slab as its codec's family encodes and decodes it."""
         assert self.gpu is not None and self.staging is not None
         return self.codec, self.gpu, self.staging
 
     @property
     def moving(self) -> torch.Tensor:
-        """What is copied, uint8, on the GPU."""
+        """GPU memory that is copied, uint8: the staging memory where the slab is encoded, else the slab."""
         moving = self.staging if self.is_encoded else self.gpu
         assert moving is not None
         return moving

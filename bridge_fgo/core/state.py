@@ -1,4 +1,4 @@
-"""What may move: the state tensors of a rank, as plain data that a source fills in."""
+"""State tensors that may move, described as plain data that a source fills in."""
 
 from __future__ import annotations
 
