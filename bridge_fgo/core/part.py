@@ -8,26 +8,17 @@ from bridge_fgo.core.policy import PartBytes
 from bridge_fgo.core.slab import Slab
 
 
-class Part:
+class Part(PartBytes):
     """Parameters that are updated in one go, and the slabs of their states (masters, moments, or one of them)."""
 
     def __init__(self, params: list[torch.Tensor], slabs: list[Slab]) -> None:
+        super().__init__(sum(slab.nbytes for slab in slabs), sum(slab.transit_bytes for slab in slabs))
         self.params, self.slabs = params, slabs
-        self.stays = False
-        """Whether its states stay on the GPU for good, because the memory budget has room for them."""
         self.packable_bytes = 0
         """Bytes of its masters that are packed if training is seen to wait for copies (`PackingPolicy`)."""
         self.ids = frozenset(id(param) for param in params)
         self.written_back = any(slab.written_back for slab in slabs)
         """Whether some of its states are copied to the model's weights once they are updated."""
-        self.nbytes = sum(slab.nbytes for slab in slabs)
-        self.transit_bytes = sum(slab.transit_bytes for slab in slabs)
-        """Most bytes of GPU memory that the slabs hold while they are on their way."""
-
-    @property
-    def size(self) -> PartBytes:
-        """Its bytes, for the policy."""
-        return PartBytes(self.nbytes, self.transit_bytes, self.stays)
 
     def made_exact(self) -> None:
         """Note that its states were just updated and copied to the weights that they round to.

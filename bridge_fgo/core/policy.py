@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
 
 MARGIN_SHARE = 1 / 12
 """Share of the bytes that activations take and give back to stay below. On H200, 15.4 GB of them: with a margin of 0.6
@@ -19,15 +18,16 @@ GB 0.6 to 0.75 GB more was reserved than allocated (9.8 GB of states); with 1.3 
 (19.7 GB). A margin that grew by what was reserved above, up to three times, left it at 0.65 GB (9.8 GB)."""
 
 
-class PartBytes(NamedTuple):
+@dataclass(eq=False)
+class PartBytes:
     """Size of one part.
 
-    nbytes: of its slabs; transit: the most GPU memory that they hold, which is while they are on their way.
-    stays: whether the part stays on the GPU for good.
+    nbytes: of its slabs; transit_bytes: the most GPU memory that they hold, which is while they are on their way.
+    stays: whether the part stays on the GPU for good, because the memory budget has room for it.
     """
 
     nbytes: int
-    transit: int
+    transit_bytes: int
     stays: bool = False
 
 
@@ -147,7 +147,7 @@ class HoldPolicy:
             ValueError: the budget cannot be met; gives the least one that can.
         """
         self._profiles[signature] = profile
-        sizes = [part.transit for part in parts]
+        sizes = [part.transit_bytes for part in parts]
         profiles = self._profiles.values()
         peak = max(each.peak for each in profiles)
         least = max(least_budget(each, sizes, self.masters_held_bytes) for each in profiles)

@@ -330,8 +330,7 @@ class Schedule:
         """
         if self._record is not None and self._in_step_phase and updated:
             self._measure()
-            sizes = [part.size for part in self.parts]
-            staying = self.holding.add(self.signature, self._record, sizes, self._meter.expands)
+            staying = self.holding.add(self.signature, self._record, self.parts, self._meter.expands)
             for position, part in enumerate(self.parts):
                 part.stays = position in staying
             self.count_packable()

@@ -76,11 +76,9 @@ class Snapshot:
         if not isinstance(value, torch.Tensor) or value.dim() == 0:  # a count of steps is nobody's slab
             return value
         slab, offset = places.get(id(value), (None, 0))
-        # A tensor that a load put in the place of another has memory of its own until the next offload.
-        if slab is None or slab.state is Residency.RESIDENT or not slab.holds(value):
-            return _copy(value)
-        if slab.is_encoded:  # on its way out: what the host has is not the states
-            assert slab.state is Residency.OFFLOADING
+        # A tensor that a load put in the place of another has memory of its own until the next offload. Of a slab that
+        # is encoded, on its way out, what the host has is not the states.
+        if slab is None or slab.state is Residency.RESIDENT or slab.is_encoded or not slab.holds(value):
             return _copy(value)
         host = slab.host.tensor[offset : offset + value.nbytes].view(value.dtype).view(value.shape)
         return _copy(host) if self._copies else host

@@ -24,6 +24,8 @@ class Member(ABC):
 
     name: str
     """What the engine is called."""
+    verbs: tuple[str, ...]
+    """Methods by which a DistributedOptimizer class with upstream's offloader is known."""
     interrupted = ""
     """What came in the midst of a move; what upstream does itself is not watched."""
 
@@ -34,6 +36,11 @@ class Member(ABC):
         self._home = source.device
         self._traffic = traffic
         self._away = 0
+
+    @classmethod
+    def is_available(cls, optimizer_class: type) -> bool:
+        """Return whether a DistributedOptimizer class has the offloader's verbs."""
+        return all(hasattr(optimizer_class, verb) for verb in cls.verbs)
 
     @abstractmethod
     def host_buffers(self) -> list[Any]:

@@ -15,16 +15,11 @@ from bridge_fgo.engines.mcore import Member
 from bridge_fgo.sources.megatron import MegatronSource
 
 
-def is_available(optimizer_class: type) -> bool:
-    """Return whether a DistributedOptimizer class has generation 1's three verbs."""
-    verbs = ("offload_states", "release_offloaded_gpu_states", "reload_offloaded_states")
-    return all(hasattr(optimizer_class, verb) for verb in verbs)
-
-
 class Generation1(ResidencyMachine, Member):
     """Drives it as one residency for all states of an optimizer built with `config.offload_optimizer_states=True`."""
 
     name = "mcore generation 1"
+    verbs = ("offload_states", "release_offloaded_gpu_states", "reload_offloaded_states")
 
     def __init__(self, source: MegatronSource, traffic: Traffic) -> None:
         ResidencyMachine.__init__(self)

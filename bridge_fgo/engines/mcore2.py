@@ -16,16 +16,11 @@ from bridge_fgo.engines.mcore import Member
 from bridge_fgo.sources.megatron import MegatronSource
 
 
-def is_available(optimizer_class: type) -> bool:
-    """Return whether a DistributedOptimizer class has generation 2's verbs."""
-    verbs = ("offload_optimizer_state_for_forward", "prefetch_optimizer_state_for_gradient_finalization")
-    return all(hasattr(optimizer_class, verb) for verb in verbs)
-
-
 class Generation2(Member):
     """Drives it, in an optimizer that was built with `config.chunked_optimizer_state_offload=True`."""
 
     name = "mcore generation 2"
+    verbs = ("offload_optimizer_state_for_forward", "prefetch_optimizer_state_for_gradient_finalization")
 
     def __init__(self, source: MegatronSource, traffic: Traffic) -> None:
         super().__init__(source, traffic)

@@ -85,11 +85,12 @@ def upstream_generation() -> Choice | None:
     """Return which offloader the installed mcore has, by its capabilities; None where it has none."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from bridge_fgo.engines import mcore1, mcore2
+    from bridge_fgo.engines.mcore1 import Generation1
+    from bridge_fgo.engines.mcore2 import Generation2
 
-    if mcore2.is_available(DistributedOptimizer):
+    if Generation2.is_available(DistributedOptimizer):
         return "mcore generation 2"
-    if mcore1.is_available(DistributedOptimizer):
+    if Generation1.is_available(DistributedOptimizer):
         return "mcore generation 1"
     return None
 

@@ -69,13 +69,14 @@ def test_the_budget_that_a_refusal_asks_for_is_enough(least):
 @pytest.fixture
 def parts():
     """Ten of 10 bytes each, 11 on their way."""
-    return [PartBytes(10, transit=11) for _ in range(10)]
+    return [PartBytes(10, transit_bytes=11) for _ in range(10)]
 
 
 def add(policy, kind, profile, parts):
     """Have a policy see a pass; the parts that it says stay do so from then on, and no others."""
     staying = policy.add(kind, profile, parts, expands=True)
-    parts[:] = [part._replace(stays=position in staying) for position, part in enumerate(parts)]
+    for position, part in enumerate(parts):
+        part.stays = position in staying
 
 
 def planned(budget, parts, *profiles):

@@ -9,7 +9,7 @@ import torch
 from fake_optimizer import make_distributed_optimizer, step
 
 from bridge_fgo.engines.mcore import McoreEngine
-from bridge_fgo.engines.mcore1 import Generation1, is_available
+from bridge_fgo.engines.mcore1 import Generation1
 from bridge_fgo.sources.megatron import MegatronSource, bundles, home_device, live_bytes
 
 
@@ -79,8 +79,8 @@ def engine_of(*optimizers):
 
 
 def test_it_is_found_by_its_verbs():
-    assert is_available(FakeGeneration1)
-    assert not is_available(torch.optim.AdamW)
+    assert Generation1.is_available(FakeGeneration1)
+    assert not Generation1.is_available(torch.optim.AdamW)
 
 
 def test_a_second_pass_waits_before_it_copies_out(optimizer):

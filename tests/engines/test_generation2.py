@@ -8,7 +8,7 @@ from fake_optimizer import make_distributed_optimizer, step
 
 import bridge_fgo
 from bridge_fgo.engines.mcore import McoreEngine
-from bridge_fgo.engines.mcore2 import Generation2, is_available
+from bridge_fgo.engines.mcore2 import Generation2
 from bridge_fgo.sources.megatron import MegatronSource
 from bridge_fgo.wiring.session import Session
 
@@ -130,8 +130,8 @@ def test_a_first_chunk_whose_update_did_not_come_lands_and_the_host_does_not_sto
 
 
 def test_it_is_found_by_its_verbs():
-    assert is_available(FakeGeneration2)
-    assert not is_available(torch.optim.AdamW)
+    assert Generation2.is_available(FakeGeneration2)
+    assert not Generation2.is_available(torch.optim.AdamW)
 
 
 def test_what_the_fraction_leaves_on_the_gpu_is_neither_planned_nor_kept_quiet():

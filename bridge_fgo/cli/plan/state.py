@@ -80,7 +80,7 @@ def state_bytes(shards: list[tuple[Buffer, int]], optimizer: Any, ddp: Any, conf
         sum(power_of_two_at_least(state.nbytes) for state in offloaded),
         tuple(state.saved_nbytes for state in offloaded),
         tuple(size.nbytes for size in sizes),
-        tuple(size.transit for size in sizes),
+        tuple(size.transit_bytes for size in sizes),
         sum(copied_bytes(layout) for layout in parts),
         masters_held,
     )
