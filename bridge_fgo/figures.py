@@ -44,6 +44,9 @@ class Stats:
     enqueue_seconds: float = 0.0
     """Host time of the newest step that went into enqueuing copies, waits and changes of GPU memory. 0 where mcore's
     own offloader does it."""
+    failed_fetches: int = 0
+    """Steps of the run in which there was no GPU memory for a copy ahead of its time. The rest of the states came back
+    just when they were updated then, which takes longer."""
     peak_forward_backward_bytes: int | None = None
     """Peak of allocated GPU memory from release to reload; the largest of the passes. None without a GPU.
 
@@ -131,7 +134,8 @@ class Figures:
 
     def snapshot(self) -> Stats:
         """Return the figures as they are now."""
-        return replace(self._now, pinned_bytes=self._engine.pinned_bytes)
+        engine = self._engine
+        return replace(self._now, pinned_bytes=engine.pinned_bytes, failed_fetches=engine.failed_fetches)
 
     def begin_step(self) -> None:
         """Start a new training step."""

@@ -29,7 +29,7 @@ class FakeMeter(PeakMeter):
     def end_interval(self):
         engines = [one.engine for one in session.all_sessions() if one.engine.name == "native" and one.engine.sources]
         schedule = engines[-1].schedule
-        if schedule._in_step_phase:
+        if schedule.recorder.in_step:
             others = self.step
         else:
             i = schedule._index % (2 * self.forward_points)

@@ -8,6 +8,7 @@ from fake_optimizer import make_distributed_optimizer, state_bytes, with_model
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.meters import Ledger
+from bridge_fgo.core.profile import Mark
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.sources.inner_step import InnerStep
 from bridge_fgo.sources.megatron import MegatronSource
@@ -15,6 +16,7 @@ from bridge_fgo.sources.megatron import MegatronSource
 SIZES = [1000, 300, 2000, 64, 1500, 700, 1200]
 POINTS = 8
 SHAPE = [0, 1, 2, 3, 4, 3, 2, 1, 0]  # of the activations, from point 0 to point POINTS
+LAYERS = [0, 1, 2, 3, ~3, ~2, ~1, ~0]  # that pass the points
 WHOLE = 12 * sum(SIZES)
 MANY_SIZES = [60 + 4 * i for i in range(40)]  # several to a part
 
@@ -25,6 +27,11 @@ def use_small_parts(monkeypatch):
     monkeypatch.setattr("bridge_fgo.core.layout.LEAST_PART_BYTES", 4096)
     monkeypatch.setattr("bridge_fgo.engines.share.MARGIN_PARTS", 0)
     monkeypatch.setattr("bridge_fgo.core.policy.MARGIN_SHARE", 0)
+
+
+def mark(index, layer):
+    """Return what passes a point where a layer takes as many bytes of activations."""
+    return Mark(LAYERS[index - 1], layer, layer * SHAPE[index])
 
 
 class Meter:
@@ -45,7 +52,7 @@ class Meter:
 
     def end_interval(self):
         index = min(self.schedule._index, POINTS)
-        others = self.step if self.schedule._in_step_phase else self.layer * SHAPE[index]
+        others = self.step if self.schedule.recorder.in_step else self.layer * SHAPE[index]
         peak, self.spike = max(others + self.schedule.ledger.nbytes, self.spike), 0
         return peak
 
@@ -64,7 +71,7 @@ class Training:
     ):
         self.twins = [with_model(make_distributed_optimizer(sizes, seed=i)) for i in range(optimizers)]
         self.optimizers = [with_model(make_distributed_optimizer(sizes, seed=i)) for i in range(optimizers)]
-        meter = Meter(layer, step)
+        self.meter = meter = Meter(layer, step)
         gib = None if budget is None else budget / 2**30
         config = OffloadConfig(engine="native", piece_bytes=65536, gpu_memory_budget_gib=gib, **settings)
         self.sources = [MegatronSource(optimizer) for optimizer in self.optimizers]
@@ -92,8 +99,8 @@ class Training:
             for _ in range(self.calls):
                 verb()
         self.held = [self.schedule.ledger.nbytes]
-        for _ in range(points):
-            self.engine.point()
+        for i in range(1, points + 1):
+            self.engine.point(mark(i, self.meter.layer))
             self.held.append(self.schedule.ledger.nbytes)
         for _ in range(self.calls):
             self.engine.reload()
@@ -176,7 +183,7 @@ def held_in_steps(monkeypatch, training):
     """As `seen_at_changes`: the bytes of states that the GPU holds in a step, in slabs or not; 0 beside it."""
 
     def look():
-        if not training.schedule._in_step_phase:
+        if not training.schedule.recorder.in_step:
             return 0
         states = [(slab, state, state.read()) for slab in training.slabs() for state in slab.states]
         alone = sum(state.nbytes for slab, state, tensor in states if tensor is not None and not slab.holds(tensor))

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
+
+from bridge_fgo.core.profile import MemoryProfile
+
+MOST_PROFILES = 8
+"""Measured passes that are kept. Each point of a pass is compared with one of each."""
 
 MARGIN_SHARE = 1 / 12
 """Share of the bytes that activations take and give back to stay below. On H200, 15.4 GB of them: with a margin of 0.6
@@ -31,21 +36,6 @@ class PartBytes:
     stays: bool = False
 
 
-@dataclass
-class MemoryProfile:
-    """Peaks of what is on the GPU beside the slabs, measured in one step, in bytes."""
-
-    intervals: list[int] = field(default_factory=list)
-    """One for each point of the pass."""
-    step: int = 0
-    """From the end of the last backward to the end of the optimizer step."""
-
-    @property
-    def peak(self) -> int:
-        """The peak of a run whose states are released throughout."""
-        return max([*self.intervals, self.step])
-
-
 @dataclass(frozen=True)
 class HoldPlan:
     """The most bytes of state that the GPU may hold.
@@ -53,11 +43,13 @@ class HoldPlan:
     leave[i]: in the interval of point i. Whatever is above has to leave at the point.
     come[i]: from point i to the end of the optimizer step. Up to that much may come back at the point, and stay.
     step: while the optimizer steps.
+    profile: the pass that it was made from.
     """
 
     leave: tuple[int, ...]
     come: tuple[int, ...]
     step: int
+    profile: MemoryProfile
 
 
 def plan_holding(
@@ -75,7 +67,7 @@ def plan_holding(
     leave = [max(staying, limit - peak) for peak in profile.intervals]
     step = max(staying + masters_held + 2 * max(part_bytes, default=0), limit - profile.step)
     least_until = list(accumulate([step, *reversed(leave)], min))  # from the end on
-    return HoldPlan(tuple(leave), tuple(least_until[:0:-1]), step)
+    return HoldPlan(tuple(leave), tuple(least_until[:0:-1]), step, profile)
 
 
 def choose_staying(part_bytes: Sequence[int], room: int) -> set[int]:
@@ -104,7 +96,7 @@ def budget_refusal(budget: int, least: int, about: str = "") -> str:
 
 
 class HoldPolicy:
-    """The plans of one rank, one for each kind of pass that was measured, and the parts that stay under a budget.
+    """The plans of one rank, one for each pass that was measured, and the parts that stay under a budget.
 
     Args:
         budget_bytes: peak of allocated bytes to stay under while offloading as little as possible; None
@@ -122,21 +114,69 @@ class HoldPolicy:
         self.announce: Callable[[str], None] = lambda text: None
         self.warn: Callable[[str], None] = lambda text: None
         """Like `announce`, for what concerns this rank alone."""
-        self.plans: dict[object, HoldPlan] = {}
-        """By what the passes of a kind have in common (`Schedule.signature`)."""
-        self._profiles: dict[object, MemoryProfile] = {}
+        self.plans: list[HoldPlan] = []
+        self.limit = 0
+        """The peak that all plans keep under: the budget, or the highest that releasing throughout would reach."""
+        self._profiles: list[MemoryProfile] = []
+        """The newest used last."""
         self._chosen = False
+        self._said = ""
+        self._least_said = 0
 
-    def forget(self, signature: object) -> None:
-        """Let a kind of pass be measured anew."""
-        del self.plans[signature], self._profiles[signature]
+    def plans_for(self, kind: object) -> list[HoldPlan]:
+        """Return the plans for passes of one kind (`MemoryProfile.kind`)."""
+        return [plan for plan in self.plans if plan.profile.kind == kind]
 
-    def add(self, signature: object, profile: MemoryProfile, parts: Sequence[PartBytes], expands: bool) -> set[int]:
-        """Plan anew, with the profile of a kind of pass that was measured now.
+    @property
+    def has_room(self) -> bool:
+        """Whether a pass for which there is a plan may be measured all the same, as it is much smaller.
+
+        Not for ever: where each step is of a kind of its own, so would measuring be, which takes the host some
+        microseconds at each point.
+        """
+        return len(self._profiles) < MOST_PROFILES
+
+    def add(self, profile: MemoryProfile) -> None:
+        """Keep the profile of a pass that was measured.
+
+        Where there are too many, the least recently used goes. One that is like it takes the maximum of both.
+        """
+        self._profiles.append(profile)
+        if len(self._profiles) > MOST_PROFILES:
+            oldest = self._profiles.pop(0)
+            alike = next((i for i, one in enumerate(self._profiles) if one.is_like(oldest)), None)
+            if alike is not None:
+                self._profiles[alike] = self._profiles[alike].merged(oldest)
+
+    def is_exceeded(self, plan: HoldPlan, peak: int, parts: Sequence[PartBytes]) -> bool:
+        """Compare the peak of a step with what its plan keeps under; where it is above, have it hold as much less.
+
+        More than one part above, that is: so much may be there twice for a moment.
 
         Args:
-            signature: the kind of pass.
-            profile: the peaks of it.
+            plan: the one that was followed.
+            peak: of all that was allocated in the step, in bytes.
+            parts: as `plan`.
+        """
+        profile = plan.profile
+        self._profiles.remove(profile)
+        self._profiles.append(profile)  # the newest used last
+        above = peak - self.limit
+        if above <= max((part.transit_bytes for part in parts), default=0):
+            return False
+        gib = 2**30
+        self.warn(
+            f"a training step allocated {peak / gib:.2f} GiB, though what went through its layers was no larger than "
+            f"in a step that was measured, by which it should have stayed under {self.limit / gib:.2f} GiB: from now "
+            f"on such steps hold {above / gib:.2f} GiB less of the optimizer state"
+        )
+        profile.beyond += above
+        return True
+
+    def plan(self, parts: Sequence[PartBytes], expands: bool) -> set[int]:
+        """Plan anew for all passes that were measured.
+
+        Args:
             parts: of all sources of the rank.
             expands: whether the allocator's segments can grow.
 
@@ -146,23 +186,29 @@ class HoldPolicy:
         Raises:
             ValueError: the budget cannot be met; gives the least one that can.
         """
-        self._profiles[signature] = profile
+        profiles = self._profiles
         sizes = [part.transit_bytes for part in parts]
-        profiles = self._profiles.values()
         peak = max(each.peak for each in profiles)
         least = max(least_budget(each, sizes, self.masters_held_bytes) for each in profiles)
-        limit = least if self.budget_bytes is None else self.budget_bytes
-        staying = set() if self.budget_bytes is None else self._choose(parts, self.budget_bytes, least)
+        wanted = max(least_budget(each, sizes, self.masters_held_bytes) + each.beyond for each in profiles)
+        staying = set() if self.budget_bytes is None else self._choose(parts, self.budget_bytes, wanted)
+        self.limit = least if self.budget_bytes is None else self.budget_bytes
         kept = sum(parts[position].nbytes for position in staying)
-        for kind, of_kind in self._profiles.items():
-            below = limit - self._margin(of_kind, expands)
-            self.plans[kind] = plan_holding(of_kind, below, kept, sizes, self.masters_held_bytes)
+        self.plans = [
+            plan_holding(
+                each, self.limit - each.beyond - self._margin(each, expands), kept, sizes, self.masters_held_bytes
+            )
+            for each in profiles
+        ]
         whole = sum(part.nbytes for part in parts)
         gib = 2**30
-        self.announce(
+        said = (
             f"measured {peak / gib:.2f} GiB beside the states; {(whole - kept) / gib:.2f} of {whole / gib:.2f} "
-            f"GiB leave the GPU, and the peak stays under {limit / gib:.2f} GiB"
+            f"GiB leave the GPU, and the peak stays under {self.limit / gib:.2f} GiB"
         )
+        if said != self._said:
+            self.announce(said)
+            self._said = said
         return staying
 
     def _margin(self, profile: MemoryProfile, expands: bool) -> int:
@@ -188,7 +234,8 @@ class HoldPolicy:
             self._chosen = True
         else:
             room = min(budget - least, sum(part.nbytes for part in parts if part.stays))
-            if least > budget:
+            if least > max(budget, self._least_said):
+                self._least_said = least
                 self.warn(
                     f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g} holds no more: this kind "
                     f"of step needs {least / 2**30:.2f} GiB with everything offloaded"

@@ -8,30 +8,32 @@ step, one in which everything was released throughout (`HoldPolicy`).
     point        a layer begins its forward: activations grow, and slabs go, those first that began to leave first
     point        a layer's backward has ended: activations shrink, and in the last microbatch slabs come back, those
                  first that step first
+    (a point that no measured pass covers, a larger sequence say: everything goes for the rest of the pass, which is
+                 measured from there on)
     reload       the last backward is done: slabs come as far as the optimizer step has room for them
     step         part by part, small ones in groups: wait for it, update it, send it off; meanwhile the next come
-    end_step     a step that was measured gives the plan for those that follow
+    end_step     a step that was measured gives a plan for those that follow; the peak of one that went by a plan is
+                 held against it
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, takewhile
+from itertools import takewhile
 
 import torch
 
+from bridge_fgo.core.course import Course
 from bridge_fgo.core.meters import Ledger, PeakMeter
 from bridge_fgo.core.packing_policy import PackingPolicy
 from bridge_fgo.core.part import Part
-from bridge_fgo.core.policy import HoldPlan, HoldPolicy, MemoryProfile
+from bridge_fgo.core.policy import HoldPlan, HoldPolicy
+from bridge_fgo.core.profile import Mark, MemoryProfile
+from bridge_fgo.core.recorder import Recorder
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.slab import Slab, decode_together, encode_together
+from bridge_fgo.core.slab_queue import SlabQueue
 from bridge_fgo.core.transfers import Transfers
-
-LOOKAHEAD = 2
-"""Groups of parts that are brought back before the one in hand, where room has to be made for them first."""
 
 GROUPS_HELD = 8
 """Groups of more than one part that the optimizer step has room for, at least: the one in hand, those that come, and
@@ -56,16 +58,22 @@ class Schedule:
         self.signature: object = None
         """What a pass must have in common with the measured one: set before a pass; the number of microbatches."""
         self.packing = PackingPolicy(transfers.waits, lambda text: holding.announce(text))
-        self._meter = meter
+        self.recorder = Recorder(meter, self.ledger)
         self._fresh = self._warm = False
-        self._record: MemoryProfile | None = None
-        self._plan: HoldPlan | None = None
+        self._course = Course()
+        self.queue = SlabQueue(transfers, self.ledger, lambda text: holding.warn(text))
+        self._newest = 0
+        """`Recorder.newest_others` at the end of a pass that went by a plan."""
         self._start()
 
     @property
     def is_planned(self) -> bool:
         """Whether the newest pass went by measured peaks."""
         return self._plan is not None
+
+    @property
+    def _plan(self) -> HoldPlan | None:
+        return self._course.plan
 
     def forget_parts(self) -> None:
         """Forget all parts: they are no more offloaded."""
@@ -75,12 +83,8 @@ class Schedule:
 
     def _start(self) -> None:
         """Go to point 0, with the parts that there are now."""
-        self._index = self._next = 0
-        self._in_step_phase = False
-        self._coming = self._slabs(stay=False)
-        self._position = {slab: i for i, slab in enumerate(self._coming)}
-        self._leaving = OrderedDict.fromkeys(s for s in self._coming if s.state is Residency.OFFLOADING)
-        """Slabs that may be released, in the order in which they began to leave."""
+        self._index = 0
+        self.queue.start(self._slabs(stay=False))
 
     def _slabs(self, stay: bool) -> list[Slab]:
         return [slab for part in self.parts if part.stays == stay for slab in part.slabs]
@@ -94,70 +98,92 @@ class Schedule:
     def begin_pass(self) -> None:
         """Begin a forward-backward pass; every slab that is to leave is on its way, or gone."""
         self.transfers.begin_pass()
-        self._record_in(None)  # a pass may be run again
-        self._plan = self.holding.plans.get(self.signature)
+        self.recorder.begin_pass()
+        self._course = Course(self.holding.plans_for(self.signature))
         self.packing.begin_pass(self.signature, by_plan=self._plan is not None and not self._fresh)
         self._start()
 
     def release(self) -> None:
         """Pass point 0: nothing reads the states any more until the optimizer steps."""
-        # Those before were kept by an earlier call of this pass.
-        for slab in islice(self._coming, self._next, None):
+        for slab in self.queue.to_come:  # what is back was kept by an earlier call of this pass
             # A reader since the pass began (MXFP8's copy of the masters) has had it brought back.
             if slab.state is Residency.RESIDENT and slab.exists():
                 slab.offload()
-                self._line_up(slab)
+                self.queue.line_up(slab)
+        self.recorder.release()
         if self._plan is None:
-            self._release_down_to(0)
-            if self._warm and self._meter.works and self.signature not in self.holding.plans:
-                self._meter.end_interval()  # what came before belongs to no interval
-                self._record_in(MemoryProfile([0]))
+            self.queue.release_down_to(0)
+            if self._warm:  # else states are made in the step
+                self.recorder.record(MemoryProfile([0], marks=self._course.marks, kind=self.signature))
         else:
             self._hold_to(self._plan)
 
-    def point(self) -> None:
+    def point(self, mark: Mark) -> None:
         """Pass a point: a layer begins its forward or has ended its backward."""
-        self._measure()
+        recorder = self.recorder
+        recorder.point()
         self._index += 1
+        before = self._course.point(mark)
         plan = self._plan
-        if plan is None:
-            if self._record is not None:
-                self._record.intervals.append(0)
-            return
-        index = min(self._index, len(plan.leave) - 1)
-        held = self.ledger.nbytes
-        if held > plan.leave[index] or (held < plan.come[index] and self._next < len(self._coming)):
+        if before is not None:
+            is_lost = plan is None and recorder.profile is None
+            newest = recorder.newest_others() if is_lost else 0
             with self.transfers.on_compute_stream():
-                self._hold_to(plan)
+                self._change_plan(plan)
+            if is_lost:
+                recorder.record(self._known(before, newest))
+        elif plan is not None:
+            if recorder.profile is None and self._course.is_loose and self.holding.has_room:
+                recorder.record(self._known(plan, newest=0))
+            held = self.ledger.nbytes
+            if held > plan.leave[self._index] or (held < plan.come[self._index] and self.queue.has_more):
+                with self.transfers.on_compute_stream():
+                    self._hold_to(plan)
+
+    def _known(self, plan: HoldPlan, newest: int) -> MemoryProfile:
+        """Return a profile for the rest of the pass: up to here by a plan that held, and `Course.known`."""
+        profile = self._course.known(plan, self._index, newest)
+        profile.intervals.append(0)
+        return profile
 
     def _hold_to(self, plan: HoldPlan) -> None:
-        known = self._index < len(plan.leave)
-        self._release_down_to(plan.leave[self._index] if known else 0)
-        if known and not self._fresh:
-            self._bring_up_to(plan.come[self._index])
+        self.queue.release_down_to(plan.leave[self._index])
+        if not self._fresh:
+            self.queue.bring_ahead(plan.come[self._index])
+
+    def _change_plan(self, plan: HoldPlan | None) -> None:
+        """Keep to another plan from this point on, or to none: then everything leaves."""
+        self.queue.send_back(0 if plan is None else plan.come[self._index], self._slabs(stay=True))
+        if plan is not None:
+            self.queue.release_down_to(plan.leave[self._index])
+            return
+        self.queue.release_down_to(0)
+        for slab in self._slabs(stay=True):
+            if slab.state is not Residency.RELEASED and slab.exists():
+                slab.offload()
+                slab.release()
 
     def reload(self) -> None:
         """End the pass: bring back what the optimizer step has room for."""
-        if self._in_step_phase:
+        if self.recorder.in_step:
             return
-        if self._plan is not None and self._index + 1 != len(self._plan.leave):
-            # Another number of points than in the measured pass: measure this kind of pass anew.
-            self.holding.forget(self.signature)
-            self._plan = None
-        self._measure()
-        self._in_step_phase = True
+        is_told = self._plan is not None and self.recorder.profile is None
+        self._newest = self.recorder.newest_others() if is_told else 0
+        self.recorder.end_pass()
         if self._fresh and self._plan is not None:
             # Blocks that the allocator cut to the sizes of activations do not fit slabs, and what it has reserved it
             # does not give back by itself. From here on activations take their memory from slabs that went.
             torch.cuda.empty_cache()
             self._fresh = False
+        self.queue.ahead_of_time(self._bring_what_stays)
+        limit = self.step_limit - self._room_to_make()
+        self.queue.release_last_down_to(limit)
+        self.queue.bring_ahead(limit)
+
+    def _bring_what_stays(self) -> None:
         for slab in self._slabs(stay=True):  # from now on; they were away when that was decided
             slab.require_writable()  # one at a time: what is copied for it needs memory beside it
             slab.drop_staging()  # where it came whole, and memory to encode it was reserved
-        limit = self.step_limit - self._room_to_make()
-        while self.ledger.nbytes > limit and self._leaving:
-            self._leaving.popitem()[0].release()  # the last, which are needed last
-        self._bring_up_to(limit)
 
     @property
     def step_limit(self) -> int:
@@ -209,15 +235,15 @@ class Schedule:
             for group in _groups(run, together_bytes):
                 slabs = [slab for part in group for slab in part.slabs]
                 if room_to_make:
-                    self._release_down_to(limit)
-                self._bring_for(slabs, limit)
+                    self.queue.release_down_to(limit)
+                self.queue.bring_for(slabs, limit)
                 for slab in slabs:
                     if slab.state is Residency.RELEASED:  # there was no room for it ahead of its turn
-                        slab.reload()
+                        self.queue.fetch(slab)
                 decode_together(slabs)
                 for slab in reversed(slabs):  # the last lands last: for those before it nothing need wait
                     slab.require_writable()
-                    self._next = max(self._next, self._position.get(slab, -1) + 1)
+                    self.queue.came(slab)
                 for part in group:
                     update(part)
                 if run is not staying:
@@ -235,58 +261,9 @@ class Schedule:
                 if slab.exists():
                     slab.offload(slab.start_encoded if slab in encoded else None)
                     if keep_masters and slab.written_back:
-                        self._leaving.pop(slab, None)  # from the offload that the update gave up
+                        self.queue.keep(slab)  # from the offload that the update gave up
                     else:
-                        self._line_up(slab)
-
-    def _bring_for(self, slabs: list[Slab], limit: int) -> None:
-        """Bring back slabs from those of a group on, making room for the nearest only.
-
-        To make room is to have the current stream wait for a copy out, and the updates that it gets next with
-        it: so it is not done for slabs whose turn is far off.
-        """
-        self._bring_up_to(limit)
-        until = self._position.get(slabs[-1], -1) + 1 + LOOKAHEAD * len(slabs)
-        while self._next < min(until, len(self._coming)):
-            before = self._next
-            self._release_down_to(limit - self._coming[self._next].transit_bytes)
-            self._bring_up_to(limit)
-            if self._next == before:
-                return
-
-    # Moves.
-
-    def _line_up(self, slab: Slab) -> None:
-        """Put a slab that has begun to leave, perhaps anew, after those that began before."""
-        self._leaving[slab] = None
-        self._leaving.move_to_end(slab)
-
-    def _release_down_to(self, limit: int) -> None:
-        going: list[Slab] = []
-        held = self.ledger.nbytes
-        while held > limit and self._leaving:
-            slab, _ = self._leaving.popitem(last=False)
-            if slab.state is Residency.OFFLOADING:  # not given up since
-                held -= slab.gpu_bytes
-                going.append(slab)
-        for slab in reversed(going):  # the last has left last: for those before it nothing need wait
-            slab.release()
-
-    def _bring_up_to(self, limit: int) -> None:
-        """Have slabs here for the optimizer step, in its order, as long as no more than `limit` bytes are held."""
-        with self.transfers.back_to_back():
-            while self._next < len(self._coming):
-                slab = self._coming[self._next]
-                state = slab.state
-                if state is Residency.RELEASED or state is Residency.OFFLOADING:
-                    held = slab.gpu_bytes if state is Residency.OFFLOADING else 0
-                    if self.ledger.nbytes + slab.stepping_bytes - held > limit:
-                        return
-                    slab.reload()  # of a slab that has not left: it need not leave any more
-                    if slab.staging is None and slab.codec.encodes:
-                        with self.transfers.on_compute_stream():  # whose memory it is
-                            slab.reserve()
-                self._next += 1
+                        self.queue.line_up(slab)
 
     def release_everything(self) -> None:
         """Free every slab that may leave; for work between steps that needs the memory."""
@@ -300,27 +277,7 @@ class Schedule:
                     slab.offload()  # where a reader between steps has had it brought back
                     slab.release()
 
-    # Measuring, and what follows from it.
-
-    def _record_in(self, profile: MemoryProfile | None) -> None:
-        self._record = profile
-        self.ledger.observer = None if profile is None else weakref.WeakMethod(self._memory_changes)
-
-    def _memory_changes(self, before: bool) -> None:
-        """Measure what was there until slabs take or give back memory, and leave out the change itself."""
-        if before:
-            self._measure()
-        elif self._record is not None:
-            self._meter.end_interval()
-
-    def _measure(self) -> None:
-        if self._record is None:
-            return
-        others = self._meter.end_interval() - self.ledger.nbytes
-        if self._in_step_phase:
-            self._record.step = max(others, self._record.step)
-        else:
-            self._record.intervals[-1] = max(others, self._record.intervals[-1])
+    # What follows from a step.
 
     def end_step(self, updated: bool) -> None:
         """Make the plan, or raise as `HoldPolicy.add`, if the training step that is over was the measured one.
@@ -328,17 +285,30 @@ class Schedule:
         Args:
             updated: whether the optimizer stepped, on this rank and on the others.
         """
-        if self._record is not None and self._in_step_phase and updated:
-            self._measure()
-            staying = self.holding.add(self.signature, self._record, self.parts, self._meter.expands)
-            for position, part in enumerate(self.parts):
-                part.stays = position in staying
-            self.count_packable()
-            self._fresh = True
-        self._record_in(None)
+        if self.recorder.in_step and updated:
+            staying = self._learn()
+            if staying is not None:
+                for position, part in enumerate(self.parts):
+                    part.stays = position in staying
+                self.count_packable()
+                self._fresh = True
+        self.recorder.begin_pass()
         self.packing.end_step(updated, by_plan=self.is_planned)
         self._warm = self._warm or updated
-        self._in_step_phase = False
+
+    def _learn(self) -> set[int] | None:
+        """Return the positions of the parts that stay from now on; None where nothing was learned from the step."""
+        plan, recorder = self._plan, self.recorder
+        if recorder.profile is not None:
+            recorder.measure()
+            self.holding.add(recorder.profile)
+        elif plan is None:
+            return None
+        elif self._course.is_shorter:  # else states would come as late in every such pass as before what it lacks
+            self.holding.add(self._course.known(plan, self._index + 1, self._newest))
+        elif not self.holding.is_exceeded(plan, recorder.peak(), self.parts):
+            return None
+        return self.holding.plan(self.parts, recorder.expands)
 
 
 def _groups(parts: Sequence[Part], together_bytes: int) -> Iterator[list[Part]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.core.meters import Traffic
+from bridge_fgo.core.profile import Mark
 from bridge_fgo.sources.source import Source
 
 
@@ -51,6 +52,11 @@ class Engine(ABC):
         """Peak of allocated GPU memory that the newest pass was planned to keep to; None without a plan or a budget."""
         return None
 
+    @property
+    def failed_fetches(self) -> int:
+        """Copies to the GPU ahead of their time for which there was no memory, in the whole run."""
+        return 0
+
     @abstractmethod
     def has_states(self) -> bool:
         """Return whether there is anything to offload yet."""
@@ -75,8 +81,8 @@ class Engine(ABC):
     def release(self) -> None:
         """Give GPU memory back: nothing reads the states any more until the optimizer steps."""
 
-    def point(self) -> bool:
-        """Let states go or come, as a layer begins its forward or has ended its backward.
+    def point(self, mark: Mark) -> bool:
+        """Let states go or come, as a layer begins its forward or has ended its backward; `mark` says which.
 
         Returns False, and moves nothing, while the current stream is captured into a CUDA graph.
         """

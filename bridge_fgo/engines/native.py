@@ -16,6 +16,7 @@ from bridge_fgo.core.debug import debugged
 from bridge_fgo.core.layout import copied_whole
 from bridge_fgo.core.meters import PeakMeter, Traffic
 from bridge_fgo.core.part import Part
+from bridge_fgo.core.profile import Mark
 from bridge_fgo.core.remainders import Remainders
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.schedule import Schedule
@@ -118,6 +119,11 @@ class NativeEngine(Engine):
     def held_budget_bytes(self) -> int | None:
         return self._config.gpu_memory_budget_bytes if self.schedule.is_planned else None
 
+    @property
+    @override
+    def failed_fetches(self) -> int:
+        return self.schedule.queue.failed_fetches
+
     @override
     def has_states(self) -> bool:
         return any(slab.exists() for slab in self.slabs)
@@ -209,10 +215,10 @@ class NativeEngine(Engine):
         self.schedule.release()
 
     @override
-    def point(self) -> bool:
+    def point(self, mark: Mark) -> bool:
         if self.schedule.transfers.capturing():
             return False
-        self.schedule.point()
+        self.schedule.point(mark)
         return True
 
     @override

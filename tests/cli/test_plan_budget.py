@@ -62,7 +62,7 @@ class Meter:
 
     def end_interval(self) -> int:
         assert self.schedule is not None
-        beside = self.others + (0 if self.schedule._in_step_phase else self.activations)
+        beside = self.others + (0 if self.schedule.recorder.in_step else self.activations)
         return beside + self.schedule.ledger.nbytes
 
 

@@ -1,7 +1,7 @@
 """What the schedule measures of a step, where the allocator's peak is over by the time that it is asked."""
 
 import pytest
-from fake_training import WHOLE, Training, use_small_parts
+from fake_training import WHOLE, Training, mark, use_small_parts
 
 BESIDE = 7 * WHOLE
 
@@ -16,11 +16,12 @@ def training(monkeypatch):
 
 
 def measured(training):
-    return training.schedule.holding._profiles[1]
+    (profile,) = training.schedule.holding._profiles
+    return profile
 
 
 def spike(training):
-    training.schedule._meter.spike = training.schedule.ledger.nbytes + BESIDE
+    training.meter.spike = training.schedule.ledger.nbytes + BESIDE
 
 
 def test_a_peak_in_an_update_counts_however_little_the_next_one_needs(training):
@@ -44,11 +45,11 @@ def test_a_peak_in_the_pass_counts_where_a_reader_has_slabs_come_after_it(traini
     engine = training.engine
     engine.begin_pass()
     engine.release()
-    engine.point()
+    engine.point(mark(1, WHOLE // 4))
     spike(training)
     engine.require_readable()
-    engine.point()
-    assert training.schedule._record.intervals[1] == BESIDE
+    engine.point(mark(2, WHOLE // 4))
+    assert training.schedule.recorder.profile.intervals[1] == BESIDE
 
 
 def test_what_was_needed_between_steps_is_of_no_interval(training):
@@ -72,7 +73,7 @@ def test_the_change_of_a_slab_itself_does_not_count(training):
     def spiky(difference, action, *args):
         def act(*args):
             result = action(*args)
-            training.schedule._meter.spike = training.schedule.ledger.nbytes + max(0, difference) + BESIDE
+            training.meter.spike = training.schedule.ledger.nbytes + max(0, difference) + BESIDE
             return result
 
         return change(difference, act, *args)

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from bridge_fgo.core.policy import (
     HoldPolicy,
-    MemoryProfile,
     PartBytes,
     budget_refusal,
     choose_staying,
     least_budget,
     plan_holding,
 )
+from bridge_fgo.core.profile import MemoryProfile
 
 SIZES = st.integers(0, 100)
 PROFILES = st.builds(MemoryProfile, st.lists(SIZES, min_size=1, max_size=20), SIZES)
@@ -74,7 +74,9 @@ def parts():
 
 def add(policy, kind, profile, parts):
     """Have a policy see a pass; the parts that it says stay do so from then on, and no others."""
-    staying = policy.add(kind, profile, parts, expands=True)
+    profile.kind = kind
+    policy.add(profile)
+    staying = policy.plan(parts, expands=True)
     for position, part in enumerate(parts):
         part.stays = position in staying
 
@@ -151,14 +153,6 @@ def test_a_rank_with_room_keeps_to_what_ranks_agreed_on(parts):
     policy.agree = None  # ranks agree on the first kind only
     add(policy, 1, MemoryProfile([50], 50), parts)
     assert staying(parts) == 0
-
-
-def test_a_kind_that_was_forgotten_gives_no_other_room(parts):
-    policy = planned(None, parts, MemoryProfile([150], 100), MemoryProfile([20], 10))
-    assert policy.plans[1].leave == (150 - 20,)
-    policy.forget(0)
-    add(policy, 1, MemoryProfile([20], 10), parts)
-    assert set(policy.plans) == {1} and policy.plans[1].leave == (10 + 2 * 11 - 20,)
 
 
 def test_the_least_margin_is_kept_free(parts):

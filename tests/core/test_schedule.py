@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_training import MANY_SIZES, POINTS, SIZES, WHOLE, Training, most_held_in, use_small_parts
+from fake_training import MANY_SIZES, POINTS, SIZES, WHOLE, Training, mark, most_held_in, use_small_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -198,16 +198,15 @@ def test_masters_that_are_copied_in_one_go_do_not_leave_before(monkeypatch, opti
     training.check()
 
 
-def test_a_pass_with_another_number_of_points_is_measured_anew():
+def test_a_pass_that_ends_before_the_measured_one_is_planned_for_itself():
     training = Training(layer=WHOLE // 4)
     for seed in range(3):
         training.step(seed)
-    assert training.held[0] > 0
-    training.step(3, points=POINTS - 2)
-    training.step(4, points=POINTS - 2)
-    assert training.held == [0] * (POINTS - 1)
-    training.step(5, points=POINTS - 2)
-    assert training.held[0] > 0
+    for seed in range(3, 6):
+        training.step(seed, points=POINTS - 2)
+    assert training.held[0] > training.held[3] > training.held[4] == 0
+    planned = sorted(len(plan.leave) for plan in training.schedule.holding.plans)
+    assert planned == [POINTS - 1, POINTS + 1]
     training.check()
 
 
@@ -338,7 +337,8 @@ def test_where_no_plan_holds_masters_are_packed_all_the_same():
     waits, said = time_waits(training, 0.0)
     for seed in range(MOST_UNPLANNED):
         assert not training.schedule.packing.packs
-        training.step(seed, points=POINTS - seed % 2)  # never twice the same points
+        training.step(seed)
+        training.meter.layer += 4  # each larger than all before
     assert training.schedule.packing.packs
     assert (waits.timed, len(said)) == (0, 1)
     training.step(9)
@@ -425,8 +425,8 @@ def test_what_a_reader_brings_back_before_forward_leaves_again():
     training.engine.begin_pass()
     training.engine.require_readable(masters_only=True)
     training.engine.release()
-    for _ in range(4):
-        training.schedule.point()
+    for i in range(1, 5):
+        training.schedule.point(mark(i, WHOLE))
     assert training.schedule.ledger.nbytes == 0
     training.step(4)
     training.check()

@@ -1,5 +1,6 @@
 """What the GPU holds at most: in the pass, in the optimizer step, under a budget; with made-up peaks."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from fake_training import (
     Meter,
     Training,
     held_in_steps,
+    mark,
     most_held_in,
     seen_at_changes,
     use_small_parts,
@@ -142,7 +144,7 @@ def test_masters_that_cannot_leave_in_the_step_are_counted():
     training.schedule.holding.masters_held_bytes = 4 * sum(SIZES)
     for seed in range(4):
         training.step(seed)
-    assert training.schedule._next == len(training.schedule._coming)
+    assert not training.schedule.queue.to_come
     assert training.schedule._plan.step >= 4 * sum(SIZES)
     training.check()
 
@@ -177,7 +179,7 @@ def test_a_budget_that_holds_no_more_is_said_by_the_rank_that_it_concerns():
     for seed in range(3):
         training.step(seed)
     assert not said
-    training.schedule._meter.layer, training.schedule.signature = WHOLE, 2
+    training.meter.layer, training.schedule.signature = WHOLE, 2
     for seed in range(3):
         training.step(seed)
     assert len(said) == 1 and "gpu_memory_budget_gib" in said[0] and "holds no more" in said[0]
@@ -198,7 +200,7 @@ def test_what_a_reader_brought_back_leaves_before_the_step_where_that_has_no_roo
 def test_states_that_do_not_exist_take_no_memory():
     training = Training(layer=0)
     training.run_pass()
-    unmade = [slab for slab in training.schedule._coming if not slab.exists()]
+    unmade = [slab for slab in training.schedule.queue.slabs if not slab.exists()]
     assert unmade and all(slab.gpu is None for slab in unmade)
 
 
@@ -208,11 +210,12 @@ def test_parts_that_are_no_more_offloaded_are_forgotten():
         training.step(seed)
     training.engine.begin_pass()
     schedule = training.schedule
-    assert schedule._leaving and schedule._coming
+    assert schedule.queue.leaving and schedule.queue.slabs
     training.engine.close()
-    assert not (schedule._leaving or schedule._coming or schedule._position or schedule.parts)
+    assert not (schedule.queue.leaving or schedule.queue.slabs or schedule.queue._position or schedule.parts)
     assert schedule.packing.packable_bytes == 0
-    for verb in (training.engine.release, training.engine.point, training.engine.reload, training.engine.begin_pass):
+    point = partial(training.engine.point, mark(1, WHOLE))
+    for verb in (training.engine.release, point, training.engine.reload, training.engine.begin_pass):
         verb()  # somebody still calls it: the host memory is gone
     training.check()
 

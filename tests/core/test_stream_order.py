@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from fake_training import MANY_SIZES, POINTS, SIZES, WHOLE, Training, use_small_parts
+from fake_training import MANY_SIZES, POINTS, SIZES, WHOLE, Training, mark, use_small_parts
 from stream_order import Race, install
 
 from bridge_fgo.core import schedule
@@ -78,9 +78,10 @@ class RandomTraining(Training):
         if self.random.random() < 0.2:
             self.read()
         self._call(self.engine.release)
-        for _ in range(points):
+        larger = self.random.choice([1, 1, 1, 2])  # then what was planned holds no more, and all goes
+        for i in range(1, points + 1):
             with self.somewhere():
-                self.engine.point()
+                self.engine.point(mark(i, larger * self.meter.layer))
             if self.random.random() < 0.03:
                 self.random.choice([self.read, self.save])()
         if self.random.random() < 0.95:

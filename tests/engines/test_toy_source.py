@@ -8,6 +8,7 @@ from toy_source import TorchSource
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.meters import PeakMeter
+from bridge_fgo.core.profile import Mark
 from bridge_fgo.core.state import Bundle, State
 from bridge_fgo.engines.native import NativeEngine
 
@@ -34,8 +35,8 @@ def train(module, optimizer, data, engine=None):
         engine.begin_pass()
         engine.release()
         loss = data
-        for layer in module:
-            engine.point()
+        for number, layer in enumerate(module):
+            engine.point(Mark(number, loss.nbytes, loss.nbytes))
             loss = layer(loss)
         loss.square().mean().backward()
         engine.reload()
@@ -139,7 +140,7 @@ def test_an_engine_without_sources_is_legal():
     with engine.training_step(kind=1):
         engine.begin_pass()
         engine.release()
-        engine.point()
+        engine.point(Mark(0, 0, 0))
         engine.reload()
         engine.updating()
     engine.settle()

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
+from bridge_fgo.core.profile import Mark
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.wiring.points import ENOUGH_LAYERS, ModelPoints, layers
 
@@ -45,11 +47,15 @@ class Model(torch.nn.Module):
 
 class Schedule:
     def __init__(self, capturing=False):
-        self.points = 0
+        self.marks = []
         self.transfers = SimpleNamespace(capturing=lambda: capturing)
 
-    def point(self):
-        self.points += 1
+    @property
+    def points(self):
+        return len(self.marks)
+
+    def point(self, mark):
+        self.marks.append(mark)
 
 
 def point_of(schedule):
@@ -63,9 +69,9 @@ def test_layers_their_children_and_the_norm_after_them_report_forward_and_backwa
     model, schedule = Model(2), Schedule()
     with ModelPoints().hooked([model], point_of(schedule)):
         loss = model(torch.ones(3, 4)).sum()
-        assert schedule.points == 5
+        assert schedule.points == 1 + 5
         loss.backward()
-    assert schedule.points == 10
+    assert schedule.points == 1 + 10  # the model's own input has no gradient
 
 
 def test_the_end_of_the_head_s_backward_is_a_point_before_any_layer_s_backward():
@@ -79,8 +85,9 @@ def test_the_end_of_the_head_s_backward_is_a_point_before_any_layer_s_backward()
 
 
 def test_many_layers_report_without_their_children():
-    assert len(layers(Model(2))) == 5
-    assert len(layers(Model(ENOUGH_LAYERS))) == ENOUGH_LAYERS + 1
+    assert len(layers(Model(2))) == 1 + 5
+    assert len(layers(Model(ENOUGH_LAYERS - 1))) == 1 + 2 * (ENOUGH_LAYERS - 1) + 1
+    assert len(layers(Model(ENOUGH_LAYERS))) == 1 + ENOUGH_LAYERS + 1
 
 
 def test_nothing_is_hooked_that_mcore_captures_into_a_cuda_graph_of_its_own():
@@ -90,20 +97,20 @@ def test_nothing_is_hooked_that_mcore_captures_into_a_cuda_graph_of_its_own():
     for layer in graphed:
         layer.cudagraph_manager = object()
     inside = {id(module) for layer in graphed for module in layer.modules()}
-    found = layers(model)
+    found = [layer.module for layer in layers(model)]
     assert not inside & {id(module) for module in found}
     assert model.decoder.layers[2] in found and model.decoder.norm in found
     with ModelPoints().hooked([model], point_of(schedule)):
         assert not any(module._forward_pre_hooks for layer in graphed for module in layer.modules())
         model(torch.ones(3, 4)).sum().backward()
-    assert schedule.points == 2 * len(found)
+    assert schedule.points == 1 + 2 * (len(found) - 1)
 
 
 def test_forward_without_gradients_reports_no_backward():
     model, schedule = Model(1), Schedule()
     with ModelPoints().hooked(model, point_of(schedule)), torch.no_grad():
         model(torch.ones(3, 4))
-    assert schedule.points == 3
+    assert schedule.points == 1 + 3
 
 
 def test_hooks_are_gone_after_the_step_and_gradients_are_the_same():
@@ -122,7 +129,8 @@ def test_every_chunk_of_the_model_reports():
     with ModelPoints().hooked(chunks, point_of(schedule)):
         for chunk in chunks:
             chunk(torch.ones(3, 4))
-    assert schedule.points == 2 * 5
+    assert schedule.points == 2 * (1 + 5)
+    assert len({mark.layer for mark in schedule.marks}) == schedule.points, "no two of them have the same number"
 
 
 def test_hooks_are_gone_after_a_step_that_failed():
@@ -158,7 +166,8 @@ def test_a_child_that_holds_its_parameters_further_within_is_a_layer_too():
     model = Model(2)
     for layer in model.decoder.layers:
         layer.attention = torch.nn.Sequential(layer.attention)  # as mcore's SelfAttention holds its linear layers
-    assert all(layer.attention in layers(model) for layer in model.decoder.layers)
+    found = [layer.module for layer in layers(model)]
+    assert all(layer.attention in found for layer in model.decoder.layers)
 
 
 def test_without_a_schedule_nothing_is_hooked():
@@ -179,7 +188,8 @@ def test_a_module_that_copies_hooks_gets_none():
     model = Model(2)
     fused = model.decoder.layers[0].attention
     fused._fused_impl = None
-    assert fused not in layers(model) and model.decoder.layers[1].attention in layers(model)
+    found = [layer.module for layer in layers(model)]
+    assert fused not in found and model.decoder.layers[1].attention in found
 
 
 def test_a_copied_hook_reports_nothing_after_the_step():
@@ -192,4 +202,55 @@ def test_a_copied_hook_reports_nothing_after_the_step():
     hook(model.decoder.layers[0], (kept,), {})
     kept.sum().backward()
     assert schedule.points == 1
-    assert hook.__self__._point is None, "nothing of the training lives as long as the model"
+    assert hook.func.__self__._point is None, "nothing of the training lives as long as the model"
+
+
+def test_marks_say_which_layer_what_goes_in_and_what_has_not_come_back():
+    model, schedule = Model(ENOUGH_LAYERS), Schedule()
+    nbytes = 3 * 4 * 4
+    with ModelPoints().hooked([model], point_of(schedule)):
+        for _ in range(2):  # as a pipeline does: two microbatches in flight
+            losses = [model(torch.ones(rows, 4)).sum() for rows in (3, 6)]
+            for loss in losses:
+                loss.backward()
+    first, second = schedule.marks[: schedule.points // 2], schedule.marks[schedule.points // 2 :]
+    batch = 2 * nbytes + nbytes  # the model's input has no backward: it counts to the end
+    assert first[0] == Mark(0, nbytes, nbytes) and first[1] == Mark(1, nbytes, 2 * nbytes)
+    in_flight = (1 + ENOUGH_LAYERS + 1) * 3 * nbytes
+    forwards, backwards = first[: 2 * (ENOUGH_LAYERS + 2)], first[2 * (ENOUGH_LAYERS + 2) :]
+    assert forwards[-1].live == in_flight == max(mark.live for mark in first)
+    assert [mark.layer for mark in backwards[: ENOUGH_LAYERS + 1]] == [~i for i in range(ENOUGH_LAYERS + 1, 0, -1)]
+    assert backwards[0] == Mark(~(ENOUGH_LAYERS + 1), nbytes, in_flight - nbytes) and backwards[-1].live == batch
+    assert [mark[:2] for mark in second] == [mark[:2] for mark in first]
+
+
+def test_a_layer_that_is_recomputed_is_live_once():
+    model, schedule = Model(ENOUGH_LAYERS), Schedule()
+
+    def forward(x):
+        for layer in model.decoder.layers:
+            x = torch.utils.checkpoint.checkpoint(lambda x, layer=layer: layer(hidden=x), x, use_reentrant=True)
+        return x
+
+    with ModelPoints().hooked([model], point_of(schedule)):
+        for _ in range(2):
+            forward(torch.ones(3, 4, requires_grad=True)).sum().backward()
+    live, layer = [mark.live for mark in schedule.marks], 3 * 4 * 4
+    assert max(live) == ENOUGH_LAYERS * layer and live[-1] == 0
+    assert live[: ENOUGH_LAYERS + 2] == [
+        *range(layer, (ENOUGH_LAYERS + 1) * layer, layer),
+        *[max(live), max(live) - layer],
+    ]
+
+
+def test_what_is_routed_to_an_expert_is_no_shape_of_the_step():
+    model, schedule = Model(2), Schedule()
+    for layer in model.decoder.layers:
+        layer.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+    sized = {layer.module: layer.is_sized for layer in layers(model)}
+    assert all(not sized[expert] for layer in model.decoder.layers for expert in layer.experts)
+    assert all(sized[layer] and sized[layer.attention] for layer in model.decoder.layers)
+    expert = model.decoder.layers[0].experts[1]
+    with ModelPoints().hooked([model], point_of(schedule)):
+        expert(torch.ones(7, 4, requires_grad=True)).sum().backward()
+    assert [mark[1:] for mark in schedule.marks] == [(0, 0), (0, 0)]

@@ -1,0 +1,70 @@
+"""What one pass needed beside the slabs, point by point, and what went through the model at each point."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Mark(NamedTuple):
+    """What passes a point: a layer that begins its forward, or has ended its backward.
+
+    layer: number of the layer, or `~number` where its backward has ended.
+    nbytes: of the tensors that go into it.
+    live: bytes that went into layers whose backward has not ended, this one's included until its own has.
+    """
+
+    layer: int
+    nbytes: int
+    live: int
+
+
+@dataclass(eq=False)
+class MemoryProfile:
+    """Peaks of what is on the GPU beside the slabs in one pass and the step after it, in bytes."""
+
+    intervals: list[int] = field(default_factory=list)
+    """One for each point of the pass."""
+    step: int = 0
+    """From the end of the last backward to the end of the optimizer step."""
+    marks: list[Mark] = field(default_factory=list)
+    """What passed each point but the first, point 0."""
+    kind: object = None
+    """What the pass has in common with others of its kind: the number of microbatches."""
+    beyond: int = 0
+    """How far later passes that it covers went above what they were planned for; they hold as much less."""
+
+    @property
+    def peak(self) -> int:
+        """The peak of a run whose states are released throughout."""
+        return max([*self.intervals, self.step])
+
+    def covers(self, index: int, mark: Mark) -> bool:
+        """Return whether the interval of point `index` is a bound for a pass that has `mark` there.
+
+        It is where the same layer got no less, and no less was live: memory grows with both.
+        """
+        if not 0 < index < len(self.intervals):
+            return False
+        mine = self.marks[index - 1]
+        return mark.layer == mine.layer and mark.nbytes <= mine.nbytes and mark.live <= mine.live
+
+    def is_like(self, other: MemoryProfile) -> bool:
+        """Return whether the same layers passed in the same order, whatever the sizes."""
+        same_layers = [mark.layer for mark in self.marks] == [mark.layer for mark in other.marks]
+        return self.kind == other.kind and same_layers
+
+    def merged(self, other: MemoryProfile) -> MemoryProfile:
+        """Return the maximum of two profiles that are alike.
+
+        At each point one mark of the two is kept, the one with more live: only what was seen is a bound. With one
+        microbatch in flight it is the larger one in every respect.
+        """
+        marks = zip(self.marks, other.marks, strict=True)
+        return MemoryProfile(
+            [max(pair) for pair in zip(self.intervals, other.intervals, strict=True)],
+            max(self.step, other.step),
+            [max(pair, key=lambda mark: (mark.live, mark.nbytes)) for pair in marks],
+            self.kind,
+            max(self.beyond, other.beyond),
+        )
