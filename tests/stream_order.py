@@ -127,11 +127,15 @@ def install(monkeypatch):
     class Stream:
         device_index = 0
 
-        def __init__(self, device=None, stream=None):
-            self.cuda_stream = next(names) if stream is None else stream
+        def __init__(self, stream, device=None):
+            self.cuda_stream = stream
 
         def synchronize(self):
             order.wait(HOST, order.clock(self.cuda_stream))
+
+    class OwnStream:
+        def __init__(self):
+            self.handle = ctypes.c_void_p(next(names))
 
     class Event:
         clock = {}  # noqa: RUF012 - of one that was not recorded
@@ -163,8 +167,9 @@ def install(monkeypatch):
     monkeypatch.setattr(cuda_transfers, "Event", Event)
     monkeypatch.setattr(cuda_transfers, "Copier", Copier)
     monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: order.current)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(stream=order.current))
+    monkeypatch.setattr(cuda_transfers, "Stream", OwnStream)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(order.current))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: order.on(stream.cuda_stream))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     _watch_slabs(monkeypatch, order)
