@@ -194,8 +194,12 @@ class CudaTransfers(Transfers):
         self._out.synchronize()
 
     def finish_in(self) -> None:
-        """Return when every copy in that was started is over; this and `delay` are for `bridge_fgo.core.debug`."""
+        """Return when every copy in that was started is over; this and the next two are for `bridge_fgo.core.debug`."""
         self._in.synchronize()
+
+    def order_anew(self) -> None:
+        """Have the next copy wait for what the training stream holds by then."""
+        self._is_ordered = False
 
     def delay(self, out: bool, cycles: int) -> None:
         """Have copies in one direction begin that many GPU cycles later."""
