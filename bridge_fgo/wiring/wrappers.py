@@ -91,6 +91,16 @@ def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     check_flag(config)
     if not flag_is_set(config):
         return wrapped(*args, **kwargs)
+    result = _build(wrapped, args, kwargs, config)
+    optimizer = result[0] if isinstance(result, tuple) else result
+    # The empty chain of a rank that trains nothing has no config, and `after_model_hooks` looks for the flag there:
+    # the rank would miss what all ranks do together then, and they would wait for it.
+    if getattr(optimizer, "chained_optimizers", None) == []:
+        optimizer.config = config
+    return result
+
+
+def _build(wrapped: Wrapped, args: Args, kwargs: Kwargs, config: Any) -> Any:
     refuse_optimizer_config(config)
     if choose_engine(installed_config(), config) != "native":
         return wrapped(*args, **kwargs)
