@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from bridge_fgo.core import cuda_transfers, snapshot
+from bridge_fgo.core import cuda_transfers, debug, snapshot
 from bridge_fgo.core.remainders import Remainders
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.slab import Slab
@@ -127,11 +127,15 @@ def install(monkeypatch):
     class Stream:
         device_index = 0
 
-        def __init__(self, device=None, stream=None):
-            self.cuda_stream = next(names) if stream is None else stream
+        def __init__(self, stream, device=None):
+            self.cuda_stream = stream
 
         def synchronize(self):
             order.wait(HOST, order.clock(self.cuda_stream))
+
+    class OwnStream:
+        def __init__(self):
+            self.handle = ctypes.c_void_p(next(names))
 
     class Event:
         clock = {}  # noqa: RUF012 - of one that was not recorded
@@ -163,11 +167,14 @@ def install(monkeypatch):
     monkeypatch.setattr(cuda_transfers, "Event", Event)
     monkeypatch.setattr(cuda_transfers, "Copier", Copier)
     monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: order.current)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(stream=order.current))
+    monkeypatch.setattr(cuda_transfers, "Stream", OwnStream)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(order.current))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: order.on(stream.cuda_stream))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     _watch_slabs(monkeypatch, order)
+    _watch_poison(monkeypatch, order)
     copy = snapshot._copy
 
     def copies(tensor):
@@ -237,3 +244,22 @@ def _watch_slabs(monkeypatch, order):
         monkeypatch.setattr(Slab, name, watch)
     monkeypatch.setattr(Remainders, "encode", encodes)
     monkeypatch.setattr(Remainders, "decode", decodes)
+
+
+def _watch_poison(monkeypatch, order):
+    poison, poison_stale = debug._poison, debug.DebugTransfers._poison_stale
+
+    def poisons(slab):
+        for kind, memory in (("whole", slab.gpu), ("staging", slab.staging)):
+            if memory is not None:
+                order.write((kind, slab))
+        poison(slab)
+
+    def poisons_stale(transfers):
+        stale = list(transfers._stale)
+        poison_stale(transfers)
+        for slab in stale:
+            order.write(("host", slab), HOST)
+
+    monkeypatch.setattr(debug, "_poison", poisons)
+    monkeypatch.setattr(debug.DebugTransfers, "_poison_stale", poisons_stale)

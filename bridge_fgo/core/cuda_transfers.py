@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -11,7 +10,7 @@ from typing import override
 
 import torch
 
-from bridge_fgo.core.driver import Copier, Event, current_stream
+from bridge_fgo.core.driver import Copier, Event, Stream, current_stream
 from bridge_fgo.core.layout import pieces
 from bridge_fgo.core.meters import WaitMeter
 from bridge_fgo.core.slab_memory import SlabMemory
@@ -33,8 +32,10 @@ class Lane:
     def __init__(self, device: torch.device, piece_bytes: int, copier: Copier) -> None:
         self._piece_bytes = piece_bytes
         self._copier = copier
-        self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
-        self._handles = tuple(ctypes.c_void_p(stream.cuda_stream) for stream in self._streams)
+        self._owned = Stream(), Stream()
+        self._handles = tuple(stream.handle for stream in self._owned)
+        # By PyTorch a thread without a CUDA context can wait for them too, as where Python collects a lane in it.
+        self._streams = tuple(torch.cuda.ExternalStream(handle.value, device) for handle in self._handles)
         self._ends = (Event(), Event())
         self._turn = 0
         self._run = 0
@@ -193,8 +194,12 @@ class CudaTransfers(Transfers):
         self._out.synchronize()
 
     def finish_in(self) -> None:
-        """Return when every copy in that was started is over; this and `delay` are for `bridge_fgo.core.debug`."""
+        """Return when every copy in that was started is over; this and the next two are for `bridge_fgo.core.debug`."""
         self._in.synchronize()
+
+    def order_anew(self) -> None:
+        """Have the next copy wait for what the training stream holds by then."""
+        self._is_ordered = False
 
     def delay(self, out: bool, cycles: int) -> None:
         """Have copies in one direction begin that many GPU cycles later."""

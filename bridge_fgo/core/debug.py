@@ -41,7 +41,8 @@ class DebugTransfers(Transfers):
 
     - Copies are late by a random time. On a GPU a kernel that only waits goes before them; in host memory, where copies
       are done at once, they are put off until something asks for their end, which is as late as a GPU could be.
-    - GPU memory is poisoned before it is given back, and after it is taken, before the copy in.
+    - GPU memory is poisoned before it is given back, and after it is taken, before the copy in. With CUDA a random half
+      of the copies in go without: what was poisoned just now cannot take the shortcut of `back_to_back`.
     - The host buffer is poisoned when its slab is readable again: the only valid bytes are on the GPU from then on.
       With CUDA not before the next pass, or the next save: the host would have to wait for the copy in, which would
       hide a wait that is missing.
@@ -52,6 +53,7 @@ class DebugTransfers(Transfers):
         self._cuda = transfers if isinstance(transfers, CudaTransfers) else None
         self.waits, self.capturing = transfers.waits, transfers.capturing
         self.computing, self.on_compute_stream = transfers.computing, transfers.on_compute_stream
+        self.back_to_back = transfers.back_to_back
         self._random = random.Random(seed)
         self._late_out, self._late_in, self._stale = (weakref.WeakSet[SlabMemory]() for _ in range(3))
         """Slabs whose copy out, or in, is put off; and whose host buffer nobody may read and is not poisoned yet."""
@@ -68,7 +70,7 @@ class DebugTransfers(Transfers):
         if self._is_put_off(out=True):
             self._late_out.add(slab)
         else:
-            self._transfers.copy_out(slab)
+            self._transfers.copy_out(slab, written)
 
     @override
     def release(self, slab: SlabMemory) -> None:
@@ -80,9 +82,14 @@ class DebugTransfers(Transfers):
     @override
     def copy_in(self, slab: SlabMemory) -> None:
         self._catch_up_out(slab)
-        with self.on_compute_stream():  # as in `CudaTransfers.copy_in`, whose copy comes after the poison
-            slab.allocate()
-            _poison(slab)
+        if self._cuda is None or self._random.random() < 0.5:
+            with self.on_compute_stream():  # as in `CudaTransfers.copy_in`
+                slab.allocate()
+                _poison(slab)
+            if self._cuda is not None:
+                # Race: the poison would overwrite what was copied in, where the lane waits for nothing newer than what
+                # the copy before it needed.
+                self._cuda.order_anew()
         if self._is_put_off(out=False):
             self._late_in.add(slab)
         else:

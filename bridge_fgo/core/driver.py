@@ -1,4 +1,4 @@
-"""Copies and events by the CUDA driver itself, because a step enqueues some hundreds of them.
+"""Copies, events and streams by the CUDA driver itself, because a step enqueues some hundreds of copies.
 
 Measured on an H200 host: enqueuing a piece by slicing two tensors, entering a stream and `copy_` took 30 to 45
 microseconds, by these functions some 5. They take the handles of PyTorch's streams, and run in PyTorch's context.
@@ -9,6 +9,7 @@ What the driver refuses is a RuntimeError, with its CUresult.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 EVENT_DISABLE_TIMING = 2
+STREAM_NON_BLOCKING = 1
 NOT_READY = 600
 """CUDA_ERROR_NOT_READY."""
 
@@ -31,6 +33,8 @@ def _library() -> Any:
     library.cuEventRecord.argtypes = (handle, handle)
     library.cuEventQuery.argtypes = (handle,)
     library.cuStreamWaitEvent.argtypes = (handle, handle, ctypes.c_uint)
+    library.cuStreamCreate.argtypes = (ctypes.POINTER(handle), ctypes.c_uint)
+    library.cuStreamDestroy_v2.argtypes = (handle,)
     library.cuModuleLoadData.argtypes = (ctypes.POINTER(handle), ctypes.c_char_p)
     library.cuModuleGetFunction.argtypes = (ctypes.POINTER(handle), handle, ctypes.c_char_p)
     library.cuMemsetD8Async.argtypes = (address, ctypes.c_ubyte, ctypes.c_size_t, handle)
@@ -84,6 +88,22 @@ class Event:
     def __del__(self) -> None:
         # Destroyed when it has happened. At exit the context may be gone, and its events with it: no error then.
         self._library.cuEventDestroy_v2(self._handle)
+
+
+class Stream:
+    """A CUDA stream that nobody else has, in the current context, of the priority that PyTorch's have by default.
+
+    PyTorch hands the 32 of a device's pool out again and again. Whoever got the same one would queue behind our copies,
+    and they behind its work.
+    """
+
+    def __init__(self) -> None:
+        library = _library()
+        self.handle = ctypes.c_void_p()
+        # A blocking one and the legacy default stream, on which training may run, would wait for each other.
+        _check(library.cuStreamCreate(ctypes.byref(self.handle), STREAM_NON_BLOCKING), "make a stream")
+        # The driver lets work that is left end first. At exit the context may be gone, and the stream with it.
+        weakref.finalize(self, library.cuStreamDestroy_v2, self.handle).atexit = False
 
 
 class Module:

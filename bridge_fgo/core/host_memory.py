@@ -2,41 +2,71 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator
+import platform
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PCI = Path("/sys/bus/pci/devices")
 
 
-def require_host_memory(nbytes: int, ranks: int | None = None) -> None:
-    """Raise ValueError where this rank, or the ranks of this node together, need more than the host has.
+class Pool(NamedTuple):
+    """Memory that processes share: the host's, or what a cgroup may have of it.
+
+    Attributes:
+        identity: the same for all processes that share it.
+        whole: bytes.
+        free: bytes that can be had now.
+    """
+
+    identity: str
+    whole: int
+    free: int
+
+
+class Need(NamedTuple):
+    """Bytes that a rank is about to pin, and the pools that they are taken from."""
+
+    nbytes: int
+    pools: list[Pool]
+
+
+def host_memory_refusal(needs: Sequence[Need], rank: int) -> str:
+    """Return why ranks together cannot have the host memory that they need; empty where they can, for every rank alike.
 
     Linux hands out memory that it does not have and kills whoever touches it, so it is asked before.
-    What the other ranks pin is taken to be as much as this one's.
 
     Args:
-        nbytes: what this rank is about to pin.
-        ranks: of this node; as torchrun or srun says when None.
+        needs: of every rank, all measured before any of them pins.
+        rank: whose bytes are told, where it is one of those that cannot.
     """
-    ranks = ranks_of_this_node() if ranks is None else ranks
-    free, whole = available_bytes(), total_bytes()
-    if nbytes > free:
-        gc.collect()  # an optimizer that was dropped and its offloader, which pins as much, refer to each other
-        free = available_bytes()
-    if nbytes > free or ranks * nbytes > whole:
-        raise ValueError(
-            f"offloading the optimizer state pins {nbytes} bytes of host memory a rank, about {ranks * nbytes} on this "
-            f"node with its {ranks} rank(s), but the node has {whole} bytes, {free} of them free now: lower "
-            f"OffloadConfig.fraction (at most {min(free, whole // ranks) / nbytes:.2f} times what it is now), set "
-            "moments=False or master_weights=False, or give the job more host memory"
-        )
+    sharing = defaultdict[str, dict[int, Pool]](dict)
+    for each, need in enumerate(needs):
+        for pool in need.pools:
+            sharing[pool.identity][each] = pool
+    lacking = []
+    for ranks in sharing.values():
+        needed, free = sum(needs[each].nbytes for each in ranks), min(pool.free for pool in ranks.values())
+        if needed > free:
+            lacking.append((rank not in ranks, free / needed, needed, free, ranks))
+    if not lacking:
+        return ""
+    *_, needed, free, ranks = min(lacking, key=lambda each: each[:2])  # of this rank's own, and of those the least
+    told = rank if rank in ranks else next(iter(ranks))
+    return (
+        f"offloading the optimizer state pins {needs[told].nbytes} bytes of host memory for rank {told}, {needed} for "
+        f"the {len(ranks)} rank(s) of its node, but the node has {ranks[told].whole} bytes, {free} of them free now: "
+        f"lower OffloadConfig.fraction (at most {100 * free // needed / 100:.2f} times what it is now), set "
+        "moments=False or master_weights=False, or give the job more host memory"
+    )
 
 
 def ranks_of_this_node() -> int:
@@ -50,12 +80,25 @@ def ranks_of_this_node() -> int:
 
 def available_bytes() -> int:
     """Return the bytes that can be had now: the kernel's estimate, or what the cgroup has left if less."""
-    return min([_meminfo("MemAvailable"), *(free for _, free in _cgroups())])
+    return min(pool.free for pool in pools())
 
 
 def total_bytes() -> int:
     """Return the bytes of the host, or of a cgroup if less."""
-    return min([_meminfo("MemTotal"), *(limit for limit, _ in _cgroups())])
+    return min(pool.whole for pool in pools())
+
+
+def pools() -> list[Pool]:
+    """Return the host's memory, and that of every cgroup of this process that has a limit.
+
+    Containers of a host have names of their own but share its memory and the kernel's boot id; virtual machines, which
+    have memory of their own, boot for themselves. A cgroup is known by its inode, which is the same under whatever path
+    a container sees it. So ranks in containers of one host count together against its memory, and each container's
+    ranks against its limit.
+    """
+    host = _read(BOOT_ID).strip() or platform.node()
+    own = Pool(host, _meminfo("MemTotal"), _meminfo("MemAvailable"))
+    return [own, *(Pool(f"{host} {inode}", limit, free) for inode, limit, free in _cgroups())]
 
 
 def power_of_two_at_least(nbytes: int) -> int:
@@ -86,13 +129,42 @@ def _meminfo(name: str) -> int:
     return kib * 1024
 
 
-_V2 = "memory.max", "memory.current", "inactive_file"
-_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-"""Names of a cgroup's files (limit, used bytes), and of the line of its `memory.stat` that has the page cache."""
+class _Names(NamedTuple):
+    """Names of a cgroup's files, and of lines of its `memory.stat`.
+
+    Attributes:
+        limit: the file with the most bytes.
+        used: the file with the bytes in use, page cache and slab too.
+        cache: lines of the page cache; neither has shared memory in it, which only goes with its file or to swap.
+        unwritten: lines of the page cache that waits for a disk.
+        slab: lines of the kernel's own memory that it gives back when asked.
+    """
+
+    limit: str
+    used: str
+    cache: tuple[str, ...]
+    unwritten: tuple[str, ...]
+    slab: tuple[str, ...]
 
 
-def _cgroups() -> Iterator[tuple[int, int]]:
-    """Yield limit and free bytes of the cgroups of this process, up to the root of each hierarchy, that have a limit.
+_V2 = _Names(
+    "memory.max",
+    "memory.current",
+    ("inactive_file", "active_file"),
+    ("file_dirty", "file_writeback"),
+    ("slab_reclaimable",),
+)
+_V1 = _Names(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+    ("total_dirty", "total_writeback"),
+    (),  # it does not tell them
+)
+
+
+def _cgroups() -> Iterator[tuple[int, int, int]]:
+    """Yield inode, limit and free bytes of this process's cgroups that have a limit, up to the root of each hierarchy.
 
     Slurm and systemd limit a cgroup below the root. In a container the root is often the container's own, and the
     path is the host's: what is not there has no limit that could be read.
@@ -101,14 +173,26 @@ def _cgroups() -> Iterator[tuple[int, int]]:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        root, (of_limit, of_used, of_cache) = (CGROUP / "memory", _V1) if controllers else (CGROUP, _V2)
-        names = [name for name in path.split("/") if name not in ("", "..")]
-        for count in range(len(names), -1, -1):
-            folder = root.joinpath(*names[:count])
-            limit, used = _number(folder / of_limit), _number(folder / of_used)
+        root, names = (CGROUP / "memory", _V1) if controllers else (CGROUP, _V2)
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for count in range(len(parts), -1, -1):
+            folder = root.joinpath(*parts[:count])
+            limit, used = _number(folder / names.limit), _number(folder / names.used)
             if limit is not None and used is not None:
-                # Page cache counts as used, and goes when memory is asked for.
-                yield limit, limit - used + (_field(_read(folder / "memory.stat"), of_cache) or 0)
+                free = limit - used + _reclaimable(_read(folder / "memory.stat"), names)
+                yield folder.stat().st_ino, limit, max(0, free)
+
+
+def _reclaimable(stat: str, names: _Names) -> int:
+    """Return the bytes of a cgroup that count as used and go when memory is asked for.
+
+    What waits for a disk does not count: pinning touches pages by the gigabyte a second, and where the kernel finds
+    nothing but pages that it has to write first, it gives up and kills.
+    """
+    cache, unwritten, slab = (
+        sum(_field(stat, name) or 0 for name in kind) for kind in (names.cache, names.unwritten, names.slab)
+    )
+    return max(0, cache - unwritten) + slab
 
 
 def _number(path: Path) -> int | None:

@@ -40,6 +40,21 @@ class Engine(ABC):
     limits: str
     """Settings by which states stay on the GPU, if any do."""
 
+    # Before training.
+
+    @property
+    def bytes_to_pin(self) -> int:
+        """Host bytes that `pin` page-locks."""
+        return 0
+
+    def pin(self) -> None:  # noqa: B027
+        """Page-lock the host memory of the states, once it is known that the host has it.
+
+        Raises:
+            ValueError: others have taken the memory meanwhile.
+            RuntimeError: it could not be page-locked.
+        """
+
     # Figures.
 
     @property

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
-
-import torch
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.meters import PeakMeter
@@ -15,6 +12,7 @@ from bridge_fgo.engines.mcore import McoreEngine, Member
 from bridge_fgo.engines.mcore1 import Generation1
 from bridge_fgo.engines.mcore2 import Generation2
 from bridge_fgo.engines.native import NativeEngine
+from bridge_fgo.engines.ranks import gather
 from bridge_fgo.sources.megatron import MegatronSource
 
 MEMBERS: tuple[type[Member], ...] = (Generation1, Generation2)
@@ -29,7 +27,7 @@ def make_engine(
     announce: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Engine:
-    """Return the engine of that name for the sources of a rank, of which there may be none.
+    """Return the engine of that name for the sources of a rank, of which there may be none; nothing is pinned yet.
 
     Args:
         name: "native", "mcore generation 1" or "mcore generation 2".
@@ -54,8 +52,6 @@ def make_engine(
     engine = NativeEngine(sources, config, meter)
     holding = engine.schedule.holding
     holding.agree, holding.announce, holding.warn = partial(agree, stage), announce, warn
-    for source in sources:
-        source.drop_other_offloader()
     return engine
 
 
@@ -65,8 +61,5 @@ def agree(stage: int | None, room: int, least: int) -> tuple[int, int]:
     Ranks of one stage hold equal shards, so that one that kept less would make the others wait for its copies.
     Stages differ in what they hold, and each chooses for itself. `room` and `least` (bytes) are those of this rank.
     """
-    if not torch.distributed.is_initialized():
-        return room, least
-    answers: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(answers, (stage, room, least))
+    answers = gather((stage, room, least))
     return min(r for s, r, _ in answers if s == stage), max(bytes_ for _, _, bytes_ in answers)

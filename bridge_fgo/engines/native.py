@@ -31,8 +31,8 @@ from bridge_fgo.sources.source import Source
 class NativeEngine(Engine):
     """Keeps states in exact pinned host memory, and moves them by the plan of a `Schedule`.
 
-    Host memory is planned, allocated and page-locked here, before training: what exists is known, and so are the
-    sizes and dtypes of what the first step makes.
+    Host memory is planned and mapped here and page-locked by `pin`, before training: what exists is known, and so are
+    the sizes and dtypes of what the first step makes.
 
     Args:
         sources: of this rank, in the order in which they step; there may be none.
@@ -41,8 +41,8 @@ class NativeEngine(Engine):
         transfers: the copies; by default those of the sources' device.
 
     Raises:
-        ValueError: the host has not the memory, or a budget is asked for where GPU memory cannot be measured.
-        RuntimeError: host memory could not be mapped or page-locked.
+        ValueError: a budget is asked for where GPU memory cannot be measured.
+        RuntimeError: host memory could not be mapped.
     """
 
     name = "native"
@@ -65,7 +65,7 @@ class NativeEngine(Engine):
         asked = {"fraction": config.fraction, "moments": config.moments, "master_weights": config.master_weights}
         self.limits = ", ".join(f"OffloadConfig.{name}" for name, share in asked.items() if share < 1)
         self._config = config
-        device = sources[0].device if sources else torch.device("cpu")
+        self._device = device = sources[0].device if sources else torch.device("cpu")
         transfers = transfers or make_transfers(device, config)
         self.schedule = schedule = Schedule(transfers, meter, config.gpu_memory_budget_bytes)
         packing = schedule.packing  # not the schedule itself, which would go only when Python looks for cycles
@@ -80,8 +80,6 @@ class NativeEngine(Engine):
         schedule.holding.margin_bytes = max((share.margin_bytes for share in shares), default=0)
         schedule.holding.masters_held_bytes = sum(share.masters_held_bytes for share in shares)
         self._remainders.ready()
-        if config.pin_memory and device.type == "cuda" and self.slabs:
-            self.pin_seconds = pin(self.slabs, device)
         if config.master_remainders is None and self._remainders.are_fast:
             for part in schedule.parts:
                 part.packable_bytes = sum(slab.nbytes for slab in part.slabs if slab.codec.family is not None)
@@ -106,6 +104,17 @@ class NativeEngine(Engine):
     def _slabs_of(self, source: Source | None, masters_only: bool = False) -> list[Slab]:
         slabs = self.slabs if source is None else self._shares[source].slabs
         return [slab for slab in slabs if slab.written_back] if masters_only else slabs
+
+    @property
+    @override
+    def bytes_to_pin(self) -> int:
+        pins = self._config.pin_memory and self._device.type == "cuda"
+        return sum(slab.nbytes for slab in self.slabs) if pins else 0
+
+    @override
+    def pin(self) -> None:
+        if self.bytes_to_pin:
+            self.pin_seconds = pin(self.slabs, self._device)
 
     # Figures.
 

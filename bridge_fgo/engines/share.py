@@ -9,7 +9,7 @@ import torch
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.host_buffer import page_lock
-from bridge_fgo.core.host_memory import local_cpus, require_host_memory
+from bridge_fgo.core.host_memory import local_cpus
 from bridge_fgo.core.layout import ChooseCodec, SlabPlace, lay_out, offloaded_bundles, part_bytes, pipeline_bytes
 from bridge_fgo.core.part import Part
 from bridge_fgo.core.residency import Residency
@@ -59,10 +59,9 @@ def pin(slabs: Sequence[Slab], device: torch.device) -> float:
     """Page-lock the host memory of slabs, and return the seconds that it took.
 
     Raises:
-        ValueError: the host has not the memory.
+        ValueError: others have taken the memory meanwhile.
         RuntimeError: it could not be page-locked.
     """
-    require_host_memory(sum(slab.nbytes for slab in slabs))
     started = time.perf_counter()
     page_lock([slab.host for slab in slabs], local_cpus(device))
     return time.perf_counter() - started

@@ -17,6 +17,7 @@ Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], A
 """A wrapt wrapper: (wrapped, instance, args, kwargs) -> result."""
 
 _ABSENT = object()
+_TAKE_ANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 class Patch(Protocol):
@@ -55,6 +56,9 @@ class FunctionPatch(Patch):
         distribution: what the module comes with.
         series: its releases that the patch was written for, as (first, end) of (major, minor).
         optional: the target may be missing (another generation of mcore).
+        order: names of its first parameters, in the order of a call. With them the wrapper understands a function of
+            `*args` or `**kwargs`, which somebody has wrapped around the target without `functools.wraps`. Empty where
+            it does not.
     """
 
     module: str
@@ -65,6 +69,7 @@ class FunctionPatch(Patch):
     distribution: str = "megatron-bridge"
     series: tuple[tuple[int, int], tuple[int, int]] = ((0, 6), (0, 7))
     optional: bool = False
+    order: tuple[str, ...] = ()
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,11 +100,14 @@ class FunctionPatch(Patch):
             return
         if not callable(function):
             raise RuntimeError(f"bridge_fgo cannot patch {self.name}: it is not there in {version}")
-        missing = set(self.parameters) - set(inspect.signature(function).parameters)
-        if missing:
+        parameters = inspect.signature(function).parameters
+        missing = set(self.parameters) - set(parameters)
+        takes_any = any(parameter.kind in _TAKE_ANY for parameter in parameters.values())
+        if missing and not (self.order and takes_any):
+            what_to_do = "; where it is a wrapper of yours, have it take *args and **kwargs" if self.order else ""
             raise RuntimeError(
                 f"bridge_fgo cannot patch {self.name} of {self.distribution} {version}: it has no parameter "
-                f"{', '.join(sorted(missing))} any more"
+                f"{', '.join(sorted(missing))} any more{what_to_do}"
             )
 
     @override

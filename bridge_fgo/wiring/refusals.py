@@ -137,9 +137,10 @@ def refuse_async_save(checkpoint: Any, engine: Choice) -> None:
 def refuse_small_shared_memory(checkpoint: Any, copies: list[int], ranks: int | None = None) -> None:
     """Raise ValueError where a persistent checkpoint worker could not be handed the copies of the states.
 
-    It is a process of its own and gets host tensors through files in /dev/shm, an open one for each. Where either
-    runs out, the thread that sends them prints an error, and training waits for the worker without end. (On the GPU
-    states go as CUDA handles. In the formats that mcore gathers on the host it is the same without offload.)
+    It is a process of its own and gets host tensors through files in /dev/shm. PyTorch keeps one open for each under
+    its sharing strategy "file_descriptor", and none under "file_system". Where either runs out, the thread that sends
+    them prints an error, and training waits for the worker without end. (On the GPU states go as CUDA handles. In the
+    formats that mcore gathers on the host it is the same without offload.)
 
     Args:
         checkpoint: Bridge's CheckpointConfig.
@@ -156,10 +157,13 @@ def refuse_small_shared_memory(checkpoint: Any, copies: list[int], ranks: int | 
     shared = os.statvfs(SHARED_MEMORY)
     has_limit = shared.f_blocks > 0  # a tmpfs without one says 0
     free, needed = shared.f_bavail * shared.f_frsize, ranks * sum(copies) if has_limit else 0
-    files, limit = len(copies) + OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    keeps_files_open = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+    files = len(copies) + OTHER_FILES if keeps_files_open else 0
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    of_files = "raise the limit, call torch.multiprocessing.set_sharing_strategy('file_system')"
     for what, there, wanted, how in (
         ("bytes of /dev/shm", free, needed, "start the container with a larger one (--shm-size, or --ipc=host)"),
-        ("open files a process (ulimit -n)", limit, files, "raise the limit"),
+        ("open files a process (ulimit -n)", limit, files, of_files),
     ):
         if there < wanted:
             raise ValueError(

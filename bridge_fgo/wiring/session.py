@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.meters import PeakMeter
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.making import make_engine
+from bridge_fgo.engines.ranks import on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.sources.megatron import MegatronSource
 from bridge_fgo.sources.source import Source
@@ -45,7 +47,8 @@ class Attachment(NamedTuple):
 class Session:
     """The engine of one top-level optimizer, and where that stands in the training step.
 
-    It hangs on the optimizer, so it goes when the optimizer goes.
+    It hangs on the optimizer, so it goes when the optimizer goes. Every rank of the job makes its own at the same time:
+    they tell each other whether it can be made, and what host memory it takes.
 
     Args:
         optimizer: what Bridge hands to `train_step`: a ChainedOptimizer, a MimoOptimizer or a
@@ -54,25 +57,21 @@ class Session:
         config: what `install` was given.
 
     Raises:
-        ValueError: the optimizer or a setting is refused.
-        RuntimeError: host memory could not be had.
+        ValueError: the optimizer or a setting is refused, on this rank or another.
+        RuntimeError: host memory could not be had, on this rank or another.
     """
 
     def __init__(self, optimizer: Any, model_config: Any, config: OffloadConfig) -> None:
-        optimizer_config = getattr(optimizer, "config", None)  # an empty chain has none
-        if optimizer_config is not None:
-            refuse_optimizer_config(optimizer_config)
-        refuse_full_iteration_graph(model_config)
-        leaves = eligible(optimizer)
         self.model_config = model_config
         meter = PeakMeter()
-        sources = [MegatronSource(leaf) for leaf in leaves]
-        name = choose_engine(config, optimizer_config)
-        self.engine: Engine = make_engine(name, sources, config, meter, stage_of(leaves), say, warn)
-        # Only now, so that a refusal of the last one leaves nothing half attached.
-        for leaf, source in zip(leaves, sources, strict=True):
-            setattr(leaf, ATTACHED, Attachment(self.engine, source))
-        self._leaves = weakref.WeakSet(leaves)
+        sources, self.engine = on_every_rank(partial(_make_engine, optimizer, model_config, config, meter))
+        pin_on_every_rank(self.engine)
+        # Only now, so that a refusal leaves nothing half attached, on any rank.
+        for source in sources:
+            if self.engine.name == "native":
+                source.drop_other_offloader()
+            setattr(source.optimizer, ATTACHED, Attachment(self.engine, source))
+        self._leaves = weakref.WeakSet[Any](source.optimizer for source in sources)
         self.figures = Figures(self.engine, mcore_version(), meter)
         self._points = ModelPoints()
         self.closed = False
@@ -234,6 +233,20 @@ class Session:
             f"{engine.planned_bytes / gib:.2f} of {engine.state_bytes / gib:.2f} GiB a rank offloaded, "
             f"{pinned}, stays resident: {stays}"
         )
+
+
+def _make_engine(
+    optimizer: Any, model_config: Any, config: OffloadConfig, meter: PeakMeter
+) -> tuple[list[MegatronSource], Engine]:
+    """Return this rank's sources and their engine; raise as `Session`."""
+    optimizer_config = getattr(optimizer, "config", None)  # an empty chain has none
+    if optimizer_config is not None:
+        refuse_optimizer_config(optimizer_config)
+    refuse_full_iteration_graph(model_config)
+    leaves = eligible(optimizer)
+    sources = [MegatronSource(leaf) for leaf in leaves]
+    name = choose_engine(config, optimizer_config)
+    return sources, make_engine(name, sources, config, meter, stage_of(leaves), say, warn)
 
 
 def say(text: str) -> None:

@@ -72,6 +72,7 @@ def patches() -> list[Patch]:
         FunctionPatch(
             TRAIN, "train_step", wrappers.train_step, ("model", "optimizer", "global_state"),
             "train() looks it up as a module global each run, and NVRx wraps what it finds there",
+            order=wrappers.STEP_ORDER,
         ),
         FunctionPatch(
             TRAIN, "get_rerun_state_machine", wrappers.get_rerun_state_machine, (),
@@ -107,6 +108,7 @@ def patches() -> list[Patch]:
             MIMO, "train_step_megatron_mimo", wrappers.train_step_megatron_mimo,
             ("model", "optimizer", "global_state"),
             "the MIMO loop looks it up as a module global",
+            order=wrappers.STEP_ORDER,
         ),
         FunctionPatch(
             MIMO, "zero_grad_buffer_for_multimodule", wrappers.release_after, ("module_to_grid_tuple",),

@@ -91,6 +91,16 @@ def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     check_flag(config)
     if not flag_is_set(config):
         return wrapped(*args, **kwargs)
+    result = _build(wrapped, args, kwargs, config)
+    optimizer = result[0] if isinstance(result, tuple) else result
+    # The empty chain of a rank that trains nothing has no config, and `after_model_hooks` looks for the flag there:
+    # the rank would miss what all ranks do together then, and they would wait for it.
+    if getattr(optimizer, "chained_optimizers", None) == []:
+        optimizer.config = config
+    return result
+
+
+def _build(wrapped: Wrapped, args: Args, kwargs: Kwargs, config: Any) -> Any:
     refuse_optimizer_config(config)
     if choose_engine(installed_config(), config) != "native":
         return wrapped(*args, **kwargs)
@@ -145,17 +155,23 @@ def compile_helpers(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 # Inside a training step.
 
 
+STEP_ORDER = ("forward_step_func", "data_iterator", "model", "optimizer", "scheduler", "global_state")
+"""First parameters of a training step; MIMO calls its scheduler's parameter otherwise, and passes all by name."""
+
+
 def _run_step(wrapped: Wrapped, args: Args, kwargs: Kwargs, one_pass: bool) -> Any:
     """Run a training step with the session of its optimizer active, where the flag is set.
 
     one_pass: the step has no rerun loop that would tell when a pass begins.
     """
-    arguments = _arguments(wrapped, args, kwargs)
+    # A step of `*args, **kwargs`, as somebody has wrapped it, has no names: it is called as Bridge's own.
+    by_place = dict(zip(STEP_ORDER, args, strict=False))
+    arguments = {**by_place, **_arguments(wrapped, args, kwargs), **kwargs}
     state = arguments["global_state"]
     session = session_for_step(arguments["optimizer"], _model_config(arguments), state.cfg, installed_config())
     if session is None:
         return wrapped(*args, **kwargs)
-    with session.training_step(arguments["model"], _microbatches(wrapped)):
+    with session.training_step(arguments["model"], _microbatches()):
         if one_pass:
             session.begin_pass()
         result = wrapped(*args, **kwargs)
@@ -166,8 +182,10 @@ def _run_step(wrapped: Wrapped, args: Args, kwargs: Kwargs, one_pass: bool) -> A
     return result
 
 
-def _microbatches(step: Wrapped) -> int:
-    return importlib.import_module(step.__module__).get_num_microbatches()
+def _microbatches() -> int:
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    return get_num_microbatches()
 
 
 def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -19,7 +19,9 @@ from bridge_fgo.cli.job.builder import plain_config
 from bridge_fgo.cli.job.saved_config import load_saved_config
 from bridge_fgo.cli.main import app
 from bridge_fgo.cli.plan import report
+from bridge_fgo.cli.plan.estimate import Estimate
 from bridge_fgo.cli.plan.links import LINKS
+from bridge_fgo.core.host_memory import Pool
 
 GIB = 2**30
 
@@ -207,7 +209,7 @@ def four_gpus(monkeypatch):
 @pytest.mark.usefixtures("four_gpus")
 def test_a_node_without_the_memory_is_refused(no_megatron, saved, monkeypatch):
     assert run("doctor", str(saved), "--no-probe", "--gpus", "8")[0] == 0
-    monkeypatch.setattr("bridge_fgo.core.host_memory.total_bytes", lambda: 2**20)
+    monkeypatch.setattr(command, "pools", lambda: [Pool("host", 2**20, 2**20)])
     status, output = run("doctor", str(saved), "--no-probe", "--gpus", "8", "--json")
     assert status == 1 and "4 rank(s)" in json.loads(output)["refusals"][0]
     _, output = run("doctor", str(saved), "--no-probe", "--gpus", "2", "--json")
@@ -271,7 +273,7 @@ def test_the_memory_that_is_pinned_is_of_all_that_may_leave(no_megatron, saved, 
 
 @pytest.mark.usefixtures("four_gpus")
 def test_nothing_is_refused_for_the_memory_of_fewer_gpus_than_the_job_may_have(no_megatron, saved, monkeypatch):
-    monkeypatch.setattr("bridge_fgo.core.host_memory.total_bytes", lambda: 2**20)
+    monkeypatch.setattr(command, "pools", lambda: [Pool("host", 2**20, 2**20)])
     status, output = run("doctor", str(saved), "--no-probe", "--json")
     found = json.loads(output)
     assert status == 0 and found["refusals"] == []
@@ -309,8 +311,24 @@ def test_of_a_background_save_the_rank_with_most_tensors_counts_beside_the_one_w
     monkeypatch.setattr(command, "refuse_small_shared_memory", lambda checkpoint, copies, ranks: asked.append(copies))
     stages = [[SimpleNamespace(saved=(100,))], [SimpleNamespace(saved=(1,) * 5)]]
     job = SimpleNamespace(config=SimpleNamespace(checkpoint=None))
-    assert not list(command._memory_refusals(job, SimpleNamespace(most_pinned=0, states=stages), 1))
+    assert not list(command._memory_refusals(job, SimpleNamespace(fullest_node=lambda ranks: [0], states=stages), 1))
     assert asked == [[100], [1] * 5]
+
+
+def test_a_node_is_refused_for_what_its_own_ranks_need(monkeypatch):
+    monkeypatch.setattr(command, "refuse_small_shared_memory", lambda *of_save: None)
+    states = [[SimpleNamespace(saved=())]]
+    job = SimpleNamespace(config=SimpleNamespace(checkpoint=None))
+    estimate = object.__new__(Estimate)
+    estimate.__dict__.update(pinned=[300, 150, 150, 150, 250, 250], states=states)  # pipeline stages on nodes of 2
+
+    def refusals(ranks, free):
+        monkeypatch.setattr(command, "pools", lambda: [Pool("host", 2000, free)])
+        return list(command._memory_refusals(job, estimate, ranks))
+
+    assert not refusals(2, 500) and not refusals(6, 1250)
+    assert "500 for the 2 rank(s)" in refusals(2, 499)[0]
+    assert "1250 for the 6 rank(s)" in refusals(6, 1249)[0]
 
 
 def test_limits_that_are_too_low_are_warned_of():

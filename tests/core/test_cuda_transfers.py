@@ -1,6 +1,7 @@
 """What holds what, with CUDA's streams and events mocked: a session that is over must keep no memory."""
 
 import copy
+import ctypes
 import gc
 import weakref
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import torch
 from fake_optimizer import make_distributed_optimizer, step, with_model
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.core import cuda_transfers
+from bridge_fgo.core import cuda_transfers, driver
 from bridge_fgo.core.meters import PeakMeter
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.engines.native import NativeEngine
@@ -38,7 +39,7 @@ class Event:
 class Stream:
     cuda_stream = device_index = 0
 
-    def __init__(self, device=None):
+    def __init__(self, *which):
         pass
 
     def synchronize(self):
@@ -53,7 +54,8 @@ def mocked(monkeypatch):
     monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: 0)
     copier = mock.Mock(copy=lambda *args: copies.append(args[:3]))
     monkeypatch.setattr(cuda_transfers, "Copier", lambda to_gpu: copier)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(cuda_transfers, "Stream", lambda: mock.Mock(handle=ctypes.c_void_p(1)))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     return copies
 
@@ -75,6 +77,45 @@ def engine_in_mid_pass(optimizer, remainders):
     engine.begin_pass()
     engine.release()
     return engine
+
+
+def test_lanes_copy_on_streams_of_their_own_which_go_when_their_copies_are_done(monkeypatch):
+    # Those of PyTorch's pool are handed out to others too.
+    made, calls = iter(range(100, 104)), []
+
+    def create(stream, flags):
+        stream._obj.value = next(made)
+        return calls.append(("create", stream._obj.value, flags)) or 0
+
+    library = mock.MagicMock(
+        cuStreamCreate=create,
+        cuStreamDestroy_v2=lambda stream: calls.append(("destroy", stream.value)),
+        **{f"{name}.return_value": 0 for name in ("cuEventCreate", "cuEventRecord", "cuStreamWaitEvent")},
+        cuMemcpyDtoHAsync_v2=lambda *of_copy: calls.append(("out", of_copy[3].value)),
+        cuMemcpyHtoDAsync_v2=lambda *of_copy: calls.append(("in", of_copy[3].value)),
+    )
+    monkeypatch.setattr(driver, "_library", lambda: library)
+    monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda *of: mock.Mock(synchronize=lambda: calls.append(("synchronize", *of)))
+    )
+    cpu = torch.device("cpu")
+    moves = cuda_transfers.CudaTransfers(cpu, 100)
+    slab = slab_at(1000, 5000, 250)
+    moves.copy_out(slab)
+    moves.copy_in(slab)
+    out, back = (100, 101), (102, 103)
+    assert calls == [
+        *(("create", stream, driver.STREAM_NON_BLOCKING) for stream in out + back),
+        *(("out", stream) for stream in (100, 101, 100)),
+        *(("in", stream) for stream in (102, 103, 102)),
+    ]
+    calls.clear()
+    del moves
+    gc.collect()
+    assert calls[:4] == [("synchronize", stream, cpu) for stream in out + back]
+    assert sorted(calls[4:]) == [("destroy", stream) for stream in out + back]
 
 
 @pytest.mark.parametrize("remainders", [None, False, True])

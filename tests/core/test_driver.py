@@ -1,5 +1,7 @@
 """What the CUDA driver and NVRTC refuse is an error, without either."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +22,7 @@ class Refuses:
 
 CALLS = {
     "copy": lambda: driver.Copier(to_gpu=False).copy(1, 2, 3, 0),
+    "make a stream": driver.Stream,
     "launch": lambda: driver.Kernel(SimpleNamespace(handle=1), "k", [1, 2], 32).launch(driver.make_grid(1, 1), 0, 5),
     "query": lambda: driver.Event().has_happened(),
     "record": lambda: driver.Event().record(0),
@@ -34,6 +37,23 @@ def test_what_the_driver_refuses_is_an_error(monkeypatch, what):
     monkeypatch.setattr(driver, "_library", lambda: library)
     with pytest.raises(RuntimeError, match=rf"refused to {what}.*719"):
         CALLS[what]()
+
+
+AT_EXIT = """
+from types import SimpleNamespace
+from bridge_fgo.core import driver
+driver._library = lambda: SimpleNamespace(
+    cuStreamCreate=lambda stream, flags: 0, cuStreamDestroy_v2=lambda stream: print("destroyed")
+)
+driver.Stream()
+left = driver.Stream()
+"""
+
+
+def test_a_stream_is_destroyed_with_its_owner_but_not_at_exit():
+    # The context may be gone by then.
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "destroyed\n"), done.stderr
 
 
 def test_what_nvrtc_says_of_a_source_is_in_the_error():

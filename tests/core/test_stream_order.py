@@ -1,6 +1,7 @@
 """No two streams meet in the same memory, whatever order a training asks for its states in; and each wait is needed."""
 
 import random
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
@@ -10,6 +11,7 @@ from stream_order import Race, install
 
 from bridge_fgo.core import schedule
 from bridge_fgo.core.cuda_transfers import CudaTransfers, Lane
+from bridge_fgo.core.debug import DebugTransfers
 from bridge_fgo.core.slab import decode_together, encode_together
 from bridge_fgo.sources.inner_step import InnerStep
 
@@ -25,18 +27,19 @@ def order(monkeypatch):
 class RandomTraining(Training):
     """A training that runs passes again, skips steps, and whose states are read on any stream at any time."""
 
-    def __init__(self, order, seed):
+    def __init__(self, order, seed, debug):
         self.order, self.random = order, random.Random(seed)
         choose = self.random.choice
         layer = choose([0, WHOLE // 10, WHOLE // 4, WHOLE])
         step = choose([0, WHOLE // 2])
         budget = choose([None, None, int(4 * layer + step + WHOLE * self.random.uniform(0.9, 2.2))])
+        transfers = CudaTransfers(torch.device("cpu"), PIECE_BYTES)
         super().__init__(
             layer,
             step,
             optimizers=choose([1, 2]),
             budget=budget,
-            transfers=CudaTransfers(torch.device("cpu"), PIECE_BYTES),
+            transfers=DebugTransfers(transfers, seed) if debug else transfers,
             master_remainders=choose([None, True, False]),
             sizes=choose([SIZES, SIZES, MANY_SIZES]),
             together=choose([None, WHOLE // 2, 2 * WHOLE]),
@@ -114,8 +117,8 @@ def updates_are_seen(order, monkeypatch):
     monkeypatch.setattr(InnerStep, "update", writes)
 
 
-def train(order, seed):
-    training = RandomTraining(order, seed)
+def train(order, seed, debug=False):
+    training = RandomTraining(order, seed, debug)
     choose = training.random.random
     packs_from = training.random.randrange(8)
     for step in range(9):
@@ -132,6 +135,31 @@ def test_no_two_streams_meet_in_the_same_memory(order, seed):
         train(order, seed)
     except Race as race:  # without a traceback: it would show tensors whose memory is gone
         pytest.fail(str(race), pytrace=False)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.usefixtures("updates_are_seen")
+def test_no_two_streams_meet_in_debug_mode_either(order, seed):
+    try:
+        train(order, seed, debug=True)
+    except Race as race:
+        pytest.fail(str(race), pytrace=False)
+
+
+@pytest.mark.usefixtures("updates_are_seen")
+def test_debug_mode_goes_without_the_waits_that_training_goes_without(order, monkeypatch):
+    copies = Counter()
+    copy = Lane.copy
+
+    def count(lane, target, source, nbytes, done, after=()):
+        copies[lane._copier.to_gpu, bool(after)] += 1
+        copy(lane, target, source, nbytes, done, after)
+
+    monkeypatch.setattr(Lane, "copy", count)
+    for seed in range(4):
+        train(order, seed, debug=True)
+    for to_gpu in (False, True):
+        assert copies[to_gpu, False] > 20 and copies[to_gpu, True] > 20
 
 
 class Nothing:
@@ -276,3 +304,24 @@ def test_without_one_of_the_waits_two_streams_meet(order, monkeypatch, fault):
     with pytest.raises(Race):
         for seed in range(24):
             train(order, seed)
+
+
+def with_poison_that_is_not_ordered(patch):
+    patch.setattr(CudaTransfers, "order_anew", lambda transfers: None)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        without_order_before_copies_in,
+        with_an_order_that_outlives_its_block,
+        with_what_was_written_not_ordered,
+        with_poison_that_is_not_ordered,
+    ],
+)
+@pytest.mark.usefixtures("updates_are_seen")
+def test_without_one_of_the_waits_two_streams_meet_in_debug_mode_too(order, monkeypatch, fault):
+    fault(monkeypatch)
+    with pytest.raises(Race):
+        for seed in range(24):
+            train(order, seed, debug=True)

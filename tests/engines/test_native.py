@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.core import host_memory
 from bridge_fgo.core.debug import VARIABLE
+from bridge_fgo.core.host_memory import Pool
 from bridge_fgo.core.meters import PeakMeter
 from bridge_fgo.core.profile import Mark
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.transfers import HostTransfers
-from bridge_fgo.engines import native
+from bridge_fgo.engines import native, ranks
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.sources.megatron import MegatronSource, bundles, home_device, live_bytes
 
@@ -59,27 +59,30 @@ def test_a_host_that_cannot_hold_the_states_of_all_optimizers_is_refused_before_
     monkeypatch.setattr(
         "bridge_fgo.engines.share.page_lock", lambda buffers, _: locked.append(sum(b.tensor.nbytes for b in buffers))
     )
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
 
     def attach(count, host_bytes):
-        monkeypatch.setattr(host_memory, "available_bytes", lambda: host_bytes)
-        monkeypatch.setattr(host_memory, "total_bytes", lambda: host_bytes)
+        monkeypatch.setattr(ranks, "pools", lambda: [Pool("host", host_bytes, host_bytes)])
         sources = [MegatronSource(make_distributed_optimizer(SIZES)) for _ in range(count)]
-        return NativeEngine(sources, config, PeakMeter(), transfers=HostTransfers(config.piece_bytes))
+        engine = NativeEngine(sources, config, PeakMeter(), transfers=HostTransfers(config.piece_bytes))
+        assert engine.bytes_to_pin == count * nbytes
+        ranks.pin_on_every_rank(engine)
 
     with pytest.raises(ValueError, match="host memory"):
-        attach(1, 2 * nbytes - 1)
+        attach(1, nbytes - 1)
     assert locked == []
-    attach(1, 2 * nbytes)
-    with pytest.raises(ValueError, match=rf"pins {2 * nbytes} bytes of host memory a rank, about {4 * nbytes} on"):
-        attach(2, 4 * nbytes - 1)
+    attach(1, nbytes)
+    with pytest.raises(ValueError, match=rf"pins {2 * nbytes} bytes of host memory for rank 0"):
+        attach(2, 2 * nbytes - 1)
     assert locked == [nbytes]
-    attach(2, 4 * nbytes)
+    attach(2, 2 * nbytes)
     assert locked == [nbytes, 2 * nbytes]
 
 
 def test_states_in_host_memory_are_not_pinned():
-    assert make()[1].pinned_bytes == 0 == make()[1].pin_seconds
+    engine = make()[1]
+    engine.pin()
+    assert engine.bytes_to_pin == engine.pinned_bytes == engine.pin_seconds == 0
 
 
 def test_masters_go_before_the_first_step_and_moments_after_it():

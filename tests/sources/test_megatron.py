@@ -8,7 +8,6 @@ from fake_optimizer import make_distributed_optimizer, state_bytes, with_model
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.meters import PeakMeter
-from bridge_fgo.engines.making import make_engine
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.sources.megatron import MegatronSource
 
@@ -297,14 +296,3 @@ def test_an_attribute_of_the_class_is_no_offloader_of_the_optimizers():
     source = MegatronSource(optimizer)
     source.drop_other_offloader()
     assert source.upstream_offloader() is None
-
-
-def test_whoever_makes_a_native_engine_has_mcores_offloader_dropped_once_the_engine_is_there():
-    optimizer, source = made()
-    optimizer._state_offloader = object()
-    config = OffloadConfig(engine="native", gpu_memory_budget_gib=1.0)
-    with pytest.raises(ValueError, match="needs a GPU"):
-        make_engine("native", [source], config, PeakMeter())
-    assert source.upstream_offloader() is optimizer._state_offloader is not None, "a refusal leaves it as it was"
-    make_engine("native", [source], OffloadConfig(engine="native"), PeakMeter())
-    assert optimizer._state_offloader is None

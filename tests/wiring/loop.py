@@ -132,12 +132,13 @@ class Loop:
 
     def step(self, train_step=None):
         """Run one training step, by `train_step` or Bridge's; return what happened, in order."""
-        from megatron.core import rerun_state_machine
+        from megatron.core import num_microbatches_calculator, rerun_state_machine
 
+        one = mock.Mock(**{"get.return_value": 1})
         self.events.clear()
         with (
             mock.patch.object(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", self.machine),
-            mock.patch.object(self.bridge_train, "get_num_microbatches", return_value=1),
+            mock.patch.object(num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", one),
             mock.patch.object(self.bridge_train, "get_model_config", return_value=self.model_config),
             mock.patch("megatron.core.utils.get_model_config", return_value=self.model_config),
             mock.patch.object(self.bridge_train, "make_data_iterator_list", side_effect=lambda **k: None),

@@ -167,6 +167,46 @@ def test_nvrx_wraps_the_installed_step(monkeypatch, bridge_train, installed):
     assert loop.step(holder.train_step) == [*ONE_PASS, "step", "settle"]
 
 
+def any_arguments(step):
+    return lambda *args, **kwargs: step(*args, **kwargs)
+
+
+def some_names(step):
+    return lambda forward_step_func, data_iterator, *rest: step(forward_step_func, data_iterator, *rest)
+
+
+def own_names_in_bridges_order(step):
+    def timed(function, data, model, optimizer, scheduler, global_state, *rest):
+        return step(function, data, model, optimizer, scheduler, global_state, *rest)
+
+    return timed
+
+
+class WithoutASignatureOfItsOwn:
+    """An object that counts its calls."""
+
+    def __init__(self, step):
+        self.step, self.calls = step, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.step(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "wrap", [any_arguments, some_names, own_names_in_bridges_order, WithoutASignatureOfItsOwn, functools.partial]
+)
+@pytest.mark.parametrize("when", ["before install", "after install"])
+def test_a_step_that_a_user_has_wrapped_without_functools_is_understood(monkeypatch, bridge_train, wrap, when):
+    loop = Loop(monkeypatch, bridge_train)
+    original = bridge_train.train_step
+    if when == "before install":
+        monkeypatch.setattr(bridge_train, "train_step", wrap(original))
+    with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")):
+        step = wrap(bridge_train.train_step) if when == "after install" else bridge_train.train_step
+        assert loop.step(step) == [*ONE_PASS, "step", "settle"]
+
+
 def native_engine(is_planned=False, **settings):
     """Return the engine of a rank without states, with a schedule that only notes its calls."""
     config = bridge_fgo.OffloadConfig(engine="native", **settings)

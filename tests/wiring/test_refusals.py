@@ -334,6 +334,20 @@ def test_a_worker_that_cannot_be_handed_the_states_is_refused(background, copies
         setattr(background, name, before)
 
 
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_open_files_are_asked_for_where_torch_keeps_one_for_each_tensor(monkeypatch, background, strategy):
+    from bridge_fgo.wiring.refusals import refuse_small_shared_memory
+
+    monkeypatch.setattr(torch.multiprocessing, "get_sharing_strategy", lambda: strategy)
+    if strategy == "file_descriptor":
+        with pytest.raises(ValueError, match=r"556 open files.*set_sharing_strategy\('file_system'\)"):
+            refuse_small_shared_memory(background, [1] * 300)
+    else:
+        refuse_small_shared_memory(background, [1] * 300)
+    with pytest.raises(ValueError, match="bytes of /dev/shm"):  # whose files have the bytes in both
+        refuse_small_shared_memory(background, [501])
+
+
 def test_a_worker_that_cannot_be_handed_the_states_is_refused_before_the_first_step(background, monkeypatch, cfg):
     from bridge_fgo.harness import cpu_training
 

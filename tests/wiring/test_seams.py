@@ -63,7 +63,7 @@ def mimo_step(monkeypatch, loop):
     monkeypatch.setattr(mimo.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
     loop.events.clear()
-    monkeypatch.setattr(mimo, "get_num_microbatches", lambda: 1)
+    monkeypatch.setattr("megatron.core.num_microbatches_calculator.get_num_microbatches", lambda: 1)
     mimo.train_step_megatron_mimo(
         forward_step_func=mock.Mock(),
         data_iterator=None,
@@ -87,6 +87,16 @@ def test_mimo_step_offloads_zeroes_releases_runs_reloads_finalizes_steps(monkeyp
     assert mimo_step(monkeypatch, loop) == [
         "offload", "zero_grad_buffer", "release", "forward_backward", "reload", "finalize", "step", "settle",
     ]  # fmt: skip
+
+
+def test_a_mimo_step_that_a_user_has_wrapped_without_functools_is_understood(monkeypatch, bridge_train):
+    import megatron.bridge.training.train_megatron_mimo as mimo
+
+    original = mimo.train_step_megatron_mimo
+    monkeypatch.setattr(mimo, "train_step_megatron_mimo", lambda **kwargs: original(**kwargs))
+    with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")):
+        events = mimo_step(monkeypatch, Loop(monkeypatch, bridge_train))
+    assert events[0] == "offload" and events[-2:] == ["step", "settle"]
 
 
 def test_mimo_step_with_the_flag_off_makes_no_call(monkeypatch, bridge_train, installed):

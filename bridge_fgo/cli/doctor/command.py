@@ -17,7 +17,7 @@ from bridge_fgo.cli.doctor.machine import Machine, look, warnings
 from bridge_fgo.cli.job.job import Job, ask_builder, read_job
 from bridge_fgo.cli.plan.estimate import Estimate, budget_refusals, is_upstreams, make_estimate
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.core.host_memory import available_bytes, require_host_memory, total_bytes
+from bridge_fgo.core.host_memory import Need, available_bytes, host_memory_refusal, pools, total_bytes
 from bridge_fgo.harness.runner import ArmFailed
 from bridge_fgo.wiring.refusals import refuse_small_shared_memory
 
@@ -164,7 +164,7 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
 
 def _upstream_memory(estimate: Estimate, ranks: int) -> Iterator[str]:
     """Yield what the memory of this machine means for mcore's own offloader, which does not ask for it."""
-    needed, free, whole = ranks * estimate.most_pinned, available_bytes(), total_bytes()
+    needed, free, whole = sum(estimate.fullest_node(ranks)), available_bytes(), total_bytes()
     if needed > free:
         yield (
             f"mcore's offloader pins {estimate.most_pinned} bytes a rank in the first steps, about {needed} on this "
@@ -174,11 +174,10 @@ def _upstream_memory(estimate: Estimate, ranks: int) -> Iterator[str]:
 
 
 def _memory_refusals(job: Job, estimate: Estimate, ranks: int) -> Iterator[str]:
-    """Yield what training would say of this machine as the node of `ranks` of the fullest ranks."""
-    try:
-        require_host_memory(estimate.most_pinned, ranks)
-    except ValueError as error:
-        yield str(error)
+    """Yield what training would say of this machine as the node of `ranks` ranks that needs the most."""
+    here = pools()
+    if refusal := host_memory_refusal([Need(nbytes, here) for nbytes in estimate.fullest_node(ranks)], rank=0):
+        yield refusal
     # Only the native engine saves in the background.
     copies = [of_rank.saved for of_stage in estimate.states for of_rank in of_stage]
     try:

@@ -73,7 +73,8 @@ class LinkEstimate:
 class Estimate:
     """A job's memory and copies.
 
-    states: of each rank of each stage. most_offloaded, most_pinned: the most bytes of any rank.
+    states: of each rank of each stage. most_offloaded: the most bytes of any rank. pinned: bytes of each rank, in the
+    order in which they fill nodes.
     """
 
     job: Job
@@ -81,9 +82,18 @@ class Estimate:
     stages: list[StageEstimate]
     states: list[list[StateBytes]]
     most_offloaded: int
-    most_pinned: int
+    pinned: list[int]
     links: list[LinkEstimate]
     notes: list[str]
+
+    @property
+    def most_pinned(self) -> int:
+        """The most bytes that any rank pins."""
+        return max(self.pinned)
+
+    def fullest_node(self, ranks: int) -> list[int]:
+        """Return the bytes that each rank pins of the node of so many ranks that pins the most."""
+        return _fullest_node(self.pinned, ranks)
 
     @property
     def state_bytes_by_rank(self) -> list[list[int]]:
@@ -141,7 +151,7 @@ def make_estimate(
     ranks = [of_rank for of_stage in states for of_rank in of_stage]
     pinned = [of_rank.pinned_upstream if upstream else of_rank.offloaded for of_rank in ranks]
     of_links = [_link_estimate(link, pinned, loads, forward, backward) for link in links]
-    return Estimate(job, offload, stages, states, most, max(pinned), of_links, _notes(job, stages))
+    return Estimate(job, offload, stages, states, most, pinned, of_links, _notes(job, stages))
 
 
 def is_upstreams(job: Job, offload: OffloadConfig) -> bool:
@@ -237,11 +247,15 @@ def budget_refusals(job: Job, stages: list[StageEstimate], offload: OffloadConfi
     return [budget_refusal(budget, least, about="about ")] if least > budget else []
 
 
+def _fullest_node(pinned: list[int], ranks: int) -> list[int]:
+    return max((pinned[first : first + ranks] for first in range(0, len(pinned), ranks)), key=sum)
+
+
 def _link_estimate(
     link: Link, pinned: list[int], loads: list[tuple[int, int | None]], forward: float | None, backward: float | None
 ) -> LinkEstimate:
     """Return what the copies cost; loads: of each stage, the most bytes that a rank copies, and its activations."""
-    nodes = [sum(pinned[first : first + link.gpus]) for first in range(0, len(pinned), link.gpus)]
+    of_node = sum(_fullest_node(pinned, link.gpus))
     link = link.of_node_with(min(len(pinned), link.gpus))
 
     def floor(forward: float, backward: float) -> float:
@@ -258,7 +272,7 @@ def _link_estimate(
     enough = max(nbytes for nbytes, _ in loads) / link.one_way
     return LinkEstimate(
         link=link,
-        pinned=max(nodes),
+        pinned=of_node,
         link_seconds=enough,
         most_floor=floor(0.0, 0.0),
         floor=given,

@@ -1,0 +1,79 @@
+"""What the ranks of a job do together: tell each other, fail alike, and ask their nodes for host memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bridge_fgo.core.host_memory import Need, host_memory_refusal, pools
+from bridge_fgo.engines.engine import Engine
+
+
+def gather[T](own: T) -> list[T]:
+    """Return what every rank of the job tells, in their order; a collective where there is torch.distributed."""
+    if not torch.distributed.is_initialized():
+        return [own]
+    answers: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(answers, own)
+    return answers
+
+
+def on_every_rank[T](act: Callable[[], T]) -> T:
+    """Do something that has no collective in it and may fail, and raise on every rank where it fails on one.
+
+    The others would go on, and wait in their next collective for a rank that has raised. An interruption is not told:
+    whoever interrupts a rank ends the job.
+
+    Raises:
+        ValueError: somewhere it failed with one; names the rank.
+        RuntimeError: somewhere it failed with anything else; names the rank.
+    """
+    try:
+        result = act()
+    except Exception as error:
+        _tell((isinstance(error, ValueError), f"{type(error).__name__}: {error}"))
+        raise
+    for rank, failure in enumerate(_tell(None)):
+        if failure is not None:
+            is_value, text = failure
+            raise (ValueError if is_value else RuntimeError)(f"rank {rank} failed, and so every rank does: {text}")
+    return result
+
+
+def _tell(failure: tuple[bool, str] | None) -> list[tuple[bool, str] | None]:
+    return gather(failure)
+
+
+def require_host_memory(nbytes: int) -> None:
+    """Raise ValueError, on every rank alike, where the ranks of a node need more host memory than it has free.
+
+    A collective, which a rank that pins nothing takes part in too.
+
+    Args:
+        nbytes: what this rank is about to pin, once it is known that all have the memory.
+    """
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if host_memory_refusal(_needs(nbytes), rank):
+        gc.collect()  # an optimizer that was dropped and its offloader, which pins as much, refer to each other
+        if refusal := host_memory_refusal(_needs(nbytes), rank):
+            raise ValueError(refusal)
+
+
+def _needs(nbytes: int) -> list[Need]:
+    return gather(Need(nbytes, on_every_rank(lambda: pools() if nbytes else [])))
+
+
+def pin_on_every_rank(engine: Engine) -> None:
+    """Page-lock the host memory of every rank's engine, or of none where a node has not enough for its ranks.
+
+    A collective. Whatever its optimizers and its engine, every rank of the job comes here.
+
+    Raises:
+        ValueError: as `require_host_memory`, or as `Engine.pin` on this rank or another.
+        RuntimeError: as `Engine.pin`, on this rank or another.
+    """
+    require_host_memory(engine.bytes_to_pin)
+    on_every_rank(engine.pin)

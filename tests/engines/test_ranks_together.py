@@ -1,0 +1,103 @@
+"""What ranks do together: they fail alike, and a node is asked for what its ranks need together."""
+
+from __future__ import annotations
+
+import gc
+import json
+
+import pytest
+import torch
+from children import join, start
+
+from bridge_fgo.core.host_memory import Pool
+from bridge_fgo.engines import ranks
+
+
+def fails(kind):
+    raise kind("the reason")
+
+
+def seen(act):
+    """Return what `act` returns, or the error's type and text."""
+    try:
+        return act()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+
+def run(rank, folder):
+    """Be one of two ranks on a node with 450 bytes free; leave what was seen in `<rank>.json`."""
+    store = torch.distributed.FileStore(str(folder / "store"), 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    ranks.pools = lambda: [Pool("host", 1800, 450)]
+    found = [
+        seen(lambda: ranks.on_every_rank(lambda: f"done by {rank}")),
+        *(seen(lambda k=k: ranks.on_every_rank(lambda: rank == 1 and fails(k))) for k in (ValueError, OSError)),
+        seen(lambda: ranks.require_host_memory([300, 150][rank])),
+        seen(lambda: ranks.require_host_memory([300, 151][rank])),
+        seen(lambda: ranks.require_host_memory([451, 0][rank])),
+        ranks.gather(rank),
+    ]
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def test_two_ranks_fail_alike_and_neither_waits_for_the_other(tmp_path):
+    children = [start(run, rank, tmp_path) for rank in range(2)]
+    assert [join(child, "where ranks tell each other") for child in children] == [0, 0]
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for rank, (done, value, system, enough, too_little, too_little_for_one, last) in enumerate(found):
+        assert done == f"done by {rank}"
+        if rank == 1:
+            assert (value, system) == (["ValueError", "the reason"], ["OSError", "the reason"])
+        else:
+            told = "rank 1 failed, and so every rank does: "
+            assert value == ["ValueError", told + "ValueError: the reason"]
+            assert system == ["RuntimeError", told + "OSError: the reason"]
+        assert enough is None
+        own = f"pins {[300, 151][rank]} bytes of host memory for rank {rank}, 451 for the 2 rank(s) of its node"
+        assert too_little[0] == "ValueError" and own in too_little[1]
+        assert too_little_for_one[0] == "ValueError" and "451 for the 1 rank(s)" in too_little_for_one[1]
+        assert last == [0, 1], "no rank is a collective ahead of the other"
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+
+
+def test_what_a_dropped_optimizer_pins_is_given_back_before_a_refusal(alone, monkeypatch):
+    class Dropped:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            freed.append(True)
+
+    freed = []
+    monkeypatch.setattr(ranks, "pools", lambda: [Pool("host", 100, 80 if freed else 10)])
+    Dropped()
+    gc.disable()
+    try:
+        ranks.require_host_memory(10)
+        assert not freed
+        ranks.require_host_memory(80)
+        with pytest.raises(ValueError, match="pins 81 bytes of host memory for rank 0, 81 for the 1 rank"):
+            ranks.require_host_memory(81)
+    finally:
+        gc.enable()
+
+
+def test_an_interrupted_rank_tells_nobody(alone, monkeypatch):
+    monkeypatch.setattr(ranks, "gather", lambda own: pytest.fail("nobody else may come"))
+    with pytest.raises(KeyboardInterrupt):
+        ranks.on_every_rank(lambda: fails(KeyboardInterrupt))
+
+
+def test_a_rank_whose_memory_cannot_be_read_tells_it(alone, monkeypatch):
+    told = []
+    monkeypatch.setattr(ranks, "gather", lambda own: told.append(own) or [own])
+    monkeypatch.setattr(ranks, "pools", lambda: fails(RuntimeError))
+    with pytest.raises(RuntimeError, match="the reason"):
+        ranks.require_host_memory(1)
+    assert told == [(False, "RuntimeError: the reason")]
+    ranks.require_host_memory(0)  # nothing to ask for, as where states are in host memory
