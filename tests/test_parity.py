@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -15,7 +16,8 @@ from bridge_fgo.wiring.session import SESSION
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
 STEPS = 20
-SMALL_SLABS = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, piece_bytes=2**16)
+DEFAULTS = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, piece_bytes=2**16)
+SMALL_SLABS = dataclasses.replace(DEFAULTS, master_remainders=True)
 
 SCENARIOS = {
     "plain": {},
@@ -51,10 +53,16 @@ def offloaded(options, config=SMALL_SLABS, steps=STEPS):
     return record, figures[-1]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_20_steps_are_bitwise_equal_to_resident(name):
+OF_BF16 = [name for name, options in SCENARIOS.items() if options.get("precision") != "fp16"]
+DEFAULT_SETTINGS = ["plain", "fp16_with_loss_scaling", "all_at_once"]
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), [*((name, SMALL_SLABS) for name in OF_BF16), *((name, DEFAULTS) for name in DEFAULT_SETTINGS)]
+)
+def test_20_steps_are_bitwise_equal_to_resident(name, config):
     resident = run(CpuOptions(**SCENARIOS[name]), STEPS)
-    record, stats = offloaded(SCENARIOS[name])
+    record, stats = offloaded(SCENARIOS[name], config)
     assert len(resident.steps) == STEPS
     assert numbers(record) == numbers(resident)
     assert record.digests == resident.digests
@@ -456,7 +464,7 @@ def scale_masters(adam):
 
 
 @pytest.mark.parametrize("write", [reset_moments, scale_masters])
-@pytest.mark.parametrize("config", [SMALL_SLABS, bridge_fgo.OffloadConfig(master_remainders=True)])
+@pytest.mark.parametrize("config", [DEFAULTS, SMALL_SLABS])
 def test_what_is_written_after_reload_states_is_kept_and_saved(write, config):
     # Slabs are on their way to the host then, with the bytes of before.
     saved, digests = with_a_write_between_steps(False, write)

@@ -16,7 +16,7 @@ from bridge_fgo.core.debug import debugged
 from bridge_fgo.core.layout import copied_whole
 from bridge_fgo.core.meters import PeakMeter, Traffic
 from bridge_fgo.core.part import Part
-from bridge_fgo.core.remainders import Remainders
+from bridge_fgo.core.remainders import Remainders, WeightWatch
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.schedule import Schedule
 from bridge_fgo.core.slab import Slab, require_readable, send_off
@@ -85,6 +85,11 @@ class NativeEngine(Engine):
             for part in schedule.parts:
                 part.packable_bytes = sum(slab.nbytes for slab in part.slabs if slab.codec.family is not None)
         schedule.count_packable()
+        masters = {
+            source: [slab.codec for slab in share.slabs if slab.codec.family is not None]
+            for source, share in self._shares.items()
+        }
+        self._watches = {source: WeightWatch(self._remainders, codecs) for source, codecs in masters.items() if codecs}
         self._snapshots: dict[Source, Snapshot] = {}
         self._checked: set[Source] = set()
         """Sources whose weights have been compared for the optimizer step that comes next."""
@@ -128,11 +133,44 @@ class NativeEngine(Engine):
         """Return the codecs of slabs whose masters are on the GPU in part only, of some sources."""
         return [slab.codec for source in sources for slab in self._shares[source].slabs if slab.is_encoded]
 
-    def _verify(self, sources: Iterable[Source]) -> None:
-        """Raise RuntimeError where weights are not what they were when masters that were copied in part left."""
-        if encoded := self._encoded(sources):
-            with self.schedule.transfers.computing():
+    def _verify(self, sources: Sequence[Source]) -> None:
+        """Raise RuntimeError where weights are not what they were when masters that were copied in part left.
+
+        Of masters that left whole that is noted, where weights are watched.
+        """
+        watches = self._watches_of(sources)
+        encoded = self._encoded(sources)
+        if not encoded and not watches:
+            return
+        with self.schedule.transfers.computing():
+            for watch in watches:
+                watch.compare()
+            if encoded:
                 self._remainders.verify(encoded)
+
+    def _watches_of(self, sources: Iterable[Source]) -> list[WeightWatch]:
+        """Return the watches of some sources, where their weights are watched in the present step."""
+        if not self.schedule.packing.is_watching:
+            return []
+        return [self._watches[source] for source in sources if source in self._watches]
+
+    def _masters_leave(self, sources: Iterable[Source]) -> None:
+        if watches := self._watches_of(sources):
+            with self.schedule.transfers.computing():
+                for watch in watches:
+                    watch.begin()
+
+    def _masters_are_here(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            if source in self._watches:
+                self._watches[source].end()
+
+    def _choose_packing(self) -> None:
+        """Have the policy decide, once it can, by what the watches have seen."""
+        if self.schedule.packing.can_decide:
+            with self.schedule.transfers.computing():
+                changed = any(watch.has_changed() for watch in self._watches.values())
+            self.schedule.packing.decide(changed)
 
     @contextmanager
     def _verified(self, *sources: Source) -> Iterator[None]:
@@ -202,7 +240,10 @@ class NativeEngine(Engine):
         coming = [source for source, share in self._shares.items() if share.coming]
         with self._verified(*coming) if coming else nullcontext():
             send_off(slab for part in self.schedule.parts if not part.stays for slab in part.slabs)
+        self._masters_are_here(coming)  # they had come back, and left anew
         self.schedule.begin_pass()
+        self._choose_packing()
+        self._masters_leave(self.sources)
 
     @override
     def release(self) -> None:
@@ -247,6 +288,8 @@ class NativeEngine(Engine):
                 self._stepped.discard(source)
                 self.is_torn = True
             yield
+        self._masters_are_here([source])
+        self._masters_leave([source])
         if self._stepped is not None:
             self._stepped.add(source)
             # Of a chain each has stepped: an error from here on, in the scheduler say, leaves states that are whole.
@@ -267,10 +310,12 @@ class NativeEngine(Engine):
             if coming := share.coming:
                 with self._verified(source):
                     require_readable(coming)
+                self._masters_are_here([source])
 
     @override
     def end_step(self, updated: bool) -> None:
         self.schedule.end_step(updated)
+        self._choose_packing()
 
     # Readers and writers.
 
@@ -280,6 +325,7 @@ class NativeEngine(Engine):
         self._checked.difference_update(sources)  # where memory runs out on the way, a later step compares anew
         with self._verified(*sources):
             require_readable(self._slabs_of(source, masters_only))
+        self._masters_are_here(sources)
 
     @override
     def require_writable(self, source: Source | None = None, masters_only: bool = False) -> None:
@@ -295,6 +341,7 @@ class NativeEngine(Engine):
             with self.schedule.transfers.computing():
                 if not self._remainders.can_decode(encoded):
                     self._masters_lost.add(source)
+        self._masters_are_here([source])  # what they were says nothing
         with self._trusted(source):
             self.require_writable(source)
         yield
@@ -351,6 +398,7 @@ class NativeEngine(Engine):
             slab.close()
         self.schedule.forget_parts()
         self._shares.clear()
+        self._watches.clear()
         self.sources = []
 
 

@@ -40,7 +40,9 @@ def test_the_step_holds_two_parts_where_there_is_no_room():
 @pytest.mark.parametrize("masters", [True, False])  # of Transformer Engine's precision-aware Adam all states are new
 @pytest.mark.parametrize("together", [None, 4000])
 def test_the_step_that_makes_the_states_holds_two_parts_too(monkeypatch, masters, together):
-    training = Training(layer=0, sizes=MANY_SIZES * 4, together=together, master_weights=masters)
+    training = Training(
+        layer=0, sizes=MANY_SIZES * 4, together=together, master_weights=masters, master_remainders=masters or None
+    )
     training.run_pass()
     held = held_in_steps(monkeypatch, training)
     training.update(0)
@@ -111,7 +113,7 @@ def test_a_budget_that_cannot_be_met_is_an_error_with_the_least_one():
 @pytest.mark.parametrize("sizes", [[1000] * 64, [1000, 300, 2000, 64, 1500, 700, 1200] * 9])
 def test_the_step_in_which_masters_are_first_packed_holds_no_more_than_others(monkeypatch, sizes, room):
     whole = 12 * sum(sizes)
-    training = Training(layer=whole // 8, step=int(whole * (0.5 - room)), sizes=sizes)
+    training = Training(layer=whole // 8, step=int(whole * (0.5 - room)), sizes=sizes, master_remainders=None)
     training.schedule.packing.packs = False
     held = held_in_steps(monkeypatch, training)
     for seed in range(4):
