@@ -7,10 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import bridge_fgo
 from bridge_fgo.core.slab import Slab
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining, run
+from bridge_fgo.sources.inner_step import InnerStep
 from bridge_fgo.wiring.session import SESSION
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
@@ -495,6 +497,24 @@ def test_a_wrapper_of_adams_step_is_called_once_a_step_with_every_parameter():
     with bridge_fgo.install(SMALL_SLABS):
         assert calls(True) == resident
     assert len(resident[0]) == 3
+
+
+def test_torchs_hook_for_kinetos_daemon_is_called_once_a_step_and_leaves_it_divided(monkeypatch):
+    counted, updates = [], []
+    monkeypatch.setattr(torch.profiler, "_optimizer_post_hook", lambda adam, *how: counted.append(type(adam)))
+    update = InnerStep.update
+    monkeypatch.setattr(InnerStep, "update", lambda inner, part: (updates.append(part), update(inner, part))[1])
+    handle = register_optimizer_step_post_hook(torch.profiler._optimizer_post_hook)  # as with KINETO_USE_DAEMON=1
+    try:
+        resident = run(CpuOptions(experts=True), 4)
+        of_resident = list(counted)
+        counted.clear()
+        record, _ = offloaded({"experts": True}, steps=4)
+    finally:
+        handle.remove()
+    assert record.digests == resident.digests
+    assert counted == of_resident and len(counted) == 8  # of two optimizers
+    assert len(updates) > 2 * 8
 
 
 def test_an_optimizer_that_steps_outside_of_what_is_wired_is_an_error(bridge_train):

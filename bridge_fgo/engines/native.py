@@ -90,6 +90,9 @@ class NativeEngine(Engine):
             for source, share in self._shares.items()
         }
         self._watches = {source: WeightWatch(self._remainders, codecs) for source, codecs in masters.items() if codecs}
+        self._whole: set[Source] = set()
+        """Sources whose steps are planned not to be divided."""
+        self._said: set[str] = set()
         self._snapshots: dict[Source, Snapshot] = {}
         self._checked: set[Source] = set()
         """Sources whose weights have been compared for the optimizer step that comes next."""
@@ -231,8 +234,33 @@ class NativeEngine(Engine):
         finally:
             self._stepped = None
 
+    def _is_whole(self, source: Source) -> bool:
+        """Return whether a source's step is not divided; what keeps it whole is said once."""
+        why = source.kept_whole_by()
+        if why and self._shares[source].slabs and why not in self._said:
+            self._said.add(why)
+            self.schedule.holding.warn(
+                f"the optimizer step is not divided, because of {why}: it may need every state, so that all that is "
+                "offloaded is on the GPU in the optimizer step; take it away to save that memory there too"
+            )
+        return bool(why)
+
+    def _plan_for_whole_steps(self) -> None:
+        """Have plans count all states of a source whose step is not divided; where that changes, measure anew."""
+        whole = {source for source in self.sources if self._is_whole(source)}
+        if whole == self._whole:
+            return
+        holding = self.schedule.holding
+        for source in whole ^ self._whole:
+            more = self._shares[source].held_more_if_whole_bytes
+            holding.masters_held_bytes += more if source in whole else -more
+        self._whole = whole
+        for kind in list(holding.plans):
+            holding.forget(kind)
+
     @override
     def begin_pass(self) -> None:
+        self._plan_for_whole_steps()
         self.traffic.most_released = self.traffic.released
         self._remainders.locate()
         self._checked.clear()
@@ -277,13 +305,13 @@ class NativeEngine(Engine):
             self.schedule.step(share.parts, source.step, not source.writes_back_by_part, share.together_bytes)
 
         with ExitStack() as stack:
-            if source.can_split():
+            if self._is_whole(source):
+                self.require_writable(source)
+            else:
                 self._require_restorable([source])
                 self._checked.discard(source)
                 stack.enter_context(self._trusted(source))
                 stack.enter_context(source.stepping(run, share.owners))
-            else:
-                self.require_writable(source)
             if self._stepped is not None:
                 self._stepped.discard(source)
                 self.is_torn = True
