@@ -58,8 +58,10 @@ class OffloadConfig:
     for copies. True starts at the first step, False never does. None starts once training has waited for copies in two
     of the first dozen or so steps: where all hide behind a long forward and backward, packing only costs time (on an
     H200 10 ms for 1.64 billion parameters). 17 bits are copied; the weight, which the master was rounded to, stays on
-    the GPU, and only the optimizer or a checkpoint load may change it. If you modify bf16 weights between steps, set
-    `master_remainders=False`; otherwise the next use of the masters raises an error."""
+    the GPU, and only the optimizer or a checkpoint load may change it. With None the weights are watched over four
+    steps before: where something else changes them, masters are copied whole for good, and a line says so. If you begin
+    to modify bf16 weights between later steps, set `master_remainders=False`: once masters are copied in part, their
+    next use after such a change raises an error, as it does with True from the first step on."""
 
     fraction: float = field(default=1.0, metadata=_spelled("fraction"))
     """Share of the bytes of moments and master weights to offload, in (0, 1]. Parameters are taken whole, in the

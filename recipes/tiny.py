@@ -20,7 +20,8 @@ def gpu_config() -> ConfigContainer:
     from bridge_fgo.harness import gpu
     from bridge_fgo.harness.gpu_config import build_config
 
-    return build_config(gpu.parse([*SIZE, "--steps", str(STEPS), "--no-deterministic", "--events", "unused"]))
+    as_in_jobs = ("--no-deterministic", "--fused-loss")
+    return build_config(gpu.parse([*SIZE, "--steps", str(STEPS), *as_in_jobs, "--events", "unused"]))
 
 
 def cpu_steps(overrides: Sequence[str]) -> int:

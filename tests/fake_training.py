@@ -61,6 +61,7 @@ class Training:
     """Optimizers with offload, and twins without, in the order of calls of a training step.
 
     together: bytes of parts that the step moves in one go; None for what the engine takes for so few states.
+    Masters are packed from the start; with master_remainders=None a test may choose that as it goes.
     """
 
     calls = 1
@@ -73,6 +74,7 @@ class Training:
         self.optimizers = [with_model(make_distributed_optimizer(sizes, seed=i)) for i in range(optimizers)]
         self.meter = meter = Meter(layer, step)
         gib = None if budget is None else budget / 2**30
+        settings = {"master_remainders": True, **settings}
         config = OffloadConfig(engine="native", piece_bytes=65536, gpu_memory_budget_gib=gib, **settings)
         self.sources = [MegatronSource(optimizer) for optimizer in self.optimizers]
         self.engine = NativeEngine(self.sources, config, meter, transfers=transfers)

@@ -36,7 +36,7 @@ POINTS = {
     "a state is handed to a checkpoint": (Snapshot, "hand_out"),
 }
 SAVED_AFTER = 3
-CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
+CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, master_remainders=True)
 
 
 class Injected(RuntimeError):

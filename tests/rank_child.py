@@ -21,7 +21,7 @@ import bridge_fgo  # noqa: E402
 from bridge_fgo.harness.cpu_model import microbatches  # noqa: E402
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 
-CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
+CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, master_remainders=True)
 
 
 @dataclasses.dataclass(frozen=True)

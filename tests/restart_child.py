@@ -88,7 +88,7 @@ def train(folder: str) -> None:
     filesystem_async._results_queue = queue.Queue()
     fused_adam.have_mcore_take_it(setattr)
     without_a_gpu(inprocess)
-    bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20))
+    bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, master_remainders=True))
     state = GlobalState()
     config = InProcessRestartConfig(enabled=True)
     restarted, store = maybe_wrap_for_inprocess_restart(Attempts(Path(folder)), config, state)

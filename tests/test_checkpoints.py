@@ -20,7 +20,7 @@ from bridge_fgo.wiring.session import SESSION
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
-SMALL_SLABS = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
+SMALL_SLABS = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, master_remainders=True)
 FORMATS = ["fully_reshardable", "dp_reshardable"]
 
 

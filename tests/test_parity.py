@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from unittest import mock
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import bridge_fgo
 from bridge_fgo.core.slab import Slab
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining, run
+from bridge_fgo.sources.inner_step import InnerStep
 from bridge_fgo.wiring.session import SESSION
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
 STEPS = 20
-SMALL_SLABS = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, piece_bytes=2**16)
+DEFAULTS = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, piece_bytes=2**16)
+SMALL_SLABS = dataclasses.replace(DEFAULTS, master_remainders=True)
 
 SCENARIOS = {
     "plain": {},
@@ -51,10 +55,16 @@ def offloaded(options, config=SMALL_SLABS, steps=STEPS):
     return record, figures[-1]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_20_steps_are_bitwise_equal_to_resident(name):
+OF_BF16 = [name for name, options in SCENARIOS.items() if options.get("precision") != "fp16"]
+DEFAULT_SETTINGS = ["plain", "fp16_with_loss_scaling", "all_at_once"]
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), [*((name, SMALL_SLABS) for name in OF_BF16), *((name, DEFAULTS) for name in DEFAULT_SETTINGS)]
+)
+def test_20_steps_are_bitwise_equal_to_resident(name, config):
     resident = run(CpuOptions(**SCENARIOS[name]), STEPS)
-    record, stats = offloaded(SCENARIOS[name])
+    record, stats = offloaded(SCENARIOS[name], config)
     assert len(resident.steps) == STEPS
     assert numbers(record) == numbers(resident)
     assert record.digests == resident.digests
@@ -456,7 +466,7 @@ def scale_masters(adam):
 
 
 @pytest.mark.parametrize("write", [reset_moments, scale_masters])
-@pytest.mark.parametrize("config", [SMALL_SLABS, bridge_fgo.OffloadConfig(master_remainders=True)])
+@pytest.mark.parametrize("config", [DEFAULTS, SMALL_SLABS])
 def test_what_is_written_after_reload_states_is_kept_and_saved(write, config):
     # Slabs are on their way to the host then, with the bytes of before.
     saved, digests = with_a_write_between_steps(False, write)
@@ -487,6 +497,24 @@ def test_a_wrapper_of_adams_step_is_called_once_a_step_with_every_parameter():
     with bridge_fgo.install(SMALL_SLABS):
         assert calls(True) == resident
     assert len(resident[0]) == 3
+
+
+def test_torchs_hook_for_kinetos_daemon_is_called_once_a_step_and_leaves_it_divided(monkeypatch):
+    counted, updates = [], []
+    monkeypatch.setattr(torch.profiler, "_optimizer_post_hook", lambda adam, *how: counted.append(type(adam)))
+    update = InnerStep.update
+    monkeypatch.setattr(InnerStep, "update", lambda inner, part: (updates.append(part), update(inner, part))[1])
+    handle = register_optimizer_step_post_hook(torch.profiler._optimizer_post_hook)  # as with KINETO_USE_DAEMON=1
+    try:
+        resident = run(CpuOptions(experts=True), 4)
+        of_resident = list(counted)
+        counted.clear()
+        record, _ = offloaded({"experts": True}, steps=4)
+    finally:
+        handle.remove()
+    assert record.digests == resident.digests
+    assert counted == of_resident and len(counted) == 8  # of two optimizers
+    assert len(updates) > 2 * 8
 
 
 def test_an_optimizer_that_steps_outside_of_what_is_wired_is_an_error(bridge_train):

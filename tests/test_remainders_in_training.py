@@ -9,7 +9,10 @@ import torch
 from saving import save
 from test_checkpoints import SMALL_SLABS, session_of, training
 
+from bridge_fgo.core.meters import WaitMeter
+from bridge_fgo.core.packing_policy import MOST_UNPLANNED, WATCHED_STEPS
 from bridge_fgo.core.residency import Residency
+from bridge_fgo.core.transfers import HostTransfers
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -86,6 +89,45 @@ def test_whole_masters_allow_any_change_of_the_weights():
             run.step()
             digests.append(run.digests())
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("waits", [None, WaitMeter()], ids=["every copy is waited for", "waits are timed"])
+def test_a_callback_that_writes_weights_between_steps_keeps_masters_whole_by_default_and_that_is_said_once(
+    monkeypatch, capsys, waits
+):
+    # Without offload the next update overwrites what it wrote: to refuse it where copies are slow would be by chance.
+    monkeypatch.setattr(HostTransfers, "waits", waits)
+    ends = []
+    for offload in (False, True):
+        with training(offload, dataclasses.replace(SMALL_SLABS, master_remainders=None)) as run:
+            losses = []
+            for _ in range(MOST_UNPLANNED + WATCHED_STEPS):
+                losses.append(run.step().loss)
+                with torch.no_grad():
+                    next(iter(run.model[0].parameters())).mul_(0.5)
+            ends.append((losses, run.digests()))
+    assert ends[0] == ends[1]
+    said = [line for line in capsys.readouterr().out.splitlines() if "master_remainders" in line]
+    assert len(said) == 1 and "masters go on being copied whole" in said[0]
+
+
+@pytest.mark.parametrize("waits", [None, WaitMeter()], ids=["every copy is waited for", "waits are timed"])
+def test_masters_are_packed_by_default_where_nothing_else_writes_weights(monkeypatch, capsys, waits):
+    monkeypatch.setattr(HostTransfers, "waits", waits)
+    ends = []
+    for offload in (False, True):
+        with training(offload, dataclasses.replace(SMALL_SLABS, master_remainders=None), experts=True) as run:
+            steps = 1 + WATCHED_STEPS if waits is None else MOST_UNPLANNED
+            for _ in range(steps):
+                run.step()
+            assert not offload or not any(slab.is_encoded for slab in session_of(run).engine.slabs)
+            run.step()
+            assert not offload or any(slab.is_encoded for slab in session_of(run).engine.slabs)
+            run.step()
+            ends.append(run.digests())
+    assert ends[0] == ends[1]
+    said = [line for line in capsys.readouterr().out.splitlines() if "master_remainders" in line]
+    assert len(said) == 1 and "copied in part" in said[0]
 
 
 def test_no_optimizer_of_a_chain_is_updated_where_a_later_ones_weights_have_changed():

@@ -108,7 +108,8 @@ class HoldPolicy:
         self.margin_bytes = 0
         """The least margin below the limit, a few parts; see `_margin`."""
         self.masters_held_bytes = 0
-        """Masters that cannot leave before the optimizer step is over, because they are copied to the model at once."""
+        """Bytes that cannot leave before the optimizer step is over: masters that are copied to the model at once, and
+        all states of a source whose step is not divided."""
         self.agree: Callable[[int, int], tuple[int, int]] = lambda room, least: (room, least)
         """Takes this rank's bytes that may stay and its least possible budget; returns what all ranks can keep to."""
         self.announce: Callable[[str], None] = lambda text: None
@@ -126,6 +127,10 @@ class HoldPolicy:
     def plans_for(self, kind: object) -> list[HoldPlan]:
         """Return the plans for passes of one kind (`MemoryProfile.kind`)."""
         return [plan for plan in self.plans if plan.profile.kind == kind]
+
+    def forget(self) -> None:
+        """Let every kind of pass be measured anew."""
+        self.plans, self._profiles = [], []
 
     @property
     def has_room(self) -> bool:

@@ -191,20 +191,20 @@ class RemainderKernels:
         self._grids: dict[tuple[int, int], Grid] = {}
         """By the first of the rows of a launch, and how many they are."""
 
-    def look_up(self, required: bool = True) -> None:
+    def look_up(self, required: bool = True) -> bool:
         """Write the table anew where weights are elsewhere now: a buffer may be let go of, and taken again.
 
-        Where weights have no memory they are left for later; if `required`, because masters are packed or about to be,
-        that raises RuntimeError.
+        Where weights have no memory they are left for later, and it returns False; if `required`, because masters are
+        packed or about to be, that raises RuntimeError.
         """
         buffers = [buffer() for buffer in self._buffers]
         # Without memory the start of a view is its offset, not 0.
         addresses = [buffer.data_ptr() if buffer.untyped_storage().nbytes() else 0 for buffer in buffers]
         if addresses == self._addresses:
-            return
+            return True
         if not all(addresses):
             if not required:
-                return
+                return False
             raise RuntimeError(
                 "OffloadConfig.master_remainders: a parameter buffer of DDP's has no GPU memory now, and without "
                 "the weights masters can neither leave nor come back; set it to False where weights are offloaded too"
@@ -218,6 +218,7 @@ class RemainderKernels:
         self._table = torch.tensor(segments, dtype=torch.int64, device=self._table.device)
         sizes = (SEGMENT_BYTES * len(shards) for shards, _ in self._slabs)
         self._starts = list(accumulate(sizes, initial=self._table.data_ptr()))
+        return True
 
     def pack(self, moves: Sequence[RowMove]) -> None:
         """Write the encoded form of the masters of slabs, and remember their weights' sums."""

@@ -87,6 +87,8 @@ class Remainders(CodecFamily):
         """None where PyTorch's operators have to do: without a GPU, a slab or NVRTC."""
         self._verified: frozenset[int] = frozenset()
         """Rows of the slabs that need no check now."""
+        self.lacked_weights = False
+        """Whether weights had no memory at a time when packed masters would have needed it."""
 
     def codec_of(self, states: Sequence[State], layout: SlabLayout) -> Codec:
         """Return the codec of a slab of these states: one that copies whole where one rounds to no weight."""
@@ -109,11 +111,12 @@ class Remainders(CodecFamily):
         if module is not None:
             self._kernels = RemainderKernels(module, [(slab.shards, slab.firsts) for slab in self.slabs], self.sums)
         self.locate()
+        self.lacked_weights = False  # they may be there by the first pass
 
     @override
     def locate(self) -> None:
-        if self._kernels is not None:
-            self._kernels.look_up(required=self.wanted())
+        if self._kernels is not None and not self._kernels.look_up(required=self.wanted()):
+            self.lacked_weights = True
 
     @override
     def encode(self, moves: Sequence[MastersMove]) -> None:
@@ -165,7 +168,7 @@ class Remainders(CodecFamily):
         packed = [slab for slab in cast("Sequence[SlabRemainders]", codecs) if slab.row not in verified]
         if not packed:
             return ""
-        now = self._sums_now(packed)
+        now = self.sums_now(packed).tolist()
         then = self.sums.tolist()
         if any(then[slab.row][1] for slab in packed):
             return (
@@ -173,7 +176,7 @@ class Remainders(CodecFamily):
                 "just before it was offloaded (a NaN?), so that it cannot be brought back. Resume from a checkpoint "
                 "with OffloadConfig(master_remainders=False), which copies masters whole"
             )
-        if any(then[slab.row][0] != found for slab, found in zip(packed, now, strict=True)):
+        if any(then[slab.row][0] != now[slab.row] for slab in packed):
             return (
                 "weights of the model were changed while their master weights were offloaded, and by something else "
                 "than the optimizer, so that the masters cannot be brought back. Put the weights back as they were, or "
@@ -181,12 +184,63 @@ class Remainders(CodecFamily):
             )
         return ""
 
-    def _sums_now(self, packed: Sequence[SlabRemainders]) -> list[int]:
+    def sums_now(self, slabs: Sequence[SlabRemainders]) -> torch.Tensor:
+        """Return the sums over the bits of the weights as they are now, int64 [rows].
+
+        The rows of other slabs say nothing. The next call may overwrite what it returns.
+        """
         if self._kernels is not None:
-            found = self._kernels.weight_sums().tolist()
-            return [found[slab.row] for slab in packed]
-        zero = torch.zeros((), dtype=torch.int64, device=self._device)  # tensors wrap around, Python's integers do not
-        return [int(sum((_sum(bits, here.start) for bits, here, _ in _chunks(slab)), zero)) for slab in packed]
+            return self._kernels.weight_sums()
+        now = torch.zeros_like(self.sums[:, 0])  # tensors wrap around, Python's integers do not
+        for slab in slabs:
+            for bits, here, _ in _chunks(slab):
+                now[slab.row] += _sum(bits, here.start)
+        return now
+
+
+class WeightWatch:
+    """Sees whether weights stay as they are while their masters are away, before any of these is packed.
+
+    A step is watched from the optimizer's copy to the weights up to the next update, as packed masters would be
+    compared. All is done on the current stream; the host waits in `has_changed` alone.
+
+    Args:
+        family: theirs.
+        codecs: of the masters of one source; their rows follow one another.
+    """
+
+    def __init__(self, family: Remainders, codecs: Sequence[Codec]) -> None:
+        self._family, self._slabs = family, cast("Sequence[SlabRemainders]", codecs)
+        rows = [slab.row for slab in self._slabs]
+        self._rows = slice(rows[0], rows[-1] + 1)
+        assert rows == list(range(rows[0], rows[-1] + 1))
+        self._then: torch.Tensor | None = None
+        """The sums of the weights when masters left; None where they are here, or nothing is watched."""
+        self._differ: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Take the weights' sums as masters leave, where they were here."""
+        if self._then is None:
+            now = self._now()
+            self._then = None if now is None else now.clone()
+
+    def compare(self) -> None:
+        """Compare the weights with what they were when masters left, if these are away."""
+        if self._then is not None and (now := self._now()) is not None:
+            differ = (now != self._then).any()
+            self._differ = differ if self._differ is None else self._differ | differ
+
+    def end(self) -> None:
+        """Note that masters are here, so that nothing is to be compared."""
+        self._then = None
+
+    def has_changed(self) -> bool:
+        """Return whether weights have changed in a step that was watched. The host waits."""
+        return self._family.lacked_weights or (self._differ is not None and bool(self._differ.item()))
+
+    def _now(self) -> torch.Tensor | None:
+        self._family.locate()
+        return None if self._family.lacked_weights else self._family.sums_now(self._slabs)[self._rows]
 
 
 def _by_row(moves: Sequence[MastersMove]) -> list[RowMove]:

@@ -57,7 +57,9 @@ class Schedule:
         self.holding = holding = HoldPolicy(budget_bytes)
         self.signature: object = None
         """What a pass must have in common with the measured one: set before a pass; the number of microbatches."""
-        self.packing = PackingPolicy(transfers.waits, lambda text: holding.announce(text))
+        self.packing = PackingPolicy(
+            transfers.waits, lambda text: holding.announce(text), lambda text: holding.warn(text)
+        )
         self.recorder = Recorder(meter, self.ledger)
         self._fresh = self._warm = False
         self._course = Course()

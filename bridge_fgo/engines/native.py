@@ -17,7 +17,7 @@ from bridge_fgo.core.layout import copied_whole
 from bridge_fgo.core.meters import PeakMeter, Traffic
 from bridge_fgo.core.part import Part
 from bridge_fgo.core.profile import Mark
-from bridge_fgo.core.remainders import Remainders
+from bridge_fgo.core.remainders import Remainders, WeightWatch
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.schedule import Schedule
 from bridge_fgo.core.slab import Slab, require_readable, send_off
@@ -84,6 +84,14 @@ class NativeEngine(Engine):
             for part in schedule.parts:
                 part.packable_bytes = sum(slab.nbytes for slab in part.slabs if slab.codec.family is not None)
         schedule.count_packable()
+        masters = {
+            source: [slab.codec for slab in share.slabs if slab.codec.family is not None]
+            for source, share in self._shares.items()
+        }
+        self._watches = {source: WeightWatch(self._remainders, codecs) for source, codecs in masters.items() if codecs}
+        self._whole: set[Source] = set()
+        """Sources whose steps are planned not to be divided."""
+        self._said: set[str] = set()
         self._snapshots: dict[Source, Snapshot] = {}
         self._checked: set[Source] = set()
         """Sources whose weights have been compared for the optimizer step that comes next."""
@@ -143,11 +151,44 @@ class NativeEngine(Engine):
         """Return the codecs of slabs whose masters are on the GPU in part only, of some sources."""
         return [slab.codec for source in sources for slab in self._shares[source].slabs if slab.is_encoded]
 
-    def _verify(self, sources: Iterable[Source]) -> None:
-        """Raise RuntimeError where weights are not what they were when masters that were copied in part left."""
-        if encoded := self._encoded(sources):
-            with self.schedule.transfers.computing():
+    def _verify(self, sources: Sequence[Source]) -> None:
+        """Raise RuntimeError where weights are not what they were when masters that were copied in part left.
+
+        Of masters that left whole that is noted, where weights are watched.
+        """
+        watches = self._watches_of(sources)
+        encoded = self._encoded(sources)
+        if not encoded and not watches:
+            return
+        with self.schedule.transfers.computing():
+            for watch in watches:
+                watch.compare()
+            if encoded:
                 self._remainders.verify(encoded)
+
+    def _watches_of(self, sources: Iterable[Source]) -> list[WeightWatch]:
+        """Return the watches of some sources, where their weights are watched in the present step."""
+        if not self.schedule.packing.is_watching:
+            return []
+        return [self._watches[source] for source in sources if source in self._watches]
+
+    def _masters_leave(self, sources: Iterable[Source]) -> None:
+        if watches := self._watches_of(sources):
+            with self.schedule.transfers.computing():
+                for watch in watches:
+                    watch.begin()
+
+    def _masters_are_here(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            if source in self._watches:
+                self._watches[source].end()
+
+    def _choose_packing(self) -> None:
+        """Have the policy decide, once it can, by what the watches have seen."""
+        if self.schedule.packing.can_decide:
+            with self.schedule.transfers.computing():
+                changed = any(watch.has_changed() for watch in self._watches.values())
+            self.schedule.packing.decide(changed)
 
     @contextmanager
     def _verified(self, *sources: Source) -> Iterator[None]:
@@ -208,8 +249,32 @@ class NativeEngine(Engine):
         finally:
             self._stepped = None
 
+    def _is_whole(self, source: Source) -> bool:
+        """Return whether a source's step is not divided; what keeps it whole is said once."""
+        why = source.kept_whole_by()
+        if why and self._shares[source].slabs and why not in self._said:
+            self._said.add(why)
+            self.schedule.holding.warn(
+                f"the optimizer step is not divided, because of {why}: it may need every state, so that all that is "
+                "offloaded is on the GPU in the optimizer step; take it away to save that memory there too"
+            )
+        return bool(why)
+
+    def _plan_for_whole_steps(self) -> None:
+        """Have plans count all states of a source whose step is not divided; where that changes, measure anew."""
+        whole = {source for source in self.sources if self._is_whole(source)}
+        if whole == self._whole:
+            return
+        holding = self.schedule.holding
+        for source in whole ^ self._whole:
+            more = self._shares[source].held_more_if_whole_bytes
+            holding.masters_held_bytes += more if source in whole else -more
+        self._whole = whole
+        holding.forget()
+
     @override
     def begin_pass(self) -> None:
+        self._plan_for_whole_steps()
         self.traffic.most_released = self.traffic.released
         self._remainders.locate()
         self._checked.clear()
@@ -217,7 +282,10 @@ class NativeEngine(Engine):
         coming = [source for source, share in self._shares.items() if share.coming]
         with self._verified(*coming) if coming else nullcontext():
             send_off(slab for part in self.schedule.parts if not part.stays for slab in part.slabs)
+        self._masters_are_here(coming)  # they had come back, and left anew
         self.schedule.begin_pass()
+        self._choose_packing()
+        self._masters_leave(self.sources)
 
     @override
     def release(self) -> None:
@@ -251,17 +319,19 @@ class NativeEngine(Engine):
             self.schedule.step(share.parts, source.step, not source.writes_back_by_part, share.together_bytes)
 
         with ExitStack() as stack:
-            if source.can_split():
+            if self._is_whole(source):
+                self.require_writable(source)
+            else:
                 self._require_restorable([source])
                 self._checked.discard(source)
                 stack.enter_context(self._trusted(source))
                 stack.enter_context(source.stepping(run, share.owners))
-            else:
-                self.require_writable(source)
             if self._stepped is not None:
                 self._stepped.discard(source)
                 self.is_torn = True
             yield
+        self._masters_are_here([source])
+        self._masters_leave([source])
         if self._stepped is not None:
             self._stepped.add(source)
             # Of a chain each has stepped: an error from here on, in the scheduler say, leaves states that are whole.
@@ -282,10 +352,12 @@ class NativeEngine(Engine):
             if coming := share.coming:
                 with self._verified(source):
                     require_readable(coming)
+                self._masters_are_here([source])
 
     @override
     def end_step(self, updated: bool) -> None:
         self.schedule.end_step(updated)
+        self._choose_packing()
 
     # Readers and writers.
 
@@ -295,6 +367,7 @@ class NativeEngine(Engine):
         self._checked.difference_update(sources)  # where memory runs out on the way, a later step compares anew
         with self._verified(*sources):
             require_readable(self._slabs_of(source, masters_only))
+        self._masters_are_here(sources)
 
     @override
     def require_writable(self, source: Source | None = None, masters_only: bool = False) -> None:
@@ -310,6 +383,7 @@ class NativeEngine(Engine):
             with self.schedule.transfers.computing():
                 if not self._remainders.can_decode(encoded):
                     self._masters_lost.add(source)
+        self._masters_are_here([source])  # what they were says nothing
         with self._trusted(source):
             self.require_writable(source)
         yield
@@ -366,6 +440,7 @@ class NativeEngine(Engine):
             slab.close()
         self.schedule.forget_parts()
         self._shares.clear()
+        self._watches.clear()
         self.sources = []
 
 

@@ -5,7 +5,8 @@
 
 Rank 0 writes the events that `bridge_fgo.cli.demo` and the tests read. Digests cover
 every rank; bytes and times are rank 0's. Two runs with the same options are bitwise
-equal, so that whatever differs between two arms comes from what sets them apart.
+equal, but with `--fused-loss`, and experts with `--no-deterministic`; so whatever else differs between two arms comes
+from what sets them apart.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--deterministic",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="Bridge's deterministic mode; without it two resident runs may differ already",
+        help="Bridge's deterministic mode; without it two resident runs of a mixture of experts may differ already",
     )
+    parser.add_argument("--fused-loss", action="store_true", help="two resident runs may differ already")
     offload = parser.add_argument_group("offload")
     offload.add_argument("--offload", choices=("on", "off"), default="off")
     offload.add_argument("--no-install", action="store_true", help="set the flag, leave this package out")
@@ -82,6 +84,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, help="profile two steps more, not among the figures, into this file")
     parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
     options = parser.parse_args(arguments)
+    if options.fused_loss and options.deterministic:
+        parser.error("--fused-loss is not deterministic: give --no-deterministic too")
     if options.ffn is None:
         options.ffn = 4 * options.hidden
     if options.moments_dtype != "fp32" and not options.precision_aware:

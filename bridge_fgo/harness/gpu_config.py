@@ -62,7 +62,8 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         # Deterministic, and does not depend on the cuDNN that is here.
         attention_backend=AttnBackend.unfused,
         deterministic_mode=options.deterministic,
-        cross_entropy_loss_fusion=not options.deterministic,  # its backward is not deterministic
+        # Compiled by torch it ends in one of two results, in one run of an arm and the next.
+        cross_entropy_loss_fusion=options.fused_loss,
     )
     if options.cp > 1:
         model.transformer_layer_spec = gathered_attention_spec

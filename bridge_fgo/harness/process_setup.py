@@ -16,11 +16,7 @@ def use_one_rank_by_default() -> None:
 
 
 def make_deterministic() -> None:
-    """Set what Bridge's deterministic mode asks of the environment, where unset.
-
-    Seen on an H200 without it: a 24-layer GPT ended in one of two results, resident or not, depending on
-    nothing but timing.
-    """
+    """Set what Bridge's deterministic mode asks of the environment, where unset."""
     import torch
 
     os.environ.setdefault("NCCL_ALGO", "Ring")

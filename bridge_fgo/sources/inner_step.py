@@ -8,8 +8,28 @@ from typing import Any
 
 import torch
 import torch.optim.optimizer as torch_optimizer
+import torch.profiler
 
 _ABSENT = object()
+
+
+def _is_kinetos(hook: Callable[..., Any]) -> bool:
+    """Return whether it is the hook that torch registers itself where `KINETO_USE_DAEMON` is set: it counts steps."""
+    return hook is getattr(torch.profiler, "_optimizer_post_hook", None)
+
+
+@contextmanager
+def _kinetos_hook_called_once(adam: torch.optim.Optimizer) -> Iterator[None]:
+    """Context of a divided step, at whose end torch's hook is called, instead of once for each part."""
+    hooks = torch_optimizer._global_optimizer_post_hooks
+    found = {key: hook for key, hook in hooks.items() if _is_kinetos(hook)}
+    hooks.update(dict.fromkeys(found, lambda *of_a_part: None))  # in its place: others keep theirs
+    try:
+        yield
+    finally:
+        hooks.update(found)
+    for hook in found.values():
+        hook(adam, (adam,), {})
 
 
 class InnerStep:
@@ -25,20 +45,23 @@ class InnerStep:
         self._shares: dict[Any, list[tuple[dict[str, Any], list[Any], Any]]] = {}
         """Param groups of each owner, its parameters in them, and the groups' counts before the present step."""
 
-    def divides(self) -> bool:
-        """Return whether the step may be divided: what hangs on it must run once a step, with everything there.
+    def kept_whole_by(self) -> str:
+        """Return the name of what forbids to divide the step: it must run once a step, with everything there.
 
-        That is hooks, and a function of somebody else's in the place of `step` (an average of the weights, a counter),
-        but for the one by which torch's schedulers count calls.
+        That is a hook, and a function of somebody else's in the place of `step` (an average of the weights, a counter),
+        but for the two that only count: that of torch's schedulers, and torch's hook for Kineto's daemon.
         """
-        hooks = (
+        registries = (
             getattr(self._adam, "_optimizer_step_pre_hooks", {}),
             getattr(self._adam, "_optimizer_step_post_hooks", {}),
             torch_optimizer._global_optimizer_pre_hooks,
             torch_optimizer._global_optimizer_post_hooks,
         )
+        found = [f"a hook on it, {_name(h)}" for hooks in registries for h in hooks.values() if not _is_kinetos(h)]
         step = vars(self._adam).get("step")
-        return not any(hooks) and (step is None or hasattr(step, "_wrapped_by_lr_sched"))
+        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+            found.append(f"a function in its place, {_name(step)}")
+        return "; ".join(found)
 
     @contextmanager
     def replaced(self, step: Callable[[], None], owners: Mapping[int, Any]) -> Iterator[None]:
@@ -53,7 +76,8 @@ class InnerStep:
             if args or kwargs:
                 raise RuntimeError("the optimizer step got arguments that an update in parts cannot honour")
             self._divide(owners)
-            step()
+            with _kinetos_hook_called_once(self._adam):
+                step()
 
         self._step = original
         self._adam.step = in_parts  # type: ignore[method-assign]
@@ -94,3 +118,9 @@ class InnerStep:
             self._adam.param_groups = groups
             for (group, _, _), params in zip(shares, whole, strict=True):
                 group["params"] = params
+
+
+def _name(function: Any) -> str:
+    function = getattr(function, "func", function)  # of a partial
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -55,8 +55,8 @@ class MegatronSource(Source):
         return bundles(self.optimizer, self._master_copy.rounded_weights())
 
     @override
-    def can_split(self) -> bool:
-        return self._inner_step.divides()
+    def kept_whole_by(self) -> str:
+        return self._inner_step.kept_whole_by()
 
     @contextmanager
     @override

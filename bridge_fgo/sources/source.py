@@ -36,8 +36,8 @@ class Source(ABC):
         """Return the states of each parameter, made already or not, in the order in which they step."""
 
     @abstractmethod
-    def can_split(self) -> bool:
-        """Return whether the present step may update the parameters part by part."""
+    def kept_whole_by(self) -> str:
+        """Return the name of what forbids to update the parameters part by part now; empty where nothing does."""
 
     @abstractmethod
     def stepping(self, run: Callable[[], None], owners: Mapping[int, Part]) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ def config(options: str, **model: object):
     from bridge_fgo.harness import gpu
     from bridge_fgo.harness.gpu_config import build_config
 
-    result = build_config(gpu.parse(f"{options} --no-deterministic --offload on --events unused".split()))
+    result = build_config(gpu.parse(f"{options} --no-deterministic --fused-loss --offload on --events unused".split()))
     for name, value in model.items():
         assert hasattr(result.model, name), name
         setattr(result.model, name, value)

@@ -7,6 +7,7 @@ import pytest
 from test_bench import GB, LINK, OFFLOADED, RESIDENT, arm
 
 from bridge_fgo.cli.bench import command, figures, presets
+from bridge_fgo.harness import gpu
 
 
 def test_every_round_counts():
@@ -118,3 +119,20 @@ def test_a_link_probe_that_fails_gives_no_figures(monkeypatch, script, why):
     monkeypatch.setattr(command, "launcher", lambda gpus: ("-c", script))  # before "-m" and the probe's module
     with pytest.raises(command.ArmFailed, match=why):
         command.probe(1)
+
+
+@pytest.mark.parametrize("preset", presets.PRESETS)
+@pytest.mark.usefixtures("cpu_standins")
+def test_arms_are_comparable_bit_by_bit_and_only_experts_need_the_deterministic_mode_for_it(preset):
+    from bridge_fgo.harness.gpu_config import build_config
+
+    options = gpu.parse([*presets.size_options(preset, gpus=2), "--events", "unused"])
+    model = build_config(options).model
+    assert not model.cross_entropy_loss_fusion
+    assert model.deterministic_mode is (model.num_moe_experts is not None) is (preset == "moe")
+
+
+def test_a_fused_loss_is_refused_in_the_deterministic_mode(capsys):
+    with pytest.raises(SystemExit):
+        gpu.parse(["--fused-loss", "--events", "unused"])
+    assert "--no-deterministic" in capsys.readouterr().err

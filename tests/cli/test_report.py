@@ -65,6 +65,7 @@ def test_two_equal_logs_are_one_page_that_needs_no_network(tmp_path):
     done = report(resident, offloaded, "--output", tmp_path / "page.html")
     assert done.exit_code == 0, done.output
     assert "resident and offloaded are bitwise equal over 5 steps: lm loss, grad-norm." in done.output
+    assert "cross_entropy" not in done.output
     page = (tmp_path / "page.html").read_text()
     assert set(re.findall(r'(?:src|href)="([^,"]*)', page)) == {"data:image/png;base64"}
     assert page.count("<img") == 6  # loss, step time, peaks, host bytes, copies, timeline
@@ -82,7 +83,10 @@ def test_the_first_different_step_is_named(tmp_path):
     done = report(first, second, "--output", tmp_path / "page.html")
     assert done.exit_code == 1
     assert "first and second DIFFER, first at step 2 in lm loss." in done.output
-    assert "step 2: 2 / 2.00000048" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "step 2: 2 / 2.00000048" in page
+    for text in (page, done.output.replace("\n", " ")):
+        assert "model.cross_entropy_loss_fusion=False" in text, "two runs alike may differ so"
 
 
 def test_one_run_is_a_page_too(tmp_path):
@@ -176,6 +180,7 @@ def test_a_final_state_that_differs_is_not_equal(tmp_path):
     done = report(tmp_path, "--output", tmp_path / "page.html")
     assert done.exit_code == 1
     assert "DIFFER in final params, final masters, final moments" in done.output
+    assert "cross_entropy" not in done.output, "arms are set so"
 
 
 def run(losses, is_fp32=False):

@@ -1,5 +1,7 @@
 """What of a master the bf16 weight does not say: every bit comes back, or nothing is copied in part."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fake_optimizer import make_distributed_optimizer, state_bytes, step, with_model
@@ -10,6 +12,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core import remainder_kernels, remainders
 from bridge_fgo.core.debug import debugged
 from bridge_fgo.core.meters import PeakMeter
+from bridge_fgo.core.packing_policy import WATCHED_STEPS
 from bridge_fgo.core.remainders import Remainders
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.slab import Slab
@@ -24,8 +27,9 @@ CHANGED = "weights of the model were changed while"
 
 
 def made(count, **settings):
-    """Return some optimizers with models, and the engine of which each is a source."""
+    """Return some optimizers with models, and the engine of which each is a source; masters are packed at once."""
     optimizers = [with_model(make_distributed_optimizer(SIZES, seed=i)) for i in range(count)]
+    settings = {"master_remainders": True, **settings}
     config = OffloadConfig(engine="native", slab_bytes=2**20, piece_bytes=65536, **settings)
     sources = [MegatronSource(optimizer) for optimizer in optimizers]
     engine = NativeEngine(sources, config, PeakMeter(), transfers=debugged(HostTransfers(65536)))
@@ -71,7 +75,7 @@ def through(words):
     (master,), (weight,) = masters_of(optimizer), weights_of(optimizer)
     master.view(torch.int32).copy_(words)
     weight.copy_(master)
-    config = OffloadConfig(engine="native")
+    config = OffloadConfig(engine="native", master_remainders=True)
     engine = NativeEngine([MegatronSource(optimizer)], config, PeakMeter(), transfers=HostTransfers(65536))
     send_away(engine)
     encoded = engine.slabs[0].is_encoded
@@ -440,9 +444,28 @@ def test_a_parameter_buffer_without_memory_is_an_error():
     buffer.untyped_storage().resize_(0)
     assert bucket.data_ptr() != 0
     kernels._buffers, kernels._addresses = [lambda: bucket], []
-    kernels.look_up(required=False)  # they may be there by the time that masters are packed
+    assert not kernels.look_up(required=False)  # they may be there by the time that masters are packed
     with pytest.raises(RuntimeError, match="has no GPU memory now"):
         kernels.look_up()
+
+
+def test_masters_stay_whole_where_weights_had_no_memory_when_packed_ones_would_have_needed_it(monkeypatch):
+    optimizer, engine = make(master_remainders=None)
+    warned = []
+    engine.schedule.holding.warn = warned.append
+    (family,) = {slab.codec.family for slab in master_slabs(engine)}
+    for seed in range(WATCHED_STEPS + 2):
+        if seed == 2:
+            with monkeypatch.context() as patch:
+                patch.setattr(family, "_kernels", SimpleNamespace(look_up=lambda required: required))
+                engine.make_room()  # an evaluation, with the weights elsewhere
+                engine.begin_pass()
+        send_away(engine)
+        update(optimizer, engine, seed)
+        engine.end_step(updated=True)
+    send_away(engine)
+    assert not any(slab.is_encoded for slab in engine.slabs)
+    assert len(warned) == 1
 
 
 def test_masters_whose_decoding_was_interrupted_are_not_saved(monkeypatch):

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from bridge_fgo.core import schedule
-from bridge_fgo.core.packing_policy import IN_A_ROW, MOST_TIMED, MOST_UNPLANNED, PACKING_SECONDS_A_BYTE
+from bridge_fgo.core.packing_policy import (
+    IN_A_ROW,
+    MOST_TIMED,
+    MOST_UNPLANNED,
+    PACKING_SECONDS_A_BYTE,
+    WATCHED_STEPS,
+)
 from bridge_fgo.core.remainders import Remainders
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.slab import Slab
@@ -278,7 +284,7 @@ def time_waits(training, seconds):
     """Has the training packed as on a GPU, where it waits that long for copies; returns the meter and what is said."""
     waits, said = Waits(seconds), []
     packing = training.schedule.packing
-    packing._waits, packing._announce, packing.packs = waits, said.append, False
+    packing._waits, packing._announce, packing._why = waits, said.append, ""
     return waits, said
 
 
@@ -287,7 +293,7 @@ PACKING_SECONDS = PACKING_SECONDS_A_BYTE * 4 * sum(SIZES)
 
 @pytest.mark.parametrize("packing_pays", [True, False])
 def test_masters_are_copied_in_part_once_training_waits_longer_than_packing_takes(packing_pays):
-    training = Training(layer=WHOLE // 4)
+    training = Training(layer=WHOLE // 4, master_remainders=None)
     waits, said = time_waits(training, PACKING_SECONDS * (1.1 if packing_pays else 0.9))
     copied = []
     for seed in range(14):
@@ -304,9 +310,68 @@ def test_masters_are_copied_in_part_once_training_waits_longer_than_packing_take
     assert len(said) == packing_pays
 
 
+def scale_weights(optimizer):
+    for weight in optimizer.model_float16_groups[0]:
+        weight.mul_(1.5)
+
+
+@pytest.mark.parametrize("when", ["between steps", "in the pass"])
+@pytest.mark.parametrize("every", [1, WATCHED_STEPS])
+def test_masters_are_copied_whole_for_good_where_something_else_changes_weights(when, every):
+    training = Training(layer=WHOLE // 4, master_remainders=None)
+    _, said = time_waits(training, 1.0)
+    warned = []
+    training.schedule.holding.warn = warned.append
+    for seed in range(14):
+        if when == "in the pass":
+            training.run_pass()
+        if seed % every == 0:
+            for optimizer in (*training.optimizers, *training.twins):
+                scale_weights(optimizer)
+        training.step(seed)
+    training.check()
+    assert not any(slab.is_encoded for slab in training.slabs())
+    assert (len(warned), said) == (1, [])
+
+
+def by_who_has_states_brought_back(engine, source, optimizer):
+    engine.require_writable(source)
+    scale_weights(optimizer)
+
+
+def by_who_writes_masters_anew(engine, source, optimizer):
+    scale_weights(optimizer)
+    with engine.overwriting_masters(source):
+        make_masters_anew(optimizer)
+
+
+def make_masters_anew(optimizer):
+    for master, weight in zip(
+        optimizer.shard_fp32_from_float16_groups[0], optimizer.model_float16_groups[0], strict=True
+    ):
+        master.copy_(weight)
+
+
+@pytest.mark.parametrize("change", [by_who_has_states_brought_back, by_who_writes_masters_anew])
+def test_a_change_of_weights_that_packed_masters_would_allow_does_not_keep_them_whole(change):
+    training = Training(layer=WHOLE // 4, master_remainders=None)
+    time_waits(training, 1.0)
+    (source,), (twin,) = training.sources, training.twins
+    for seed in range(9):
+        training.step(seed, skip=seed == 2, passes=1 + seed % 2)
+        if seed % 3 == 0:
+            change(training.engine, source, source.optimizer)
+            scale_weights(twin)
+            if change is by_who_writes_masters_anew:
+                make_masters_anew(twin)
+    assert training.schedule.packing.packs
+    assert any(slab.is_encoded for slab in training.slabs())
+    training.check()
+
+
 @pytest.mark.parametrize("packing_pays", [True, False])
 def test_under_a_budget_only_masters_that_move_are_weighed(packing_pays):
-    training = Training(layer=WHOLE // 8, budget=int(1.3 * WHOLE))
+    training = Training(layer=WHOLE // 8, budget=int(1.3 * WHOLE), master_remainders=None)
     waits, _ = time_waits(training, 0.0)
     for seed in range(3):
         training.step(seed)
@@ -321,7 +386,7 @@ def test_under_a_budget_only_masters_that_move_are_weighed(packing_pays):
 
 
 def test_a_step_that_is_skipped_says_nothing_of_waits():
-    training = Training(layer=WHOLE // 4)
+    training = Training(layer=WHOLE // 4, master_remainders=None)
     waits, _ = time_waits(training, 1.0)
     for seed in range(3):
         training.step(seed)
@@ -333,7 +398,7 @@ def test_a_step_that_is_skipped_says_nothing_of_waits():
 
 
 def test_where_no_plan_holds_masters_are_packed_all_the_same():
-    training = Training(layer=WHOLE // 4)
+    training = Training(layer=WHOLE // 4, master_remainders=None)
     waits, said = time_waits(training, 0.0)
     for seed in range(MOST_UNPLANNED):
         assert not training.schedule.packing.packs
@@ -346,7 +411,8 @@ def test_where_no_plan_holds_masters_are_packed_all_the_same():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"master_remainders": True}, {"master_remainders": False}, {"master_weights": False}]
+    "settings",
+    [{"master_remainders": True}, {"master_remainders": False}, {"master_weights": False, "master_remainders": None}],
 )
 def test_nothing_is_timed_where_no_choice_is_left(settings):
     training = Training(layer=WHOLE // 4, **settings)
@@ -370,7 +436,7 @@ class AnyOrder(RuleBasedStateMachine):
     def start(self, layer, step, optimizers, budget, calls):
         if budget is not None:
             budget += max(4 * layer, step + WHOLE)
-        self.training = Training(layer, step, optimizers, budget)
+        self.training = Training(layer, step, optimizers, budget, master_remainders=None)
         self.training.calls = calls
 
     @rule(seed=st.integers(0, 99), passes=st.integers(1, 2), skip=st.booleans(), points=st.sampled_from([8, 8, 8, 6]))

@@ -12,7 +12,7 @@ class TorchSource(Source):
 
     def __init__(self, optimizer):
         self.optimizer, inner = optimizer, InnerStep(optimizer)
-        self._stepping, self._splits, self._update = inner.replaced, inner.divides, inner.update
+        self._stepping, self._kept_whole_by, self._update = inner.replaced, inner.kept_whole_by, inner.update
 
     device = property(lambda self: self.optimizer.param_groups[0]["params"][0].device)
 
@@ -29,8 +29,8 @@ class TorchSource(Source):
     def _read(self, param, name):
         return self.optimizer.state.get(param, {}).get(name)
 
-    def can_split(self):
-        return self._splits()
+    def kept_whole_by(self):
+        return self._kept_whole_by()
 
     def stepping(self, run, owners):
         return self._stepping(run, owners)

@@ -1,5 +1,7 @@
 """Stepping an Adam in parts: bits, group counters, and what forbids it."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.optim.optimizer as every_optimizer
@@ -77,30 +79,84 @@ def test_a_failing_step_leaves_the_groups_whole():
     assert "step" not in vars(adam)
 
 
+def somebodys_hook(*args):
+    pass
+
+
 @pytest.mark.parametrize("whose", ["its own", "every optimizer's"])
 @pytest.mark.parametrize("when", ["pre", "post"])
-def test_hooks_on_the_step_forbid_its_division(whose, when):
+@pytest.mark.parametrize("hook", [somebodys_hook, partial(somebodys_hook)])
+def test_hooks_on_the_step_forbid_its_division_and_are_named(whose, when, hook):
     _, adam = make()
     inner = InnerStep(adam)
-    assert inner.divides()
+    assert inner.kept_whole_by() == ""
     if whose == "its own":
-        handle = getattr(adam, f"register_step_{when}_hook")(lambda *args: None)
+        handle = getattr(adam, f"register_step_{when}_hook")(hook)
     else:
-        handle = getattr(every_optimizer, f"register_optimizer_step_{when}_hook")(lambda *args: None)
+        handle = getattr(every_optimizer, f"register_optimizer_step_{when}_hook")(hook)
     try:
-        assert not inner.divides()
+        assert inner.kept_whole_by() == f"a hook on it, {__name__}.somebodys_hook"
     finally:
         handle.remove()
-    assert inner.divides()
+    assert inner.kept_whole_by() == ""
+
+
+@pytest.fixture
+def kinetos_hook(monkeypatch):
+    """Registered for every optimizer, as torch does where KINETO_USE_DAEMON is set; what it was called with."""
+    calls = []
+
+    def counts_steps(optimizer, args, kwargs):
+        calls.append(
+            (optimizer, args, kwargs, [param.clone() for g in optimizer.param_groups for param in g["params"]])
+        )
+
+    assert callable(torch.profiler._optimizer_post_hook)
+    monkeypatch.setattr(torch.profiler, "_optimizer_post_hook", counts_steps)
+    handle = every_optimizer.register_optimizer_step_post_hook(counts_steps)
+    yield calls
+    handle.remove()
+
+
+@pytest.mark.parametrize("cls", [GroupCountingAdam, torch.optim.AdamW])
+def test_kinetos_hook_is_called_once_after_a_divided_step_as_after_a_whole_one(cls, kinetos_hook):
+    ends = []
+    for divided in (False, True):
+        params, adam = make(cls)
+        assert InnerStep(adam).kept_whole_by() == ""
+        give_grads(params, 0)
+        if divided:
+            in_parts(adam, params, [[0, 3], [1, 2], [4]])
+        else:
+            adam.step()
+        ((optimizer, args, kwargs, seen),) = kinetos_hook
+        kinetos_hook.clear()
+        assert optimizer is adam and args == (adam,) and kwargs == {}
+        ends.append(seen)
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    adam.step()
+    assert len(kinetos_hook) == 1, "it hangs where it did"
+
+
+def test_kinetos_hook_is_not_called_after_a_step_that_failed_and_stays(kinetos_hook):
+    params, adam = make()
+    give_grads(params, 0)
+    params[1].grad = None  # no gradient: the update raises
+    with pytest.raises(TypeError):
+        in_parts(adam, params, [[0], [1, 2], [3, 4]])
+    assert kinetos_hook == []
+    give_grads(params, 0)
+    adam.step()
+    assert len(kinetos_hook) == 1
 
 
 def test_somebody_elses_function_in_the_place_of_step_forbids_its_division_and_torchs_counter_does_not():
     _, adam = make()
     inner, step = InnerStep(adam), adam.step
     torch.optim.lr_scheduler.ConstantLR(adam)  # counts calls by a function of its own
-    assert "step" in vars(adam) and inner.divides()
+    assert "step" in vars(adam) and not inner.kept_whole_by()
     adam.step = lambda *args: step(*args)
-    assert not inner.divides()
+    assert inner.kept_whole_by().startswith(f"a function in its place, {__name__}.test_somebody")
 
 
 def test_torchs_counter_is_there_after_a_divided_step():

@@ -95,13 +95,13 @@ def test_it_gives_masters_with_the_weights_they_are_rounded_to_and_moments_that_
         assert all(moment.late and moment.rounds_to is None for moment in moments)
 
 
-def test_it_can_be_split_where_no_hook_hangs_on_the_step():
+def test_its_step_is_kept_whole_where_a_hook_hangs_on_it():
     optimizer, source = made()
-    assert source.can_split()
+    assert not source.kept_whole_by()
     handle = optimizer.optimizer.register_step_post_hook(lambda *args: None)
-    assert not source.can_split()
+    assert source.kept_whole_by()
     handle.remove()
-    assert source.can_split()
+    assert not source.kept_whole_by()
 
 
 def test_a_part_that_steps_updates_its_own_parameters_and_copies_its_own_masters_to_the_model():

@@ -37,6 +37,9 @@ class BenchArm:
 def size_options(preset: str, gpus: int) -> list[str]:
     """Return the arm's options for the sizes of a preset on `gpus` data-parallel ranks."""
     options = PRESETS[preset].split()
+    # Jobs train without that mode. Dense arms were bitwise equal without it on H200, as their loss is not fused; a
+    # mixture of experts adds up what its experts return in any order.
+    options += ["--deterministic" if preset == "moe" else "--no-deterministic"]
     microbatch = int(options[options.index("--mbs") + 1])
     options += ["--gbs", str(microbatch * MICROBATCHES[preset] * gpus)]
     if preset == "moe":

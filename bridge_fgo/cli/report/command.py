@@ -19,6 +19,12 @@ from bridge_fgo.cli.report.runs import LOSS, NO_PACKAGE, OURS, TOTALS, Run, load
 from bridge_fgo.harness.comparator import Parity
 
 NOT_EQUAL = 1
+FUSED_LOSS = (
+    " Two runs alike may differ, too: the fused cross-entropy, compiled by torch, ends in one of two results. To "
+    "compare bits set model.cross_entropy_loss_fusion=False in both, or TORCH_COMPILE_DISABLE=1 in their environment."
+)
+"""What to know of two jobs that differ; the arms of a bench and of `demo` are set so. Measured on H200: without it two
+runs of one arm differed from the gradients of step 1 on, with either of the two settings none did."""
 
 
 def run(paths: list[Path], output: Path) -> int:
@@ -77,10 +83,11 @@ def verdict(first: Run, second: Run, parity: list[Parity]) -> str:
     if not different:
         return f"{names} have no step in common of which both logged a loss: nothing is shown."
     steps_of = [(part.first_different, part.part) for part in different if part.first_different is not None]
+    hint = FUSED_LOSS if first.is_fp32 or second.is_fp32 else ""
     if not steps_of:
-        return f"{names} DIFFER in {', '.join(part.part for part in different)}."
+        return f"{names} DIFFER in {', '.join(part.part for part in different)}.{hint}"
     step, part = min(steps_of)
-    return f"{names} DIFFER, first at step {step} in {part}."
+    return f"{names} DIFFER, first at step {step} in {part}.{hint}"
 
 
 def _sections(runs: list[Run], others: list[tuple[Run, list[Parity]]], folder: Path) -> list[str]:
