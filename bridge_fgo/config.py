@@ -67,10 +67,11 @@ class OffloadConfig:
     """Share of the bytes of moments and master weights to offload, in (0, 1]. Parameters are taken whole, in the
     optimizer's order, until the share of what `moments` and `master_weights` ask for is reached."""
 
-    gpu_memory_budget_gib: float | None = field(default=None, metadata=_spelled("budget-gib"))
+    gpu_memory_budget_gib: float | Literal["auto"] | None = field(default=None, metadata=_spelled("budget-gib"))
     """Peak of GPU memory to stay under, in GiB, while offloading as little as possible. The peak is of the memory that
     PyTorch allocates on a rank; the CUDA context and NCCL come on top. The first steps offload everything and
-    measure."""
+    measure. "auto" is what the GPU has, less what is not PyTorch's and a margin for holes between blocks, which grows
+    where PyTorch's allocator turns out to need it. Nothing leaves where everything fits."""
 
     slab_bytes: int = field(default=1024 * MIB, metadata=_spelled("slab-mib", unit=MIB))
     """Most optimizer state that is updated in one go, in bytes. Where that is less, the geometric mean of the
@@ -113,9 +114,11 @@ class OffloadConfig:
             )
         budget = self.gpu_memory_budget_gib
         if budget is not None:
-            if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0.0 < budget < float("inf"):
+            if budget == "auto":
+                pass
+            elif isinstance(budget, bool) or not isinstance(budget, int | float) or not 0.0 < budget < float("inf"):
                 raise ValueError(
-                    f"OffloadConfig.gpu_memory_budget_gib={budget!r}: use a number of GiB above 0, or None"
+                    f"OffloadConfig.gpu_memory_budget_gib={budget!r}: use a number of GiB above 0, 'auto' or None"
                 )
             if self.fraction < 1.0:
                 raise ValueError(
@@ -129,8 +132,9 @@ class OffloadConfig:
 
     @property
     def gpu_memory_budget_bytes(self) -> int | None:
-        """`gpu_memory_budget_gib` in bytes, or None."""
-        return None if self.gpu_memory_budget_gib is None else int(self.gpu_memory_budget_gib * 2**30)
+        """`gpu_memory_budget_gib` in bytes; None where there is none, or it is found out in training."""
+        budget = self.gpu_memory_budget_gib
+        return None if budget is None or isinstance(budget, str) else int(budget * 2**30)
 
     def native_only_settings(self) -> list[str]:
         """Return the settings, as `name=value`, that differ from the default and only "native" honours."""

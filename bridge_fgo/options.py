@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, make_dataclass
 from enum import StrEnum
 from types import NoneType
-from typing import Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -33,6 +33,7 @@ class Option:
     setting: the field of `OffloadConfig` that it sets.
     kind: type of its value: bool, int, float or str.
     choices: the strings that it takes; none for any.
+    words: the strings that it takes beside numbers.
     is_automatic: whether it is True or False, and the default None leaves the choice to the run.
     help: one sentence.
     """
@@ -41,6 +42,7 @@ class Option:
     spelling: Spelling
     kind: type
     choices: tuple[str, ...]
+    words: tuple[str, ...]
     is_automatic: bool
     help: str
 
@@ -48,6 +50,10 @@ class Option:
     def parameter(self) -> str:
         """The name of the option as a Python identifier."""
         return self.spelling.name.replace("-", "_")
+
+    def read(self, text: str | float) -> str | float:
+        """Return a word, or the number that a text says; raise ValueError where it is neither."""
+        return text if isinstance(text, str) and text in self.words else self.kind(text)
 
     @property
     def flags(self) -> str:
@@ -81,10 +87,11 @@ def _make_options() -> list[Option]:
         choices = get_args(annotation) if get_origin(annotation) is Literal else ()
         kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not NoneType]
         kind = str if choices else kinds[0]
+        words = () if choices else tuple(word for each in kinds for word in get_args(each))
         text = sentences.get(field.name, "")
         if spelling.unit == MIB:
             text = text.replace("in bytes", "in MiB")
-        found.append(Option(field.name, spelling, kind, choices, kind is bool and field.default is None, text))
+        found.append(Option(field.name, spelling, kind, choices, words, kind is bool and field.default is None, text))
     return found
 
 
@@ -100,6 +107,8 @@ def settings(given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if option.choices:
             value = str(value)  # and not typer's enum
+        elif option.words:
+            value = option.read(value)
         found[option.setting] = value * option.spelling.unit if option.kind is int else value
     return found
 
@@ -131,7 +140,8 @@ def takes_offload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in OPTIONS:
         # An enum, because typer takes Literal only since 0.19.
         kind = StrEnum(option.setting, list(option.choices)) if option.choices else option.kind
-        annotation = Annotated[kind | None, typer.Option(option.flags, help=option.help)]
+        parser = option.read if option.words else None
+        annotation = Annotated[kind | None, typer.Option(option.flags, help=option.help, parser=parser)]
         parameters.append(
             inspect.Parameter(option.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         )
@@ -148,7 +158,8 @@ def add_offload_options(parser: argparse.ArgumentParser | argparse._ArgumentGrou
         elif option.kind is bool:
             parser.add_argument(name, action=argparse.BooleanOptionalAction, help=text)
         else:
-            parser.add_argument(name, type=option.kind, choices=option.choices or None, help=text)
+            read = option.read if option.words else option.kind
+            parser.add_argument(name, type=read, choices=option.choices or None, help=text)
         if option.spelling.unit > 1:
             parser.add_argument(f"--{option.setting.replace('_', '-')}", type=int, help="The same in bytes.")
 
@@ -162,10 +173,15 @@ def offload_config(namespace: argparse.Namespace) -> OffloadConfig:
     return OffloadConfig(**settings(parsed | of_when) | given)
 
 
-# `Optional[X]`, because NeMo-Run reads the types and knows no `X | None`.
+def _given_type(option: Option) -> Any:
+    """Return the type of a field; as `Optional`, because NeMo-Run reads the types and knows no `X | None`."""
+    kinds = (option.kind, str) if option.words else (option.kind,)
+    return Optional[Union[kinds]]  # noqa: UP007, UP045
+
+
 OffloadOptions = make_dataclass(
     "OffloadOptions",
-    [(option.parameter, Optional[option.kind], None) for option in OPTIONS],  # noqa: UP045
+    [(option.parameter, _given_type(option), None) for option in OPTIONS],
     kw_only=True,
     module=__name__,
 )

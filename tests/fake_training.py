@@ -68,12 +68,21 @@ class Training:
     """How often a pass begins, is released and is reloaded: the verbs are idempotent."""
 
     def __init__(
-        self, layer, step=0, optimizers=1, budget=None, transfers=None, sizes=SIZES, together=None, **settings
+        self,
+        layer,
+        step=0,
+        optimizers=1,
+        budget=None,
+        transfers=None,
+        sizes=SIZES,
+        together=None,
+        meter=None,
+        **settings,
     ):
         self.twins = [with_model(make_distributed_optimizer(sizes, seed=i)) for i in range(optimizers)]
         self.optimizers = [with_model(make_distributed_optimizer(sizes, seed=i)) for i in range(optimizers)]
-        self.meter = meter = Meter(layer, step)
-        gib = None if budget is None else budget / 2**30
+        self.meter = meter = meter or Meter(layer, step)
+        gib = budget / 2**30 if isinstance(budget, int) else budget
         settings = {"master_remainders": True, **settings}
         config = OffloadConfig(engine="native", piece_bytes=65536, gpu_memory_budget_gib=gib, **settings)
         self.sources = [MegatronSource(optimizer) for optimizer in self.optimizers]

@@ -41,7 +41,7 @@ def test_settings_that_only_native_honours_are_listed():
     assert OffloadConfig(engine="mcore", fraction=0.5).native_only_settings() == ["fraction=0.5"]
 
 
-@pytest.mark.parametrize("budget", [0, -1.0, True, "40", float("inf"), float("nan")])
+@pytest.mark.parametrize("budget", [0, -1.0, True, "40", "full", float("inf"), float("nan")])
 def test_a_budget_that_is_no_positive_number_is_refused(budget):
     with pytest.raises(ValueError, match="gpu_memory_budget_gib"):
         OffloadConfig(gpu_memory_budget_gib=budget)

@@ -73,6 +73,7 @@ def test_what_is_not_given_keeps_its_default() -> None:
         ("--master-remainders never", {"master_remainders": False}),
         ("--fraction 0.5", {"fraction": 0.5}),
         ("--budget-gib 2", {"gpu_memory_budget_gib": 2.0}),
+        ("--budget-gib auto", {"gpu_memory_budget_gib": "auto"}),
         ("--slab-mib 2 --piece-mib 1", {"slab_bytes": 2 * MIB, "piece_bytes": MIB}),
         ("--slab-bytes 2000000 --piece-bytes 70000", {"slab_bytes": 2_000_000, "piece_bytes": 70_000}),
     ],
@@ -81,3 +82,21 @@ def test_argparse_takes_the_same(words: str, expected: dict[str, Any]) -> None:
     parser = argparse.ArgumentParser()
     options.add_offload_options(parser)
     assert options.offload_config(parser.parse_args(words.split())) == OffloadConfig(**expected)
+
+
+@pytest.mark.parametrize("word", ["auto", "much"])
+def test_a_number_or_a_word_is_taken_and_nothing_else(word: str) -> None:
+    app, seen = typer.Typer(), []
+
+    @app.command()
+    @options.takes_offload_options
+    def command(*, offload: dict[str, Any]) -> None:
+        seen.append(offload)
+
+    done = CliRunner().invoke(app, ["--budget-gib", word])
+    if word == "auto":
+        assert seen == [{"gpu_memory_budget_gib": "auto"}]
+        assert options.settings({"budget_gib": "7.5"}) == {"gpu_memory_budget_gib": 7.5}  # as NeMo-Run may hand it on
+        assert options.command_line({"budget_gib": "auto"}) == ["--budget-gib", "auto"]
+    else:
+        assert done.exit_code == 2 and "--budget-gib" in done.output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +20,14 @@ MakeEvent = Callable[[], torch.cuda.Event]
 Waits = list[tuple[torch.cuda.Event, torch.cuda.Event]]
 
 
+class DeviceMemory(NamedTuple):
+    """A GPU's memory in bytes: the whole, what nobody has, and what PyTorch has reserved."""
+
+    whole: int
+    free: int
+    reserved: int
+
+
 class PeakMeter:
     """Reads and resets the allocator's peak counters. Without a GPU there is nothing to read.
 
@@ -32,6 +40,8 @@ class PeakMeter:
         """Highest of each `*.all.peak` in `torch.cuda.memory_stats`: resets must not lower what Bridge reports."""
         self.reserved_bytes = 0
         """Highest reservation since this was last set to 0, in bytes."""
+        self.retries = 0
+        """How often in this process the allocator had to give back what it caches, for lack of memory."""
         self._phase = 0
         self._interval = 0
 
@@ -46,6 +56,16 @@ class PeakMeter:
         if not self.works or torch.cuda.get_allocator_backend() != "native":
             return False  # PyTorch raises for a snapshot of another allocator
         return any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+
+    @property
+    def holes(self) -> int:
+        """Bytes that were reserved beside all that was allocated, where both were highest."""
+        return max(0, self.run_peaks.get(RESERVED, 0) - self.run_peaks.get(ALLOCATED, 0))
+
+    def device_memory(self) -> DeviceMemory:
+        """Return the memory of the current GPU as it is now."""
+        free, whole = torch.cuda.mem_get_info()
+        return DeviceMemory(whole, free, torch.cuda.memory_reserved())
 
     def end_phase(self) -> int | None:
         """Return the peak of allocated bytes since the last call of this method; None without a GPU."""
@@ -68,6 +88,7 @@ class PeakMeter:
                 self.run_peaks[key] = max(value, self.run_peaks.get(key, 0))
         torch.cuda.reset_peak_memory_stats()
         self.reserved_bytes = max(stats.get(RESERVED, 0), self.reserved_bytes)
+        self.retries = stats.get("num_alloc_retries", 0)
         peak = int(stats.get(ALLOCATED, 0))
         self._phase, self._interval = max(peak, self._phase), max(peak, self._interval)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from bridge_fgo.core.device_room import DeviceRoom
 from bridge_fgo.core.profile import MemoryProfile
 
 MOST_PROFILES = 8
@@ -101,10 +102,12 @@ class HoldPolicy:
     Args:
         budget_bytes: peak of allocated bytes to stay under while offloading as little as possible; None
             to offload everything.
+        room: finds out such a budget in training.
     """
 
-    def __init__(self, budget_bytes: int | None = None) -> None:
+    def __init__(self, budget_bytes: int | None = None, room: DeviceRoom | None = None) -> None:
         self.budget_bytes = budget_bytes
+        self._room = room
         self.margin_bytes = 0
         """The least margin below the limit, a few parts; see `_margin`."""
         self.masters_held_bytes = 0
@@ -178,6 +181,16 @@ class HoldPolicy:
         profile.beyond += above
         return True
 
+    def runs_short(self) -> bool:
+        """Return whether the budget that was found out has turned out to be too large, and is to be found out anew."""
+        if self._room is None or not self._room.runs_short():
+            return False
+        self.warn(
+            "PyTorch's allocator had to give back memory that it caches, for lack of GPU memory: more of the optimizer "
+            "state leaves from now on (OffloadConfig.gpu_memory_budget_gib='auto')"
+        )
+        return True
+
     def plan(self, parts: Sequence[PartBytes], expands: bool) -> set[int]:
         """Plan anew for all passes that were measured.
 
@@ -196,6 +209,8 @@ class HoldPolicy:
         peak = max(each.peak for each in profiles)
         least = max(least_budget(each, sizes, self.masters_held_bytes) for each in profiles)
         wanted = max(least_budget(each, sizes, self.masters_held_bytes) + each.beyond for each in profiles)
+        if self._room is not None:
+            self.budget_bytes = max(self._room.budget_bytes(), wanted)  # what ran fits, with everything offloaded
         staying = set() if self.budget_bytes is None else self._choose(parts, self.budget_bytes, wanted)
         self.limit = least if self.budget_bytes is None else self.budget_bytes
         kept = sum(parts[position].nbytes for position in staying)
@@ -234,7 +249,7 @@ class HoldPolicy:
         """
         if not self._chosen:
             room, least = self.agree(budget - least, least)
-            if least > budget:
+            if least > budget and self._room is None:
                 raise ValueError(budget_refusal(budget, least))
             self._chosen = True
         else:

@@ -24,6 +24,7 @@ from itertools import takewhile
 import torch
 
 from bridge_fgo.core.course import Course
+from bridge_fgo.core.device_room import DeviceRoom
 from bridge_fgo.core.meters import Ledger, PeakMeter
 from bridge_fgo.core.packing_policy import PackingPolicy
 from bridge_fgo.core.part import Part
@@ -47,14 +48,21 @@ class Schedule:
         transfers: the copies.
         meter: the allocator's peaks; where it does not work (no GPU), nothing is ever measured.
         budget_bytes: see `HoldPolicy`.
+        room: see `HoldPolicy`.
     """
 
-    def __init__(self, transfers: Transfers, meter: PeakMeter, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        transfers: Transfers,
+        meter: PeakMeter,
+        budget_bytes: int | None = None,
+        room: DeviceRoom | None = None,
+    ) -> None:
         self.ledger = Ledger()
         self.transfers = transfers
         self.parts: list[Part] = []
         """Parts of all sources of the rank, in the order in which they step."""
-        self.holding = holding = HoldPolicy(budget_bytes)
+        self.holding = holding = HoldPolicy(budget_bytes, room)
         self.signature: object = None
         """What a pass must have in common with the measured one: set before a pass; the number of microbatches."""
         self.packing = PackingPolicy(
@@ -308,8 +316,10 @@ class Schedule:
             return None
         elif self._course.is_shorter:  # else states would come as late in every such pass as before what it lacks
             self.holding.add(self._course.known(plan, self._index + 1, self._newest))
-        elif not self.holding.is_exceeded(plan, recorder.peak(), self.parts):
-            return None
+        else:
+            is_exceeded = self.holding.is_exceeded(plan, recorder.peak(), self.parts)
+            if not (self.holding.runs_short() or is_exceeded):
+                return None
         return self.holding.plan(self.parts, recorder.expands)
 
 

@@ -13,6 +13,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.codec import Codec
 from bridge_fgo.core.cuda_transfers import CudaTransfers
 from bridge_fgo.core.debug import debugged
+from bridge_fgo.core.device_room import DeviceRoom
 from bridge_fgo.core.layout import copied_whole
 from bridge_fgo.core.meters import PeakMeter, Traffic
 from bridge_fgo.core.part import Part
@@ -67,7 +68,9 @@ class NativeEngine(Engine):
         self._config = config
         self._device = device = sources[0].device if sources else torch.device("cpu")
         transfers = transfers or make_transfers(device, config)
-        self.schedule = schedule = Schedule(transfers, meter, config.gpu_memory_budget_bytes)
+        self.schedule = schedule = Schedule(
+            transfers, meter, config.gpu_memory_budget_bytes, DeviceRoom(meter) if budget == "auto" else None
+        )
         packing = schedule.packing  # not the schedule itself, which would go only when Python looks for cycles
         self._remainders = Remainders(device, wanted=lambda: config.master_remainders or packing.packs)
         codec_of = copied_whole if config.master_remainders is False else self._remainders.codec_of

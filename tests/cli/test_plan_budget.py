@@ -145,3 +145,8 @@ def test_what_more_gpus_would_share_is_not_held_against_a_budget():
         for job in (given, not_given)
     ]
     assert refused == [[1, 1], [1, 0]]
+
+
+def test_a_budget_that_only_training_can_find_out_is_refused_with_what_to_give():
+    with pytest.raises(ValueError, match=r"--budget-gib auto: .* say how many GiB"):
+        make_estimate(job_of([[64_000] * 8], 0, False), OffloadConfig(gpu_memory_budget_gib="auto"), [], None, None)

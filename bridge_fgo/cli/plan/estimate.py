@@ -221,8 +221,13 @@ def offloaded_bytes(stage: StageEstimate, states: StateBytes, offload: OffloadCo
     """Return the bytes of a rank's states that leave the GPU: all that may, or the parts that exceed the budget.
 
     Raises:
-        ValueError: there is a budget, and the activations are not known.
+        ValueError: there is a budget, and it or the activations are not known.
     """
+    if offload.gpu_memory_budget_gib == "auto":
+        raise ValueError(
+            "--budget-gib auto: what a GPU has room for is measured in training; say how many GiB PyTorch may allocate "
+            "there, some 8 less than the GPU has"
+        )
     budget = offload.gpu_memory_budget_bytes
     if budget is None:
         return states.offloaded
