@@ -69,6 +69,53 @@ def test_bits_are_equal_and_no_more_is_held_than_the_plan_has_room_for(meter, sh
     assert min(at_the_end[1:]) > 0, "nothing came early"
 
 
+class MeterOfMarks(FakeMeter):
+    """Says that `scale` times as much is needed as is live at the newest point: more where sequences are longer."""
+
+    scale = 0.0
+
+    def beside(self, schedule):
+        marks = schedule._course.marks
+        return int(self.scale * marks[-1].live) if marks and not schedule.recorder.in_step else 0
+
+    def end_interval(self):
+        (schedule,) = (one.engine.schedule for one in session.all_sessions() if one.engine.sources)
+        return self.beside(schedule) + schedule.ledger.nbytes
+
+
+def test_lengths_that_change_are_bitwise_equal_and_no_step_is_above_what_releasing_throughout_has_reached(
+    meter, monkeypatch
+):
+    lengths, steps = (4, 32), 16
+    resident = run(CpuOptions(lengths=lengths), steps)
+    assert resident.digests != run(CpuOptions(), steps).digests
+    monkeypatch.setattr(session, "PeakMeter", MeterOfMarks)
+    monkeypatch.setattr(MeterOfMarks, "scale", resident.state_bytes / 60_000)  # of long sequences as much as the states
+    reached, excess, planned = 0, [], []
+    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True, lengths=lengths)) as training:
+        training.step()
+        schedule = vars(training.optimizer)[SESSION].engine.schedule
+        point, beside = schedule.point, schedule.recorder._meter.beside
+        largest = max(part.transit_bytes for part in schedule.parts)
+        seen = []
+
+        def spy(mark):
+            point(mark)
+            seen.append((beside(schedule), schedule.ledger.nbytes))
+
+        schedule.point = spy
+        for _ in range(steps - 1):
+            seen.clear()
+            training.step()
+            planned.append(schedule.is_planned)
+            reached = max(reached, 2 * largest, *(others for others, _ in seen))
+            excess.append(max(others + held for others, held in seen) - reached)
+        assert training.digests() == resident.digests
+    assert max(excess) <= largest
+    assert min(max(others for others, _ in seen), resident.state_bytes) > resident.state_bytes / 2
+    assert sum(planned) > len(planned) / 2
+
+
 def test_readers_between_steps_find_masters_that_are_on_the_host(bridge_train):
     # Bridge's calc_params_l2_norm (log_params_norm) reads `param.main_param`; without the gate it reads freed memory.
     with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:

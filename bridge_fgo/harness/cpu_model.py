@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+
+from bridge_fgo.harness.lengths import cut, length_of
 
 Precision = Literal["bf16", "fp16", "fp32_params"]
 
@@ -55,6 +58,8 @@ class CpuOptions:
     hidden: int = 128
     vocab: int = 256
     sequence: int = 32
+    lengths: tuple[int, ...] = ()
+    """Lengths up to `sequence` that sequences take in turn, in steps and within them; see `harness.lengths`."""
     microbatches: int = 2
     micro_batch_size: int = 2
     seed: int = 1234
@@ -69,6 +74,8 @@ class CpuOptions:
             raise ValueError(f"precision={self.precision!r}: use one of {one_of}")
         if self.adam != "torch":
             raise ValueError(f"adam={self.adam!r}: only 'torch' runs on the CPU")
+        if any(not 0 < length <= self.sequence for length in self.lengths):
+            raise ValueError(f"lengths={self.lengths}: use lengths up to sequence={self.sequence}")
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError("overlap_param_gather=True: set overlap_grad_reduce=True too, as mcore asks for")
         exits = set() if self.checkpoint_exit_step is None else {self.checkpoint_exit_step}
@@ -226,11 +233,12 @@ def microbatches(options: CpuOptions) -> Iterator[dict[str, torch.Tensor]]:
     """
     generator = torch.Generator().manual_seed(options.seed)
     rows = (options.micro_batch_size, 1)
-    while True:
+    for number in itertools.count():
         start = torch.randint(options.vocab, rows, generator=generator)
         stride = torch.randint(1, 4, rows, generator=generator)
         row = (start + stride * torch.arange(options.sequence + 1)) % options.vocab
-        yield {"tokens": row[:, :-1].contiguous(), "labels": row[:, 1:].contiguous()}
+        length = length_of(*divmod(number, options.microbatches), options.lengths or (options.sequence,))
+        yield cut({"tokens": row[:, :-1], "labels": row[:, 1:]}, length)
 
 
 def forward_backward_chunks(

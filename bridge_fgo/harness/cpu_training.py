@@ -171,7 +171,9 @@ class CpuTraining:
         first_pass = self._forwards < self._forwards_a_pass
         self._forwards += 1
         batch = next(data_iterator)
-        output = model(batch["tokens"], self._positions, self._causal_mask, labels=batch["labels"])
+        length = batch["tokens"].shape[1]
+        positions, mask = self._positions[:, :length], self._causal_mask[..., :length, :length]
+        output = model(batch["tokens"], positions, mask, labels=batch["labels"])
         if self.steps in self.options.found_inf_steps:
             output.register_hook(lambda gradient: gradient * math.inf)
         fatal = self.steps == self.options.checkpoint_exit_step
@@ -188,8 +190,9 @@ class CpuTraining:
 
         if fault:
             losses = losses * FAULT
-        loss, tokens, report = masked_next_token_loss(self._loss_mask, losses)
-        bound = 4.0 * math.log(self.options.vocab) * self._loss_mask.numel()
+        loss_mask = self._loss_mask[:, : losses.shape[1]].contiguous()
+        loss, tokens, report = masked_next_token_loss(loss_mask, losses)
+        bound = 4.0 * math.log(self.options.vocab) * loss_mask.numel()
         get_rerun_state_machine().validate_result(
             result=loss.detach().clone(),  # mcore scales the loss in place before the second pass compares
             rejection_func=lambda value: bool(value > bound),

@@ -35,6 +35,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     size.add_argument("--heads", type=int, default=16)
     size.add_argument("--vocab", type=int, default=32000)
     size.add_argument("--seq", type=int, default=1024)
+    size.add_argument(
+        "--lengths",
+        type=lambda text: [int(length) for length in text.split(",")],
+        help="comma-separated lengths, no longer than --seq, that sequences take in turn, in steps and within them",
+    )
     size.add_argument("--mbs", type=int, default=2, help="sequences of a microbatch")
     size.add_argument("--gbs", type=int, default=8, help="sequences of a step, over all ranks")
     size.add_argument("--experts", type=int, help="of a mixture of experts in every layer; default: none")
@@ -67,6 +72,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     offload = parser.add_argument_group("offload")
     offload.add_argument("--offload", choices=("on", "off"), default="off")
     offload.add_argument("--no-install", action="store_true", help="set the flag, leave this package out")
+    offload.add_argument("--released-throughout", action="store_true", help="measure, but go by no plan")
     add_offload_options(offload)
     checkpoint = parser.add_argument_group("checkpoints")
     checkpoint.add_argument("--save", type=Path, help="folder to save into every --save-interval steps, and at the end")
@@ -86,6 +92,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.fused_loss and options.deterministic:
         parser.error("--fused-loss is not deterministic: give --no-deterministic too")
+    if any(length > options.seq for length in options.lengths or ()):
+        parser.error(f"--lengths {options.lengths}: none may be above --seq {options.seq}")
+    if options.lengths and (options.pp > 1 or options.cp > 1):
+        parser.error("--lengths goes without --pp and --cp: their ranks agree on one length for the run")
     if options.ffn is None:
         options.ffn = 4 * options.hidden
     if options.moments_dtype != "fp32" and not options.precision_aware:
@@ -109,7 +119,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from megatron.bridge.training.pretrain import pretrain
 
     from bridge_fgo.harness.gpu_recorder import Recorder
+    from bridge_fgo.harness.lengths import in_turn
 
+    if options.lengths:
+        forward_step = in_turn(forward_step, options.lengths)
+    if options.released_throughout:
+        from bridge_fgo.core.policy import HoldPolicy
+
+        HoldPolicy.plans_for = lambda policy, kind: []  # type: ignore[method-assign]
     skip_building_what_is_built()
     clock = PhaseClock(options.steps)
     pretrain(build_config(options), clock.timed(forward_step), callbacks=[Recorder(options, clock)])

@@ -92,8 +92,12 @@ class Recorder(Callback):
         loss = None if loss is None else float(loss)
         if self._options.pp > 1:  # only the last pipeline stage has it, and rank 0 is in the first
             loss = next((value for value in of_ranks(loss) if value is not None), None)
+        stats = bridge_fgo.stats()
         self.newest = dict(
             step=self.step,
+            peak_bytes=None
+            if stats is None
+            else max(stats.peak_forward_backward_bytes or 0, stats.peak_step_bytes or 0),
             loss=loss,
             grad_norm=None if context.grad_norm is None else float(context.grad_norm),
             skipped=bool(context.skipped_iter),

@@ -80,8 +80,12 @@ class EventWriter:
         skipped: bool,
         passes: int,
         seconds: float,
+        **figures: Any,
     ) -> None:
-        """Write the event of one training step."""
+        """Write the event of one training step.
+
+        `figures` are what arms on GPUs add, as they are.
+        """
         self._write(
             "step",
             step=step,
@@ -90,6 +94,7 @@ class EventWriter:
             skipped=skipped,
             passes=passes,
             seconds=seconds,
+            **figures,
         )
 
     def result(
