@@ -13,6 +13,7 @@ import bridge_fgo
 from bridge_fgo.figures import Stats
 from bridge_fgo.harness.collector_clock import CollectorClock
 from bridge_fgo.harness.final_state import final_state, joined_digests, of_ranks
+from bridge_fgo.harness.host_loop import host_loop_seconds
 from bridge_fgo.harness.moves_alone import MovesAlone
 from bridge_fgo.harness.phase_clock import PhaseClock
 from bridge_fgo.harness.record import EventWriter
@@ -44,6 +45,7 @@ class Recorder(Callback):
         self.seconds: list[float] = []
         self.collector = CollectorClock()
         self.collector_seconds: list[float] = []
+        self.host_loop_seconds: list[float] = []
         self.newest: dict[str, Any] = {}
         self.peaks: dict[str, Any] = {}
         self.first_step_peak: int | None = None
@@ -66,6 +68,10 @@ class Recorder(Callback):
         torch.cuda.current_stream().synchronize()
         self.end_step(time.perf_counter())
         self.step += 1
+        if self.step <= self._options.steps:
+            # Between the last step's end and this one's begin, so that it is in neither's seconds. Of the phases
+            # `rest` has it, and copies go on meanwhile: a thousandth of a step, in all arms alike.
+            self.host_loop_seconds.append(host_loop_seconds())
         if self.step == self._options.steps + 1 and self._options.alone_steps:
             self.alone = MovesAlone(torch.cuda.current_stream())
         if self.step == self._options.steps + self._options.alone_steps + 1:
@@ -155,6 +161,7 @@ class Recorder(Callback):
         state = final_state(context.model, context.optimizer)
         digests = joined_digests(state)
         phases = of_ranks(self._clock.medians())
+        host_loops = of_ranks(self.host_loop_seconds)
         if self.writer is None:
             return
         stats = bridge_fgo.stats()
@@ -170,6 +177,7 @@ class Recorder(Callback):
             pinned_bytes=0 if stats is None else stats.pinned_bytes,
             step_seconds=self.seconds,
             collector_seconds=self.collector_seconds,
+            host_loop_seconds_of_ranks=host_loops,
             base_bytes=self.base,
             first_step_peak_bytes=self.first_step_peak,
             pin_seconds=0.0 if stats is None else stats.pin_seconds,

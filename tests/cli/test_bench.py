@@ -220,6 +220,20 @@ def test_json_is_the_only_thing_on_standard_output(made_up, tmp_path):
     assert json.loads(result.stdout)["arms"][1]["arm"] == "native"
 
 
+def test_the_reference_of_the_hosts_speed_is_that_of_all_arms(made_up, monkeypatch, tmp_path):
+    original, loops = command.run_one, {"resident": 1e-3, "native": 0.5e-3}
+
+    def run_one(settings, one, number, resident):
+        run = original(settings, one, number, resident)
+        run.result["host_loop_seconds_of_ranks"] = [[loops[one.name]] * len(run.steps)]
+        return run
+
+    monkeypatch.setattr(command, "run_one", run_one)
+    result = bench(tmp_path, "--arms", "resident,native", "--json", "--no-traces")
+    counted = {row["arm"]: row["steps_counted"] for row in json.loads(result.stdout)["arms"]}
+    assert counted == {"resident": "3 of 3, uneven host", "native": "3 of 3"}
+
+
 def test_an_arm_that_is_not_bitwise_equal_is_status_1_unless_it_need_not_be(made_up, tmp_path):
     made_up[0]["hybrid"] = "b"
     assert bench(tmp_path, "--arms", "resident,hybrid", "--no-traces").exit_code == 0

@@ -9,7 +9,7 @@ import torch
 
 import bridge_fgo
 from bridge_fgo.core.meters import Traffic
-from bridge_fgo.harness import gpu
+from bridge_fgo.harness import gpu, host_loop
 from bridge_fgo.harness.collector_clock import CollectorClock
 from bridge_fgo.harness.moves_alone import MovesAlone
 from bridge_fgo.harness.phase_clock import PhaseClock
@@ -152,6 +152,43 @@ def test_a_collection_counts_in_the_step_that_it_falls_into(recorder, stream, mo
     result = json.loads(events.read_text().splitlines()[-1])
     assert result["collector_seconds"] == [0.0, 0.0, 0.5, 0.5, 0.0]
     assert not any(isinstance(getattr(call, "__self__", None), CollectorClock) for call in gc.callbacks)
+
+
+def test_the_loop_of_each_rank_is_timed_once_a_step_and_is_in_no_steps_seconds(recorder, stream, monkeypatch):
+    recorder, events = recorder
+    timed = []
+
+    def loop():
+        stream.now += 0.125
+        timed.append(recorder.step / 8)
+        return timed[-1]
+
+    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
+    monkeypatch.setattr("bridge_fgo.harness.gpu_recorder.host_loop_seconds", loop)
+    other = [7.0] * 5
+    monkeypatch.setattr("bridge_fgo.harness.gpu_recorder.of_ranks", lambda mine: [mine, other])
+    recorder.on_train_start(None)
+    for _ in range(7):
+        recorder.on_train_step_start(CONTEXT)  # waits for the stream: a second
+        stream.now += 0.25
+        recorder.on_train_step_end(CONTEXT)
+    recorder.on_train_end(CONTEXT)
+    result = json.loads(events.read_text().splitlines()[-1])
+    assert result["host_loop_seconds_of_ranks"] == [[0.125, 0.25, 0.375, 0.5, 0.625], other]
+    assert len(timed) == 5, "not in steps that are not measured"
+    assert result["step_seconds"] == [1.25] * 5
+
+
+def test_the_loop_takes_the_time_that_the_clock_shows(stream, monkeypatch):
+    class Additions:
+        """A number of additions for which time passes when it is asked for."""
+
+        def __index__(self):
+            stream.now += 0.25
+            return 3
+
+    monkeypatch.setattr(host_loop, "ADDITIONS", Additions())
+    assert host_loop.host_loop_seconds() == 0.25
 
 
 def test_without_profiled_steps_moves_are_as_they_were_when_training_ends(recorder, stream, monkeypatch):

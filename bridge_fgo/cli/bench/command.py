@@ -19,6 +19,7 @@ from bridge_fgo.cli import page
 from bridge_fgo.cli.bench.figures import Row, make_row
 from bridge_fgo.cli.bench.plots import gantt, memory_timeline
 from bridge_fgo.cli.bench.presets import BenchArm, arms, size_options
+from bridge_fgo.cli.bench.steps import reference_loop
 from bridge_fgo.cli.bench.trace import Trace, read_trace
 from bridge_fgo.harness.runner import ArmFailed, ArmRun, run_arm
 
@@ -125,8 +126,9 @@ def run(settings: Settings) -> int:
     traces: dict[str, Trace] = {}
     if settings.traces:
         traces = {arm.name: read_trace(settings.folder / f"{arm.name}.0.trace.gz") for arm in chosen if runs[arm.name]}
+    reference = reference_loop(run for of_arm in runs.values() for run in of_arm)
     rows = [
-        make_row(runs["resident"], runs[arm.name], link, traces.get(arm.name), arm.bitwise)
+        make_row(runs["resident"], runs[arm.name], link, traces.get(arm.name), arm.bitwise, reference)
         for arm in chosen
         if arm.name not in failures
     ]
@@ -191,7 +193,8 @@ def table_of(rows: list[Row]) -> list[list[str]]:
 
     table = [
         [
-            "arm", "step, s", "min-max", "GC, most, s", "added, s", "E", "E of copies", "floor E",
+            "arm", "step, s", "min-max", "steps counted", "host loop, ms", "host loop min-max", "GC, most, s",
+            "added, s", "E", "E of copies", "floor E",
             "forward, s", "rest, s", "of ranks",
             "allocated, GB", "reserved, GB", "saved / S",
             "saved reserved / S", "pinned, GB", "pin, s", "steps 1-2 added, s", "enqueue", "by the clock",
@@ -204,6 +207,8 @@ def table_of(rows: list[Row]) -> list[list[str]]:
         table.append(
             [
                 row.arm, number(row.step_seconds, 3), extent([row.step_seconds_min, row.step_seconds_max]),
+                row.steps_counted, number(None if row.host_loop_seconds is None else 1e3 * row.host_loop_seconds),
+                extent([1e3 * seconds for seconds in row.host_loop_seconds_range]),
                 number(row.collector_seconds),
                 number(row.added_seconds, 3), number(row.e), number(row.e_of_copies), number(row.floor_e),
                 number(row.forward_seconds, 3), number(row.rest_seconds, 3), extent(row.rest_seconds_of_ranks),

@@ -7,15 +7,23 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bridge_fgo.cli.bench.floor import floor_seconds
+from bridge_fgo.cli.bench.steps import counted_steps, warm_steps
 from bridge_fgo.cli.bench.trace import Trace, length, merge, overlap
 from bridge_fgo.harness.comparator import compare
 from bridge_fgo.harness.phase_clock import FIRST_COUNTED_STEP
 from bridge_fgo.harness.runner import ArmRun
 
+RAW = ("step_seconds", "host_loop_seconds_of_ranks")
+"""What of an arm's result tells which steps count: a number a step, of each rank where the name says so."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one arm did. Seconds and bytes of rank 0; S is its optimizer state in bytes."""
+    """What one arm did. Seconds and bytes of rank 0; S is its optimizer state in bytes.
+
+    Step times, added time and E are of the steps that count (`bridge_fgo.cli.bench.steps`); phases, and with them E of
+    copies and the floor, are medians over all steps from the seventh on.
+    """
 
     arm: str
     engine: str | None
@@ -61,15 +69,19 @@ class Row:
     """Most time of Python's garbage collector in one step: a full collection makes a step the longest by far."""
     longest_waits_seconds: tuple[float, ...] = ()
     """The longest waits of the host for the GPU in the traced step."""
+    steps_counted: str = ""
+    """How many steps count of how many, and whether all do because the host was too uneven; see `CountedSteps`."""
+    host_loop_seconds: float | None = None
+    """Median time of the host's loop on each step's slowest rank, over all steps from the seventh on. None where the
+    arm's package does not time it."""
+    host_loop_seconds_range: tuple[float, ...] = ()
+    """The least and the most; () where there are none."""
+    rounds: tuple[dict[str, Any], ...] = ()
+    """What was measured in each round, by step: see `RAW`."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the row as JSON takes it."""
         return asdict(self)
-
-
-def seconds_of(runs: list[ArmRun]) -> list[float]:
-    """Return the seconds of the steps that count, over all rounds of an arm."""
-    return [event["seconds"] for run in runs for event in run.steps if event["step"] >= FIRST_COUNTED_STEP]
 
 
 def phase(runs: list[ArmRun], name: str) -> float | None:
@@ -105,7 +117,12 @@ def share(seconds: list[float], of: float) -> float | None:
 
 
 def make_row(
-    resident: list[ArmRun], runs: list[ArmRun], link: dict[str, float], trace: Trace | None, bitwise: bool
+    resident: list[ArmRun],
+    runs: list[ArmRun],
+    link: dict[str, float],
+    trace: Trace | None,
+    bitwise: bool,
+    reference: float | None = None,
 ) -> Row:
     """Return the row of one arm.
 
@@ -115,13 +132,16 @@ def make_row(
         link: see `bridge_fgo.cli.bench.probe`.
         trace: of one step of this arm.
         bitwise: whether to compare with the resident arm; only the first rounds are.
+        reference: see `bridge_fgo.cli.bench.steps.reference_loop`; None has every step count.
     """
     base, mine = resident[0].result, runs[0].result
     state = base["state_bytes"]
     one_way = min(link["d2h"], link["h2d"])
-    times, resident_times = seconds_of(runs), seconds_of(resident)
+    steps = warm_steps(runs)
+    counted, resident_counted = counted_steps(steps, reference), counted_steps(warm_steps(resident), reference)
+    times = counted.seconds
     median = statistics.median(times)
-    added = median - statistics.median(resident_times)
+    added = median - statistics.median(resident_counted.seconds)
     is_resident = runs is resident
     offloads = bool(mine["released_bytes"])
     floor = least_added(base, mine, link) if offloads else None
@@ -133,6 +153,8 @@ def make_row(
         "step_seconds": median,
         "step_seconds_min": min(times),
         "step_seconds_max": max(times),
+        "steps_counted": str(counted),
+        "rounds": tuple({name: run.result[name] for name in RAW if name in run.result} for run in runs),
         "added_seconds": added,
         "e": None if is_resident else added * one_way / state,
         "floor_e": None if floor is None else floor * one_way / state,
@@ -157,6 +179,8 @@ def make_row(
         if bitwise and not is_resident
         else None,
     }
+    if loops := [step.host_loop for step in steps if step.host_loop is not None]:
+        row["host_loop_seconds"], row["host_loop_seconds_range"] = statistics.median(loops), (min(loops), max(loops))
     for kind in ("allocated", "reserved"):
         before = max(run.result[f"peak_{kind}_bytes"] for run in resident)
         row[f"saved_{kind}"] = (before - row[f"peak_{kind}_bytes"]) / state

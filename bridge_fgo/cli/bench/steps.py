@@ -1,0 +1,84 @@
+"""Which steps of an arm count: those in which the host was as fast as it was in every other arm's.
+
+A host that others use, too, changes its speed by a factor of two within seconds, and with it the time of a step. So
+each arm times a fixed loop of Python before each step, on every rank (`bridge_fgo.harness.host_loop`). The loop time of
+a step is that of its slowest rank, for which the others wait. The first quartile of all arms' loop times is the
+reference; a step counts if its loop took at most `SLOWER` times that. Where fewer than half of an arm's steps would be
+left, all count, and the table says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bridge_fgo.harness.phase_clock import FIRST_COUNTED_STEP
+from bridge_fgo.harness.runner import ArmRun
+
+SLOWER = 1.25
+"""A choice, not a measurement: well above what the loop varies by on a quiet host, well below the factor of two between
+a quiet host and a busy one."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. host_loop: seconds of its slowest rank's loop; None where nobody timed it."""
+
+    seconds: float
+    host_loop: float | None
+
+
+@dataclass(frozen=True)
+class CountedSteps:
+    """The steps of an arm that count.
+
+    of: how many there are, with those at another host speed.
+    at_equal_speed: False where too few steps were, so that all count; None where no loop was timed.
+    """
+
+    seconds: list[float]
+    of: int
+    at_equal_speed: bool | None
+
+    def __str__(self) -> str:
+        text = f"{len(self.seconds)} of {self.of}"
+        return f"{text}, uneven host" if self.at_equal_speed is False else text
+
+
+def warm_steps(runs: Iterable[ArmRun]) -> list[Step]:
+    """Return the steps of all rounds of an arm from `FIRST_COUNTED_STEP` on."""
+    return [
+        Step(event["seconds"], loop)
+        for run in runs
+        for event, loop in zip(run.steps, _host_loops(run), strict=True)
+        if event["step"] >= FIRST_COUNTED_STEP
+    ]
+
+
+def _host_loops(run: ArmRun) -> list[float | None]:
+    """Return the loop time of each step's slowest rank; None for each where the arm's package times none."""
+    of_ranks = run.result.get("host_loop_seconds_of_ranks")
+    return [None] * len(run.steps) if of_ranks is None else [max(loops) for loops in zip(*of_ranks, strict=True)]
+
+
+def reference_loop(runs: Iterable[ArmRun]) -> float | None:
+    """Return the first quartile of the loop times of all runs of all arms; None where no loop was timed."""
+    loops = sorted(step.host_loop for step in warm_steps(runs) if step.host_loop is not None)
+    return loops[(len(loops) - 1) // 4] if loops else None
+
+
+def counted_steps(steps: list[Step], reference: float | None) -> CountedSteps:
+    """Return which of an arm's steps count, by the rule on top of this file.
+
+    Args:
+        steps: of all rounds of the arm.
+        reference: see `reference_loop`.
+    """
+    every = [step.seconds for step in steps]
+    loops = [step.host_loop for step in steps if step.host_loop is not None]
+    if reference is None or len(loops) < len(steps):
+        return CountedSteps(every, len(steps), None)
+    fast = [second for second, loop in zip(every, loops, strict=True) if loop <= SLOWER * reference]
+    if 2 * len(fast) < len(steps):
+        return CountedSteps(every, len(steps), False)
+    return CountedSteps(fast, len(steps), True)
