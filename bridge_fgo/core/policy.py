@@ -18,6 +18,9 @@ from bridge_fgo.core.profile import MemoryProfile
 MOST_PROFILES = 8
 """Measured passes that are kept. Each point of a pass is compared with one of each."""
 
+MOST_LOST = 32
+"""Passes in the midst of which no plan held any more that are measured; of those that follow each 32nd is."""
+
 MARGIN_SHARE = 1 / 12
 """Share of the bytes that activations take and give back to stay below. On H200, 15.4 GB of them: with a margin of 0.6
 GB 0.6 to 0.75 GB more was reserved than allocated (9.8 GB of states); with 1.3 GB 0.5 to 0.8 GB, and 0.2 to 1.2 GB
@@ -123,6 +126,9 @@ class HoldPolicy:
         """The peak that all plans keep under: the budget, or the highest that releasing throughout would reach."""
         self._profiles: list[MemoryProfile] = []
         """The newest used last."""
+        self._outdated: list[MemoryProfile] = []
+        """What they said is too little by now: the next pass that is like one of them is measured anew."""
+        self._lost = 0
         self._chosen = False
         self._said = ""
         self._least_said = 0
@@ -133,22 +139,30 @@ class HoldPolicy:
 
     def forget(self) -> None:
         """Let every kind of pass be measured anew."""
-        self.plans, self._profiles = [], []
+        self.plans, self._profiles, self._outdated = [], [], []
 
     @property
     def has_room(self) -> bool:
-        """Whether a pass for which there is a plan may be measured all the same, as it is much smaller.
-
-        Not for ever: where each step is of a kind of its own, so would measuring be, which takes the host some
-        microseconds at each point.
-        """
+        """Whether a pass for which there is a plan may be measured all the same, as it is much smaller."""
         return len(self._profiles) < MOST_PROFILES
+
+    def is_worth_measuring(self) -> bool:
+        """Return whether a pass that has just lost its plan is to be measured; it counts those that have.
+
+        Where each is of a kind of its own, as with images in some microbatches, no number of profiles covers the next,
+        and to measure takes the host some 100 microseconds a point: so later on only some are.
+        """
+        self._lost += 1
+        return self._lost <= MOST_LOST or self._lost % MOST_LOST == 0
 
     def add(self, profile: MemoryProfile) -> None:
         """Keep the profile of a pass that was measured.
 
         Where there are too many, the least recently used goes. One that is like it takes the maximum of both.
         """
+        for outdated in [one for one in self._outdated if one.is_like(profile)]:
+            self._outdated.remove(outdated)
+            profile = profile.merged(outdated)
         self._profiles.append(profile)
         if len(self._profiles) > MOST_PROFILES:
             oldest = self._profiles.pop(0)
@@ -157,9 +171,11 @@ class HoldPolicy:
                 self._profiles[alike] = self._profiles[alike].merged(oldest)
 
     def is_exceeded(self, plan: HoldPlan, peak: int, parts: Sequence[PartBytes]) -> bool:
-        """Compare the peak of a step with what its plan keeps under; where it is above, have it hold as much less.
+        """Compare the peak of a step with what its plan keeps under; return whether to plan anew, as it was above.
 
-        More than one part above, that is: so much may be there twice for a moment.
+        More than one part above, that is: so much may be there twice for a moment. At first such steps hold as much
+        less. Where that is not enough, because what is beside the states has grown, they are measured anew; and where
+        they are above even then, they hold less each time, until there is nothing left to hold.
 
         Args:
             plan: the one that was followed.
@@ -172,12 +188,20 @@ class HoldPolicy:
         above = peak - self.limit
         if above <= max((part.transit_bytes for part in parts), default=0):
             return False
-        gib = 2**30
-        self.warn(
-            f"a training step allocated {peak / gib:.2f} GiB, though what went through its layers was no larger than "
-            f"in a step that was measured, by which it should have stayed under {self.limit / gib:.2f} GiB: from now "
-            f"on such steps hold {above / gib:.2f} GiB less of the optimizer state"
-        )
+        if profile.beyond >= self.limit:
+            return False
+        if profile.beyond and not profile.is_anew:
+            profile.beyond, profile.is_anew = 0, True
+            self._profiles.remove(profile)
+            self._outdated = [*self._outdated, profile][-MOST_PROFILES:]
+            return True
+        if not profile.is_anew:
+            gib = 2**30
+            self.warn(
+                f"a training step allocated {peak / gib:.2f} GiB, though what went through its layers was no larger "
+                f"than in a step that was measured, by which it should have stayed under {self.limit / gib:.2f} GiB: "
+                f"from now on such steps hold {above / gib:.2f} GiB less of the optimizer state"
+            )
         profile.beyond += above
         return True
 
@@ -205,13 +229,16 @@ class HoldPolicy:
             ValueError: the budget cannot be met; gives the least one that can.
         """
         profiles = self._profiles
+        if not profiles:  # the only one is outdated
+            self.plans = []
+            return {position for position, part in enumerate(parts) if part.stays}
         sizes = [part.transit_bytes for part in parts]
         peak = max(each.peak for each in profiles)
         least = max(least_budget(each, sizes, self.masters_held_bytes) for each in profiles)
         wanted = max(least_budget(each, sizes, self.masters_held_bytes) + each.beyond for each in profiles)
         if self._room is not None:
             self.budget_bytes = max(self._room.budget_bytes(), wanted)  # what ran fits, with everything offloaded
-        staying = set() if self.budget_bytes is None else self._choose(parts, self.budget_bytes, wanted)
+        staying = set() if self.budget_bytes is None else self._choose(parts, self.budget_bytes, least, wanted)
         self.limit = least if self.budget_bytes is None else self.budget_bytes
         kept = sum(parts[position].nbytes for position in staying)
         self.plans = [
@@ -241,11 +268,17 @@ class HoldPolicy:
         margin = max(self.margin_bytes, int(MARGIN_SHARE * activations))
         return margin if expands else 3 * margin
 
-    def _choose(self, parts: Sequence[PartBytes], budget: int, least: int) -> set[int]:
+    def _choose(self, parts: Sequence[PartBytes], budget: int, least: int, wanted: int) -> set[int]:
         """Choose the parts that stay under the budget.
 
         The ranks agree when the first choice is made. Later, when another kind of pass has been measured, each
         rank looks after itself: it lets fewer parts stay, or says that the budget does not hold.
+
+        Args:
+            parts: of all sources of the rank.
+            budget: in bytes.
+            least: the least possible budget by what was measured.
+            wanted: that and what steps went above their plans, which is kept free too.
         """
         if not self._chosen:
             room, least = self.agree(budget - least, least)
@@ -253,7 +286,7 @@ class HoldPolicy:
                 raise ValueError(budget_refusal(budget, least))
             self._chosen = True
         else:
-            room = min(budget - least, sum(part.nbytes for part in parts if part.stays))
+            room = min(budget - wanted, sum(part.nbytes for part in parts if part.stays))
             if least > max(budget, self._least_said):
                 self._least_said = least
                 self.warn(

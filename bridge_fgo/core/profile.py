@@ -33,6 +33,8 @@ class MemoryProfile:
     """What the pass has in common with others of its kind: the number of microbatches."""
     beyond: int = 0
     """How far later passes that it covers went above what they were planned for; they hold as much less."""
+    is_anew: bool = False
+    """Whether it was measured in place of one whose passes went above what they were planned for again and again."""
 
     @property
     def peak(self) -> int:
@@ -67,4 +69,5 @@ class MemoryProfile:
             [max(pair, key=lambda mark: (mark.live, mark.nbytes)) for pair in marks],
             self.kind,
             max(self.beyond, other.beyond),
+            self.is_anew or other.is_anew,
         )

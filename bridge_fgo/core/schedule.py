@@ -120,13 +120,13 @@ class Schedule:
             if slab.state is Residency.RESIDENT and slab.exists():
                 slab.offload()
                 self.queue.line_up(slab)
-        self.recorder.release()
         if self._plan is None:
-            self.queue.release_down_to(0)
-            if self._warm:  # else states are made in the step
-                self.recorder.record(MemoryProfile([0], marks=self._course.marks, kind=self.signature))
+            self._send_all()
         else:
             self._hold_to(self._plan)
+        self.recorder.release()  # only now: what a skipped step or a reader between steps left here is not the pass's
+        if self._plan is None and self._warm:  # else states are made in the step
+            self.recorder.record(MemoryProfile([0], marks=self._course.marks, kind=self.signature))
 
     def point(self, mark: Mark) -> None:
         """Pass a point: a layer begins its forward or has ended its backward."""
@@ -140,7 +140,7 @@ class Schedule:
             newest = recorder.newest_others() if is_lost else 0
             with self.transfers.on_compute_stream():
                 self._change_plan(plan)
-            if is_lost:
+            if is_lost and self.holding.is_worth_measuring():
                 recorder.record(self._known(before, newest))
         elif plan is not None:
             if recorder.profile is None and self._course.is_loose and self.holding.has_room:
@@ -164,9 +164,13 @@ class Schedule:
     def _change_plan(self, plan: HoldPlan | None) -> None:
         """Keep to another plan from this point on, or to none: then everything leaves."""
         self.queue.send_back(0 if plan is None else plan.come[self._index], self._slabs(stay=True))
-        if plan is not None:
+        if plan is None:
+            self._send_all()
+        else:
             self.queue.release_down_to(plan.leave[self._index])
-            return
+
+    def _send_all(self) -> None:
+        """Release what has begun to leave, and what stays for good with it: nothing says that there is room."""
         self.queue.release_down_to(0)
         for slab in self._slabs(stay=True):
             if slab.state is not Residency.RELEASED and slab.exists():
@@ -249,7 +253,7 @@ class Schedule:
                 self.queue.bring_for(slabs, limit)
                 for slab in slabs:
                     if slab.state is Residency.RELEASED:  # there was no room for it ahead of its turn
-                        self.queue.fetch(slab)
+                        self.queue.fetch(slab, limit)
                 decode_together(slabs)
                 for slab in reversed(slabs):  # the last lands last: for those before it nothing need wait
                     slab.require_writable()

@@ -10,7 +10,7 @@ import torch
 
 from bridge_fgo.core.meters import Ledger
 from bridge_fgo.core.residency import Residency
-from bridge_fgo.core.slab import Slab
+from bridge_fgo.core.slab import Slab, decode_together
 from bridge_fgo.core.transfers import Transfers
 
 LOOKAHEAD = 2
@@ -93,13 +93,17 @@ class SlabQueue:
         """
         here = [slab for slab in self.slabs if slab.state in (Residency.RESIDENT, Residency.RELOADING)]
         held = sum(slab.gpu_bytes for slab in (*here, *staying))
+        going: list[Slab] = []
         while here and held > limit:
             slab = here.pop()
             held -= slab.gpu_bytes
             self._next = min(self._next, self._position[slab])
             if slab.exists():
-                slab.offload()
-                self.line_up(slab)
+                going.append(slab)
+        decode_together(going[::-1])  # one check of the weights, which the host waits for, and not one for each
+        for slab in going:
+            slab.offload()
+            self.line_up(slab)
 
     # Coming back.
 
@@ -154,8 +158,14 @@ class SlabQueue:
                 )
             self.give_back()
 
-    def fetch(self, slab: Slab) -> None:
-        """Bring back a slab that the update needs now; where there is no memory, once more without what may leave."""
+    def fetch(self, slab: Slab, limit: int) -> None:
+        """Bring back a slab that the update needs now, and make room for it; where there is no memory, twice.
+
+        Args:
+            slab: that was released. It may be one of those that stay, for which there was no memory before.
+            limit: in bytes, of all slabs, as far as it takes no more than releasing what has begun to leave.
+        """
+        self.release_down_to(limit - slab.transit_bytes)
         try:
             slab.reload()
         except torch.OutOfMemoryError:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bridge_fgo.core.course import Course
 from bridge_fgo.core.meters import Ledger
-from bridge_fgo.core.policy import MOST_PROFILES, HoldPolicy, PartBytes, plan_holding
+from bridge_fgo.core.policy import MOST_LOST, MOST_PROFILES, HoldPolicy, PartBytes, plan_holding
 from bridge_fgo.core.profile import Mark, MemoryProfile
 
 MODEL = 0
@@ -346,3 +346,13 @@ def test_a_peak_above_the_plan_is_said_and_its_kind_holds_as_much_less():
     assert policy.limit == 100, "what went wrong raises no limit"
     assert policy.plans_for(2)[0].leave[1] == plan.leave[1] - 25
     assert policy.plans_for(1)[0].leave[0] == 100 - policy._margin(profile(100), True)
+
+
+def test_where_no_profile_covers_the_next_pass_only_some_are_measured(monkeypatch):
+    training, measured = Shapes(monkeypatch), []
+    add = HoldPolicy.add
+    monkeypatch.setattr(HoldPolicy, "add", lambda policy, one: (measured.append(one), add(policy, one)))
+    for number in range(4 * MOST_LOST):
+        training.train([layers(WHOLE // 50, count=1, first=number + 1), SHORT])
+    assert MOST_LOST < len(measured) <= 1 + MOST_LOST + 3
+    training.check()
