@@ -25,12 +25,13 @@ class Seen:
         return self.losses, self.grad_norms, self.params_norms, self.evaluations
 
 
-def train(run, until, each_step=lambda number: None, valid=None):
+def train(run, until, each_step=lambda number: None, valid=None, callback=None):
     """Train through Bridge's `train` until `until` steps are done; return what was seen.
 
     run: a CpuTraining.
     each_step: called with the number of a step, from 1, before it.
     valid: iterator of microbatches to evaluate on.
+    callback: a Callback of Bridge's, called before `each_step`.
 
     Where Bridge ends the process, SystemExit comes out.
     """
@@ -62,6 +63,8 @@ def train(run, until, each_step=lambda number: None, valid=None):
         return run._forward_step(data_iterator, model)  # looked up here, so that a test may replace it in mid-run
 
     callbacks = CallbackManager()
+    if callback is not None:
+        callbacks.add(callback)
     for event, function in (
         ("on_train_step_start", begin),
         ("on_train_step_end", end),

@@ -172,6 +172,14 @@ def bench(
     traces: Annotated[
         bool, typer.Option(help="Profile two steps more an arm, and draw them (needs matplotlib).")
     ] = True,
+    saves: Annotated[
+        bool,
+        typer.Option(
+            "--saves",
+            help="Have each arm but mcore save twice in the background, and measure how long the second save stalls "
+            "training. DIR needs room for two checkpoints, and the host for one more in memory and in /dev/shm.",
+        ),
+    ] = False,
     arm_timeout: Annotated[float, typer.Option(help="Seconds after which an arm is given up.")] = 1800.0,
 ) -> None:
     """Train the same model through Bridge's own `pretrain()` once an arm, in turn, and compare.
@@ -204,6 +212,7 @@ def bench(
         json_output=json_output,
         traces=traces,
         arm_timeout=arm_timeout,
+        saves=saves,
     )
     try:
         raise typer.Exit(command.run(settings))

@@ -78,6 +78,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     checkpoint.add_argument("--save", type=Path, help="folder to save into every --save-interval steps, and at the end")
     checkpoint.add_argument("--save-interval", type=int, default=4)
     checkpoint.add_argument("--async-save", action="store_true", help="by mcore's persistent worker")
+    checkpoint.add_argument(
+        "--finish-saves", action="store_true", help="wait for the background writer after a save, in no step's time"
+    )
     checkpoint.add_argument("--fully-reshardable", action="store_true", help="default: dp_reshardable")
     checkpoint.add_argument("--load", type=Path, help="folder to resume from")
     checkpoint.add_argument("--load-step", type=int, help="default: the newest")

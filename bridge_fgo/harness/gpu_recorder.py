@@ -8,6 +8,7 @@ from typing import Any, override
 
 import torch
 from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.checkpointing import maybe_finalize_async_save
 
 import bridge_fgo
 from bridge_fgo.figures import Stats
@@ -46,6 +47,9 @@ class Recorder(Callback):
         self.collector = CollectorClock()
         self.collector_seconds: list[float] = []
         self.host_loop_seconds: list[float] = []
+        self.trained = 0.0
+        self.between_seconds: list[float] = []
+        self.save_steps: list[int] = []
         self.newest: dict[str, Any] = {}
         self.peaks: dict[str, Any] = {}
         self.first_step_peak: int | None = None
@@ -64,14 +68,20 @@ class Recorder(Callback):
     @override
     def on_train_step_start(self, context: Any) -> None:
         # A step lasts until the next one begins. Only the compute stream is waited for: copies may go on
-        # from one step into the next, as they do in training.
+        # from one step into the next, as they do in training. Bridge saves before the next step begins, so a save is
+        # in the seconds of the step before it.
         torch.cuda.current_stream().synchronize()
         self.end_step(time.perf_counter())
+        if self._options.finish_saves:
+            # A job saves so rarely that its writer is done long before the next save, which would else wait for it.
+            maybe_finalize_async_save(context.state, context.state.cfg.checkpoint, blocking=True)
         self.step += 1
         if self.step <= self._options.steps:
             # Between the last step's end and this one's begin, so that it is in neither's seconds. Of the phases
             # `rest` has it, and copies go on meanwhile: a thousandth of a step, in all arms alike.
             self.host_loop_seconds.append(host_loop_seconds())
+        if self.step == self._options.steps + 1 and self._options.save is not None:
+            context.state.cfg.checkpoint.save_interval = 0  # Bridge's word for no more saves, nor one at the end
         if self.step == self._options.steps + 1 and self._options.alone_steps:
             self.alone = MovesAlone(torch.cuda.current_stream())
         if self.step == self._options.steps + self._options.alone_steps + 1:
@@ -87,6 +97,7 @@ class Recorder(Callback):
 
     @override
     def on_train_step_end(self, context: Any) -> None:
+        self.trained = time.perf_counter()
         if self.trace is not None:
             self.trace.end_step()
             return
@@ -110,6 +121,11 @@ class Recorder(Callback):
             passes=1,  # the rerun machine is off here: one forward and backward pass
         )
 
+    @override
+    def on_checkpoint_save(self, context: Any) -> None:
+        # Bridge calls it when a checkpoint is complete: with --finish-saves before the next step begins.
+        self.save_steps.append(self.step)
+
     def end_alone(self) -> None:
         """Make moves as in training again."""
         if self.alone is not None:
@@ -121,6 +137,7 @@ class Recorder(Callback):
         if not self.newest:
             return
         self.seconds.append(now - self.started)
+        self.between_seconds.append(now - self.trained)
         self.collector_seconds.append(self.collector.take())
         if self.writer is not None:
             self.writer.step(**self.newest, seconds=self.seconds[-1])
@@ -178,6 +195,8 @@ class Recorder(Callback):
             step_seconds=self.seconds,
             collector_seconds=self.collector_seconds,
             host_loop_seconds_of_ranks=host_loops,
+            between_seconds=self.between_seconds,
+            save_steps=self.save_steps,
             base_bytes=self.base,
             first_step_peak_bytes=self.first_step_peak,
             pin_seconds=0.0 if stats is None else stats.pin_seconds,

@@ -220,6 +220,12 @@ def test_json_is_the_only_thing_on_standard_output(made_up, tmp_path):
     assert json.loads(result.stdout)["arms"][1]["arm"] == "native"
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_the_stall_of_a_save_is_in_the_table_where_arms_save(made_up, tmp_path, saves):
+    assert bench(tmp_path, "--arms", "resident,native", *["--saves"] * saves).exit_code == 0
+    assert ("save stall, s" in (tmp_path / "bench.html").read_text()) is saves
+
+
 def test_the_reference_of_the_hosts_speed_is_that_of_all_arms(made_up, monkeypatch, tmp_path):
     original, loops = command.run_one, {"resident": 1e-3, "native": 0.5e-3}
 

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from test_bench import GB, LINK, OFFLOADED, RESIDENT, arm
 
 from bridge_fgo.cli.bench import command, figures, presets
 from bridge_fgo.harness import gpu
+from bridge_fgo.harness.phase_clock import FIRST_COUNTED_STEP
 
 
 def test_every_round_counts():
@@ -61,24 +63,30 @@ def test_each_figure_of_the_table_is_beside_its_heading():
     shown = dict(zip(*command.table_of([row]), strict=True))
     assert {name: float(shown[name]) for name in HEADINGS} == {name: values[HEADINGS[name]] for name in HEADINGS}
     assert shown["bitwise equal"] == "NO"
+    assert "save stall, s" not in shown
+    shown = dict(zip(*command.table_of([replace(row, save_stall_seconds=0.25)], saves=True), strict=True))
+    assert (shown["bitwise equal"], shown["save stall, s"]) == ("NO", "0.25")
 
 
 @pytest.fixture
 def start(monkeypatch, tmp_path):
     """Returns what starts an arm by its name, and returns its options by name and its environment."""
 
-    def start(name, gpus=1, preset="short", megatron_lm=()):
+    def start(name, gpus=1, preset="short", megatron_lm=(), saves=False, steps=9):
         seen = {}
 
         def run_arm(name, module, options, folder, launcher, environment, timeout):
             seen.update(options=options, environment=environment)
+            if "--save" in options:
+                seen["checkpoints"] = Path(options[options.index("--save") + 1])
+                (seen["checkpoints"] / "iter_0000004").mkdir()  # into a folder that is there
             return arm(name, RESIDENT, 40 * GB)
 
         monkeypatch.setattr(command, "run_arm", run_arm)
         settings = command.Settings(
             arms=[],
             preset=preset,
-            steps=9,
+            steps=steps,
             rounds=1,
             gpus=gpus,
             folder=tmp_path,
@@ -86,9 +94,14 @@ def start(monkeypatch, tmp_path):
             json_output=False,
             traces=False,
             arm_timeout=1.0,
+            saves=saves,
         )
         arms = presets.arms(["resident", name], list(megatron_lm), preset)
         command.run_one(settings, arms[1], 0, arm("resident", RESIDENT, 40 * GB))
+        if "checkpoints" in seen:
+            assert seen["checkpoints"].parent == tmp_path and not seen["checkpoints"].exists()
+        parsed = gpu.parse([*seen["options"], "--events", "unused"])
+        assert parsed.async_save is parsed.finish_saves is ("checkpoints" in seen)
         options = seen["options"]
         values = {option: value for option, value in pairwise(options) if option.startswith("--")}
         return values, seen["environment"]
@@ -103,6 +116,19 @@ def test_an_arm_is_started_with_what_its_name_stands_for(start):
     assert start("whole")[0]["--master-remainders"] == "never"
     _, environment = start("mcore", megatron_lm=["/dev-checkout"])
     assert environment["PYTHONPATH"].split(":")[0] == "/dev-checkout"
+
+
+@pytest.mark.parametrize("name", ["native", "whole", "half", "hybrid"])
+@pytest.mark.parametrize("steps", [8, 9, 16])
+def test_with_saves_an_arm_saves_twice_the_second_time_in_a_step_that_counts(start, name, steps):
+    assert "--save" not in start(name)[0]
+    options, _ = start(name, saves=True, steps=steps)
+    saves = [step for step in range(1, steps + 1) if step % int(options["--save-interval"]) == 0]
+    assert len(saves) == 2 and saves[1] >= FIRST_COUNTED_STEP
+
+
+def test_mcores_offloaders_which_cannot_save_in_the_background_train_without_saves(start):
+    assert "--save" not in start("mcore", saves=True)[0]
 
 
 def test_every_gpu_gets_its_microbatches_and_the_experts_are_over_all(start):
@@ -130,6 +156,16 @@ def test_arms_are_comparable_bit_by_bit_and_only_experts_need_the_deterministic_
     model = build_config(options).model
     assert not model.cross_entropy_loss_fusion
     assert model.deterministic_mode is (model.num_moe_experts is not None) is (preset == "moe")
+
+
+@pytest.mark.usefixtures("cpu_standins")
+def test_the_config_of_an_arm_with_saves_is_of_background_saves_into_its_folder(tmp_path):
+    from bridge_fgo.harness.gpu_config import build_config
+
+    saves = presets.save_options(16, str(tmp_path))
+    checkpoint = build_config(gpu.parse([*presets.size_options("short", 1), *saves, "--events", "unused"])).checkpoint
+    assert (checkpoint.save, checkpoint.save_interval, checkpoint.async_save) == (str(tmp_path), 8, True)
+    assert checkpoint.ckpt_format == "torch_dist"
 
 
 def test_a_fused_loss_is_refused_in_the_deterministic_mode(capsys):

@@ -6,7 +6,7 @@ import pytest
 from test_bench import GB, LINK, arm
 
 from bridge_fgo.cli.bench import command, figures
-from bridge_fgo.cli.bench.steps import counted_steps, reference_loop, warm_steps
+from bridge_fgo.cli.bench.steps import counted_steps, reference_loop, save_stall_seconds, warm_steps
 
 COLD = [1.0] * 6
 QUIET, BUSY = 0.5e-3, 1e-3
@@ -87,3 +87,32 @@ def test_the_table_shows_the_loop_and_the_json_keeps_what_was_measured():
     (kept,) = json.loads(json.dumps(row.as_json()))["rounds"]
     assert kept["step_seconds"] == [*COLD, 0.5, 0.6, 0.7, 0.8]
     assert kept["host_loop_seconds_of_ranks"] == mine[0].result["host_loop_seconds_of_ranks"]
+
+
+SAVING = [0.5, 2.5, 0.1, 0.6, 0.6, 0.6, 1.5, 0.1]
+"""Steps 7 to 14: 8 and 13 with a save, and each followed by a step into which no copies ran on."""
+
+
+def test_the_stall_of_a_save_is_what_its_step_takes_beyond_those_without_and_the_first_is_not_it():
+    one = run("native", SAVING, released=10 * GB)
+    one.result.update(save_steps=[8, 13], between_seconds=[0.1] * 14)
+    row = figures.make_row([one], [one], LINK, None, True)
+    assert row.save_stall_seconds == pytest.approx(1.5 - 0.6)
+    assert (row.step_seconds, row.step_seconds_max, row.steps_counted) == (0.6, 0.6, "4 of 4")
+    (kept,) = row.rounds
+    assert (kept["save_steps"], kept["between_seconds"]) == ([8, 13], [0.1] * 14)
+
+
+def test_the_stall_is_the_median_over_rounds():
+    rounds = [run("native", [0.5, 0.5, 0.5, seconds]) for seconds in (0.9, 3.5, 1.0)]
+    for one in rounds:
+        one.result["save_steps"] = [4, 10]
+    assert save_stall_seconds(rounds, 0.5) == 0.5
+
+
+@pytest.mark.parametrize("saves", [None, [], [8]], ids=["an older arm", "none", "the first alone"])
+def test_without_a_second_save_there_is_no_stall(saves):
+    one = run("native", SAVING)
+    if saves is not None:
+        one.result["save_steps"] = saves
+    assert figures.make_row([one], [one], LINK, None, True).save_stall_seconds is None

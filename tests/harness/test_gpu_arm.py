@@ -179,6 +179,38 @@ def test_the_loop_of_each_rank_is_timed_once_a_step_and_is_in_no_steps_seconds(r
     assert result["step_seconds"] == [1.25] * 5
 
 
+def test_a_save_is_in_the_seconds_of_its_step_and_its_writer_is_waited_for_in_none(recorder, stream, monkeypatch):
+    recorder, events = recorder
+    recorder._options.save, recorder._options.finish_saves = "a folder", True
+    checkpoint = SimpleNamespace(save_interval=2)
+    context = SimpleNamespace(**vars(CONTEXT), state=SimpleNamespace(cfg=SimpleNamespace(checkpoint=checkpoint)))
+    writing = False
+
+    def finish(state, config, blocking):
+        nonlocal writing
+        assert state is context.state and config is checkpoint and blocking
+        if writing:
+            stream.now += 100
+            recorder.on_checkpoint_save(context)
+        writing = False
+
+    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
+    monkeypatch.setattr("bridge_fgo.harness.gpu_recorder.maybe_finalize_async_save", finish)
+    recorder.on_train_start(None)
+    for step in range(1, 8):
+        recorder.on_train_step_start(context)  # waits for the stream: a second
+        stream.now += 0.25
+        recorder.on_train_step_end(context)
+        if checkpoint.save_interval and step % checkpoint.save_interval == 0:
+            stream.now += 3
+            writing = True
+    recorder.on_train_end(context)
+    result = json.loads(events.read_text().splitlines()[-1])
+    assert result["save_steps"] == [2, 4]
+    assert result["step_seconds"] == [1.25, 4.25, 1.25, 4.25, 1.25]
+    assert result["between_seconds"] == [1, 4, 1, 4, 1]
+
+
 def test_the_loop_takes_the_time_that_the_clock_shows(stream, monkeypatch):
     class Additions:
         """A number of additions for which time passes when it is asked for."""

@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +20,7 @@ from rich.table import Table
 from bridge_fgo.cli import page
 from bridge_fgo.cli.bench.figures import Row, make_row
 from bridge_fgo.cli.bench.plots import gantt, memory_timeline
-from bridge_fgo.cli.bench.presets import BenchArm, arms, size_options
+from bridge_fgo.cli.bench.presets import BenchArm, arms, save_options, size_options
 from bridge_fgo.cli.bench.steps import reference_loop
 from bridge_fgo.cli.bench.trace import Trace, read_trace
 from bridge_fgo.harness.runner import ArmFailed, ArmRun, run_arm
@@ -44,6 +46,8 @@ class Settings:
     traces: bool
     """Whether to profile two steps more in each arm, for the pictures and the shares of hidden copies."""
     arm_timeout: float
+    saves: bool
+    """Whether arms save in the background, for the time that this stalls training."""
 
 
 def launcher(gpus: int) -> tuple[str, ...]:
@@ -69,7 +73,7 @@ def budget_gib(resident: ArmRun) -> float:
 
 
 def run_one(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | None) -> ArmRun:
-    """Run one arm; its trace is `NAME.NUMBER.trace.gz` in the folder."""
+    """Run one arm; its trace is `NAME.NUMBER.trace.gz` in the folder, and its checkpoints are deleted at once."""
     options = [*size_options(settings.preset, settings.gpus), "--steps", str(settings.steps), *arm.options]
     if arm.half:
         assert resident is not None
@@ -80,15 +84,19 @@ def run_one(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | N
     environment = {}
     if arm.python_path:
         environment["PYTHONPATH"] = os.pathsep.join([arm.python_path, *sys.path[:1], os.environ.get("PYTHONPATH", "")])
-    run = run_arm(
-        f"{arm.name}.{number}",
-        ARM,
-        options,
-        settings.folder,
-        launcher=launcher(settings.gpus),
-        environment=environment,
-        timeout=settings.arm_timeout,
-    )
+    with ExitStack() as until_it_ends:
+        if settings.saves and arm.saves:
+            checkpoints = TemporaryDirectory(prefix=f"{arm.name}.{number}.checkpoints.", dir=settings.folder)
+            options += save_options(settings.steps, until_it_ends.enter_context(checkpoints))
+        run = run_arm(
+            f"{arm.name}.{number}",
+            ARM,
+            options,
+            settings.folder,
+            launcher=launcher(settings.gpus),
+            environment=environment,
+            timeout=settings.arm_timeout,
+        )
     run.name = arm.name
     return run
 
@@ -148,7 +156,7 @@ def report(
     resident: ArmRun,
 ) -> None:
     """Print the table or the JSON, and leave both and the pictures in the folder."""
-    texts = table_of(rows)
+    texts = table_of(rows, settings.saves)
     result: dict[str, Any] = {
         "preset": settings.preset,
         "gpus": settings.gpus,
@@ -179,8 +187,8 @@ def report(
     )
 
 
-def table_of(rows: list[Row]) -> list[list[str]]:
-    """Return the cells of the table, its head first."""
+def table_of(rows: list[Row], saves: bool = False) -> list[list[str]]:
+    """Return the cells of the table, its head first; with `saves` the stall of a save is the last of each row."""
 
     def number(value: float | None, digits: int = 2) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
@@ -199,7 +207,7 @@ def table_of(rows: list[Row]) -> list[list[str]]:
             "allocated, GB", "reserved, GB", "saved / S",
             "saved reserved / S", "pinned, GB", "pin, s", "steps 1-2 added, s", "enqueue", "by the clock",
             "hidden / floor",
-            "bitwise equal",
+            "bitwise equal", *(["save stall, s"] if saves else []),
         ]
     ]  # fmt: skip
     for row in rows:
@@ -216,6 +224,7 @@ def table_of(rows: list[Row]) -> list[list[str]]:
                 number(row.saved_allocated, 3), number(row.saved_reserved, 3), number(row.pinned_bytes / 1e9),
                 number(row.pin_seconds), number(row.first_two_steps_added_seconds),
                 percent(row.enqueue_share), percent(row.enqueue_by_the_clock_share), number(row.hidden), equal,
+                *([number(row.save_stall_seconds)] if saves else []),
             ]
         )  # fmt: skip
     return table

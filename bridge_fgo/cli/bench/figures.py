@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bridge_fgo.cli.bench.floor import floor_seconds
-from bridge_fgo.cli.bench.steps import counted_steps, warm_steps
+from bridge_fgo.cli.bench.steps import counted_steps, save_stall_seconds, warm_steps
 from bridge_fgo.cli.bench.trace import Trace, length, merge, overlap
 from bridge_fgo.harness.comparator import compare
 from bridge_fgo.harness.phase_clock import FIRST_COUNTED_STEP
 from bridge_fgo.harness.runner import ArmRun
 
-RAW = ("step_seconds", "host_loop_seconds_of_ranks")
-"""What of an arm's result tells which steps count: a number a step, of each rank where the name says so."""
+RAW = ("step_seconds", "between_seconds", "host_loop_seconds_of_ranks", "save_steps")
+"""What of an arm's result tells which steps count and what a save adds: the whole step's seconds, those from the end of
+`train_step()` to the next step, a loop time of each rank, and which steps end with a save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,8 @@ class Row:
     arm's package does not time it."""
     host_loop_seconds_range: tuple[float, ...] = ()
     """The least and the most; () where there are none."""
+    save_stall_seconds: float | None = None
+    """What a step with a background save takes beyond one without; see `bridge_fgo.cli.bench.steps`."""
     rounds: tuple[dict[str, Any], ...] = ()
     """What was measured in each round, by step: see `RAW`."""
 
@@ -154,6 +157,7 @@ def make_row(
         "step_seconds_min": min(times),
         "step_seconds_max": max(times),
         "steps_counted": str(counted),
+        "save_stall_seconds": save_stall_seconds(runs, median),
         "rounds": tuple({name: run.result[name] for name in RAW if name in run.result} for run in runs),
         "added_seconds": added,
         "e": None if is_resident else added * one_way / state,

@@ -32,6 +32,8 @@ class BenchArm:
     """Whether it has to be bitwise equal to the resident arm: Adam on the CPU rounds otherwise."""
     half: bool = False
     """Whether it gets a budget that asks for half of the saving, from the resident arm's peak."""
+    saves: bool = True
+    """Whether it can save in the background: with mcore's offloaders that is refused."""
 
 
 def size_options(preset: str, gpus: int) -> list[str]:
@@ -45,6 +47,11 @@ def size_options(preset: str, gpus: int) -> list[str]:
     if preset == "moe":
         options += ["--ep", str(gpus)]
     return options
+
+
+def save_options(steps: int, folder: str) -> list[str]:
+    """Return the arm's options for two background saves into `folder`, the second in the steps that count."""
+    return ["--save", folder, "--save-interval", str(steps // 2), "--async-save", "--finish-saves"]
 
 
 def arms(names: list[str], megatron_lm: list[str], preset: str) -> list[BenchArm]:
@@ -80,5 +87,7 @@ def arms(names: list[str], megatron_lm: list[str], preset: str) -> list[BenchArm
         else:
             upstream = ("--offload", "on", "--engine", "mcore")
             paths = megatron_lm or [""]
-            found += [BenchArm(f"mcore{i or ''}", upstream, python_path=path) for i, path in enumerate(paths)]
+            found += [
+                BenchArm(f"mcore{i or ''}", upstream, python_path=path, saves=False) for i, path in enumerate(paths)
+            ]
     return found

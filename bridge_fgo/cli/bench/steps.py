@@ -1,14 +1,19 @@
-"""Which steps of an arm count: those in which the host was as fast as it was in every other arm's.
+"""Which steps of an arm count: those in which nothing is saved and the host was as fast as in every other arm's.
 
 A host that others use, too, changes its speed by a factor of two within seconds, and with it the time of a step. So
 each arm times a fixed loop of Python before each step, on every rank (`bridge_fgo.harness.host_loop`). The loop time of
 a step is that of its slowest rank, for which the others wait. The first quartile of all arms' loop times is the
 reference; a step counts if its loop took at most `SLOWER` times that. Where fewer than half of an arm's steps would be
 left, all count, and the table says so.
+
+A step with a save does not count, nor does the one after it. Bridge empties the allocator's cache for a save, so the
+next step allocates anew. And the background writer is waited for between the two, in no step's time, so the copies that
+would run on into the next step come to their end.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -46,13 +51,34 @@ class CountedSteps:
 
 
 def warm_steps(runs: Iterable[ArmRun]) -> list[Step]:
-    """Return the steps of all rounds of an arm from `FIRST_COUNTED_STEP` on."""
+    """Return the steps of all rounds of an arm from `FIRST_COUNTED_STEP` on, but those that a save disturbs."""
     return [
         Step(event["seconds"], loop)
         for run in runs
         for event, loop in zip(run.steps, _host_loops(run), strict=True)
-        if event["step"] >= FIRST_COUNTED_STEP
+        if event["step"] >= FIRST_COUNTED_STEP and not {event["step"], event["step"] - 1} & set(_save_steps(run))
     ]
+
+
+def _save_steps(run: ArmRun) -> list[int]:
+    return run.result.get("save_steps", [])
+
+
+def save_stall_seconds(runs: Iterable[ArmRun], step_seconds: float) -> float | None:
+    """Return how long a background save stalls `train()`: what a step with a save takes beyond one without.
+
+    The median over all saves but the first of each process, which also makes the plan of what goes where, and may wait
+    for the writer's process to start. A step lasts until the next one begins, so nothing of the stall is missed but the
+    end of the writing, which is waited for outside of all steps. None where there is no such save.
+
+    Args:
+        runs: the rounds of an arm.
+        step_seconds: median of the arm's steps that count.
+    """
+    stalls = [
+        event["seconds"] - step_seconds for run in runs for event in run.steps if event["step"] in _save_steps(run)[1:]
+    ]
+    return statistics.median(stalls) if stalls else None
 
 
 def _host_loops(run: ArmRun) -> list[float | None]:
