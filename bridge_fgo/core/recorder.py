@@ -85,7 +85,8 @@ class Recorder:
     def newest_others(self) -> int:
         """Return a bound in bytes for what was beside the slabs since the newest point of a pass that is not measured.
 
-        The slabs held no less before: what was there with them is in the peak.
+        Since then slabs have held what they hold now, so that this is in the peak; unless a reader, a checkpoint in the
+        midst of a pass say, has had some brought back.
         """
         self._pass_peak = max(self._pass_peak, self._meter.end_interval())
         return self._pass_peak - self._ledger.nbytes

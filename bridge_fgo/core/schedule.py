@@ -131,6 +131,8 @@ class Schedule:
     def point(self, mark: Mark) -> None:
         """Pass a point: a layer begins its forward or has ended its backward."""
         recorder = self.recorder
+        if recorder.in_step:
+            return  # what comes for the update stays, whatever passes late
         recorder.point()
         self._index += 1
         before = self._course.point(mark)

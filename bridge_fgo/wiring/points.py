@@ -27,13 +27,18 @@ class ModelPoints:
 
     def __init__(self) -> None:
         self._layers: weakref.WeakKeyDictionary[Module, list[Layer]] = weakref.WeakKeyDictionary()
+        self._hook = PointHook(None)
+
+    def begin_pass(self) -> None:
+        """Begin a forward-backward pass, perhaps anew: nothing is live."""
+        self._hook.begin_pass()
 
     @contextmanager
     def hooked(self, model: Any, point: Point | None) -> Iterator[None]:
         """Context in which `point` is called at the points of `model` (a chunk or a list of them)."""
         chunks = [chunk for chunk in (model if isinstance(model, list) else [model]) if isinstance(chunk, Module)]
         handles = []
-        hook = PointHook(point)
+        self._hook = hook = PointHook(point)
         if point is not None:
             every = [layer for chunk in chunks for layer in self._of(chunk)]
             handles = [
@@ -60,6 +65,10 @@ class PointHook:
 
     def __init__(self, point: Point | None) -> None:
         self._point = point
+        self.begin_pass()
+
+    def begin_pass(self) -> None:
+        """Forget what was live in an earlier pass of the step."""
         self._live = 0
         self._recomputed: defaultdict[int, deque[int]] = defaultdict(deque)
         """Bytes of the forwards of a layer, by its number, that are run again before their backward."""

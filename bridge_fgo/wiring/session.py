@@ -159,6 +159,7 @@ class Session:
         """Start the copies out: a forward-backward pass begins."""
         if not self._proven:
             self._eligible = self._eligible or self.engine.has_states()
+        self._points.begin_pass()
         self.engine.begin_pass()
 
     def release(self) -> None:

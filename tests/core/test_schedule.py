@@ -537,6 +537,19 @@ def test_masters_of_a_group_whose_copy_out_is_refused_are_here_whole(monkeypatch
     assert len(encoded) > 1 and not any(slab.is_encoded for slab in encoded)
 
 
+def test_a_point_after_the_last_backward_moves_nothing():
+    training = Training(layer=WHOLE // 4)
+    for seed in range(3):
+        training.step(seed)
+    training.run_pass()
+    held = training.schedule.ledger.nbytes
+    training.engine.point(mark(1, WHOLE))
+    assert training.schedule.ledger.nbytes == held > 0 and training.schedule.is_planned
+    training.update(3)
+    training.end_step(True)
+    training.check()
+
+
 def test_what_was_written_in_mid_pass_leaves_with_the_rest():
     # Given up and begun anew, a slab that was on its way is in the line twice, and its bytes go once.
     training = Training(layer=0, optimizers=2, master_remainders=True, sizes=[1000] * 20)

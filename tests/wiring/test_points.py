@@ -254,3 +254,15 @@ def test_what_is_routed_to_an_expert_is_no_shape_of_the_step():
     with ModelPoints().hooked([model], point_of(schedule)):
         expert(torch.ones(7, 4, requires_grad=True)).sum().backward()
     assert [mark[1:] for mark in schedule.marks] == [(0, 0), (0, 0)]
+
+
+def test_a_pass_that_is_run_again_begins_with_nothing_live():
+    model, schedule, points = Model(ENOUGH_LAYERS), Schedule(), ModelPoints()
+    with points.hooked([model], point_of(schedule)):
+        passes = []
+        for _ in range(2):
+            points.begin_pass()
+            model(torch.ones(3, 4)).sum().backward()
+            passes.append(schedule.marks)
+            schedule.marks = []
+    assert passes[0] == passes[1]
