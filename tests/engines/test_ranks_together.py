@@ -41,6 +41,7 @@ def run(rank, folder):
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_two_ranks_fail_alike_and_neither_waits_for_the_other(tmp_path):
     children = [start(run, rank, tmp_path) for rank in range(2)]
     assert [join(child, "where ranks tell each other") for child in children] == [0, 0]

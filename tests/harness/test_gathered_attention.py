@@ -41,6 +41,7 @@ def together(folder: Path, ranks: int) -> list[torch.Tensor]:
     return [torch.cat(column)[order] for column in columns]
 
 
+@pytest.mark.slow
 def test_two_ranks_attend_as_one_does(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     for two, one in zip(together(tmp_path, 2), together(tmp_path, 1), strict=True):

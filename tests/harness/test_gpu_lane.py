@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from children import PATIENCE
 
 from bridge_fgo.harness.runner import telling_lines
@@ -14,6 +15,7 @@ from bridge_fgo.harness.runner import telling_lines
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_no_arm_of_the_gpu_lane_is_refused():
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["CUDA_VISIBLE_DEVICES"] = ""

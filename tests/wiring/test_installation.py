@@ -278,6 +278,7 @@ print("ok")
 """
 
 
+@pytest.mark.slow
 def test_install_before_bridge_is_imported():
     done = subprocess.run([sys.executable, "-c", BEFORE_IMPORT], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip().endswith("ok"), done.stderr[-3000:]
