@@ -172,6 +172,9 @@ def bench(
     traces: Annotated[
         bool, typer.Option(help="Profile two steps more an arm, and draw them (needs matplotlib).")
     ] = True,
+    alone_steps: Annotated[
+        int, typer.Option(min=0, help="Steps more an arm, for the host's time to enqueue copies by itself.")
+    ] = 3,
     saves: Annotated[
         bool,
         typer.Option(
@@ -212,6 +215,7 @@ def bench(
         json_output=json_output,
         traces=traces,
         arm_timeout=arm_timeout,
+        alone_steps=alone_steps,
         saves=saves,
     )
     try:

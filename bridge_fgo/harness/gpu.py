@@ -33,6 +33,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     size.add_argument("--hidden", type=int, default=2048)
     size.add_argument("--ffn", type=int, help="default: 4 times hidden")
     size.add_argument("--heads", type=int, default=16)
+    size.add_argument("--groups", type=int, help="of heads that share keys and values; default: half of the heads")
     size.add_argument("--vocab", type=int, default=32000)
     size.add_argument("--seq", type=int, default=1024)
     size.add_argument(
@@ -85,7 +86,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     checkpoint.add_argument("--load", type=Path, help="folder to resume from")
     checkpoint.add_argument("--load-step", type=int, help="default: the newest")
     checkpoint.add_argument("--load-optim", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--recompute-attention", action="store_true", help="recompute attention scores in backward")
+    parser.add_argument(
+        "--recompute",
+        choices=("none", "attention", "full"),
+        default="none",
+        help="what to recompute in backward: attention scores, or all of a layer",
+    )
     parser.add_argument("--te-graphs", action="store_true", help="capture the MLP of each layer into CUDA graphs")
     parser.add_argument(
         "--alone-steps", type=int, default=0, help="so many steps more, for the host's work for copies by itself"
@@ -101,6 +107,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--lengths goes without --pp and --cp: their ranks agree on one length for the run")
     if options.ffn is None:
         options.ffn = 4 * options.hidden
+    if options.groups is None:
+        options.groups = options.heads // 2 if options.heads % 2 == 0 else options.heads
     if options.moments_dtype != "fp32" and not options.precision_aware:
         parser.error("--moments-dtype bf16 needs --precision-aware")
     if options.hybrid and options.offload == "on":

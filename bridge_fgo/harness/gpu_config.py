@@ -36,7 +36,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         hidden_size=options.hidden,
         ffn_hidden_size=options.ffn,
         num_attention_heads=options.heads,
-        num_query_groups=options.heads // 2 if options.heads % 2 == 0 else options.heads,
+        num_query_groups=options.groups,
         seq_length=options.seq,
         normalization="RMSNorm",
         activation_func=F.silu,
@@ -75,8 +75,10 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         model.num_moe_experts, model.moe_router_topk = options.experts, options.topk
         model.moe_ffn_hidden_size, model.expert_model_parallel_size = options.ffn, options.ep
         model.moe_token_dispatcher_type, model.moe_grouped_gemm = "alltoall", False
-    if options.recompute_attention:
+    if options.recompute == "attention":
         model.recompute_granularity, model.recompute_modules = "selective", ["core_attn"]
+    elif options.recompute == "full":
+        model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "uniform", 1
     optimizer = bridge.OptimizerConfig(
         optimizer="adam",
         bf16=True,

@@ -152,7 +152,7 @@ def test_an_unknown_arm_or_a_missing_resident_one_is_refused(names):
 
 def test_the_preset_of_many_slabs_sets_their_size_for_this_packages_engine_alone():
     small = {one.name: "--slab-mib" in one.options for one in presets.arms(list(presets.NAMES), [], "slabs")}
-    ours = ("native", "whole", "half")
+    ours = ("native", "whole", "half", "auto")
     assert small == {name: name in ours for name in presets.NAMES}
     assert not any("--slab-mib" in one.options for one in presets.arms(list(presets.NAMES), [], "short"))
 

@@ -94,6 +94,7 @@ def start(monkeypatch, tmp_path):
             json_output=False,
             traces=False,
             arm_timeout=1.0,
+            alone_steps=3,
             saves=saves,
         )
         arms = presets.arms(["resident", name], list(megatron_lm), preset)
@@ -116,6 +117,18 @@ def test_an_arm_is_started_with_what_its_name_stands_for(start):
     assert start("whole")[0]["--master-remainders"] == "never"
     _, environment = start("mcore", megatron_lm=["/dev-checkout"])
     assert environment["PYTHONPATH"].split(":")[0] == "/dev-checkout"
+
+
+def test_where_nothing_resident_fits_as_it_is_resident_arms_recompute_and_offloaded_ones_do_not(start):
+    recomputes = {name: start(name, preset="tight")[0] for name in ("resident", "recomputed", "auto", "native")}
+    assert {name: found.get("--recompute") for name, found in recomputes.items()} == {
+        "resident": "attention",
+        "recomputed": "full",
+        "auto": None,
+        "native": None,
+    }
+    assert recomputes["auto"]["--budget-gib"] == "auto" and recomputes["recomputed"]["--offload"] == "off"
+    assert "--recompute" not in start("resident")[0]
 
 
 @pytest.mark.parametrize("name", ["native", "whole", "half", "hybrid"])

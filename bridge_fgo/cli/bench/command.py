@@ -28,7 +28,6 @@ from bridge_fgo.harness.runner import ArmFailed, ArmRun, run_arm
 ARM = "bridge_fgo.harness.gpu"
 NOT_EQUAL = 1
 FAILED = 2
-ALONE_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,8 @@ class Settings:
     traces: bool
     """Whether to profile two steps more in each arm, for the pictures and the shares of hidden copies."""
     arm_timeout: float
+    alone_steps: int
+    """Steps more in each arm, for the host's time to enqueue copies by itself."""
     saves: bool
     """Whether arms save in the background, for the time that this stalls training."""
 
@@ -78,7 +79,7 @@ def run_one(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | N
     if arm.half:
         assert resident is not None
         options += ["--budget-gib", repr(budget_gib(resident))]
-    options += ["--alone-steps", str(ALONE_STEPS)]  # in every arm, as the profiled steps: they train too
+    options += ["--alone-steps", str(settings.alone_steps)]  # in every arm, as the profiled steps: they train too
     if settings.traces:
         options += ["--trace", str(settings.folder / f"{arm.name}.{number}.trace.gz")]
     environment = {}

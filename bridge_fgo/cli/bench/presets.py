@@ -9,16 +9,22 @@ PRESETS = {
     "short": "--layers 24 --hidden 2048 --ffn 8192 --heads 16 --seq 2048 --mbs 2",
     # The same model with six times the tokens in a microbatch, in sequences four times as long: its forward takes
     # longer than the states take over the link, and its activations are larger than they.
-    "long": "--layers 24 --hidden 2048 --ffn 8192 --heads 16 --seq 8192 --mbs 3 --recompute-attention",
+    "long": "--layers 24 --hidden 2048 --ffn 8192 --heads 16 --seq 8192 --mbs 3 --recompute attention",
     # A mixture of experts: a ChainedOptimizer of dense and expert parameters, experts over all GPUs.
     "moe": "--layers 12 --hidden 1024 --ffn 4096 --heads 16 --seq 2048 --mbs 2 --experts 16 --topk 2",
     # As many states as the first in narrower layers, each tensor's updated on its own: more than 400 slabs.
     "slabs": "--layers 51 --hidden 1408 --ffn 5632 --heads 16 --seq 2048 --mbs 2",
+    # 5.93B parameters, of which states and activations together need 148 GB: more than an H200 has.
+    "tight": "--layers 32 --hidden 4096 --ffn 11008 --heads 32 --groups 8 --seq 2048 --mbs 2",
 }
-MICROBATCHES = {"short": 4, "long": 2, "moe": 4, "slabs": 4}
+MICROBATCHES = {"short": 4, "long": 2, "moe": 4, "slabs": 4, "tight": 16}
+RESIDENT = {"tight": ("--recompute", "attention")}
+"""What the resident arm needs to fit, where it does not fit as it is."""
+RECOMPUTED = ("--recompute", "full", "--mbs", "4")
+"""What fits without offload wherever anything does, in microbatches as large as the memory that it saves allows."""
 SLAB_MIB = {"slabs": 4}
 """Size of a slab of this package's engine, in MiB; where there is none, the default."""
-NAMES = ("resident", "native", "whole", "half", "mcore", "hybrid")
+NAMES = ("resident", "recomputed", "native", "whole", "half", "auto", "mcore", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,8 @@ class BenchArm:
     options: tuple[str, ...]
     python_path: str = ""
     bitwise: bool = True
-    """Whether it has to be bitwise equal to the resident arm: Adam on the CPU rounds otherwise."""
+    """Whether it has to be bitwise equal to the resident arm: Adam on the CPU rounds otherwise, and so do microbatches
+    of another size."""
     half: bool = False
     """Whether it gets a budget that asks for half of the saving, from the resident arm's peak."""
     saves: bool = True
@@ -75,13 +82,17 @@ def arms(names: list[str], megatron_lm: list[str], preset: str) -> list[BenchArm
     found: list[BenchArm] = []
     for name in names:
         if name == "resident":
-            found.append(BenchArm(name, ("--offload", "off")))
+            found.append(BenchArm(name, ("--offload", "off", *RESIDENT.get(preset, ()))))
+        elif name == "recomputed":
+            found.append(BenchArm(name, ("--offload", "off", *RECOMPUTED), bitwise=False))
         elif name == "native":
             found.append(BenchArm(name, native))
         elif name == "whole":
             found.append(BenchArm(name, (*native, "--master-remainders", "never")))
         elif name == "half":
             found.append(BenchArm(name, native, half=True))
+        elif name == "auto":
+            found.append(BenchArm(name, (*native, "--budget-gib", "auto")))
         elif name == "hybrid":
             found.append(BenchArm(name, ("--hybrid",), bitwise=False))
         else:
