@@ -40,6 +40,7 @@ class Preset(StrEnum):
     long = "long"
     moe = "moe"
     slabs = "slabs"
+    tight = "tight"
 
 
 class _RunsScriptsOutsideOfClick(TyperGroup):

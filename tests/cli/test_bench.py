@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from bridge_fgo.cli.bench import command, figures, presets, trace
 from bridge_fgo.cli.bench.floor import floor_seconds
-from bridge_fgo.cli.main import app
+from bridge_fgo.cli.main import Preset, app
 from bridge_fgo.harness.runner import ArmFailed, ArmRun
 
 GB = 10**9
@@ -148,6 +148,10 @@ def test_every_checkout_of_megatron_lm_is_an_arm_of_its_own():
 def test_an_unknown_arm_or_a_missing_resident_one_is_refused(names):
     with pytest.raises(ValueError, match="resident first"):
         presets.arms(names, [], "short")
+
+
+def test_every_preset_can_be_asked_for():
+    assert [preset.value for preset in Preset] == list(presets.PRESETS) == list(presets.MICROBATCHES)
 
 
 def test_the_preset_of_many_slabs_sets_their_size_for_this_packages_engine_alone():
