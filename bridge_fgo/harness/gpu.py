@@ -97,6 +97,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--alone-steps", type=int, default=0, help="so many steps more, for the host's work for copies by itself"
     )
     parser.add_argument("--trace", type=Path, help="profile two steps more, not among the figures, into this file")
+    parser.add_argument(
+        "--turns", type=Path, help="socket at which to wait for turns on the GPU; see bridge_fgo.harness.turns"
+    )
     parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
     options = parser.parse_args(arguments)
     if options.fused_loss and options.deterministic:

@@ -19,6 +19,7 @@ from bridge_fgo.harness.moves_alone import MovesAlone
 from bridge_fgo.harness.phase_clock import PhaseClock
 from bridge_fgo.harness.record import EventWriter
 from bridge_fgo.harness.step_trace import StepTrace
+from bridge_fgo.harness.turns import TurnTaker
 
 FIRST_MEASURED_STEP = 4
 """From this step on moments exist and buffers are warm: peaks are those of all steps that come."""
@@ -58,9 +59,13 @@ class Recorder(Callback):
         self.enqueue_alone: list[float] = []
         self.alone: MovesAlone | None = None
         self.trace: StepTrace | None = None
+        self.turns: TurnTaker | None = None
 
     @override
     def on_train_start(self, context: Any) -> None:
+        if self._options.turns is not None:
+            ranks = torch.distributed.get_world_size()
+            self.turns = TurnTaker(self._options.turns, torch.distributed.get_rank(), ranks)
         if torch.distributed.get_rank() == 0:
             self.writer = EventWriter(self._options.events)
             self.writer.start(torch.cuda.get_device_name())
@@ -76,6 +81,7 @@ class Recorder(Callback):
             # A job saves so rarely that its writer is done long before the next save, which would else wait for it.
             maybe_finalize_async_save(context.state, context.state.cfg.checkpoint, blocking=True)
         self.step += 1
+        self.await_turn(self.step)
         if self.step <= self._options.steps:
             # Between the last step's end and this one's begin, so that it is in neither's seconds. Of the phases
             # `rest` has it, and copies go on meanwhile: a thousandth of a step, in all arms alike.
@@ -120,11 +126,24 @@ class Recorder(Callback):
             skipped=bool(context.skipped_iter),
             passes=1,  # the rerun machine is off here: one forward and backward pass
         )
+        if self.turns is not None:
+            self.newest["turn"] = self.turns.turn
 
     @override
     def on_checkpoint_save(self, context: Any) -> None:
         # Bridge calls it when a checkpoint is complete: with --finish-saves before the next step begins.
         self.save_steps.append(self.step)
+
+    def await_turn(self, step: int) -> None:
+        """Wait until this arm has the GPU for `step`, where other arms train on it in turn."""
+        if self.turns is None or self.turns.has_another_step():
+            return
+        # Race: this arm's copies and collectives that are not done would run in another arm's turn, and slow it down.
+        torch.cuda.synchronize()
+        # The others need the room. The first step of a turn, which does not count, allocates anew.
+        torch.cuda.empty_cache()
+        self.turns.take()
+        self._clock.begin_turn(step)
 
     def end_alone(self) -> None:
         """Make moves as in training again."""
@@ -170,6 +189,7 @@ class Recorder(Callback):
     def on_train_end(self, context: Any) -> None:
         torch.cuda.synchronize()
         self.end_step(time.perf_counter())
+        self.await_turn(self.step + 1)  # digests keep the host busy and the link, too
         self.collector.end()
         self.end_alone()
         if self.trace is not None:

@@ -26,6 +26,11 @@ class PhaseClock:
     def __init__(self, last: int) -> None:
         self._last = last
         self._steps: list[list[tuple[Any, Any]]] = []
+        self._turns: list[int] = []
+
+    def begin_turn(self, step: int) -> None:
+        """Note that `step`, counted from 1, is the first of a turn: it begins cold, and after a wait for others."""
+        self._turns.append(step)
 
     def timed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward step with events around it."""
@@ -50,13 +55,19 @@ class PhaseClock:
 
         `rest` is the time from the end of a step's last forward to the first forward of the next step. All
         but the first forward and all but the last backward of a step count: those may wait for copies.
-        `first_forward` is that first one. None where there is nothing to tell a phase by.
+        `first_forward` is that first one. None where there is nothing to tell a phase by. In turns, the first turn
+        does not count, nor does the first step of a turn, nor the wait for it.
         """
-        steps = self._steps[FIRST_COUNTED_STEP - 1 : self._last]
+        begin = self._turns[1] if len(self._turns) > 1 else FIRST_COUNTED_STEP
+        numbers = [
+            number for number in range(begin, min(self._last, len(self._steps)) + 1) if number not in self._turns
+        ]
+        steps = [self._steps[number - 1] for number in numbers]
         forward = [_seconds(*pair) for step in steps for pair in (step[1:] or step)]
         first = [_seconds(*step[0]) for step in steps]
         backward = [_seconds(a[1], b[0]) for step in steps for a, b in itertools.pairwise(step)]
-        rest = [_seconds(a[-1][1], b[0][0]) for a, b in itertools.pairwise(steps)]
+        following = [number for number in numbers if number + 1 in numbers]
+        rest = [_seconds(self._steps[number - 1][-1][1], self._steps[number][0][0]) for number in following]
         groups = {"forward": forward, "first_forward": first, "backward": backward, "rest": rest}
         return {name: statistics.median(values) if values else None for name, values in groups.items()}
 

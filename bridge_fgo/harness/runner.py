@@ -94,17 +94,8 @@ class EventTail:
                 yield json.loads(line)
 
 
-def run_arm(
-    name: str,
-    module: str,
-    options: list[str],
-    folder: Path,
-    on_event: Callable[[Event], None] = lambda event: None,
-    launcher: tuple[str, ...] = (),
-    environment: Mapping[str, str] | None = None,
-    timeout: float | None = None,
-) -> ArmRun:
-    """Run `python LAUNCHER... -m module options... --events FILE` and return its events.
+class ArmProcess:
+    """A running arm: the process of `python LAUNCHER... -m module options... --events FILE` and its events so far.
 
     Leaves `NAME.events.jsonl` and `NAME.log` in the folder.
 
@@ -116,47 +107,99 @@ def run_arm(
         on_event: called with each event as it comes in.
         launcher: for arms of several ranks: `("-m", "torch.distributed.run", ...)`.
         environment: variables beside this process's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        options: list[str],
+        folder: Path,
+        on_event: Callable[[Event], None] = lambda event: None,
+        launcher: tuple[str, ...] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        events, self._log = folder / f"{name}.events.jsonl", folder / f"{name}.log"
+        events.unlink(missing_ok=True)  # the arm appends: an earlier demo's events must not count
+        self._arm, self._tail, self._on_event = ArmRun(name), EventTail(events), on_event
+        with self._log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, *launcher, "-m", module, *options, "--events", str(events)],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(environment or {})},
+            )
+
+    def is_running(self) -> bool:
+        """Take in the new events, and return whether the process still runs."""
+        runs = self._process.poll() is None
+        for event in self._tail.new_events():
+            self._arm.add(event)
+            self._on_event(event)
+        return runs
+
+    def end(self) -> None:
+        """End the process if it still runs."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def result(self, late: str = "") -> ArmRun:
+        """Return the events of an arm that has ended.
+
+        Args:
+            late: why the arm was ended before its time; "" where it was not.
+
+        Raises:
+            ArmFailed: the process failed, was ended, or left no result.
+        """
+        assert not self.is_running(), self._arm.name
+        status = self._process.returncode
+        if status != 0 or not self._arm.result:
+            why = late or (f"exit status {status}" if status else "it left no result")
+            raise ArmFailed(self._arm.name, why, telling_lines(self._log.read_text(errors="replace")))
+        return self._arm
+
+
+def run_arm(
+    name: str,
+    module: str,
+    options: list[str],
+    folder: Path,
+    on_event: Callable[[Event], None] = lambda event: None,
+    launcher: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> ArmRun:
+    """Run an arm to its end and return its events.
+
+    Args:
+        name: as the others, see `ArmProcess`.
+        module: what runs it.
+        options: the module's.
+        folder: where its files go.
+        on_event: called with each event as it comes in.
+        launcher: for arms of several ranks.
+        environment: variables beside this process's.
         timeout: in seconds.
 
     Raises:
         ArmFailed: the process failed, took too long, or left no result.
     """
-    events, log = folder / f"{name}.events.jsonl", folder / f"{name}.log"
-    events.unlink(missing_ok=True)  # the arm appends: an earlier demo's events must not count
-    arm, tail = ArmRun(name), EventTail(events)
-    command = [sys.executable, *launcher, "-m", module, *options, "--events", str(events)]
-
-    def collect() -> None:
-        for event in tail.new_events():
-            arm.add(event)
-            on_event(event)
-
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **(environment or {})},
-        )
-        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
-        try:
-            while process.poll() is None and time.monotonic() < deadline:
-                collect()
-                time.sleep(POLL_SECONDS)
-            timed_out = process.poll() is None
-        finally:
-            if process.poll() is None:  # Ctrl-C here must not leave a trainer on the GPU
-                process.terminate()
-                try:
-                    process.wait(timeout=10)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-    collect()
-    if process.returncode != 0 or not arm.result:
-        why = f"exit status {process.returncode}" if process.returncode else "it left no result"
-        if timed_out:
-            why = f"it ran longer than {timeout:g} s"
-        raise ArmFailed(name, why, telling_lines(log.read_text(errors="replace")))
-    return arm
+    arm = ArmProcess(name, module, options, folder, on_event, launcher, environment)
+    deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+    late = ""
+    try:
+        while arm.is_running():
+            if time.monotonic() >= deadline:
+                late = f"it ran longer than {timeout:g} s"
+                break
+            time.sleep(POLL_SECONDS)
+    finally:
+        arm.end()  # Ctrl-C here must not leave a trainer on the GPU
+    return arm.result(late)

@@ -223,6 +223,46 @@ def test_the_loop_takes_the_time_that_the_clock_shows(stream, monkeypatch):
     assert host_loop.host_loop_seconds() == 0.25
 
 
+def test_an_arm_in_turns_waits_before_each_at_rest_and_in_no_steps_seconds(recorder, stream, monkeypatch):
+    recorder, events = recorder
+    done, begun = [], []
+
+    class Taker:
+        turn, left = None, 0
+
+        def __init__(self, address, rank, ranks):
+            assert (address, rank, ranks) == ("a socket", 0, 2)
+
+        def has_another_step(self):
+            self.left -= 1
+            return self.left >= 0
+
+        def take(self):
+            stream.now += 100
+            done.append("wait")
+            self.turn = 0 if self.turn is None else self.turn + 1
+            self.left = 1 if self.turn < 2 else 100  # and the step that it is asked for
+
+    recorder._options.turns = "a socket"
+    monkeypatch.setattr("bridge_fgo.harness.gpu_recorder.TurnTaker", Taker)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("give back"))
+    monkeypatch.setattr(recorder._clock, "begin_turn", begun.append)
+    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
+    recorder.on_train_start(None)
+    for _ in range(7):
+        recorder.on_train_step_start(CONTEXT)  # waits for the stream: a second
+        stream.now += 0.25
+        recorder.on_train_step_end(CONTEXT)
+    recorder.on_train_end(CONTEXT)
+    assert done == ["synchronize", "give back", "wait"] * 3 + ["synchronize"]
+    assert begun == [1, 3, 5]
+    *steps, result = [json.loads(line) for line in events.read_text().splitlines()][1:]
+    assert [step["turn"] for step in steps] == [0, 0, 1, 1, 2]
+    assert result["step_seconds"] == [1.25] * 5
+
+
 def test_without_profiled_steps_moves_are_as_they_were_when_training_ends(recorder, stream, monkeypatch):
     recorder, _ = recorder
     before = list(Traffic.before_block)
@@ -236,15 +276,29 @@ def test_without_profiled_steps_moves_are_as_they_were_when_training_ends(record
     assert Traffic.before_block == before
 
 
+class At:
+    """An event at a time in seconds."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def elapsed_time(self, other):
+        return (other.seconds - self.seconds) * 1e3
+
+
+def test_phases_are_those_of_no_first_step_of_a_turn_nor_of_the_wait_for_one():
+    turns, clock = (1, 8, 11), PhaseClock(13)
+    for step in range(1, 14):
+        slow = 50 if step < 8 or step in turns else 1
+        begin = 1000 * step + 100_000 * (step >= 11)
+        clock._steps.append([(At(begin), At(begin + slow)), (At(begin + 3 * slow), At(begin + 5 * slow))])
+        if step in turns:
+            clock.begin_turn(step)
+    assert clock.medians() == pytest.approx({"forward": 2, "first_forward": 1, "backward": 2, "rest": 995})
+
+
 def test_phases_are_those_of_the_steps_that_count():
     # Of 7 to 9, and not of the first six or of those with moves alone and profiled ones after them.
-    class At:
-        def __init__(self, seconds):
-            self.seconds = seconds
-
-        def elapsed_time(self, other):
-            return (other.seconds - self.seconds) * 1e3
-
     clock = PhaseClock(9)
     for step in range(1, 13):
         slow = 1 if 7 <= step <= 9 else 50
