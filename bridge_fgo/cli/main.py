@@ -157,13 +157,35 @@ def bench(
     arms: Annotated[
         str | None,
         typer.Option(
-            help="Which arms, resident first: resident,native,half,hybrid by default, mcore with --megatron-lm."
+            help="Which arms, resident first: resident,native,half,hybrid by default, mcore with --megatron-lm. "
+            "native:NAME=VALUE is one with a variable of its own, compared with resident:NAME=VALUE if that is there."
         ),
     ] = None,
     preset: Annotated[Preset, typer.Option(help="What to train.")] = Preset.short,
-    steps: Annotated[int, typer.Option(min=8, help="Steps of each arm; from the 7th on they count.")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each arm runs, in turn.")] = 1,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=8, help="Steps of each arm, 16 by default; from the 7th on they count. Not with --in-turn."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each arm runs, or with --in-turn has its turn.")] = 1,
+    in_turn: Annotated[
+        bool,
+        typer.Option(
+            "--in-turn",
+            help="Have all arms alive at once, and train a few steps in turn. All must fit on the GPUs side by side.",
+        ),
+    ] = False,
+    turn_steps: Annotated[
+        int, typer.Option(min=2, help="With --in-turn: steps of a turn, of which the first does not count.")
+    ] = 5,
+    half_budget_gib: Annotated[
+        float | None, typer.Option(help="Budget of the half arm; by default half of the saving.")
+    ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs; all by default.")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel GPUs, with sequence parallelism.")] = 1,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Microbatches of a step on each data-parallel rank; default: the preset's."),
+    ] = None,
     megatron_lm: Annotated[
         list[Path] | None,
         typer.Option(metavar="DIR", help="Checkout of Megatron-LM's dev branch for an mcore arm; may be repeated."),
@@ -204,12 +226,20 @@ def bench(
     if gpus is not None and gpus > here:
         typer.echo(f"bridge-fgo bench: --gpus {gpus}: torch sees {here} CUDA devices here", err=True)
         raise typer.Exit(2)
-    by_default = ["resident", "native", "half", *(["mcore"] if megatron_lm else []), "hybrid"]
+    if in_turn and steps is not None:
+        typer.echo("bridge-fgo bench: --steps with --in-turn: --rounds and --turn-steps say how many", err=True)
+        raise typer.Exit(2)
+    by_default = ["resident", "native", *([] if in_turn else ["half"]), *(["mcore"] if megatron_lm else []), "hybrid"]
     settings = command.Settings(
         arms=by_default if arms is None else arms.split(","),
         preset=preset.value,
-        steps=steps,
+        steps=steps or 16,
         rounds=rounds,
+        in_turn=in_turn,
+        turn_steps=turn_steps,
+        half_budget_gib=half_budget_gib,
+        tp=tp,
+        microbatches=microbatches,
         gpus=gpus or here,
         folder=keep,
         megatron_lm=[str(path.resolve()) for path in megatron_lm or ()],

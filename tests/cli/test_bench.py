@@ -45,6 +45,14 @@ def arm(name, seconds, peak, released=0, digest="a"):
     return run
 
 
+def checkout(folder, parts=("core", "training")):
+    """Make what a checkout of Megatron-LM is told by, and return its path."""
+    for part in parts:
+        (folder / "megatron" / part).mkdir(parents=True)
+        (folder / "megatron" / part / "__init__.py").touch()
+    return str(folder)
+
+
 def write_trace(path, copies):
     step = {
         "step": [0.0, 0.6],
@@ -139,9 +147,16 @@ def test_intervals_merge_and_intersect():
     assert trace.overlap(merged, [(1, 3.5), (3.9, 9)]) == pytest.approx(1.2 + 0.5 + 0.1)
 
 
-def test_every_checkout_of_megatron_lm_is_an_arm_of_its_own():
-    found = presets.arms(["resident", "mcore"], ["/a", "/b"], "short")
-    assert [(one.name, one.python_path) for one in found] == [("resident", ""), ("mcore", "/a"), ("mcore1", "/b")]
+def test_every_checkout_of_megatron_lm_is_an_arm_of_its_own(tmp_path):
+    a, b = checkout(tmp_path / "a"), checkout(tmp_path / "b")
+    found = presets.arms(["resident", "mcore"], [a, b], "short")
+    assert [(one.name, one.python_path) for one in found] == [("resident", ""), ("mcore", a), ("mcore1", b)]
+
+
+def test_a_checkout_with_a_part_of_megatron_is_refused_before_anything_starts(tmp_path):
+    path = checkout(tmp_path, parts=("core",))
+    with pytest.raises(ValueError, match=r"no megatron/training in it"):
+        presets.arms(["resident", "mcore"], [path], "short")
 
 
 @pytest.mark.parametrize("names", [["native"], ["resident", "nativ"], [""]])
@@ -207,7 +222,7 @@ def test_the_bench_prints_a_table_and_leaves_json_and_pictures(made_up, tmp_path
 
 @pytest.mark.parametrize("megatron_lm", [False, True])
 def test_mcores_offloader_is_an_arm_by_default_where_a_checkout_is_given(made_up, tmp_path, megatron_lm):
-    given = ["--megatron-lm", str(tmp_path)] if megatron_lm else []
+    given = ["--megatron-lm", checkout(tmp_path)] if megatron_lm else []
     assert bench(tmp_path, "--no-traces", *given).exit_code == 0
     saved = json.loads((tmp_path / "bench.json").read_text())
     mcore = ["mcore"] if megatron_lm else []

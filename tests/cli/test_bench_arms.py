@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from test_bench import GB, LINK, OFFLOADED, RESIDENT, arm
+from test_bench import GB, LINK, OFFLOADED, RESIDENT, arm, checkout
 
 from bridge_fgo.cli.bench import command, figures, presets
 from bridge_fgo.harness import gpu
@@ -97,8 +97,8 @@ def start(monkeypatch, tmp_path):
             alone_steps=3,
             saves=saves,
         )
-        arms = presets.arms(["resident", name], list(megatron_lm), preset)
-        command.run_one(settings, arms[1], 0, arm("resident", RESIDENT, 40 * GB))
+        arms = presets.arms(list(dict.fromkeys(["resident", name])), list(megatron_lm), preset)
+        command.run_one(settings, arms[-1], 0, arm("resident", RESIDENT, 40 * GB))
         if "checkpoints" in seen:
             assert seen["checkpoints"].parent == tmp_path and not seen["checkpoints"].exists()
         parsed = gpu.parse([*seen["options"], "--events", "unused"])
@@ -110,13 +110,34 @@ def start(monkeypatch, tmp_path):
     return start
 
 
-def test_an_arm_is_started_with_what_its_name_stands_for(start):
+def test_an_arm_is_started_with_what_its_name_stands_for(start, tmp_path):
     options, environment = start("half")
     assert float(options["--budget-gib"]) == 35 * GB / 2**30 and environment == {}
     assert "--budget-gib" not in start("native")[0]
     assert start("whole")[0]["--master-remainders"] == "never"
-    _, environment = start("mcore", megatron_lm=["/dev-checkout"])
-    assert environment["PYTHONPATH"].split(":")[0] == "/dev-checkout"
+    path = checkout(tmp_path / "dev")
+    _, environment = start("mcore", megatron_lm=[path])
+    assert environment["PYTHONPATH"].split(":")[0] == path
+    assert "" not in environment["PYTHONPATH"].split(":"), "an empty entry is the current folder"
+    options, environment = start("native:A=1:B=x:y=z")
+    assert environment == {"A": "1", "B": "x", "y": "z"} and options["--engine"] == "native"
+
+
+def test_a_value_of_a_variable_may_have_a_colon():
+    variable = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert presets.read_name(f"native:{variable}") == ("native", dict([variable.split("=")]))
+
+
+def test_an_arm_is_compared_with_the_resident_one_of_its_variables_where_there_is_one():
+    names = ["resident", "native", "native:A=1", "resident:A=1", "native:A=2"]
+    found = presets.arms(names, [], "short")
+    compared = [presets.resident_of(one, found).name for one in found]
+    assert compared == ["resident", "resident", "resident:A=1", "resident:A=1", "resident"]
+
+
+def test_an_arm_that_is_named_twice_is_refused():
+    with pytest.raises(ValueError, match="twice"):
+        presets.arms(["resident", "native", "native"], [], "short")
 
 
 def test_where_nothing_resident_fits_as_it_is_resident_arms_recompute_and_offloaded_ones_do_not(start):
@@ -147,6 +168,13 @@ def test_mcores_offloaders_which_cannot_save_in_the_background_train_without_sav
 def test_every_gpu_gets_its_microbatches_and_the_experts_are_over_all(start):
     options, _ = start("native", gpus=8, preset="moe")
     assert (options["--gbs"], options["--ep"]) == (str(2 * 4 * 8), "8")
+
+
+def test_tensor_parallel_gpus_share_their_microbatches():
+    options = dict(pairwise(presets.size_options("short", gpus=4, tp=2, microbatches=8)))
+    assert (options["--tp"], options["--gbs"]) == ("2", str(2 * 8 * 2))
+    with pytest.raises(ValueError, match="--tp 3"):
+        presets.size_options("short", gpus=4, tp=3)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +18,21 @@ from rich.table import Table
 
 from bridge_fgo.cli import page
 from bridge_fgo.cli.bench.figures import Row, make_row
+from bridge_fgo.cli.bench.in_turn import WARM_UP_STEPS, InTurn, order_of
 from bridge_fgo.cli.bench.plots import gantt, memory_timeline
-from bridge_fgo.cli.bench.presets import BenchArm, arms, save_options, size_options
+from bridge_fgo.cli.bench.presets import BenchArm, arms, read_name, resident_of, save_options, size_options
+from bridge_fgo.cli.bench.rounds import as_json, faster, rounds_of, table_of_rounds
 from bridge_fgo.cli.bench.steps import reference_loop
+from bridge_fgo.cli.bench.table import table_of
 from bridge_fgo.cli.bench.trace import Trace, read_trace
-from bridge_fgo.harness.runner import ArmFailed, ArmRun, run_arm
+from bridge_fgo.harness.runner import ArmFailed, ArmProcess, ArmRun, run_arm
 
 ARM = "bridge_fgo.harness.gpu"
 NOT_EQUAL = 1
 FAILED = 2
+
+type Runs = dict[str, list[ArmRun]]
+"""The rounds of each arm, by its name."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Settings:
     arms: list[str]
     preset: str
     steps: int
+    """Of each arm; in turn it follows from the rounds, see `train_steps`."""
     rounds: int
     gpus: int
     folder: Path
@@ -49,6 +55,39 @@ class Settings:
     """Steps more in each arm, for the host's time to enqueue copies by itself."""
     saves: bool
     """Whether arms save in the background, for the time that this stalls training."""
+    in_turn: bool = False
+    """Whether all arms are alive at once; see `bridge_fgo.cli.bench.in_turn`."""
+    turn_steps: int = 5
+    """Steps of a turn, of which the first does not count."""
+    half_budget_gib: float | None = None
+    """Budget of the `half` arm; None for that of half the saving, by the resident arm's peak."""
+    tp: int = 1
+    microbatches: int | None = None
+    """Of a step; None for the preset's."""
+
+    @property
+    def train_steps(self) -> int:
+        """Steps of each arm that are not for its trace or for its copies alone."""
+        return WARM_UP_STEPS + self.rounds * self.turn_steps if self.in_turn else self.steps
+
+    def check_turns(self) -> None:
+        """Raise ValueError for what arms that are all alive at once cannot do."""
+        if not self.in_turn:
+            return
+        if self.saves:
+            raise ValueError(
+                "--in-turn with --saves: a background save would run into other arms' turns; leave one out"
+            )
+        kinds = {read_name(arm)[0] for arm in self.arms}
+        if "auto" in kinds:
+            raise ValueError(
+                "--in-turn with the auto arm: its budget would be what the other arms leave of the GPU; leave it out"
+            )
+        if "half" in kinds and self.half_budget_gib is None:
+            raise ValueError(
+                "--in-turn with the half arm: no resident arm has ended whose peak its budget could follow; give "
+                "--half-budget-gib"
+            )
 
 
 def launcher(gpus: int) -> tuple[str, ...]:
@@ -73,75 +112,158 @@ def budget_gib(resident: ArmRun) -> float:
     return (resident.result["peak_allocated_bytes"] - resident.result["state_bytes"] / 2) / 2**30
 
 
-def run_one(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | None) -> ArmRun:
-    """Run one arm; its trace is `NAME.NUMBER.trace.gz` in the folder, and its checkpoints are deleted at once."""
-    options = [*size_options(settings.preset, settings.gpus), "--steps", str(settings.steps), *arm.options]
-    if arm.half:
+def arm_options(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | None) -> list[str]:
+    """Return the options of `bridge_fgo.harness.gpu` for one arm in one round, without those for saves and turns."""
+    options = size_options(settings.preset, settings.gpus, settings.tp, settings.microbatches)
+    options += ["--steps", str(settings.train_steps), *arm.options]
+    if arm.half and settings.half_budget_gib is not None:
+        options += ["--budget-gib", repr(settings.half_budget_gib)]
+    elif arm.half:
         assert resident is not None
         options += ["--budget-gib", repr(budget_gib(resident))]
     options += ["--alone-steps", str(settings.alone_steps)]  # in every arm, as the profiled steps: they train too
     if settings.traces:
-        options += ["--trace", str(settings.folder / f"{arm.name}.{number}.trace.gz")]
-    environment = {}
+        options += ["--trace", str(trace_path(settings, arm, number))]
+    return options
+
+
+def trace_path(settings: Settings, arm: BenchArm, number: int) -> Path:
+    """Return where the trace of one arm in one round is left."""
+    return settings.folder / f"{arm.file_name}.{number}.trace.gz"
+
+
+def arm_environment(arm: BenchArm) -> dict[str, str]:
+    """Return the variables of an arm beside this process's."""
+    environment = dict(arm.environment)
     if arm.python_path:
-        environment["PYTHONPATH"] = os.pathsep.join([arm.python_path, *sys.path[:1], os.environ.get("PYTHONPATH", "")])
+        paths = [arm.python_path, *sys.path[:1], os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(
+            path for path in paths if path
+        )  # an empty one is the current folder
+    return environment
+
+
+def run_one(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | None) -> ArmRun:
+    """Run one arm; its trace is `NAME.NUMBER.trace.gz` in the folder, and its checkpoints are deleted at once."""
+    options = arm_options(settings, arm, number, resident)
     with ExitStack() as until_it_ends:
         if settings.saves and arm.saves:
-            checkpoints = TemporaryDirectory(prefix=f"{arm.name}.{number}.checkpoints.", dir=settings.folder)
+            checkpoints = TemporaryDirectory(prefix=f"{arm.file_name}.{number}.checkpoints.", dir=settings.folder)
             options += save_options(settings.steps, until_it_ends.enter_context(checkpoints))
         run = run_arm(
-            f"{arm.name}.{number}",
+            f"{arm.file_name}.{number}",
             ARM,
             options,
             settings.folder,
             launcher=launcher(settings.gpus),
-            environment=environment,
+            environment=arm_environment(arm),
             timeout=settings.arm_timeout,
         )
     run.name = arm.name
     return run
 
 
+def run_in_turn(settings: Settings, chosen: list[BenchArm], console: Console) -> tuple[Runs, dict[str, str]]:
+    """Run all arms at once, see `bridge_fgo.cli.bench.in_turn`; return as `run_one_by_one` does.
+
+    Raises:
+        ArmFailed: the first arm has failed, which is resident.
+    """
+    by_name = {arm.name: arm for arm in chosen}
+
+    def start(name: str, address: Path) -> ArmProcess:
+        arm = by_name[name]
+        return ArmProcess(
+            f"{arm.file_name}.0",
+            ARM,
+            [*arm_options(settings, arm, 0, None), "--turns", str(address)],
+            settings.folder,
+            launcher=launcher(settings.gpus),
+            environment=arm_environment(arm),
+        )
+
+    turns = InTurn(
+        list(by_name),
+        start,
+        settings.rounds,
+        settings.turn_steps,
+        settings.arm_timeout,
+        is_needed=lambda name: name == chosen[0].name,
+        tell=lambda line: console.print(line, markup=False),
+    )
+    turns.run()
+    for name, run in turns.results.items():
+        run.name = name
+    runs = {name: [turns.results[name]] if name in turns.results else [] for name in by_name}
+    return runs, {name: str(failure) for name, failure in turns.failures.items()}
+
+
+def run_one_by_one(settings: Settings, chosen: list[BenchArm], console: Console) -> tuple[Runs, dict[str, str]]:
+    """Run the arms one after another, as many times as there are rounds; return what they left, and who failed how.
+
+    Raises:
+        ArmFailed: the first arm has failed, which is resident.
+    """
+    runs: Runs = {arm.name: [] for arm in chosen}
+    failures: dict[str, str] = {}
+    for number in range(settings.rounds):
+        for arm in chosen:
+            if arm.name in failures:
+                continue
+            try:
+                run = run_one(settings, arm, number, next(iter(runs[chosen[0].name]), None))
+            except ArmFailed as failure:
+                if arm is chosen[0]:
+                    raise
+                failures[arm.name] = str(failure)
+                console.print(f"{failure}\n{failure.log_tail}", markup=False)
+                continue
+            runs[arm.name].append(run)
+            console.print(f"{arm.name}, round {number + 1}: done", markup=False)
+    return runs, failures
+
+
 def run(settings: Settings) -> int:
-    """Run the bench; return the exit status: 1 where an arm that must be bitwise equal is not, 2 for a failure."""
+    """Run the bench; return the exit status: 1 where an arm that must be bitwise equal is not, 2 for a failure.
+
+    Raises:
+        ValueError: settings that do not go together.
+    """
     console = Console(stderr=settings.json_output)
+    settings.check_turns()
     if settings.traces and importlib.util.find_spec("matplotlib") is None:
         console.print("bridge-fgo bench: pictures need matplotlib: pip install 'bridge-fgo[bench]', or --no-traces")
         return FAILED
     chosen = arms(settings.arms, settings.megatron_lm, settings.preset)
+    size_options(settings.preset, settings.gpus, settings.tp)  # refuses what cannot be before anything starts
     settings.folder.mkdir(parents=True, exist_ok=True)
-    runs: dict[str, list[ArmRun]] = {arm.name: [] for arm in chosen}
-    failures: dict[str, str] = {}
     try:
         link = probe(settings.gpus)
         console.print("link, GB/s: " + ", ".join(f"{name} {value / 1e9:.1f}" for name, value in link.items()))
-        for number in range(settings.rounds):
-            for arm in chosen:
-                if arm.name in failures:
-                    continue
-                try:
-                    run = run_one(settings, arm, number, next(iter(runs["resident"]), None))
-                except ArmFailed as failure:
-                    if arm.name == "resident":
-                        raise
-                    failures[arm.name] = str(failure)
-                    console.print(f"{failure}\n{failure.log_tail}", markup=False)
-                    continue
-                runs[arm.name].append(run)
-                console.print(f"{arm.name}, round {number + 1}: done", markup=False)
+        runs, failures = (run_in_turn if settings.in_turn else run_one_by_one)(settings, chosen, console)
     except ArmFailed as failure:
         console.print(f"bridge-fgo bench: {failure}\n{failure.log_tail}", markup=False)
         return FAILED
+    there = [arm for arm in chosen if arm.name not in failures]
     traces: dict[str, Trace] = {}
     if settings.traces:
-        traces = {arm.name: read_trace(settings.folder / f"{arm.name}.0.trace.gz") for arm in chosen if runs[arm.name]}
+        traces = {arm.name: read_trace(trace_path(settings, arm, 0)) for arm in chosen if runs[arm.name]}
     reference = reference_loop(run for of_arm in runs.values() for run in of_arm)
+    compared_with = {arm.name: resident_of(arm, there).name for arm in there}
     rows = [
-        make_row(runs["resident"], runs[arm.name], link, traces.get(arm.name), arm.bitwise, reference)
-        for arm in chosen
-        if arm.name not in failures
+        make_row(runs[compared_with[arm.name]], runs[arm.name], link, traces.get(arm.name), arm.bitwise, reference)
+        for arm in there
     ]
-    report(settings, console, link, rows, traces, failures, runs["resident"][0])
+    result, texts = {}, []
+    if settings.in_turn:
+        by_rounds = rounds_of({arm.name: runs[arm.name][0] for arm in there}, compared_with, link)
+        comparisons = faster(by_rounds, {arm.name for arm in there if arm.is_resident})
+        names = [arm.name for arm in chosen]
+        order = [order_of(names, number + 1) for number in range(settings.rounds)]
+        result, texts = {"in_turn": as_json(by_rounds, order, comparisons)}, table_of_rounds(by_rounds)
+        for comparison in comparisons:
+            console.print(str(comparison), markup=False)
+    report(settings, console, link, rows, traces, failures, runs[chosen[0].name][0], result, texts)
     if failures:
         return FAILED
     return NOT_EQUAL if any(row.bitwise_equal is False for row in rows) else 0
@@ -155,8 +277,13 @@ def report(
     traces: dict[str, Trace],
     failures: dict[str, str],
     resident: ArmRun,
+    of_rounds: dict[str, Any],
+    texts_of_rounds: list[list[str]],
 ) -> None:
-    """Print the table or the JSON, and leave both and the pictures in the folder."""
+    """Print the table or the JSON, and leave both and the pictures in the folder.
+
+    Of arms in turn, what `of_rounds` has goes into the JSON, and the cells of the rounds' table are shown too.
+    """
     texts = table_of(rows, settings.saves)
     result: dict[str, Any] = {
         "preset": settings.preset,
@@ -167,6 +294,7 @@ def report(
         "phase_seconds": resident.result["phase_seconds"],
         "arms": [row.as_json() for row in rows],
         "failed": failures,
+        **of_rounds,
     }
     (settings.folder / "bench.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if traces:
@@ -174,7 +302,8 @@ def report(
         memory_timeline(traces, pictures[0])
         gantt(traces, pictures[1])
         title = f"bridge-fgo bench: {settings.preset}, {settings.gpus} x {resident.start.get('device')}"
-        parts = [page.table(texts), *(page.picture(path) for path in pictures)]
+        tables = [page.table(cells) for cells in (texts, texts_of_rounds) if cells]
+        parts = [*tables, *(page.picture(path) for path in pictures)]
         page.write_page(settings.folder / "bench.html", title, parts)
     if settings.json_output:
         print(json.dumps(result))
@@ -183,49 +312,11 @@ def report(
     for cells in list(zip(*texts, strict=True))[1:]:
         table.add_row(*cells)
     console.print(table)
+    if texts_of_rounds:
+        table = Table(*texts_of_rounds[0])
+        for cells in texts_of_rounds[1:]:
+            table.add_row(*cells)
+        console.print(table)
     console.print(
         f"S = {resident.result['state_bytes'] / 1e9:.2f} GB; all files are in {settings.folder}", markup=False
     )
-
-
-def table_of(rows: list[Row], saves: bool = False) -> list[list[str]]:
-    """Return the cells of the table, its head first; with `saves` the stall of a save is the last of each row."""
-
-    def number(value: float | None, digits: int = 2) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
-    def extent(seconds: Sequence[float]) -> str:
-        return f"{min(seconds):.3f}-{max(seconds):.3f}" if len(seconds) > 1 else "-"
-
-    def percent(share: float | None) -> str:
-        return "-" if share is None else f"{share:.1%}"
-
-    table = [
-        [
-            "arm", "step, s", "min-max", "steps counted", "host loop, ms", "host loop min-max", "GC, most, s",
-            "added, s", "E", "E of copies", "floor E",
-            "forward, s", "rest, s", "of ranks",
-            "allocated, GB", "reserved, GB", "saved / S",
-            "saved reserved / S", "pinned, GB", "pin, s", "steps 1-2 added, s", "enqueue", "by the clock",
-            "hidden / floor",
-            "bitwise equal", *(["save stall, s"] if saves else []),
-        ]
-    ]  # fmt: skip
-    for row in rows:
-        equal = {True: "yes", False: "NO", None: "-"}[row.bitwise_equal]
-        table.append(
-            [
-                row.arm, number(row.step_seconds, 3), extent([row.step_seconds_min, row.step_seconds_max]),
-                row.steps_counted, number(None if row.host_loop_seconds is None else 1e3 * row.host_loop_seconds),
-                extent([1e3 * seconds for seconds in row.host_loop_seconds_range]),
-                number(row.collector_seconds),
-                number(row.added_seconds, 3), number(row.e), number(row.e_of_copies), number(row.floor_e),
-                number(row.forward_seconds, 3), number(row.rest_seconds, 3), extent(row.rest_seconds_of_ranks),
-                number(row.peak_allocated_bytes / 1e9), number(row.peak_reserved_bytes / 1e9),
-                number(row.saved_allocated, 3), number(row.saved_reserved, 3), number(row.pinned_bytes / 1e9),
-                number(row.pin_seconds), number(row.first_two_steps_added_seconds),
-                percent(row.enqueue_share), percent(row.enqueue_by_the_clock_share), number(row.hidden), equal,
-                *([number(row.save_stall_seconds)] if saves else []),
-            ]
-        )  # fmt: skip
-    return table

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 PRESETS = {
     # 1.64B parameters; 4 microbatches of 2 x 2048 tokens on one GPU, far too short to hide the copies behind.
@@ -29,7 +32,10 @@ NAMES = ("resident", "recomputed", "native", "whole", "half", "auto", "mcore", "
 
 @dataclass(frozen=True)
 class BenchArm:
-    """One arm. options: of `bridge_fgo.harness.gpu`; python_path: comes first in PYTHONPATH."""
+    """One arm. options: of `bridge_fgo.harness.gpu`; python_path: comes first in PYTHONPATH.
+
+    name: with variables of its own it is `native:CUDA_DEVICE_MAX_CONNECTIONS=1`.
+    """
 
     name: str
     options: tuple[str, ...]
@@ -41,18 +47,44 @@ class BenchArm:
     """Whether it gets a budget that asks for half of the saving, from the resident arm's peak."""
     saves: bool = True
     """Whether it can save in the background: with mcore's offloaders that is refused."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that set it apart from another arm of its kind."""
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether others are compared with it."""
+        return self.name.partition(":")[0] == "resident"
+
+    @property
+    def file_name(self) -> str:
+        """What the names of its files begin with."""
+        return re.sub(r"[^\w.:=-]+", "_", self.name)
 
 
-def size_options(preset: str, gpus: int) -> list[str]:
-    """Return the arm's options for the sizes of a preset on `gpus` data-parallel ranks."""
+def size_options(preset: str, gpus: int, tp: int = 1, microbatches: int | None = None) -> list[str]:
+    """Return the arm's options for the sizes of a preset.
+
+    Args:
+        preset: of `PRESETS`.
+        gpus: how many.
+        tp: tensor-parallel ranks, with sequence parallelism; the rest is data-parallel.
+        microbatches: of a step on each data-parallel rank; None for the preset's.
+
+    Raises:
+        ValueError: the GPUs are no whole number of tensor-parallel groups.
+    """
+    if gpus % tp:
+        raise ValueError(f"--tp {tp}: --gpus {gpus} is not a multiple of it")
     options = PRESETS[preset].split()
     # Jobs train without that mode. Dense arms were bitwise equal without it on H200, as their loss is not fused; a
     # mixture of experts adds up what its experts return in any order.
     options += ["--deterministic" if preset == "moe" else "--no-deterministic"]
     microbatch = int(options[options.index("--mbs") + 1])
-    options += ["--gbs", str(microbatch * MICROBATCHES[preset] * gpus)]
+    options += ["--gbs", str(microbatch * (microbatches or MICROBATCHES[preset]) * (gpus // tp))]
+    if tp > 1:
+        options += ["--tp", str(tp)]
     if preset == "moe":
-        options += ["--ep", str(gpus)]
+        options += ["--ep", str(gpus // tp)]
     return options
 
 
@@ -61,44 +93,71 @@ def save_options(steps: int, folder: str) -> list[str]:
     return ["--save", folder, "--save-interval", str(steps // 2), "--async-save", "--finish-saves"]
 
 
+def read_name(text: str) -> tuple[str, dict[str, str]]:
+    """Return the kind of an arm and its variables: of `native:A=1:B=2`, "native" and {"A": "1", "B": "2"}."""
+    kind, *variables = re.split(r":(?=[A-Za-z_]\w*=)", text)
+    return kind, dict(variable.split("=", 1) for variable in variables)
+
+
+def resident_of(arm: BenchArm, among: list[BenchArm]) -> BenchArm:
+    """Return the resident arm with the same variables as `arm`; the first resident one where there is none."""
+    residents = [other for other in among if other.is_resident]
+    return next((other for other in residents if other.environment == arm.environment), residents[0])
+
+
 def arms(names: list[str], megatron_lm: list[str], preset: str) -> list[BenchArm]:
     """Return the arms of the given names, in that order.
 
     Args:
-        names: of `NAMES`.
+        names: of `NAMES`, each with variables of its environment where it has some: `native:A=1:B=2`.
         megatron_lm: checkouts of Megatron-LM's `dev` branch; each gives an `mcore` arm of its own. With none the
             installed mcore is taken.
         preset: of `PRESETS`.
 
     Raises:
-        ValueError: a name is unknown, or the resident arm, which all others are compared with, is not the first.
+        ValueError: a name is unknown or given twice, or the resident arm, which all others are compared with, is not
+            the first; or a checkout is not whole.
     """
-    unknown = [name for name in names if name not in NAMES]
+    read = [read_name(name) for name in names]
+    unknown = [kind for kind, _ in read if kind not in NAMES]
     if unknown or not names or names[0] != "resident":
         raise ValueError(f"--arms {','.join(names)}: use resident first, then any of {', '.join(NAMES[1:])}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"--arms {','.join(names)}: an arm is there twice; --rounds says how often each runs")
+    found: list[BenchArm] = []
+    for kind, environment in read:
+        suffix = "".join(f":{name}={value}" for name, value in environment.items())
+        for arm in _arms_of(kind, megatron_lm, preset):
+            found.append(replace(arm, name=arm.name + suffix, environment=environment))
+    return found
+
+
+def _arms_of(kind: str, megatron_lm: list[str], preset: str) -> list[BenchArm]:
     native = ("--offload", "on", "--engine", "native")
     if preset in SLAB_MIB:
         native += ("--slab-mib", str(SLAB_MIB[preset]))
-    found: list[BenchArm] = []
-    for name in names:
-        if name == "resident":
-            found.append(BenchArm(name, ("--offload", "off", *RESIDENT.get(preset, ()))))
-        elif name == "recomputed":
-            found.append(BenchArm(name, ("--offload", "off", *RECOMPUTED), bitwise=False))
-        elif name == "native":
-            found.append(BenchArm(name, native))
-        elif name == "whole":
-            found.append(BenchArm(name, (*native, "--master-remainders", "never")))
-        elif name == "half":
-            found.append(BenchArm(name, native, half=True))
-        elif name == "auto":
-            found.append(BenchArm(name, (*native, "--budget-gib", "auto")))
-        elif name == "hybrid":
-            found.append(BenchArm(name, ("--hybrid",), bitwise=False))
-        else:
-            upstream = ("--offload", "on", "--engine", "mcore")
-            paths = megatron_lm or [""]
-            found += [
-                BenchArm(f"mcore{i or ''}", upstream, python_path=path, saves=False) for i, path in enumerate(paths)
-            ]
-    return found
+    if kind == "resident":
+        return [BenchArm(kind, ("--offload", "off", *RESIDENT.get(preset, ())))]
+    if kind == "recomputed":
+        return [BenchArm(kind, ("--offload", "off", *RECOMPUTED), bitwise=False)]
+    if kind == "native":
+        return [BenchArm(kind, native)]
+    if kind == "whole":
+        return [BenchArm(kind, (*native, "--master-remainders", "never"))]
+    if kind == "half":
+        return [BenchArm(kind, native, half=True)]
+    if kind == "auto":
+        return [BenchArm(kind, (*native, "--budget-gib", "auto"))]
+    if kind == "hybrid":
+        return [BenchArm(kind, ("--hybrid",), bitwise=False)]
+    for path in megatron_lm:
+        # Bridge imports `megatron.training` too, and that of the wheel does not go with the checkout's `megatron.core`.
+        missing = [part for part in ("core", "training") if not Path(path, "megatron", part, "__init__.py").exists()]
+        if missing:
+            raise ValueError(
+                f"--megatron-lm {path}: there is no megatron/{missing[0]} in it; give the top of a checkout of "
+                "Megatron-LM's dev branch with its whole `megatron` folder"
+            )
+    upstream = ("--offload", "on", "--engine", "mcore")
+    paths = megatron_lm or [""]
+    return [BenchArm(f"mcore{i or ''}", upstream, python_path=path, saves=False) for i, path in enumerate(paths)]

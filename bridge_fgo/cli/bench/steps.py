@@ -9,16 +9,21 @@ left, all count, and the table says so.
 A step with a save does not count, nor does the one after it. Bridge empties the allocator's cache for a save, so the
 next step allocates anew. And the background writer is waited for between the two, in no step's time, so the copies that
 would run on into the next step come to their end.
+
+Of arms that train in turn the first turn does not count, and of the others not the first step: it begins on a GPU at
+rest, with no copies of a step before it, and allocates anew what was given back for the others.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bridge_fgo.harness.phase_clock import FIRST_COUNTED_STEP
-from bridge_fgo.harness.runner import ArmRun
+from bridge_fgo.harness.runner import ArmRun, Event
+from bridge_fgo.harness.turns import WARM_UP
 
 SLOWER = 1.25
 """A choice, not a measurement: well above what the loop varies by on a quiet host, well below the factor of two between
@@ -51,12 +56,27 @@ class CountedSteps:
 
 
 def warm_steps(runs: Iterable[ArmRun]) -> list[Step]:
-    """Return the steps of all rounds of an arm from `FIRST_COUNTED_STEP` on, but those that a save disturbs."""
+    """Return the steps of all rounds of an arm that are neither cold nor disturbed by a save."""
+    return [step for run in runs for _, step in _warm_steps(run)]
+
+
+def warm_steps_of_turns(run: ArmRun) -> dict[int, list[Step]]:
+    """Return the same steps of an arm that trained in turns, by the number of the turn."""
+    turns: dict[int, list[Step]] = {}
+    for event, step in _warm_steps(run):
+        turns.setdefault(event["turn"], []).append(step)
+    return turns
+
+
+def _warm_steps(run: ArmRun) -> list[tuple[Event, Step]]:
+    saves = set(_save_steps(run))
+    steps = list(zip(run.steps, _host_loops(run), strict=True))
     return [
-        Step(event["seconds"], loop)
-        for run in runs
-        for event, loop in zip(run.steps, _host_loops(run), strict=True)
-        if event["step"] >= FIRST_COUNTED_STEP and not {event["step"], event["step"] - 1} & set(_save_steps(run))
+        (event, Step(event["seconds"], loop))
+        for (before, _), (event, loop) in itertools.pairwise(steps)
+        if event["step"] >= FIRST_COUNTED_STEP
+        and not {event["step"], event["step"] - 1} & saves
+        and event.get("turn") == before.get("turn") != WARM_UP
     ]
 
 

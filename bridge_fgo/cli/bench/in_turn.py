@@ -1,0 +1,120 @@
+"""Runs all arms at once, which train in turn on the same GPUs, so that a host that changes its speed slows all alike.
+
+    start     all arms start and build side by side, until each waits before its first step
+    warm-up   each trains `WARM_UP_STEPS` in a turn of its own: moments come to exist, and engines make their plans
+    rounds    in each round every arm has a turn of some steps; the order rotates from round to round
+    end       one arm after another takes what is left of its steps, and writes its result
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from bridge_fgo.harness.phase_clock import FIRST_COUNTED_STEP
+from bridge_fgo.harness.runner import POLL_SECONDS, ArmFailed, ArmProcess, ArmRun
+from bridge_fgo.harness.turns import WARM_UP, Turnstile
+
+WARM_UP_STEPS = FIRST_COUNTED_STEP + 3
+"""Steps of the turn that does not count: to the first that would count without turns, and a few more."""
+
+
+def order_of(names: list[str], number: int) -> list[str]:
+    """Return the order of arms in round `number`, counted from 1: each round begins with another arm."""
+    first = (number - 1) % len(names)
+    return names[first:] + names[:first]
+
+
+class InTurn:
+    """Arms that take turns.
+
+    Args:
+        names: of the arms.
+        start: starts the arm of a name, which is to wait for its turns at the address that it is given.
+        rounds: how many turns of each arm count.
+        turn_steps: steps of such a turn.
+        timeout: seconds after which an arm is given up that does not come up, or does not end its turn.
+        is_needed: whether without the arm of that name the others are not worth running.
+        tell: called with a line to show whenever something has happened.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        start: Callable[[str, Path], ArmProcess],
+        rounds: int,
+        turn_steps: int,
+        timeout: float,
+        is_needed: Callable[[str], bool] = lambda name: False,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.names = names
+        self._start = start
+        self._rounds = rounds
+        self._turn_steps = turn_steps
+        self._timeout = timeout
+        self._is_needed = is_needed
+        self._tell = tell
+        self._turnstile = Turnstile()
+        self._processes: dict[str, ArmProcess] = {}
+        self.results: dict[str, ArmRun] = {}
+        """What arms have left that came to their end, by name."""
+        self.failures: dict[str, ArmFailed] = {}
+        """Why the others did not, by name."""
+
+    def run(self) -> None:
+        """Run all arms to their end.
+
+        Raises:
+            ArmFailed: an arm has failed that is needed.
+        """
+        with self._turnstile:
+            try:
+                for name in self.names:
+                    self._processes[name] = self._start(name, self._turnstile.add(name))
+                for name in self.names:
+                    self._await(name, "its start", until_it_waits=True)
+                self._tell("all arms wait for their turns: warm-up")
+                self._take_turns(self.names, WARM_UP, WARM_UP_STEPS)
+                for number in range(1, self._rounds + 1):
+                    self._take_turns(order_of(self.names, number), number, self._turn_steps)
+                    self._tell(f"round {number} of {self._rounds}: done")
+                self._take_turns(self.names, self._rounds + 1, None)
+            finally:
+                for process in self._processes.values():  # Ctrl-C here must not leave a trainer on the GPU
+                    process.end()
+
+    def _take_turns(self, names: list[str], turn: int, steps: int | None) -> None:
+        for name in names:
+            self._await(name, "its wait for a turn", until_it_waits=True)  # it may have died in another's
+            if name in self._processes:
+                self._turnstile.grant(name, turn, steps)
+                self._await(name, f"turn {turn}", until_it_waits=steps is not None)
+
+    def _await(self, name: str, what: str, until_it_waits: bool) -> None:
+        """Return when the arm's process has ended, and before that when it waits for its next turn."""
+        process = self._processes.get(name)
+        if process is None:
+            return
+        deadline, late = time.monotonic() + self._timeout, ""
+        while not (until_it_waits and self._turnstile.is_waiting(name)):
+            self._turnstile.poll(POLL_SECONDS)
+            if not process.is_running():
+                break
+            if time.monotonic() >= deadline:
+                late = f"{what} took longer than {self._timeout:g} s"
+                break
+        else:
+            return
+        process.end()
+        del self._processes[name]
+        try:
+            self.results[name] = process.result(late)
+        except ArmFailed as failure:
+            if self._is_needed(name):
+                raise
+            self.failures[name] = failure
+            self._tell(f"{failure}\n{failure.log_tail}")
