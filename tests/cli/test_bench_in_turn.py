@@ -60,6 +60,7 @@ def test_arms_train_one_at_a_time_and_the_order_rotates(turns):
     ]
 
 
+@pytest.mark.slow
 def test_both_ranks_of_an_arm_train_together_and_end_their_turn_before_the_next_begins(turns):
     taking, lines = turns({"a": [], "b": []}, ranks=2, count=1)
     assert list(taking.results) == ["a", "b"]
@@ -78,6 +79,7 @@ def test_an_arm_that_dies_is_told_of_and_the_others_go_on(turns, turn, left):
     assert len([block for block in blocks(lines) if block[1] == "b" and block[0] > 0]) == left
 
 
+@pytest.mark.slow
 def test_one_rank_that_dies_takes_its_arm_along_and_no_other(turns):
     taking, _ = turns({"a": [], "b": ["--die-in", "1"]}, ranks=2, count=1)
     assert list(taking.results) == ["a"] and list(taking.failures) == ["b"]
