@@ -10,8 +10,7 @@ import torch
 from bridge_fgo.core.part import Part
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.slab import Slab
-from bridge_fgo.core.snapshot import Snapshot
-from bridge_fgo.core.state import State
+from bridge_fgo.core.snapshot import Place, Snapshot
 from bridge_fgo.core.transfers import Transfers
 
 
@@ -31,33 +30,28 @@ class Loading(Snapshot):
     def __init__(self, owners: Mapping[int, Part], transfers: Transfers) -> None:
         super().__init__(owners, transfers, copies=False)
         self._transfers = transfers
-        self._homes: dict[str, torch.Tensor] = {}
-        """Of the parameter that was handed out last: host memory of each state that is loaded there, by name."""
+        self._newest: dict[str, Any] = {}
+        """The states of the parameter that was handed out last, by name."""
 
     @override
     def hand_out(self, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what `read` returns, the state tensors of a parameter by name, with host memory in their place.
 
-        What the host has is to be overwritten in place, and so is a tensor of which the host has nothing.
+        What the host has is to be overwritten in place, and so is a tensor of which the host has nothing. A state that
+        is loaded in another dtype than it has gets fp32 memory of its own.
         """
-        self._homes = {}
+        self._newest = found = read()
         part = self._owners.get(id(param))
-        found = read()
-        if part is None:
-            return found
-        places = self._places(part, param)
-        for name, value in found.items():
-            if id(value) in places:
-                found[name] = self._target(name, value, *places[id(value)])
-        return found
+        places = {} if part is None else self._places(part, param)
+        return {name: self._target(value, places.get(id(value))) for name, value in found.items()}
 
-    def _target(self, name: str, value: torch.Tensor, state: State, slab: Slab, offset: int) -> torch.Tensor:
+    def _target(self, value: Any, place: Place | None) -> Any:
+        if place is None:
+            return value
+        state, slab, offset = place
         if state.converts:
             return torch.empty(value.shape, dtype=torch.float32)
-        if slab.state is not Residency.RELEASED or slab.is_encoded or not slab.holds(value):
-            return value
-        self._homes[name] = home = slab.host_view(value, offset)
-        return home
+        return slab.host_view(value, offset) if _is_on_the_host(slab, value) else value
 
     def put(
         self,
@@ -71,28 +65,49 @@ class Loading(Snapshot):
         Args:
             param: the parameter as the optimizer has it.
             hand_out: has `hand_out` called for it.
-            loaded: tensors by name.
-            write: writes them to the GPU; called where the host does not have all of them.
+            loaded: tensors by name, in the memory that was handed out or in any other; and what is no tensor.
+            write: writes what it is given to the states; called where the host does not get all of them.
         """
         hand_out()
-        tensors = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
-        homes = self._homes
-        # What is of another dtype is the owner's to convert, or to refuse.
-        if all(name in homes and homes[name].dtype == value.dtype for name, value in tensors.items()):
-            for name, value in tensors.items():
-                homes[name].copy_(value)
-            return
-        # What was loaded into the host's copy is no more to be read there once that is on its way.
-        own = {name: tensors[name].clone() for name in tensors.keys() & homes.keys()}
+        own = self._newest
         part = self._owners.get(id(param))
-        if part is not None:
-            self._borrow(part.slabs)
-            for slab in part.slabs:
-                slab.require_writable()
-        write({**loaded, **own})
+        if part is None:
+            write(loaded)
+            return
+        places = self._places(part, param)
+        tensors = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+        done = {
+            name: own[name]
+            for name, value in tensors.items()
+            if name in own and self._put_on_the_host(value, own[name], places.get(id(own[name])))
+        }
+        if done.keys() == tensors.keys():
+            return
+        self._borrow(part.slabs)
+        for slab in part.slabs:
+            slab.require_writable()
+        write({**loaded, **done})  # a state that is right already is written onto itself: the owner wants them all
+
+    def _put_on_the_host(self, value: torch.Tensor, own: torch.Tensor, place: Place | None) -> bool:
+        """Return whether the host has what was loaded of a state, or whether it has been brought from there since."""
+        if place is None or place[0].converts or value.dtype != own.dtype:  # the owner's to convert, or to refuse
+            return False
+        _, slab, offset = place
+        home = slab.host_view(own, offset)
+        is_there = value.data_ptr() == home.data_ptr()
+        if not _is_on_the_host(slab, own):
+            return is_there and any(slab in slabs for slabs in self._borrowed)
+        if not is_there:
+            home.copy_(value)
+        return True
 
     @override
     def _send_back(self, left: int) -> None:
         super()._send_back(left)
         # Race: what the host writes into a buffer would be overwritten by a copy out that is still under way.
         self._transfers.finish_out()
+
+
+def _is_on_the_host(slab: Slab, tensor: torch.Tensor) -> bool:
+    """Return whether the host buffer has a state as it is, and the GPU has not."""
+    return slab.state is Residency.RELEASED and not slab.is_encoded and slab.holds(tensor)

@@ -15,6 +15,9 @@ from bridge_fgo.core.slab import Slab, require_readable
 from bridge_fgo.core.state import State
 from bridge_fgo.core.transfers import Transfers
 
+Place = tuple[State, Slab, int]
+"""Where a tensor is: its state, the slab, and the offset in it in bytes."""
+
 
 class Snapshot:
     """Hands out the states of one optimizer as host tensors, and leaves slabs where they are.
@@ -67,8 +70,8 @@ class Snapshot:
         places = self._places(part, param)
         return {name: self._safe(value, places) for name, value in read().items()}
 
-    def _places(self, part: Part, param: torch.Tensor) -> dict[int, tuple[State, Slab, int]]:
-        """Return state, slab and offset in bytes of a parameter's states that exist, by the `id` of the tensor."""
+    def _places(self, part: Part, param: torch.Tensor) -> dict[int, Place]:
+        """Return the places of a parameter's states that exist, by the `id` of the tensor."""
         return {
             id(tensor): (state, slab, offset)
             for slab in part.slabs
@@ -76,7 +79,7 @@ class Snapshot:
             if state.param is param and (tensor := state.read()) is not None
         }
 
-    def _safe(self, value: Any, places: dict[int, tuple[State, Slab, int]]) -> Any:
+    def _safe(self, value: Any, places: dict[int, Place]) -> Any:
         """Return a state that is safe to keep; `places`: what `_places` returned."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:  # a count of steps is nobody's slab
             return value

@@ -46,30 +46,25 @@ def masters_made_late() -> Iterator[None]:
         _late = before
 
 
-def build_groups(
-    build: Callable[..., Groups], gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: list[Any], config: Any
-) -> Groups:
+def build_groups(build: Callable[[list[Any]], Groups], groups: list[Any]) -> Groups:
     """Return what `DistributedOptimizer._build_model_and_main_param_groups` would.
 
     In `masters_made_late` it is called for one parameter after another, so that no two masters are there at once.
 
     Args:
-        build: that method.
-        gbuf_ranges: its first argument.
-        param_gbuf_map: its second.
-        opt_group_ranges: its third; the `params` of each `orig_group` in it become those that the Adam inside steps.
-        config: its fourth.
+        build: calls that method for some param groups.
+        groups: all of them; the `params` of each `orig_group` in it become those that the Adam inside steps.
     """
     if _late is None:
-        return build(gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
-    result = build(gbuf_ranges, param_gbuf_map, [], config)
-    for group in opt_group_ranges:
+        return build(groups)
+    result = build([])
+    for group in groups:
         lists: list[list[Any]] = [[] for _ in result]
         native: list[Any] = []
         others: list[Any] = []
         for param in group["params"]:
             alone = {**group, "params": [param], "orig_group": {}}
-            of_param = build(gbuf_ranges, param_gbuf_map, [alone], config)
+            of_param = build([alone])
             for found, (new,) in zip(lists, of_param, strict=True):
                 found += new
             (halves,), (natives,), (shards,), _, (masters,) = of_param

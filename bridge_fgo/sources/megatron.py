@@ -124,17 +124,21 @@ def bundles(optimizer: Any, rounded: Mapping[int, WeightShard] | None = None) ->
 
 
 def _inner_states(adam: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[State]:
+    has_masters = getattr(adam, "master_weights", False)
+
     def state(kind: str, name: str, dtype: torch.dtype) -> State:
-        # TE's `FusedAdam.get_unscaled_state` makes fp32 of a state in 16 bits, and reads it on the GPU for that.
         read = partial(_of_adam, adam, param, name)
         # mcore cannot load into torch's Adam before it has stepped.
         make = None if isinstance(adam, TORCH) else partial(_make, adam, param, name, dtype)
-        return State(kind, name, param, dtype, read, late=True, converts=dtype in HALF, make=make)
+        # Of TE's FusedAdam with masters of its own mcore reads states by `get_unscaled_state`, which makes fp32 of one
+        # in 16 bits, on the GPU. Of any other Adam it takes them as they are.
+        converts = has_masters and dtype in HALF
+        return State(kind, name, param, dtype, read, late=True, converts=converts, make=make)
 
     dtypes = getattr(adam, "name_to_dtype_map", {})  # TE FusedAdam; torch's Adam keeps the dtype of the param
     for name in MOMENTS:
         yield state("moment", name, dtypes.get(name, param.dtype))
-    if getattr(adam, "master_weights", False):
+    if has_masters:
         # TE keeps the low 16 bits of a bf16 parameter's fp32 master alone (store_param_remainders).
         remainders = getattr(adam, "store_param_remainders", False) and param.dtype == torch.bfloat16
         yield state("master", MASTER, torch.int16 if remainders else dtypes[MASTER])

@@ -66,7 +66,7 @@ def patches() -> list[Patch]:
         ),
         FunctionPatch(
             DISTRIBUTED_OPTIMIZER, "DistributedOptimizer._build_model_and_main_param_groups", wrappers.builds_masters,
-            ("gbuf_ranges", "param_gbuf_map", "opt_group_ranges", "config"),
+            (wrappers.GROUPS,),
             "makes the masters of every parameter on the GPU, whose weights tell what they are",
             distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
         ),

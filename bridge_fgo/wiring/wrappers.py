@@ -138,7 +138,17 @@ def _build_without_flag(wrapped: Wrapped, args: Args, kwargs: Kwargs, config: An
 
 def builds_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have masters made without memory while `build_optimizer` builds an optimizer for the native engine."""
-    return build_groups(wrapped, **inspect.signature(wrapped).bind(*args, **kwargs).arguments)
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+
+    def build(groups: list[Any]) -> Any:
+        bound.arguments[GROUPS] = groups
+        return wrapped(*bound.args, **bound.kwargs)
+
+    return build_groups(build, bound.arguments[GROUPS])
+
+
+GROUPS = "opt_group_ranges"
+"""The parameter with mcore's param groups."""
 
 
 def after_model_hooks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

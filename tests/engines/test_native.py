@@ -477,9 +477,9 @@ class AnyOrderOfVerbs(RuleBasedStateMachine):
             return
         away = [slab for slab in self.engine.slabs if slab.state is Residency.RELEASED]
         with self.engine.saving(source, copies):
-            assert self.engine.is_saving(source)
+            assert self.engine.is_away(source)
             self.hand_out_all(source, *both)
-        assert not self.engine.is_saving(source)
+        assert not self.engine.is_away(source)
         assert all(slab.state is Residency.RELEASED for slab in away)
 
     @invariant()
