@@ -469,7 +469,8 @@ class NativeEngine(Engine):
         else:
             self._give_up_masters(source)
             with self._trusted(source), self._copied_whole():
-                self._send_whole(source, everything)
+                with self.schedule.transfers.computing():  # whose memory slabs are
+                    self._send_whole(source, everything)
                 loading = self._snapshots[source] = Loading(self._shares[source].owners, self.schedule.transfers)
                 try:
                     with loading.taken():
