@@ -1,4 +1,7 @@
-"""An Adam that keeps its books as Transformer Engine's FusedAdam does, for mcore on the CPU."""
+"""Adams that keep their books as Transformer Engine's FusedAdam does, for mcore on the CPU."""
+
+import sys
+from types import SimpleNamespace
 
 import torch
 
@@ -19,19 +22,120 @@ class FusedAdam(torch.optim.Optimizer):
             if not group["params"]:
                 continue
             group["step"] = group.get("step", 0) + 1
-            beta1, beta2 = group["betas"]
             for param in group["params"]:
-                state = self.state[param]
-                if not state:
-                    state.update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
-                state["exp_avg"].lerp_(param.grad, 1 - beta1)
-                state["exp_avg_sq"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
-                scale = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.addcdiv_(state["exp_avg"], scale, value=-group["lr"] / (1 - beta1 ** group["step"]))
+                self.update(group, param)
+
+    def update(self, group, param):
+        state = self.state[param]
+        if not state:
+            state.update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        adam(group, param, param.grad, state["exp_avg"], state["exp_avg_sq"])
 
 
-def have_mcore_take_it(set_attribute):
+def adam(group, param, grad, exp_avg, exp_avg_sq):
+    beta1, beta2 = group["betas"]
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    scale = (exp_avg_sq / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
+    param.mul_(1 - group["lr"] * group["weight_decay"])
+    param.addcdiv_(exp_avg, scale, value=-group["lr"] / (1 - beta1 ** group["step"]))
+
+
+class PrecisionAwareAdam(FusedAdam):
+    """Has masters of its own, moments of any dtype, and the methods by which mcore reads and writes them.
+
+    With `store_param_remainders` it keeps the low 16 bits of a bf16 parameter's master alone; the parameter is the high
+    ones, cut off and not rounded.
+    """
+
+    def __init__(
+        self,
+        params,
+        master_weights=False,
+        use_decoupled_grad=False,
+        store_param_remainders=False,
+        master_weight_dtype=torch.float32,
+        exp_avg_dtype=torch.float32,
+        exp_avg_sq_dtype=torch.float32,
+        **defaults,
+    ):
+        super().__init__(params, **defaults)
+        self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
+        self.store_param_remainders = store_param_remainders and master_weights
+        self.name_to_dtype_map = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            "master_param": master_weight_dtype,
+        }
+
+    def zero_grad(self, set_to_none=True):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.decoupled_grad = None
+
+    def _has_remainders(self, param, name):
+        return self.store_param_remainders and name == "master_param" and param.dtype == torch.bfloat16
+
+    def get_unscaled_state(self, param, name):
+        value = self.state[param][name]
+        return value if self._has_remainders(param, name) else value.float()
+
+    def set_scaled_state(self, param, name, value):
+        remainders = self._has_remainders(param, name)
+        assert value.dtype == (torch.int16 if remainders else torch.float32)
+        state = self.state[param]
+        if name not in state:
+            state[name] = torch.empty_like(param, dtype=torch.int16 if remainders else self.name_to_dtype_map[name])
+        state[name].copy_(value)
+
+    def initialize_state(self, param):
+        for name in ("exp_avg", "exp_avg_sq"):
+            self.set_scaled_state(param, name, torch.zeros_like(param, dtype=torch.float32))
+        if self.master_weights and self._has_remainders(param, "master_param"):
+            self.set_scaled_state(param, "master_param", torch.zeros_like(param, dtype=torch.int16))
+        elif self.master_weights:
+            self.set_scaled_state(param, "master_param", param.detach().clone().float())
+
+    def update(self, group, param):
+        state = self.state[param]
+        if not state:
+            self.initialize_state(param)
+        moments = [state[name].float() for name in ("exp_avg", "exp_avg_sq")]
+        grad = (param.decoupled_grad if self.use_decoupled_grad else param.grad).float()
+        if not self.master_weights:
+            adam(group, param, grad, *moments)
+        elif self._has_remainders(param, "master_param"):
+            high, low = param.view(torch.int16), state["master_param"]
+            master = ((high.int() << 16) | (low.int() & 0xFFFF)).view(torch.float32)
+            adam(group, master, grad, *moments)
+            high.copy_(master.view(torch.int32) >> 16)
+            low.copy_(master.view(torch.int32).to(torch.int16))
+        else:
+            master = state["master_param"]
+            adam(group, master, grad, *moments)
+            param.copy_(master)
+        for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+            state[name].copy_(moment)
+
+    def state_dict(self):
+        found = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, state in found["state"].items():
+            found["state"][index] = {name: self.get_unscaled_state(params[index], name) for name in state}
+        return found
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, state in state_dict["state"].items():
+            param = params[index]
+            self.state[param] = {}
+            for name, value in state.items():
+                whole = value if self._has_remainders(param, name) else value.float()
+                self.set_scaled_state(param, name, whole)
+
+
+def have_mcore_take_it(set_attribute, adam=FusedAdam):
     """Have mcore build this Adam, and treat it as Transformer Engine's.
 
     set_attribute: `setattr`, or a monkeypatch's.
@@ -39,8 +143,20 @@ def have_mcore_take_it(set_attribute):
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    set_attribute(optimizer, "Adam", FusedAdam)
+    set_attribute(optimizer, "Adam", adam)
     set_attribute(optimizer, "USING_PYTORCH_OPTIMIZER", False)
-    set_attribute(distrib_optimizer, "Adam", FusedAdam)
+    set_attribute(distrib_optimizer, "Adam", adam)
     set_attribute(distrib_optimizer, "HAVE_APEX_OR_TE", True)
     set_attribute(distrib_optimizer, "USING_TE_OPTIMIZER", True)
+
+
+def have_mcore_make_it_precision_aware(patch):
+    """Have mcore build `PrecisionAwareAdam`, and find Transformer Engine to be recent. patch: a MonkeyPatch."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import optimizer_config
+
+    have_mcore_take_it(patch.setattr, PrecisionAwareAdam)
+    for module in (optimizer, optimizer_config):
+        patch.setattr(module, "is_te_min_version", lambda version: True)
+    # Where the config looks for the arguments that it takes.
+    patch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", SimpleNamespace(FusedAdam=PrecisionAwareAdam))

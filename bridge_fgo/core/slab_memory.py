@@ -75,6 +75,8 @@ class SlabMemory:
     def adopt(self) -> bool:
         """Move every tensor that is not in the slab yet into it, bit for bit, on the current stream; return if one was.
 
+        One that was made without memory is made here (`State.take_first`).
+
         Needed before the first offload, and again for tensors that a checkpoint load replaced. The memory
         that a tensor had before goes back to the allocator, so for a moment one slab is held twice.
 
@@ -92,6 +94,10 @@ class SlabMemory:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor lives in the slab's GPU memory, be it released or not."""
         return self._storage is not None and tensor.untyped_storage()._cdata == self._storage._cdata
+
+    def host_view(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        """Return the host buffer at an offset in bytes as a tensor like one that lives there."""
+        return self.host.tensor[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def exists(self) -> bool:
         """Return whether any tensor of the slab exists; moments are made by the first step."""
@@ -113,7 +119,8 @@ class SlabMemory:
         for state, tensor, offset in strangers:
             home = gpu[offset : offset + state.nbytes].view(tensor.dtype).view(tensor.shape)
             if copy:
-                home.copy_(tensor)
+                first = state.take_first()
+                home.copy_(tensor if first is None else first)
             tensor.data = home
         self._live_in(gpu)
         return bool(strangers)

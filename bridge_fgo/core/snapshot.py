@@ -12,12 +12,11 @@ import torch
 from bridge_fgo.core.part import Part
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.slab import Slab, require_readable
+from bridge_fgo.core.state import State
 from bridge_fgo.core.transfers import Transfers
 
-MOST_BORROWED = 4
-"""Parts that are back on the GPU at once, for states that are read in another dtype and masters whose remainders are
-all that the host has: mcore asks in the order of its buffers and parts are in the order of param groups, so that two
-or three take turns."""
+Place = tuple[State, Slab, int]
+"""Where a tensor is: its state, the slab, and the offset in it in bytes."""
 
 
 class Snapshot:
@@ -33,6 +32,11 @@ class Snapshot:
         copies: whether every tensor that is handed out is a copy. Without, a state that is on the host already may be
             handed out as a view of its page-locked buffer, for a reader that copies it at once.
     """
+
+    most_borrowed = 4
+    """Parts that are back on the GPU at once, for states that are read in another dtype and masters whose remainders
+    are all that the host has: mcore asks in the order of its buffers and parts are in the order of param groups, so
+    that two or three take turns."""
 
     def __init__(self, owners: Mapping[int, Part], transfers: Transfers, copies: bool) -> None:
         self._owners = owners
@@ -63,30 +67,34 @@ class Snapshot:
         encoded = [slab for slab in part.slabs if slab.is_encoded]
         converts = any(state.converts for slab in part.slabs for state in slab.states if state.param is param)
         self._borrow(part.slabs if converts else encoded)  # another dtype is made on the GPU
-        places = {
-            id(tensor): (slab, offset)
+        places = self._places(part, param)
+        return {name: self._safe(value, places) for name, value in read().items()}
+
+    def _places(self, part: Part, param: torch.Tensor) -> dict[int, Place]:
+        """Return the places of a parameter's states that exist, by the `id` of the tensor."""
+        return {
+            id(tensor): (state, slab, offset)
             for slab in part.slabs
             for state, offset in zip(slab.states, slab.layout.offsets, strict=True)
             if state.param is param and (tensor := state.read()) is not None
         }
-        return {name: self._safe(value, places) for name, value in read().items()}
 
-    def _safe(self, value: Any, places: dict[int, tuple[Slab, int]]) -> Any:
-        """Return a state that is safe to keep; `places`: slab and offset in bytes, by the `id` of the tensor."""
+    def _safe(self, value: Any, places: dict[int, Place]) -> Any:
+        """Return a state that is safe to keep; `places`: what `_places` returned."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:  # a count of steps is nobody's slab
             return value
-        slab, offset = places.get(id(value), (None, 0))
+        _, slab, offset = places.get(id(value), (None, None, 0))
         # A tensor that a load put in the place of another has memory of its own until the next offload. Of a slab that
         # is encoded, on its way out, what the host has is not the states.
         if slab is None or slab.state is Residency.RESIDENT or slab.is_encoded or not slab.holds(value):
             return _copy(value)
-        host = slab.host.tensor[offset : offset + value.nbytes].view(value.dtype).view(value.shape)
+        host = slab.host_view(value, offset)
         return _copy(host) if self._copies else host
 
     def _borrow(self, slabs: list[Slab]) -> None:
         away = [slab for slab in slabs if slab.state is Residency.RELEASED]
         if away:
-            self._send_back(MOST_BORROWED - 1)
+            self._send_back(self.most_borrowed - 1)
             self._borrowed.append(away)  # before it can fail, so that what has come goes back
         require_readable(slabs)
 

@@ -38,6 +38,10 @@ class State:
     rounds_to: the bf16 weights that it, in fp32, is rounded to then; None where they do not tell its high bits.
     converts: whether whoever reads it for a checkpoint gets another dtype, made on the GPU.
     in_place: whether others hold views of its storage, which is then emptied and filled, and never rebound.
+    make: makes a tensor that is `late` before the optimizer's first step does, with any content; None where that is
+        left to its source.
+    take_first: returns, once, what a tensor that was made without memory is to be copied from, in any dtype; None where
+        it has memory.
     """
 
     kind: str
@@ -50,6 +54,8 @@ class State:
     rounds_to: WeightShard | None = None
     converts: bool = False
     in_place: bool = False
+    make: Callable[[], None] | None = None
+    take_first: Callable[[], torch.Tensor | None] = lambda: None
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,6 +53,12 @@ class Engine(ABC):
         Raises:
             ValueError: others have taken the memory meanwhile.
             RuntimeError: it could not be page-locked.
+        """
+
+    def take_in(self) -> None:  # noqa: B027
+        """Have every state that exists leave the GPU, those first made that have no memory yet (`State.take_first`).
+
+        Whatever is loaded over the model's weights afterwards, the states are what they were.
         """
 
     # Figures.
@@ -152,6 +158,11 @@ class Engine(ABC):
         self.require_writable(source)
         yield
 
+    def rewrite_masters(self, source: Source, copy: Callable[[], Any]) -> Any:
+        """Call `copy`, which makes every master anew of the model's weights."""
+        with self.overwriting_masters(source):
+            return copy()
+
     def states_replaced(self, source: Source) -> None:  # noqa: B027
         """Let go of the memory of states in whose place something may have put other tensors."""
 
@@ -177,7 +188,31 @@ class Engine(ABC):
         self.require_readable(source)
         yield
 
-    def is_saving(self, source: Source) -> bool:
+    @contextmanager
+    def loading(self, source: Source, everything: bool = False, masters: bool = False) -> Iterator[None]:
+        """Context in which states are loaded from a checkpoint: `hand_out` says where to, and `put` writes them.
+
+        Args:
+            source: theirs.
+            everything: whether states that are on the GPU leave first, so that nothing is loaded there.
+            masters: whether every master is written inside the block.
+        """
+        self.require_writable(source)
+        yield
+
+    def put(
+        self,
+        source: Source,
+        param: torch.Tensor,
+        hand_out: Callable[[], object],
+        loaded: Mapping[str, Any],
+        write: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """Put loaded states of the optimizer parameter `param` in their place; see `Loading.put`."""
+        self.require_writable(source)
+        write(loaded)
+
+    def is_away(self, source: Source) -> bool:
         """Return whether states need not be readable now, because `hand_out` gives them."""
         return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, override
@@ -15,6 +15,7 @@ from bridge_fgo.core.cuda_transfers import CudaTransfers
 from bridge_fgo.core.debug import debugged
 from bridge_fgo.core.device_room import DeviceRoom
 from bridge_fgo.core.layout import copied_whole
+from bridge_fgo.core.loading import Loading
 from bridge_fgo.core.meters import PeakMeter, Traffic
 from bridge_fgo.core.part import Part
 from bridge_fgo.core.profile import Mark
@@ -23,6 +24,7 @@ from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.schedule import Schedule
 from bridge_fgo.core.slab import Slab, require_readable, send_off
 from bridge_fgo.core.snapshot import Snapshot
+from bridge_fgo.core.state import State
 from bridge_fgo.core.transfers import HostTransfers, Transfers
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.share import Share, pin
@@ -126,6 +128,20 @@ class NativeEngine(Engine):
     def pin(self) -> None:
         if self.bytes_to_pin:
             self.pin_seconds = pin(self.slabs, self._device)
+
+    @override
+    def take_in(self) -> None:
+        with self._copied_whole():
+            self.schedule.release_everything()
+
+    @contextmanager
+    def _copied_whole(self) -> Iterator[None]:
+        """Context in which masters that leave are copied whole, so that no weights need be as they are now."""
+        before, self._remainders.wanted = self._remainders.wanted, lambda: False
+        try:
+            yield
+        finally:
+            self._remainders.wanted = before
 
     # Figures.
 
@@ -382,15 +398,39 @@ class NativeEngine(Engine):
     @override
     def overwriting_masters(self, source: Source) -> Iterator[None]:
         """Context for overwriting every master. Where it fails, and they were not right before, they are lost."""
+        self._give_up_masters(source)
+        with self._trusted(source):
+            self.require_writable(source)
+        yield
+        self._masters_lost.discard(source)
+
+    def _give_up_masters(self, source: Source) -> None:
+        """Note that masters are about to be overwritten, and lost until then where they cannot be decoded."""
         if encoded := self._encoded([source]):
             with self.schedule.transfers.computing():
                 if not self._remainders.can_decode(encoded):
                     self._masters_lost.add(source)
         self._masters_are_here([source])  # what they were says nothing
-        with self._trusted(source):
-            self.require_writable(source)
-        yield
+
+    @override
+    def rewrite_masters(self, source: Source, copy: Callable[[], Any]) -> Any:
+        """Call `copy` for one part after another, so that masters that are away need not be there together."""
+        parts = self._shares[source].parts
+        self._give_up_masters(source)
+        with self._trusted(source), self._copied_whole():
+            for part in parts:
+                masters = [slab for slab in part.slabs if slab.written_back]
+                away = [slab for slab in masters if slab.state is Residency.RELEASED]
+                for slab in masters:
+                    slab.require_writable()
+                with source.rewriting(part, parts):
+                    copy()
+                for slab in away:
+                    _send_away(slab)
+        with source.rewriting(None, parts):
+            result = copy()
         self._masters_lost.discard(source)
+        return result
 
     @override
     def states_replaced(self, source: Source) -> None:
@@ -418,8 +458,56 @@ class NativeEngine(Engine):
             self._snapshots.pop(source, None)
 
     @override
-    def is_saving(self, source: Source) -> bool:
+    def is_away(self, source: Source) -> bool:
         return source in self._snapshots
+
+    @contextmanager
+    @override
+    def loading(self, source: Source, everything: bool = False, masters: bool = False) -> Iterator[None]:
+        if source in self._snapshots:  # mcore's methods call each other
+            yield
+        else:
+            self._give_up_masters(source)
+            with self._trusted(source), self._copied_whole():
+                with self.schedule.transfers.computing():  # whose memory slabs are
+                    self._send_whole(source, everything)
+                loading = self._snapshots[source] = Loading(self._shares[source].owners, self.schedule.transfers)
+                try:
+                    with loading.taken():
+                        yield
+                finally:
+                    self._snapshots.pop(source, None)
+        if masters:
+            self._masters_lost.discard(source)
+
+    def _send_whole(self, source: Source, everything: bool) -> None:
+        """Make the states that the first step would make, slab by slab, and have the host get what it has in part.
+
+        everything: what else is on the GPU, and may leave, leaves too.
+        """
+        for part in self._shares[source].parts:
+            for slab in part.slabs:
+                is_new = not slab.exists()
+                if is_new:
+                    _make(slab.states)
+                leaves = everything and not part.stays and slab.state is not Residency.RELEASED
+                if (is_new or leaves or slab.is_encoded) and slab.exists():
+                    _send_away(slab)
+        for bundle in source.states():
+            _make(bundle.states)  # of those that are not offloaded
+
+    @override
+    def put(
+        self,
+        source: Source,
+        param: torch.Tensor,
+        hand_out: Callable[[], object],
+        loaded: Mapping[str, Any],
+        write: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        loading = self._snapshots[source]
+        assert isinstance(loading, Loading)
+        loading.put(param, hand_out, loaded, write)
 
     @override
     def hand_out(self, source: Source, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -445,6 +533,18 @@ class NativeEngine(Engine):
         self._shares.clear()
         self._watches.clear()
         self.sources = []
+
+
+def _make(states: Iterable[State]) -> None:
+    for state in states:
+        if state.make is not None and state.read() is None:
+            state.make()
+
+
+def _send_away(slab: Slab) -> None:
+    slab.require_writable()  # a copy out under way may be of what it was
+    slab.offload()
+    slab.release()
 
 
 def make_transfers(device: torch.device, config: OffloadConfig) -> Transfers:

@@ -214,13 +214,17 @@ class CpuTraining:
         for distributed in distributed_optimizers(self.optimizer):
             if distributed.is_stub_optimizer:
                 continue
-            for weights, masters in (
-                (distributed.model_fp32_groups, distributed.shard_fp32_groups),
-                (distributed.model_float16_groups, distributed.shard_fp32_from_float16_groups),
+            halves = distributed.shard_float16_groups
+            for weights, shards, mains in (
+                (distributed.model_fp32_groups, distributed.shard_fp32_groups, distributed.shard_fp32_groups),
+                (distributed.model_float16_groups, halves, distributed.shard_fp32_from_float16_groups),
             ):
-                for weight, master in zip(chain(*weights), chain(*masters), strict=True):
-                    yield "masters", names[weight], master
-                    state = distributed.optimizer.state.get(master, {})
+                for weight, shard, main in zip(chain(*weights), chain(*shards), chain(*mains), strict=True):
+                    # A precision-aware Adam steps the shard, and has the master, once it is made, among its states.
+                    state = distributed.optimizer.state.get(shard if main is None else main, {})
+                    master = state.get("master_param", main)
+                    if master is not None:
+                        yield "masters", names[weight], master
                     for key in ("exp_avg", "exp_avg_sq"):
                         if key in state:
                             yield "moments", f"{names[weight]}.{key}", state[key]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bridge_fgo.harness.record import digest
+from bridge_fgo.harness.record import digest, digest_each, joined
+from bridge_fgo.wiring.session import ATTACHED
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +25,28 @@ def distributed_optimizers(optimizer: Any) -> Iterator[Any]:
         yield from distributed_optimizers(child)
 
 
+def _stepped(optimizer: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what each Adam inside steps: a name, the DistributedOptimizer, the parameter."""
+    for number, distributed in enumerate(distributed_optimizers(optimizer)):
+        if distributed.optimizer is None:  # a rank with nothing to train
+            continue
+        for group, parameters in enumerate(distributed.optimizer.param_groups):
+            for index, parameter in enumerate(parameters["params"]):
+                yield f"{number}.{group}.{index}", distributed, parameter
+
+
+def _state_of(distributed: Any, parameter: Any) -> dict[str, torch.Tensor]:
+    """Return the master and the moments of a parameter that the Adam inside steps, the master first."""
+    states = distributed.optimizer.state.get(parameter, {})
+    moments = {key: states[key] for key in ("exp_avg", "exp_avg_sq") if key in states}
+    return {"master": states.get("master_param", parameter), **moments}
+
+
+def _weights(model: Sequence[Any]) -> dict[str, torch.Tensor]:
+    named = ((chunk, *pair) for chunk, module in enumerate(model) for pair in module.named_parameters())
+    return {f"{chunk}.{name}": parameter for chunk, name, parameter in named}
+
+
 def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Return this rank's parameters, master weights and moments, each by name.
 
@@ -34,24 +59,14 @@ def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, tor
         RuntimeError: a tensor's memory is released, or there are no masters or moments: equal digests of nothing would
             prove nothing.
     """
-    state: dict[str, dict[str, torch.Tensor]] = {"params": {}, "masters": {}, "moments": {}}
-    for chunk, module in enumerate(model):
-        for name, parameter in module.named_parameters():
-            state["params"][f"{chunk}.{name}"] = parameter
-    for number, distributed in enumerate(distributed_optimizers(optimizer)):
+    state: dict[str, dict[str, torch.Tensor]] = {"params": _weights(model), "masters": {}, "moments": {}}
+    for distributed in distributed_optimizers(optimizer):
         if hasattr(distributed, "synchronize_optimizer_state_for_checkpoint"):
             distributed.synchronize_optimizer_state_for_checkpoint()  # mcore generation 2
-        inner = distributed.optimizer
-        if inner is None:  # a rank with nothing to train
-            continue
-        for group, parameters in enumerate(inner.param_groups):
-            for index, parameter in enumerate(parameters["params"]):
-                name = f"{number}.{group}.{index}"
-                states = inner.state.get(parameter, {})
-                state["masters"][name] = states.get("master_param", parameter)
-                for key in ("exp_avg", "exp_avg_sq"):
-                    if key in states:
-                        state["moments"][f"{name}.{key}"] = states[key]
+    for name, distributed, parameter in _stepped(optimizer):
+        moments = _state_of(distributed, parameter)
+        state["masters"][name] = moments.pop("master")
+        state["moments"] |= {f"{name}.{key}": moment for key, moment in moments.items()}
     for part, tensors in state.items():
         if not tensors:
             raise RuntimeError(f"found no {part} to compare after training")
@@ -60,6 +75,48 @@ def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, tor
             if tensor.untyped_storage().nbytes() < end:
                 raise RuntimeError(f"{part} {name} has no memory after training: it is still released")
     return state
+
+
+Read = Callable[[], dict[str, Any]]
+
+
+@contextmanager
+def _handed_out(distributed: Any) -> Iterator[Callable[[Any, Read], dict[str, Any]]]:
+    """Context in which states are to be had, a parameter at a time, without bringing those that are away to the GPU.
+
+    It gives a function of a parameter and of what reads its states.
+    """
+    to = vars(distributed).get(ATTACHED)
+    if to is None:
+        yield lambda parameter, read: read()
+        return
+    with to.engine.saving(to.source, copies=False):
+        yield partial(to.engine.hand_out, to.source)
+
+
+def digests_by_parameter(model: Sequence[Any], optimizer: Any) -> tuple[dict[str, str], int]:
+    """Return the digests of what `final_state` returns, and the bytes of masters and moments.
+
+    States are read where they are, on the GPU or the host, and those of one parameter at a time: they need not fit the
+    GPU together, nor the host twice. With an engine of mcore's all of them come to the GPU.
+
+    Raises:
+        RuntimeError: as `final_state`, for masters or moments that there are none of.
+    """
+    found: dict[str, list[bytes]] = {"masters": [], "moments": []}
+    nbytes = 0
+    for each in distributed_optimizers(optimizer):
+        with _handed_out(each) as hand_out:
+            for _, distributed, parameter in _stepped(each):
+                states = hand_out(parameter, partial(_state_of, distributed, parameter))
+                master, *moments = digest_each(states.values())
+                found["masters"].append(master)
+                found["moments"] += moments
+                nbytes += sum(tensor.numel() * tensor.element_size() for tensor in states.values())
+    for part, digests in found.items():
+        if not digests:
+            raise RuntimeError(f"found no {part} to compare after training")
+    return {"params": digest(_weights(model)), **{part: joined(digests) for part, digests in found.items()}}, nbytes
 
 
 def of_ranks(mine: Any) -> list[Any]:
@@ -73,7 +130,11 @@ def of_ranks(mine: Any) -> list[Any]:
 
 def joined_digests(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, str]:
     """Return one digest for each part of the state, over all ranks. Collective; all ranks get it."""
-    mine = {part: digest(tensors) for part, tensors in state.items()}
+    return digests_of_ranks({part: digest(tensors) for part, tensors in state.items()})
+
+
+def digests_of_ranks(mine: dict[str, str]) -> dict[str, str]:
+    """Return one digest for each part, over those of all ranks. Collective; all ranks get it."""
     every = of_ranks(mine)
     if len(every) == 1:
         return mine

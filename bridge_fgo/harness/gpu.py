@@ -96,6 +96,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--alone-steps", type=int, default=0, help="so many steps more, for the host's work for copies by itself"
     )
+    parser.add_argument(
+        "--digest-by-parameter",
+        action="store_true",
+        help="read the final state where it is: it need not fit the GPU; with the package's own engine",
+    )
     parser.add_argument("--trace", type=Path, help="profile two steps more, not among the figures, into this file")
     parser.add_argument(
         "--turns", type=Path, help="socket at which to wait for turns on the GPU; see bridge_fgo.harness.turns"
@@ -143,7 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         HoldPolicy.plans_for = lambda policy, kind: []  # type: ignore[method-assign]
     skip_building_what_is_built()
     clock = PhaseClock(options.steps)
-    pretrain(build_config(options), clock.timed(forward_step), callbacks=[Recorder(options, clock)])
+    config, recorder = build_config(options), Recorder(options, clock)
+    config.model.register_post_wrap_hook(recorder.model_is_built)
+    pretrain(config, clock.timed(forward_step), callbacks=[recorder])
 
 
 if __name__ == "__main__":

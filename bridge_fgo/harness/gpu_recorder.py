@@ -13,7 +13,13 @@ from megatron.bridge.training.checkpointing import maybe_finalize_async_save
 import bridge_fgo
 from bridge_fgo.figures import Stats
 from bridge_fgo.harness.collector_clock import CollectorClock
-from bridge_fgo.harness.final_state import final_state, joined_digests, of_ranks
+from bridge_fgo.harness.final_state import (
+    digests_by_parameter,
+    digests_of_ranks,
+    final_state,
+    joined_digests,
+    of_ranks,
+)
 from bridge_fgo.harness.host_loop import host_loop_seconds
 from bridge_fgo.harness.moves_alone import MovesAlone
 from bridge_fgo.harness.phase_clock import PhaseClock
@@ -54,6 +60,7 @@ class Recorder(Callback):
         self.newest: dict[str, Any] = {}
         self.peaks: dict[str, Any] = {}
         self.first_step_peak: int | None = None
+        self.setup: dict[str, int] = {}
         self.base = 0
         self.enqueue: list[float] = []
         self.enqueue_alone: list[float] = []
@@ -61,8 +68,18 @@ class Recorder(Callback):
         self.trace: StepTrace | None = None
         self.turns: TurnTaker | None = None
 
+    def model_is_built(self, model: Any) -> Any:
+        """Take the peak of building the model, from where that of the optimizer and of a load is counted anew."""
+        self.setup = {
+            "peak_model_bytes": torch.cuda.max_memory_allocated(),  # mcore's DDP holds the weights twice for a moment
+            "model_bytes": torch.cuda.memory_allocated(),
+        }
+        torch.cuda.reset_peak_memory_stats()
+        return model
+
     @override
     def on_train_start(self, context: Any) -> None:
+        self.setup["peak_setup_bytes"] = torch.cuda.max_memory_allocated()
         if self._options.turns is not None:
             ranks = torch.distributed.get_world_size()
             self.turns = TurnTaker(self._options.turns, torch.distributed.get_rank(), ranks)
@@ -194,9 +211,7 @@ class Recorder(Callback):
         self.end_alone()
         if self.trace is not None:
             self.trace.end(self._options.trace if self.writer is not None else None)
-        bridge_fgo.reload_states()
-        state = final_state(context.model, context.optimizer)
-        digests = joined_digests(state)
+        digests, state_bytes = self.final_digests(context)
         phases = of_ranks(self._clock.medians())
         host_loops = of_ranks(self.host_loop_seconds)
         if self.writer is None:
@@ -204,11 +219,10 @@ class Recorder(Callback):
         stats = bridge_fgo.stats()
         if stats is None:  # nobody told the phases of a step apart
             self.peaks.update(forward_backward=None, step=None)
-        tensors = [tensor for part in ("masters", "moments") for tensor in state[part].values()]
         self.writer.result(
             digests=digests,
             engine="hybrid" if self._options.hybrid else None if stats is None else stats.engine,
-            state_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            state_bytes=state_bytes,
             released_bytes=0 if stats is None else stats.released_bytes,
             copied_bytes=0 if stats is None else stats.bytes_offloaded,
             pinned_bytes=0 if stats is None else stats.pinned_bytes,
@@ -219,6 +233,7 @@ class Recorder(Callback):
             save_steps=self.save_steps,
             base_bytes=self.base,
             first_step_peak_bytes=self.first_step_peak,
+            **self.setup,
             pin_seconds=0.0 if stats is None else stats.pin_seconds,
             enqueue_seconds=self.enqueue,
             enqueue_alone_seconds=self.enqueue_alone,
@@ -226,3 +241,13 @@ class Recorder(Callback):
             phase_seconds_of_ranks=phases,
             **{f"peak_{name}_bytes": value for name, value in self.peaks.items()},
         )
+
+    def final_digests(self, context: Any) -> tuple[dict[str, str], int]:
+        """Return the digests of what training left behind, over all ranks, and the bytes of this rank's states."""
+        if self._options.digest_by_parameter:
+            mine, state_bytes = digests_by_parameter(context.model, context.optimizer)
+            return digests_of_ranks(mine), state_bytes
+        bridge_fgo.reload_states()
+        state = final_state(context.model, context.optimizer)
+        tensors = [tensor for part in ("masters", "moments") for tensor in state[part].values()]
+        return joined_digests(state), sum(tensor.numel() * tensor.element_size() for tensor in tensors)

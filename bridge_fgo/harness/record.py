@@ -147,12 +147,20 @@ def _number(name: str, value: float | None) -> dict[str, float | str | None]:
 def digest(tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor]) -> str:
     """Return a sha256 (hex) that tells the raw bytes of tensors of any dtype apart, in the order given.
 
-    It is over the sha256 of each tensor, which several threads compute: 20 GB would take one thread some 15 s.
     Of a mapping the values count, not the names.
     """
+    return joined(digest_each(tensors.values() if isinstance(tensors, Mapping) else tensors))
+
+
+def digest_each(tensors: Iterable[torch.Tensor]) -> list[bytes]:
+    """Return the sha256 of each tensor's bytes, computed by several threads: 20 GB would take one some 15 s."""
     with ThreadPoolExecutor(DIGEST_THREADS) as pool:
-        digests = pool.map(_digest_of_one, tensors.values() if isinstance(tensors, Mapping) else tensors)
-        return hashlib.sha256(b"".join(digests)).hexdigest()
+        return list(pool.map(_digest_of_one, tensors))
+
+
+def joined(digests: Iterable[bytes]) -> str:
+    """Return the sha256 (hex) of what `digest_each` returned."""
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def _digest_of_one(tensor: torch.Tensor) -> bytes:

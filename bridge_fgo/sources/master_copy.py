@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -85,10 +85,18 @@ class MasterCopy:
     def of_the_rest(self) -> Iterator[frozenset[int] | None]:
         """Context in which the method copies what was not copied part by part; gives `Source.writing_back`'s ids."""
         if copied := self._copied:
-            with self._only([pair for pair in self._all_pairs() if id(pair[0]) not in copied], native=True):
+            with self.of_all_but(copied):
                 yield copied
         else:
             yield copied
+
+    def of_some(self, ids: frozenset[int]) -> AbstractContextManager[None]:
+        """Context in which the lists hold the masters with these `id`s, and no native fp32 parameters."""
+        return self._only([pair for pair in self._all_pairs() if id(pair[0]) in ids], native=False)
+
+    def of_all_but(self, ids: frozenset[int]) -> AbstractContextManager[None]:
+        """Context in which the lists hold the masters without these `id`s, and the native fp32 parameters."""
+        return self._only([pair for pair in self._all_pairs() if id(pair[0]) not in ids], native=True)
 
     def _all_pairs(self) -> Iterator[tuple[Any, Any]]:
         for groups in zip(*(getattr(self._optimizer, name) for name in MASTERS), strict=True):

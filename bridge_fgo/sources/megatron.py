@@ -16,6 +16,7 @@ import torch
 from bridge_fgo.core.part import Part
 from bridge_fgo.core.state import Bundle, State, WeightShard
 from bridge_fgo.sources.inner_step import InnerStep
+from bridge_fgo.sources.late_masters import take_first
 from bridge_fgo.sources.master_copy import PLAIN, MasterCopy
 from bridge_fgo.sources.source import Source
 
@@ -27,6 +28,8 @@ MASTER = "master_param"
 
 UPSTREAM_OFFLOADERS = ("_state_offloader", "_optimizer_state_offloader")
 """Attributes in which generation 1 and 2 of mcore keep their offloader."""
+
+TORCH = (torch.optim.Adam, torch.optim.AdamW)
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -78,6 +81,12 @@ class MegatronSource(Source):
     def writing_back(self) -> AbstractContextManager[frozenset[int] | None]:
         return self._master_copy.of_the_rest()
 
+    @override
+    def rewriting(self, part: Part | None, parts: Iterable[Part]) -> AbstractContextManager[None]:
+        if part is not None:
+            return self._master_copy.of_some(part.ids)
+        return self._master_copy.of_all_but(frozenset().union(*(each.ids for each in parts)))
+
     def upstream_offloader(self) -> Any:
         """Return the offloader that mcore has built into the optimizer, or None."""
         found = [vars(self.optimizer).get(name) for name in UPSTREAM_OFFLOADERS]
@@ -105,26 +114,43 @@ def bundles(optimizer: Any, rounded: Mapping[int, WeightShard] | None = None) ->
         param = bundle.param
         if id(param) in masters and param.untyped_storage().data_ptr() not in owned_by_ddp:
             to = (rounded or {}).get(id(param))
-            bundle.states.append(
-                State("master", "master weight", param, param.dtype, lambda p=param: p, written_back=True, rounds_to=to)
-            )
+            state = State(
+                "master", "master weight", param, param.dtype, lambda p=param: p, written_back=True, rounds_to=to,
+                take_first=partial(take_first, param),
+            )  # fmt: skip
+            bundle.states.append(state)
         bundle.states += _inner_states(adam, param)
     return result
 
 
 def _inner_states(adam: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[State]:
+    has_masters = getattr(adam, "master_weights", False)
+
     def state(kind: str, name: str, dtype: torch.dtype) -> State:
-        # TE's `FusedAdam.get_unscaled_state` makes fp32 of a state in 16 bits, and reads it on the GPU for that.
         read = partial(_of_adam, adam, param, name)
-        return State(kind, name, param, dtype, read, late=True, converts=dtype in HALF)
+        # mcore cannot load into torch's Adam before it has stepped.
+        make = None if isinstance(adam, TORCH) else partial(_make, adam, param, name, dtype)
+        # Of TE's FusedAdam with masters of its own mcore reads states by `get_unscaled_state`, which makes fp32 of one
+        # in 16 bits, on the GPU. Of any other Adam it takes them as they are.
+        converts = has_masters and dtype in HALF
+        return State(kind, name, param, dtype, read, late=True, converts=converts, make=make)
 
     dtypes = getattr(adam, "name_to_dtype_map", {})  # TE FusedAdam; torch's Adam keeps the dtype of the param
     for name in MOMENTS:
         yield state("moment", name, dtypes.get(name, param.dtype))
-    if getattr(adam, "master_weights", False):
+    if has_masters:
         # TE keeps the low 16 bits of a bf16 parameter's fp32 master alone (store_param_remainders).
         remainders = getattr(adam, "store_param_remainders", False) and param.dtype == torch.bfloat16
         yield state("master", MASTER, torch.int16 if remainders else dtypes[MASTER])
+
+
+def _make(adam: Any, param: torch.Tensor, name: str, dtype: torch.dtype) -> None:
+    """Make a state of TE's FusedAdam, as mcore does for all of them together before it loads a checkpoint."""
+    if hasattr(adam, "set_scaled_state"):  # makes what goes with it, scales say; of integers or of fp32
+        dtype = dtype if dtype == torch.int16 else torch.float32
+        adam.set_scaled_state(param, name, torch.zeros(param.shape, dtype=dtype, device=param.device))
+    else:
+        adam.state[param][name] = torch.zeros(param.shape, dtype=dtype, device=param.device)
 
 
 def _of_adam(adam: torch.optim.Optimizer, param: torch.Tensor, name: str) -> torch.Tensor | None:

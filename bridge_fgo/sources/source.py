@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -54,6 +54,13 @@ class Source(ABC):
 
         None updates the parameters that belong to no part.
         """
+
+    def rewriting(self, part: Part | None, parts: Iterable[Part]) -> AbstractContextManager[None]:
+        """Context in which the owner's copy of the model's weights to masters is that of a part's.
+
+        None is what belongs to none of `parts`, which are all of this source.
+        """
+        return nullcontext()
 
     def writing_back(self) -> AbstractContextManager[frozenset[int] | None]:
         """Context in which the owner's copy of masters to weights leaves out what `step` has copied.

@@ -245,6 +245,11 @@ def _make_engine(
         refuse_optimizer_config(optimizer_config)
     refuse_full_iteration_graph(model_config)
     leaves = eligible(optimizer)
+    # Somebody has put them into another chain since they were built: masters that are away come back first.
+    held = {id(to.engine) for leaf in leaves if (to := vars(leaf).get(ATTACHED)) is not None}
+    for session in _open_sessions():
+        if id(session.engine) in held:
+            session.close()
     sources = [MegatronSource(leaf) for leaf in leaves]
     name = choose_engine(config, optimizer_config)
     return sources, make_engine(name, sources, config, meter, stage_of(leaves), say, warn)

@@ -18,18 +18,14 @@ READERS = (
 )
 """Methods of DistributedOptimizer that read states."""
 
-WRITERS = (
+LOADERS = (
     "load_parameter_state",
     "load_parameter_state_from_dp_zero",
     "load_parameter_state_from_dp_reshardable",
     "load_parameter_state_from_fully_reshardable",
     "load_parameter_state_from_fs_model_space",
-    "_copy_model_params_to_main_params",
 )
-"""Methods of DistributedOptimizer that write every master, and states beside."""
-
-REPLACERS = ("load_state_dict", "restore_from_cpu")
-"""Methods of DistributedOptimizer that put other tensors in the place of states."""
+"""Methods of DistributedOptimizer that write the states of every parameter, one after another."""
 
 
 def patches() -> list[Patch]:
@@ -47,23 +43,32 @@ def patches() -> list[Patch]:
             "MIMO's road into training, which skips the container's validation",
         ),
         FunctionPatch(
-            "megatron.bridge.training.setup", "setup_optimizer", wrappers.build_optimizer, ("optimizer_config",),
-            "setup() looks it up here; the flag must be hidden from mcore only while the optimizer is built",
+            "megatron.bridge.training.setup", "setup_optimizer", wrappers.build_optimizer,
+            ("optimizer_config", "model"),
+            "setup() looks it up here, before it loads a checkpoint; the flag must be hidden from mcore only while the "
+            "optimizer is built",
         ),
         FunctionPatch(
-            "megatron.core.models.mimo.optimizer", "get_mimo_optimizer", wrappers.build_optimizer, ("config",),
+            "megatron.core.models.mimo.optimizer", "get_mimo_optimizer", wrappers.build_optimizer,
+            ("mimo_model", "config"),
             "the MIMO setup imports it from here when it runs",
             distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
         ),
         FunctionPatch(
             "megatron.bridge.training.setup", "_update_model_config_funcs", wrappers.after_model_hooks,
             ("optimizer", "model_config"),
-            "binds finalize after the checkpoint load: the first moment at which everything to attach to is there",
+            "binds finalize: the first moment at which everything is there that an engine of mcore's attaches to",
         ),
         FunctionPatch(
             "megatron.bridge.training.setup_megatron_mimo", "_update_megatron_mimo_model_config_funcs",
             wrappers.after_model_hooks, ("optimizer", "model"),
             "binds finalize in the MIMO setup, there before the checkpoint load",
+        ),
+        FunctionPatch(
+            DISTRIBUTED_OPTIMIZER, "DistributedOptimizer._build_model_and_main_param_groups", wrappers.builds_masters,
+            (wrappers.GROUPS,),
+            "makes the masters of every parameter on the GPU, whose weights tell what they are",
+            distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
         ),
         FunctionPatch(
             "megatron.bridge.training.initialize", "compile_helpers", wrappers.compile_helpers, (),
@@ -136,8 +141,21 @@ def patches() -> list[Patch]:
             "the one place where checkpoints of every format get the states from",
         ),
         (READERS, wrappers.reads_states, (), "reads states, from wherever it is called"),
-        (WRITERS, wrappers.overwrites_masters, (), "writes states, from wherever it is called"),
-        (REPLACERS, wrappers.replaces_states, (), "replaces states, from wherever it is called"),
+        (LOADERS, wrappers.loads_parameters, (), "writes states, from wherever it is called"),
+        (
+            ("load_parameter_state_from_dp_zero_legacy",), wrappers.overwrites_masters, (),
+            "writes states where they are found, and not by parameter",
+        ),
+        (
+            ("_set_main_param_and_optimizer_states",), wrappers.puts_states, ("model_param", "tensors"),
+            "the one place where checkpoints of every format write the states",
+        ),
+        (
+            ("_copy_model_params_to_main_params",), wrappers.rewrites_masters, (),
+            "writes every master, from wherever it is called",
+        ),
+        (("load_state_dict",), wrappers.loads_state_dict, (), "replaces states, from wherever it is called"),
+        (("restore_from_cpu",), wrappers.replaces_states, (), "replaces states, from wherever it is called"),
         (
             ("offload_to_cpu",), wrappers.moves_states_to_cpu, (),
             "replaces states, to make room for something else",

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import wrapt
 
+from bridge_fgo.engines.ranks import on_every_rank
+from bridge_fgo.sources.late_masters import build_groups, masters_made_late
 from bridge_fgo.sources.megatron import UPSTREAM_OFFLOADERS
 from bridge_fgo.wiring.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
 from bridge_fgo.wiring.refusals import refuse_config, refuse_optimizer_config
@@ -81,29 +83,49 @@ def validate_mimo_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kw
 
 
 def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Keep mcore from building its own offloader where the native engine serves the run.
+    """Build an optimizer whose masters never are on the GPU together, and attach, where the native engine serves it.
 
-    Generation 1's constructor asserts on any Adam but TE's, and generation 2's step goes through its
-    offloader, so the flag is hidden while the optimizer is built.
+    So a model can be built, and loaded, that fits only with its states offloaded. With an engine of mcore's
+    `after_model_hooks` attaches.
     """
     arguments = _arguments(wrapped, args, kwargs)
     config = arguments.get("optimizer_config", arguments.get("config"))
     check_flag(config)
     if not flag_is_set(config):
         return wrapped(*args, **kwargs)
-    result = _build(wrapped, args, kwargs, config)
-    optimizer = result[0] if isinstance(result, tuple) else result
-    # The empty chain of a rank that trains nothing has no config, and `after_model_hooks` looks for the flag there:
-    # the rank would miss what all ranks do together then, and they would wait for it.
-    if getattr(optimizer, "chained_optimizers", None) == []:
-        optimizer.config = config
+    refuse_optimizer_config(config)
+    if choose_engine(installed_config(), config) != "native":
+        result = wrapped(*args, **kwargs)
+        _optimizer_of(result, config)
+        return result
+    with masters_made_late():
+        result = _build_without_flag(wrapped, args, kwargs, config)
+        optimizer = _optimizer_of(result, config)
+        model = arguments.get("model", arguments.get("mimo_model"))
+        if model is not None:
+            engine = attach(optimizer, _model_config({"model": model}), installed_config()).engine
+            on_every_rank(engine.take_in)
     return result
 
 
-def _build(wrapped: Wrapped, args: Args, kwargs: Kwargs, config: Any) -> Any:
-    refuse_optimizer_config(config)
-    if choose_engine(installed_config(), config) != "native":
-        return wrapped(*args, **kwargs)
+def _optimizer_of(result: Any, config: Any) -> Any:
+    """Return the optimizer of what was built; the empty chain of a rank that trains nothing gets the config.
+
+    By that `after_model_hooks` knows that the flag is set: else the rank would miss what all ranks do together, and
+    they would wait for it.
+    """
+    optimizer = result[0] if isinstance(result, tuple) else result
+    if getattr(optimizer, "chained_optimizers", None) == []:
+        optimizer.config = config
+    return optimizer
+
+
+def _build_without_flag(wrapped: Wrapped, args: Args, kwargs: Kwargs, config: Any) -> Any:
+    """Keep mcore from building its own offloader.
+
+    Generation 1's constructor asserts on any Adam but TE's, and generation 2's step goes through its
+    offloader, so the flag is hidden while the optimizer is built.
+    """
     before = {name: getattr(config, name) for name in (FLAG, CHUNKED_FLAG) if hasattr(config, name)}
     for name in before:
         setattr(config, name, False)
@@ -114,8 +136,23 @@ def _build(wrapped: Wrapped, args: Args, kwargs: Kwargs, config: Any) -> Any:
             setattr(config, name, value)
 
 
+def builds_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have masters made without memory while `build_optimizer` builds an optimizer for the native engine."""
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+
+    def build(groups: list[Any]) -> Any:
+        bound.arguments[GROUPS] = groups
+        return wrapped(*bound.args, **bound.kwargs)
+
+    return build_groups(build, bound.arguments[GROUPS])
+
+
+GROUPS = "opt_group_ranges"
+"""The parameter with mcore's param groups."""
+
+
 def after_model_hooks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Attach as soon as the optimizer exists and finalize is bound.
+    """Attach where `build_optimizer` has not, as soon as the optimizer exists and finalize is bound.
 
     So a refusal comes, and host memory is pinned, before the first collective of training.
     """
@@ -243,7 +280,7 @@ def _attached(optimizer: Any) -> Attachment | None:
 
 def _require_readable(instance: Any, masters_only: bool = False) -> None:
     to = _attached(instance)
-    if to is not None and not to.engine.is_saving(to.source):
+    if to is not None and not to.engine.is_away(to.source):
         to.engine.require_readable(to.source, masters_only)
 
 
@@ -287,19 +324,140 @@ def overwrites_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
         return wrapped(*args, **kwargs)
 
 
+def rewrites_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have every master made anew of the weights, part by part."""
+    to = _attached(instance)
+    if to is None:
+        return wrapped(*args, **kwargs)
+    with _shadowed(instance, {SEARCH: _called_once(instance)}):
+        return to.engine.rewrite_masters(to.source, lambda: wrapped(*args, **kwargs))
+
+
+SEARCH = "_build_model_param_to_state_dict_param_map"
+
+
+def _called_once(optimizer: Any) -> Callable[..., Any]:
+    """Return mcore's search for each parameter's weights in a checkpoint, of which one result does for all parts.
+
+    It compares every name with every other, and changes the checkpoint's dictionary.
+    """
+    found: list[Any] = []
+    search: Any = getattr(optimizer, SEARCH, None)
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if not found:
+            found.append(search(*args, **kwargs))
+        return found[0]
+
+    return once
+
+
+def _loads_by_parameter(optimizer: Any) -> bool:
+    """Return whether this mcore reads and writes the states of one parameter after another."""
+    return hasattr(optimizer, "_get_main_param_and_optimizer_states") and hasattr(
+        optimizer, "_set_main_param_and_optimizer_states"
+    )
+
+
+def loads_parameters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have the states of every parameter loaded where they are; the weights may have been loaded already."""
+    to = _attached(instance)
+    if to is None or not _loads_by_parameter(instance):
+        return overwrites_masters(wrapped, instance, args, kwargs)
+    with to.engine.loading(to.source, masters=True), _adam_kept_from_states(to, instance):
+        return wrapped(*args, **kwargs)
+
+
+def loads_state_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have a state dictionary loaded without bringing states to the GPU."""
+    to = _attached(instance)
+    if to is None or not _loads_by_parameter(instance):
+        return replaces_states(wrapped, instance, args, kwargs)
+    with to.engine.loading(to.source), _adam_kept_from_states(to, instance):
+        result = wrapped(*args, **kwargs)
+    to.engine.states_replaced(to.source)
+    return result
+
+
+def puts_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Put loaded states of one parameter where they are."""
+    to = _attached(instance)
+    if to is None or not to.engine.is_away(to.source):
+        return writes_states(wrapped, instance, args, kwargs)
+    model_param, tensors = inspect.signature(wrapped).bind(*args, **kwargs).args
+    to.engine.put(
+        to.source,
+        _parameter(instance, model_param),
+        lambda: instance._get_main_param_and_optimizer_states(model_param),
+        tensors,
+        lambda left: wrapped(model_param, left),
+    )
+
+
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def _adam_kept_from_states(to: Attachment, optimizer: Any) -> Iterator[None]:
+    """Context in which the Adam inside neither reads nor replaces states that are away, where any may be.
+
+    TE's `state_dict` makes fp32 of moments in 16 bits, all of them at once, which mcore drops. Its `load_state_dict`
+    makes every state anew, of what mcore found there or made to be overwritten.
+    """
+    adam = optimizer.optimizer
+    if not to.engine.is_away(to.source):
+        yield
+        return
+
+    def load_groups(state_dict: dict[str, Any]) -> None:
+        state = adam.state
+        torch.optim.Optimizer.load_state_dict(adam, {**state_dict, "state": {}})
+        adam.state = state
+        params = [param for group in adam.param_groups for param in group["params"]]
+        for index, values in state_dict["state"].items():
+            counts = {n: v for n, v in values.items() if not isinstance(v, torch.Tensor) or v.dim() == 0}
+            if counts:  # torch's `step`; an empty entry would count as made
+                state[params[index]].update(counts)
+
+    mine: dict[str, Callable[..., Any]] = {"load_state_dict": load_groups}
+    if hasattr(adam, "get_unscaled_state"):
+        mine["get_unscaled_state"] = lambda param, name: adam.state[param][name]
+    with _shadowed(adam, mine):
+        yield
+
+
+@contextlib.contextmanager
+def _shadowed(instance: Any, methods: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """Context in which an object has other methods."""
+    before = {name: vars(instance).get(name, _ABSENT) for name in methods}
+    for name, method in methods.items():
+        setattr(instance, name, method)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _ABSENT:
+                delattr(instance, name)
+            else:
+                setattr(instance, name, value)
+
+
 COPIED_AT_ONCE = ("fully_reshardable", "dp_zero_gather_scatter")
 """Checkpoint formats for which mcore gathers copies of the states; the others take the tensors themselves."""
 
 
 def saves_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have a state dictionary for a checkpoint made without bringing states to the GPU; for loading, bring them.
+    """Have a state dictionary for a checkpoint made without bringing states to the GPU.
 
-    Made for loading it steps the Adam, to have the states made.
+    Made for loading it has the states made, and says where they are to be loaded.
     """
     to = _attached(instance)
     if to is None:
         return wrapped(*args, **kwargs)
     asked = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    if asked.get("is_loading", False) and _loads_by_parameter(instance):
+        with to.engine.loading(to.source, everything=True), _adam_kept_from_states(to, instance):
+            return wrapped(*args, **kwargs)
     if asked.get("is_loading", False) or not hasattr(instance, "_get_main_param_and_optimizer_states"):
         return writes_states(wrapped, instance, args, kwargs)
     to.engine.require_whole(to.source, "saved")
@@ -316,13 +474,10 @@ def reads_no_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     """
     to = _attached(instance)
     adam: Any = getattr(instance, "optimizer", None)
-    if to is None or not to.engine.is_saving(to.source) or not hasattr(adam, "get_unscaled_state"):
+    if to is None or not to.engine.is_away(to.source) or not hasattr(adam, "get_unscaled_state"):
         return reads_states(wrapped, instance, args, kwargs)
-    adam.get_unscaled_state = lambda param, name: adam.state[param][name]
-    try:
+    with _shadowed(adam, {"get_unscaled_state": lambda param, name: adam.state[param][name]}):
         return wrapped(*args, **kwargs)
-    finally:
-        del adam.get_unscaled_state
 
 
 def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -331,9 +486,13 @@ def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
     if to is None:
         return wrapped(*args, **kwargs)
     model_param = args[0] if args else kwargs["model_param"]
-    group, position = instance.model_param_group_index_map[model_param]
-    param = instance.optimizer.param_groups[group]["params"][position]
-    return to.engine.hand_out(to.source, param, lambda: wrapped(*args, **kwargs))
+    return to.engine.hand_out(to.source, _parameter(instance, model_param), lambda: wrapped(*args, **kwargs))
+
+
+def _parameter(optimizer: Any, model_param: Any) -> Any:
+    """Return a parameter as the Adam inside a DistributedOptimizer has it."""
+    group, position = optimizer.model_param_group_index_map[model_param]
+    return optimizer.optimizer.param_groups[group]["params"][position]
 
 
 def updates_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -342,7 +342,7 @@ class AnyOrderOfVerbs(RuleBasedStateMachine):
 
     # The pass.
 
-    @rule(verb=st.sampled_from(["begin_pass", "release", "point", "reload", "settle", "make_room"]))
+    @rule(verb=st.sampled_from(["begin_pass", "release", "point", "reload", "settle", "make_room", "take_in"]))
     def one_verb(self, verb):
         self.call(verb)
         if verb == "settle":
@@ -445,6 +445,65 @@ class AnyOrderOfVerbs(RuleBasedStateMachine):
                 for master, weight in zip(masters, weights, strict=True):
                     master.copy_(weight)
 
+    @rule(which=st.integers(0, 1), seed=st.integers(0, 100), changed=st.booleans())
+    def make_masters_anew_of_the_model(self, which, seed, changed):
+        source, optimizer, twin = self.of(which)
+
+        def copy(one):
+            for masters, weights in zip(one.shard_fp32_from_float16_groups, one.model_float16_groups, strict=True):
+                for master, weight in zip(masters, weights, strict=True):
+                    master.data.copy_(weight)
+
+        for one in (optimizer, twin):
+            generator = torch.Generator().manual_seed(seed)
+            for weight in one.model_float16_groups[0] if changed else []:
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+        self.engine.rewrite_masters(source, partial(copy, optimizer))
+        copy(twin)
+
+    @rule(
+        which=st.integers(0, 1),
+        seed=st.integers(0, 100),
+        in_place=st.booleans(),
+        converted=st.sets(st.integers(0, 12)),
+    )
+    def load_each_parameter(self, which, seed, in_place, converted):
+        """As mcore loads: into what was handed out before (`in_place`), and else from anywhere and in any dtype."""
+        source, optimizer, twin = self.of(which)
+
+        def states(one, param):
+            return {"param": param, **one.optimizer.state.get(param, {})}
+
+        def write(param, values):
+            for name, value in states(optimizer, param).items():
+                value.data.copy_(values[name])
+
+        generator = torch.Generator().manual_seed(seed)
+        pairs = self.pairs(which)
+        loaded = []
+        with self.engine.loading(source, everything=in_place):
+            for param, other in pairs:
+                targets = self.engine.hand_out(source, param, partial(states, optimizer, param))
+                for name, value in states(twin, other).items():
+                    if value.dim():  # not torch's count of steps
+                        value.data.copy_(torch.rand(value.shape, generator=generator))  # a second moment is positive
+                    converts = len(loaded) in converted and value.dim()
+                    if in_place and not converts:
+                        targets[name].data.copy_(value)
+                    else:
+                        targets[name] = value.double() if converts else value.clone()
+                loaded.append(targets)
+        with self.engine.loading(source, masters=True):
+            for (param, _), values in zip(pairs, loaded, strict=True):
+                read = partial(states, optimizer, param)
+                hand_out = partial(self.engine.hand_out, source, param, read)
+                self.engine.put(source, param, hand_out, values, partial(write, param))
+
+    def pairs(self, which):
+        _, *both = self.of(which)
+        groups = (one.optimizer.param_groups[0]["params"] for one in both)
+        return list(zip(*groups, strict=True))
+
     @rule(which=st.integers(0, 1), seed=st.integers(0, 100))
     def load_a_checkpoint(self, which, seed):
         source, *both = self.of(which)
@@ -477,9 +536,9 @@ class AnyOrderOfVerbs(RuleBasedStateMachine):
             return
         away = [slab for slab in self.engine.slabs if slab.state is Residency.RELEASED]
         with self.engine.saving(source, copies):
-            assert self.engine.is_saving(source)
+            assert self.engine.is_away(source)
             self.hand_out_all(source, *both)
-        assert not self.engine.is_saving(source)
+        assert not self.engine.is_away(source)
         assert all(slab.state is Residency.RELEASED for slab in away)
 
     @invariant()

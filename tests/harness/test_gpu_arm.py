@@ -125,6 +125,25 @@ def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_on
     assert (result["first_step_peak_bytes"], result["peak_step_bytes"]) == (1, 5)
 
 
+def test_the_peak_of_setup_is_counted_anew_once_the_model_is_built(recorder, stream, monkeypatch):
+    recorder, events = recorder
+    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
+    peak = {"now": 7}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak["now"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.update(now=5))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 4)
+    model = [object()]
+    assert recorder.model_is_built(model) is model
+    recorder.on_train_start(None)
+    peak["now"] = 9
+    for _ in range(7):
+        recorder.on_train_step_start(CONTEXT)
+        recorder.on_train_step_end(CONTEXT)
+    recorder.on_train_end(CONTEXT)
+    result = json.loads(events.read_text().splitlines()[-1])
+    assert [result[name] for name in ("peak_model_bytes", "model_bytes", "peak_setup_bytes")] == [7, 4, 5]
+
+
 def test_a_collection_counts_in_the_step_that_it_falls_into(recorder, stream, monkeypatch):
     recorder, events = recorder
     monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
