@@ -16,13 +16,12 @@ from typing import Any
 import torch
 import wrapt
 
+from bridge_fgo.engines.attachment import attachment_of
 from bridge_fgo.sources.megatron import UPSTREAM_OFFLOADERS
 from bridge_fgo.wiring.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
 from bridge_fgo.wiring.refusals import refuse_config, refuse_optimizer_config
 from bridge_fgo.wiring.reporting import log_figures
 from bridge_fgo.wiring.session import (
-    ATTACHED,
-    Attachment,
     active_session,
     all_sessions,
     attach,
@@ -236,20 +235,15 @@ def pass_around(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
 # Readers and writers of the states, wherever they are called from.
 
 
-def _attached(optimizer: Any) -> Attachment | None:
-    """Return what a DistributedOptimizer is attached to, or None."""
-    return vars(optimizer).get(ATTACHED)
-
-
 def _require_readable(instance: Any, masters_only: bool = False) -> None:
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is not None and not to.engine.is_saving(to.source):
         to.engine.require_readable(to.source, masters_only)
 
 
 def reads_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states readable first."""
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is not None:
         to.engine.require_whole(to.source, "read")
     _require_readable(instance)
@@ -264,7 +258,7 @@ def reads_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
 
 def copies_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Copy the masters that were not copied part by part."""
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is None:
         return wrapped(*args, **kwargs)
     return to.engine.write_back(to.source, lambda: wrapped(*args, **kwargs))
@@ -272,7 +266,7 @@ def copies_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) 
 
 def writes_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states readable and writable first."""
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is not None:
         to.engine.require_writable(to.source)
     return wrapped(*args, **kwargs)
@@ -280,7 +274,7 @@ def writes_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
 
 def overwrites_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states writable first; the weights may have been loaded already, and every master follows."""
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is None:
         return wrapped(*args, **kwargs)
     with to.engine.overwriting_masters(to.source):
@@ -296,7 +290,7 @@ def saves_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
 
     Made for loading it steps the Adam, to have the states made.
     """
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is None:
         return wrapped(*args, **kwargs)
     asked = inspect.signature(wrapped).bind(*args, **kwargs).arguments
@@ -314,7 +308,7 @@ def reads_no_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
     TE's `state_dict` makes fp32 of moments in 16 bits, all of them at once.
     """
-    to = _attached(instance)
+    to = attachment_of(instance)
     adam: Any = getattr(instance, "optimizer", None)
     if to is None or not to.engine.is_saving(to.source) or not hasattr(adam, "get_unscaled_state"):
         return reads_states(wrapped, instance, args, kwargs)
@@ -327,7 +321,7 @@ def reads_no_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Hand out the states of one parameter, for a checkpoint without bringing them to the GPU."""
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is None:
         return wrapped(*args, **kwargs)
     model_param = args[0] if args else kwargs["model_param"]
@@ -339,7 +333,7 @@ def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
 def updates_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Bring the states for the optimizer step, which is not called where a step is skipped."""
     session = active_session()
-    to = _attached(instance)
+    to = attachment_of(instance)
     if session is not None:
         session.updating()
     if to is None:
@@ -380,7 +374,7 @@ def _refuse_unwired(optimizer: Any) -> None:
 def moves_states_to_cpu(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Do as `replaces_states`, then empty the allocator's cache: mcore has emptied it before the slabs went."""
     result = replaces_states(wrapped, instance, args, kwargs)
-    if _attached(instance) is not None:
+    if attachment_of(instance) is not None:
         torch.cuda.empty_cache()
     return result
 
@@ -388,7 +382,7 @@ def moves_states_to_cpu(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwa
 def replaces_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states writable first; afterwards let go of the memory of tensors that were replaced."""
     result = writes_states(wrapped, instance, args, kwargs)
-    if (to := _attached(instance)) is not None:
+    if (to := attachment_of(instance)) is not None:
         to.engine.states_replaced(to.source)
     return result
 
