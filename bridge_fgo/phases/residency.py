@@ -85,7 +85,7 @@ class Residency:
 
     @property
     def away(self) -> frozenset[Kind]:
-        """What is not on the GPU."""
+        """What is not on the GPU, or not all of it."""
         found: set[Kind] = set()
         if any(unit.weights.is_away for unit in self._model.units):
             found.add("params")
@@ -124,7 +124,7 @@ class Residency:
         """
         asked = self._asked(what, self._model.device)
         keep = self._keeps(asked, grads)
-        leaving = asked - self.away
+        leaving = asked & self._here()
         tally = Tally(self._model.device)
         if not leaving:
             return Moved()
@@ -241,6 +241,17 @@ class Residency:
     def _kinds(self) -> tuple[Kind, ...]:
         return KINDS if self._states is not None else ("params", "grads")
 
+    def _here(self) -> frozenset[Kind]:
+        """Return what is on the GPU, or a part of it."""
+        found: set[Kind] = set()
+        if not all(unit.weights.is_away for unit in self._model.units):
+            found.add("params")
+        if not all(gradients.is_away for gradients in self._model.gradients):
+            found.add("grads")
+        if self._states is not None and self._states.is_here:
+            found.add("optimizer")
+        return frozenset(found)
+
     def _asked(self, what: Sequence[Kind], device: torch.device) -> frozenset[Kind]:
         for word in what:
             if word not in KINDS:
@@ -254,7 +265,7 @@ class Residency:
     def _keeps(self, asked: frozenset[Kind], grads: str) -> bool:
         if grads not in ("drop", "keep"):
             raise ValueError(f"grads={grads!r}: use 'drop' or 'keep'")
-        drops = grads == "drop" and "grads" in asked and "grads" not in self.away
+        drops = grads == "drop" and "grads" in asked & self._here()
         if drops and self._model.has_backward:
             raise RuntimeError(
                 "a backward has run since the last optimizer step, and offload() would drop its gradients: step or "

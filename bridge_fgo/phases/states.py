@@ -52,8 +52,6 @@ class OptimizerStates:
             self.sources = [source for source in attached.sources if isinstance(source, MegatronSource)]
         self._digests: dict[Slab, int] = {}
         """Of slabs that only this class moves: the sum over their bytes when their host copy was made."""
-        self.is_away = False
-        """Whether they were sent away, and not brought back."""
 
     def _make(self) -> NativeEngine:
         return NativeEngine(self.sources, self._config or WHOLE_MASTERS, PeakMeter())
@@ -62,6 +60,16 @@ class OptimizerStates:
     def reads_weights(self) -> bool:
         """Whether masters may be packed, so that the weights must be there when they leave and when they come."""
         return any(slab.codec.family is not None for slab in self._slabs)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether any of it is not on the GPU: sent away, or by an engine that others drive too."""
+        return any(slab.state in (Residency.RELEASED, Residency.RELOADING) for slab in self._slabs)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether any of it is on the GPU."""
+        return any(slab.state is not Residency.RELEASED and slab.exists() for slab in self._slabs)
 
     @property
     def _slabs(self) -> list[Slab]:
@@ -96,7 +104,6 @@ class OptimizerStates:
                     leaving.pop(0).release()
         for slab in leaving:
             slab.release()
-        self.is_away = True
         return self.engine.traffic.out - before
 
     def reload(self) -> int:
@@ -109,7 +116,6 @@ class OptimizerStates:
         before = self.engine.traffic.back
         self.engine.require_writable()
         self._take_digests()
-        self.is_away = False
         return self.engine.traffic.back - before
 
     # What has not changed is not copied again.
