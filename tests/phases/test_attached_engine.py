@@ -66,9 +66,12 @@ def test_an_engine_of_its_own_packs_where_the_settings_say_so():
 
 
 def test_an_engine_that_does_not_fit_is_refused_by_name():
-    with bridge_fgo.install(PACKED), CpuTraining(CpuOptions(offload=True, **SMALL)) as training:
-        with pytest.raises(ValueError, match="leave config out"):
-            residency(training, config=PACKED)
+    with (
+        bridge_fgo.install(PACKED),
+        CpuTraining(CpuOptions(offload=True, **SMALL)) as training,
+        pytest.raises(ValueError, match="leave config out"),
+    ):
+        residency(training, config=PACKED)
     with CpuTraining(CpuOptions(**SMALL)) as training:
         (leaf,) = training.optimizer.chained_optimizers
         leaf.config.offload_optimizer_states = True
