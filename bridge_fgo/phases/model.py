@@ -38,6 +38,11 @@ class Unit:
         """Count the weights as told by no masters until they are compared again."""
         self.told_digests, self.is_told = None, False
 
+    def came_back(self) -> None:
+        """Note that the weights are on the GPU, where they and their masters may change apart."""
+        self.forget_masters()
+        self.is_on_host = False
+
 
 class Model:
     """The gradients and weights of model chunks on this rank.

@@ -10,8 +10,7 @@ import torch
 from bridge_fgo.core.digest import Digester
 from bridge_fgo.core.storage_slab import Range, StorageSlab
 from bridge_fgo.phases.gradients import fill_all_or_none
-
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+from bridge_fgo.phases.refusals import PLAIN
 
 
 class Weights:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def refuse_models(chunks: Sequence[torch.nn.Module]) -> None:
     """Check model chunks, wrapped in DDP or not.
@@ -37,10 +39,17 @@ def _refusals(chunk: torch.nn.Module) -> Iterator[str]:
         )
     for ddp in ddp_of(chunk):
         for buffer in ddp.buffers + ddp.expert_parallel_buffers:
-            yield from _buffer_refusals(buffer)
+            yield from buffer_refusals(buffer)
+    for name, parameter in chunk.named_parameters():
+        if parameter.numel() and type(parameter) in PLAIN and not parameter.untyped_storage().nbytes():
+            yield (
+                f"Residency over parameter {name!r}, whose memory is away: another Residency, or mcore's "
+                "offload_to_cpu, has it; bring it back first, and make one Residency for a model"
+            )
 
 
-def _buffer_refusals(buffer: Any) -> Iterator[str]:
+def buffer_refusals(buffer: Any) -> Iterator[str]:
+    """Yield why one of mcore's `_ParamAndGradBuffer`s cannot be emptied."""
     if getattr(buffer, "nccl_ub", False):
         yield (
             "Residency with ddp.nccl_ub=True: the buffers are registered with NCCL, and memory that is taken on a "

@@ -329,6 +329,10 @@ class Residency:
 
     def _wake_parameters(self, tally: Tally) -> None:
         units = [unit for unit in self._model.units if unit.weights.is_away]
+        if not all(unit.is_told or unit.is_on_host for unit in units):
+            raise RuntimeError(
+                "parameters were sent off the GPU by something else than this Residency: bring them back the same way"
+            )
         filled: list[Unit] = []
         try:
             for unit in units:
@@ -342,7 +346,7 @@ class Residency:
                 unit.weights.empty()
             raise
         for unit in units:
-            unit.forget_masters()  # from here on weights and masters may change apart
+            unit.came_back()
             unit.weights.gather()
 
     def _write(self, units: Sequence[Unit]) -> int:

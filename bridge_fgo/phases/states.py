@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from bridge_fgo.core.meters import PeakMeter
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.slab import MOST_IN_TRANSIT, Slab
 from bridge_fgo.core.state import WeightShard
-from bridge_fgo.engines.attachment import attachment_of
+from bridge_fgo.engines.attachment import ATTACHED, Attachment, attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather, on_every_rank, pin_on_every_rank
 from bridge_fgo.sources.leaves import leaves
@@ -22,6 +22,9 @@ from bridge_fgo.sources.megatron import MegatronSource, live_bytes
 WHOLE_MASTERS = OffloadConfig(engine="native", master_remainders=False)
 """Whole masters tell the weights, so that these need not be copied."""
 
+STATES = "_bridge_fgo_states"
+"""Attribute of a DistributedOptimizer that holds the `OptimizerStates` whose engine is its own."""
+
 
 class OptimizerStates:
     """The states of a top-level optimizer on this rank, and the engine that moves them.
@@ -29,27 +32,36 @@ class OptimizerStates:
     Args:
         optimizer: what the training loop steps: a ChainedOptimizer or a DistributedOptimizer.
         config: for an engine of its own, where none is attached; `WHOLE_MASTERS` when None.
+        alone: the other ranks may not come here now, and are not asked.
 
     Raises:
         ValueError: an optimizer cannot be offloaded, on this rank or another; names it.
         RuntimeError: host memory could not be had, on this rank or another.
     """
 
-    def __init__(self, optimizer: Any, config: OffloadConfig | None = None) -> None:
+    def __init__(self, optimizer: Any, config: OffloadConfig | None = None, alone: bool = False) -> None:
         self._config = config
-        self.optimizers = on_every_rank(lambda: distributed_optimizers(optimizer))
-        attached = on_every_rank(lambda: _attached_engine(self.optimizers, config))
+        together = _on_this_rank if alone else on_every_rank
+        self.optimizers = together(lambda: distributed_optimizers(optimizer))
+        attached = together(lambda: _attached_engine(self.optimizers, config))
         # Of all ranks alike: one whose optimizers are all stubs has none to be attached.
-        self.is_owner = not any(gather(attached is not None))
+        self.is_owner = attached is None if alone else not any(gather(attached is not None))
         """Whether the engine serves nobody else, so that the optimizer's own methods know nothing of it."""
         self.sources = [MegatronSource(leaf) for leaf in self.optimizers]
         if attached is None:
-            attached = on_every_rank(self._make) if self.is_owner else NativeEngine([], WHOLE_MASTERS, PeakMeter())
+            attached = together(self._make) if self.is_owner else NativeEngine([], WHOLE_MASTERS, PeakMeter())
         self.engine = attached
-        if self.is_owner:
+        if not self.is_owner:
+            own = {id(leaf) for leaf in self.optimizers}
+            found = [source for source in attached.sources if isinstance(source, MegatronSource)]
+            self.sources = [source for source in found if id(source.optimizer) in own]
+        elif alone:
+            self.engine.pin()
+        else:
             pin_on_every_rank(self.engine)
-        elif self.optimizers:
-            self.sources = [source for source in attached.sources if isinstance(source, MegatronSource)]
+        if self.is_owner:
+            for leaf in self.optimizers:
+                setattr(leaf, STATES, self)
         self._digests: dict[Slab, int] = {}
         """Of slabs that only this class moves: the sum over their bytes when their host copy was made."""
 
@@ -93,6 +105,7 @@ class OptimizerStates:
         """
         before = self.engine.traffic.out
         unchanged = self._unchanged()
+        self._digests.clear()  # until it is back: an attached engine may copy out anew
         leaving: list[Slab] = []
         for slab in self._slabs:
             if slab in unchanged:
@@ -116,7 +129,15 @@ class OptimizerStates:
         before = self.engine.traffic.back
         self.engine.require_writable()
         self._take_digests()
+        if self.is_owner:
+            for leaf in self.optimizers:
+                vars(leaf).pop(ATTACHED, None)  # of `attach`
         return self.engine.traffic.back - before
+
+    def attach(self) -> None:
+        """Have installed patches serve what reads or steps the optimizer by an engine of its own, until `reload`."""
+        for source in self.sources if self.is_owner else ():
+            setattr(source.optimizer, ATTACHED, Attachment(self.engine, source))
 
     # What has not changed is not copied again.
 
@@ -185,6 +206,12 @@ class OptimizerStates:
         """
         if self.is_owner:
             self.engine.close()
+            for leaf in self.optimizers:
+                vars(leaf).pop(STATES, None)
+
+
+def _on_this_rank[T](act: Callable[[], T]) -> T:
+    return act()
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:
@@ -193,31 +220,36 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
     Raises:
         ValueError: there is another kind of optimizer among them.
     """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
     found = []
     for leaf in leaves(optimizer):
         if getattr(leaf, "is_stub_optimizer", False):
             continue
-        inner = getattr(leaf, "optimizer", None)
-        why = ""
-        if not isinstance(leaf, DistributedOptimizer):
-            why = "set optimizer.use_distributed_optimizer=True"
-        elif getattr(leaf.ddp_config, "use_megatron_fsdp", False):
-            why = "Megatron-FSDP manages its states itself: set ddp.use_megatron_fsdp=False"
-        elif type(inner).__name__ == "HybridDeviceOptimizer":
-            why = "it keeps states on the CPU already: set optimizer.optimizer_cpu_offload=False"
-        elif getattr(inner, "capturable", False) or getattr(leaf.config, "optimizer_cuda_graph", False):
-            why = "its CUDA graph has the states' addresses baked in: set optimizer.optimizer_cuda_graph=False"
-        elif getattr(leaf.config, "optimizer", "adam") != "adam":
-            why = f"optimizer.optimizer={leaf.config.optimizer!r}: set optimizer.optimizer='adam'"
-        if why:
+        if why := refusal_of(leaf):
+            inner = type(getattr(leaf, "optimizer", None)).__name__
             raise ValueError(
-                f"Residency cannot offload the state of a {type(leaf).__name__} over a {type(inner).__name__}: {why}, "
-                "or pass optimizer=None to move parameters and gradients alone"
+                f"Residency cannot offload the state of a {type(leaf).__name__} over a {inner}: {why}, or pass "
+                "optimizer=None to move parameters and gradients alone"
             )
         found.append(leaf)
     return found
+
+
+def refusal_of(leaf: Any) -> str:
+    """Return why the states of an optimizer cannot be moved, and what to change; empty where they can be."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    inner = getattr(leaf, "optimizer", None)
+    if not isinstance(leaf, DistributedOptimizer):
+        return "set optimizer.use_distributed_optimizer=True"
+    if getattr(leaf.ddp_config, "use_megatron_fsdp", False):
+        return "Megatron-FSDP manages its states itself: set ddp.use_megatron_fsdp=False"
+    if type(inner).__name__ == "HybridDeviceOptimizer":
+        return "it keeps states on the CPU already: set optimizer.optimizer_cpu_offload=False"
+    if getattr(inner, "capturable", False) or getattr(leaf.config, "optimizer_cuda_graph", False):
+        return "its CUDA graph has the states' addresses baked in: set optimizer.optimizer_cuda_graph=False"
+    if getattr(leaf.config, "optimizer", "adam") != "adam":
+        return f"optimizer.optimizer={leaf.config.optimizer!r}: set optimizer.optimizer='adam'"
+    return ""
 
 
 def _attached_engine(optimizers: Sequence[Any], config: OffloadConfig | None) -> NativeEngine | None:
@@ -229,6 +261,11 @@ def _attached_engine(optimizers: Sequence[Any], config: OffloadConfig | None) ->
     engines = {id(to.engine): to.engine for leaf in optimizers if (to := attachment_of(leaf)) is not None}
     if not engines:
         for leaf in optimizers:
+            if STATES in vars(leaf):
+                raise ValueError(
+                    "the optimizer has a Residency already, or mcore's offload_to_cpu has moved it: make one "
+                    "Residency, before the first sleep, and close() it before the next"
+                )
             if getattr(leaf.config, "offload_optimizer_states", False):
                 raise ValueError(
                     "optimizer.offload_optimizer_states=True, but no engine is attached to the optimizer yet: call "

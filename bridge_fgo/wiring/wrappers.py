@@ -371,14 +371,6 @@ def _refuse_unwired(optimizer: Any) -> None:
         )
 
 
-def moves_states_to_cpu(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Do as `replaces_states`, then empty the allocator's cache: mcore has emptied it before the slabs went."""
-    result = replaces_states(wrapped, instance, args, kwargs)
-    if attachment_of(instance) is not None:
-        torch.cuda.empty_cache()
-    return result
-
-
 def replaces_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states writable first; afterwards let go of the memory of tensors that were replaced."""
     result = writes_states(wrapped, instance, args, kwargs)
