@@ -16,10 +16,21 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.wiring.installation import Installation, install, uninstall
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from bridge_fgo.figures import Stats
+    from bridge_fgo.phases.residency import Residency
 
 __version__ = "0.1.0"
-__all__ = ["Installation", "OffloadConfig", "install", "reload_states", "stats", "uninstall"]
+__all__ = ["Installation", "OffloadConfig", "Residency", "install", "reload_states", "stats", "uninstall"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Residency":  # only when it is asked for, because it imports torch
+        from bridge_fgo.phases.residency import Residency
+
+        return Residency
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def reload_states() -> None:

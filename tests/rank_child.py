@@ -67,3 +67,32 @@ def train(rank: int, job: Job) -> None:
         save(run, job.folder / "trained")
         seen = {"numbers": numbers, "held": held, "digests": run.digests()}
         (job.folder / f"{rank}.json").write_text(json.dumps(seen))
+
+
+def train_and_sleep(rank: int, job: Job, changes: dict) -> None:
+    """Run as a rank of a training that, where `job.offload` says so, sleeps after each step; else as `train`.
+
+    changes: options of the training.
+    """
+    options = CpuOptions(**changes)
+    numbers, copied = [], []
+    with Rank(options, rank, job) as run:
+        run._batches.iterable = microbatches(dataclasses.replace(options, seed=options.seed + rank))
+        res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
+        for _ in range(job.steps):
+            record = run.step()
+            numbers.append((record.loss, record.grad_norm))
+            if res is not None:
+                for slab in res._model.weight_slabs:
+                    assert slab.copied_nbytes == slab.nbytes // job.ranks
+                out = res.offload()
+                alone = res.reload("params")
+                whole = res._model.weight_slabs[0]._bytes.clone()
+                again = res.offload("params")
+                res.reload()
+                assert (res._model.weight_slabs[0]._bytes == whole).all()
+                copied.append([out.copied_by_kind["params"], alone.copied, again.copied])
+        for ddp in run.model:
+            ddp.start_param_sync(force_sync=True)  # what the next forward would have gathered
+        seen = {"numbers": numbers, "copied": copied, "digests": run.digests()}
+        (job.folder / f"{rank}.json").write_text(json.dumps(seen))

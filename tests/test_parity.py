@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import bridge_fgo
 from bridge_fgo.core.slab import Slab
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining, run
+from bridge_fgo.phases import upstream
 from bridge_fgo.sources.inner_step import InnerStep
 from bridge_fgo.wiring.session import SESSION
 
@@ -534,25 +535,17 @@ def test_an_optimizer_that_steps_outside_of_what_is_wired_is_an_error(bridge_tra
             training.step()
 
 
-def test_memory_that_offload_to_cpu_frees_is_given_to_the_device(monkeypatch):
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
-
-    def offload_to_cpu(self):
-        """As mcore's, of which nothing would move on the CPU."""
-        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
-            param.data = param.data.clone()
-        for states in self.optimizer.state.values():
-            states.update({name: value.clone() for name, value in states.items() if isinstance(value, torch.Tensor)})
-        torch.cuda.empty_cache()
-
-    monkeypatch.setattr(MegatronOptimizer, "offload_to_cpu", offload_to_cpu)
+def test_memory_that_offload_to_cpu_frees_is_given_to_the_device():
     with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
         for _ in range(3):
             training.step()
+        bridge_fgo.reload_states()
         ledger, held = vars(training.optimizer)[SESSION].engine.schedule.ledger, []
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.append(ledger.nbytes))
-        training.optimizer.offload_to_cpu()
-    assert held[-1] == 0 < held[0]
+        with mock.patch.object(upstream, "return_to_driver", lambda device: held.append(ledger.nbytes)):
+            training.optimizer.offload_to_cpu()
+        assert held == [0]
+        training.optimizer.restore_from_cpu()
+        assert ledger.nbytes > 0
 
 
 def interrupt(*args):

@@ -48,6 +48,8 @@ class DebugTransfers(Transfers):
       hide a wait that is missing.
     """
 
+    keeps_host_copies = False
+
     def __init__(self, transfers: Transfers, seed: int) -> None:
         self._transfers = transfers
         self._cuda = transfers if isinstance(transfers, CudaTransfers) else None

@@ -31,7 +31,7 @@ class StillShared(RuntimeError):
 class ResidencyMachine(ABC):
     """The residency of one slab, or of all that one of mcore's own offloaders moves.
 
-    Five verbs drive it; a subclass supplies the five actions, each of which is called only in the residency that it
+    Six verbs drive it; a subclass supplies the five actions, each of which is called only in the residency that it
     is valid in. A verb that the present residency does not call for does nothing, so they may come in any order and
     any number of times: a second pass of the rerun loop, a skipped step and an early exit need no special case.
     After an action that was interrupted every verb raises RuntimeError, as `state` does.
@@ -116,6 +116,14 @@ class ResidencyMachine(ABC):
         """Let go of the GPU memory of an OFFLOADING slab."""
         if self.state is Residency.OFFLOADING:
             # Memory that is gone cannot be taken back; before it goes, only these can be raised.
+            self._do(self._release, Residency.RELEASED, (torch.OutOfMemoryError, StillShared))
+
+    def release_unchanged(self) -> None:
+        """Let go of the GPU memory of a RESIDENT slab that nothing has written since it came back.
+
+        The host's copy must be what is on the GPU, and whole; whoever calls knows.
+        """
+        if self.state is Residency.RESIDENT:
             self._do(self._release, Residency.RELEASED, (torch.OutOfMemoryError, StillShared))
 
     def reload(self) -> None:

@@ -17,6 +17,8 @@ class Transfers(ABC):
     What is not abstract does what there is to do where a copy has ended when it returns.
     """
 
+    keeps_host_copies = True
+    """Whether a slab's host buffer still has its states when they are back on the GPU."""
     waits: WaitMeter | None = None
     """What times the training stream's waits for copies; None where the host does them, and waits for all."""
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from bridge_fgo.engines.attachment import ATTACHED
 from bridge_fgo.harness.record import digest, digest_each, joined
-from bridge_fgo.wiring.session import ATTACHED
 
 if TYPE_CHECKING:
     import torch

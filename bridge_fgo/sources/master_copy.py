@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -39,10 +39,13 @@ class MasterCopy:
         quantized = any(getattr(ddp, name, False) for name in ("fp8_param_gather", "fp4_param_gather"))
         return not (quantized or getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False))
 
-    def rounded_weights(self) -> dict[int, WeightShard]:
-        """Return where each fp32 master is rounded to a bf16 weight, by the `id` of the master.
+    def rounded_weights(self, dtypes: Collection[torch.dtype] = (torch.bfloat16,)) -> dict[int, WeightShard]:
+        """Return where each fp32 master is rounded to a weight, by the `id` of the master.
 
         Not for quantized weights (a class of their own), and not where the copy does not divide.
+
+        Args:
+            dtypes: of the weights that are asked for.
         """
         optimizer = self._optimizer
         if not self.divides() or not hasattr(optimizer, MASTERS[1]):
@@ -50,7 +53,7 @@ class MasterCopy:
         found = {}
         buffers: dict[int, Callable[[], torch.Tensor]] = {}
         for master, model in self._all_pairs():
-            rounds = master is not None and (master.dtype, model.dtype) == (torch.float32, torch.bfloat16)
+            rounds = master is not None and master.dtype == torch.float32 and model.dtype in dtypes
             if not rounds or type(model) not in PLAIN:
                 continue
             index, _, bucket = optimizer.model_param_gbuf_map[model]
@@ -59,6 +62,11 @@ class MasterCopy:
             buffer = buffers.setdefault(id(of_bucket), partial(getattr, of_bucket, "param_data"))
             found[id(master)] = WeightShard(buffer, place.start, place.size)
         return found
+
+    def copy_again(self, ids: frozenset[int]) -> None:
+        """Round the masters with the given `id`s to the model's weights, outside of any optimizer step."""
+        with self.one_step():
+            self.copy_part(ids)
 
     @contextmanager
     def one_step(self) -> Iterator[None]:

@@ -87,6 +87,19 @@ class MegatronSource(Source):
             return self._master_copy.of_some(part.ids)
         return self._master_copy.of_all_but(frozenset().union(*(each.ids for each in parts)))
 
+    def rounded_masters(self) -> list[tuple[torch.Tensor, WeightShard]]:
+        """Return each fp32 master that mcore keeps, and the 16-bit weights of this rank that it is rounded to.
+
+        None of precision-aware Adam's: Transformer Engine keeps those, and rounds them itself.
+        """
+        shards = self._master_copy.rounded_weights(HALF)
+        masters = (master for group in self.optimizer.shard_fp32_from_float16_groups for master in group)
+        return [(master, shards[id(master)]) for master in masters if id(master) in shards]
+
+    def round_again(self, masters: Iterable[torch.Tensor]) -> None:
+        """Write the weights that some masters are rounded to, by mcore's own copy; the masters are on the GPU."""
+        self._master_copy.copy_again(frozenset(id(master) for master in masters))
+
     def upstream_offloader(self) -> Any:
         """Return the offloader that mcore has built into the optimizer, or None."""
         found = [vars(self.optimizer).get(name) for name in UPSTREAM_OFFLOADERS]

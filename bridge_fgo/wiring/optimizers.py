@@ -1,29 +1,14 @@
-"""Walking the optimizers that Bridge builds: chains, nested chains, MIMO, stubs."""
+"""Which of the optimizers that Bridge builds can be offloaded: chains, MIMO, stubs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from bridge_fgo.sources.leaves import leaves
 from bridge_fgo.sources.megatron import MOMENTS
 from bridge_fgo.wiring.refusals import FLAG_TEXT, refuse_fp8_moment
-
-
-def leaves(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers that step parameters, through chains of any depth and MIMO's active optimizers.
-
-    mcore's own loop looks at direct children only and misses nested chains (LayerWise among them).
-    """
-    if optimizer is None:
-        return
-    children = vars(optimizer).get("chained_optimizers", vars(optimizer).get("_active_optimizers"))
-    if children is None:
-        yield optimizer
-        return
-    for child in children:
-        yield from leaves(child)
 
 
 def eligible(optimizer: Any) -> list[Any]:

@@ -7,12 +7,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.meters import PeakMeter
+from bridge_fgo.engines.attachment import ATTACHED, Attachment
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.making import make_engine
 from bridge_fgo.engines.ranks import on_every_rank, pin_on_every_rank
@@ -30,18 +31,9 @@ from bridge_fgo.wiring.refusals import (
 )
 
 SESSION = "_bridge_fgo_session"
-ATTACHED = "_bridge_fgo_attached"
-"""Attribute of a DistributedOptimizer that holds its `Attachment`."""
 _active: list[Session] = []
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _newest_stats: Stats | None = None  # a snapshot, so that it holds no state of a training that is over
-
-
-class Attachment(NamedTuple):
-    """What a DistributedOptimizer is attached to: the engine, and the source that it is to it."""
-
-    engine: Engine
-    source: Source
 
 
 class Session:

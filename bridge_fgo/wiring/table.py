@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge_fgo.wiring import wrappers
+from bridge_fgo.wiring import sleep_wrappers, wrappers
 from bridge_fgo.wiring.flag_field import FlagFieldPatch
 from bridge_fgo.wiring.patch import FunctionPatch, Patch
 from bridge_fgo.wiring.patched_bridge import StandAsidePatch
@@ -47,6 +47,17 @@ def patches() -> list[Patch]:
             ("optimizer_config", "model"),
             "setup() looks it up here, before it loads a checkpoint; the flag must be hidden from mcore only while the "
             "optimizer is built",
+        ),
+        *(
+            FunctionPatch(
+                "megatron.core.distributed.param_and_grad_buffer", f"_ParamAndGradBuffer.{name}", wrapper,
+                ("move_params", "move_grads"),
+                "what DDP's and every RL framework's offload of buffers ends in",
+                distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
+            )
+            for name, wrapper in (
+                ("offload_to_cpu", sleep_wrappers.offloads_buffer), ("reload_from_cpu", sleep_wrappers.reloads_buffer),
+            )
         ),
         FunctionPatch(
             "megatron.core.models.mimo.optimizer", "get_mimo_optimizer", wrappers.build_optimizer,
@@ -155,11 +166,8 @@ def patches() -> list[Patch]:
             "writes every master, from wherever it is called",
         ),
         (("load_state_dict",), wrappers.loads_state_dict, (), "replaces states, from wherever it is called"),
-        (("restore_from_cpu",), wrappers.replaces_states, (), "replaces states, from wherever it is called"),
-        (
-            ("offload_to_cpu",), wrappers.moves_states_to_cpu, (),
-            "replaces states, to make room for something else",
-        ),
+        (("offload_to_cpu",), sleep_wrappers.moves_states_to_cpu, (), "rebinds parameters, to make room"),
+        (("restore_from_cpu",), sleep_wrappers.restores_states, (), "rebinds parameters, as the room is theirs again"),
     ):  # fmt: skip
         table += [
             FunctionPatch(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import wrapt
 
+from bridge_fgo.engines.attachment import Attachment, attachment_of
 from bridge_fgo.engines.ranks import on_every_rank
 from bridge_fgo.sources.late_masters import build_groups, masters_made_late
 from bridge_fgo.sources.megatron import UPSTREAM_OFFLOADERS
@@ -23,8 +24,6 @@ from bridge_fgo.wiring.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engi
 from bridge_fgo.wiring.refusals import refuse_config, refuse_optimizer_config
 from bridge_fgo.wiring.reporting import log_figures
 from bridge_fgo.wiring.session import (
-    ATTACHED,
-    Attachment,
     active_session,
     all_sessions,
     attach,
@@ -273,20 +272,15 @@ def pass_around(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
 # Readers and writers of the states, wherever they are called from.
 
 
-def _attached(optimizer: Any) -> Attachment | None:
-    """Return what a DistributedOptimizer is attached to, or None."""
-    return vars(optimizer).get(ATTACHED)
-
-
 def _require_readable(instance: Any, masters_only: bool = False) -> None:
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is not None and not to.engine.is_away(to.source):
         to.engine.require_readable(to.source, masters_only)
 
 
 def reads_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states readable first."""
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is not None:
         to.engine.require_whole(to.source, "read")
     _require_readable(instance)
@@ -301,7 +295,7 @@ def reads_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
 
 def copies_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Copy the masters that were not copied part by part."""
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is None:
         return wrapped(*args, **kwargs)
     return to.engine.write_back(to.source, lambda: wrapped(*args, **kwargs))
@@ -309,7 +303,7 @@ def copies_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) 
 
 def writes_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states readable and writable first."""
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is not None:
         to.engine.require_writable(to.source)
     return wrapped(*args, **kwargs)
@@ -317,7 +311,7 @@ def writes_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
 
 def overwrites_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states writable first; the weights may have been loaded already, and every master follows."""
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is None:
         return wrapped(*args, **kwargs)
     with to.engine.overwriting_masters(to.source):
@@ -326,7 +320,7 @@ def overwrites_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
 
 def rewrites_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have every master made anew of the weights, part by part."""
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is None:
         return wrapped(*args, **kwargs)
     with _shadowed(instance, {SEARCH: _called_once(instance)}):
@@ -361,7 +355,7 @@ def _loads_by_parameter(optimizer: Any) -> bool:
 
 def loads_parameters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have the states of every parameter loaded where they are; the weights may have been loaded already."""
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is None or not _loads_by_parameter(instance):
         return overwrites_masters(wrapped, instance, args, kwargs)
     with to.engine.loading(to.source, masters=True), _adam_kept_from_states(to, instance):
@@ -370,7 +364,7 @@ def loads_parameters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
 
 def loads_state_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have a state dictionary loaded without bringing states to the GPU."""
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is None or not _loads_by_parameter(instance):
         return replaces_states(wrapped, instance, args, kwargs)
     with to.engine.loading(to.source), _adam_kept_from_states(to, instance):
@@ -381,7 +375,7 @@ def loads_state_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
 
 def puts_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Put loaded states of one parameter where they are."""
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is None or not to.engine.is_away(to.source):
         return writes_states(wrapped, instance, args, kwargs)
     model_param, tensors = inspect.signature(wrapped).bind(*args, **kwargs).args
@@ -451,7 +445,7 @@ def saves_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
 
     Made for loading it has the states made, and says where they are to be loaded.
     """
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is None:
         return wrapped(*args, **kwargs)
     asked = inspect.signature(wrapped).bind(*args, **kwargs).arguments
@@ -472,7 +466,7 @@ def reads_no_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
     TE's `state_dict` makes fp32 of moments in 16 bits, all of them at once.
     """
-    to = _attached(instance)
+    to = attachment_of(instance)
     adam: Any = getattr(instance, "optimizer", None)
     if to is None or not to.engine.is_away(to.source) or not hasattr(adam, "get_unscaled_state"):
         return reads_states(wrapped, instance, args, kwargs)
@@ -482,7 +476,7 @@ def reads_no_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Hand out the states of one parameter, for a checkpoint without bringing them to the GPU."""
-    to = _attached(instance)
+    to = attachment_of(instance)
     if to is None:
         return wrapped(*args, **kwargs)
     model_param = args[0] if args else kwargs["model_param"]
@@ -498,7 +492,7 @@ def _parameter(optimizer: Any, model_param: Any) -> Any:
 def updates_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Bring the states for the optimizer step, which is not called where a step is skipped."""
     session = active_session()
-    to = _attached(instance)
+    to = attachment_of(instance)
     if session is not None:
         session.updating()
     if to is None:
@@ -536,18 +530,10 @@ def _refuse_unwired(optimizer: Any) -> None:
         )
 
 
-def moves_states_to_cpu(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Do as `replaces_states`, then empty the allocator's cache: mcore has emptied it before the slabs went."""
-    result = replaces_states(wrapped, instance, args, kwargs)
-    if _attached(instance) is not None:
-        torch.cuda.empty_cache()
-    return result
-
-
 def replaces_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states writable first; afterwards let go of the memory of tensors that were replaced."""
     result = writes_states(wrapped, instance, args, kwargs)
-    if (to := _attached(instance)) is not None:
+    if (to := attachment_of(instance)) is not None:
         to.engine.states_replaced(to.source)
     return result
 

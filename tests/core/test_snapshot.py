@@ -11,10 +11,10 @@ from bridge_fgo.core import snapshot
 from bridge_fgo.core.meters import PeakMeter
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.transfers import HostTransfers
+from bridge_fgo.engines.attachment import ATTACHED, Attachment
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.sources.megatron import MegatronSource
 from bridge_fgo.wiring import wrappers
-from bridge_fgo.wiring.session import ATTACHED, Attachment
 
 SIZES = [300_000, 1000, 500_000, 64, 700_000, 128]
 

@@ -8,8 +8,9 @@ from loop import Loop, RecordingEngine, make_chain
 import bridge_fgo
 from bridge_fgo.core.host_memory import Need
 from bridge_fgo.engines import ranks
+from bridge_fgo.engines.attachment import ATTACHED
 from bridge_fgo.wiring import session, wrappers
-from bridge_fgo.wiring.session import ATTACHED, SESSION, Session, attach
+from bridge_fgo.wiring.session import SESSION, Session, attach
 
 CONFIG = bridge_fgo.OffloadConfig(engine="native")
 

@@ -51,6 +51,8 @@ train_megatron_mimo.train_step_megatron_mimo train_megatron_mimo.zero_grad_buffe
 MCORE = """
 optimizer.optimizer_config.OptimizerConfig.offload_optimizer_states models.mimo.optimizer.get_mimo_optimizer
 transformer.cuda_graphs.TECudaGraphHelper.create_cudagraphs
+distributed.param_and_grad_buffer._ParamAndGradBuffer.offload_to_cpu
+distributed.param_and_grad_buffer._ParamAndGradBuffer.reload_from_cpu
 transformer.moe.paged_stash.PagedStashRunner.prepare_for_rerun
 """
 DISTRIBUTED_OPTIMIZER = """

@@ -8,8 +8,9 @@ import pytest
 from loop import Loop
 
 import bridge_fgo
+from bridge_fgo.engines.attachment import ATTACHED
 from bridge_fgo.engines.native import NativeEngine
-from bridge_fgo.wiring.session import ATTACHED, SESSION, Session
+from bridge_fgo.wiring.session import SESSION, Session
 
 ONE_PASS = ["offload", "zero_grad_buffer", "zero_grad", "release", "forward_backward", "reload", "finalize"]
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import bridge_fgo
+from bridge_fgo.sources.leaves import leaves
 from bridge_fgo.wiring import compat
-from bridge_fgo.wiring.optimizers import eligible, leaves
+from bridge_fgo.wiring.optimizers import eligible
 
 
 def offloading():

@@ -1,0 +1,23 @@
+"""Which engine serves an optimizer: what hangs on a DistributedOptimizer while one does."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from bridge_fgo.engines.engine import Engine
+from bridge_fgo.sources.source import Source
+
+ATTACHED = "_bridge_fgo_attached"
+"""Attribute of a DistributedOptimizer that holds its `Attachment`."""
+
+
+class Attachment(NamedTuple):
+    """What a DistributedOptimizer is attached to: the engine, and the source that it is to it."""
+
+    engine: Engine
+    source: Source
+
+
+def attachment_of(optimizer: Any) -> Attachment | None:
+    """Return what a DistributedOptimizer is attached to, or None."""
+    return vars(optimizer).get(ATTACHED)

@@ -1,0 +1,96 @@
+"""Errors in place of reads of memory that is gone: hooks and checks on the model's and the optimizer's own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+Check = Callable[[], None]
+
+STATE_METHODS = (
+    "step_with_ready_grads",
+    "state_dict",
+    "load_state_dict",
+    "sharded_state_dict",
+    "reload_model_params",
+    "save_parameter_state",
+    "load_parameter_state",
+    "_get_main_param_and_optimizer_states",
+    "_copy_main_params_to_param_buffer",
+    "_copy_model_params_to_main_params",
+)
+"""Methods of a DistributedOptimizer by which training and checkpoints get to its states. Those that are not there, in
+another mcore, are left out."""
+
+
+class Checked:
+    """A method of one object, with something called before it, and after it has returned."""
+
+    def __init__(self, owner: Any, name: str, check: Check, after: Check | None) -> None:
+        self._owner, self._name = owner, name
+        self._check, self._after = check, after
+        self.original = getattr(owner, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Check, and call the method."""
+        self._check()
+        result = self.original(*args, **kwargs)
+        if self._after is not None:
+            self._after()
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the method of the owner's copy: a reference model may be a copy of the model that trains."""
+        owner = memo[id(self._owner)]
+        return getattr(type(owner), self._name).__get__(owner)
+
+
+class Guards:
+    """What was put around other objects' methods and modules; `close` takes all of it off again."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def before(self, owner: Any, names: Iterable[str], check: Check, after: Check | None = None) -> None:
+        """Have `check` called before methods of one object, and `after` once they have returned."""
+        for name in names:
+            if callable(getattr(owner, name, None)):
+                self._wrap(owner, name, check, after)
+
+    def _wrap(self, owner: Any, name: str, check: Check, after: Check | None) -> None:
+        was_own = name in vars(owner)
+        checked = Checked(owner, name, check, after)
+
+        def undo() -> None:
+            # Where somebody has wrapped it once more, that one keeps it.
+            if vars(owner).get(name) is checked:
+                if was_own:
+                    setattr(owner, name, checked.original)
+                else:
+                    delattr(owner, name)
+
+        setattr(owner, name, checked)
+        self._undo.append(undo)
+
+    def before_forward(self, modules: Iterable[torch.nn.Module], check: Check) -> None:
+        """Have `check` called before modules' forwards."""
+        for module in modules:
+            # First of all hooks: DDP's own would gather parameters.
+            handle = module.register_forward_pre_hook(lambda module, args: check(), prepend=True)
+            self._undo.append(handle.remove)
+
+    def close(self) -> None:
+        """Take everything off."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+
+def wrapped_models(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return a model chunk and what it wraps (`module`), down to the model itself: each may be called."""
+    found = [chunk]
+    while isinstance(inner := getattr(found[-1], "module", None), torch.nn.Module):
+        found.append(inner)
+    return found

@@ -1,0 +1,116 @@
+"""The memory of a model on this rank, as what leaves and returns: gradients, and units of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bridge_fgo.core.host_buffer import HostBuffer
+from bridge_fgo.core.storage_slab import StorageSlab
+from bridge_fgo.phases.gradients import Backwards, Gradients
+from bridge_fgo.phases.parameters import Weights, buffer_weights, other_weights
+from bridge_fgo.phases.refusals import ddp_of
+from bridge_fgo.phases.rounding import Rounding, rounding_of
+from bridge_fgo.phases.states import OptimizerStates
+
+
+class Unit:
+    """Weights that leave together, and where they are to come from when they return.
+
+    Args:
+        weights: their memory and their copies.
+        rounding: the masters that tell them; None where there are none.
+    """
+
+    def __init__(self, weights: Weights, rounding: Rounding | None = None) -> None:
+        self.weights = weights
+        self.rounding = rounding
+        self.told_digests: list[tuple[int, ...]] | None = None
+        """The weights' sums when masters that tell them left; None where these do not, or are on the GPU."""
+        self.is_told = False
+        """Whether masters tell the weights that are away."""
+        self.is_on_host = False
+        """Whether the host has a copy of the weights that are away."""
+
+    def forget_masters(self) -> None:
+        """Count the weights as told by no masters until they are compared again."""
+        self.told_digests, self.is_told = None, False
+
+    def came_back(self) -> None:
+        """Note that the weights are on the GPU, where they and their masters may change apart."""
+        self.forget_masters()
+        self.is_on_host = False
+
+
+class Model:
+    """The gradients and weights of model chunks on this rank.
+
+    Raises:
+        ValueError: as `other_weights`.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], states: OptimizerStates | None) -> None:
+        self.ddps = [ddp for chunk in chunks for ddp in ddp_of(chunk)]
+        buffers = [buffer for ddp in self.ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers]
+        self.device = _device(chunks, buffers)
+        self.gradients = [Gradients(buffer, f"DDP buffer {i}") for i, buffer in enumerate(buffers)]
+        with_weights = [(i, buffer) for i, buffer in enumerate(buffers) if buffer.param_data is not None]
+        self.units = [
+            Unit(buffer_weights(buffer, f"DDP buffer {i}"), rounding_of(buffer, states)) for i, buffer in with_weights
+        ]
+        in_buffers = {id(param) for _, buffer in with_weights for param in buffer.params}
+        others = other_weights(chunks, in_buffers, self.device)
+        if others.slabs:
+            self.units.append(Unit(others))
+        self.backwards = [Backwards(ddp) for ddp in self.ddps]
+
+    @property
+    def weight_slabs(self) -> list[StorageSlab]:
+        """The storages of all weights."""
+        return [slab for unit in self.units for slab in unit.weights.slabs]
+
+    @property
+    def gradient_slabs(self) -> list[StorageSlab]:
+        """The storages of all gradients."""
+        return [slab for gradients in self.gradients for slab in gradients.slabs]
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward has run since gradients were last used or zeroed."""
+        return any(backwards.is_pending for backwards in self.backwards)
+
+    def gradients_are_used(self) -> None:
+        """Note that an update is over: whatever gradients there are, nobody needs them."""
+        for backwards in self.backwards:
+            backwards.is_pending = False
+
+    def wait_for_collectives(self) -> None:
+        """Have the current stream wait for gathers and reductions that DDP has in flight.
+
+        Their handles stay where they are, for DDP to wait once more: its own notes are as they were.
+        """
+        for ddp in self.ddps:
+            for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
+                for handle in (group.param_gather_handle, group.grad_reduce_handle):
+                    if handle is not None:
+                        # Race: the collective would write into memory that has gone, or not be in the copy.
+                        handle.wait()
+
+    def close(self) -> None:
+        """Take the hooks off, and let go of the host memory."""
+        for part in (*self.backwards, *self.gradients, *(unit.weights for unit in self.units)):
+            part.close()
+
+
+def map_hosts(slabs: Sequence[StorageSlab]) -> list[HostBuffer]:
+    """Map the host memory of storages that have none yet; return the buffers, to be page-locked."""
+    return [buffer for slab in slabs for buffer in slab.map_host()]
+
+
+def _device(chunks: Sequence[torch.nn.Module], buffers: Sequence[Any]) -> torch.device:
+    """Return the GPU that the model is on; the CPU where it is on none."""
+    devices = [buffer.grad_data.device for buffer in buffers]
+    devices += [parameter.device for chunk in chunks for parameter in chunk.parameters()]
+    return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))

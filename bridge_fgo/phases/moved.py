@@ -1,0 +1,73 @@
+"""What one sleep or wake has moved, and the clock and the driver's figures around it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one call of `Residency` has moved on this rank; all zeros where there was nothing to do.
+
+    After a reload `freed` and `returned` are negative: memory was taken.
+    """
+
+    copied: int = 0
+    """Bytes that crossed the link between GPU and host, in either direction."""
+    freed: int = 0
+    """Bytes of GPU memory of parameters, gradients and states that were let go of."""
+    returned: int = 0
+    """Bytes that the driver has free more than before, by `cudaMemGetInfo`; other processes' too. 0 without a GPU."""
+    seconds: float = 0.0
+    """Host time of the call, at whose end every copy is done."""
+    woke: tuple[str, ...] = ()
+    """What came back though nobody had asked: packed masters need the weights that they round to."""
+    copied_by_kind: dict[str, int] | None = None
+    """`copied` for each of "params", "grads" and "optimizer" that moved."""
+
+
+class Tally:
+    """Counts what a call moves; `moved` gives the figures at its end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._device = device
+        self._free = self._driver_free()
+        self._began = time.perf_counter()
+        self.copied: dict[str, int] = {}
+        self.freed = 0
+        self.woke: list[str] = []
+
+    def _driver_free(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0] if self._is_cuda else 0
+
+    def copy(self, kind: str, nbytes: int) -> None:
+        """Count bytes that crossed the link."""
+        self.copied[kind] = self.copied.get(kind, 0) + nbytes
+
+    def moved(self) -> Moved:
+        """Return the figures up to now."""
+        seconds = time.perf_counter() - self._began
+        return Moved(
+            copied=sum(self.copied.values()),
+            freed=self.freed,
+            returned=self._driver_free() - self._free,
+            seconds=seconds,
+            woke=tuple(self.woke),
+            copied_by_kind=dict(self.copied),
+        )
+
+
+def wait_for_gpu(device: torch.device) -> None:
+    """Have the host wait for everything on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def return_to_driver(device: torch.device) -> None:
+    """Give what the allocator caches back to the driver; what used it must be over."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,422 @@
+"""The public class of the phases: what of a model and its optimizer is on the GPU, between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Concatenate, Literal
+
+import torch
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.core.host_buffer import HostBuffer, page_lock
+from bridge_fgo.core.host_memory import local_cpus
+from bridge_fgo.engines.ranks import on_every_rank, require_host_memory
+from bridge_fgo.phases.gradients import drop_shard_gradients
+from bridge_fgo.phases.guards import STATE_METHODS, Guards, wrapped_models
+from bridge_fgo.phases.model import Model, Unit, map_hosts
+from bridge_fgo.phases.moved import Moved, Tally, return_to_driver, wait_for_gpu
+from bridge_fgo.phases.parameters import digests_of
+from bridge_fgo.phases.refusals import refuse_models
+from bridge_fgo.phases.rounding import round_again
+from bridge_fgo.phases.states import OptimizerStates
+
+Kind = Literal["params", "grads", "optimizer"]
+KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")
+
+
+def _outside_of_autograd[**P, R](
+    method: Callable[Concatenate[Residency, P], R],
+) -> Callable[Concatenate[Residency, P], R]:
+    """Have a method record nothing, also where an inference engine has left its inference mode on."""
+
+    @wraps(method)
+    def run(self: Residency, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+class Residency:
+    """Parameters, gradients and optimizer state that leave a shared GPU, and come back, each by itself.
+
+    Between steps only, and on every rank alike: parameters of several data-parallel ranks return by an all-gather.
+    Making one is a collective of all ranks.
+
+    Args:
+        model: a model chunk or a list of them, wrapped in mcore's DDP or not.
+        optimizer: what the training loop steps, over DistributedOptimizers; None for a reference model.
+        config: settings of the offload where no engine is attached to the optimizer; masters are copied whole unless
+            it says otherwise.
+
+    Raises:
+        ValueError: something cannot be offloaded; names the setting to change. Or the host lacks memory.
+        RuntimeError: host memory could not be page-locked.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: Any = None,
+        config: OffloadConfig | None = None,
+    ) -> None:
+        chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+        on_every_rank(lambda: refuse_models(chunks))
+        self._optimizer = optimizer
+        with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
+            self._states = None if optimizer is None else OptimizerStates(optimizer, config)
+            self._model = on_every_rank(lambda: Model(chunks, self._states))
+        self._pins = self._model.device.type == "cuda" and (config is None or config.pin_memory)
+        buffers = on_every_rank(lambda: map_hosts(self._model.weight_slabs))
+        require_host_memory(sum(buffer.tensor.numel() for buffer in buffers) if self._pins else 0)
+        on_every_rank(lambda: self._lock(buffers))
+        self._wakes_alone = False
+        """Whether parameters have come back without their masters: then a copy of the shard is what is cheapest."""
+        self._guards = Guards()
+        self._guard(chunks)
+
+    def _lock(self, buffers: Sequence[HostBuffer]) -> None:
+        if self._pins and buffers:
+            page_lock(buffers, local_cpus(self._model.device))
+
+    # What is where.
+
+    @property
+    def away(self) -> frozenset[Kind]:
+        """What is not on the GPU, or not all of it."""
+        found: set[Kind] = set()
+        if any(unit.weights.is_away for unit in self._model.units):
+            found.add("params")
+        if any(gradients.is_away for gradients in self._model.gradients):
+            found.add("grads")
+        if self._states is not None and self._states.is_away:
+            found.add("optimizer")
+        return frozenset(found)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host bytes that are held for all of it."""
+        slabs = self._model.weight_slabs + self._model.gradient_slabs
+        own = sum(slab.host.pinned_bytes for slab in slabs if slab.host is not None)
+        return own + (self._states.engine.pinned_bytes if self._states is not None else 0)
+
+    # The verbs.
+
+    @_outside_of_autograd
+    def offload(self, *what: Kind, grads: Literal["drop", "keep"] = "drop") -> Moved:
+        """Have "params", "grads" or "optimizer" leave the GPU, and its memory go to the driver; all without arguments.
+
+        What is away stays away. At the end every copy is done.
+
+        Args:
+            what: any of the three, in any order.
+            grads: "drop" lets gradients go, and they return as zeros. "keep" copies them.
+
+        Returns:
+            What was moved.
+
+        Raises:
+            ValueError: a word is not one of these. Nothing has moved.
+            RuntimeError: a backward has run since the last update, and its gradients would be dropped; or the state
+                cannot be offloaded as it is. Nothing has moved.
+        """
+        asked = self._asked(what, self._model.device)
+        keep = self._keeps(asked, grads)
+        leaving = asked & self._here()
+        tally = Tally(self._model.device)
+        if not leaving:
+            return Moved()
+        states = self._states if "optimizer" in leaving else None
+        units = [unit for unit in self._model.units if not unit.weights.is_away] if "params" in leaving else []
+        gradients = self._model.gradients if "grads" in leaving else []
+        self._require_leave(units, states, bool(gradients))
+        if gradients and keep:
+            self._lock(map_hosts(self._model.gradient_slabs))
+        self._model.wait_for_collectives()
+        goes_again = states is not None and states.reads_weights and "params" in self.away
+        if goes_again:
+            self._wake_parameters(tally)
+            tally.woke.append("params")
+            units = list(self._model.units)
+        self._note_what_masters_tell(units, states)
+        if states is not None:
+            before = states.live_bytes()
+            tally.copy("optimizer", states.offload())
+            tally.freed += before - states.live_bytes()
+        if units:
+            tally.copy("params", self._copy_weights(units))
+        if gradients and keep:
+            tally.copy("grads", sum(one.copy_out() for one in gradients))
+        # Race: storages that are emptied go to whoever asks next on the stream that they were made on, and to the
+        # driver, while copies on another stream still read them.
+        wait_for_gpu(self._model.device)
+        tally.freed += sum(unit.weights.empty() for unit in units)
+        tally.freed += sum(one.empty(keep) for one in gradients)
+        if gradients and not keep and self._states is not None:
+            for leaf in self._states.optimizers:
+                groups = leaf.optimizer.param_groups
+                tally.freed += drop_shard_gradients(param for group in groups for param in group["params"])
+        return_to_driver(self._model.device)
+        return tally.moved()
+
+    @_outside_of_autograd
+    def reload(self, *what: Kind) -> Moved:
+        """Have "params", "grads" or "optimizer" back on the GPU; all without arguments.
+
+        Where masters left packed they need their weights: "optimizer" brings "params" too, and `Moved.woke` says so.
+        Parameters of several ranks are all-gathered, so that every rank has to ask for the same.
+
+        Raises:
+            ValueError: a word is not one of these. Nothing has moved.
+            torch.OutOfMemoryError: there is no memory. What has not come back is away as before.
+        """
+        asked = self._asked(what, self._model.device)
+        coming = asked & self.away
+        if not coming:
+            return Moved()
+        tally = Tally(self._model.device)
+        states = self._states if "optimizer" in coming else None
+        needs_weights = states is not None and states.reads_weights and "params" in self.away
+        if needs_weights:
+            if "params" not in coming:
+                tally.woke.append("params")
+            self._wake_parameters(tally)
+        if "grads" in coming:
+            self._wake_gradients(tally)
+        if states is not None:
+            before = states.live_bytes()
+            tally.copy("optimizer", states.reload())
+            for unit in self._model.units:
+                if not unit.weights.is_away:
+                    unit.forget_masters()
+            tally.freed -= states.live_bytes() - before
+        if "params" in coming and not needs_weights:
+            self._wake_parameters(tally)
+        wait_for_gpu(self._model.device)  # whatever stream reads next
+        return tally.moved()
+
+    @contextmanager
+    def only(self, *what: Kind, grads: Literal["drop", "keep"] = "drop") -> Iterator[Moved]:
+        """Context in which these are on the GPU and nothing else is; afterwards it is as it was before.
+
+        Gives what leaving has moved. Raises as `offload` and `reload`.
+        """
+        wanted = self._asked(what, self._model.device) if what else frozenset[Kind]()
+        before = self.away
+        leaving = frozenset(self._kinds()) - wanted
+        # First out, so that what comes finds room; but for packed masters, which bring their weights.
+        moved = self.offload(*leaving, grads=grads) if leaving else Moved()
+        try:
+            if wanted:
+                self.reload(*wanted)
+            yield moved
+        finally:
+            if gone := before - self.away:
+                self.offload(*gone, grads=grads)
+            if back := self.away - before:
+                self.reload(*back)
+
+    def asleep(self, grads: Literal["drop", "keep"] = "drop") -> Any:
+        """Context in which nothing is on the GPU; afterwards it is as it was before. Gives what leaving has moved."""
+        return self.only(grads=grads)
+
+    @_outside_of_autograd
+    def close(self) -> None:
+        """Bring everything back, and take off all hooks and host memory. Idempotent.
+
+        Raises:
+            torch.OutOfMemoryError, RuntimeError: it cannot be brought back. It may be called again.
+        """
+        self.reload(*self._kinds())
+        self._guards.close()
+        self._model.close()
+        if self._states is not None:
+            self._states.close()
+            self._states = None
+
+    # Parts of the verbs.
+
+    def _kinds(self) -> tuple[Kind, ...]:
+        return KINDS if self._states is not None else ("params", "grads")
+
+    def _here(self) -> frozenset[Kind]:
+        """Return what is on the GPU, or a part of it."""
+        found: set[Kind] = set()
+        if not all(unit.weights.is_away for unit in self._model.units):
+            found.add("params")
+        if not all(gradients.is_away for gradients in self._model.gradients):
+            found.add("grads")
+        if self._states is not None and self._states.is_here:
+            found.add("optimizer")
+        return frozenset(found)
+
+    def _asked(self, what: Sequence[Kind], device: torch.device) -> frozenset[Kind]:
+        for word in what:
+            if word not in KINDS:
+                raise ValueError(f"{word!r}: use any of {', '.join(map(repr, KINDS))}")
+            if word == "optimizer" and self._states is None:
+                raise ValueError("'optimizer' of a Residency that was made with optimizer=None: give it the optimizer")
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("nothing can move while the current stream is captured into a CUDA graph")
+        return frozenset(what or self._kinds())
+
+    def _keeps(self, asked: frozenset[Kind], grads: str) -> bool:
+        if grads not in ("drop", "keep"):
+            raise ValueError(f"grads={grads!r}: use 'drop' or 'keep'")
+        drops = grads == "drop" and "grads" in asked & self._here()
+        if drops and self._model.has_backward:
+            raise RuntimeError(
+                "a backward has run since the last optimizer step, and offload() would drop its gradients: step or "
+                "zero them first, or use offload(..., grads='keep')"
+            )
+        return grads == "keep"
+
+    def _require_leave(self, units: Sequence[Unit], states: OptimizerStates | None, gradients: bool) -> None:
+        slabs = [slab for unit in units for slab in unit.weights.slabs]
+        for slab in slabs + (self._model.gradient_slabs if gradients else []):
+            slab.require_resizable()
+        if states is not None:
+            states.require_whole()
+
+    def _note_what_masters_tell(self, units: Sequence[Unit], states: OptimizerStates | None) -> None:
+        """Compare masters with their weights, where both are here and one of them leaves; the host waits once.
+
+        Of weights that stay here as their masters leave, the sums are noted: they may change until they leave.
+        """
+        leaving = set(units)
+        told = [
+            unit
+            for unit in self._model.units
+            if unit.rounding is not None
+            and not unit.weights.is_away
+            and (unit in leaving or states is not None)
+            and unit.rounding.masters_are_here()
+        ]
+        if not told:
+            return
+        agree = torch.stack([unit.rounding.agrees() for unit in told if unit.rounding is not None]).tolist()
+        staying = []
+        for unit, agrees in zip(told, agree, strict=True):
+            unit.told_digests, unit.is_told = None, agrees
+            if agrees and unit not in leaving:
+                staying.append(unit)
+        for weights, digests in digests_of([unit.weights for unit in staying]):
+            next(unit for unit in staying if unit.weights is weights).told_digests = digests
+
+    def _copy_weights(self, units: Sequence[Unit]) -> int:
+        """Copy what masters do not tell and the host does not have; return the bytes."""
+        asked = [unit for unit in units if not self._is_told_now(unit) or self._wakes_alone]
+        for weights, digests in digests_of([unit.weights for unit in asked]):
+            weights.take_digests(digests)
+        copied = 0
+        for unit in units:
+            unit.is_on_host = False
+            if unit not in asked:
+                continue
+            # Masters that have left before tell what the weights were then.
+            unit.is_told = unit.is_told and unit.told_digests in (None, unit.weights.digests)
+            if not unit.is_told or self._wakes_alone or unit.weights.is_on_host:
+                copied += unit.weights.copy_out()
+                unit.is_on_host = True
+        return copied
+
+    @staticmethod
+    def _is_told_now(unit: Unit) -> bool:
+        """Return whether the weights were compared with their masters in this very call."""
+        return unit.is_told and unit.told_digests is None
+
+    def _wake_parameters(self, tally: Tally) -> None:
+        units = [unit for unit in self._model.units if unit.weights.is_away]
+        if not all(unit.is_told or unit.is_on_host for unit in units):
+            raise RuntimeError(
+                "parameters were sent off the GPU by something else than this Residency: bring them back the same way"
+            )
+        filled: list[Unit] = []
+        try:
+            for unit in units:
+                tally.freed -= unit.weights.fill()
+                filled.append(unit)
+            tally.copy("params", self._write(units))
+        except BaseException:
+            # Nobody may take half-written weights for weights. What they come from is where it was.
+            wait_for_gpu(self._model.device)
+            for unit in filled:
+                unit.weights.empty()
+            raise
+        for unit in units:
+            unit.came_back()
+            unit.weights.gather()
+
+    def _write(self, units: Sequence[Unit]) -> int:
+        """Write this rank's weights of some units; return the bytes that crossed the link."""
+        roundings, copied = [], 0
+        for unit in units:
+            rounding = unit.rounding if unit.is_told else None
+            is_here = rounding is not None and rounding.masters_are_here()
+            if rounding is not None and not is_here:
+                self._wakes_alone = True
+            if rounding is not None and (is_here or not unit.is_on_host):
+                roundings.append(rounding)
+            else:
+                copied += unit.weights.copy_in()
+        if roundings:
+            assert self._states is not None
+            copied += round_again(roundings, self._states)
+        return copied
+
+    def _wake_gradients(self, tally: Tally) -> None:
+        gradients = [one for one in self._model.gradients if one.is_away]
+        filled = []
+        try:
+            for one in gradients:
+                tally.freed -= one.fill()
+                filled.append(one)
+        except BaseException:
+            for one in filled:
+                one.empty_again()
+            raise
+        tally.copy("grads", sum(one.copy_in() for one in gradients))
+
+    # Errors in place of reads of memory that is gone.
+
+    def _guard(self, chunks: Sequence[torch.nn.Module]) -> None:
+        guards = self._guards
+        models = [module for chunk in chunks for module in wrapped_models(chunk)]
+        guards.before_forward(models, self._require_for_forward)
+        for module in models:
+            guards.before(
+                module, ("state_dict", "load_state_dict", "sharded_state_dict"), lambda: self._require("params")
+            )
+        for ddp, backwards in zip(self._model.ddps, self._model.backwards, strict=True):
+
+            def zeroed(backwards: Any = backwards) -> None:
+                backwards.is_pending = False
+
+            guards.before(ddp, ("zero_grad_buffer",), lambda: self._require("grads"), zeroed)
+            guards.before(ddp, ("start_param_sync", "broadcast_params"), lambda: self._require("params"))
+        if self._optimizer is None or self._states is None:
+            return
+        guards.before(self._optimizer, ("step",), self._require_for_step, self._model.gradients_are_used)
+        if self._states.is_owner:
+            for leaf in self._states.optimizers:
+                guards.before(leaf, STATE_METHODS, lambda: self._require("optimizer"))
+
+    def _require(self, *kinds: Kind) -> None:
+        """Raise RuntimeError where one of these is away."""
+        for kind in kinds:
+            if kind in self.away:
+                raise RuntimeError(
+                    f"{kind!r} were sent off the GPU by Residency.offload and are used now: call reload({kind!r}) first"
+                )
+
+    def _require_for_forward(self) -> None:
+        self._require("params")
+        if torch.is_grad_enabled() and any(ddp.training for ddp in self._model.ddps):
+            self._require("grads")
+
+    def _require_for_step(self) -> None:
+        self._require("params", "grads")
+        if self._states is not None and self._states.is_owner:
+            self._require("optimizer")  # an engine that others drive brings them itself

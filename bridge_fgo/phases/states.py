@@ -1,0 +1,288 @@
+"""Optimizer state in phases: all slabs of the native engine leave, or come back, between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.core.digest import Digester
+from bridge_fgo.core.meters import PeakMeter
+from bridge_fgo.core.residency import Residency
+from bridge_fgo.core.slab import MOST_IN_TRANSIT, Slab
+from bridge_fgo.core.state import WeightShard
+from bridge_fgo.engines.attachment import ATTACHED, Attachment, attachment_of
+from bridge_fgo.engines.native import NativeEngine
+from bridge_fgo.engines.ranks import gather, on_every_rank, pin_on_every_rank
+from bridge_fgo.sources.leaves import leaves
+from bridge_fgo.sources.megatron import MegatronSource, live_bytes
+
+WHOLE_MASTERS = OffloadConfig(engine="native", master_remainders=False)
+"""Whole masters tell the weights, so that these need not be copied."""
+
+STATES = "_bridge_fgo_states"
+"""Attribute of a DistributedOptimizer that holds the `OptimizerStates` whose engine is its own."""
+
+
+class OptimizerStates:
+    """The states of a top-level optimizer on this rank, and the engine that moves them.
+
+    Args:
+        optimizer: what the training loop steps: a ChainedOptimizer or a DistributedOptimizer.
+        config: for an engine of its own, where none is attached; `WHOLE_MASTERS` when None.
+        alone: the other ranks may not come here now, and are not asked.
+
+    Raises:
+        ValueError: an optimizer cannot be offloaded, on this rank or another; names it.
+        RuntimeError: host memory could not be had, on this rank or another.
+    """
+
+    def __init__(self, optimizer: Any, config: OffloadConfig | None = None, alone: bool = False) -> None:
+        self._config = config
+        together = _on_this_rank if alone else on_every_rank
+        self.optimizers = together(lambda: distributed_optimizers(optimizer))
+        attached = together(lambda: _attached_engine(self.optimizers, config))
+        # Of all ranks alike: one whose optimizers are all stubs has none to be attached.
+        self.is_owner = attached is None if alone else not any(gather(attached is not None))
+        """Whether the engine serves nobody else, so that the optimizer's own methods know nothing of it."""
+        self.sources = [MegatronSource(leaf) for leaf in self.optimizers]
+        if attached is None:
+            attached = together(self._make) if self.is_owner else NativeEngine([], WHOLE_MASTERS, PeakMeter())
+        self.engine = attached
+        if not self.is_owner:
+            own = {id(leaf) for leaf in self.optimizers}
+            found = [source for source in attached.sources if isinstance(source, MegatronSource)]
+            self.sources = [source for source in found if id(source.optimizer) in own]
+        elif alone:
+            self.engine.pin()
+        else:
+            pin_on_every_rank(self.engine)
+        if self.is_owner:
+            for leaf in self.optimizers:
+                setattr(leaf, STATES, self)
+        self._digests: dict[Slab, int] = {}
+        """Of slabs that only this class moves: the sum over their bytes when their host copy was made."""
+
+    def _make(self) -> NativeEngine:
+        return NativeEngine(self.sources, self._config or WHOLE_MASTERS, PeakMeter())
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether masters may be packed, so that the weights must be there when they leave and when they come."""
+        return any(slab.codec.family is not None for slab in self._slabs)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether any of it is not on the GPU: sent away, or by an engine that others drive too."""
+        return any(slab.state in (Residency.RELEASED, Residency.RELOADING) for slab in self._slabs)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether any of it is on the GPU."""
+        return any(slab.state is not Residency.RELEASED and slab.exists() for slab in self._slabs)
+
+    @property
+    def _slabs(self) -> list[Slab]:
+        return self.engine.slabs
+
+    def live_bytes(self) -> int:
+        """Return the bytes of GPU memory that masters and moments take now."""
+        return sum(live_bytes(source.states(), source.device) for source in self.sources)
+
+    def require_whole(self) -> None:
+        """Raise RuntimeError where an error has ended an optimizer step, or a move, half-way."""
+        for source in self.sources:
+            self.engine.require_whole(source, "offloaded")
+        for slab in self._slabs:
+            _ = slab.state  # raises
+
+    def offload(self) -> int:
+        """Copy what has changed to the host and let all of it go, slab by slab; return the bytes that crossed.
+
+        The GPU may be behind when it returns: memory is free on the engine's training stream.
+        """
+        before = self.engine.traffic.out
+        unchanged = self._unchanged()
+        self._digests.clear()  # until it is back: an attached engine may copy out anew
+        leaving: list[Slab] = []
+        for slab in self._slabs:
+            if slab in unchanged:
+                slab.release_unchanged()
+            elif slab.exists():
+                slab.offload()
+                leaving.append(slab)
+                if len(leaving) == MOST_IN_TRANSIT:  # what is packed for it needs memory beside the slab
+                    leaving.pop(0).release()
+        for slab in leaving:
+            slab.release()
+        return self.engine.traffic.out - before
+
+    def reload(self) -> int:
+        """Bring all of it back; return the bytes that crossed.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for all; the rest is still away, and it may be called again.
+            RuntimeError: as `Engine.require_writable`.
+        """
+        before = self.engine.traffic.back
+        self.engine.require_writable()
+        self._take_digests()
+        if self.is_owner:
+            for leaf in self.optimizers:
+                vars(leaf).pop(ATTACHED, None)  # of `attach`
+        return self.engine.traffic.back - before
+
+    def attach(self) -> None:
+        """Have installed patches serve what reads or steps the optimizer by an engine of its own, until `reload`."""
+        for source in self.sources if self.is_owner else ():
+            setattr(source.optimizer, ATTACHED, Attachment(self.engine, source))
+
+    # What has not changed is not copied again.
+
+    def _known(self) -> list[Slab]:
+        """Return the slabs on the GPU of which the host's copy may be what they are."""
+        if not (self.is_owner and self.engine.schedule.transfers.keeps_host_copies):
+            return []  # steps by parts copy too
+        return [
+            slab
+            for slab in self._slabs
+            if slab.state is Residency.RESIDENT
+            and slab.codec.family is None
+            and slab.gpu_bytes
+            and all((tensor := state.read()) is not None and slab.holds(tensor) for state in slab.states)
+        ]
+
+    def _sums(self, slabs: Sequence[Slab]) -> dict[Slab, int]:
+        tensors = [slab.gpu for slab in slabs if slab.gpu is not None]
+        if not tensors:
+            return {}
+        digester = Digester(tensors[0].device, max(tensor.numel() for tensor in tensors))
+        return dict(zip(slabs, digester.of(tensors).tolist(), strict=True))
+
+    def _take_digests(self) -> None:
+        self._digests = self._sums(self._known())
+
+    def _unchanged(self) -> set[Slab]:
+        known = [slab for slab in self._known() if slab in self._digests]
+        return {slab for slab, digest in self._sums(known).items() if digest == self._digests[slab]}
+
+    # Weights that masters tell.
+
+    def rounded_masters(self) -> list[tuple[MegatronSource, torch.Tensor, WeightShard]]:
+        """Return each master of this rank that leaves whole, its source, and the weights that it is rounded to."""
+        if self.reads_weights:
+            return []
+        return [(source, *pair) for source in self.sources for pair in source.rounded_masters()]
+
+    def round_again(self, source: MegatronSource, masters: Sequence[torch.Tensor]) -> int:
+        """Write the weights that some masters of a source are rounded to; return the bytes that crossed.
+
+        Of masters that are away each slab comes by itself and goes at once: nothing has written it.
+        """
+        before = self.engine.traffic.back + self.engine.traffic.out
+        wanted = {id(master) for master in masters}
+        for slab in self._slabs:
+            of_slab = [m for state in slab.states if (m := state.read()) is not None and id(m) in wanted]
+            if not of_slab or slab.state is Residency.RESIDENT:
+                continue
+            wanted -= {id(master) for master in of_slab}
+            slab.require_readable()
+            source.round_again(of_slab)
+            if self.engine.schedule.transfers.keeps_host_copies:
+                slab.release_unchanged()
+            else:
+                slab.offload()
+                slab.release()
+        source.round_again([master for master in masters if id(master) in wanted])
+        return self.engine.traffic.back + self.engine.traffic.out - before
+
+    def close(self) -> None:
+        """Make the states resident, and let go of an engine of its own.
+
+        Raises:
+            RuntimeError: as `Engine.close`.
+        """
+        if self.is_owner:
+            self.engine.close()
+            for leaf in self.optimizers:
+                vars(leaf).pop(STATES, None)
+
+
+def _on_this_rank[T](act: Callable[[], T]) -> T:
+    return act()
+
+
+def distributed_optimizers(optimizer: Any) -> list[Any]:
+    """Return mcore's DistributedOptimizers with states under an optimizer; stubs are skipped.
+
+    Raises:
+        ValueError: there is another kind of optimizer among them.
+    """
+    found = []
+    for leaf in leaves(optimizer):
+        if getattr(leaf, "is_stub_optimizer", False):
+            continue
+        if why := refusal_of(leaf):
+            inner = type(getattr(leaf, "optimizer", None)).__name__
+            raise ValueError(
+                f"Residency cannot offload the state of a {type(leaf).__name__} over a {inner}: {why}, or pass "
+                "optimizer=None to move parameters and gradients alone"
+            )
+        found.append(leaf)
+    return found
+
+
+def refusal_of(leaf: Any) -> str:
+    """Return why the states of an optimizer cannot be moved, and what to change; empty where they can be."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    inner = getattr(leaf, "optimizer", None)
+    if not isinstance(leaf, DistributedOptimizer):
+        return "set optimizer.use_distributed_optimizer=True"
+    if getattr(leaf.ddp_config, "use_megatron_fsdp", False):
+        return "Megatron-FSDP manages its states itself: set ddp.use_megatron_fsdp=False"
+    if type(inner).__name__ == "HybridDeviceOptimizer":
+        return "it keeps states on the CPU already: set optimizer.optimizer_cpu_offload=False"
+    if getattr(inner, "capturable", False) or getattr(leaf.config, "optimizer_cuda_graph", False):
+        return "its CUDA graph has the states' addresses baked in: set optimizer.optimizer_cuda_graph=False"
+    if getattr(leaf.config, "optimizer", "adam") != "adam":
+        return f"optimizer.optimizer={leaf.config.optimizer!r}: set optimizer.optimizer='adam'"
+    return ""
+
+
+def _attached_engine(optimizers: Sequence[Any], config: OffloadConfig | None) -> NativeEngine | None:
+    """Return the engine that is attached to the optimizers of this rank, if one is.
+
+    Raises:
+        ValueError: it is of another kind, or there are several, or settings do not reach it, or it is yet to come.
+    """
+    engines = {id(to.engine): to.engine for leaf in optimizers if (to := attachment_of(leaf)) is not None}
+    if not engines:
+        for leaf in optimizers:
+            if STATES in vars(leaf):
+                raise ValueError(
+                    "the optimizer has a Residency already, or mcore's offload_to_cpu has moved it: make one "
+                    "Residency, before the first sleep, and close() it before the next"
+                )
+            if getattr(leaf.config, "offload_optimizer_states", False):
+                raise ValueError(
+                    "optimizer.offload_optimizer_states=True, but no engine is attached to the optimizer yet: call "
+                    "bridge_fgo.install() before Bridge's setup and make Residency after it, or leave the flag unset"
+                )
+        return None
+    if len(engines) > 1 or any(attachment_of(leaf) is None for leaf in optimizers):
+        raise ValueError("the optimizers under one Residency have several engines: make one Residency for each")
+    (engine,) = engines.values()
+    if not isinstance(engine, NativeEngine):
+        raise ValueError(
+            f"Residency cannot offload optimizer state that engine {engine.name!r} moves: use "
+            "OffloadConfig(engine='native')"
+        )
+    if config is not None:
+        raise ValueError(
+            f"Residency(config={config!r}): the engine that is attached to the optimizer has settings of its own; "
+            "leave config out, and give the settings to bridge_fgo.install"
+        )
+    return engine

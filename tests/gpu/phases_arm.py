@@ -1,0 +1,231 @@
+"""One arm of the phases' tests: a GPT by mcore's own DDP and DistributedOptimizer, which sleeps between steps or not.
+
+    python tests/gpu/phases_arm.py --sleep packed
+
+Prints one JSON object. Without a GPU the model is a tiny one, on the CPU: that the arm runs is all that this shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from typing import Any
+
+CYCLES = 3
+LINK_BYTES = 2**31
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Returns the options."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sleep", choices=("never", "whole", "packed"), default="never", help="how masters leave")
+    parser.add_argument("--precision-aware", action="store_true")
+    parser.add_argument("--experts", type=int)
+    parser.add_argument("--layers", type=int, default=28, help="28: 1.6 billion parameters")
+    parser.add_argument("--steps", type=int, default=6)
+    return parser.parse_args(arguments)
+
+
+class Trainer:
+    """The model, its optimizer and its data."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+
+        self.is_cuda = torch.cuda.is_available()
+        if not self.is_cuda:
+            from bridge_fgo.standins.cuda import install_standins
+
+            install_standins()
+        else:
+            from bridge_fgo.harness.process_setup import make_deterministic
+
+            make_deterministic()
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.enums import AttnBackend
+        from megatron.core.transformer.module import Float16Module
+
+        store: Any = torch.distributed.HashStore()  # type: ignore[reportPrivateImportUsage]
+        backend = "nccl" if self.is_cuda else "gloo"
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        torch.manual_seed(1)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        hidden, heads = (2048, 16) if self.is_cuda else (64, 4)
+        self.vocab, self.shape = (50304, (2, 1024)) if self.is_cuda else (64, (2, 16))
+        experts: dict[str, Any] = {}
+        if options.experts:
+            experts = {"num_moe_experts": options.experts, "moe_router_topk": 2, "moe_ffn_hidden_size": hidden}
+        config = TransformerConfig(
+            num_layers=options.layers if self.is_cuda else 2,
+            hidden_size=hidden,
+            ffn_hidden_size=4 * hidden,
+            num_attention_heads=heads,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            pipeline_dtype=torch.bfloat16,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            add_bias_linear=False,
+            attention_backend=AttnBackend.unfused,
+            deterministic_mode=self.is_cuda,
+            gradient_accumulation_fusion=False,
+            masked_softmax_fusion=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            apply_rope_fusion=False,
+            persist_layer_norm=False,
+            cross_entropy_loss_fusion=False,
+            use_cpu_initialization=not self.is_cuda,
+            **experts,
+        )
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=self.is_cuda)
+        model = GPTModel(config, spec, self.vocab, self.shape[1], position_embedding_type="rope")
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        self.ddp = DistributedDataParallel(config, ddp_config, Float16Module(config, model.cuda()))
+        settings = OptimizerConfig(
+            optimizer="adam", lr=3e-4, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True,
+            use_precision_aware_optimizer=options.precision_aware,
+        )  # fmt: skip
+        self.optimizer = get_megatron_optimizer(settings, [self.ddp])
+        self.device = next(self.ddp.parameters()).device
+        self.parameters = sum(parameter.numel() for parameter in self.ddp.parameters())
+
+    def step(self, number: int) -> float:
+        """Runs a training step of two microbatches, and returns the sum of their losses."""
+        import torch
+        from megatron.core.distributed import finalize_model_grads
+
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        total = 0.0
+        for microbatch in range(2):
+            generator = torch.Generator().manual_seed(100 * number + microbatch)
+            rows, length = self.shape
+            row = torch.randint(self.vocab, (rows, length + 1), generator=generator).to(self.device)
+            positions = torch.arange(length, device=self.device).expand(rows, length)
+            square = torch.ones(length, length, dtype=torch.bool, device=self.device)
+            mask = None if self.is_cuda else square.triu(1)[None, None]
+            loss = self.ddp(row[:, :-1], positions, mask, labels=row[:, 1:]).float().mean()
+            loss.backward()
+            total += float(loss)
+        finalize_model_grads([self.ddp])
+        self.optimizer.step()
+        return total
+
+    def sums(self) -> dict[str, int]:
+        """Returns sums over the bits of all weights, and of all masters and moments; by no code of the package's."""
+        weights = [parameter.data for parameter in self.ddp.parameters()]
+        inner = self.optimizer.chained_optimizers[0].optimizer
+        states = [tensor for state in inner.state.values() for tensor in state.values()]
+        masters = [param for group in inner.param_groups for param in group["params"]]
+        return {"params": sum_of(weights), "masters": sum_of(masters), "moments": sum_of(states)}
+
+
+def sum_of(tensors: list[Any]) -> int:
+    """Returns a sum over the bits of tensors, each element weighted by its place."""
+    import torch
+
+    total = 0
+    for tensor in (t for t in tensors if isinstance(t, torch.Tensor) and t.dim()):
+        whole = torch.int16 if tensor.element_size() == 2 else torch.int32
+        for chunk in tensor.detach().reshape(-1).view(whole).split(2**24):
+            places = torch.arange(chunk.numel(), device=chunk.device) % 65521 + 1
+            total = (total * 31 + int((chunk.long() * places).sum())) % 2**61
+    return total
+
+
+def link() -> dict[str, float]:
+    """Returns the speed of pinned copies in bytes a second, out and back."""
+    import torch
+
+    gpu = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
+    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    speeds = {}
+    for name, target, source in (("out", host, gpu), ("back", gpu, host)):
+        for _ in range(2):  # the first warms up
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            speeds[name] = LINK_BYTES / (time.perf_counter() - began)
+    return speeds
+
+
+def memory() -> dict[str, int]:
+    """Returns what PyTorch has allocated, and what the driver has free, in bytes."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"allocated": 0, "reserved": 0, "free": 0}
+    free, _ = torch.cuda.mem_get_info()
+    return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved(), "free": free}
+
+
+def spoil() -> None:
+    """Writes NaNs over most of what the driver has free, and gives it back: what was not brought back is not there."""
+    import torch
+
+    if torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info()
+        torch.full((free * 9 // 10,), 0xFF, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+PHASES = (
+    ("offload", ("grads",)),
+    ("offload", ("params",)),
+    ("offload", ("optimizer",)),
+    ("reload", ("params",)),
+    ("offload", ("params",)),
+    ("reload", ("optimizer",)),
+    ("reload", ("params",)),
+    ("reload", ("grads",)),
+    ("offload", ()),
+    ("reload", ("params",)),
+    ("offload", ("params",)),
+    ("reload", ()),
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the arm."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    options = parse(arguments)
+    trainer = Trainer(options)
+    import bridge_fgo
+
+    result: dict[str, Any] = {"parameters": trainer.parameters, "losses": [], "sums": [], "phases": []}
+    res = None
+    for number in range(options.steps):
+        result["losses"].append(trainer.step(number))
+        result["sums"].append(trainer.sums())
+        if options.sleep == "never":
+            continue
+        if res is None:
+            if trainer.is_cuda:
+                result["link"] = link()
+            config = bridge_fgo.OffloadConfig(engine="native", master_remainders=options.sleep == "packed")
+            res = bridge_fgo.Residency(trainer.ddp, trainer.optimizer, config)
+            result["pinned"] = [res.pinned_bytes]
+        for verb, what in PHASES if number < CYCLES else (("offload", ()), ("reload", ())):
+            before = memory()
+            moved = getattr(res, verb)(*what)
+            figures = {"step": number, "verb": verb, "what": what, "away": sorted(res.away), "before": before}
+            result["phases"].append({**figures, "after": memory(), **vars(moved)})
+            if len(res.away) == 3:
+                spoil()
+        result["pinned"].append(res.pinned_bytes)
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""Puts this folder on the path, for the training that its tests share."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from sleeping import poisoned  # noqa: F401

@@ -1,0 +1,133 @@
+"""mcore's six methods of sleep and wake, which RL frameworks call, with the package installed and no flag set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sleeping import numbers, options, residency, resident, weights_bytes
+
+import bridge_fgo
+from bridge_fgo.core.storage_slab import StorageSlab
+from bridge_fgo.engines.attachment import attachment_of
+from bridge_fgo.harness.cpu_training import CpuTraining
+from bridge_fgo.phases.states import STATES
+
+pytestmark = [
+    pytest.mark.usefixtures("cpu_standins"),
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.usefixtures("installed"),
+]
+
+
+def buffers(training):
+    return [b for ddp in training.model for b in ddp.buffers + ddp.expert_parallel_buffers]
+
+
+def live(training):
+    """Return the bytes of weights, gradients, and states that are there."""
+    found = (sum(getattr(b, name).untyped_storage().nbytes() for b in buffers(training)) for name in DATA)
+    return *found, training.live_state_bytes()
+
+
+DATA = ("param_data", "grad_data")
+
+
+@pytest.mark.parametrize("changes", [{}, {"experts": True}, {"precision": "fp32_params"}])
+def test_training_that_sleeps_by_mcores_own_verbs_is_bitwise_a_resident_one(changes):
+    with CpuTraining(options(**changes)) as training:
+        seen = []
+        for _ in range(4):
+            seen.append(numbers(training.step()))
+            for ddp in training.model:
+                ddp.offload_grad_buffers()
+            for buffer in buffers(training):
+                buffer.offload_to_cpu(move_grads=False)
+                buffer.offload_to_cpu()
+            training.optimizer.offload_to_cpu()
+            training.optimizer.offload_to_cpu()
+            assert live(training) == (0, 0, 0)
+            for buffer in buffers(training):
+                buffer.reload_from_cpu(True, False)
+            for ddp in training.model:
+                ddp.restore_grad_buffers()
+            training.optimizer.restore_from_cpu()
+            assert min(live(training)) > 0
+            assert not any(buffer.grad_data.any() for buffer in buffers(training))
+        digests = training.digests()
+    expected = resident(6, **changes)
+    assert seen == [each for each, _ in expected[:4]] and digests == expected[3][1]
+
+
+def test_parameters_keep_their_storage_and_unchanged_ones_are_not_copied_again(monkeypatch):
+    copied = []
+    copy_out = StorageSlab.copy_out
+    monkeypatch.setattr(StorageSlab, "copy_out", lambda slab: copied.append(copy_out(slab)) or copied[-1])
+    with CpuTraining(options()) as training:
+        training.step()
+        weights = list(training.model[0].parameters())
+        before = [(p, p.untyped_storage()._cdata) for p in weights]
+        for _ in range(3):
+            buffers(training)[0].offload_to_cpu()
+            buffers(training)[0].reload_from_cpu()
+        assert copied == [weights_bytes(training)]
+        assert [(p, p.untyped_storage()._cdata) for p in weights] == before
+
+
+def test_a_step_and_a_save_find_states_that_mcores_verb_has_sent_away():
+    with CpuTraining(options()) as training:
+        seen = [numbers(training.step())]
+        training.optimizer.offload_to_cpu()
+        (leaf,) = training.optimizer.chained_optimizers
+        assert attachment_of(leaf) is not None
+        assert leaf.state_dict()["optimizer"]
+        training.optimizer.offload_to_cpu()
+        seen.append(numbers(training.step()))
+        training.optimizer.restore_from_cpu()
+        assert attachment_of(leaf) is None
+        seen.append(numbers(training.step()))
+        digests = training.digests()
+    expected = resident(6)
+    assert seen == [each for each, _ in expected[:3]] and digests == expected[2][1]
+
+
+def test_restore_without_offload_changes_nothing_and_an_uninstall_in_between_loses_no_weight():
+    with CpuTraining(options()) as training:
+        training.step()
+        before = [p.detach().clone() for p in training.model[0].parameters()]
+        training.optimizer.restore_from_cpu()
+        buffers(training)[0].reload_from_cpu()
+        assert STATES not in vars(training.optimizer.chained_optimizers[0])
+        buffers(training)[0].offload_to_cpu()
+        original = type(buffers(training)[0]).reload_from_cpu.__wrapped__
+        original(buffers(training)[0])  # mcore's own
+        assert all(torch.equal(p, was) for p, was in zip(training.model[0].parameters(), before, strict=True))
+
+
+def test_a_residency_and_mcores_verbs_share_one_engine():
+    with CpuTraining(options()) as training:
+        training.step()
+        res = residency(training)
+        states = vars(training.optimizer.chained_optimizers[0])[STATES]
+        assert states is res._states
+        training.optimizer.offload_to_cpu()
+        assert res.away == {"optimizer"}
+        res.reload()
+        with pytest.raises(ValueError, match="has a Residency already"):
+            residency(training)
+        buffers(training)[0].offload_to_cpu()
+        with pytest.raises(RuntimeError, match="by something else"):
+            res.reload("params")
+        with pytest.raises(ValueError, match="whose memory is away"):
+            bridge_fgo.Residency(training.model)
+        buffers(training)[0].reload_from_cpu()
+        res.close()
+        assert STATES not in vars(training.optimizer.chained_optimizers[0])
+
+
+def test_refusals_name_the_buffer(monkeypatch):
+    with CpuTraining(options()) as training:
+        (buffer,) = buffers(training)
+        monkeypatch.setattr(buffer, "nccl_ub", True)
+        with pytest.raises(ValueError, match=r"ddp\.nccl_ub=True"):
+            buffer.offload_to_cpu()
+        assert live(training)[0] > 0

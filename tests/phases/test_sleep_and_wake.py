@@ -1,0 +1,365 @@
+"""Parameters, gradients and optimizer state leave and return apart, and training is bitwise that of a resident run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sleeping import KINDS, numbers, options, poison, residency, resident, weights_bytes
+
+import bridge_fgo
+from bridge_fgo.core.storage_slab import StorageSlab
+from bridge_fgo.harness.cpu_training import CpuTraining
+
+pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.usefixtures("poisoned")]
+
+SCENARIOS = {
+    "dense": {},
+    "experts": {"experts": True},
+    "native_fp32_parameters": {"precision": "fp32_params"},
+    "most_parameters_frozen": {"frozen": True},
+    "fp16_with_skipped_steps": {"precision": "fp16"},
+    "two_chunks_with_collectives_in_flight": {"chunks": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
+}
+KIND_SETS = st.sets(st.sampled_from(KINDS), min_size=1).map(sorted)
+MOVES = st.one_of(
+    st.tuples(st.just("offload"), KIND_SETS),
+    st.tuples(st.just("reload"), KIND_SETS),
+    st.tuples(st.just("keep"), KIND_SETS),
+    st.just(("step", [])),
+)
+
+
+def assert_as_resident(training, seen, changes):
+    expected = resident(6, **changes)
+    assert seen == [each for each, _ in expected[: len(seen)]]
+    if seen:
+        assert training.digests() == expected[len(seen) - 1][1]
+
+
+def gone(res):
+    """Return the kinds whose memory is empty, by the storages themselves."""
+    found = set()
+    if all(not slab.storage.nbytes() for slab in res._model.weight_slabs):
+        found.add("params")
+    if all(not slab.storage.nbytes() for slab in res._model.gradient_slabs):
+        found.add("grads")
+    if res._states is not None and res._states.live_bytes() == 0:
+        found.add("optimizer")
+    return found
+
+
+@pytest.mark.parametrize("changes", SCENARIOS.values(), ids=SCENARIOS)
+def test_training_that_sleeps_after_each_step_is_bitwise_a_resident_one(changes):
+    with CpuTraining(options(**changes)) as training:
+        res, seen = residency(training), []
+        for number in range(4):
+            seen.append(numbers(training.step()))
+            res.offload()
+            assert gone(res) == set(KINDS) == res.away
+            if number % 2:
+                res.reload("params")
+                res.offload("params")
+            res.reload()
+            assert gone(res) == set() == res.away
+    assert_as_resident(training, seen, changes)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(moves=st.lists(MOVES, max_size=14), mid=KIND_SETS, debug=st.booleans())
+def test_any_order_of_sleeps_wakes_and_steps_is_bitwise_a_resident_run(moves, mid, debug):
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        poison(patch)
+        if debug:
+            patch.setenv("BRIDGE_FGO_DEBUG", "1")
+        training = stack.enter_context(CpuTraining(options()))
+        res, seen = residency(training), []
+        step = training.optimizer.step
+
+        def sleep_first():  # between the backward and the update
+            res.offload(*mid, grads="keep")
+            assert gone(res) == set(mid)
+            res.reload()
+            return step()
+
+        patch.setattr(training.optimizer, "step", sleep_first)
+        for verb, kinds in moves:
+            if verb == "step":
+                res.reload()
+                seen.append(numbers(training.step()))
+            elif verb == "reload":
+                before = res.away
+                res.reload(*kinds)
+                assert res.away == before - set(kinds)
+            else:
+                before = res.away
+                res.offload(*kinds, grads="keep" if verb == "keep" else "drop")
+                assert gone(res) >= before | set(kinds) == res.away
+            if len(seen) == 6:
+                break
+        res.reload()
+        res.close()
+    assert_as_resident(training, seen, {})
+
+
+def test_parameters_and_buffers_are_the_same_objects_after_a_wake():
+    with CpuTraining(options()) as training:
+        training.step()
+        res = residency(training)
+        (ddp,) = training.model
+        views = [t for p in ddp.parameters() for t in (p, p.main_grad)]
+        views += [t for b in ddp.buffers for bucket in b.buckets for t in (bucket.param_data, bucket.grad_data)]
+        storages = [t.untyped_storage()._cdata for t in views]
+        before = [t.detach().clone() for t in ddp.parameters()]
+        res.offload()
+        assert all(t.untyped_storage().nbytes() == 0 for t in views)
+        res.reload()
+        again = [t for p in ddp.parameters() for t in (p, p.main_grad)]
+        again += [t for b in ddp.buffers for bucket in b.buckets for t in (bucket.param_data, bucket.grad_data)]
+        assert all(one is other for one, other in zip(views, again, strict=True))
+        assert [t.untyped_storage()._cdata for t in again] == storages
+        assert all(torch.equal(one, other) for one, other in zip(before, ddp.parameters(), strict=True))
+        assert not any(p.main_grad.any() for p in ddp.parameters())
+
+
+def test_gradients_cross_no_link_and_unchanged_memory_crosses_once():
+    with CpuTraining(options()) as training:
+        training.step()
+        res = residency(training)
+        out = res.offload()
+        states = 6 * weights_bytes(training)
+        assert out.copied_by_kind == {"optimizer": states, "params": 0}  # rounded from the masters
+        assert out.copied == states and out.freed == states * 9 // 6
+        assert res.reload().copied_by_kind == {"optimizer": states, "params": 0, "grads": 0}
+        assert res.offload().copied == 0
+        assert res.offload().seconds == 0  # away already
+        res.reload()
+        training.step()
+        assert res.offload("optimizer").copied == states
+
+
+def test_from_the_second_wake_of_parameters_alone_on_they_cross_in_16_bits():
+    with CpuTraining(options()) as training:
+        res, nbytes = residency(training), weights_bytes(training)
+        copied = []
+        for _ in range(3):
+            training.step()
+            out = res.offload()
+            copied.append((out.copied_by_kind["params"], res.reload("params").copied, res.offload("params").copied))
+            res.reload()
+        assert copied[0] == (0, 2 * nbytes, nbytes)  # whole masters came, one slab at a time
+        assert copied[1] == copied[2] == (nbytes, nbytes, 0)
+
+
+def test_weights_that_were_changed_by_hand_are_copied_and_not_rounded_from_masters():
+    with CpuTraining(options()) as training:
+        training.step()
+        res = residency(training)
+        weight = next(training.model[0].parameters())
+        with torch.no_grad():
+            weight.view(-1)[3] = 123.0
+        before = weight.detach().clone()
+        assert res.offload().copied_by_kind["params"] == weights_bytes(training)
+        res.reload()
+        assert torch.equal(weight, before)
+
+
+def test_weights_that_are_changed_while_their_masters_are_away_come_back_changed():
+    with CpuTraining(options()) as training:
+        training.step()
+        res = residency(training)
+        weight = next(training.model[0].parameters())
+        res.offload("optimizer")
+        assert res.offload("params").copied == 0  # as they were when the masters left
+        res.reload("params")
+        for value in (123.0, 45.0):
+            with torch.no_grad():
+                weight.view(-1)[3] = value
+            res.offload("params")
+            res.reload("params")
+            assert weight.view(-1)[3] == value
+        res.offload("params")
+        res.reload("optimizer")
+        res.reload("params")
+        assert weight.view(-1)[3] == 45.0
+
+
+def test_gradients_of_a_backward_are_not_dropped_and_nothing_moves():
+    with CpuTraining(options()) as training:
+        res, refused = residency(training), []
+        step = training.optimizer.step
+
+        def sleep_first():
+            with pytest.raises(RuntimeError, match="grads='keep'") as error:
+                res.offload()
+            assert gone(res) == set() == res.away
+            refused.append(error)
+            return step()
+
+        training.optimizer.step = sleep_first
+        seen = [numbers(training.step())]
+        assert refused and not res._model.has_backward
+        res.offload("grads")  # the update is over
+        res.reload()
+        seen.append(numbers(training.step()))
+    assert_as_resident(training, seen, {})
+
+
+def test_zeroed_gradients_may_be_dropped():
+    with CpuTraining(options()) as training:
+        res = residency(training)
+        res._model.backwards[0].is_pending = True
+        training.model[0].zero_grad_buffer()
+        res.offload("grads")
+        assert gone(res) >= {"grads"}
+
+
+def test_fp32_gradients_of_shards_go_with_their_buffer():
+    with CpuTraining(options()) as training:
+        training.step()
+        res = residency(training)
+        (group, *_) = training.optimizer.chained_optimizers[0].optimizer.param_groups
+        param = group["params"][0]
+        param.grad = torch.ones_like(param)
+        res.reload()
+        assert res.offload("grads").freed == sum(s.nbytes for s in res._model.gradient_slabs) + param.nbytes
+        assert param.grad is None
+
+
+def test_memory_that_is_gone_is_not_read_but_raises():
+    with CpuTraining(options()) as training:
+        training.step()
+        res = residency(training)
+        (ddp,) = training.model
+        (leaf,) = training.optimizer.chained_optimizers
+        res.offload()
+        for use, kind in (
+            (lambda: ddp(None), "params"),
+            (lambda: ddp.module(None), "params"),
+            (lambda: ddp.state_dict(), "params"),
+            (lambda: ddp.zero_grad_buffer(), "grads"),
+            (lambda: training.optimizer.step(), "params"),
+            (lambda: leaf.state_dict(), "optimizer"),
+            (lambda: leaf.load_state_dict({}), "optimizer"),
+        ):
+            with pytest.raises(RuntimeError, match=rf"call reload\('{kind}'\) first"):
+                use()
+        res.reload("params")
+        with pytest.raises(RuntimeError, match=r"reload\('grads'\)"):
+            ddp(None)
+        res.close()
+        assert "step" not in vars(training.optimizer) and "state_dict" not in vars(ddp)
+        training.step()
+
+
+def test_a_copy_of_a_guarded_model_is_not_guarded_and_is_its_own():
+    with CpuTraining(options()) as training:
+        model = torch.nn.Linear(3, 2)
+        res = bridge_fgo.Residency([training.model[0], model])
+        twin = copy.deepcopy(model)
+        twin.weight.data.zero_()
+        assert not twin.state_dict()["weight"].any()
+        assert model.state_dict()["weight"].any()
+        res.close()
+
+
+def test_contexts_put_everything_back_also_after_an_error():
+    with CpuTraining(options()) as training:
+        seen = [numbers(training.step())]
+        res = residency(training)
+        res.offload("grads")
+        with res.only("params") as moved:
+            assert res.away == {"grads", "optimizer"} and moved.copied_by_kind["optimizer"]
+            with res.asleep():
+                assert res.away == set(KINDS)
+            assert res.away == {"grads", "optimizer"}
+        assert res.away == {"grads"}
+        with pytest.raises(ZeroDivisionError), res.only("grads"):
+            assert res.away == {"params", "optimizer"}
+            _ = 1 / 0
+        assert res.away == {"grads"}
+        res.reload()
+        seen.append(numbers(training.step()))
+    assert_as_resident(training, seen, {})
+
+
+def test_a_model_without_ddp_leaves_and_returns_and_is_copied_once():
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50, bias=False))
+    model[1].weight = model[0].weight  # tied
+    model.append(torch.nn.Linear(50, 3).requires_grad_(False))
+    before = [p.detach().clone() for p in model.parameters()]
+    res = bridge_fgo.Residency(model)
+    nbytes = sum(p.nbytes for p in before)
+    assert res.offload("params").copied == nbytes
+    assert [p.untyped_storage().nbytes() for p in model.parameters()] == [0, 0, 0]
+    with pytest.raises(RuntimeError, match=r"reload\('params'\)"):
+        model(torch.zeros(1, dtype=torch.long))
+    assert res.reload().copied == nbytes
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+    assert res.offload().copied == 0
+    with pytest.raises(ValueError, match="optimizer=None"):
+        res.offload("optimizer")
+    res.close()
+    model(torch.zeros(1, dtype=torch.long))
+
+
+@pytest.mark.parametrize("kind", ["params", "grads"])
+def test_a_wake_that_finds_no_memory_leaves_it_away_and_may_be_tried_again(monkeypatch, kind):
+    changes = {"experts": True}  # several buffers
+    with CpuTraining(options(**changes)) as training:
+        seen = [numbers(training.step())]
+        res = residency(training)
+        res.offload(grads="keep")
+        fill, calls = StorageSlab.fill, []
+
+        def full(slab, zeroed=False):
+            calls.append(slab)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("none left")
+            return fill(slab, zeroed)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StorageSlab, "fill", full)
+            with pytest.raises(torch.OutOfMemoryError):
+                res.reload(kind)
+        assert gone(res) == set(KINDS) == res.away
+        res.reload()
+        seen.append(numbers(training.step()))
+    assert_as_resident(training, seen, changes)
+
+
+def test_collectives_in_flight_are_waited_for_and_their_handles_stay():
+    with CpuTraining(options(overlap_grad_reduce=True, overlap_param_gather=True)) as training:
+        training.step()
+        res = residency(training)
+        group = training.model[0].bucket_groups[0]
+        waited = []
+
+        class Handle:
+            def wait(self):
+                waited.append(gone(res))
+
+        before, group.param_gather_handle = group.param_gather_handle, Handle()
+        res.offload("params")
+        assert waited == [set()] and isinstance(group.param_gather_handle, Handle)
+        group.param_gather_handle = before
+        res.close()
+
+
+def test_words_that_are_none_are_refused_before_anything_moves():
+    with CpuTraining(options()) as training:
+        res = residency(training)
+        for call, match in (
+            (lambda: res.offload("params", "gradients"), "gradients"),
+            (lambda: res.reload("weights"), "weights"),
+            (lambda: res.offload(grads="copy"), "grads='copy'"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                call()
+        assert gone(res) == set()
+        res.close()
