@@ -389,7 +389,7 @@ def test_an_uninstall_in_a_pass_that_is_run_again_is_bitwise_equal():
 
 
 def test_the_norm_of_one_model_leaves_the_masters_of_another_where_they_are():
-    from bridge_fgo.wiring import wrappers
+    from bridge_fgo.wiring import state_wrappers
 
     with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
         for _ in range(2):
@@ -400,8 +400,8 @@ def test_the_norm_of_one_model_leaves_the_masters_of_another_where_they_are():
         other = [torch.nn.Linear(2, 2)]
         assert session.trains(training.model) and not session.trains(other)
         another = mock.Mock(**{"trains.side_effect": lambda chunks: chunks is other})
-        with mock.patch.object(wrappers, "all_sessions", lambda: [session, another]):
-            wrappers.reads_all_masters(lambda model: None, None, (other,), {})
+        with mock.patch.object(state_wrappers, "all_sessions", lambda: [session, another]):
+            state_wrappers.reads_all_masters(lambda model: None, None, (other,), {})
         another.engine.require_readable.assert_called_once_with(masters_only=True)
         assert residencies(session) == released
 

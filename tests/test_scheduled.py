@@ -12,7 +12,7 @@ from bridge_fgo import figures
 from bridge_fgo.core import policy
 from bridge_fgo.harness.cpu_model import CpuOptions
 from bridge_fgo.harness.cpu_training import CpuTraining, run
-from bridge_fgo.wiring import session, wrappers
+from bridge_fgo.wiring import session, state_wrappers
 from bridge_fgo.wiring.session import SESSION
 
 STEPS = 8
@@ -129,7 +129,7 @@ def test_readers_between_steps_find_masters_that_are_on_the_host(bridge_train):
             return sum(float(p.main_param.norm()) for p in parameters)
 
         assert hasattr(bridge_train.calc_params_l2_norm, "__wrapped__")
-        read = wrappers.reads_all_masters(norm, None, (training.model,), {})
+        read = state_wrappers.reads_all_masters(norm, None, (training.model,), {})
     assert read > 0
 
 
@@ -137,7 +137,7 @@ def test_an_evaluation_needs_no_more_memory_than_training():
     with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
         training.step()
         assert training.live_state_bytes() > 0  # the last parts have not left yet
-        wrappers.make_room(lambda: None, None, (), {})
+        state_wrappers.make_room(lambda: None, None, (), {})
         assert training.live_state_bytes() == 0
         training.step()
 

@@ -18,9 +18,10 @@ from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.making import make_engine
 from bridge_fgo.engines.ranks import on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
+from bridge_fgo.phases.states import STATES
 from bridge_fgo.sources.megatron import MegatronSource
 from bridge_fgo.sources.source import Source
-from bridge_fgo.wiring.compat import check_flag, choose_engine, flag_is_set, mcore_version
+from bridge_fgo.wiring.compat import FLAG, check_flag, choose_engine, flag_is_set, mcore_version
 from bridge_fgo.wiring.finalize import reload_hook
 from bridge_fgo.wiring.optimizers import eligible, stage_of
 from bridge_fgo.wiring.points import ModelPoints
@@ -237,6 +238,12 @@ def _make_engine(
         refuse_optimizer_config(optimizer_config)
     refuse_full_iteration_graph(model_config)
     leaves = eligible(optimizer)
+    if any(STATES in vars(leaf) for leaf in leaves):
+        raise ValueError(
+            f"optimizer.{FLAG}=True, but a bridge_fgo.Residency or mcore's offload_to_cpu() has moved the states of "
+            "this optimizer before it was attached, by an engine of their own: close() the Residency, or build the "
+            "optimizer anew, and have the states move only when training is set up"
+        )
     # Somebody has put them into another chain since they were built: masters that are away come back first.
     held = {id(to.engine) for leaf in leaves if (to := vars(leaf).get(ATTACHED)) is not None}
     for session in _open_sessions():

@@ -7,7 +7,8 @@ from typing import Any
 
 from bridge_fgo.phases import upstream
 from bridge_fgo.wiring.settings import installed_config
-from bridge_fgo.wiring.wrappers import Args, Kwargs, Wrapped, replaces_states
+from bridge_fgo.wiring.state_wrappers import replaces_states
+from bridge_fgo.wiring.wrappers import Args, Kwargs, Wrapped
 
 
 def moves_states_to_cpu(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge_fgo.wiring import sleep_wrappers, wrappers
+from bridge_fgo.wiring import sleep_wrappers, state_wrappers, wrappers
 from bridge_fgo.wiring.flag_field import FlagFieldPatch
 from bridge_fgo.wiring.patch import FunctionPatch, Patch
 from bridge_fgo.wiring.patched_bridge import StandAsidePatch
@@ -99,19 +99,20 @@ def patches() -> list[Patch]:
             "the last reader of the masters before forward; called in every pass, also where it does nothing",
         ),
         FunctionPatch(
-            TRAIN, "clip_qk", wrappers.clip_qk, (),
+            TRAIN, "clip_qk", state_wrappers.clip_qk, (),
             "writes the masters after the optimizer step, also one that was skipped with a reload in flight",
         ),
         FunctionPatch(
-            TRAIN, "calc_params_l2_norm", wrappers.reads_all_masters, ("model",),
+            TRAIN, "calc_params_l2_norm", state_wrappers.reads_all_masters, ("model",),
             "reads `param.main_param` between steps, when masters may be released",
         ),
         FunctionPatch(
-            "megatron.bridge.training.eval", "evaluate", wrappers.make_room, ("model",),
+            "megatron.bridge.training.eval", "evaluate", state_wrappers.make_room, ("model",),
             "both loops evaluate through it, with states on the GPU that had not left yet",
         ),
         FunctionPatch(
-            "megatron.core.transformer.cuda_graphs", "TECudaGraphHelper.create_cudagraphs", wrappers.make_room, (),
+            "megatron.core.transformer.cuda_graphs", "TECudaGraphHelper.create_cudagraphs",
+            state_wrappers.make_room, (),
             "train() captures layers between two steps, which takes activations' memory; vision's helper inherits it",
             distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
         ),
@@ -136,36 +137,39 @@ def patches() -> list[Patch]:
         ),
     ]  # fmt: skip
     for names, wrapper, parameters, why in (
-        (("step_with_ready_grads",), wrappers.updates_states, (), "the one way to the inner optimizer's step"),
-        (("_copy_main_params_to_model_params",), wrappers.copies_masters, (), "reads what was not copied part by part"),
+        (("step_with_ready_grads",), state_wrappers.updates_states, (), "the one way to the inner optimizer's step"),
+        (
+            ("_copy_main_params_to_model_params",), state_wrappers.copies_masters, (),
+            "reads what was not copied part by part",
+        ),
         (
             ("_copy_main_params_to_param_buffer",),
-            wrappers.reads_masters, (), "reads masters, from wherever it is called",
+            state_wrappers.reads_masters, (), "reads masters, from wherever it is called",
         ),
         (
-            ("sharded_state_dict",), wrappers.saves_states, ("is_loading", "metadata"),
+            ("sharded_state_dict",), state_wrappers.saves_states, ("is_loading", "metadata"),
             "begins a checkpoint, and a load",
         ),
-        (("state_dict",), wrappers.reads_no_states, (), "reads states, also where mcore then drops them"),
+        (("state_dict",), state_wrappers.reads_no_states, (), "reads states, also where mcore then drops them"),
         (
-            ("_get_main_param_and_optimizer_states",), wrappers.hands_out_states, ("model_param",),
+            ("_get_main_param_and_optimizer_states",), state_wrappers.hands_out_states, ("model_param",),
             "the one place where checkpoints of every format get the states from",
         ),
-        (READERS, wrappers.reads_states, (), "reads states, from wherever it is called"),
-        (LOADERS, wrappers.loads_parameters, (), "writes states, from wherever it is called"),
+        (READERS, state_wrappers.reads_states, (), "reads states, from wherever it is called"),
+        (LOADERS, state_wrappers.loads_parameters, (), "writes states, from wherever it is called"),
         (
-            ("load_parameter_state_from_dp_zero_legacy",), wrappers.overwrites_masters, (),
+            ("load_parameter_state_from_dp_zero_legacy",), state_wrappers.overwrites_masters, (),
             "writes states where they are found, and not by parameter",
         ),
         (
-            ("_set_main_param_and_optimizer_states",), wrappers.puts_states, ("model_param", "tensors"),
+            ("_set_main_param_and_optimizer_states",), state_wrappers.puts_states, ("model_param", "tensors"),
             "the one place where checkpoints of every format write the states",
         ),
         (
-            ("_copy_model_params_to_main_params",), wrappers.rewrites_masters, (),
+            ("_copy_model_params_to_main_params",), state_wrappers.rewrites_masters, (),
             "writes every master, from wherever it is called",
         ),
-        (("load_state_dict",), wrappers.loads_state_dict, (), "replaces states, from wherever it is called"),
+        (("load_state_dict",), state_wrappers.loads_state_dict, (), "replaces states, from wherever it is called"),
         (("offload_to_cpu",), sleep_wrappers.moves_states_to_cpu, (), "rebinds parameters, to make room"),
         (("restore_from_cpu",), sleep_wrappers.restores_states, (), "rebinds parameters, as the room is theirs again"),
     ):  # fmt: skip

@@ -7,10 +7,12 @@ import torch
 from sleeping import numbers, options, residency, resident, weights_bytes
 
 import bridge_fgo
+from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.storage_slab import StorageSlab
 from bridge_fgo.engines.attachment import attachment_of
 from bridge_fgo.harness.cpu_training import CpuTraining
 from bridge_fgo.phases.states import STATES
+from bridge_fgo.wiring.session import attach
 
 pytestmark = [
     pytest.mark.usefixtures("cpu_standins"),
@@ -131,3 +133,14 @@ def test_refusals_name_the_buffer(monkeypatch):
         with pytest.raises(ValueError, match=r"ddp\.nccl_ub=True"):
             buffer.offload_to_cpu()
         assert live(training)[0] > 0
+
+
+def test_training_with_the_flag_does_not_attach_to_states_that_a_verb_has_moved_before():
+    with CpuTraining(options()) as training:
+        training.step()
+        before = training.digests()
+        training.optimizer.offload_to_cpu()
+        with pytest.raises(ValueError, match=r"offload_to_cpu\(\) has moved the states.*build the optimizer anew"):
+            attach(training.optimizer, training.model[0].config, OffloadConfig())
+        training.optimizer.restore_from_cpu()
+        assert training.digests() == before

@@ -267,7 +267,7 @@ def test_a_step_that_needed_more_than_the_budget_is_told_of_once(capsys, peak, p
 def test_another_sessions_optimizer_steps_by_its_own_engine_within_a_training_step(
     monkeypatch, bridge_train, installed
 ):
-    from bridge_fgo.wiring import wrappers
+    from bridge_fgo.wiring import state_wrappers
 
     second = Loop(monkeypatch, bridge_train)
     second.step()
@@ -276,7 +276,7 @@ def test_another_sessions_optimizer_steps_by_its_own_engine_within_a_training_st
     forward_backward = first.forward_backward
 
     def trains_the_second_too(**kwargs):
-        wrappers.updates_states(lambda: second.events.append("stepped"), second.leaf, (), {})
+        state_wrappers.updates_states(lambda: second.events.append("stepped"), second.leaf, (), {})
         return forward_backward(**kwargs)
 
     first.forward_backward = trains_the_second_too
