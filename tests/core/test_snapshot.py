@@ -14,7 +14,7 @@ from bridge_fgo.core.transfers import HostTransfers
 from bridge_fgo.engines.attachment import ATTACHED, Attachment
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.sources.megatron import MegatronSource
-from bridge_fgo.wiring import wrappers
+from bridge_fgo.wiring import state_wrappers
 
 SIZES = [300_000, 1000, 500_000, 64, 700_000, 128]
 
@@ -164,10 +164,13 @@ def test_a_checkpoints_state_dict_does_not_have_te_read_states_that_mcore_drops(
         return distributed.optimizer.get_unscaled_state(param, "exp_avg")
 
     with engine.saving(source, copies=True):
-        assert wrappers.reads_no_states(state_dict, distributed, (), {}) is optimizer.optimizer.state[param]["exp_avg"]
+        assert (
+            state_wrappers.reads_no_states(state_dict, distributed, (), {})
+            is optimizer.optimizer.state[param]["exp_avg"]
+        )
     assert "get_unscaled_state" not in vars(distributed.optimizer)
     assert residencies(engine) == {Residency.RELEASED}
-    wrappers.reads_no_states(state_dict, distributed, (), {})
+    state_wrappers.reads_no_states(state_dict, distributed, (), {})
     assert residencies(engine) == {Residency.RESIDENT}
 
 
