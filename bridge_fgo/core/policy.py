@@ -127,7 +127,7 @@ class HoldPolicy:
         self._profiles: list[MemoryProfile] = []
         """The newest used last."""
         self._outdated: list[MemoryProfile] = []
-        """What they said is too little by now: the next pass that is like one of them is measured anew."""
+        """Profiles that steps have exceeded: the next pass that is like one of them is measured anew."""
         self._lost = 0
         self._chosen = False
         self._said = ""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bridge_fgo.engines.attachment import ATTACHED
+from bridge_fgo.engines.attachment import attachment_of
 from bridge_fgo.harness.record import digest, digest_each, joined
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _handed_out(distributed: Any) -> Iterator[Callable[[Any, Read], dict[str, An
 
     It gives a function of a parameter and of what reads its states.
     """
-    to = vars(distributed).get(ATTACHED)
+    to = attachment_of(distributed)
     if to is None:
         yield lambda parameter, read: read()
         return

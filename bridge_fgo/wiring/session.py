@@ -13,7 +13,7 @@ import torch
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.meters import PeakMeter
-from bridge_fgo.engines.attachment import ATTACHED, Attachment
+from bridge_fgo.engines.attachment import ATTACHED, Attachment, attachment_of
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.making import make_engine
 from bridge_fgo.engines.ranks import on_every_rank, pin_on_every_rank
@@ -245,7 +245,7 @@ def _make_engine(
             "optimizer anew, and have the states move only when training is set up"
         )
     # Somebody has put them into another chain since they were built: masters that are away come back first.
-    held = {id(to.engine) for leaf in leaves if (to := vars(leaf).get(ATTACHED)) is not None}
+    held = {id(to.engine) for leaf in leaves if (to := attachment_of(leaf)) is not None}
     for session in _open_sessions():
         if id(session.engine) in held:
             session.close()

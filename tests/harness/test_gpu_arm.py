@@ -85,6 +85,16 @@ def recorder(tmp_path, monkeypatch, stream):
     return gpu_recorder.Recorder(options, PhaseClock(options.steps)), tmp_path / "events"
 
 
+def train_seven_steps(recorder, stream):
+    """Has a recorder see training of seven steps, each of a quarter of a second."""
+    recorder.on_train_start(None)
+    for _ in range(7):
+        recorder.on_train_step_start(CONTEXT)  # waits for the stream: a second
+        stream.now += 0.25
+        recorder.on_train_step_end(CONTEXT)
+    recorder.on_train_end(CONTEXT)
+
+
 def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_ones(recorder, stream, monkeypatch):
     recorder, events = recorder
     profiled, waited = [], []
@@ -186,12 +196,7 @@ def test_the_loop_of_each_rank_is_timed_once_a_step_and_is_in_no_steps_seconds(r
     monkeypatch.setattr("bridge_fgo.harness.gpu_recorder.host_loop_seconds", loop)
     other = [7.0] * 5
     monkeypatch.setattr("bridge_fgo.harness.gpu_recorder.of_ranks", lambda mine: [mine, other])
-    recorder.on_train_start(None)
-    for _ in range(7):
-        recorder.on_train_step_start(CONTEXT)  # waits for the stream: a second
-        stream.now += 0.25
-        recorder.on_train_step_end(CONTEXT)
-    recorder.on_train_end(CONTEXT)
+    train_seven_steps(recorder, stream)
     result = json.loads(events.read_text().splitlines()[-1])
     assert result["host_loop_seconds_of_ranks"] == [[0.125, 0.25, 0.375, 0.5, 0.625], other]
     assert len(timed) == 5, "not in steps that are not measured"
@@ -269,12 +274,7 @@ def test_an_arm_in_turns_waits_before_each_at_rest_and_in_no_steps_seconds(recor
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("give back"))
     monkeypatch.setattr(recorder._clock, "begin_turn", begun.append)
     monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
-    recorder.on_train_start(None)
-    for _ in range(7):
-        recorder.on_train_step_start(CONTEXT)  # waits for the stream: a second
-        stream.now += 0.25
-        recorder.on_train_step_end(CONTEXT)
-    recorder.on_train_end(CONTEXT)
+    train_seven_steps(recorder, stream)
     assert done == ["synchronize", "give back", "wait"] * 3 + ["synchronize"]
     assert begun == [1, 3, 5]
     *steps, result = [json.loads(line) for line in events.read_text().splitlines()][1:]

@@ -42,7 +42,7 @@ class Settings:
     arms: list[str]
     preset: str
     steps: int
-    """Of each arm; in turn it follows from the rounds, see `train_steps`."""
+    """How many steps each arm trains. With `in_turn` the rounds tell instead: see `train_steps`."""
     rounds: int
     gpus: int
     folder: Path
@@ -63,7 +63,7 @@ class Settings:
     """Budget of the `half` arm; None for that of half the saving, by the resident arm's peak."""
     tp: int = 1
     microbatches: int | None = None
-    """Of a step; None for the preset's."""
+    """How many microbatches a step has on each data-parallel rank; None for as many as the preset has."""
 
     @property
     def train_steps(self) -> int:

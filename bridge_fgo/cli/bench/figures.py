@@ -14,13 +14,13 @@ from bridge_fgo.harness.phase_clock import FIRST_COUNTED_STEP
 from bridge_fgo.harness.runner import ArmRun
 
 RAW = ("step_seconds", "between_seconds", "host_loop_seconds_of_ranks", "save_steps")
-"""What of an arm's result tells which steps count and what a save adds: the whole step's seconds, those from the end of
-`train_step()` to the next step, a loop time of each rank, and which steps end with a save."""
+"""Fields of an arm's result that tell which steps count and what a save adds. They are the whole step's seconds, those
+from the end of `train_step()` to the next step, a loop time of each rank, and which steps end with a save."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one arm did. Seconds and bytes of rank 0; S is its optimizer state in bytes.
+    """The measured figures of one arm. Seconds and bytes are rank 0's; S is its optimizer state in bytes.
 
     Step times, added time and E are of the steps that count (`bridge_fgo.cli.bench.steps`); phases, and with them E of
     copies and the floor, are medians over all steps from the seventh on.
@@ -78,9 +78,9 @@ class Row:
     host_loop_seconds_range: tuple[float, ...] = ()
     """The least and the most; () where there are none."""
     save_stall_seconds: float | None = None
-    """What a step with a background save takes beyond one without; see `bridge_fgo.cli.bench.steps`."""
+    """Seconds that a background save adds to the step in which it starts; see `bridge_fgo.cli.bench.steps`."""
     rounds: tuple[dict[str, Any], ...] = ()
-    """What was measured in each round, by step: see `RAW`."""
+    """The raw values of each round, a list with one value a step for each field of `RAW`."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the row as JSON takes it."""

@@ -61,7 +61,7 @@ class InTurn:
         self._turnstile = Turnstile()
         self._processes: dict[str, ArmProcess] = {}
         self.results: dict[str, ArmRun] = {}
-        """What arms have left that came to their end, by name."""
+        """Events and results of the arms that ended well, by name."""
         self.failures: dict[str, ArmFailed] = {}
         """Why the others did not, by name."""
 

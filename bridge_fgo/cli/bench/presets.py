@@ -22,9 +22,10 @@ PRESETS = {
 }
 MICROBATCHES = {"short": 4, "long": 2, "moe": 4, "slabs": 4, "tight": 16}
 RESIDENT = {"tight": ("--recompute", "attention")}
-"""What the resident arm needs to fit, where it does not fit as it is."""
+"""Options that make the resident arm fit the GPU, by preset; a preset that fits without has none."""
 RECOMPUTED = ("--recompute", "full", "--mbs", "4")
-"""What fits without offload wherever anything does, in microbatches as large as the memory that it saves allows."""
+"""Options of the arm that recomputes every layer. That saves the most memory without offload, which larger microbatches
+then use."""
 SLAB_MIB = {"slabs": 4}
 """Size of a slab of this package's engine, in MiB; where there is none, the default."""
 NAMES = ("resident", "recomputed", "native", "whole", "half", "auto", "mcore", "hybrid")
@@ -57,7 +58,7 @@ class BenchArm:
 
     @property
     def file_name(self) -> str:
-        """What the names of its files begin with."""
+        """The arm's name in a form that file names may have."""
         return re.sub(r"[^\w.:=-]+", "_", self.name)
 
 

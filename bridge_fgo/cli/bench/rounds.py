@@ -1,4 +1,4 @@
-"""What arms that train in turn took in each round, side by side, by pure arithmetic on their events.
+"""Step times of arms that train in turn, compared within each round, by pure arithmetic on their events.
 
 Arms of one round train within seconds of each other. So the figure of two arms is the median, over rounds, of the
 difference or the ratio within a round: a host that slows down for some rounds slows both.
