@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import wrapt
 
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.core import copy_queues
 from bridge_fgo.wiring.settings import set_installed_config
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Installation:
         for patch in patches():
             self._waiting.setdefault(patch.module, []).append(patch)
         self._applied: list[tuple[Patch, ModuleType]] = []
+        self.keeps_queues = False
+        """Whether the number of CUDA's queues for copies in the environment is this installation's."""
 
     def __enter__(self) -> Installation:
         self._entered += 1
@@ -106,13 +109,17 @@ class Installation:
         self._applied.clear()
         self._waiting.clear()
         set_installed_config(None)
+        if self.keeps_queues:
+            copy_queues.take_back()
+            self.keeps_queues = False
 
 
 def install(config: OffloadConfig | None = None) -> Installation:
     """Make `cfg.optimizer.offload_optimizer_states = True` work in Megatron-Bridge.
 
-    Works before or after Bridge is imported, and changes nothing in a run that leaves the flag unset.
-    Calling it again returns the same handle; `with install():` takes back its own call only.
+    Works before or after Bridge is imported, and changes nothing in a run that leaves the flag unset but how many
+    queues CUDA gives to copies where `CUDA_DEVICE_MAX_CONNECTIONS` asks for few: that is settled before the GPU is used
+    first, so call it before. Calling it again returns the same handle; `with install():` takes back its own call only.
 
     Args:
         config: settings of the offload; the defaults when None.
@@ -134,6 +141,7 @@ def install(config: OffloadConfig | None = None) -> Installation:
         return _installation
     installation = Installation(OffloadConfig() if config is None else config)
     installation.apply_to_imported()
+    installation.keeps_queues = copy_queues.keep_enough()
     installation.calls = 1
     _installation = installation
     set_installed_config(installation.config)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.core import copy_queues
 from bridge_fgo.core.meters import PeakMeter
 from bridge_fgo.engines.attachment import ATTACHED, Attachment, attachment_of
 from bridge_fgo.engines.engine import Engine
@@ -227,6 +228,8 @@ class Session:
             f"{engine.planned_bytes / gib:.2f} of {engine.state_bytes / gib:.2f} GiB a rank offloaded, "
             f"{pinned}, stays resident: {stays}"
         )
+        if shortage := copy_queues.shortage():
+            say(shortage)
 
 
 def _make_engine(

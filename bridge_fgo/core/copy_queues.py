@@ -1,0 +1,65 @@
+"""Settles how many hardware queues CUDA gives to copies, before the first use of the GPU.
+
+The offload's copies go to streams of their own, so that the training loop's small ones (`.item()`, a NaN check) pass
+between them. Streams that share a hardware queue take turns as they were enqueued: then a small copy waits for every
+one of the offload's before it. `CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron wants before Blackwell so that kernels
+start in the order of their launches, gives one queue to kernels and one to copies. On GPUs from Ampere on
+`CUDA_DEVICE_MAX_COPY_CONNECTIONS` counts those of copies apart (CUDA programming guide 13, "CUDA Environment
+Variables"), and kernels keep their order.
+
+Measured on an H200 (1.64B parameters, 19.7 GB of states, 4 microbatches of 2 x 2048 tokens): the offload added
+0.256 s to a step with 32 queues, and 0.321 s with one. In the trace of a step, the copy of 4 bytes behind the update
+waited 1 ms with 32 queues, and 86 ms with one, until the copies out were over.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+OF_COPIES = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
+OF_ALL = "CUDA_DEVICE_MAX_CONNECTIONS"
+DEFAULT = 8
+"""Queues that CUDA gives to kernels, and as many to copies, where neither variable is set."""
+
+
+def keep_enough() -> bool:
+    """Set `CUDA_DEVICE_MAX_COPY_CONNECTIONS` to what `CUDA_DEVICE_MAX_CONNECTIONS` says, and to 8 at least.
+
+    Leaves it alone where it is set, and where CUDA is in use already, which has read it by then.
+
+    Returns:
+        Whether it was set here.
+    """
+    torch = sys.modules.get("torch")
+    if OF_COPIES in os.environ or (torch is not None and torch.cuda.is_initialized()):
+        return False
+    os.environ[OF_COPIES] = str(max(DEFAULT, _number(OF_ALL)))
+    return True
+
+
+def take_back() -> None:
+    """Undo a `keep_enough` that returned True; CUDA keeps its queues where it is in use by now."""
+    os.environ.pop(OF_COPIES, None)
+
+
+def shortage() -> str | None:
+    """Return a sentence on what a shortage of queues costs and what to do, or None where there are enough."""
+    name = OF_COPIES if OF_COPIES in os.environ else OF_ALL
+    number = _number(name)
+    if number >= DEFAULT:
+        return None
+    return (
+        f"{name}={number} leaves copies {number} hardware queue{'s' * (number > 1)}, in which small copies of the "
+        f"training loop wait for the offload's; export {OF_COPIES}={DEFAULT} before the job starts, which leaves the "
+        "order of kernels as it is"
+    )
+
+
+def _number(name: str) -> int:
+    """Return what the environment asks for; like CUDA, its default where that is no number of queues."""
+    try:
+        number = int(os.environ[name])
+    except (KeyError, ValueError):
+        return DEFAULT
+    return number if number > 0 else DEFAULT

@@ -1,0 +1,72 @@
+"""Small copies pass between the offload's, also where `CUDA_DEVICE_MAX_CONNECTIONS=1` gives kernels one queue."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bridge_fgo.core.copy_queues import OF_ALL, OF_COPIES
+
+SMALL_COPY_BESIDE_A_GIB = """
+import json, os, sys, time
+import torch
+if "installed" in sys.argv:
+    torch.cuda.is_available(), torch.cuda.device_count()  # as scripts ask before anything uses the GPU
+    import bridge_fgo
+    bridge_fgo.install()
+from bridge_fgo.core.cuda_transfers import Lane
+from bridge_fgo.core.driver import Copier, Event
+nbytes = 2**30
+gpu = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+small = torch.ones(1, device="cuda")
+lane, done = Lane(gpu.device, 2**26, Copier(to_gpu=False)), Event()
+lane.copy(host.data_ptr(), gpu.data_ptr(), nbytes, Event())
+lane.synchronize()
+small.item()
+began = time.perf_counter()
+for _ in range(4):
+    lane.copy(host.data_ptr(), gpu.data_ptr(), nbytes, done)
+small.add_(1)
+small.item()
+waited, was_over = time.perf_counter() - began, done.has_happened()
+lane.synchronize()
+copied = time.perf_counter() - began
+queues = os.environ.get("CUDA_DEVICE_MAX_COPY_CONNECTIONS")
+print(json.dumps({"waited": waited, "copied": copied, "was_over": was_over, "queues": queues}))
+"""
+
+
+def small_copy(connections: str, *arguments: str) -> dict[str, object]:
+    environment = {name: value for name, value in os.environ.items() if name != OF_COPIES}
+    environment[OF_ALL] = connections
+    command = [sys.executable, "-c", SMALL_COPY_BESIDE_A_GIB, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    print(f"\n{connections} connections {arguments}: {result}")
+    return result
+
+
+@pytest.fixture(autouse=True)
+def a_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("connections", ["1", "8", "32"])
+def test_a_small_copy_does_not_wait_for_all_that_are_queued(connections: str) -> None:
+    assert not small_copy(connections, "installed")["was_over"]
+
+
+@pytest.mark.gpu
+def test_with_one_queue_a_small_copy_waits_for_all_that_are_queued() -> None:
+    """Without this, what the other test claims would say nothing of the variable."""
+    assert small_copy("1")["was_over"]
