@@ -12,6 +12,9 @@ import torch
 ALLOCATED = "allocated_bytes.all.peak"
 RESERVED = "reserved_bytes.all.peak"
 
+COMMON_POOL = (0, 0)
+"""The allocator's pool of whatever no graph has for itself."""
+
 LEAST_SECONDS = 50e-6
 """Shorter ones are no waits, but the time that two events take."""
 
@@ -42,6 +45,8 @@ class PeakMeter:
         """Highest reservation since this was last set to 0, in bytes."""
         self.retries = 0
         """How often in this process the allocator had to give back what it caches, for lack of memory."""
+        self.kept_by_graphs = 0
+        """Bytes that CUDA graphs keep for their replays, and that nobody has allocated."""
         self._phase = 0
         self._interval = 0
 
@@ -76,10 +81,16 @@ class PeakMeter:
         return peak
 
     def end_interval(self) -> int:
-        """Return the peak of allocated bytes since the last call of this method."""
+        """Return the peak of allocated bytes since the last call of this method, and what graphs keep."""
         self._read()
         peak, self._interval = self._interval, 0
-        return peak
+        return peak + self.kept_by_graphs
+
+    def count_graphs(self) -> None:
+        """Find out anew what CUDA graphs keep: their pools are closed to all others as long as the graphs are there."""
+        if self.works and torch.cuda.get_allocator_backend() == "native":
+            segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != COMMON_POOL]
+            self.kept_by_graphs = sum(segment["total_size"] - segment["active_size"] for segment in segments)
 
     def _read(self) -> None:
         stats = torch.cuda.memory_stats()

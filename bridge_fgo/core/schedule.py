@@ -70,6 +70,7 @@ class Schedule:
         )
         self.recorder = Recorder(meter, self.ledger)
         self._fresh = self._warm = False
+        self._is_like_others = True
         self._course = Course()
         self.queue = SlabQueue(transfers, self.ledger, lambda text: holding.warn(text))
         self._newest = 0
@@ -105,11 +106,17 @@ class Schedule:
 
     # The pass.
 
-    def begin_pass(self) -> None:
-        """Begin a forward-backward pass; every slab that is to leave is on its way, or gone."""
+    def begin_pass(self, is_like_others: bool = True) -> None:
+        """Begin a forward-backward pass; every slab that is to leave is on its way, or gone.
+
+        Args:
+            is_like_others: whether it needs the same memory as others of its signature; else it is not measured, and
+                goes by no plan.
+        """
+        self._is_like_others = is_like_others
         self.transfers.begin_pass()
         self.recorder.begin_pass()
-        self._course = Course(self.holding.plans_for(self.signature))
+        self._course = Course(self.holding.plans_for(self.signature) if is_like_others else [])
         self.packing.begin_pass(self.signature, by_plan=self._plan is not None and not self._fresh)
         self._start()
 
@@ -125,7 +132,7 @@ class Schedule:
         else:
             self._hold_to(self._plan)
         self.recorder.release()  # only now: what a skipped step or a reader between steps left here is not the pass's
-        if self._plan is None and self._warm:  # else states are made in the step
+        if self._plan is None and self._is_like_others and self._warm:  # else states are made in the step
             self.recorder.record(MemoryProfile([0], marks=self._course.marks, kind=self.signature))
 
     def point(self, mark: Mark) -> None:

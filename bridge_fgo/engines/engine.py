@@ -95,8 +95,12 @@ class Engine(ABC):
         yield
 
     @abstractmethod
-    def begin_pass(self) -> None:
-        """Start the copies to the host: a forward-backward pass begins."""
+    def begin_pass(self, is_like_others: bool = True) -> None:
+        """Start the copies to the host: a forward-backward pass begins.
+
+        Args:
+            is_like_others: whether it needs as much memory as others of its kind; else nothing is learned from it.
+        """
 
     @abstractmethod
     def release(self) -> None:

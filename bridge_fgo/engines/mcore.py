@@ -120,7 +120,7 @@ class McoreEngine(Engine):
         return any(member.existing_bytes() for member in self._of())
 
     @override
-    def begin_pass(self) -> None:
+    def begin_pass(self, is_like_others: bool = True) -> None:
         self.traffic.most_released = self.traffic.released
         for member in self._of():
             member.offload()

@@ -292,7 +292,7 @@ class NativeEngine(Engine):
         holding.forget()
 
     @override
-    def begin_pass(self) -> None:
+    def begin_pass(self, is_like_others: bool = True) -> None:
         self._plan_for_whole_steps()
         self.traffic.most_released = self.traffic.released
         self._remainders.locate()
@@ -302,7 +302,7 @@ class NativeEngine(Engine):
         with self._verified(*coming) if coming else nullcontext():
             send_off(slab for part in self.schedule.parts if not part.stays for slab in part.slabs)
         self._masters_are_here(coming)  # they had come back, and left anew
-        self.schedule.begin_pass()
+        self.schedule.begin_pass(is_like_others)
         self._choose_packing()
         self._masters_leave(self.sources)
 

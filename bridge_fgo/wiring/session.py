@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from bridge_fgo.wiring.finalize import reload_hook
 from bridge_fgo.wiring.optimizers import eligible, stage_of
 from bridge_fgo.wiring.points import ModelPoints
 from bridge_fgo.wiring.refusals import (
+    captures_full_iteration,
     refuse_full_iteration_graph,
     refuse_optimizer_config,
     refuse_small_shared_memory,
@@ -57,7 +58,7 @@ class Session:
 
     def __init__(self, optimizer: Any, model_config: Any, config: OffloadConfig) -> None:
         self.model_config = model_config
-        meter = PeakMeter()
+        self._meter = meter = PeakMeter()
         sources, self.engine = on_every_rank(partial(_make_engine, optimizer, model_config, config, meter))
         pin_on_every_rank(self.engine)
         # Only now, so that a refusal leaves nothing half attached, on any rank.
@@ -69,6 +70,8 @@ class Session:
         self.figures = Figures(self.engine, mcore_version(), meter)
         self._points = ModelPoints()
         self.closed = False
+        self._is_captured = False
+        """Whether the model has its passes captured into a full-iteration CUDA graph."""
         self.began = False
         """Whether a training step has begun."""
         # What the proof that the flag is no silent no-op needs; `_prove` reads it.
@@ -93,13 +96,14 @@ class Session:
             microbatches: how many the step runs.
         """
         engine = self.engine
+        self._is_captured = is_captured = captures_full_iteration(self.model_config)
         self.figures.begin_step()
         self._updates_before, self.updated = self._updates, False
         _active.append(self)
         try:
             with (
-                reload_hook(self.model_config, self.reload),
-                self._points.hooked(model, engine.point if engine.watches_points else None),
+                nullcontext() if is_captured else reload_hook(self.model_config, self.reload),
+                self._points.hooked(model, engine.point if engine.watches_points and not is_captured else None),
                 engine.training_step(microbatches),
             ):
                 yield
@@ -149,17 +153,28 @@ class Session:
             )
         self._proven = complete
 
-    def begin_pass(self) -> None:
-        """Start the copies out: a forward-backward pass begins."""
+    def begin_pass(self, is_replayed: bool = False) -> None:
+        """Start the copies out: a forward-backward pass begins.
+
+        Args:
+            is_replayed: whether it replays a CUDA graph, where the model has its passes captured.
+        """
         if not self._proven:
             self._eligible = self._eligible or self.engine.has_states()
         self._points.begin_pass()
-        self.engine.begin_pass()
+        if self._is_captured and not is_replayed:
+            self.engine.begin_pass(is_like_others=False)
+        else:
+            self.engine.begin_pass()
 
     def release(self) -> None:
         """Let GPU memory go: grads are zeroed and nothing reads the states any more."""
         self.engine.release()
         self.figures.released()
+
+    def graphs_changed(self) -> None:
+        """Take into account what CUDA graphs keep: one was captured, or is gone."""
+        self._meter.count_graphs()
 
     def reload(self) -> None:
         """Take GPU memory again and start the copies in: backward is done."""
@@ -239,7 +254,8 @@ def _make_engine(
     optimizer_config = getattr(optimizer, "config", None)  # an empty chain has none
     if optimizer_config is not None:
         refuse_optimizer_config(optimizer_config)
-    refuse_full_iteration_graph(model_config)
+    name = choose_engine(config, optimizer_config)
+    refuse_full_iteration_graph(model_config, name)
     leaves = eligible(optimizer)
     if any(STATES in vars(leaf) for leaf in leaves):
         raise ValueError(
@@ -253,7 +269,6 @@ def _make_engine(
         if id(session.engine) in held:
             session.close()
     sources = [MegatronSource(leaf) for leaf in leaves]
-    name = choose_engine(config, optimizer_config)
     return sources, make_engine(name, sources, config, meter, stage_of(leaves), say, warn)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge_fgo.wiring import sleep_wrappers, state_wrappers, wrappers
+from bridge_fgo.wiring import graphs, sleep_wrappers, state_wrappers, wrappers
 from bridge_fgo.wiring.flag_field import FlagFieldPatch
 from bridge_fgo.wiring.patch import FunctionPatch, Patch
 from bridge_fgo.wiring.patched_bridge import StandAsidePatch
@@ -114,6 +114,11 @@ def patches() -> list[Patch]:
             "megatron.core.transformer.cuda_graphs", "TECudaGraphHelper.create_cudagraphs",
             state_wrappers.make_room, (),
             "train() captures layers between two steps, which takes activations' memory; vision's helper inherits it",
+            distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
+        ),
+        FunctionPatch(
+            graphs.MODULE, "FullCudaGraphWrapper.__call__", graphs.run_schedule, (),
+            "runs, captures and replays forward and backward, and nothing in between is called in a replay",
             distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
         ),
         FunctionPatch(

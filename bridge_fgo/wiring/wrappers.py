@@ -19,6 +19,7 @@ import wrapt
 from bridge_fgo.engines.ranks import on_every_rank
 from bridge_fgo.sources.late_masters import build_groups, masters_made_late
 from bridge_fgo.wiring.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
+from bridge_fgo.wiring.graphs import is_replayed
 from bridge_fgo.wiring.refusals import refuse_config, refuse_optimizer_config
 from bridge_fgo.wiring.reporting import log_figures
 from bridge_fgo.wiring.session import (
@@ -241,7 +242,7 @@ class PassBeginningMachine(wrapt.ObjectProxy):
         granted = self.__wrapped__.should_run_forward_backward(*args, **kwargs)
         session = active_session()
         if granted and session is not None:
-            session.begin_pass()
+            session.begin_pass(is_replayed())
         return granted
 
 
@@ -264,7 +265,7 @@ def pass_around(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
     """Run another attempt at forward and backward in the same pass: offload before it zeroes, release after."""
     session = active_session()
     if session is not None:
-        session.begin_pass()
+        session.begin_pass()  # that resets a graph, so that none is replayed
     return release_after(wrapped, instance, args, kwargs)
 
 

@@ -1,9 +1,10 @@
-"""Timing the training stream's waits, with events that tell made-up times."""
+"""Timing the training stream's waits, with events that tell made-up times; and peaks beside what graphs keep."""
 
 import pytest
+import torch
 from made_up_gpu import Gpu
 
-from bridge_fgo.core.meters import LEAST_SECONDS, WaitMeter
+from bridge_fgo.core.meters import LEAST_SECONDS, PeakMeter, WaitMeter
 
 
 def step(meter, gpu, waits):
@@ -52,3 +53,24 @@ def test_a_dropped_step_says_nothing():
     meter.drop()
     meter.end()
     assert meter.take() is None
+
+
+def test_what_graphs_keep_for_their_replays_counts_as_needed(monkeypatch):
+    """Their pools are closed to all others, and count as allocated only while a graph is captured."""
+    segments = [
+        {"segment_pool_id": (0, 0), "total_size": 100, "active_size": 10},
+        {"segment_pool_id": (0, 1), "total_size": 70, "active_size": 20},
+        {"segment_pool_id": (3, 0), "total_size": 5, "active_size": 5},
+    ]
+    monkeypatch.setattr(PeakMeter, "works", True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocated_bytes.all.peak": 40})
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    meter = PeakMeter()
+    assert meter.end_interval() == 40
+    meter.count_graphs()
+    assert meter.end_interval() == 90
+    segments.pop(1)
+    meter.count_graphs()
+    assert meter.end_interval() == 40

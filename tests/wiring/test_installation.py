@@ -53,7 +53,7 @@ optimizer.optimizer_config.OptimizerConfig.offload_optimizer_states models.mimo.
 transformer.cuda_graphs.TECudaGraphHelper.create_cudagraphs
 distributed.param_and_grad_buffer._ParamAndGradBuffer.offload_to_cpu
 distributed.param_and_grad_buffer._ParamAndGradBuffer.reload_from_cpu
-transformer.moe.paged_stash.PagedStashRunner.prepare_for_rerun
+transformer.moe.paged_stash.PagedStashRunner.prepare_for_rerun full_cuda_graph.FullCudaGraphWrapper.__call__
 """
 DISTRIBUTED_OPTIMIZER = """
 step_with_ready_grads _copy_main_params_to_model_params _copy_main_params_to_param_buffer

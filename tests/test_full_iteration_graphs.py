@@ -1,0 +1,132 @@
+"""Full-iteration CUDA graphs in Bridge's real train_step on the CPU, with a stand-in for the graph."""
+
+from contextlib import nullcontext
+
+import pytest
+from fake_meter import FakeClock, FakeMeter
+from graph_standin import CapturedSchedule
+
+import bridge_fgo
+from bridge_fgo import figures
+from bridge_fgo.core import policy
+from bridge_fgo.harness.cpu_model import CpuOptions
+from bridge_fgo.harness.cpu_training import CpuTraining, run
+from bridge_fgo.wiring import refusals, session
+from bridge_fgo.wiring.session import SESSION, active_session
+
+STEPS = 8
+MODES = ["eager", "eager", "capture and replay", *["replay"] * (STEPS - 3)]
+
+
+@pytest.fixture(autouse=True)
+def accepted(monkeypatch, cpu_standins):
+    """Full-iteration graphs are not refused."""
+    monkeypatch.setattr(refusals, "accepts_full_iteration_graphs", True)
+
+
+def captured(monkeypatch, training):
+    """Have a training's passes captured into a graph from the third on."""
+    training.cfg.model.cuda_graph_impl = "full_iteration"
+    schedule = CapturedSchedule(monkeypatch, training._schedule, training.cfg.model)
+    training._schedule = schedule.forward_backward
+    return schedule
+
+
+def native(**settings):
+    return bridge_fgo.OffloadConfig(engine="native", **settings)
+
+
+@pytest.mark.parametrize("kind", [{}, {"experts": True}], ids=["dense", "experts"])
+def test_passes_that_are_captured_and_replayed_are_bitwise_resident_ones_without_a_graph(monkeypatch, kind):
+    resident = run(CpuOptions(**kind), STEPS)
+    with bridge_fgo.install(native()), CpuTraining(CpuOptions(offload=True, **kind)) as training:
+        schedule = captured(monkeypatch, training)
+        steps = [training.step() for _ in range(STEPS)]
+        held = training.live_bytes
+        assert training.digests() == resident.digests
+    assert schedule.modes == MODES
+    assert [(step.loss, step.grad_norm) for step in steps] == [(step.loss, step.grad_norm) for step in resident.steps]
+    assert held and not any(held), "states are away while the graph runs"
+
+
+def test_states_are_on_their_way_back_when_the_schedule_returns(monkeypatch):
+    """No hook in the graph would begin it: without the wrapper around the graph, the optimizer step would."""
+    begun = []
+    with bridge_fgo.install(native()), CpuTraining(CpuOptions(offload=True)) as training:
+        captured(monkeypatch, training)
+        inner = training._schedule
+
+        def watched(**kwargs):
+            result = inner(**kwargs)
+            begun.append(active_session().engine.schedule.recorder.in_step)
+            return result
+
+        training._schedule = watched
+        for _ in range(STEPS):
+            training.step()
+    assert begun == [True] * STEPS
+
+
+@pytest.fixture
+def meter(monkeypatch):
+    """Have sessions use a fake meter, by which nothing but slabs needs memory."""
+    monkeypatch.setattr(session, "PeakMeter", FakeMeter)
+    monkeypatch.setattr(figures, "StepClock", FakeClock)
+    monkeypatch.setattr(FakeClock, "measure", nullcontext, raising=False)
+    monkeypatch.setattr("bridge_fgo.engines.share.MARGIN_PARTS", 0)
+    monkeypatch.setattr(policy, "MARGIN_SHARE", 0)
+    monkeypatch.setattr(FakeMeter, "count_graphs", lambda meter: None)
+    monkeypatch.setattr(FakeMeter, "step", 2**30)
+    return FakeMeter
+
+
+def test_only_a_replayed_pass_is_measured_and_goes_by_a_plan(monkeypatch, meter):
+    """An eager pass, and the capture, need other memory than a replay."""
+    measured, planned = [], []
+    with bridge_fgo.install(native()), CpuTraining(CpuOptions(offload=True)) as training:
+        schedule = captured(monkeypatch, training)
+        for _ in range(STEPS):
+            training.step()
+            engine = vars(training.optimizer)[SESSION].engine
+            planned.append(engine.schedule.is_planned)
+            measured.append(bool(engine.schedule.holding.plans_for(engine.schedule.signature)))
+    assert schedule.modes == MODES
+    assert measured == [False] * 3 + [True] * (STEPS - 3)
+    assert planned == [False] * 4 + [True] * (STEPS - 4)
+
+
+def test_what_is_run_again_eagerly_goes_by_no_plan(monkeypatch, meter):
+    """mcore's retry after an overflow resets the graph, and needs the memory of an eager pass."""
+    with bridge_fgo.install(native()), CpuTraining(CpuOptions(offload=True)) as training:
+        captured(monkeypatch, training)
+        for _ in range(STEPS):
+            training.step()
+        attached = vars(training.optimizer)[SESSION]
+        schedule = attached.engine.schedule
+        assert schedule.ledger.nbytes, "the plan holds states in a replayed pass"
+        with attached.training_step(training.model, schedule.signature):
+            attached.begin_pass(is_replayed=True)
+            attached.release()
+            assert schedule.ledger.nbytes
+            attached.begin_pass()
+            attached.release()
+            assert not schedule.ledger.nbytes
+            attached.reload()
+
+
+def test_a_graph_that_comes_or_goes_is_counted_anew(monkeypatch):
+    counted = []
+    monkeypatch.setattr(session.PeakMeter, "count_graphs", lambda meter: counted.append(len(schedule.modes)))
+    with bridge_fgo.install(native()), CpuTraining(CpuOptions(offload=True)) as training:
+        schedule = captured(monkeypatch, training)
+        for _ in range(STEPS):
+            training.step()
+    assert counted == [3]
+
+
+def test_with_mcores_offloader_a_full_iteration_graph_stays_refused(monkeypatch):
+    with CpuTraining(CpuOptions()) as training:
+        training.cfg.model.cuda_graph_impl = "full_iteration"
+        with pytest.raises(ValueError, match="captured and never run again"):
+            refusals.refuse_full_iteration_graph(training.cfg.model, "mcore generation 1")
+        refusals.refuse_full_iteration_graph(training.cfg.model, "native")
