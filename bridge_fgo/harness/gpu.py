@@ -92,7 +92,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default="none",
         help="what to recompute in backward: attention scores, or all of a layer",
     )
-    parser.add_argument("--te-graphs", action="store_true", help="capture the MLP of each layer into CUDA graphs")
+    graphs = parser.add_mutually_exclusive_group()
+    graphs.add_argument("--te-graphs", action="store_true", help="capture the MLP of each layer into CUDA graphs")
+    graphs.add_argument("--full-graphs", action="store_true", help="capture forward and backward of a step into one")
     parser.add_argument(
         "--alone-steps", type=int, default=0, help="so many steps more, for the host's work for copies by itself"
     )
@@ -140,6 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from bridge_fgo.harness.gpu_recorder import Recorder
     from bridge_fgo.harness.lengths import in_turn
 
+    if options.full_graphs:
+        from bridge_fgo.wiring import refusals
+
+        refusals.accepts_full_iteration_graphs = True  # until this has run on a GPU; users are refused
     if options.lengths:
         forward_step = in_turn(forward_step, options.lengths)
     if options.released_throughout:
@@ -150,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     clock = PhaseClock(options.steps)
     config, recorder = build_config(options), Recorder(options, clock)
     config.model.register_post_wrap_hook(recorder.model_is_built)
-    pretrain(config, clock.timed(forward_step), callbacks=[recorder])
+    # Events that are captured tell no time, and a replay calls no forward step.
+    pretrain(config, forward_step if options.full_graphs else clock.timed(forward_step), callbacks=[recorder])
 
 
 if __name__ == "__main__":

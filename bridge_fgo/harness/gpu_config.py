@@ -71,6 +71,9 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         model.cuda_graph_impl, model.cuda_graph_modules = "transformer_engine", ["mlp"]
         model.use_te_rng_tracker = True
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # mcore asks for it where segments are expandable
+    if options.full_graphs:
+        model.cuda_graph_impl, model.cuda_graph_modules, model.use_te_rng_tracker = "full_iteration", [], True
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if options.experts is not None:
         model.num_moe_experts, model.moe_router_topk = options.experts, options.topk
         model.moe_ffn_hidden_size, model.expert_model_parallel_size = options.ffn, options.ep
@@ -152,4 +155,6 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
             dist_ckpt_optim_fully_reshardable=options.fully_reshardable,
         ),
         rng=bridge.RNGConfig(seed=1234),
+        # Bridge's validation asks for it where passes are captured whole.
+        rerun_state_machine=bridge.RerunStateMachineConfig(check_for_nan_in_loss=not options.full_graphs),
     )

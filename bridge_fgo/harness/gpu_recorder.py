@@ -11,6 +11,7 @@ from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.checkpointing import maybe_finalize_async_save
 
 import bridge_fgo
+from bridge_fgo.core.meters import COMMON_POOL
 from bridge_fgo.figures import Stats
 from bridge_fgo.harness.collector_clock import CollectorClock
 from bridge_fgo.harness.final_state import (
@@ -62,6 +63,8 @@ class Recorder(Callback):
         self.first_step_peak: int | None = None
         self.setup: dict[str, int] = {}
         self.base = 0
+        self.pools = 0
+        """Bytes that CUDA graphs have for themselves in the last step."""
         self.enqueue: list[float] = []
         self.enqueue_alone: list[float] = []
         self.alone: MovesAlone | None = None
@@ -201,6 +204,9 @@ class Recorder(Callback):
             "step": step,
         }
         self.peaks = {name: max(self.peaks.get(name, 0), value) for name, value in newest.items()}
+        if self.step == self._options.steps:
+            segments = torch.cuda.memory_snapshot()  # takes too long for every step
+            self.pools = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != COMMON_POOL)
 
     @override
     def on_train_end(self, context: Any) -> None:
@@ -232,6 +238,7 @@ class Recorder(Callback):
             between_seconds=self.between_seconds,
             save_steps=self.save_steps,
             base_bytes=self.base,
+            graph_pool_bytes=self.pools,
             first_step_peak_bytes=self.first_step_peak,
             **self.setup,
             pin_seconds=0.0 if stats is None else stats.pin_seconds,
