@@ -1,0 +1,70 @@
+"""README and the pages beside what they are about: short, and true of the code that is here."""
+
+import ast
+import dataclasses
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from bridge_fgo.config import OffloadConfig
+
+ROOT = Path(__file__).parents[1]
+MOST_WORDS = 1200
+CODE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+PAGES = [
+    "README.md",
+    "bridge_fgo/README.md",
+    "bridge_fgo/cli/bench/README.md",
+    "bridge_fgo/phases/README.md",
+    "patches/README.md",
+    "recipes/README.md",
+    "tests/README.md",
+]
+
+
+def text_of(page):
+    return (ROOT / page).read_text()
+
+
+def test_readme_is_read_in_one_sitting():
+    """Words as a reader meets them: without code blocks, whose lines are copied and not read."""
+    assert len(CODE.sub("", text_of("README.md")).split()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_a_page_resolve(page):
+    targets = re.findall(r"\]\(([^)#]+)\)", CODE.sub("", text_of(page)))
+    gone = [t for t in targets if "://" not in t and not (ROOT / page).parent.joinpath(t).exists()]
+    assert not gone
+
+
+def test_the_files_that_the_table_of_tests_names_are_there():
+    rows = [line for line in text_of("tests/README.md").splitlines() if not line.startswith("| upstream's own")]
+    named = re.findall(r"`((?:[\w/]+/)?test_\w+\.py)`", "\n".join(rows))
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []
+
+
+def test_the_test_command_is_the_one_that_ci_runs():
+    command = "uv run pytest -n 2 --dist loadfile"
+    assert command in text_of("README.md")
+    assert command in (ROOT / ".ci/run").read_text().splitlines()
+
+
+def test_the_settings_of_the_table_are_settings_with_these_defaults():
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| `([^`]+)` \|", text_of("README.md"), re.MULTILINE)
+    fields = {field.name: field.default for field in dataclasses.fields(OffloadConfig)}
+    told = {name: ast.literal_eval(default) for names, default in rows for name in re.findall(r"\w+", names)}
+    assert len(told) >= 5
+    assert {name: fields.get(name, "no setting") for name in told} == told
+
+
+def test_the_script_of_readme_imports_what_bridge_has_and_sets_the_flag(cpu_standins):
+    script = next(body for language, body in CODE.findall(text_of("README.md")) if language == "python")
+    for node in ast.walk(ast.parse(script)):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), node.module
+    assert "cfg.optimizer.offload_optimizer_states = True" in script
