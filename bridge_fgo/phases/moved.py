@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +29,9 @@ class Moved:
     """What came back though nobody had asked: packed masters need the weights that they round to."""
     copied_by_kind: dict[str, int] | None = None
     """`copied` for each of "params", "grads" and "optimizer" that moved."""
+    seconds_by_part: dict[str, float] | None = None
+    """Host time of the call's parts, waits for the GPU included: "compare" (masters with weights), "optimizer" and
+    "params" (sums, copies and memory), "wait" (for the last copies), "driver" (memory that it takes back)."""
 
 
 class Tally:
@@ -38,11 +43,21 @@ class Tally:
         self._free = self._driver_free()
         self._began = time.perf_counter()
         self.copied: dict[str, int] = {}
+        self.parts: dict[str, float] = {}
         self.freed = 0
         self.woke: list[str] = []
 
     def _driver_free(self) -> int:
         return torch.cuda.mem_get_info(self._device)[0] if self._is_cuda else 0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time of the block as that of a part."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - began
 
     def copy(self, kind: str, nbytes: int) -> None:
         """Count bytes that crossed the link."""
@@ -58,6 +73,7 @@ class Tally:
             seconds=seconds,
             woke=tuple(self.woke),
             copied_by_kind=dict(self.copied),
+            seconds_by_part=dict(self.parts),
         )
 
 

@@ -13,7 +13,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.host_buffer import HostBuffer, page_lock
 from bridge_fgo.core.host_memory import local_cpus
 from bridge_fgo.engines.ranks import on_every_rank, require_host_memory
-from bridge_fgo.phases.gradients import drop_shard_gradients
+from bridge_fgo.phases.gradients import Gradients, drop_shard_gradients
 from bridge_fgo.phases.guards import STATE_METHODS, Guards, wrapped_models
 from bridge_fgo.phases.model import Model, Unit, map_hosts
 from bridge_fgo.phases.moved import Moved, Tally, return_to_driver, wait_for_gpu
@@ -140,25 +140,31 @@ class Residency:
             self._wake_parameters(tally)
             tally.woke.append("params")
             units = list(self._model.units)
-        self._note_what_masters_tell(units, states)
+        with tally.part("compare"):
+            self._note_what_masters_tell(units, states)
+        if gradients and not keep:  # first: the driver takes their memory back while others are copied
+            # Race: as below; of the work that has used them, some may be on other streams.
+            wait_for_gpu(self._model.device)
+            tally.freed += self._drop(gradients)
         if states is not None:
             before = states.live_bytes()
-            tally.copy("optimizer", states.offload())
+            with tally.part("optimizer"):
+                tally.copy("optimizer", states.offload())
             tally.freed += before - states.live_bytes()
         if units:
-            tally.copy("params", self._copy_weights(units))
+            with tally.part("params"):
+                tally.copy("params", self._copy_weights(units))
         if gradients and keep:
             tally.copy("grads", sum(one.copy_out() for one in gradients))
         # Race: storages that are emptied go to whoever asks next on the stream that they were made on, and to the
         # driver, while copies on another stream still read them.
-        wait_for_gpu(self._model.device)
+        with tally.part("wait"):
+            wait_for_gpu(self._model.device)
         tally.freed += sum(unit.weights.empty() for unit in units)
-        tally.freed += sum(one.empty(keep) for one in gradients)
-        if gradients and not keep and self._states is not None:
-            for leaf in self._states.optimizers:
-                groups = leaf.optimizer.param_groups
-                tally.freed += drop_shard_gradients(param for group in groups for param in group["params"])
-        return_to_driver(self._model.device)
+        if keep:
+            tally.freed += sum(one.empty(keep) for one in gradients)
+        with tally.part("driver"):
+            return_to_driver(self._model.device)
         return tally.moved()
 
     @_outside_of_autograd
@@ -187,14 +193,16 @@ class Residency:
             self._wake_gradients(tally)
         if states is not None:
             before = states.live_bytes()
-            tally.copy("optimizer", states.reload())
+            with tally.part("optimizer"):
+                tally.copy("optimizer", states.reload())
             for unit in self._model.units:
                 if not unit.weights.is_away:
                     unit.forget_masters()
             tally.freed -= states.live_bytes() - before
         if "params" in coming and not needs_weights:
             self._wake_parameters(tally)
-        wait_for_gpu(self._model.device)  # whatever stream reads next
+        with tally.part("wait"):
+            wait_for_gpu(self._model.device)  # whatever stream reads next
         return tally.moved()
 
     @contextmanager
@@ -280,6 +288,14 @@ class Residency:
         if states is not None:
             states.require_whole()
 
+    def _drop(self, gradients: Sequence[Gradients]) -> int:
+        """Let gradients go, and what mcore has left of them at its parameters; return the bytes."""
+        freed = sum(one.empty(keep=False) for one in gradients)
+        for leaf in () if self._states is None else self._states.optimizers:
+            groups = leaf.optimizer.param_groups
+            freed += drop_shard_gradients(param for group in groups for param in group["params"])
+        return freed
+
     def _note_what_masters_tell(self, units: Sequence[Unit], states: OptimizerStates | None) -> None:
         """Compare masters with their weights, where both are here and one of them leaves; the host waits once.
 
@@ -335,10 +351,11 @@ class Residency:
             )
         filled: list[Unit] = []
         try:
-            for unit in units:
-                tally.freed -= unit.weights.fill()
-                filled.append(unit)
-            tally.copy("params", self._write(units))
+            with tally.part("params"):
+                for unit in units:
+                    tally.freed -= unit.weights.fill()
+                    filled.append(unit)
+                tally.copy("params", self._write(units))
         except BaseException:
             # Nobody may take half-written weights for weights. What they come from is where it was.
             wait_for_gpu(self._model.device)
@@ -400,8 +417,15 @@ class Residency:
             return
         guards.before(self._optimizer, ("step",), self._require_for_step, self._model.gradients_are_used)
         if self._states.is_owner:
-            for leaf in self._states.optimizers:
+            states = self._states
+
+            def stepping() -> None:
+                self._require("optimizer")
+                states.may_be_unchanged = False
+
+            for leaf in states.optimizers:
                 guards.before(leaf, STATE_METHODS, lambda: self._require("optimizer"))
+                guards.before(leaf, ("step_with_ready_grads",), stepping)
 
     def _require(self, *kinds: Kind) -> None:
         """Raise RuntimeError where one of these is away."""

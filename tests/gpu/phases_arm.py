@@ -159,6 +159,26 @@ def link() -> dict[str, float]:
     return speeds
 
 
+def driver() -> dict[str, float]:
+    """Return the bytes a second that the driver takes back, and gives, by PyTorch's allocator."""
+    import torch
+
+    speeds = {}
+    for _ in range(2):  # the first warms up
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        began = time.perf_counter()
+        blocks = [torch.empty(LINK_BYTES // 4, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        torch.cuda.synchronize()
+        speeds["back"] = 2 * LINK_BYTES / (time.perf_counter() - began)
+        blocks.clear()
+        began = time.perf_counter()
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        speeds["out"] = 2 * LINK_BYTES / (time.perf_counter() - began)
+    return speeds
+
+
 def memory() -> dict[str, int]:
     """Returns what PyTorch has allocated, and what the driver has free, in bytes."""
     import torch
@@ -212,7 +232,7 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         if res is None:
             if trainer.is_cuda:
-                result["link"] = link()
+                result["link"], result["driver"] = link(), driver()
             config = bridge_fgo.OffloadConfig(engine="native", master_remainders=options.sleep == "packed")
             res = bridge_fgo.Residency(trainer.ddp, trainer.optimizer, config)
             result["pinned"] = [res.pinned_bytes]

@@ -13,7 +13,9 @@ from sleeping import KINDS, numbers, options, poison, residency, resident, weigh
 
 import bridge_fgo
 from bridge_fgo.core.storage_slab import StorageSlab
+from bridge_fgo.harness.cpu_model import CpuOptions
 from bridge_fgo.harness.cpu_training import CpuTraining
+from bridge_fgo.phases import states
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.usefixtures("poisoned")]
 
@@ -141,6 +143,47 @@ def test_gradients_cross_no_link_and_unchanged_memory_crosses_once():
         res.reload()
         training.step()
         assert res.offload("optimizer").copied == states
+
+
+def test_after_a_step_states_are_copied_without_a_look_and_else_only_those_that_have_changed(monkeypatch):
+    """To sum over them before the first copy begins would take time for what is known."""
+    with CpuTraining(options()) as training:
+        training.step()
+        res = residency(training)
+        looked = []
+        unchanged = res._states._unchanged
+        monkeypatch.setattr(res._states, "_unchanged", lambda: looked.append(unchanged()) or looked[-1])
+        res.offload()
+        res.reload()
+        training.step()
+        assert res.offload("optimizer").copied == 6 * weights_bytes(training)
+        assert len(looked) == 1  # of the first sleep, before anybody could say
+        res.reload()
+        moment = next(iter(training.optimizer.chained_optimizers[0].optimizer.state.values()))["exp_avg"]
+        moment.mul_(2)
+        copied = res.offload("optimizer").copied
+        assert len(looked) == 2 and 0 < copied < 6 * weights_bytes(training)
+        res.reload()
+        assert res.offload("optimizer").copied == 0
+
+
+def test_the_driver_gets_memory_back_while_other_slabs_are_copied(monkeypatch):
+    """It takes the host a quarter of the copies' time, in which the link would do nothing."""
+    monkeypatch.setattr(states, "RETURNED_BYTES", 1)
+    with CpuTraining(CpuOptions(experts=True)) as training:
+        training.step()
+        small = bridge_fgo.OffloadConfig(engine="native", master_remainders=False, slab_bytes=2**20)
+        res = bridge_fgo.Residency(training.model, training.optimizer, small)
+        order = []
+        monkeypatch.setattr(states, "return_to_driver", lambda device: order.append("driver"))
+        transfers = type(res._states.engine.schedule.transfers)
+        copy = transfers.copy_out
+        monkeypatch.setattr(
+            transfers, "copy_out", lambda self, slab, written=True: (order.append("copy"), copy(self, slab, written))
+        )
+        res.offload()
+        first, last = order.index("driver"), len(order) - 1 - order[::-1].index("copy")
+        assert first < last
 
 
 def test_from_the_second_wake_of_parameters_alone_on_they_cross_in_16_bits():
