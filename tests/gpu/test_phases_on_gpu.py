@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 
-
 ARM = Path(__file__).with_name("phases_arm.py")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
