@@ -58,10 +58,18 @@ def plan(
     gpus: Gpus = None,
     gpus_per_node: GpusPerNode = None,
     vocab_size: Vocabulary = None,
-    system: Annotated[str | None, typer.Option(help="GB200, GH200, H200 or H100; all by default.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="GB200, GB300, B200, B300, GH200, H200 or H100; all by default.")
+    ] = None,
     link_gbs: Annotated[float | None, typer.Option(help="Measured link speed of a GPU, GB/s each way.")] = None,
     forward_seconds: Annotated[float | None, typer.Option(help="A microbatch's forward on a rank.")] = None,
     backward_seconds: Annotated[float | None, typer.Option(help="The same; twice the forward by default.")] = None,
+    activations_gb: Annotated[
+        float | None, typer.Option(help="Peak of a rank's activations in GB, instead of counting them.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Status 1 where the job does not fit --system with the flag as it is.")
+    ] = False,
     json_output: Json = False,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", callback=in_a_folder, help="Draw the components (matplotlib).")
@@ -72,7 +80,7 @@ def plan(
     """Compute the memory of each pipeline stage's ranks by component, and what the copies cost.
 
     States are exact, to the byte; activations are counted for GPTs. Exit status: 0, 1 where training would refuse
-    the config, 2 where nothing can be estimated.
+    the config or, with --check, it does not fit; 2 where nothing can be estimated.
     """
     _require_file("plan", target)
     from bridge_fgo.cli.plan import command
@@ -87,6 +95,8 @@ def plan(
         link_gbs=link_gbs,
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
+        activations_gb=activations_gb,
+        check=check,
         offload=offload,
         json_output=json_output,
         picture=picture,

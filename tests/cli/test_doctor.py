@@ -376,6 +376,7 @@ def test_plan_prints_one_object_and_draws(no_megatron, saved, tmp_path):
 
 def test_each_figure_of_a_plan_is_below_its_heading(no_megatron, saved, monkeypatch):
     monkeypatch.setattr(report, "gigabytes", str)  # of a small model all are 0.00
+    monkeypatch.setattr(report, "GRID", 1)
     monkeypatch.setenv("COLUMNS", "200")
     (stage,) = json.loads(run("plan", str(saved), "--json")[1])["stages"]
     lines = [
@@ -389,12 +390,16 @@ def test_each_figure_of_a_plan_is_below_its_heading(no_megatron, saved, monkeypa
         "masters",
         "moments",
         "activations",
+        "workspaces",
         "peak_resident",
         "peak_offloaded",
         "offloaded",
     )
     assert list(shown.values()) == [str(stage[key]) for key in ("stage", *keys)]
     assert int(shown["peak"]) > int(shown["offloaded"])
+    parts = ("params", "grads", "masters", "moments", "activ.", "other")
+    assert int(shown["peak"]) == sum(int(shown[name]) for name in parts)
+    assert int(shown["peak"]) == int(shown["offloaded"]) + int(shown["on host"])
 
 
 @pytest.mark.parametrize(
@@ -404,6 +409,8 @@ def test_each_figure_of_a_plan_is_below_its_heading(no_megatron, saved, monkeypa
         (["--link-gbs", "0"], "--link-gbs"),
         (["--link-gbs", "nan"], "--link-gbs nan"),
         (["--link-gbs", "inf"], "--link-gbs inf"),
+        (["--check"], "--check needs --system"),
+        (["--activations-gb", "-1"], "--activations-gb"),
         (["--forward-seconds", "nan"], "--forward-seconds nan"),
         (["--picture", "/nonexistent/x.png"], "/nonexistent/x.png"),
         (["--backward-seconds", "1"], "--forward-seconds"),
