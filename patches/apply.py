@@ -56,8 +56,12 @@ def _git(folder: Path, *command: str | Path, patch: str = "") -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        print(__doc__)
+        sys.exit()
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        print("patches/apply.py: give one FOLDER, a clone of Megatron-Bridge or a site-packages", file=sys.stderr)
+        sys.exit(2)
     try:
         print(apply(Path(sys.argv[1])))
     except (ValueError, RuntimeError) as error:

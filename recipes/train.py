@@ -9,6 +9,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
 import typer
@@ -126,15 +127,19 @@ def require_mcore(recipe: catalog.Recipe) -> None:
     module = recipe.mcore_module
     if module is None:
         return
-    try:
-        found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
+    if not has_module(module):
         raise ValueError(
             f"recipe={recipe.name!r} needs Megatron-LM's dev branch: the installed megatron-core has no {module}; put "
             "a checkout of dev (Megatron-Bridge names the commit in its .dev.commit) on PYTHONPATH"
         )
+
+
+def has_module(name: str) -> bool:
+    """Return whether Megatron has a module, by its file: `find_spec` would import the packages that it is in."""
+    spec = importlib.util.find_spec("megatron")
+    tops = [] if spec is None else spec.submodule_search_locations or []
+    path = name.replace(".", "/")
+    return any((Path(top).parent / f"{path}.py").is_file() or (Path(top).parent / path).is_dir() for top in tops)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from bridge_fgo.cli.job.target import require_file
+from bridge_fgo.cli.spinner import spinner
 from bridge_fgo.options import takes_offload_options
+from bridge_fgo.recipes.catalog import RECIPES
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Overrides of Bridge's config.")
@@ -36,10 +37,13 @@ def _exit_with(command: str, run: Callable[[], int]) -> None:
     raise typer.Exit(status)
 
 
-def _require_file(command: str, target: str | None) -> None:
-    """Exit with 2 where `target` can only be a saved config and is no file: to import Megatron takes half a minute."""
+def _check_target(command: str, target: str | None) -> None:
+    """Exit with 2 where `target` can be told to be no job without torch and Megatron, which take long to import."""
+    from bridge_fgo.cli.job.names import refuse_at_once
+
     try:
-        require_file(target or "")
+        if target is not None:
+            refuse_at_once(target)
     except ValueError as error:
         raise _refused(command, error) from None
 
@@ -58,10 +62,18 @@ def plan(
     gpus: Gpus = None,
     gpus_per_node: GpusPerNode = None,
     vocab_size: Vocabulary = None,
-    system: Annotated[str | None, typer.Option(help="GB200, GH200, H200 or H100; all by default.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="GB200, GB300, B200, B300, GH200, H200 or H100; all by default.")
+    ] = None,
     link_gbs: Annotated[float | None, typer.Option(help="Measured link speed of a GPU, GB/s each way.")] = None,
     forward_seconds: Annotated[float | None, typer.Option(help="A microbatch's forward on a rank.")] = None,
     backward_seconds: Annotated[float | None, typer.Option(help="The same; twice the forward by default.")] = None,
+    activations_gb: Annotated[
+        float | None, typer.Option(help="Peak of a rank's activations in GB, instead of counting them.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Status 1 where the job does not fit --system with the flag as it is.")
+    ] = False,
     json_output: Json = False,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", callback=in_a_folder, help="Draw the components (matplotlib).")
@@ -72,10 +84,11 @@ def plan(
     """Compute the memory of each pipeline stage's ranks by component, and what the copies cost.
 
     States are exact, to the byte; activations are counted for GPTs. Exit status: 0, 1 where training would refuse
-    the config, 2 where nothing can be estimated.
+    the config or, with --check, it does not fit; 2 where nothing can be estimated.
     """
-    _require_file("plan", target)
-    from bridge_fgo.cli.plan import command
+    _check_target("plan", target)
+    with spinner("importing torch"):
+        from bridge_fgo.cli.plan import command
 
     settings = command.Settings(
         target=target,
@@ -87,6 +100,8 @@ def plan(
         link_gbs=link_gbs,
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
+        activations_gb=activations_gb,
+        check=check,
         offload=offload,
         json_output=json_output,
         picture=picture,
@@ -110,11 +125,13 @@ def doctor(
 ) -> None:
     """Examine this machine, and what the offload will do with a config.
 
-    Works without a GPU and without Megatron. Exit status: 0, 1 where training would be refused, 2 where the config
-    cannot be read.
+    The first line is the verdict. Works without a GPU and without Megatron. Exit status: 0, 1 where this machine cannot
+    train or training would be refused, 2 where the config cannot be read.
     """
-    _require_file("doctor", target)
-    from bridge_fgo.cli.doctor import command
+    if target not in RECIPES:  # of one that this mcore cannot build the machine is examined all the same
+        _check_target("doctor", target)
+    with spinner("importing torch"):
+        from bridge_fgo.cli.doctor import command
 
     settings = command.Settings(
         target=target,

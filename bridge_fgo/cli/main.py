@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from bridge_fgo.cli import demo as demo_command
-from bridge_fgo.cli import job_commands, run_script
+from bridge_fgo.cli import job_commands, recipe_commands, run_script
 from bridge_fgo.options import takes_offload_options
 
 
@@ -70,10 +70,29 @@ app = typer.Typer(
     cls=_RunsScriptsOutsideOfClick,
     help="Fine-grained optimizer-state offload for Megatron-Bridge.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # plain help: "[...]" in these texts is no markup
     pretty_exceptions_enable=False,  # a script's traceback is shown as Python shows it
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from bridge_fgo import __version__
+
+        typer.echo(f"bridge-fgo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def bridge_fgo(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Fine-grained optimizer-state offload for Megatron-Bridge."""
+
+
+app.add_typer(recipe_commands.app, name="recipes", short_help="List this project's recipes.")
 
 
 # Interspersed arguments are off: from SCRIPT on everything is the script's own, also what
@@ -93,16 +112,20 @@ def run_command(
         list[str] | None,
         typer.Argument(metavar="ARGS", help="Passed to SCRIPT verbatim.", show_default=False),
     ] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as with python -m.")] = False,
+    set_flag: Annotated[
+        bool, typer.Option("--offload", help="Set optimizer.offload_optimizer_states in the script's config.")
+    ] = False,
     *,
     offload: dict[str, Any],
 ) -> None:
     """Run SCRIPT as `python SCRIPT ARGS...` would, with bridge_fgo installed.
 
-    Offload itself is switched on by the script's own
-    `cfg.optimizer.offload_optimizer_states = True`. Options of this command come
-    before SCRIPT. On several GPUs: `torchrun ... -m bridge_fgo run SCRIPT ARGS...`.
+    Offload itself is switched on by the script's own `cfg.optimizer.offload_optimizer_states = True`, or by
+    --offload. Options of this command come before SCRIPT. On several GPUs:
+    `torchrun ... -m bridge_fgo run SCRIPT ARGS...`.
     """
-    request = run_script.Request(script=script, args=tuple(args or ()), config=offload)
+    request = run_script.Request(script=script, args=tuple(args or ()), config=offload, module=module, offload=set_flag)
     try:
         run_script.prepare(request)
     except ValueError as error:

@@ -18,6 +18,7 @@ import wrapt
 
 from bridge_fgo.engines.ranks import on_every_rank
 from bridge_fgo.sources.late_masters import build_groups, masters_made_late
+from bridge_fgo.wiring import flag_use
 from bridge_fgo.wiring.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
 from bridge_fgo.wiring.graphs import is_replayed
 from bridge_fgo.wiring.refusals import refuse_config, refuse_optimizer_config
@@ -67,7 +68,9 @@ def refusals_left_to_caller() -> Iterator[None]:
 
 def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse what cannot be combined, once Bridge has validated and finalized the config."""
+    flag_use.before_validation(instance.optimizer)
     result = wrapped(*args, **kwargs)
+    flag_use.after_validation(instance.optimizer)
     if not _caller_refuses:
         refuse_config(instance, installed_config())
     return result
@@ -75,9 +78,12 @@ def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 def validate_mimo_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse what cannot be combined; MIMO's road does not go through the container's own validation."""
+    config = arguments_of(wrapped, args, kwargs)["cfg"]
+    flag_use.before_validation(config.optimizer)
     result = wrapped(*args, **kwargs)
+    flag_use.after_validation(config.optimizer)
     if not _caller_refuses:
-        refuse_config(arguments_of(wrapped, args, kwargs)["cfg"], installed_config())
+        refuse_config(config, installed_config())
     return result
 
 

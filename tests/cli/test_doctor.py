@@ -31,6 +31,12 @@ def run(*arguments: str):
     return result.exit_code, result.output
 
 
+@pytest.fixture(autouse=True)
+def lacks_nothing(monkeypatch):
+    """This machine can train, by what is installed."""
+    monkeypatch.setattr(command, "lacking", lambda findings: "")
+
+
 @pytest.fixture
 def no_megatron(monkeypatch):
     """Megatron cannot be found."""
@@ -146,9 +152,9 @@ def test_the_builder_is_asked_once_for_what_is_installed_and_for_the_config(buil
     config = plain_config(load_saved_config(saved))
     builder.answer = {"mcore": "0.19.9", "offloader": "generation", "config": config, **of_job}
     options = ["--gpus", "4", "--vocab-size", "8", "--fraction", "1", "--json"]
-    status, output = run("doctor", "some:recipe", "a.b=1", *options)
+    status, output = run("doctor", "json:recipe", "a.b=1", *options)
     found = json.loads(output)
-    asked = {"target": "some:recipe", "gpus": 4, "vocab_size": 8, "overrides": ["a.b=1"], "offload": {"fraction": 1.0}}
+    asked = {"target": "json:recipe", "gpus": 4, "vocab_size": 8, "overrides": ["a.b=1"], "offload": {"fraction": 1.0}}
     assert builder.requests == [{**asked, "patches": True}]
     assert status == 1 and found["refusals"] == ["no"] and found["config"]["gpus"] == 4
     assert (found["installed"]["mcore"], found["installed"]["offloader"]) == ("0.19.9", "generation")
@@ -156,11 +162,11 @@ def test_the_builder_is_asked_once_for_what_is_installed_and_for_the_config(buil
 
 def test_a_bridge_that_the_package_does_not_fit_is_refused_whatever_the_config(builder):
     builder.answer = {"install_refuses": "no such function"}
-    status, output = run("doctor", "some:recipe", "--json")
+    status, output = run("doctor", "json:recipe", "--json")
     found = json.loads(output)
     assert status == 1 and found["refusals"] == ["no such function"] and found["config"] is None
     assert any("the config was not looked at" in note for note in found["notes"])
-    status, output = run("plan", "some:recipe")
+    status, output = run("plan", "json:recipe")
     assert status == 2 and "no such function" in output
 
 
@@ -173,7 +179,7 @@ def test_the_builder_tells_a_package_that_does_not_fit_from_a_config_that_cannot
         raise error
 
     monkeypatch.setattr("bridge_fgo.install", refuse)
-    request = {"target": "some:recipe", "offload": {}, "patches": True}
+    request = {"target": "json:recipe", "offload": {}, "patches": True}
     assert builder_module.answer(request) == {"install_refuses": said}
 
 
@@ -376,6 +382,7 @@ def test_plan_prints_one_object_and_draws(no_megatron, saved, tmp_path):
 
 def test_each_figure_of_a_plan_is_below_its_heading(no_megatron, saved, monkeypatch):
     monkeypatch.setattr(report, "gigabytes", str)  # of a small model all are 0.00
+    monkeypatch.setattr(report, "GRID", 1)
     monkeypatch.setenv("COLUMNS", "200")
     (stage,) = json.loads(run("plan", str(saved), "--json")[1])["stages"]
     lines = [
@@ -389,12 +396,16 @@ def test_each_figure_of_a_plan_is_below_its_heading(no_megatron, saved, monkeypa
         "masters",
         "moments",
         "activations",
+        "workspaces",
         "peak_resident",
         "peak_offloaded",
         "offloaded",
     )
     assert list(shown.values()) == [str(stage[key]) for key in ("stage", *keys)]
     assert int(shown["peak"]) > int(shown["offloaded"])
+    parts = ("params", "grads", "masters", "moments", "activ.", "other")
+    assert int(shown["peak"]) == sum(int(shown[name]) for name in parts)
+    assert int(shown["peak"]) == int(shown["offloaded"]) + int(shown["on host"])
 
 
 @pytest.mark.parametrize(
@@ -404,6 +415,8 @@ def test_each_figure_of_a_plan_is_below_its_heading(no_megatron, saved, monkeypa
         (["--link-gbs", "0"], "--link-gbs"),
         (["--link-gbs", "nan"], "--link-gbs nan"),
         (["--link-gbs", "inf"], "--link-gbs inf"),
+        (["--check"], "--check needs --system"),
+        (["--activations-gb", "-1"], "--activations-gb"),
         (["--forward-seconds", "nan"], "--forward-seconds nan"),
         (["--picture", "/nonexistent/x.png"], "/nonexistent/x.png"),
         (["--backward-seconds", "1"], "--forward-seconds"),
@@ -474,8 +487,16 @@ def test_overrides_are_read_by_bridge_alone(no_megatron, saved, command):
 
 
 def test_a_recipe_without_megatron_says_what_is_missing(no_megatron):
-    status, output = run("plan", "deepseek_v3_256gpu")
+    status, output = run("plan", "llama3_8b_pretrain_config")
     assert status == 2 and "megatron-bridge" in output and "run_config.yaml" in output
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_recipe_of_this_project_needs_no_megatron(no_megatron, command):
+    status, output = run(command, "llama3_70b_64gpu", "--json")
+    assert status == 0
+    told = json.loads(output)
+    assert (told["config"] if command == "doctor" else told)["source"].endswith("0.6.2, megatron-core 0.19.2)")
 
 
 @pytest.mark.parametrize("implementation", ["none", "local", "transformer_engine", "full_iteration"])

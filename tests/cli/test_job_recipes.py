@@ -99,10 +99,9 @@ def test_a_function_that_returns_no_config_is_refused_by_name():
         recipes.load_config("os:getcwd")
 
 
-@pytest.mark.parametrize("text", ["a: 1\n", "- 1\n", "a: [\n", "_target_: nowhere.Config\n"])
-def test_a_file_that_is_no_run_config_is_refused_by_name(tmp_path, text):
+def test_a_file_that_is_no_run_config_is_refused_by_name(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(text)
+    path.write_text("_target_: nowhere.ConfigContainer\n")
     with pytest.raises(ValueError, match=r"config\.yaml: no run config as Megatron-Bridge saves it") as refused:
         recipes.load_config(str(path))
     assert not str(refused.value).endswith(": ")  # Bridge's assertion has no text

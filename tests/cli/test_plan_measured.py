@@ -178,7 +178,7 @@ def test_without_activations_no_floor_is_given_but_the_bare_one(cpu_standins):
     (link,) = plan.links
     assert link.most_floor == known.most_floor
     assert (known.floor is None, link.floor, link.hidden_from) == (False, None, None)
-    assert any("neither are peaks" in note for note in plan.notes)
+    assert any("--activations-gb" in note for note in plan.notes)
 
 
 def test_a_share_that_upstreams_offloader_chooses_is_not_counted_as_everything(cpu_standins):

@@ -154,7 +154,9 @@ def test_options_not_given_keep_the_defaults_of_offload_config() -> None:
 def test_the_exit_status_is_the_scripts(script: Any, text: str, status: int) -> None:
     outcome = command_line("run", script(f"import sys; sys.exit({text})"))
     assert outcome.returncode == status
-    assert outcome.stderr.strip() == ("no luck" if status == 1 else "")
+    assert outcome.stderr.strip().startswith(
+        "no luck" if status == 1 else "bridge-fgo run: nothing" if not status else ""
+    )
 
 
 @pytest.mark.parametrize("error", ["ValueError", "EOFError", "BrokenPipeError"])
@@ -231,3 +233,52 @@ def test_python_dash_m_reports_a_missing_script() -> None:
         check=False,
     )
     assert (outcome.returncode, outcome.stderr) == (2, "bridge-fgo run: there is no script 'not_there.py'\n")
+
+
+# A config as Bridge would validate it, through the wrapper that the package puts around that.
+VALIDATE = """
+import sys
+from types import SimpleNamespace
+from bridge_fgo.wiring import flag_use
+optimizer = SimpleNamespace(offload_optimizer_states={flag})
+flag_use.before_validation(optimizer)
+flag_use.after_validation(optimizer)
+print(optimizer.offload_optimizer_states)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "flag", "said"), [((), False, True), ((), True, False), (("--offload",), False, False)]
+)
+def test_a_flag_that_was_never_set_is_said_at_the_end(
+    script: Any, options: tuple[str, ...], flag: bool, said: bool
+) -> None:
+    outcome = command_line("run", *options, script(VALIDATE.format(flag=flag)))
+    assert outcome.returncode == 0
+    assert outcome.stdout == f"{bool(options) or flag}\n"
+    assert ("nothing was offloaded" in outcome.stderr) == said
+
+
+def test_a_module_is_run_as_python_dash_m_runs_it(script: Any, monkeypatch: Any) -> None:
+    path = script(SHOW, "trained.py")
+    monkeypatch.chdir(path.parent)
+    seen = shown(command_line("run", "--fraction", "0.5", "-m", "trained", "--help"))
+    assert (seen["name"], seen["file"], seen["argv"][1:]) == ("__main__", str(path), ["--help"])
+    outcome = command_line("run", "-m", "no_such_module.train")
+    assert (outcome.returncode, outcome.stderr) == (
+        2,
+        "bridge-fgo run: -m no_such_module.train: there is no module 'no_such_module'\n",
+    )
+
+
+@pytest.mark.parametrize("as_module", [True, False])
+def test_a_crash_shows_the_frames_of_the_script_alone(script: Any, as_module: bool) -> None:
+    path = script("def inner():\n    raise ValueError('told you')\n\ninner()\n")
+    if as_module:
+        outcome = subprocess.run(
+            [sys.executable, "-m", "bridge_fgo", "run", path], capture_output=True, text=True, cwd=ROOT, check=False
+        )
+    else:
+        outcome = command_line("run", path)
+    files = [line.split('"')[1] for line in outcome.stderr.splitlines() if line.lstrip().startswith("File ")]
+    assert outcome.returncode == 1 and files == [str(path)] * 2, outcome.stderr

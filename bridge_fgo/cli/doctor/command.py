@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -22,6 +23,7 @@ from bridge_fgo.harness.runner import ArmFailed
 from bridge_fgo.wiring.refusals import refuse_small_shared_memory
 
 REFUSED = 1
+CONFIG_NOT_READ = 2
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,11 @@ class Settings:
 
 @dataclass
 class Findings:
-    """What came out, as `--json` prints it. refusals end training before it starts; warnings do not."""
+    """What came out, as `--json` prints it.
+
+    refusals end training before it starts; warnings do not. verdict: whether this machine can train. error: why the
+    config cannot be read, or "".
+    """
 
     installed: dict[str, Any]
     machine: dict[str, Any]
@@ -49,14 +55,16 @@ class Findings:
     refusals: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    target: str | None = None
+    error: str = ""
+    verdict: str = ""
 
 
 def run(settings: Settings) -> int:
-    """Print the findings; return 1 where training would be refused, else 0.
+    """Print the findings; return 1 where this machine cannot train or not this config, 2 where it cannot be read.
 
     Raises:
-        ValueError: the config cannot be read, or a setting is wrong.
-        RuntimeError: the config's model could not be built.
+        ValueError: a setting is wrong.
     """
     OffloadConfig(**settings.offload)
     if settings.target is None:
@@ -67,20 +75,37 @@ def run(settings: Settings) -> int:
             raise ValueError(f"{told}: of a job, and none is named; give its recipe or saved config too")
     machine = look()
     answer = {} if missing_packages() else _ask(settings)
-    findings = Findings(installed(answer), asdict(machine))
+    findings = Findings(installed(answer), asdict(machine), target=settings.target)
     _examine_installed(findings)
     if settings.target is not None:
-        _examine_config(findings, settings, machine, answer)
+        try:
+            _examine_config(findings, settings, machine, answer)
+        except ValueError as error:  # what is known of the machine is printed all the same
+            findings.error = str(error)
     if machine.gpus and settings.probe:
         try:
             findings.link_bytes_per_second = probe(len(machine.gpus))
         except ArmFailed as error:
             findings.warnings.append(f"the link was not measured: {error}")
+    reason = findings.error or lacking(findings) or next(iter(findings.refusals), "")
+    findings.verdict = f"Cannot train here: {reason}" if reason else "Can train here."
     if settings.json_output:
         print(json.dumps(asdict(findings)))
     else:
         _print(Console(), findings)
-    return REFUSED if findings.refusals else 0
+    if findings.error:
+        print(f"bridge-fgo doctor: {findings.error}", file=sys.stderr)
+        return CONFIG_NOT_READ
+    return REFUSED if reason else 0
+
+
+def lacking(findings: Findings) -> str:
+    """Return what this machine lacks to train at all; "" for nothing. The recipe `tiny` trains without a GPU."""
+    if missing := missing_packages():
+        return f"{' and '.join(missing)} not installed (pip install 'megatron-bridge>=0.6,<0.7')"
+    if not findings.machine["gpus"] and findings.target != "tiny":
+        return "torch sees no GPU; the recipe tiny trains without one"
+    return ""
 
 
 def _ask(settings: Settings) -> dict[str, Any]:
@@ -89,8 +114,6 @@ def _ask(settings: Settings) -> dict[str, Any]:
     try:
         return ask_builder(**asked, patches=True)
     except RuntimeError as error:
-        if settings.target is not None:
-            raise
         return {"install_refuses": str(error)}
 
 
@@ -143,7 +166,13 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
         return None
     pinned = estimate.most_pinned
     assert findings.config is not None
-    findings.config |= {"state_bytes": [stage.states.total for stage in estimate.stages], "pinned_by_rank": pinned}
+    here = min(ranks or 1, job.parallel.gpus)
+    findings.config |= {
+        "state_bytes": [stage.states.total for stage in estimate.stages],
+        "pinned_by_rank": pinned if job.flag else 0,
+        "pinned_by_node": sum(estimate.fullest_node(here)) if job.flag else 0,
+        "ranks_of_node": here,
+    }
     if job.gpus_note:
         findings.notes.append(job.gpus_note)
     of_budget = budget_refusals(job, estimate.stages, OffloadConfig(**settings.offload))
@@ -152,14 +181,14 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
     else:
         findings.notes += [f"with the flag set, refused: {refusal}" for refusal in of_budget]
     if machine.gpus and job.flag and is_upstreams(job, estimate.offload):
-        findings.warnings += _upstream_memory(estimate, min(ranks or 1, job.parallel.gpus))
+        findings.warnings += _upstream_memory(estimate, here)
     elif machine.gpus and job.flag:
-        refusals = _memory_refusals(job, estimate, min(ranks or 1, job.parallel.gpus))
+        refusals = _memory_refusals(job, estimate, here)
         if job.gpus_given:
             findings.refusals += refusals
         else:  # on more, each rank has less
             findings.notes += [f"refused on so few: {refusal}" for refusal in refusals]
-    return pinned
+    return pinned if job.flag else 0
 
 
 def _upstream_memory(estimate: Estimate, ranks: int) -> Iterator[str]:
@@ -187,7 +216,18 @@ def _memory_refusals(job: Job, estimate: Estimate, ranks: int) -> Iterator[str]:
         yield str(error)
 
 
+def _judged(lockable: int | None, pinned: int | None) -> str:
+    """Return the limit on page-locked memory, and whether what a rank pins is within it."""
+    if lockable is None:
+        return "unlimited: enough"
+    if pinned is None:
+        return f"{readable_bytes(lockable)}: name a config to have it judged"
+    verdict = "enough" if pinned <= lockable else f"less than the {readable_bytes(pinned)} that a rank pins"
+    return f"{readable_bytes(lockable)}: {verdict}"
+
+
 def _print(console: Console, findings: Findings) -> None:
+    console.print(findings.verdict, markup=False, style="bold")
     table = Table(show_header=False)
     for name, value in findings.installed.items():
         if name != "install":
@@ -203,7 +243,7 @@ def _print(console: Console, findings: Findings) -> None:
     shared = machine["shared_memory_bytes"]
     table.add_row("/dev/shm, free", "-" if shared is None else readable_bytes(shared))
     lockable = machine["lockable_bytes"]
-    table.add_row("ulimit -l", "unlimited" if lockable is None else readable_bytes(lockable))
+    table.add_row("ulimit -l", _judged(lockable, (findings.config or {}).get("pinned_by_rank")))
     if findings.link_bytes_per_second is not None:
         speeds = {name: value / 1e9 for name, value in findings.link_bytes_per_second.items()}
         table.add_row("link, GB/s", "D2H {d2h:.1f}, H2D {h2d:.1f}, both at once {duplex:.1f} each".format(**speeds))
@@ -214,10 +254,16 @@ def _print(console: Console, findings: Findings) -> None:
     if "pinned_by_rank" in config:
         states = ", ".join(readable_bytes(count) for count in config["state_bytes"])
         table.add_row("states, by stage", states)
-        table.add_row("pinned by a rank", f"{readable_bytes(config['pinned_by_rank'])} at most")
+        if config["flag"]:
+            table.add_row("pinned by a rank", f"{readable_bytes(config['pinned_by_rank'])} at most")
+            node, host = config["pinned_by_node"], machine["host_bytes"]
+            of_node = f"{readable_bytes(node)} by {config['ranks_of_node']} rank(s), {node / host:.0%} of the host here"
+            table.add_row("pinned by a node", of_node)
+        else:
+            table.add_row("pinned by a rank", "nothing, the flag is not set")
     console.print(table)
     for word, lines in (("note", findings.notes), ("warning", findings.warnings), ("REFUSED", findings.refusals)):
         for line in lines:
             console.print(f"{word}: {line}", markup=False, style="red" if word == "REFUSED" else None)
-    if not findings.refusals:
+    if not findings.refusals and findings.config is not None:
         console.print("Nothing is refused by the offload.")

@@ -15,10 +15,12 @@ import torch
 
 from bridge_fgo.cli.demo import missing_packages
 from bridge_fgo.cli.job.formula import stages_from_numbers
+from bridge_fgo.cli.job.kept import kept_answer
 from bridge_fgo.cli.job.parallel import Parallel, parallel_of
 from bridge_fgo.cli.job.saved_config import load_saved_config
 from bridge_fgo.cli.job.target import is_saved_config
 from bridge_fgo.cli.job.tensors import Chunk, Tensor
+from bridge_fgo.cli.spinner import spinner
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.wiring.compat import as_if_set, native_only_refusal
 
@@ -29,7 +31,7 @@ class Job:
 
     config: sections of settings as namespaces; dtypes are `torch.dtype`s.
     stages: of each pipeline stage its model chunks; empty where Bridge refuses the config.
-    source: "Megatron-Bridge's model builder" or "the config's numbers".
+    source: "Megatron-Bridge's model builder", with the versions where its answer is kept; or "the config's numbers".
     flag: whether the config asks for the offload; refusals: why this package refuses it with the flag set.
     engine: that would serve it; None where it is refused, or where there is no mcore to ask.
     bridge_refuses: why Bridge itself refuses the config.
@@ -71,7 +73,8 @@ def read_job(
     """Return what is known of a job, without running it.
 
     Args:
-        target: see `bridge_fgo.cli.job.recipes.load_config`; without Megatron a saved run config alone.
+        target: see `bridge_fgo.cli.job.recipes.load_config`; without Megatron a saved run config, or one of this
+            project's recipes as it is.
         gpus: how many the job has; None for the fewest that it can have.
         offload: arguments of OffloadConfig.
         vocab_size: of the tokenizer, where neither the model nor the tokenizer's config says it.
@@ -83,14 +86,17 @@ def read_job(
         RuntimeError: the builder died, or Megatron could not be imported with the package installed.
     """
     settings = OffloadConfig(**offload)
+    kept = kept_answer(target, gpus, offload, vocab_size, overrides) if not found else None
     missing = missing_packages()
-    if missing:
+    if kept is None and missing:
         if overrides:
             raise ValueError(
                 f"{' '.join(overrides)}: Megatron-Bridge reads overrides; {', '.join(missing)} not installed"
             )
         return _from_numbers(target, gpus, vocab_size, missing, settings)
-    if found is None:
+    if kept is not None:
+        found = kept
+    elif found is None:
         found = ask_builder(target=target, gpus=gpus, offload=offload, vocab_size=vocab_size, overrides=overrides)
     if "install_refuses" in found:
         raise RuntimeError(found["install_refuses"])
@@ -110,7 +116,7 @@ def job_of(found: dict[str, Any]) -> Job:
         config,
         parallel_of(config, found["gpus"]),
         stages,
-        "Megatron-Bridge's model builder",
+        _source(found),
         found["flag"],
         found["refusals"],
         found["engine"],
@@ -118,6 +124,11 @@ def job_of(found: dict[str, Any]) -> Job:
         found.get("bridge_estimate"),
         found["gpus_given"],
     )
+
+
+def _source(found: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in found.get("kept_of", {}).items())
+    return f"Megatron-Bridge's model builder{f', kept with this package ({versions})' if versions else ''}"
 
 
 def sections_of(config: dict[str, dict[str, Any]]) -> SimpleNamespace:
@@ -163,7 +174,8 @@ def ask_builder(
     request = {"target": target, "gpus": gpus, "offload": offload or {}, "vocab_size": vocab_size, "patches": patches}
     request["overrides"] = list(overrides)
     command = [sys.executable, "-m", "bridge_fgo.cli.job.builder", json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    with spinner(f"importing Megatron{f' and building {target} without a GPU' if target else ''}: about a minute"):
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     if done.returncode != 0:
         tail = "\n".join(done.stderr.strip().splitlines()[-15:])
         raise RuntimeError(f"{target or 'Megatron-Bridge'} could not be built without a GPU:\n{tail}")

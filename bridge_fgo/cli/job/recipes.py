@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from bridge_fgo.cli.job.target import is_saved_config, require_file
+from bridge_fgo.cli.job.names import names_of_bridge, no_recipe
+from bridge_fgo.cli.job.target import is_saved_config, require_saved_config
 from bridge_fgo.recipes.catalog import RECIPES, Recipe
 from bridge_fgo.recipes.hf_config import kept_configs
 from bridge_fgo.recipes.overrides import overridden
@@ -37,7 +39,7 @@ def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | 
 
 def _load(target: str) -> tuple[Any, int | None]:
     if is_saved_config(target):
-        require_file(target)
+        require_saved_config(Path(target))
         from megatron.bridge.training.config import ConfigContainer
 
         try:
@@ -68,11 +70,7 @@ def find_builder(name: str) -> tuple[Callable[[], Any], int | None]:
     builder = getattr(importlib.import_module("megatron.bridge.recipes"), name, None)
     if callable(builder):
         return builder, None
-    raise ValueError(
-        f"there is no recipe {name!r}: it is no function of megatron.bridge.recipes, and this project's are: "
-        f"{', '.join(sorted(RECIPES))}; a function of your own is module:function, a saved config "
-        "the path of a run_config.yaml"
-    )
+    raise ValueError(no_recipe(name, names_of_bridge()[1]))
 
 
 def _build_own(recipe: Recipe) -> Any:

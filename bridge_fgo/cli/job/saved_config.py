@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import yaml
+
+from bridge_fgo.cli.job.target import require_saved_config
 
 SECTIONS = ("model", "optimizer", "train", "ddp", "dist", "checkpoint", "tokenizer")
 """The sections that the refusals and the estimate read."""
@@ -25,12 +26,7 @@ def load_saved_config(path: Path) -> SimpleNamespace:
     Raises:
         ValueError: the file is not there, is no YAML, or is no saved ConfigContainer; or its mixed precision is a name.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: cannot be read as a run config: {error}") from None
-    if not isinstance(content, dict) or not str(content.get("_target_", "")).endswith("ConfigContainer"):
-        raise ValueError(f"{path}: is not a saved run config (what Bridge writes as run_config.yaml)")
+    content = require_saved_config(path)
     missing = [name for name in SECTIONS if not isinstance(content.get(name), dict)]
     if missing:
         raise ValueError(f"{path}: the run config has no section {', '.join(missing)}")

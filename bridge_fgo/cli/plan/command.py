@@ -12,8 +12,9 @@ from rich.console import Console
 
 from bridge_fgo.cli.job.job import read_job
 from bridge_fgo.cli.plan.estimate import make_estimate
-from bridge_fgo.cli.plan.links import links
+from bridge_fgo.cli.plan.links import LINKS, links
 from bridge_fgo.cli.plan.report import as_json, draw, print_estimate
+from bridge_fgo.cli.plan.verdict import Outcome, verdicts
 from bridge_fgo.config import OffloadConfig
 
 REFUSED = 1
@@ -21,7 +22,10 @@ REFUSED = 1
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one estimate. Seconds are of one microbatch on a rank; offload holds OffloadConfig's arguments."""
+    """Settings of one estimate. Seconds are of one microbatch on a rank; offload holds OffloadConfig's arguments.
+
+    check: end with status 1 also where the job does not fit the system.
+    """
 
     target: str
     overrides: tuple[str, ...] = ()
@@ -32,22 +36,26 @@ class Settings:
     link_gbs: float | None = None
     forward_seconds: float | None = None
     backward_seconds: float | None = None
+    activations_gb: float | None = None
+    check: bool = False
     offload: dict[str, Any] = field(default_factory=dict)
     json_output: bool = False
     picture: Path | None = None
 
 
 def run(settings: Settings) -> int:
-    """Print the estimate; return 1 where training would be refused, else 0.
+    """Print the estimate; return 1 where training would be refused or does not fit and that is checked, else 0.
 
     Raises:
         ValueError: a setting or the config makes no estimate possible; says which and what to do.
         RuntimeError: the model could not be built.
     """
-    for name in ("forward_seconds", "backward_seconds"):
+    for name, unit in (("forward_seconds", "seconds"), ("backward_seconds", "seconds"), ("activations_gb", "GB")):
         value = getattr(settings, name)
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: use a number of seconds above 0")
+            raise ValueError(f"--{name.replace('_', '-')} {value}: use a number of {unit} above 0")
+    if settings.check and settings.system is None:
+        raise ValueError(f"--check needs --system, one of {', '.join(LINKS)}")
     if settings.backward_seconds is not None and settings.forward_seconds is None:
         raise ValueError("--backward-seconds needs --forward-seconds")
     offload = OffloadConfig(**settings.offload)
@@ -55,11 +63,18 @@ def run(settings: Settings) -> int:
     job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size, settings.overrides)
     if job.bridge_refuses is not None:
         raise ValueError(f"Megatron-Bridge refuses this config: {job.bridge_refuses}")
-    estimate = make_estimate(job, offload, of_links, settings.forward_seconds, settings.backward_seconds)
+    activations = None if settings.activations_gb is None else int(settings.activations_gb * 1e9)
+    estimate = make_estimate(job, offload, of_links, settings.forward_seconds, settings.backward_seconds, activations)
     if settings.picture is not None:
         draw(estimate, settings.picture)
     if settings.json_output:
         print(json.dumps(as_json(estimate), allow_nan=False))
     else:
         print_estimate(Console(), estimate)
+    if settings.check:
+        (verdict,) = verdicts(estimate)
+        if verdict.outcome is Outcome.unknown:
+            raise ValueError("--check: activations of this kind of model are not counted; give --activations-gb")
+        if not verdict.is_trainable(job.flag):
+            return REFUSED
     return REFUSED if job.flag and estimate.refusals else 0

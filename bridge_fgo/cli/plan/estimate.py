@@ -107,7 +107,12 @@ class Estimate:
 
 
 def make_estimate(
-    job: Job, offload: OffloadConfig, links: list[Link], forward: float | None, backward: float | None
+    job: Job,
+    offload: OffloadConfig,
+    links: list[Link],
+    forward: float | None,
+    backward: float | None,
+    activations: int | None = None,
 ) -> Estimate:
     """Return the estimate of a job.
 
@@ -117,6 +122,7 @@ def make_estimate(
         links: whose copies to estimate.
         forward: seconds of one microbatch's forward on a rank, where the user knows them.
         backward: of its backward; None for twice the forward.
+        activations: peak of each stage's activations in bytes, where the user knows it; None to count them.
 
     Raises:
         ValueError: the states are not a DistributedOptimizer's, so that there is nothing to estimate; or upstream's
@@ -134,7 +140,10 @@ def make_estimate(
     upstream = is_upstreams(job, offload)
     # Upstream copies masters as they are.
     states = _rank_states(job, buffers, replace(offload, master_remainders=False) if upstream else offload)
-    stages = [_stage_estimate(job, stage, buffers[stage], states[stage]) for stage in range(job.parallel.pipeline)]
+    stages = [
+        _stage_estimate(job, stage, buffers[stage], states[stage], activations)
+        for stage in range(job.parallel.pipeline)
+    ]
     moved = [
         [offloaded_bytes(stage, of_rank, offload) for of_rank in of_stage]
         for stage, of_stage in zip(stages, states, strict=True)
@@ -151,7 +160,7 @@ def make_estimate(
     ranks = [of_rank for of_stage in states for of_rank in of_stage]
     pinned = [of_rank.pinned_upstream if upstream else of_rank.offloaded for of_rank in ranks]
     of_links = [_link_estimate(link, pinned, loads, forward, backward) for link in links]
-    return Estimate(job, offload, stages, states, most, pinned, of_links, _notes(job, stages))
+    return Estimate(job, offload, stages, states, most, pinned, of_links, _notes(job, stages, activations))
 
 
 def is_upstreams(job: Job, offload: OffloadConfig) -> bool:
@@ -184,7 +193,9 @@ def _rank_states(job: Job, buffers: list[list[Buffer]], offload: OffloadConfig) 
     return found
 
 
-def _stage_estimate(job: Job, stage: int, buffers: list[Buffer], states: list[StateBytes]) -> StageEstimate:
+def _stage_estimate(
+    job: Job, stage: int, buffers: list[Buffer], states: list[StateBytes], activations: int | None
+) -> StageEstimate:
     tensors = [tensor for chunk in job.stages[stage] for tensor in chunk]
     parameters = sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors if not tensor.trainable)
     is_mxfp8 = getattr(job.config.model, "fp8_recipe", None) == "mxfp8"
@@ -195,7 +206,8 @@ def _stage_estimate(job: Job, stage: int, buffers: list[Buffer], states: list[St
         else:
             parameters += buffer.numel * buffer.dtype.itemsize
     gradients = sum(buffer.numel * buffer.gradient.itemsize for buffer in buffers)
-    activations = activation_bytes(job, stage)
+    if activations is None:
+        activations = activation_bytes(job, stage)
     of_ranks = sorted(states, key=lambda state: state.total)
     return StageEstimate(
         stage=stage,
@@ -232,7 +244,10 @@ def offloaded_bytes(stage: StageEstimate, states: StateBytes, offload: OffloadCo
     if budget is None:
         return states.offloaded
     if stage.activations is None:
-        raise ValueError("--budget-gib: the activations of this model are not known, so neither is what has to leave")
+        raise ValueError(
+            "--budget-gib: the activations of this model are not counted, so what has to leave is not known; give "
+            "--activations-gb"
+        )
     staying = choose_staying(states.parts, budget - stage.least_budget)
     return min(states.offloaded, sum(size for i, size in enumerate(states.parts) if i not in staying))
 
@@ -285,23 +300,19 @@ def _link_estimate(
     )
 
 
-def _notes(job: Job, stages: list[StageEstimate]) -> list[str]:
+def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> list[str]:
     model: Any = job.config.model
     notes = [f"tensors from {job.source}"]
     if job.gpus_note:
         notes.append(job.gpus_note)
-    if any(stage.activations is None for stage in stages):
-        notes.append(
-            "activations of this kind of model are not known, and so neither are peaks, nor what copies can hide behind"
-        )
+    if activations is not None:
+        notes.append("activations: as --activations-gb says, on each stage")
+    elif any(stage.activations is None for stage in stages):
+        notes.append("activations of this kind of model are not counted: peaks are lower bounds; give --activations-gb")
     elif getattr(model, "num_moe_experts", None):
-        notes.append(
-            "activations: tokens spread evenly over experts, without the dispatcher's buffers; not held against runs"
-        )
-    if getattr(model, "fp8", None):
-        notes.append(
-            "activations are counted as 16-bit, and not held against runs; FP8 copies of 16-bit weights are not"
-        )
+        notes.append("activations: tokens spread evenly over experts, no dispatcher's buffers; not held against runs")
+    if activations is None and getattr(model, "fp8", None):
+        notes.append("activations: counted as 16-bit, without the FP8 copies of weights; not held against runs")
     if getattr(job.config.dist, "use_tp_pp_dp_mapping", False):
         notes.append("dist.use_tp_pp_dp_mapping: pinned bytes per node are of ranks in the default order")
     return notes

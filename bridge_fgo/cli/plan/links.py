@@ -42,26 +42,38 @@ class Link:
         return f"{self.one_way / 1e9:.0f} / {self.duplex / 1e9:.0f}"
 
 
+NOT_MEASURED_HERE = "not measured: planned with the H200's figures, whose link is PCIe Gen5 x16 too"
+
+H200_TOGETHER = ((2, 55.3e9, 43.0e9), (8, 19.7e9, 11.8e9))
+
+
+def _like_h200(name: str, source: str = NOT_MEASURED_HERE) -> Link:
+    """Return the link of a system of eight GPUs on PCIe, whose host is shared as the H200's was measured to be."""
+    return Link(name, 55.4e9, 50.8e9, 8, False, source, H200_TOGETHER)
+
+
+def _of_grace(name: str) -> Link:
+    source = (
+        "not measured: NVLink-C2C, 900 GB/s both ways for the two GPUs of a Grace, whose memory gives up to 512 GB/s "
+        "(NVIDIA's data sheets)"
+    )
+    return Link(name, 225e9, 128e9, 4, False, source)
+
+
 LINKS = {
     link.name: link
     for link in (
-        Link(
-            "GB200",
-            225e9,
-            128e9,
-            4,
-            False,
-            "not measured: NVLink-C2C 900 GB/s both ways for the two GPUs of a Grace, whose LPDDR5X gives up to 512 "
-            "GB/s (NVIDIA, GB200 NVL72 and Grace CPU data sheets)",
-        ),
+        _of_grace("GB200"),
+        _of_grace("GB300"),
+        _like_h200("B200"),
+        _like_h200("B300", "not measured: planned with the H200's figures; its PCIe Gen6 may be faster"),
         Link(
             "GH200",
             297e9,
             243e9,
             4,
             False,
-            "not measured here: D2H 297 and H2D 375 GB/s, STREAM on LPDDR5X 486 GB/s (Schieffer et al., Harnessing "
-            "Integrated CPU-GPU System Memory for HPC, ICPP 2024, arXiv:2407.07850)",
+            "not measured here: D2H 297, H2D 375 and memory 486 GB/s (Schieffer et al., ICPP 2024, arXiv:2407.07850)",
         ),
         Link(
             "H200",
@@ -69,18 +81,10 @@ LINKS = {
             50.8e9,
             8,
             True,
-            "measured by `bridge-fgo bench`, the GPUs of a host copying at once: one 55.4 and 50.8, two 55.3 and 43.0, "
-            "eight 19.7 and 11.8; hosts differ, and `bridge-fgo doctor` measures yours",
-            ((2, 55.3e9, 43.0e9), (8, 19.7e9, 11.8e9)),
+            "measured by `bridge-fgo bench`; of two that copy at once each has 55.3 / 43.0, of eight 19.7 / 11.8",
+            H200_TOGETHER,
         ),
-        Link(
-            "H100",
-            64e9,
-            64e9,
-            8,
-            False,
-            "not measured: PCIe Gen5 x16, 128 GB/s both ways together (NVIDIA, H100 data sheet)",
-        ),
+        _like_h200("H100"),
     )
 }
 

@@ -12,14 +12,29 @@ from rich.table import Table
 from bridge_fgo.cli.bench.plots import agg_pyplot
 from bridge_fgo.cli.plan.activations import WORKSPACES
 from bridge_fgo.cli.plan.estimate import Estimate, StageEstimate, offloaded_bytes
+from bridge_fgo.cli.plan.verdict import lines, verdicts
 
 COMPONENTS = ("parameters", "gradients", "masters", "moments", "activations", "workspaces")
+GRID = 10**7
+"""Bytes that printed figures are rounded to, before they are added up: so rows add up as printed."""
 COLOURS = ("tab:blue", "tab:cyan", "tab:red", "tab:orange", "tab:green", "tab:gray")
 
 
 def gigabytes(count: float | None) -> str:
-    """Return bytes in GB (10^9) with two digits, or "?"."""
-    return "?" if count is None else f"{count / 1e9:.2f}"
+    """Return bytes in GB (10^9) with two digits, or "-"."""
+    return "-" if count is None else f"{count / 1e9:.2f}"
+
+
+def _row(estimate: Estimate, stage: StageEstimate) -> list[str]:
+    """Return the figures of a stage: components, what they add up to, what is offloaded of it, and the difference.
+
+    A peak without activations that are not known is a lower bound.
+    """
+    parts = [None if part is None else round(part / GRID) * GRID for part in components(stage).values()]
+    peak = sum(part or 0 for part in parts)
+    away = round(offloaded_bytes(stage, stage.states, estimate.offload) / GRID) * GRID
+    bound = ">" if stage.activations is None else ""
+    return [*map(gigabytes, parts), bound + gigabytes(peak), bound + gigabytes(peak - away), gigabytes(away)]
 
 
 def as_json(estimate: Estimate) -> dict[str, Any]:
@@ -32,6 +47,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "stages": [_stage_json(estimate, stage) for stage in estimate.stages],
         "links": [asdict(link) for link in estimate.links],
         "bridge_estimate": estimate.job.bridge_estimate,
+        "verdicts": [asdict(verdict) for verdict in verdicts(estimate)],
         "flag": estimate.job.flag,
         "refusals": estimate.refusals,
         "notes": estimate.notes,
@@ -66,7 +82,9 @@ def components(stage: StageEstimate) -> dict[str, int | None]:
 
 
 def print_estimate(console: Console, estimate: Estimate) -> None:
-    """Print the tables."""
+    """Print the verdict and the tables."""
+    for line in lines(estimate, verdicts(estimate)):
+        console.print(line, markup=False, style="bold")
     parallel = estimate.job.parallel
     has_experts = any(tensor.expert for stage in estimate.job.stages for chunk in stage for tensor in chunk)
     experts = f"expert states over {parallel.shards(True)}; " if has_experts else ""
@@ -76,18 +94,16 @@ def print_estimate(console: Console, estimate: Estimate) -> None:
         f"{estimate.job.microbatches} microbatches a step"
     )
     table = Table(
-        title="GB on the fullest rank of each pipeline stage; peaks resident and offloaded",
+        title="GB on the fullest rank of each pipeline stage",
         title_justify="left",
         padding=0,  # so that its headings fit into 80 columns, as a log has
     )
-    for name in ("stage", "params", "grads", "masters", "moments", "activ.", "peak"):
+    for name in ("stage", "params", "grads", "masters", "moments", "activ.", "other", "peak"):
         table.add_column(name, justify="right")
     table.add_column("offloaded", justify="right", style="bold")
     table.add_column("on host", justify="right")
     for stage in estimate.stages:
-        away = offloaded_bytes(stage, stage.states, estimate.offload)
-        values = (*list(components(stage).values())[:-1], stage.peak(0), stage.peak(away), away)
-        table.add_row(str(stage.stage), *(gigabytes(value) for value in values))
+        table.add_row(str(stage.stage), *_row(estimate, stage))
     console.print(table)
     _print_bridges_estimate(console, estimate)
     _print_links(console, estimate)
@@ -102,14 +118,15 @@ def _print_bridges_estimate(console: Console, estimate: Estimate) -> None:
     theirs = estimate.job.bridge_estimate
     if theirs is None:
         return
-    fullest = max(estimate.stages, key=lambda stage: stage.fixed)
-    ours = fullest.fixed - WORKSPACES
-    left = ours - offloaded_bytes(fullest, fullest.states, estimate.offload)
-    estimated = theirs["weights_gradients_states"]
+    away = {stage.stage: offloaded_bytes(stage, stage.states, estimate.offload) for stage in estimate.stages}
+    has_budget = estimate.offload.gpu_memory_budget_gib is not None
+    # With a budget the stage that offloads the most is the one whose figures differ.
+    stage = max(estimate.stages, key=lambda stage: (away[stage.stage] if has_budget else 0, stage.fixed))
+    ours = stage.fixed - WORKSPACES
     console.print(
-        f"Weights, gradients and states of the fullest rank: {gigabytes(ours)} GB, of which {gigabytes(left)} GB stay "
-        f"with the offload; Bridge's own estimator says {gigabytes(estimated)} GB (it counts 18 bytes a parameter, the "
-        "12 of the states sharded, whatever their dtypes, and no offload)"
+        f"Weights, gradients and states of stage {stage.stage}: {gigabytes(ours)} GB, "
+        f"{gigabytes(ours - away[stage.stage])} GB with the offload; Bridge's own estimator: "
+        f"{gigabytes(theirs['weights_gradients_states'])} GB (18 bytes a parameter, whatever the dtypes)"
     )
 
 
@@ -133,10 +150,8 @@ def _print_links(console: Console, estimate: Estimate) -> None:
         )
     console.print(table)
     console.print(
-        "GB/s: a GPU's by the sources below (*: not measured), one way / each way with both busy; --link-gbs takes "
-        "yours. Bare floor: "
-        "what a step gets longer by at least with nothing to hide behind; floor: with --forward-seconds; hidden from: "
-        "the seconds of a microbatch's forward, its backward twice as long, from which nothing is added"
+        "GB/s: one way / each way with both busy (*: not measured). Floor: the least that a step gets longer by; bare: "
+        "with nothing to hide behind. Hidden from: a microbatch's forward in seconds from which nothing is added."
     )
     for row in estimate.links:
         console.print(f"- {row.link.title}, {row.link.figures} GB/s: {row.link.source}", markup=False)
