@@ -28,6 +28,12 @@ REMAINDERS = {"store_param_remainders": True}
 PRECISION_AWARE = {
     "fp32": {"store_param_remainders": False},
     "bf16": {"store_param_remainders": False, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+    "fp16 masters": {
+        "store_param_remainders": False,
+        "main_params_dtype": torch.float16,
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+    },
     "bf16, remainders": {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16, **REMAINDERS},
 }
 
@@ -185,6 +191,8 @@ def saved(request, adam, tmp_path_factory):
             folders[kind] = tmp_path_factory.mktemp("saved")
             save(run, folders[kind], kind)
         then = everything(run)
+        wanted = (adam or {}).get("main_params_dtype")
+        assert wanted in {None, *(t.dtype for name, t in then.items() if name.endswith("master_param"))}
         rest = trained(run, 2), everything(run)
     return options, folders, then, rest
 

@@ -8,7 +8,7 @@ import torch
 
 from bridge_fgo.sources.leaves import leaves
 from bridge_fgo.sources.megatron import MOMENTS
-from bridge_fgo.wiring.refusals import FLAG_TEXT, refuse_fp8_moment
+from bridge_fgo.wiring.refusals import FLAG_TEXT, hybrid_refusal, refuse_fp8_moment
 
 
 def eligible(optimizer: Any) -> list[Any]:
@@ -55,10 +55,7 @@ def check_inner(leaf: Any) -> None:
         )
     inner = leaf.optimizer
     if type(inner).__name__ == "HybridDeviceOptimizer":
-        raise ValueError(
-            f"{FLAG_TEXT} with optimizer.optimizer_cpu_offload=True: "
-            "HybridDeviceOptimizer keeps and updates the states on the CPU already; set one of the two to False"
-        )
+        raise ValueError(hybrid_refusal(leaf.config))
     if not isinstance(inner, (distrib_optimizer.Adam, torch.optim.AdamW, torch.optim.Adam)):
         raise ValueError(
             f"{FLAG_TEXT} with {type(inner).__name__}: only Adam's states can be "

@@ -253,17 +253,41 @@ def optimizer_refusals(config: Any) -> Iterator[str]:
             f"optimizer.use_distributed_optimizer=False with {FLAG_TEXT}: only the DistributedOptimizer's states can "
             "be offloaded; set optimizer.use_distributed_optimizer=True and ddp.use_distributed_optimizer=True"
         )
-    for name, why in (
-        ("optimizer_cpu_offload", "HybridDeviceOptimizer keeps and updates the states on the CPU already"),
-        ("optimizer_cuda_graph", "the graph has the states' addresses baked in"),
-    ):
-        if getattr(config, name, False) is True:
-            yield f"optimizer.{name}=True with {FLAG_TEXT}: {why}; set optimizer.{name}=False or leave the flag unset"
+    if getattr(config, "optimizer_cpu_offload", False) is True:
+        yield hybrid_refusal(config)
+    if getattr(config, "optimizer_cuda_graph", False) is True:
+        yield (
+            f"optimizer.optimizer_cuda_graph=True with {FLAG_TEXT}: the graph has the states' addresses baked in; set "
+            "optimizer.optimizer_cuda_graph=False or leave the flag unset"
+        )
     for key in MOMENTS:
         try:
             refuse_fp8_moment(key, getattr(config, f"{key}_dtype", None))
         except ValueError as error:
             yield str(error)
+
+
+def hybrid_refusal(config: Any) -> str:
+    """Say why HybridDeviceOptimizer is refused, and which setting of this package offloads the share that it was given.
+
+    Both take whole parameters in the optimizer's order until their share is reached, HybridDeviceOptimizer of the
+    elements and this package of the bytes.
+
+    Args:
+        config: an OptimizerConfig; one without `optimizer_offload_fraction` is told of everything.
+    """
+    fraction = getattr(config, "optimizer_offload_fraction", None)
+    share = f"optimizer.optimizer_offload_fraction={fraction!r}"
+    if not isinstance(fraction, int | float) or fraction >= 1:
+        instead = "optimizer.optimizer_cpu_offload=False: the flag alone offloads every state"
+    elif fraction > 0:
+        instead = f"optimizer.optimizer_cpu_offload=False and OffloadConfig(fraction={fraction!r}) in place of {share}"
+    else:
+        instead = f"optimizer.optimizer_cpu_offload=False: {share} moves nothing, and the flag alone every state"
+    return (
+        f"optimizer.optimizer_cpu_offload=True with {FLAG_TEXT}: HybridDeviceOptimizer keeps and updates the states on "
+        f"the CPU already; set {instead}; or leave the flag unset"
+    )
 
 
 def refuse_fp8_moment(key: str, dtype: Any) -> None:

@@ -1,5 +1,6 @@
 """Every combination that is refused: a ValueError before training that names the setting."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,22 @@ def test_config_is_refused_by_name(cfg, path, value):
     with pytest.raises(ValueError, match=path.replace(".", r"\.")) as caught:
         refuse_config(cfg)
     assert "offload_optimizer_states=True" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "instead"),
+    [
+        (0.4, r"OffloadConfig\(fraction=0\.4\) in place of optimizer\.optimizer_offload_fraction=0\.4"),
+        (1.0, r"optimizer_cpu_offload=False: the flag alone offloads every state"),
+        (0.0, r"optimizer_offload_fraction=0\.0 moves nothing"),
+    ],
+)
+def test_the_refusal_of_hybrid_device_optimizer_says_its_fraction_in_this_packages_setting(cfg, fraction, instead):
+    from bridge_fgo.wiring.refusals import all_refusals
+
+    cfg.optimizer.optimizer_cpu_offload, cfg.optimizer.optimizer_offload_fraction = True, fraction
+    (refusal,) = [text for text in all_refusals(cfg, bridge_fgo.OffloadConfig()) if "HybridDevice" in text]
+    assert re.search(instead, refusal)
 
 
 @pytest.mark.parametrize(
