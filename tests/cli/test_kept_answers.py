@@ -72,6 +72,19 @@ def test_the_same_answer_is_the_same_bytes(monkeypatch, tmp_path):
     assert (tmp_path / "tiny.json.gz").read_bytes() == first and first[4:8] == bytes(4), "no time in it"
 
 
+def test_an_answer_that_was_kept_in_one_folder_is_read_in_another(monkeypatch, tmp_path):
+    monkeypatch.setattr(keep_answers, "FOLDER", tmp_path)
+    monkeypatch.setattr(kept, "FOLDER", tmp_path)
+    for name in ("made in", 'read "in"'):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "made in")
+    keep_answers.write("tiny", {"gpus": 1, "save": str(tmp_path / "made in" / "checkpoints")}, {})
+    monkeypatch.setattr(kept, "installed_versions", dict)
+    monkeypatch.chdir(tmp_path / 'read "in"')
+    answer = kept.kept_answer("tiny", None, {}, None, ())
+    assert answer is not None and answer["save"] == str(tmp_path / 'read "in"' / "checkpoints")
+
+
 @needs_megatron
 @pytest.mark.parametrize(
     ("name", "said"),

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 from typing import Any
 
 from bridge_fgo.cli.job.job import ask_builder
-from bridge_fgo.cli.job.kept import FOLDER, installed_versions
+from bridge_fgo.cli.job.kept import FOLDER, HERE, in_json, installed_versions
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.train import has_module
 
 
 def write(name: str, answer: dict[str, Any], versions: dict[str, str]) -> None:
-    """Keep the builder's answer for a recipe; the same bytes for the same answer."""
-    text = json.dumps({"versions": versions, "answer": answer})
+    """Keep the builder's answer for a recipe; the same bytes for the same answer, wherever this runs."""
+    text = json.dumps({"versions": versions, "answer": answer}).replace(in_json(Path.cwd()), HERE)
     (FOLDER / f"{name}.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
 
 

@@ -20,6 +20,8 @@ FOLDER = Path(__file__).with_name("kept")
 DISTRIBUTIONS = ("megatron-bridge", "megatron-core")
 CHANGES_NO_ANSWER = {"fraction", "gpu_memory_budget_gib", "slab_bytes", "piece_bytes"}
 """Settings of the offload that decide neither a refusal nor the engine."""
+HERE = "<the folder that the job starts in>"
+"""Stands in a file for that folder, which Bridge puts before the default of `checkpoint.save`."""
 
 
 def kept_answer(
@@ -35,10 +37,15 @@ def kept_answer(
         return None
     if not offload.keys() <= CHANGES_NO_ANSWER:
         return None
-    kept = json.loads(gzip.decompress(path.read_bytes()))
+    kept = json.loads(gzip.decompress(path.read_bytes()).decode().replace(HERE, in_json(Path.cwd())))
     if gpus not in (None, kept["answer"]["gpus"]) or installed_versions() not in ({}, kept["versions"]):
         return None
     return kept["answer"] | {"kept_of": kept["versions"]}
+
+
+def in_json(folder: Path) -> str:
+    """Return a folder's name as it stands inside a string of JSON."""
+    return json.dumps(str(folder))[1:-1]
 
 
 def installed_versions() -> dict[str, str]:
