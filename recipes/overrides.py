@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
+import typing
 from collections.abc import Sequence
 from typing import Any
+
+WANTED: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def overridden(config: Any, overrides: Sequence[str]) -> Any:
@@ -17,12 +21,42 @@ def overridden(config: Any, overrides: Sequence[str]) -> Any:
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
     try:
-        return process_config_with_overrides(config, cli_overrides=list(overrides))
+        changed = process_config_with_overrides(config, cli_overrides=list(overrides))
     except Exception as error:  # Hydra's, OmegaConf's and Bridge's have no common class
         unknown = re.search(r"Could not override '([^']+)'", str(error))
         # Hydra advises to append what there is not, which nothing would ever read.
         why = f"{type(error).__name__}: {error}" if unknown is None else _unknown(config, unknown[1])
         raise ValueError(f"overrides {' '.join(overrides)}: {why}") from error
+    for override in overrides:
+        _refuse_a_value_of_another_type(changed, override)
+    return changed
+
+
+def _refuse_a_value_of_another_type(config: Any, override: str) -> None:
+    """Refuse text or a fraction where the field holds only numbers, or only whole ones.
+
+    Bridge's function checks names alone. A wrong value would fail at its first use, in an error that names no setting.
+    """
+    name, _, text = override.lstrip("+~").partition("=")
+    *sections, field = name.split(".")
+    section = config
+    for part in sections:
+        section = _settings(section).get(part)
+    if not dataclasses.is_dataclass(section):
+        return
+    try:
+        hint = typing.get_type_hints(type(section)).get(field)
+    except (NameError, TypeError):  # an annotation that only a type checker can read
+        return
+    types = set(typing.get_args(hint) or (hint,)) - {type(None)}
+    if not types or not types <= WANTED.keys():
+        return
+    kinds = [kind for kind in WANTED if kind in types or (kind is int and float in types)]
+    value = getattr(section, field)
+    if value is not None and not isinstance(value, tuple(kinds)):
+        wanted = " or ".join(WANTED[kind] for kind in WANTED if kind in types)
+        raise ValueError(f"override {name}={text}: use {wanted}")
+
 
 
 def _unknown(config: Any, name: str) -> str:

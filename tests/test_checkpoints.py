@@ -287,6 +287,7 @@ def finish(run):
     maybe_finalize_async_save(run.state, run.cfg.checkpoint, blocking=True, terminate=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("deadline")
 @pytest.mark.parametrize("constant_structure", [False, True], ids=["", "constant structure"])
 @pytest.mark.parametrize("worker", ["fork", "mcore", "nvrx"])

@@ -50,6 +50,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("point", "call", "how"), FAULTS)
 def test_the_last_checkpoint_stands(resident, tmp_path, point, call, how):
     assert run(tmp_path, point, call, how) == STATUS[how]
@@ -57,6 +58,7 @@ def test_the_last_checkpoint_stands(resident, tmp_path, point, call, how):
     assert_same_shards(newest(tmp_path), newest(resident[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["the update of a part", "a state is handed to a checkpoint"])
 def test_a_killed_run_resumes_bitwise(resident, tmp_path, point):
     assert run(tmp_path, point, call=2) == -signal.SIGKILL

@@ -36,6 +36,7 @@ def assert_equal(mine, theirs):
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
 
 
+@pytest.mark.slow
 def test_dp_2_to_1_and_back_loses_no_bit_and_goes_on_as_a_resident_run(tmp_path):
     loads, trained = {True: None, False: None}, None
     for number, ranks in enumerate((2, 1, 2)):

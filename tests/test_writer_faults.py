@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge_fgo.core import snapshot
 
-pytestmark = [pytest.mark.usefixtures("cpu_standins", "deadline")]
+pytestmark = [pytest.mark.usefixtures("cpu_standins", "deadline"), pytest.mark.slow]
 
 FATES = {
     "killed": ("__0_0", "killed"),

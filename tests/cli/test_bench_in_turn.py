@@ -85,6 +85,7 @@ def test_one_rank_that_dies_takes_its_arm_along_and_no_other(turns):
     assert list(taking.results) == ["a"] and list(taking.failures) == ["b"]
 
 
+@pytest.mark.slow
 def test_an_arm_that_keeps_its_turn_too_long_is_ended(turns):
     taking, _ = turns({"a": [], "b": ["--hang-in", "1"]}, timeout=8.0)
     assert list(taking.results) == ["a"]

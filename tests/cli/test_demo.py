@@ -231,6 +231,7 @@ def test_a_missing_megatron_core_is_named_alone(monkeypatch: pytest.MonkeyPatch)
 # --- the real thing -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("bridge_fgo.harness") is None
     or importlib.util.find_spec("bridge_fgo.harness.cpu") is None,

@@ -102,6 +102,7 @@ def test_a_vocabulary_that_nobody_knows_is_asked_for(answers):
     assert error.startswith("model.vocab_size") and "--vocab-size" in error
 
 
+@pytest.mark.slow
 def test_what_bridge_refuses_and_what_cannot_be_found_are_told_apart(tmp_path):
     from bridge_fgo.cli.job.job import read_job
 

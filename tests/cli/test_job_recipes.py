@@ -65,6 +65,27 @@ def test_an_override_of_what_is_no_setting_is_answered_without_a_guess(override,
         recipes.load_config("tiny", [override])
 
 
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("train.micro_batch_size=abc", "a whole number"),
+        ("train.global_batch_size=1.5", "a whole number"),
+        ("optimizer.lr=fast", "a number"),
+        ("ddp.overlap_grad_reduce=maybe", "true or false"),
+    ],
+)
+def test_an_override_of_another_type_names_the_setting_and_what_it_takes(override, wanted):
+    with bridge_fgo.install(), pytest.raises(ValueError, match=f"^override {override}: use {wanted}$"):
+        recipes.load_config("tiny", [override])
+
+
+@pytest.mark.parametrize(
+    "override", ["optimizer.lr=1", "train.exit_interval=null", "checkpoint.save=null", "logger.wandb_project=7"]
+)
+def test_an_override_that_fits_its_setting_is_taken(override):
+    recipes.load_config("tiny", [override])
+
+
 def test_a_recipe_that_the_installed_mcore_cannot_build_says_what_it_needs():
     with pytest.raises(ValueError, match="needs Megatron-LM's dev branch"):
         recipes.load_config("dsv4_flash_64gpu")

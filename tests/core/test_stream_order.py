@@ -128,7 +128,12 @@ def train(order, seed, debug=False):
     training.check()
 
 
-@pytest.mark.parametrize("seed", range(60))
+def seeds(first, of):
+    """Return the seeds below `of`; those from `first` on are for the slow lane."""
+    return [*range(first), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(first, of))]
+
+
+@pytest.mark.parametrize("seed", seeds(15, of=60))
 @pytest.mark.usefixtures("updates_are_seen")
 def test_no_two_streams_meet_in_the_same_memory(order, seed):
     try:
@@ -137,7 +142,7 @@ def test_no_two_streams_meet_in_the_same_memory(order, seed):
         pytest.fail(str(race), pytrace=False)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(5, of=20))
 @pytest.mark.usefixtures("updates_are_seen")
 def test_no_two_streams_meet_in_debug_mode_either(order, seed):
     try:
@@ -146,6 +151,7 @@ def test_no_two_streams_meet_in_debug_mode_either(order, seed):
         pytest.fail(str(race), pytrace=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("updates_are_seen")
 def test_debug_mode_goes_without_the_waits_that_training_goes_without(order, monkeypatch):
     copies = Counter()
@@ -295,7 +301,7 @@ def with_masters_packed_together_once_copies_are_ordered(patch):
         with_a_release_that_does_not_wait_for_who_asks_for_it,
         with_a_save_that_reads_at_once,
         with_masters_made_together_before_they_have_landed,
-        with_masters_packed_together_once_copies_are_ordered,
+        pytest.param(with_masters_packed_together_once_copies_are_ordered, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.usefixtures("updates_are_seen")

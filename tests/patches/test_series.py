@@ -103,6 +103,7 @@ def test_where_one_patch_does_not_fit_nothing_is_changed(tmp_path, layout):
     assert len(git(tmp_path, "log", "--format=%h").split()) == 2
 
 
+@pytest.mark.slow
 def test_the_series_tests_and_the_wiring_tests_pass_on_the_patched_wheel(repository, site_packages):
     what = [
         "tests/patches/on_patched_bridge.py",

@@ -255,6 +255,7 @@ def train_tiny_here(home, *settings):
     )
 
 
+@pytest.mark.slow
 def test_tiny_trains_on_this_machine_without_an_activated_venv(tmp_path):
     done = train_tiny_here(tmp_path, "overrides=train.train_iters=2")
     assert done.returncode == 0, done.stderr
@@ -262,6 +263,7 @@ def test_tiny_trains_on_this_machine_without_an_activated_venv(tmp_path):
     assert "step 2/2: loss " in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_on_this_machine_ends_the_launch_with_status_1_and_says_where_its_logs_are(tmp_path):
     done = train_tiny_here(tmp_path, "budget_gib=10")
     assert done.returncode == 1

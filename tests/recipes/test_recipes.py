@@ -126,6 +126,7 @@ def test_the_kept_environment_is_what_bridges_builder_asks_for(name):
     assert catalog.find(name).environment == asked, "python -m recipes.config > recipes/environment.json"
 
 
+@pytest.mark.slow
 def test_recipes_config_prints_the_kept_environments_and_nothing_else():
     """In a process of its own, which has yet to import Bridge: that logs to stdout, and wants Transformer Engine."""
     root = Path(__file__).parents[2]

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SUITE = Path(__file__).with_name("suite.py")
 
 TESTS = """
@@ -25,6 +27,7 @@ def run(checkout):
     return subprocess.run([sys.executable, str(SUITE), str(checkout)], capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_an_outcome_that_the_package_changes_is_named(tmp_path):
     folder = tmp_path / "tests" / "unit_tests" / "training"
     folder.mkdir(parents=True)
