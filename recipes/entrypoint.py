@@ -22,7 +22,7 @@ from torchx.specs import AppState
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.options import OffloadOptions, command_line, settings
-from bridge_fgo.recipes import catalog, executors, hf_config
+from bridge_fgo.recipes import catalog, dry_run, executors, hf_config, tiny
 
 SCHEDULERS = ("slurm", "local")
 SLURM_ONLY = (
@@ -158,6 +158,15 @@ class Job(OffloadOptions):
             arguments = [shlex.quote(argument) for argument in arguments]
         return run.Script(path="bridge_fgo.recipes.train", m=True, entrypoint="python", args=arguments)
 
+    def check(self) -> list[str]:
+        """Raise ValueError where training would refuse the job; return what could not be checked here, a line each."""
+        overrides, gpus = shlex.split(self.overrides), self.node_count * self.node_gpus
+        if not gpus:
+            tiny.cpu_steps(overrides)
+            return []
+        note = dry_run.check(self.found, gpus, command_line(vars(self)) if self.offload else None, overrides)
+        return [] if note is None else [note]
+
     def notes(self) -> list[str]:
         """Return what to know before the launch, a line each, with the command that each process will run."""
         recipe, lines = self.found, []
@@ -200,8 +209,9 @@ class PretrainContext(RunContext):
             super()._execute_task(fn, task_args)  # exports and ends
             return
         job = fdl.build(self.parse_fn(fn, task_args))()
+        unchecked = job.check() if self.dryrun else []
         self.executor = self.executor or job.executor()
-        for line in job.notes():
+        for line in [*unchecked, *job.notes()]:
             print(line)
         with run.Experiment(f"fgo-{job.recipe}") as experiment:
             experiment.add(job.task(), executor=self.executor, name="train")

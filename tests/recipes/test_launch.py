@@ -33,6 +33,7 @@ def launch(monkeypatch, capsys, tmp_path):
     set_nemorun_home(str(tmp_path))
     monkeypatch.setenv("PATH", "/bin")
     monkeypatch.setattr(sys, "executable", "/venv/bin/python")
+    monkeypatch.setattr(Job, "check", lambda job: [])  # half a minute; see the tests of the dry run
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments):

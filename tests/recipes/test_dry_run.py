@@ -1,0 +1,87 @@
+"""A dry run refuses what training would refuse, and says what it cannot check."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from bridge_fgo.cli.demo import missing_packages
+from bridge_fgo.recipes import catalog, dry_run
+
+pytest.importorskip("nemo_run")
+
+from bridge_fgo.recipes.entrypoint import Job
+
+needs_megatron = pytest.mark.skipif(bool(missing_packages()), reason="Megatron is not installed")
+
+
+def job(**settings):
+    return Job(recipe="qwen3_30b_a3b_8gpu", account="me", **settings)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The commands that are run; each answers with `answer`."""
+    commands = []
+    answer = SimpleNamespace(returncode=0, stdout="{}", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command) or answer)
+    return SimpleNamespace(commands=commands, answer=answer)
+
+
+@needs_megatron
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"nodes": 3, "gpus_per_node": 2}, "--gpus 6: a pipeline stage has 6 ranks, not divisible by expert 8"),
+        (
+            {"overrides": "train.train_iterz=3"},
+            "there is no setting train.train_iterz; did you mean train.train_iters",
+        ),
+        ({"overrides": "train.micro_batch_size=abc"}, "override train.micro_batch_size=abc: use a whole number"),
+        ({"overrides": "optimizer.optimizer_cpu_offload=true"}, "optimizer_cpu_offload"),
+    ],
+)
+def test_a_dry_run_refuses_what_training_would_refuse(settings, why):
+    with pytest.raises(ValueError, match=f"^recipe qwen3_30b_a3b_8gpu: .*{why}"):
+        job(**settings).check()
+
+
+@needs_megatron
+def test_a_recipe_as_it_is_passes():
+    assert job().check() == []
+
+
+@needs_megatron
+def test_training_is_asked_about_with_every_setting_of_the_job(asked):
+    assert job(nodes=4, fraction=0.5, overrides="train.train_iters=3 'checkpoint.save=/my runs'").check() == []
+    (command,) = asked.commands
+    assert command[0] == sys.executable and "--gpus=16" in command
+    assert "--fraction=0.5" in command or command[command.index("--fraction") + 1] == "0.5"
+    assert command[-2:] == ["train.train_iters=3", "checkpoint.save=/my runs"]
+    job(offload=False).check()
+    assert asked.commands[-1][-1] == "optimizer.offload_optimizer_states=false"
+
+
+@needs_megatron
+def test_every_refusal_of_training_is_shown(asked):
+    asked.answer.returncode, asked.answer.stdout = 1, '{"refusals": ["this", "and that"]}'
+    with pytest.raises(ValueError, match=r"^recipe qwen3_30b_a3b_8gpu: this; and that$"):
+        job().check()
+
+
+def test_without_megatron_the_dry_run_says_what_it_did_not_check(monkeypatch, asked):
+    monkeypatch.setattr(dry_run, "has_module", lambda name: False)
+    (line,) = job(overrides="a=1").check()
+    assert line == "layout and overrides are not checked: this machine lacks megatron.bridge"
+    dsv4 = next(recipe for recipe in catalog.RECIPES.values() if recipe.mcore_module)
+    assert f"megatron.bridge and {dsv4.mcore_module}" in dry_run.check(dsv4, dsv4.gpus, (), ())
+    assert not asked.commands
+
+
+def test_on_a_node_without_gpus_tiny_says_which_overrides_it_takes():
+    here = {"recipe": "tiny", "scheduler": "local", "gpus_per_node": 0}
+    assert Job(**here, overrides="train.train_iters=3").check() == []
+    with pytest.raises(ValueError, match="on the CPU tiny takes no override but"):
+        Job(**here, overrides="train.micro_batch_size=3").check()
