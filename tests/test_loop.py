@@ -95,7 +95,7 @@ def resident(cpu_standins, tmp_path_factory):
 
 @pytest.mark.usefixtures("deadline")
 @pytest.mark.parametrize("when", SAVES)
-@pytest.mark.parametrize("writer", ["foreground", "fork", "mcore"])
+@pytest.mark.parametrize("writer", ["foreground", "fork", pytest.param("mcore", marks=pytest.mark.slow)])
 def test_what_the_loop_saves_has_the_bytes_of_a_resident_run(resident, tmp_path, monkeypatch, when, writer):
     kind = "fully_reshardable" if writer == "foreground" else "dp_reshardable"  # which hands out the states themselves
     workers = async_worker.have_bridge_use("mcore", monkeypatch.setattr, quickly=True) if writer == "mcore" else []

@@ -109,6 +109,7 @@ class Fault(RuntimeError):
     """What breaks a step."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["in a forward", "in the optimizer step", "between steps"])
 def test_an_in_process_restart_keeps_no_memory_of_the_old_run_and_resumes_bitwise(tmp_path, monkeypatch, where):
     with training(False) as run:

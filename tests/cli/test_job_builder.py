@@ -20,7 +20,10 @@ from bridge_fgo.cli.job.job import job_of
 from bridge_fgo.cli.plan.estimate import MXFP8_BYTES, make_estimate
 from bridge_fgo.config import OffloadConfig
 
-pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="builds Megatron-Bridge's models")
+pytestmark = [
+    pytest.mark.skipif(bool(missing_packages()), reason="builds Megatron-Bridge's models"),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +105,6 @@ def test_a_vocabulary_that_nobody_knows_is_asked_for(answers):
     assert error.startswith("model.vocab_size") and "--vocab-size" in error
 
 
-@pytest.mark.slow
 def test_what_bridge_refuses_and_what_cannot_be_found_are_told_apart(tmp_path):
     from bridge_fgo.cli.job.job import read_job
 

@@ -18,6 +18,8 @@ from bridge_fgo.cli.demo import missing_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT, TORCH = 3.0, 18.0
+IN_THE_FAST_LANE = ("run ok.py", "plan tiny", "plan tiny --fraction 9")
+"""Of the commands that import torch; the slow lane has the others."""
 
 COMMANDS = [
     ("--version", 0, "bridge-fgo ", LIGHT),
@@ -90,7 +92,14 @@ def check(folder: Path, command: str, status: int, first_line: str, seconds: flo
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < seconds
 
 
-@pytest.mark.parametrize(("command", "status", "first_line", "seconds"), COMMANDS, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("command", "status", "first_line", "seconds"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case[3] == TORCH and case[0] not in IN_THE_FAST_LANE else ())
+        for case in COMMANDS
+    ],
+    ids=str,
+)
 def test_a_command_of_a_new_user(folder, command, status, first_line, seconds):
     check(folder, command, status, first_line, seconds)
 

@@ -133,7 +133,7 @@ def seeds(first, of):
     return [*range(first), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(first, of))]
 
 
-@pytest.mark.parametrize("seed", seeds(15, of=60))
+@pytest.mark.parametrize("seed", seeds(10, of=60))
 @pytest.mark.usefixtures("updates_are_seen")
 def test_no_two_streams_meet_in_the_same_memory(order, seed):
     try:

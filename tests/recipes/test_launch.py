@@ -218,6 +218,7 @@ def test_every_recipe_is_a_factory(launch, name):
         assert f"export {variable}={value}" in lines
 
 
+@pytest.mark.slow
 def test_nemorun_finds_the_command_by_its_entry_point_also_without_megatron(tmp_path):
     """In a process of its own, as the installed console script would start it on a login node."""
     (tmp_path / "megatron.py").write_text("raise ModuleNotFoundError('hidden by the test')")
@@ -273,6 +274,7 @@ def test_a_training_that_fails_on_this_machine_ends_the_launch_with_status_1_and
     assert any("gpu_memory_budget_gib=10.0 needs a GPU" in log.read_text() for log in folder.rglob("*.log"))
 
 
+@pytest.mark.slow
 def test_recipes_launch_is_a_module_of_a_checkout(tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "recipes.launch", "--factory", "dsv4_flash_64gpu", "--dryrun"],
