@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import queue
+from collections.abc import Callable
 from pathlib import Path
 
 import fused_adam
@@ -18,6 +19,7 @@ install_standins()
 import torch  # noqa: E402
 
 import bridge_fgo  # noqa: E402
+from bridge_fgo.core.storage_slab import StorageSlab  # noqa: E402
 from bridge_fgo.harness.cpu_model import microbatches  # noqa: E402
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 
@@ -96,3 +98,53 @@ def train_and_sleep(rank: int, job: Job, changes: dict) -> None:
             ddp.start_param_sync(force_sync=True)  # what the next forward would have gathered
         seen = {"numbers": numbers, "copied": copied, "digests": run.digests()}
         (job.folder / f"{rank}.json").write_text(json.dumps(seen))
+
+
+def sleep_with_errors(rank: int, job: Job) -> None:
+    """Run as a rank of a training in which rank 1 alone fails to sleep and to wake, and alone packs its masters.
+
+    Leaves the numbers, the digests and the errors that were caught; `job.offload` says whether anything sleeps.
+    """
+    options, errors, numbers = CpuOptions(), [], []
+    with Rank(options, rank, job) as run:
+        run._batches.iterable = microbatches(dataclasses.replace(options, seed=options.seed + rank))
+        packs = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, master_remainders=rank == 1)
+        res = bridge_fgo.Residency(run.model, run.optimizer, packs) if job.offload else None
+        for _ in range(job.steps):
+            record = run.step()
+            numbers.append((record.loss, record.grad_norm))
+            if res is None:
+                continue
+            res._model.backwards[0].is_pending = rank == 1
+            errors.append(_error(lambda: res.offload()))
+            assert not res.away
+            res._model.backwards[0].is_pending = False
+            res.offload("params", "grads")
+            res.offload("optimizer")  # with masters packed the weights have to come and go once more
+            assert res.away == {"params", "grads", "optimizer"}
+            fill = StorageSlab.fill
+            if rank == 1:
+                StorageSlab.fill = _no_memory
+            errors.append(_error(lambda: res.reload("params")))
+            StorageSlab.fill = fill
+            assert res.away == {"params", "grads", "optimizer"}
+            res.reload("optimizer")
+            errors.append(sorted(res.away))
+            res.reload()
+            assert not res.away
+        for ddp in run.model:
+            ddp.start_param_sync(force_sync=True)
+        seen = {"numbers": numbers, "errors": errors, "digests": run.digests()}
+        (job.folder / f"{rank}.json").write_text(json.dumps(seen))
+
+
+def _no_memory(slab: StorageSlab, *_: object, **__: object) -> int:
+    raise torch.OutOfMemoryError(f"no memory for {slab.nbytes} bytes")
+
+
+def _error(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("no error")

@@ -19,11 +19,13 @@ class Weights:
     Args:
         slabs: their storages; the ranges are what this rank copies.
         gather: makes what this rank does not copy from the other ranks; a collective.
+        ranks: how many take part in it.
     """
 
-    def __init__(self, slabs: Sequence[StorageSlab], gather: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, slabs: Sequence[StorageSlab], gather: Callable[[], None] = lambda: None, ranks: int = 1) -> None:
         self.slabs = list(slabs)
         self.gather = gather
+        self.ranks = ranks
         self._digests: list[tuple[int, ...]] | None = None
 
     @property
@@ -118,7 +120,7 @@ def buffer_weights(buffer: Any, name: str) -> Weights:
             own = bucket.param_data.chunk(group.size())[group.rank()]
             torch.distributed.all_gather_into_tensor(bucket.param_data, own, group=group)
 
-    return Weights([slab], gather)
+    return Weights([slab], gather, group.size())
 
 
 def own_ranges(buffer: Any, ranks: int, rank: int) -> list[Range]:

@@ -12,7 +12,7 @@ import torch
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.host_buffer import HostBuffer, page_lock
 from bridge_fgo.core.host_memory import local_cpus
-from bridge_fgo.engines.ranks import on_every_rank, require_host_memory
+from bridge_fgo.engines.ranks import gather, on_every_rank, require_host_memory
 from bridge_fgo.phases.gradients import Gradients, drop_shard_gradients
 from bridge_fgo.phases.guards import STATE_METHODS, Guards, wrapped_models
 from bridge_fgo.phases.model import Model, Unit, map_hosts
@@ -123,23 +123,29 @@ class Residency:
                 cannot be offloaded as it is. Nothing has moved.
         """
         asked = self._asked(what, self._model.device)
-        keep = self._keeps(asked, grads)
         leaving = asked & self._here()
-        tally = Tally(self._model.device)
-        if not leaving:
-            return Moved()
         states = self._states if "optimizer" in leaving else None
         units = [unit for unit in self._model.units if not unit.weights.is_away] if "params" in leaving else []
         gradients = self._model.gradients if "grads" in leaving else []
-        self._require_leave(units, states, bool(gradients))
-        if gradients and keep:
-            self._lock(map_hosts(self._model.gradient_slabs))
+
+        def prepare() -> bool:
+            keep = self._keeps(asked, grads)
+            self._require_leave(units, states, bool(gradients))
+            if gradients and keep:
+                self._lock(map_hosts(self._model.gradient_slabs))
+            return keep
+
+        keep = self._alike(prepare)
+        tally = Tally(self._model.device)
+        goes_again = self._anywhere(states is not None and states.reads_weights and "params" in self.away)
+        if not leaving and not goes_again:
+            return Moved()
         self._model.wait_for_collectives()
-        goes_again = states is not None and states.reads_weights and "params" in self.away
         if goes_again:
+            if "params" in self.away:
+                tally.woke.append("params")
+                units = list(self._model.units)
             self._wake_parameters(tally)
-            tally.woke.append("params")
-            units = list(self._model.units)
         with tally.part("compare"):
             self._note_what_masters_tell(units, states)
         if gradients and not keep:  # first: the driver takes their memory back while others are copied
@@ -177,16 +183,19 @@ class Residency:
         Raises:
             ValueError: a word is not one of these. Nothing has moved.
             torch.OutOfMemoryError: there is no memory. What has not come back is away as before.
+            RuntimeError: there is none on another rank that shares the parameters. They are away as before, here too.
         """
         asked = self._asked(what, self._model.device)
-        coming = asked & self.away
-        if not coming:
+        away = self.away
+        coming = asked & away
+        states = self._states if "optimizer" in coming else None
+        wakes = self._anywhere("params" in coming)
+        needs_weights = self._anywhere(states is not None and states.reads_weights and "params" in away)
+        if not coming and not wakes and not needs_weights:
             return Moved()
         tally = Tally(self._model.device)
-        states = self._states if "optimizer" in coming else None
-        needs_weights = states is not None and states.reads_weights and "params" in self.away
         if needs_weights:
-            if "params" not in coming:
+            if "params" in away - coming:
                 tally.woke.append("params")
             self._wake_parameters(tally)
         if "grads" in coming:
@@ -199,7 +208,7 @@ class Residency:
                 if not unit.weights.is_away:
                     unit.forget_masters()
             tally.freed -= states.live_bytes() - before
-        if "params" in coming and not needs_weights:
+        if wakes and not needs_weights:
             self._wake_parameters(tally)
         with tally.part("wait"):
             wait_for_gpu(self._model.device)  # whatever stream reads next
@@ -243,6 +252,20 @@ class Residency:
         if self._states is not None:
             self._states.close()
             self._states = None
+
+    # What ranks that share parameters do alike: those that went on would wait for the others in the all-gather.
+
+    @property
+    def _is_shared(self) -> bool:
+        return any(unit.weights.ranks > 1 for unit in self._model.units)
+
+    def _alike[T](self, act: Callable[[], T]) -> T:
+        """Do something that may fail; where it fails on one of the ranks, raise on all."""
+        return on_every_rank(act) if self._is_shared else act()
+
+    def _anywhere(self, own: bool) -> bool:
+        """Return whether something is so on any of the ranks: packing, and an error before, may make them differ."""
+        return any(gather(own)) if self._is_shared else own
 
     # Parts of the verbs.
 
@@ -344,18 +367,24 @@ class Residency:
         return unit.is_told and unit.told_digests is None
 
     def _wake_parameters(self, tally: Tally) -> None:
+        """Bring the weights back that are away; a collective, of ranks that share them, also where none are away."""
         units = [unit for unit in self._model.units if unit.weights.is_away]
-        if not all(unit.is_told or unit.is_on_host for unit in units):
-            raise RuntimeError(
-                "parameters were sent off the GPU by something else than this Residency: bring them back the same way"
-            )
         filled: list[Unit] = []
+
+        def wake() -> None:
+            if not all(unit.is_told or unit.is_on_host for unit in units):
+                raise RuntimeError(
+                    "parameters were sent off the GPU by something else than this Residency: bring them back the same "
+                    "way"
+                )
+            for unit in units:
+                tally.freed -= unit.weights.fill()
+                filled.append(unit)
+            tally.copy("params", self._write(units))
+
         try:
             with tally.part("params"):
-                for unit in units:
-                    tally.freed -= unit.weights.fill()
-                    filled.append(unit)
-                tally.copy("params", self._write(units))
+                self._alike(wake)
         except BaseException:
             # Nobody may take half-written weights for weights. What they come from is where it was.
             wait_for_gpu(self._model.device)
@@ -364,6 +393,7 @@ class Residency:
             raise
         for unit in units:
             unit.came_back()
+        for unit in self._model.units:  # where weights had stayed, they are what the others have
             unit.weights.gather()
 
     def _write(self, units: Sequence[Unit]) -> int:

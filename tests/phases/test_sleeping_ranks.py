@@ -11,20 +11,34 @@ import rank_child
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
 
 
-def run(folder, sleeps, changes):
+def run(folder, sleeps, act, *args):
     folder.mkdir()
     job = rank_child.Job(folder, 2, sleeps, None, steps=3)
-    started = [children.start(rank_child.train_and_sleep, rank, job, changes) for rank in range(2)]
+    started = [children.start(act, rank, job, *args) for rank in range(2)]
     assert [children.join(child, "as one of 2 ranks") for child in started] == [0, 0]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("changes", [{}, {"overlap_grad_reduce": True, "overlap_param_gather": True, "experts": True}])
 def test_two_ranks_that_sleep_are_bitwise_resident_ones_and_copy_half_the_weights_each(tmp_path, changes):
-    resident, sleeping = (run(tmp_path / str(sleeps), sleeps, changes) for sleeps in (False, True))
+    resident, sleeping = (
+        run(tmp_path / str(sleeps), sleeps, rank_child.train_and_sleep, changes) for sleeps in (False, True)
+    )
     for mine, theirs in zip(sleeping, resident, strict=True):
         assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
         (_, wake, _), *later = mine["copied"]
         assert mine["copied"][0][0] == 0  # told by the masters
         for out, alone, again in later:
             assert 2 * out == 2 * alone == wake and again == 0
+
+
+def test_what_fails_or_packs_on_one_rank_alone_neither_hangs_the_others_nor_changes_a_bit(tmp_path):
+    resident, sleeping = (run(tmp_path / str(sleeps), sleeps, rank_child.sleep_with_errors) for sleeps in (False, True))
+    for rank, (mine, theirs) in enumerate(zip(sleeping, resident, strict=True)):
+        assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
+        own = ["RuntimeError: a backward has run", "OutOfMemoryError: no memory for"]
+        told = [f"RuntimeError: rank 1 failed, and so every rank does: {error}" for error in own]
+        for asleep, awake, left in zip(*[iter(mine["errors"])] * 3, strict=True):
+            expected = own if rank == 1 else told
+            assert asleep.startswith(expected[0]) and awake.startswith(expected[1])
+            assert left == ["grads"], "the weights came with the masters that are packed on one rank"
