@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge_fgo.cli.bench.plots import agg_pyplot
+from bridge_fgo.cli.report.difference import counted_seconds
 from bridge_fgo.cli.report.runs import LOSS, OURS, SECONDS, TOTALS, Run
 
 STYLES = ("-", "--", ":", "-.")
@@ -38,9 +39,15 @@ def _apart(first: dict[int, float], second: dict[int, float]) -> dict[int, float
 
 
 def step_seconds(runs: list[Run], path: Path) -> bool:
-    """Draw the seconds of the steps; see `losses`. The axis leaves out what the first steps of a run take longer."""
+    """Draw the seconds of the steps; see `losses`. Runs on a CPU are left out.
+
+    The axis is as long as the steps that count differ, so what the first steps of a run take longer is not on it.
+    """
+    runs = [run for run in runs if not run.on_cpu]
     later = [value for run in runs for value in counted_seconds(run)]
-    return _lines(runs, [(SECONDS, "seconds a step", 1.0)], path, bottom=0.0, top=1.1 * max(later, default=0.0))
+    margin = max(0.1 * (max(later) - min(later)), 0.01 * max(later)) if later else 0.0
+    bottom, top = (min(later) - margin, max(later) + margin) if later else (None, None)
+    return _lines(runs, [(SECONDS, "seconds a step", 1.0)], path, bottom=bottom, top=top)
 
 
 def memory(runs: list[Run], path: Path) -> bool:
@@ -50,7 +57,7 @@ def memory(runs: list[Run], path: Path) -> bool:
         (f"{OURS}peak_step_bytes", "peak in the rest\nof the step, GB", 1e9),
         (f"{OURS}released_bytes", "released, GB", 1e9),
     ]
-    return _lines(runs, panels, path, bottom=0.0)
+    return _lines(runs, panels, path)
 
 
 def copies(runs: list[Run], path: Path) -> bool:
@@ -62,18 +69,12 @@ def copies(runs: list[Run], path: Path) -> bool:
     return _lines(runs, panels, path, bottom=0.0)
 
 
-def counted_seconds(run: Run) -> list[float]:
-    """Return the seconds of the steps from a run's fourth on: the first ones allocate, compile and measure."""
-    seconds = run.scalars.get(SECONDS, {})
-    return [value for step, value in seconds.items() if step >= min(seconds) + 3]
-
-
 def _lines(
     runs: list[Run],
     panels: list[tuple[str, str, float]],
     path: Path,
     bottom: float | None = None,
-    top: float = 0.0,
+    top: float | None = None,
 ) -> bool:
     """Draw each panel's scalar (name, label, unit) over the steps, a line a run; panels without data are left out."""
     panels = [panel for panel in panels if any(panel[0] in run.scalars for run in runs)]
@@ -89,7 +90,8 @@ def _lines(
             if name in run.scalars:
                 _line(panel, run, name, unit, number)
         panel.set(ylabel=label)
-        panel.set_ylim(bottom=bottom, top=top or None)
+        panel.set_ylim(bottom=bottom, top=top)
+        panel.ticklabel_format(axis="y", useOffset=False)  # whole figures, however short the axis
         panel.grid(alpha=0.3)
     axes[0, 0].legend(loc="best")
     axes[-1, 0].set_xlabel("step")
@@ -136,14 +138,23 @@ def _bars(runs: list[Run], names: tuple[str, ...], path: Path) -> bool:
             label=run.name,
             color=f"C{number}",
         )
-        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+        labels = [_labelled(run, runs[0], names[row]) for row, _ in known]
+        axes.bar_label(bars, labels, padding=3, fontsize=8)
     axes.set_yticks(range(len(names)), [TOTALS[name][0] for name in names])
     axes.invert_yaxis()
     axes.set_xlabel("GB")
-    axes.margins(x=0.1)
+    axes.margins(x=0.15)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _save(figure, path)
     return True
+
+
+def _labelled(run: Run, first: Run, name: str) -> str:
+    """Return a bar's figure in GB, and by how much it is more or less than the first run's."""
+    label = f"{run.totals[name] / 1e9:.2f}"
+    if run is first or not first.totals.get(name):
+        return label
+    return f"{label} ({(run.totals[name] - first.totals[name]) / 1e9:+.2f})"
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -62,6 +62,12 @@ class Run:
     row: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether the run was on a CPU: by its device, or by figures of this package that have no GPU's peak."""
+        logged = {tag.removeprefix(OURS) for tag in self.scalars if tag.startswith(OURS)}
+        return self.where.startswith("cpu") or (bool(logged) and not any(tag.startswith("peak") for tag in logged))
+
+    @property
     def may_differ(self) -> bool:
         """Whether the bench does not ask this arm to be equal to the resident one: its Adam is another."""
         return bool(self.row) and self.row["bitwise_equal"] is None and self.row["arm"] != "resident"
