@@ -117,9 +117,11 @@ def test_a_third_run_is_a_column_and_a_sentence_of_its_own(tmp_path):
 
 def test_runs_on_a_cpu_tell_nothing_of_speed(tmp_path):
     for name, released in (("resident.0", 0), ("offloaded.0", 20 * GB)):
-        arm(tmp_path, name, [2.0] * 6, device="cpu", released_bytes=released, peak_allocated_bytes=None)
+        peak = 20 * GB - released
+        arm(tmp_path, name, [2.0] * 6, device="cpu", released_bytes=released, peak_forward_backward_bytes=peak)
     done = report(tmp_path, "--output", tmp_path / "page.html")
     assert done.exit_code == 0, done.output
+    assert "20.00 GB less optimizer state in forward and backward (100%, 20.00 GB to 0 B)" in done.output
     assert "CPU: no speed" in done.output and "slower" not in done.output
     page = (tmp_path / "page.html").read_text()
     assert cells(page, "steps slower") == ["-", "CPU: no speed"]

@@ -19,6 +19,9 @@ COMPARED_PEAKS = {
 }
 """Peaks that tell what was saved, and of what; the first that both runs have is taken."""
 
+ON_CPU = "peak_forward_backward_bytes"
+"""The only peak that tells anything of two runs on a CPU: of the bytes of state that live in forward and backward."""
+
 FUSED_LOSS = (
     " Two runs alike may differ, too: the fused cross-entropy, compiled by torch, ends in one of two results. To "
     "compare bits set model.cross_entropy_loss_fusion=False in both, or TORCH_COMPILE_DISABLE=1 in their environment."
@@ -85,7 +88,8 @@ def rows_of_differences(runs: list[Run], others: list[tuple[Run, list[Parity]]])
 
 
 def _common_peak(first: Run, second: Run) -> str | None:
-    return next((name for name in COMPARED_PEAKS if name in first.totals and name in second.totals), None)
+    names = [ON_CPU] if first.on_cpu or second.on_cpu else COMPARED_PEAKS
+    return next((name for name in names if name in first.totals and name in second.totals), None)
 
 
 def _memory(first: Run, second: Run) -> str:
@@ -93,7 +97,8 @@ def _memory(first: Run, second: Run) -> str:
     saved = saved_bytes(first, second)
     if name is None or saved is None:
         return "no peak of memory that both logged"
-    what = "optimizer state in forward and backward" if second.on_cpu else COMPARED_PEAKS[name]
+    # A CPU has no allocator to ask: there the arms sample the bytes of live state.
+    what = "optimizer state in forward and backward" if first.on_cpu or second.on_cpu else COMPARED_PEAKS[name]
     before, after = first.totals[name], second.totals[name]
     share = f"{abs(saved) / before:.0%}, " if before else ""
     peaks = f"({share}{readable_bytes(before)} to {readable_bytes(after)})"
