@@ -166,10 +166,17 @@ def test_the_axis_of_seconds_is_as_long_as_the_counted_steps_differ(monkeypatch,
     assert 4.9 < bottom < 5.0 and 5.04 < top < 5.2
 
 
-def test_a_bar_says_how_far_it_is_from_the_first_runs():
-    first, second = (Run(name=name, is_fp32=False, totals={"x": size}) for name, size in (("a", 48e9), ("b", 28.5e9)))
-    assert pictures._labelled(first, first, "x") == "48.00"
-    assert pictures._labelled(second, first, "x") == "28.50 (-19.50)"
+def test_a_bar_says_how_far_it_is_from_the_first_runs_and_a_run_without_bars_has_no_legend(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(pictures, "_save", lambda figure, path: drawn.append(figure.axes[0]))
+    peak = "peak_allocated_bytes"
+    sizes = {"first": {peak: 48e6}, "second": {peak: 28.5e6}, "third": {}}
+    runs = [Run(name=name, is_fp32=False, totals=totals) for name, totals in sizes.items()]
+    assert pictures.peaks(runs, tmp_path / "a.png")
+    (axes,) = drawn
+    assert [text.get_text() for text in axes.texts] == ["48.00", "28.50 (-19.50)"]
+    assert axes.get_xlabel() == "MB"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["first", "second"]
 
 
 def test_one_run_is_a_page_too(tmp_path):

@@ -46,17 +46,17 @@ def step_seconds(run: Run) -> tuple[float, float, float] | None:
     """Return median, least and most seconds of the steps that count; None where they tell nothing of speed."""
     if run.on_cpu:
         return None
-    if seconds := counted_seconds(run):
+    if seconds := counted_seconds(run).values():
         return statistics.median(seconds), min(seconds), max(seconds)
     if run.row:
         return run.row["step_seconds"], run.row["step_seconds_min"], run.row["step_seconds_max"]
     return None
 
 
-def counted_seconds(run: Run) -> list[float]:
-    """Return the seconds of the steps from a run's fourth on: the first ones allocate, compile and measure."""
+def counted_seconds(run: Run) -> dict[int, float]:
+    """Return the seconds of a run's steps from the fourth on: the first ones allocate, compile and measure."""
     seconds = run.scalars.get(SECONDS, {})
-    return [value for step, value in seconds.items() if step >= min(seconds) + 3]
+    return {step: value for step, value in seconds.items() if step >= min(seconds) + 3}
 
 
 def saved_bytes(first: Run, second: Run) -> float | None:
