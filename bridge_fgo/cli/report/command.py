@@ -80,7 +80,9 @@ def _sections(runs: list[Run], others: list[tuple[Run, list[Parity]]], folder: P
     if others:
         parts.append(page.table(_parity_table(others)))
     no_figures = f"No {OURS}* figures in these runs: they come from bridge_fgo, with the offload on."
-    no_seconds = "No time of a step after the third was logged; Bridge logs it with logger.log_timers_to_tensorboard=True."
+    no_seconds = (
+        "No time of a step after the third was logged; Bridge logs it with logger.log_timers_to_tensorboard=True."
+    )
     if all(run.on_cpu for run in runs):
         no_seconds = f"{NO_SPEED}. Copies are stand-ins there, so the seconds of a step tell nothing."
     parts += [
