@@ -302,6 +302,10 @@ def report(
     output: Annotated[
         Path, typer.Option(metavar="FILE", callback=job_commands.in_a_folder, help="The page to write.")
     ] = Path("report.html"),
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="RUN", help="A run that need not be equal, as with another optimizer; may be repeated."),
+    ] = None,
 ) -> None:
     """Compare runs bit by bit, and draw them into one page that opens from disk with no network.
 
@@ -311,7 +315,7 @@ def report(
     from bridge_fgo.cli.report import command
 
     try:
-        raise typer.Exit(command.run(runs, output))
+        raise typer.Exit(command.run(runs, output, beside))
     except (ValueError, OSError) as error:
         typer.echo(f"bridge-fgo report: {error}", err=True)
         raise typer.Exit(2) from None

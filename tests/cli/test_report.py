@@ -115,6 +115,15 @@ def test_a_third_run_is_a_column_and_a_sentence_of_its_own(tmp_path):
     assert cells(page, "steps slower") == ["-", "+20.0%", "+0.0%"]
 
 
+def test_a_run_beside_is_shown_and_need_not_be_equal(tmp_path):
+    resident, hybrid = (tensorboard(tmp_path / name, [loss]) for name, loss in (("resident", 2.0), ("hybrid", 2.5)))
+    assert report(resident, hybrid, "--output", tmp_path / "page.html").exit_code == 1
+    done = report(resident, "--beside", hybrid, "--output", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    assert "not meant to be bitwise equal" in done.output
+    assert cells((tmp_path / "page.html").read_text(), "saved against resident") == ["-", "0 B"]
+
+
 def test_runs_on_a_cpu_tell_nothing_of_speed(tmp_path):
     for name, released in (("resident.0", 0), ("offloaded.0", 20 * GB)):
         peak = 20 * GB - released

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,15 +22,24 @@ from bridge_fgo.harness.comparator import Parity
 NOT_EQUAL = 1
 
 
-def run(paths: list[Path], output: Path) -> int:
+def run(paths: list[Path], output: Path, beside: list[Path] | None = None) -> int:
     """Write the page; return 1 where the runs are not all shown to be bitwise equal to the first, else 0.
+
+    Args:
+        paths: the runs.
+        output: the page.
+        beside: runs that are shown as the others are, but need not be equal: a recomputed one, or one with another
+            optimizer.
 
     Raises:
         ValueError: a path holds no run, or a package is missing.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"drawing {NO_PACKAGE.format('matplotlib')}")
-    runs = _named_apart([(path, run) for path in paths for run in load(path)])
+    found = [(path, run) for path in paths for run in load(path)]
+    for path in beside or ():
+        found += [(path, replace(run, is_beside=True)) for run in load(path)]
+    runs = _named_apart(found)
     others = [(run, compare_runs(runs[0], run)) for run in runs[1:]]
     with TemporaryDirectory() as folder:
         parts = [page.verdict(verdict(runs[0], run, parity), is_good(run, parity)) for run, parity in others]
