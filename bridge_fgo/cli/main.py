@@ -229,6 +229,9 @@ def bench(
             "training. DIR needs room for two checkpoints, and the host for one more in memory and in /dev/shm.",
         ),
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print every figure and what it tells, not only the main ones.")
+    ] = False,
     arm_timeout: Annotated[float, typer.Option(help="Seconds after which an arm is given up.")] = 1800.0,
 ) -> None:
     """Train the same model through Bridge's own `pretrain()` once an arm, in turn, and compare.
@@ -238,9 +241,21 @@ def bench(
 
     Exit status: 0, 1 where an arm is not bitwise equal to the resident one, 2 where an arm failed.
     """
-    import torch
+    from bridge_fgo.cli.bench import command, presets
 
-    from bridge_fgo.cli.bench import command
+    by_default = ["resident", "native", *([] if in_turn else ["half"]), *(["mcore"] if megatron_lm else []), "hybrid"]
+    names = by_default if arms is None else arms.split(",")
+    checkouts = [str(path.resolve()) for path in megatron_lm or ()]
+    try:
+        presets.arms(names, checkouts, preset.value)  # refused before torch is imported and the GPU is touched
+    except ValueError as error:
+        typer.echo(f"bridge-fgo bench: {error}", err=True)
+        raise typer.Exit(2) from None
+    if in_turn and steps is not None:
+        typer.echo("bridge-fgo bench: --steps with --in-turn: --rounds and --turn-steps say how many", err=True)
+        raise typer.Exit(2)
+
+    import torch
 
     here = torch.cuda.device_count()
     if here == 0:
@@ -249,12 +264,8 @@ def bench(
     if gpus is not None and gpus > here:
         typer.echo(f"bridge-fgo bench: --gpus {gpus}: torch sees {here} CUDA devices here", err=True)
         raise typer.Exit(2)
-    if in_turn and steps is not None:
-        typer.echo("bridge-fgo bench: --steps with --in-turn: --rounds and --turn-steps say how many", err=True)
-        raise typer.Exit(2)
-    by_default = ["resident", "native", *([] if in_turn else ["half"]), *(["mcore"] if megatron_lm else []), "hybrid"]
     settings = command.Settings(
-        arms=by_default if arms is None else arms.split(","),
+        arms=names,
         preset=preset.value,
         steps=steps or 16,
         rounds=rounds,
@@ -265,12 +276,13 @@ def bench(
         microbatches=microbatches,
         gpus=gpus or here,
         folder=keep,
-        megatron_lm=[str(path.resolve()) for path in megatron_lm or ()],
+        megatron_lm=checkouts,
         json_output=json_output,
         traces=traces,
         arm_timeout=arm_timeout,
         alone_steps=alone_steps,
         saves=saves,
+        verbose=verbose,
     )
     try:
         raise typer.Exit(command.run(settings))
@@ -290,6 +302,10 @@ def report(
     output: Annotated[
         Path, typer.Option(metavar="FILE", callback=job_commands.in_a_folder, help="The page to write.")
     ] = Path("report.html"),
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="RUN", help="A run that need not be equal, as with another optimizer; may be repeated."),
+    ] = None,
 ) -> None:
     """Compare runs bit by bit, and draw them into one page that opens from disk with no network.
 
@@ -299,7 +315,7 @@ def report(
     from bridge_fgo.cli.report import command
 
     try:
-        raise typer.Exit(command.run(runs, output))
+        raise typer.Exit(command.run(runs, output, beside))
     except (ValueError, OSError) as error:
         typer.echo(f"bridge-fgo report: {error}", err=True)
         raise typer.Exit(2) from None

@@ -1,13 +1,14 @@
 """The bench without a GPU: arithmetic of its figures, reading of traces, and the whole report on made-up arms."""
 
 import gzip
+import html
 import json
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from bridge_fgo.cli.bench import command, figures, presets, trace
+from bridge_fgo.cli.bench import command, figures, presets, table, trace
 from bridge_fgo.cli.bench.floor import floor_seconds
 from bridge_fgo.cli.main import Preset, app
 from bridge_fgo.harness.runner import ArmFailed, ArmRun
@@ -165,6 +166,14 @@ def test_an_unknown_arm_or_a_missing_resident_one_is_refused(names):
         presets.arms(names, [], "short")
 
 
+def test_a_misspelt_arm_is_refused_before_the_gpu_is_touched(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("looked for a GPU"))
+    monkeypatch.setattr(command, "probe", lambda gpus: pytest.fail("used the GPU"))
+    result = bench(tmp_path / "kept", "--arms", "resident,nativ")
+    assert result.exit_code == 2 and "nativ is no arm: did you mean native?" in result.output
+    assert not (tmp_path / "kept").exists()
+
+
 def test_every_preset_can_be_asked_for():
     assert [preset.value for preset in Preset] == list(presets.PRESETS) == list(presets.MICROBATCHES)
 
@@ -218,6 +227,23 @@ def test_the_bench_prints_a_table_and_leaves_json_and_pictures(made_up, tmp_path
     page = (tmp_path / "bench.html").read_text()
     assert page.count("data:image/png;base64,") == 2
     assert "<td>native</td>" in page
+    for heading in table.table_of([])[0]:
+        assert f"<p>{html.escape(heading)}: " in page, "each column is explained"
+
+
+def test_the_terminal_has_four_figures_an_arm_and_with_verbose_all_with_a_legend(made_up, tmp_path):
+    short = bench(tmp_path, "--arms", "resident,native", "--no-traces").stdout
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in short.splitlines()]
+    assert ["resident", "0.500", "-", "-", "-"] in rows
+    assert ["native", "0.700", "+40.0%", "10.00", "yes"] in rows
+    assert "floor E" not in short and "--verbose" in short
+    long = bench(tmp_path, "--arms", "resident,native", "--no-traces", "--verbose").stdout
+    for heading in table.table_of([])[0]:
+        assert f"\n{heading}: " in long
+
+
+def test_every_heading_of_the_table_has_a_legend():
+    assert list(table.LEGEND) == table.table_of([], saves=True)[0]
 
 
 @pytest.mark.parametrize("megatron_lm", [False, True])

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,8 +13,10 @@ from torch.utils.tensorboard import SummaryWriter
 from typer.testing import CliRunner
 
 from bridge_fgo.cli.main import app
+from bridge_fgo.cli.report import pictures
+from bridge_fgo.cli.report.command import short_paths
 from bridge_fgo.cli.report.parity import compare_runs, is_bitwise_equal
-from bridge_fgo.cli.report.runs import GRAD_NORM, LOSS, SECONDS, Run, load
+from bridge_fgo.cli.report.runs import GRAD_NORM, LOSS, OURS, SECONDS, Run, load
 from bridge_fgo.figures import Stats
 from bridge_fgo.harness.record import EventWriter
 
@@ -36,9 +39,11 @@ def tensorboard(folder, losses, offloaded=False):
     return folder
 
 
-def arm(folder, name, losses, digest="a", **result):
+def arm(folder, name, losses, digest="a", device=None, **result):
     """Write the events of an arm as the bench does."""
     writer = EventWriter(folder / f"{name}.events.jsonl")
+    if device is not None:
+        writer.start(device)
     for step, loss in enumerate(losses, start=1):
         writer.step(step=step, loss=loss, grad_norm=1.0, skipped=False, passes=1, seconds=0.1 * step)
     digests = dict.fromkeys(("params", "masters", "moments"), digest)
@@ -64,11 +69,18 @@ def test_two_equal_logs_are_one_page_that_needs_no_network(tmp_path):
     offloaded = tensorboard(tmp_path / "offloaded", [3.0, 2.0, 1.5, 1.25, 1.0], offloaded=True)
     done = report(resident, offloaded, "--output", tmp_path / "page.html")
     assert done.exit_code == 0, done.output
-    assert "resident and offloaded are bitwise equal over 5 steps: lm loss, grad-norm." in done.output
+    assert done.output.splitlines()[0] == (
+        "offloaded against resident: 19.70 GB less GPU memory (41%, 48.20 GB to 28.50 GB); steps 20.0% slower "
+        "(0.500 to 0.600 s); bitwise equal over 5 steps: lm loss, grad-norm."
+    )
     assert "cross_entropy" not in done.output
     page = (tmp_path / "page.html").read_text()
     assert set(re.findall(r'(?:src|href)="([^,"]*)', page)) == {"data:image/png;base64"}
     assert page.count("<img") == 6  # loss, step time, peaks, host bytes, copies, timeline
+    assert page.index("steps 20.0% slower") < page.index("<table") < page.index("<img")
+    assert cells(page, "saved against resident") == ["-", "19.70 GB"]
+    assert cells(page, "steps slower") == ["-", "+20.0%"]
+    assert cells(page, "bitwise equal") == ["-", "yes"]
     assert cells(page, "peak allocated") == ["48.20 GB", "28.50 GB"]
     assert cells(page, "peak in forward and backward") == ["-", "28.00 GB"]
     assert cells(page, "copied to the host in a step") == ["-", "19.00 GB"]
@@ -82,11 +94,98 @@ def test_the_first_different_step_is_named(tmp_path):
         writer.add_scalar(GRAD_NORM, 7.0, 3)
     done = report(first, second, "--output", tmp_path / "page.html")
     assert done.exit_code == 1
-    assert "first and second DIFFER, first at step 2 in lm loss." in done.output
+    assert "NOT bitwise equal, first at step 2 in lm loss." in done.output
     page = (tmp_path / "page.html").read_text()
     assert "step 2: 2 / 2.00000048" in page
     for text in (page, done.output.replace("\n", " ")):
         assert "model.cross_entropy_loss_fusion=False" in text, "two runs alike may differ so"
+
+
+def test_a_third_run_is_a_column_and_a_sentence_of_its_own(tmp_path):
+    losses = [3.0, 2.0, 1.5, 1.25, 1.0]
+    resident = tensorboard(tmp_path / "resident", losses)
+    offloaded = tensorboard(tmp_path / "offloaded", losses, offloaded=True)
+    recomputed = tensorboard(tmp_path / "recomputed", losses)
+    done = report(resident, offloaded, recomputed, "--output", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    second = next(line for line in done.output.splitlines() if line.startswith("recomputed against resident"))
+    assert "0 B less GPU memory" in second and "steps 0.0% slower" in second
+    page = (tmp_path / "page.html").read_text()
+    assert cells(page, "saved against resident") == ["-", "19.70 GB", "0 B"]
+    assert cells(page, "steps slower") == ["-", "+20.0%", "+0.0%"]
+
+
+def test_a_run_beside_is_shown_and_need_not_be_equal(tmp_path):
+    resident, hybrid = (tensorboard(tmp_path / name, [loss]) for name, loss in (("resident", 2.0), ("hybrid", 2.5)))
+    assert report(resident, hybrid, "--output", tmp_path / "page.html").exit_code == 1
+    done = report(resident, "--beside", hybrid, "--output", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    assert "not meant to be bitwise equal" in done.output
+    assert cells((tmp_path / "page.html").read_text(), "saved against resident") == ["-", "0 B"]
+
+
+def test_runs_on_a_cpu_tell_nothing_of_speed(tmp_path):
+    for name, released in (("resident.0", 0), ("offloaded.0", 20 * GB)):
+        peak = 20 * GB - released
+        arm(tmp_path, name, [2.0] * 6, device="cpu", released_bytes=released, peak_forward_backward_bytes=peak)
+    done = report(tmp_path, "--output", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    assert "20.00 GB less optimizer state in forward and backward (100%, 20.00 GB to 0 B)" in done.output
+    assert "CPU: no speed" in done.output and "slower" not in done.output
+    page = (tmp_path / "page.html").read_text()
+    assert cells(page, "steps slower") == ["-", "CPU: no speed"]
+    assert cells(page, "step, median (min-max), from the fourth on") == ["CPU: no speed"] * 2
+    assert 'alt="seconds"' not in page
+
+
+def test_a_log_of_this_package_without_a_gpus_peaks_is_of_a_cpu(tmp_path):
+    offloaded = {f"{OURS}{name}": {1: 1.0} for name in STATS}
+    assert Run(name="a", is_fp32=True, scalars=offloaded).on_cpu
+    assert not Run(name="a", is_fp32=True, scalars={**offloaded, f"{OURS}peak_step_bytes": {1: 1.0}}).on_cpu
+    assert not Run(name="a", is_fp32=True, scalars={LOSS: {1: 1.0}}).on_cpu, "that is not known"
+
+
+def test_two_logs_of_one_name_are_called_by_what_their_paths_do_not_share(tmp_path):
+    logs = [tensorboard(tmp_path / name / "logs" / "tb", [1.0]) for name in ("resident", "offloaded")]
+    done = report(*logs, "--output", tmp_path / "page.html")
+    assert done.output.startswith("offloaded against resident: "), done.output
+    assert str(tmp_path) not in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("paths", "short"),
+    [
+        (["/a/b/tb", "/a/c/tb"], ["b", "c"]),
+        (["/a/x/tb", "/a/tb"], ["x/tb", "tb"]),
+        (["/a", "/a/b"], ["a", "a/b"]),
+        (["/a/tb"], ["tb"]),
+    ],
+)
+def test_short_paths_are_never_empty_and_never_alike(paths, short):
+    assert list(short_paths([Path(path) for path in paths]).values()) == short
+
+
+def test_the_axis_of_seconds_is_as_long_as_the_counted_steps_differ(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(pictures, "_save", lambda figure, path: drawn.append(figure.axes[0].get_ylim()))
+    seconds = {1: 9.0, 2: 9.0, 3: 9.0, 4: 5.00, 5: 5.01, 6: 5.04}
+    runs = [Run(name="a", is_fp32=False, scalars={SECONDS: seconds})]
+    assert pictures.step_seconds(runs, tmp_path / "a.png")
+    ((bottom, top),) = drawn
+    assert 4.9 < bottom < 5.0 and 5.04 < top < 5.2
+
+
+def test_a_bar_says_how_far_it_is_from_the_first_runs_and_a_run_without_bars_has_no_legend(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(pictures, "_save", lambda figure, path: drawn.append(figure.axes[0]))
+    peak = "peak_allocated_bytes"
+    sizes = {"first": {peak: 48e6}, "second": {peak: 28.5e6}, "third": {}}
+    runs = [Run(name=name, is_fp32=False, totals=totals) for name, totals in sizes.items()]
+    assert pictures.peaks(runs, tmp_path / "a.png")
+    (axes,) = drawn
+    assert [text.get_text() for text in axes.texts] == ["48.00", "28.50 (-19.50)"]
+    assert axes.get_xlabel() == "MB"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["first", "second"]
 
 
 def test_one_run_is_a_page_too(tmp_path):
@@ -159,7 +258,7 @@ def test_a_table_with_no_events_beside_it_is_enough(tmp_path, equal, status):
     bench_table(tmp_path, resident=None, native=equal)
     done = report(tmp_path / "bench.json", "--output", tmp_path / "page.html")
     assert done.exit_code == status, done.output
-    assert ("are bitwise equal: all that the bench compared" in done.output) is equal
+    assert ("bitwise equal: all that the bench compared" in done.output) is equal
     page = (tmp_path / "page.html").read_text()
     assert cells(page, "step, median (min-max), from the fourth on")[1] == "0.500 s (0.400-0.600)"
     assert cells(page, "where") == ["H200", "H200"]
@@ -179,7 +278,7 @@ def test_a_final_state_that_differs_is_not_equal(tmp_path):
     arm(tmp_path, "offloaded", [1.0], digest="b")
     done = report(tmp_path, "--output", tmp_path / "page.html")
     assert done.exit_code == 1
-    assert "DIFFER in final params, final masters, final moments" in done.output
+    assert "NOT bitwise equal in final params, final masters, final moments" in done.output
     assert "cross_entropy" not in done.output, "arms are set so"
 
 

@@ -23,7 +23,7 @@ from bridge_fgo.cli.bench.plots import gantt, memory_timeline
 from bridge_fgo.cli.bench.presets import BenchArm, arms, read_name, resident_of, save_options, size_options
 from bridge_fgo.cli.bench.rounds import as_json, faster, rounds_of, table_of_rounds
 from bridge_fgo.cli.bench.steps import reference_loop
-from bridge_fgo.cli.bench.table import table_of
+from bridge_fgo.cli.bench.table import legend_of, summary_of, table_of
 from bridge_fgo.cli.bench.trace import Trace, read_trace
 from bridge_fgo.harness.runner import ArmFailed, ArmProcess, ArmRun, run_arm
 
@@ -64,6 +64,8 @@ class Settings:
     tp: int = 1
     microbatches: int | None = None
     """How many microbatches a step has on each data-parallel rank; None for as many as the preset has."""
+    verbose: bool = False
+    """Whether to print every column and what it tells; the page always has them."""
 
     @property
     def train_steps(self) -> int:
@@ -284,7 +286,8 @@ def report(
 
     Of arms in turn, what `of_rounds` has goes into the JSON, and the cells of the rounds' table are shown too.
     """
-    texts = table_of(rows, settings.saves)
+    texts, summary = table_of(rows, settings.saves), summary_of(rows, resident.result["state_bytes"])
+    legend = legend_of(texts[0])
     result: dict[str, Any] = {
         "preset": settings.preset,
         "gpus": settings.gpus,
@@ -302,21 +305,30 @@ def report(
         memory_timeline(traces, pictures[0])
         gantt(traces, pictures[1])
         title = f"bridge-fgo bench: {settings.preset}, {settings.gpus} x {resident.start.get('device')}"
-        tables = [page.table(cells) for cells in (texts, texts_of_rounds) if cells]
-        parts = [*tables, *(page.picture(path) for path in pictures)]
+        parts = [page.table(cells) for cells in (summary, texts_of_rounds) if cells]
+        parts += [page.picture(path) for path in pictures]
+        parts += [page.heading("Every figure"), page.table(texts), *map(page.paragraph, legend)]
         page.write_page(settings.folder / "bench.html", title, parts)
     if settings.json_output:
         print(json.dumps(result))
         return
-    table = Table(*(row[0] for row in texts))  # an arm a column: the other way it is too wide for a terminal
-    for cells in list(zip(*texts, strict=True))[1:]:
-        table.add_row(*cells)
-    console.print(table)
-    if texts_of_rounds:
-        table = Table(*texts_of_rounds[0])
-        for cells in texts_of_rounds[1:]:
-            table.add_row(*cells)
-        console.print(table)
+    print_table(console, summary)
+    if settings.verbose:
+        print_table(console, [list(cells) for cells in zip(*texts, strict=True)])  # an arm a row is too wide
+        if texts_of_rounds:
+            print_table(console, texts_of_rounds)
+        for line in legend:
+            console.print(line, markup=False, highlight=False)
     console.print(
         f"S = {resident.result['state_bytes'] / 1e9:.2f} GB; all files are in {settings.folder}", markup=False
     )
+    if not settings.verbose:
+        console.print("Every figure and what it tells: --verbose.", markup=False)
+
+
+def print_table(console: Console, cells: list[list[str]]) -> None:
+    """Print the cells as a table; the first row is the head."""
+    table = Table(*cells[0])
+    for row in cells[1:]:
+        table.add_row(*row)
+    console.print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -122,7 +123,9 @@ def arms(names: list[str], megatron_lm: list[str], preset: str) -> list[BenchArm
     read = [read_name(name) for name in names]
     unknown = [kind for kind, _ in read if kind not in NAMES]
     if unknown or not names or names[0] != "resident":
-        raise ValueError(f"--arms {','.join(names)}: use resident first, then any of {', '.join(NAMES[1:])}")
+        near = [other for kind in unknown for other in difflib.get_close_matches(kind, NAMES, n=1)]
+        meant = f"{', '.join(unknown)} is no arm: did you mean {', '.join(near)}? " if near else ""
+        raise ValueError(f"--arms {','.join(names)}: {meant}use resident first, then any of {', '.join(NAMES[1:])}")
     if len(set(names)) < len(names):
         raise ValueError(f"--arms {','.join(names)}: an arm is there twice; --rounds says how often each runs")
     found: list[BenchArm] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import statistics
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,80 +14,71 @@ from bridge_fgo.cli.bench.plots import gantt, memory_timeline
 from bridge_fgo.cli.bench.trace import read_trace
 from bridge_fgo.cli.demo import readable_bytes, readable_number
 from bridge_fgo.cli.report import pictures
-from bridge_fgo.cli.report.parity import compare_runs, is_bitwise_equal
-from bridge_fgo.cli.report.runs import LOSS, NO_PACKAGE, OURS, TOTALS, Run, load
+from bridge_fgo.cli.report.difference import NO_SPEED, is_good, rows_of_differences, step_seconds, verdict
+from bridge_fgo.cli.report.parity import compare_runs
+from bridge_fgo.cli.report.runs import NO_PACKAGE, OURS, TOTALS, Run, load
 from bridge_fgo.harness.comparator import Parity
 
 NOT_EQUAL = 1
-FUSED_LOSS = (
-    " Two runs alike may differ, too: the fused cross-entropy, compiled by torch, ends in one of two results. To "
-    "compare bits set model.cross_entropy_loss_fusion=False in both, or TORCH_COMPILE_DISABLE=1 in their environment."
-)
-"""What to know of two jobs that differ; the arms of a bench and of `demo` are set so. Measured on H200: without it two
-runs of one arm differed from the gradients of step 1 on, with either of the two settings none did."""
 
 
-def run(paths: list[Path], output: Path) -> int:
+def run(paths: list[Path], output: Path, beside: list[Path] | None = None) -> int:
     """Write the page; return 1 where the runs are not all shown to be bitwise equal to the first, else 0.
+
+    Args:
+        paths: the runs.
+        output: the page.
+        beside: runs that are shown as the others are, but need not be equal: a recomputed one, or one with another
+            optimizer.
 
     Raises:
         ValueError: a path holds no run, or a package is missing.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"drawing {NO_PACKAGE.format('matplotlib')}")
-    runs = _named_apart([(path, run) for path in paths for run in load(path)])
+    found = [(path, run) for path in paths for run in load(path)]
+    for path in beside or ():
+        found += [(path, replace(run, is_beside=True)) for run in load(path)]
+    runs = _named_apart(found)
     others = [(run, compare_runs(runs[0], run)) for run in runs[1:]]
     with TemporaryDirectory() as folder:
-        parts = [page.paragraph(run.note) for run in runs if run.note]
-        parts += [page.verdict(verdict(runs[0], run, parity), is_good(run, parity)) for run, parity in others]
+        parts = [page.verdict(verdict(runs[0], run, parity), is_good(run, parity)) for run, parity in others]
+        parts += [page.paragraph(run.note) for run in runs if run.note]
         parts += _sections(runs, others, Path(folder))
         page.write_page(output, "bridge-fgo report: " + ", ".join(run.name for run in runs), parts)
+    for other, parity in others:
+        typer.echo(verdict(runs[0], other, parity))
     for run in runs:
         if run.note:
             typer.echo(run.note)
-    for other, parity in others:
-        typer.echo(verdict(runs[0], other, parity))
     typer.echo(f"wrote {output}")
     return 0 if all(is_good(other, parity) for other, parity in others) else NOT_EQUAL
 
 
 def _named_apart(found: list[tuple[Path, Run]]) -> list[Run]:
-    """Return the runs; two of one name are called by their paths."""
+    """Return the runs; two of one name are called by what their paths do not have in common."""
     names = [run.name for _, run in found]
-    for path, run in found:
-        if names.count(run.name) > 1:
-            run.name = f"{path}: {run.name}" if run.name != path.name else str(path)
+    alike = [(path, run) for path, run in found if names.count(run.name) > 1]
+    short = short_paths([path for path, _ in alike])
+    for path, run in alike:
+        run.name = f"{short[path]}: {run.name}" if run.name != path.name else short[path]
     if len({run.name for _, run in found}) < len(found):
         raise ValueError(f"the same run was given twice: {', '.join(str(path) for path, _ in found)}")
     return [run for _, run in found]
 
 
-def is_good(run: Run, parity: list[Parity]) -> bool:
-    """Return whether a run is as it should be: equal to the first, where it is meant to."""
-    return run.may_differ or is_bitwise_equal(parity)
-
-
-def verdict(first: Run, second: Run, parity: list[Parity]) -> str:
-    """Say in a sentence whether two runs are equal."""
-    names = f"{first.name} and {second.name}"
-    different = [part for part in parity if not part.equal]
-    if second.may_differ:
-        return f"{names} are not meant to be bitwise equal: their optimizers are not the same."
-    if is_bitwise_equal(parity):
-        steps = [part.steps for part in parity if part.steps is not None]
-        over = f" over {min(steps)} steps" if steps else ""
-        logged = [len(run.scalars.get(LOSS, ())) for run in (first, second)]
-        if steps and len(set(logged)) > 1:
-            over += f" (they logged {logged[0]} and {logged[1]})"
-        return f"{names} are bitwise equal{over}: {', '.join(part.part for part in parity)}."
-    if not different:
-        return f"{names} have no step in common of which both logged a loss: nothing is shown."
-    steps_of = [(part.first_different, part.part) for part in different if part.first_different is not None]
-    hint = FUSED_LOSS if first.is_fp32 or second.is_fp32 else ""
-    if not steps_of:
-        return f"{names} DIFFER in {', '.join(part.part for part in different)}.{hint}"
-    step, part = min(steps_of)
-    return f"{names} DIFFER, first at step {step} in {part}.{hint}"
+def short_paths(paths: list[Path]) -> dict[Path, str]:
+    """Return each path without the folders that all of them begin and end with; something is left of each."""
+    parts = {path: path.resolve().parts for path in paths}
+    distinct = set(parts.values())
+    shortest = min(map(len, distinct), default=1)
+    begin = 0
+    while begin < shortest - 1 and len({names[begin] for names in distinct}) == 1:
+        begin += 1
+    end = 0
+    while begin + end < shortest - 1 and len({names[-1 - end] for names in distinct}) == 1:
+        end += 1
+    return {path: str(Path(*names[begin : len(names) - end])) for path, names in parts.items()}
 
 
 def _sections(runs: list[Run], others: list[tuple[Run, list[Parity]]], folder: Path) -> list[str]:
@@ -95,18 +86,19 @@ def _sections(runs: list[Run], others: list[tuple[Run, list[Parity]]], folder: P
         path = folder / f"{name}.png"
         return page.picture(path) if getattr(pictures, picture)(runs, path) else page.paragraph(nothing)
 
-    parts = [page.table(_overview(runs)), page.heading("Loss")]
+    parts = [page.table(_overview(runs, others)), page.heading("Loss")]
     if others:
         parts.append(page.table(_parity_table(others)))
     no_figures = f"No {OURS}* figures in these runs: they come from bridge_fgo, with the offload on."
+    no_seconds = (
+        "No time of a step after the third was logged; Bridge logs it with logger.log_timers_to_tensorboard=True."
+    )
+    if all(run.on_cpu for run in runs):
+        no_seconds = f"{NO_SPEED}. Copies are stand-ins there, so the seconds of a step tell nothing."
     parts += [
         drawn("loss", "losses", nothing="No loss was logged."),
         page.heading("Step time"),
-        drawn(
-            "seconds",
-            "step_seconds",
-            nothing="No time of a step was logged; Bridge does with logger.log_timers_to_tensorboard=True.",
-        ),
+        drawn("seconds", "step_seconds", nothing=no_seconds),
         page.heading("Peaks by phase"),
         drawn("peaks", "peaks", nothing="No peak was logged; Bridge does with logger.log_memory_to_tensorboard=True."),
         page.heading("Host bytes"),
@@ -124,9 +116,9 @@ def _sections(runs: list[Run], others: list[tuple[Run, list[Parity]]], folder: P
     return parts
 
 
-def _overview(runs: list[Run]) -> list[list[str]]:
-    """Return the cells of the table of figures, a run a column; its head first."""
-    rows = [["", *(run.name for run in runs)]]
+def _overview(runs: list[Run], others: list[tuple[Run, list[Parity]]]) -> list[list[str]]:
+    """Return the cells of the table of figures, a run a column: its head first, then what differs."""
+    rows = [["", *(run.name for run in runs)], *rows_of_differences(runs, others)]
     if any(run.where for run in runs):
         rows.append(["where", *(run.where or "-" for run in runs)])
     rows.append(["steps logged", *(str(max(map(len, run.scalars.values()), default=0)) for run in runs)])
@@ -138,13 +130,10 @@ def _overview(runs: list[Run]) -> list[list[str]]:
 
 
 def _seconds(run: Run) -> str:
-    if seconds := pictures.counted_seconds(run):
-        figures = statistics.median(seconds), min(seconds), max(seconds)
-    elif run.row:
-        figures = run.row["step_seconds"], run.row["step_seconds_min"], run.row["step_seconds_max"]
-    else:
-        return "-"
-    return "{:.3f} s ({:.3f}-{:.3f})".format(*figures)
+    if run.on_cpu:
+        return NO_SPEED
+    figures = step_seconds(run)
+    return "-" if figures is None else "{:.3f} s ({:.3f}-{:.3f})".format(*figures)
 
 
 def _parity_table(others: list[tuple[Run, list[Parity]]]) -> list[list[str]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge_fgo.cli.bench.plots import agg_pyplot
+from bridge_fgo.cli.report.difference import counted_seconds
 from bridge_fgo.cli.report.runs import LOSS, OURS, SECONDS, TOTALS, Run
 
 STYLES = ("-", "--", ":", "-.")
@@ -15,6 +16,7 @@ STYLES = ("-", "--", ":", "-.")
 PEAKS = ("peak_forward_backward_bytes", "peak_step_bytes", "peak_allocated_bytes", "peak_reserved_bytes")
 ON_HOST = ("pinned_bytes", "released_bytes")
 DIFFERENCE = "difference"
+UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def losses(runs: list[Run], path: Path) -> bool:
@@ -38,9 +40,14 @@ def _apart(first: dict[int, float], second: dict[int, float]) -> dict[int, float
 
 
 def step_seconds(runs: list[Run], path: Path) -> bool:
-    """Draw the seconds of the steps; see `losses`. The axis leaves out what the first steps of a run take longer."""
-    later = [value for run in runs for value in counted_seconds(run)]
-    return _lines(runs, [(SECONDS, "seconds a step", 1.0)], path, bottom=0.0, top=1.1 * max(later, default=0.0))
+    """Draw the seconds of the steps that count; see `losses`. Runs on a CPU are left out.
+
+    Without the first steps, which take longer, the axis is as long as the others differ.
+    """
+    counted = [
+        replace(run, scalars={SECONDS: seconds}) for run in runs if not run.on_cpu and (seconds := counted_seconds(run))
+    ]
+    return _lines(counted, [(SECONDS, "seconds a step,\nfrom the fourth on", 1.0)], path)
 
 
 def memory(runs: list[Run], path: Path) -> bool:
@@ -50,7 +57,7 @@ def memory(runs: list[Run], path: Path) -> bool:
         (f"{OURS}peak_step_bytes", "peak in the rest\nof the step, GB", 1e9),
         (f"{OURS}released_bytes", "released, GB", 1e9),
     ]
-    return _lines(runs, panels, path, bottom=0.0)
+    return _lines(runs, panels, path)
 
 
 def copies(runs: list[Run], path: Path) -> bool:
@@ -62,18 +69,11 @@ def copies(runs: list[Run], path: Path) -> bool:
     return _lines(runs, panels, path, bottom=0.0)
 
 
-def counted_seconds(run: Run) -> list[float]:
-    """Return the seconds of the steps from a run's fourth on: the first ones allocate, compile and measure."""
-    seconds = run.scalars.get(SECONDS, {})
-    return [value for step, value in seconds.items() if step >= min(seconds) + 3]
-
-
 def _lines(
     runs: list[Run],
     panels: list[tuple[str, str, float]],
     path: Path,
     bottom: float | None = None,
-    top: float = 0.0,
 ) -> bool:
     """Draw each panel's scalar (name, label, unit) over the steps, a line a run; panels without data are left out."""
     panels = [panel for panel in panels if any(panel[0] in run.scalars for run in runs)]
@@ -89,7 +89,8 @@ def _lines(
             if name in run.scalars:
                 _line(panel, run, name, unit, number)
         panel.set(ylabel=label)
-        panel.set_ylim(bottom=bottom, top=top or None)
+        panel.set_ylim(bottom=bottom)
+        panel.ticklabel_format(axis="y", useOffset=False)  # whole figures, however short the axis
         panel.grid(alpha=0.3)
     axes[0, 0].legend(loc="best")
     axes[-1, 0].set_xlabel("step")
@@ -127,23 +128,40 @@ def _bars(runs: list[Run], names: tuple[str, ...], path: Path) -> bool:
     pyplot = agg_pyplot()
     figure, axes = pyplot.subplots(figsize=(9, 0.3 * len(names) * (len(runs) + 1) + 1.0), layout="constrained")
     height = 0.8 / len(runs)
+    unit, unit_bytes = _unit(max(run.totals.get(name, 0.0) for run in runs for name in names))
     for number, run in enumerate(runs):
-        known = [(row, run.totals[name] / 1e9) for row, name in enumerate(names) if run.totals.get(name)]
+        known = [(row, name) for row, name in enumerate(names) if name in run.totals]
+        if not known:
+            continue  # and no entry of the legend without a bar
         bars = axes.barh(
             [row + (number - (len(runs) - 1) / 2) * height for row, _ in known],
-            [gigabytes for _, gigabytes in known],
+            [run.totals[name] / unit_bytes for _, name in known],
             height=0.9 * height,
             label=run.name,
             color=f"C{number}",
         )
-        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+        labels = [_labelled(run, runs[0], name, unit_bytes) for _, name in known]
+        axes.bar_label(bars, labels, padding=3, fontsize=8)
     axes.set_yticks(range(len(names)), [TOTALS[name][0] for name in names])
-    axes.invert_yaxis()
-    axes.set_xlabel("GB")
-    axes.margins(x=0.1)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlabel(unit)
+    axes.margins(x=0.15)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _save(figure, path)
     return True
+
+
+def _unit(largest: float) -> tuple[str, float]:
+    """Return the largest unit of bytes in which `largest` has a digit before the point, and its bytes."""
+    return next(((name, size) for name, size in UNITS if largest >= size), UNITS[-1])
+
+
+def _labelled(run: Run, first: Run, name: str, unit_bytes: float) -> str:
+    """Return a bar's figure in units, and by how much it is more or less than the first run's."""
+    label = f"{run.totals[name] / unit_bytes:.2f}"
+    if run is first or not first.totals.get(name):
+        return label
+    return f"{label} ({(run.totals[name] - first.totals[name]) / unit_bytes:+.2f})"
 
 
 def _save(figure: Any, path: Path) -> None:

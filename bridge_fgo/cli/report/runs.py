@@ -49,6 +49,7 @@ class Run:
     trace: of one step, for the pictures of it.
     note: what of the log does not belong to the run; "" for nothing.
     row: of the bench's table, where there is one; see `bridge_fgo.cli.bench.figures.Row`.
+    is_beside: shown for its memory and speed, and not asked to be bitwise equal.
     """
 
     name: str
@@ -60,11 +61,19 @@ class Run:
     note: str = ""
     trace: Path | None = None
     row: dict[str, Any] = field(default_factory=dict)
+    is_beside: bool = False
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the run was on a CPU: by its device, or by figures of this package that have no GPU's peak."""
+        logged = {tag.removeprefix(OURS) for tag in self.scalars if tag.startswith(OURS)}
+        return self.where.startswith("cpu") or (bool(logged) and not any(tag.startswith("peak") for tag in logged))
 
     @property
     def may_differ(self) -> bool:
-        """Whether the bench does not ask this arm to be equal to the resident one: its Adam is another."""
-        return bool(self.row) and self.row["bitwise_equal"] is None and self.row["arm"] != "resident"
+        """Whether nobody asks this run to be equal to the first: the user, or the bench, as its Adam is another."""
+        by_the_bench = bool(self.row) and self.row["bitwise_equal"] is None and self.row["arm"] != "resident"
+        return self.is_beside or by_the_bench
 
 
 def load(path: Path) -> list[Run]:
