@@ -54,6 +54,16 @@ def installed(cpu_standins):
         yield handle
 
 
+@pytest.fixture(scope="module", autouse=True)
+def leaves_no_environment():
+    """What a module's models set in the environment (mcore's NVTE_*_ATTN) does not reach the next module's."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_installed():
     """Fail a test that leaves the package installed, and clean up for the next."""

@@ -29,6 +29,13 @@ def test_a_kept_answer_is_what_the_builder_says(name):
     }
 
 
+@needs_megatron
+@pytest.mark.slow
+def test_a_container_that_chooses_an_attention_kernel_changes_no_answer(monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")  # tiny sets attention_backend=unfused, which mcore finds to differ
+    assert "error" not in ask_builder(target="tiny")
+
+
 def test_a_recipe_as_it_is_is_read_without_megatron():
     before = set(sys.modules)
     job = read_job("qwen3_30b_a3b_8gpu", None, {"fraction": 0.5})
