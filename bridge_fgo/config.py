@@ -1,39 +1,22 @@
 """The settings of the offload, declared once: one small frozen dataclass, checked when it is made.
 
-The command lines take their options from its fields: names from their metadata, help from the first sentence of their
-docstrings (`bridge_fgo.options`).
+The command lines, NeMo-Run's settings and `optimizer.offload` of Bridge's config take their names from its fields, and
+the command lines their help from the first sentence of the docstrings (`bridge_fgo.options`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 MIB = 2**20
 
 Engine = Literal["auto", "native", "mcore"]
 
 
-@dataclass(frozen=True)
-class Spelling:
-    """How a command line spells a setting: `--name` and, for one that is True or False, `--off` for False.
-
-    unit: what a number on the command line is a multiple of.
-    """
-
-    name: str
-    off: str = ""
-    unit: int = 1
-
-
-def _spelled(name: str, off: str = "", unit: int = 1) -> dict[str, Any]:
-    """Return a field's metadata."""
-    return {"spelling": Spelling(name, off, unit)}
-
-
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Settings of the offload, given to `bridge_fgo.install`.
+    """Settings of the offload, given to `bridge_fgo.install` or, by the same names, in `cfg.optimizer.offload`.
 
     The offload itself is turned on per run, by `cfg.optimizer.offload_optimizer_states = True`.
 
@@ -41,19 +24,19 @@ class OffloadConfig:
         ValueError: a setting is of the wrong type or out of range; the message names it.
     """
 
-    engine: Engine = field(default="auto", metadata=_spelled("engine"))
+    engine: Engine = "auto"
     """Which offloader moves the bytes. "native" is this package's engine, on every mcore. "mcore" is the offloader of
     the installed mcore, refused where that mcore has none. "auto" is native, or mcore's chunked offloader where its own
     fraction or chunk size is set. On GPUs native was faster in all but one of the runs of both, gives reserved memory
     back and saves in the background."""
 
-    moments: bool = field(default=True, metadata=_spelled("moments", off="no-moments"))
+    moments: bool = True
     """Offload Adam's `exp_avg` and `exp_avg_sq`."""
 
-    master_weights: bool = field(default=True, metadata=_spelled("master-weights", off="no-master-weights"))
+    master_weights: bool = True
     """Offload the fp32 master weights, or their 16-bit remainders."""
 
-    master_remainders: bool | None = field(default=None, metadata=_spelled("master-remainders", off="whole-masters"))
+    master_remainders: bool | None = None
     """Copy always, or never, only the bits of an fp32 master that its bf16 weight lacks; by default once training waits
     for copies. True starts at the first step, False never does. None starts once training has waited for copies in two
     of the first dozen or so steps: where all hide behind a long forward and backward, packing only costs time (on an
@@ -63,24 +46,24 @@ class OffloadConfig:
     to modify bf16 weights between later steps, set `master_remainders=False`: once masters are copied in part, their
     next use after such a change raises an error, as it does with True from the first step on."""
 
-    fraction: float = field(default=1.0, metadata=_spelled("fraction"))
+    fraction: float = 1.0
     """Share of the bytes of moments and master weights to offload, in (0, 1]. Parameters are taken whole, in the
     optimizer's order, until the share of what `moments` and `master_weights` ask for is reached."""
 
-    gpu_memory_budget_gib: float | Literal["auto"] | None = field(default=None, metadata=_spelled("budget-gib"))
+    gpu_memory_budget_gib: float | Literal["auto"] | None = None
     """Peak of GPU memory to stay under, in GiB, while offloading as little as possible. The peak is of the memory that
     PyTorch allocates on a rank; the CUDA context and NCCL come on top. The first steps offload everything and
     measure. "auto" is what the GPU has, less what is not PyTorch's and a margin for holes between blocks, which grows
     where PyTorch's allocator turns out to need it. Nothing leaves where everything fits."""
 
-    slab_bytes: int = field(default=1024 * MIB, metadata=_spelled("slab-mib", unit=MIB))
+    slab_bytes: int = 1024 * MIB
     """Most optimizer state that is updated in one go, in bytes. Where that is less, the geometric mean of the
     optimizer's state and 8 MiB is taken, which costs the least time (0.4 of 20 GB), or a 16th of the state. Each such
     part has a slab for its masters and one for its moments, with one GPU allocation and one host buffer each. A tensor
     is never split, so a larger tensor makes a larger slab. Parts smaller than that mean leave and return in groups of
     its size, where the optimizer step has room for eight of them, which saves host time."""
 
-    piece_bytes: int = field(default=64 * MIB, metadata=_spelled("piece-mib", unit=MIB))
+    piece_bytes: int = 64 * MIB
     """Largest single copy between host and GPU, in bytes. A copy of the training loop's own waits for at most one, 1.2
     ms on an H200; larger ones cost the host less time."""
 

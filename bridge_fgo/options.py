@@ -1,7 +1,8 @@
 """The command lines' options for the offload, made from the fields of `OffloadConfig`: typer's, argparse's, NeMo-Run's.
 
 Whatever a command line is made of, what it was given comes out as keyword arguments of `OffloadConfig`; a setting that
-was not given is not among them and keeps its default.
+was not given is not among them and keeps its default. `--slab-bytes`, `slab_bytes=` and `optimizer.offload.slab_bytes=`
+are one setting.
 """
 
 from __future__ import annotations
@@ -20,45 +21,39 @@ from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origi
 
 import typer
 
-from bridge_fgo.config import MIB, OffloadConfig, Spelling
-
-WHEN = {"auto": None, "always": True, "never": False}
-"""How argparse spells a setting that is True, False or None."""
+from bridge_fgo.config import OffloadConfig
 
 
 @dataclass(frozen=True)
 class Option:
     """One option.
 
-    setting: the field of `OffloadConfig` that it sets.
+    setting: the field of `OffloadConfig` that it sets, and its own name.
     kind: type of its value: bool, int, float or str.
     choices: the strings that it takes; none for any.
     words: the strings that it takes beside numbers.
-    is_automatic: whether it is True or False, and the default None leaves the choice to the run.
     help: one sentence.
     """
 
     setting: str
-    spelling: Spelling
     kind: type
     choices: tuple[str, ...]
     words: tuple[str, ...]
-    is_automatic: bool
     help: str
-
-    @property
-    def parameter(self) -> str:
-        """The name of the option as a Python identifier."""
-        return self.spelling.name.replace("-", "_")
 
     def read(self, text: str | float) -> str | float:
         """Return a word, or the number that a text says; raise ValueError where it is neither."""
         return text if isinstance(text, str) and text in self.words else self.kind(text)
 
     @property
-    def flags(self) -> str:
-        """The option as typer takes it."""
-        return f"--{self.spelling.name}" + (f"/--{self.spelling.off}" if self.spelling.off else "")
+    def flag(self) -> str:
+        """The option as a command line spells it."""
+        return f"--{self.setting.replace('_', '-')}"
+
+    @property
+    def off(self) -> str:
+        """How a command line spells False."""
+        return f"--no-{self.flag[2:]}"
 
 
 def _first_sentences() -> dict[str, str]:
@@ -80,18 +75,12 @@ def _first_sentences() -> dict[str, str]:
 def _make_options() -> list[Option]:
     types, sentences, found = get_type_hints(OffloadConfig), _first_sentences(), []
     for field in fields(OffloadConfig):
-        spelling = field.metadata.get("spelling")
-        if spelling is None:
-            continue
         annotation = types[field.name]
         choices = get_args(annotation) if get_origin(annotation) is Literal else ()
         kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not NoneType]
         kind = str if choices else kinds[0]
         words = () if choices else tuple(word for each in kinds for word in get_args(each))
-        text = sentences.get(field.name, "")
-        if spelling.unit == MIB:
-            text = text.replace("in bytes", "in MiB")
-        found.append(Option(field.name, spelling, kind, choices, words, kind is bool and field.default is None, text))
+        found.append(Option(field.name, kind, choices, words, sentences.get(field.name, "")))
     return found
 
 
@@ -99,17 +88,17 @@ OPTIONS = _make_options()
 
 
 def settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return OffloadConfig's keyword arguments. `given` has values by `Option.parameter`; None is one not given."""
+    """Return OffloadConfig's keyword arguments. `given` has values by `Option.setting`; None is one not given."""
     found: dict[str, Any] = {}
     for option in OPTIONS:
-        value = given.get(option.parameter)
+        value = given.get(option.setting)
         if value is None:
             continue
         if option.choices:
             value = str(value)  # and not typer's enum
         elif option.words:
             value = option.read(value)
-        found[option.setting] = value * option.spelling.unit if option.kind is int else value
+        found[option.setting] = value
     return found
 
 
@@ -117,13 +106,13 @@ def command_line(given: Mapping[str, Any]) -> list[str]:
     """Return the words that give a command of `takes_offload_options` the same options; for `given` see `settings`."""
     words: list[str] = []
     for option in OPTIONS:
-        value = given.get(option.parameter)
+        value = given.get(option.setting)
         if value is None:
             continue
         if option.kind is bool:
-            words.append(f"--{option.spelling.name if value else option.spelling.off}")
+            words.append(option.flag if value else option.off)
         else:
-            words += [f"--{option.spelling.name}", str(value)]
+            words += [option.flag, str(value)]
     return words
 
 
@@ -132,7 +121,7 @@ def takes_offload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def with_options(*args: Any, **kwargs: Any) -> Any:
-        given = {option.parameter: kwargs.pop(option.parameter) for option in OPTIONS}
+        given = {option.setting: kwargs.pop(option.setting) for option in OPTIONS}
         return command(*args, offload=settings(given), **kwargs)
 
     own = inspect.signature(command, eval_str=True)
@@ -141,36 +130,28 @@ def takes_offload_options(command: Callable[..., Any]) -> Callable[..., Any]:
         # An enum, because typer takes Literal only since 0.19.
         kind = StrEnum(option.setting, list(option.choices)) if option.choices else option.kind
         parser = option.read if option.words else None
-        annotation = Annotated[kind | None, typer.Option(option.flags, help=option.help, parser=parser)]
+        flags = f"{option.flag}/{option.off}" if option.kind is bool else option.flag
+        annotation = Annotated[kind | None, typer.Option(flags, help=option.help, parser=parser)]
         parameters.append(
-            inspect.Parameter(option.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            inspect.Parameter(option.setting, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         )
     with_options.__signature__ = own.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return with_options
 
 
 def add_offload_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Give an argparse parser the options, and those in MiB once more in bytes: `--slab-mib` and `--slab-bytes`."""
+    """Give an argparse parser the options."""
     for option in OPTIONS:
-        name, text = f"--{option.spelling.name}", option.help
-        if option.is_automatic:
-            parser.add_argument(name, choices=tuple(WHEN), default="auto", help=text)
-        elif option.kind is bool:
-            parser.add_argument(name, action=argparse.BooleanOptionalAction, help=text)
+        if option.kind is bool:
+            parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=option.help)
         else:
             read = option.read if option.words else option.kind
-            parser.add_argument(name, type=read, choices=option.choices or None, help=text)
-        if option.spelling.unit > 1:
-            parser.add_argument(f"--{option.setting.replace('_', '-')}", type=int, help="The same in bytes.")
+            parser.add_argument(option.flag, type=read, choices=option.choices or None, help=option.help)
 
 
 def offload_config(namespace: argparse.Namespace) -> OffloadConfig:
     """Return the settings of a namespace that a parser with `add_offload_options` made."""
-    parsed = vars(namespace)
-    of_when = {option.parameter: WHEN[parsed[option.parameter]] for option in OPTIONS if option.is_automatic}
-    in_bytes = {option.setting: parsed[option.setting] for option in OPTIONS if option.spelling.unit > 1}
-    given = {name: value for name, value in in_bytes.items() if value is not None}
-    return OffloadConfig(**settings(parsed | of_when) | given)
+    return OffloadConfig(**settings(vars(namespace)))
 
 
 def _given_type(option: Option) -> Any:
@@ -181,7 +162,7 @@ def _given_type(option: Option) -> Any:
 
 OffloadOptions = make_dataclass(
     "OffloadOptions",
-    [(option.parameter, _given_type(option), None) for option in OPTIONS],
+    [(option.setting, _given_type(option), None) for option in OPTIONS],
     kw_only=True,
     module=__name__,
 )

@@ -1,4 +1,4 @@
-"""Asks, in a dry run, whether training would take the job: its layout, its overrides and the settings of its offload."""
+"""Asks, in a dry run, whether training would take the job: its layout, its overrides and the offload's settings."""
 
 from __future__ import annotations
 

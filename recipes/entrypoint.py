@@ -35,7 +35,7 @@ SLURM_ONLY = (
 class Job(OffloadOptions):
     """Pretrain one of the recipes, on Slurm (GB200 by default) or on this machine.
 
-    The settings of the offload are named as the options of `bridge-fgo run`: engine, fraction, budget_gib, ...
+    The settings of the offload are OffloadConfig's: engine, fraction, gpu_memory_budget_gib, ...
 
     Args:
         recipe: name of a recipe, which `--factory` sets. Required.
@@ -162,7 +162,7 @@ class Job(OffloadOptions):
         """Raise ValueError where training would refuse the job; return what could not be checked here, a line each."""
         overrides, gpus = shlex.split(self.overrides), self.node_count * self.node_gpus
         if not gpus:
-            tiny.cpu_steps(overrides)
+            tiny.cpu_overrides(overrides)
             return []
         note = dry_run.check(self.found, gpus, command_line(vars(self)) if self.offload else None, overrides)
         return [] if note is None else [note]

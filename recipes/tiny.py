@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from bridge_fgo.config import OffloadConfig
 
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
 STEPS = 10
+OFFLOAD = "optimizer.offload"
 SIZE = ("--layers", "4", "--hidden", "256", "--heads", "8", "--vocab", "1024", "--seq", "256", "--gbs", "8")
 
 
@@ -24,19 +27,27 @@ def gpu_config() -> ConfigContainer:
     return build_config(gpu.parse([*SIZE, "--steps", str(STEPS), *as_in_jobs, "--events", "unused"]))
 
 
-def cpu_steps(overrides: Sequence[str]) -> int:
-    """Return how many steps to train on the CPU.
+def cpu_overrides(overrides: Sequence[str]) -> tuple[int, dict[str, Any]]:
+    """Return how many steps to train on the CPU, and the settings of the offload.
 
     Raises:
-        ValueError: `overrides` has anything but `train.train_iters`: there is no `pretrain()` to read it.
+        ValueError: `overrides` has anything but `train.train_iters` and `optimizer.offload`: there is no `pretrain()`
+            to read it.
     """
-    steps = STEPS
+    steps, settings = STEPS, {}
     for override in overrides:
         name, _, value = override.partition("=")
-        if name != "train.train_iters" or not value.isdecimal():
-            raise ValueError(f"{override}: on the CPU tiny takes no override but train.train_iters=NUMBER")
-        steps = int(value)
-    return steps
+        section, _, setting = name.rpartition(".")
+        if section == OFFLOAD:
+            settings[setting] = yaml.safe_load(value)
+        elif name == "train.train_iters" and value.isdecimal():
+            steps = int(value)
+        else:
+            raise ValueError(
+                f"{override}: on the CPU tiny takes no override but train.train_iters=NUMBER and "
+                f"{OFFLOAD}.SETTING=VALUE"
+            )
+    return steps, settings
 
 
 def train_on_cpu(offload: OffloadConfig | None, steps: int) -> None:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, cast, get_args
 
 import typer
@@ -74,9 +75,11 @@ def prepare(
         return prepare_pretrain(recipe, config, cast("Choice", hf), overrides)
     if recipe.builder:
         raise ValueError(f"recipe={name!r} needs GPUs and torch sees none: run it in a job, or try recipe='tiny'")
-    from bridge_fgo.recipes.tiny import cpu_steps, train_on_cpu
+    from bridge_fgo.recipes.tiny import cpu_overrides, train_on_cpu
+    from bridge_fgo.wiring.settings import settings_of
 
-    return partial(train_on_cpu, config, cpu_steps(overrides))
+    steps, of_config = cpu_overrides(overrides)
+    return partial(train_on_cpu, config and settings_of(SimpleNamespace(offload=of_config), config), steps)
 
 
 def prepare_pretrain(

@@ -49,7 +49,7 @@ class Session:
         optimizer: what Bridge hands to `train_step`: a ChainedOptimizer, a MimoOptimizer or a
             DistributedOptimizer.
         model_config: the model config that holds `finalize_model_grads_func`.
-        config: what `install` was given.
+        config: the settings in force.
 
     Raises:
         ValueError: the optimizer or a setting is refused, on this rank or another.
@@ -58,6 +58,7 @@ class Session:
 
     def __init__(self, optimizer: Any, model_config: Any, config: OffloadConfig) -> None:
         self.model_config = model_config
+        self.settings = config
         self._meter = meter = PeakMeter()
         sources, self.engine = on_every_rank(partial(_make_engine, optimizer, model_config, config, meter))
         pin_on_every_rank(self.engine)
@@ -288,7 +289,8 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:
     """Return the session of a top-level optimizer, made and announced on the first call.
 
     Raises:
-        ValueError, RuntimeError: as `Session`.
+        ValueError: as `Session`; or the settings are others than at the first call.
+        RuntimeError: as `Session`.
     """
     session: Session | None = vars(optimizer).get(SESSION)
     if session is not None and session.is_lost:
@@ -302,6 +304,11 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:
         _sessions.add(session)
         session.publish()
         session.announce()
+    if session.settings != config:
+        raise ValueError(
+            f"{config} after {session.settings}: the offload's settings cannot change while an optimizer trains; build "
+            "it anew, from a checkpoint"
+        )
     session.model_config = model_config
     return session
 

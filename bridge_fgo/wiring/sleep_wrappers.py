@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from bridge_fgo.phases import upstream
-from bridge_fgo.wiring.settings import installed_config
+from bridge_fgo.wiring.settings import installed_config, settings_of
 from bridge_fgo.wiring.state_wrappers import replaces_states
 from bridge_fgo.wiring.wrappers import Args, Kwargs, Wrapped
 
@@ -17,7 +17,7 @@ def moves_states_to_cpu(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwa
     mcore's own method rebinds the parameters of precision-aware Adam, which then train no weights any more.
     """
     if upstream.can_move(instance):
-        return upstream.offload_states(instance, installed_config())
+        return upstream.offload_states(instance, settings_of(instance.config))
     return replaces_states(wrapped, instance, args, kwargs)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bridge_fgo.wiring import graphs, sleep_wrappers, state_wrappers, wrappers
-from bridge_fgo.wiring.flag_field import FlagFieldPatch
+from bridge_fgo.wiring.config_fields import ConfigFieldsPatch
 from bridge_fgo.wiring.patch import FunctionPatch, Patch
 from bridge_fgo.wiring.patched_bridge import StandAsidePatch
 
@@ -32,7 +32,7 @@ def patches() -> list[Patch]:
     """Return the table, freshly made: a patch remembers what it replaced."""
     table: list[Patch] = [
         StandAsidePatch(),
-        FlagFieldPatch(),
+        ConfigFieldsPatch(),
         FunctionPatch(
             "megatron.bridge.training.config", "ConfigContainer.validate", wrappers.validate_config, (),
             "every road into pretrain() ends in it, before a model is built",

@@ -30,7 +30,7 @@ from bridge_fgo.wiring.session import (
     newest_stats,
     session_for_step,
 )
-from bridge_fgo.wiring.settings import installed_config
+from bridge_fgo.wiring.settings import SETTINGS, given_settings, settings_of, write_settings
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +70,7 @@ def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     """Refuse what cannot be combined, once Bridge has validated and finalized the config."""
     flag_use.before_validation(instance.optimizer)
     result = wrapped(*args, **kwargs)
-    flag_use.after_validation(instance.optimizer)
-    if not _caller_refuses:
-        refuse_config(instance, installed_config())
+    _after_validation(instance)
     return result
 
 
@@ -81,10 +79,22 @@ def validate_mimo_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kw
     config = arguments_of(wrapped, args, kwargs)["cfg"]
     flag_use.before_validation(config.optimizer)
     result = wrapped(*args, **kwargs)
-    flag_use.after_validation(config.optimizer)
-    if not _caller_refuses:
-        refuse_config(config, installed_config())
+    _after_validation(config)
     return result
+
+
+def _after_validation(config: Any) -> None:
+    """Refuse what cannot be combined; have the config hold the settings in force, with which it is saved."""
+    optimizer = config.optimizer
+    flag_use.after_validation(optimizer)
+    if _caller_refuses:
+        return
+    refuse_config(config, settings_of(optimizer))
+    if flag_is_set(optimizer):
+        write_settings(optimizer)
+    elif given := given_settings(optimizer):
+        told = ", ".join(f"optimizer.{SETTINGS}.{name}={value!r}" for name, value in given.items())
+        logger.warning("bridge_fgo: optimizer.%s is not set: nothing is offloaded, in spite of %s", FLAG, told)
 
 
 def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -99,7 +109,8 @@ def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     if not flag_is_set(config):
         return wrapped(*args, **kwargs)
     refuse_optimizer_config(config)
-    if choose_engine(installed_config(), config) != "native":
+    settings = settings_of(config)
+    if choose_engine(settings, config) != "native":
         result = wrapped(*args, **kwargs)
         _optimizer_of(result, config)
         return result
@@ -108,7 +119,7 @@ def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
         optimizer = _optimizer_of(result, config)
         model = arguments.get("model", arguments.get("mimo_model"))
         if model is not None:
-            engine = attach(optimizer, _model_config({"model": model}), installed_config()).engine
+            engine = attach(optimizer, _model_config({"model": model}), settings).engine
             on_every_rank(engine.take_in)
     return result
 
@@ -165,7 +176,7 @@ def after_model_hooks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
     arguments = arguments_of(wrapped, args, kwargs)
     optimizer = arguments.get("optimizer")
     if optimizer is not None and flag_is_set(getattr(optimizer, "config", None)):
-        attach(optimizer, _model_config(arguments), installed_config())
+        attach(optimizer, _model_config(arguments), settings_of(optimizer.config))
     return result
 
 
@@ -210,7 +221,9 @@ def _run_step(wrapped: Wrapped, args: Args, kwargs: Kwargs, one_pass: bool) -> A
     by_place = dict(zip(STEP_ORDER, args, strict=False))
     arguments = {**by_place, **arguments_of(wrapped, args, kwargs), **kwargs}
     state = arguments["global_state"]
-    session = session_for_step(arguments["optimizer"], _model_config(arguments), state.cfg, installed_config())
+    session = session_for_step(
+        arguments["optimizer"], _model_config(arguments), state.cfg, settings_of(state.cfg.optimizer)
+    )
     if session is None:
         return wrapped(*args, **kwargs)
     with session.training_step(arguments["model"], _microbatches()):

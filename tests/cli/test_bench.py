@@ -179,10 +179,10 @@ def test_every_preset_can_be_asked_for():
 
 
 def test_the_preset_of_many_slabs_sets_their_size_for_this_packages_engine_alone():
-    small = {one.name: "--slab-mib" in one.options for one in presets.arms(list(presets.NAMES), [], "slabs")}
+    small = {one.name: "--slab-bytes" in one.options for one in presets.arms(list(presets.NAMES), [], "slabs")}
     ours = ("native", "whole", "half", "auto")
     assert small == {name: name in ours for name in presets.NAMES}
-    assert not any("--slab-mib" in one.options for one in presets.arms(list(presets.NAMES), [], "short"))
+    assert not any("--slab-bytes" in one.options for one in presets.arms(list(presets.NAMES), [], "short"))
 
 
 def test_the_half_arm_asks_for_half_of_the_saving():

@@ -112,9 +112,9 @@ def start(monkeypatch, tmp_path):
 
 def test_an_arm_is_started_with_what_its_name_stands_for(start, tmp_path):
     options, environment = start("half")
-    assert float(options["--budget-gib"]) == 35 * GB / 2**30 and environment == {}
-    assert "--budget-gib" not in start("native")[0]
-    assert start("whole")[0]["--master-remainders"] == "never"
+    assert float(options["--gpu-memory-budget-gib"]) == 35 * GB / 2**30 and environment == {}
+    assert "--gpu-memory-budget-gib" not in start("native")[0]
+    assert start("whole")[0]["--no-master-remainders"]
     path = checkout(tmp_path / "dev")
     _, environment = start("mcore", megatron_lm=[path])
     assert environment["PYTHONPATH"].split(":")[0] == path
@@ -148,7 +148,7 @@ def test_where_nothing_resident_fits_as_it_is_resident_arms_recompute_and_offloa
         "auto": None,
         "native": None,
     }
-    assert recomputes["auto"]["--budget-gib"] == "auto" and recomputes["recomputed"]["--offload"] == "off"
+    assert recomputes["auto"]["--gpu-memory-budget-gib"] == "auto" and recomputes["recomputed"]["--offload"] == "off"
     assert "--recompute" not in start("resident")[0]
 
 

@@ -207,4 +207,4 @@ def test_what_arms_in_turn_cannot_do_is_refused_with_what_to_do(trained_in_turn,
 def test_the_half_arm_takes_the_budget_that_it_is_given(trained_in_turn, tmp_path):
     options = ["--arms", "resident,half", "--half-budget-gib", "20"]
     assert bench(tmp_path, "--in-turn", "--no-traces", *options).exit_code == 0
-    assert gpu.parse([*trained_in_turn["half"], "--events", "unused"]).budget_gib == 20
+    assert gpu.parse([*trained_in_turn["half"], "--events", "unused"]).gpu_memory_budget_gib == 20

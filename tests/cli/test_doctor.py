@@ -149,6 +149,7 @@ def builder(monkeypatch):
 
 def test_the_builder_is_asked_once_for_what_is_installed_and_for_the_config(builder, saved):
     of_job = {"flag": True, "refusals": ["no"], "engine": None, "gpus": 4, "gpus_given": True, "bridge_refuses": None}
+    of_job["settings"] = {"fraction": 1.0}
     config = plain_config(load_saved_config(saved))
     builder.answer = {"mcore": "0.19.9", "offloader": "generation", "config": config, **of_job}
     options = ["--gpus", "4", "--vocab-size", "8", "--fraction", "1", "--json"]
@@ -255,16 +256,29 @@ def test_mcores_offloader_copies_masters_whole_also_in_a_plan_without_megatron(n
         plan = json.loads(run("plan", str(saved), "--system", "H200", "--json", *arguments)[1])
         return plan["links"][0]["link_seconds"]
 
-    assert seconds("--engine", "mcore") == seconds("--whole-masters") > seconds()
+    assert seconds("--engine", "mcore") == seconds("--no-master-remainders") > seconds()
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
 def test_a_budget_that_cannot_be_met_is_refused_with_the_least_that_can(no_megatron, saved, command):
-    status, output = run(command, str(saved), "--budget-gib", "0.001", "--json")
+    status, output = run(command, str(saved), "--gpu-memory-budget-gib", "0.001", "--json")
     (refusal,) = json.loads(output)["refusals"]
     assert status == 1 and "gpu_memory_budget_gib=0.001" in refusal and "needs about 0." in refusal
-    status, output = run(command, str(saved), "--budget-gib", "70", "--json")
+    status, output = run(command, str(saved), "--gpu-memory-budget-gib", "70", "--json")
     assert status == 0 and json.loads(output)["refusals"] == []
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_settings_that_a_saved_config_holds_count(no_megatron, saved, tmp_path, command):
+    flag = "\n  offload_optimizer_states: true"
+    budget = changed(saved, tmp_path, flag, f"{flag}\n  offload:\n    gpu_memory_budget_gib: 0.001")
+    status, output = run(command, budget, "--json")
+    assert status == 1 and "gpu_memory_budget_gib=0.001" in json.loads(output)["refusals"][0]
+    status, output = run(command, budget, "--gpu-memory-budget-gib", "70")
+    assert status == 2 and "optimizer.offload.gpu_memory_budget_gib=0.001 in the run's config" in output
+    misspelt = changed(saved, tmp_path, flag, f"{flag}\n  offload:\n    fractoin: 0.5")
+    status, output = run(command, misspelt)
+    assert status == 2 and "optimizer.offload.fractoin: there is no such setting; did you mean fraction?" in output
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -272,7 +286,11 @@ def test_the_memory_that_is_pinned_is_of_all_that_may_leave(no_megatron, saved, 
     unknown = changed(saved, tmp_path, "\n  cpu_offloading: false", "\n  cpu_offloading: true")
     pinned = [
         json.loads(run("doctor", *arguments, "--no-probe", "--json")[1])["config"]["pinned_by_rank"]
-        for arguments in ((str(saved),), (str(saved), "--budget-gib", "70"), (unknown, "--budget-gib", "70"))
+        for arguments in (
+            (str(saved),),
+            (str(saved), "--gpu-memory-budget-gib", "70"),
+            (unknown, "--gpu-memory-budget-gib", "70"),
+        )
     ]
     assert pinned[0] == pinned[1] == pinned[2] > 0, "also where activations are not known, and so not what will leave"
 

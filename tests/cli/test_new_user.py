@@ -58,7 +58,7 @@ COMMANDS = [
     ("plan tiny --check", 2, "bridge-fgo plan: --check needs --system", TORCH),
     ("plan tiny --system A100", 2, "bridge-fgo plan: --system A100: use one of GB200", TORCH),
     ("plan tiny --fraction 9", 2, "bridge-fgo plan: OffloadConfig.fraction=9.0", TORCH),
-    ("plan tiny --budget-gib auto", 2, "bridge-fgo plan: --budget-gib auto", TORCH),
+    ("plan tiny --gpu-memory-budget-gib auto", 2, "bridge-fgo plan: --gpu-memory-budget-gib auto", TORCH),
 ]
 OF_MEGATRON = [
     ("plan qwen3_30b_a3b", 2, "bridge-fgo plan: there is no recipe 'qwen3_30b_a3b'; did you mean qwen3_30b", LIGHT),

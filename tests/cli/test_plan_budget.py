@@ -148,5 +148,5 @@ def test_what_more_gpus_would_share_is_not_held_against_a_budget():
 
 
 def test_a_budget_that_only_training_can_find_out_is_refused_with_what_to_give():
-    with pytest.raises(ValueError, match=r"--budget-gib auto: .* say how many GiB"):
+    with pytest.raises(ValueError, match=r"--gpu-memory-budget-gib auto: .* say how many GiB"):
         make_estimate(job_of([[64_000] * 8], 0, False), OffloadConfig(gpu_memory_budget_gib="auto"), [], None, None)

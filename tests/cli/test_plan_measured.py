@@ -11,14 +11,14 @@ from dataclasses import replace
 import pytest
 
 from bridge_fgo.cli.bench.floor import floor_seconds
-from bridge_fgo.cli.bench.presets import PRESETS, SLAB_MIB
+from bridge_fgo.cli.bench.presets import PRESETS, SLAB_BYTES
 from bridge_fgo.cli.demo import missing_packages
 from bridge_fgo.cli.job.formula import stages_from_numbers
 from bridge_fgo.cli.job.job import Job, sections_of
 from bridge_fgo.cli.job.parallel import parallel_of
 from bridge_fgo.cli.plan.estimate import make_estimate
 from bridge_fgo.cli.plan.links import links
-from bridge_fgo.config import MIB, OffloadConfig
+from bridge_fgo.config import OffloadConfig
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="the configs are made by Megatron-Bridge")
 
@@ -69,7 +69,7 @@ def test_states_are_exact_and_peaks_within_two_percent(cpu_standins, name):
 
 
 def test_the_preset_of_many_slabs_has_more_than_400(cpu_standins):
-    config = OffloadConfig(slab_bytes=SLAB_MIB["slabs"] * MIB)
+    config = OffloadConfig(slab_bytes=SLAB_BYTES["slabs"])
     stage = make_estimate(job(f"{PRESETS['slabs']} --gbs 8", 1), config, [], None, None).stages[0]
     assert stage.states.total == 19_282_103_808  # as the run on an H200 had
     assert 2 * len(stage.states.parts) > 400  # masters and moments of a part are a slab each at least

@@ -106,10 +106,10 @@ def test_the_package_is_installed_with_the_options_before_the_script(script: Any
         "native",
         "--fraction",
         "0.5",
-        "--slab-mib",
-        "64",
-        "--piece-mib",
-        "8",
+        "--slab-bytes",
+        str(64 * 2**20),
+        "--piece-bytes",
+        str(8 * 2**20),
         "--no-moments",
     ]
     assert shown(command_line("run", *options, script(SHOW), "--fraction", "0.1"))["config"] == {
@@ -126,11 +126,11 @@ def test_the_package_is_installed_with_the_options_before_the_script(script: Any
     ("options", "expected"),
     [
         ((), {}),
-        (("--budget-gib", "70.5"), {"gpu_memory_budget_gib": 70.5}),
+        (("--gpu-memory-budget-gib", "70.5"), {"gpu_memory_budget_gib": 70.5}),
         (("--no-master-weights",), {"master_weights": False}),
         (("--no-moments",), {"moments": False}),
         (("--master-remainders",), {"master_remainders": True}),
-        (("--whole-masters",), {"master_remainders": False}),
+        (("--no-master-remainders",), {"master_remainders": False}),
     ],
 )
 def test_an_option_sets_its_setting_and_no_other(script: Any, options: tuple[str, ...], expected: Any) -> None:
@@ -146,7 +146,7 @@ def test_a_folder_is_no_script(tmp_path: Path) -> None:
 
 def test_options_not_given_keep_the_defaults_of_offload_config() -> None:
     assert options.settings({}) == {}
-    assert options.settings({"master_weights": False, "slab_mib": None}) == {"master_weights": False}
+    assert options.settings({"master_weights": False, "slab_bytes": None}) == {"master_weights": False}
     assert options.settings({"master_remainders": False}) == {"master_remainders": False}
 
 

@@ -267,7 +267,7 @@ def test_tiny_trains_on_this_machine_without_an_activated_venv(tmp_path):
 
 @pytest.mark.slow
 def test_a_training_that_fails_on_this_machine_ends_the_launch_with_status_1_and_says_where_its_logs_are(tmp_path):
-    done = train_tiny_here(tmp_path, "budget_gib=10")
+    done = train_tiny_here(tmp_path, "gpu_memory_budget_gib=10")
     assert done.returncode == 1
     *_, last = done.stderr.splitlines()
     folder = Path(last.partition("recipe tiny failed; its logs are in ")[2])

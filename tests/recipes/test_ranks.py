@@ -12,7 +12,7 @@ from upstream_configs import UPSTREAMS
 import bridge_fgo
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes import catalog, config, hf_config, train
-from bridge_fgo.recipes.tiny import cpu_steps, train_on_cpu
+from bridge_fgo.recipes.tiny import cpu_overrides, train_on_cpu
 from bridge_fgo.wiring import installation
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
@@ -39,7 +39,9 @@ def test_an_mcore_too_old_for_v4_s_packages_is_the_same_error():
 
 def test_tiny_trains_ten_steps_where_nothing_else_is_asked_for():
     assert config.build(catalog.find("tiny"), offload=True).config.train.train_iters == 10
-    assert (cpu_steps([]), cpu_steps(["train.train_iters=3"])) == (10, 3)
+    assert (cpu_overrides([]), cpu_overrides(["train.train_iters=3"])) == ((10, {}), (3, {}))
+    words = ["optimizer.offload.fraction=0.5", "optimizer.offload.moments=false", "optimizer.offload.engine=native"]
+    assert cpu_overrides(words) == (10, {"fraction": 0.5, "moments": False, "engine": "native"})
 
 
 def test_tiny_on_the_cpu_offloads_as_the_settings_say(capsys):

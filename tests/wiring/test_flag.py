@@ -145,9 +145,9 @@ def test_a_config_is_compared_with_other_things_as_ever(config_module):
     assert config == mock.ANY  # the other one is asked too
 
 
-def test_the_repr_is_the_dataclass_own_with_one_field_more(config_module):
+def test_the_repr_is_the_dataclass_own_with_two_fields_more(config_module):
     on, off = (repr(config_module.OptimizerConfig(offload_optimizer_states=value)) for value in (True, False))
-    assert on.endswith(f", {FLAG}=True)") and on.count("(") == on.count(")")
+    assert f", {FLAG}=True, offload={{'engine': None" in on and on.count("(") == on.count(")")
     assert off == on.replace(f"{FLAG}=True", f"{FLAG}=False")
 
 
@@ -209,7 +209,7 @@ def test_a_subclass_with_a_constructor_and_a_repr_of_its_own_keeps_them(field_is
     with bridge_fgo.install():
         config = Mine(offload_optimizer_states=True, extra=4, lr=0.5)
         assert (config.offload_optimizer_states, config.extra, config.lr) == (True, 4, 0.5)
-        assert list(inspect.signature(Mine).parameters) == ["extra", FLAG, "kwargs"]
+        assert list(inspect.signature(Mine).parameters) == ["extra", FLAG, "offload", "kwargs"]
         assert repr(config) == "Mine"
         assert repr(Around(offload_optimizer_states=True)).count(FLAG) == 1
 
@@ -224,10 +224,10 @@ def test_uninstall_refuses_when_a_constructor_was_replaced_since(field_is_ours, 
 
 
 def test_a_config_that_is_no_dataclass_any_more_is_refused_by_name():
-    from bridge_fgo.wiring.flag_field import FlagFieldPatch
+    from bridge_fgo.wiring.config_fields import ConfigFieldsPatch
 
     with pytest.raises(RuntimeError, match=rf"OptimizerConfig\.{FLAG}: OptimizerConfig is not a dataclass"):
-        FlagFieldPatch().check(SimpleNamespace(OptimizerConfig=object))
+        ConfigFieldsPatch().check(SimpleNamespace(OptimizerConfig=object))
 
 
 def test_a_subclass_made_after_install_has_it(config_module):
@@ -254,8 +254,8 @@ def test_without_the_package_released_mcore_refuses_it(cpu_standins):
         OptimizerConfig(offload_optimizer_states=True)
 
 
-def test_an_mcore_that_has_the_field_is_left_alone():
-    from bridge_fgo.wiring.flag_field import FlagFieldPatch
+def test_an_mcore_that_has_the_flag_gets_the_settings_alone():
+    from bridge_fgo.wiring.config_fields import ConfigFieldsPatch
 
     @dataclasses.dataclass
     class Base:
@@ -264,12 +264,15 @@ def test_an_mcore_that_has_the_field_is_left_alone():
 
     Base.__module__ = "megatron.core.optimizer.optimizer_config"
     module = type("module", (), {"OptimizerConfig": Base})
-    before = dict(vars(Base))
-    patch = FlagFieldPatch()
+    before, flag = dict(vars(Base)), Base.__dataclass_fields__[FLAG]
+    patch = ConfigFieldsPatch()
     patch.check(module)
     patch.apply(module)
-    assert dict(vars(Base)) == before
+    assert Base.__dataclass_fields__[FLAG] is flag and list(Base.__dataclass_fields__) == ["lr", FLAG, "offload"]
+    one = Base(0.5, True)
+    assert one == Base(lr=0.5, offload_optimizer_states=True, offload={}) != Base(0.5, True, offload={"fraction": 0.5})
     patch.undo(module)
+    assert dict(vars(Base)) == before and list(Base.__dataclass_fields__) == ["lr", FLAG]
 
 
 @pytest.mark.parametrize("value", ["true", 1, None])

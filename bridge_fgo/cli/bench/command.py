@@ -119,10 +119,10 @@ def arm_options(settings: Settings, arm: BenchArm, number: int, resident: ArmRun
     options = size_options(settings.preset, settings.gpus, settings.tp, settings.microbatches)
     options += ["--steps", str(settings.train_steps), *arm.options]
     if arm.half and settings.half_budget_gib is not None:
-        options += ["--budget-gib", repr(settings.half_budget_gib)]
+        options += ["--gpu-memory-budget-gib", repr(settings.half_budget_gib)]
     elif arm.half:
         assert resident is not None
-        options += ["--budget-gib", repr(budget_gib(resident))]
+        options += ["--gpu-memory-budget-gib", repr(budget_gib(resident))]
     options += ["--alone-steps", str(settings.alone_steps)]  # in every arm, as the profiled steps: they train too
     if settings.traces:
         options += ["--trace", str(trace_path(settings, arm, number))]

@@ -27,7 +27,7 @@ RESIDENT = {"tight": ("--recompute", "attention")}
 RECOMPUTED = ("--recompute", "full", "--mbs", "4")
 """Options of the arm that recomputes every layer. That saves the most memory without offload, which larger microbatches
 then use."""
-SLAB_MIB = {"slabs": 4}
+SLAB_BYTES = {"slabs": 4 * 2**20}
 """Size of a slab of this package's engine, in MiB; where there is none, the default."""
 NAMES = ("resident", "recomputed", "native", "whole", "half", "auto", "mcore", "hybrid")
 
@@ -138,8 +138,8 @@ def arms(names: list[str], megatron_lm: list[str], preset: str) -> list[BenchArm
 
 def _arms_of(kind: str, megatron_lm: list[str], preset: str) -> list[BenchArm]:
     native = ("--offload", "on", "--engine", "native")
-    if preset in SLAB_MIB:
-        native += ("--slab-mib", str(SLAB_MIB[preset]))
+    if preset in SLAB_BYTES:
+        native += ("--slab-bytes", str(SLAB_BYTES[preset]))
     if kind == "resident":
         return [BenchArm(kind, ("--offload", "off", *RESIDENT.get(preset, ())))]
     if kind == "recomputed":
@@ -147,11 +147,11 @@ def _arms_of(kind: str, megatron_lm: list[str], preset: str) -> list[BenchArm]:
     if kind == "native":
         return [BenchArm(kind, native)]
     if kind == "whole":
-        return [BenchArm(kind, (*native, "--master-remainders", "never"))]
+        return [BenchArm(kind, (*native, "--no-master-remainders"))]
     if kind == "half":
         return [BenchArm(kind, native, half=True)]
     if kind == "auto":
-        return [BenchArm(kind, (*native, "--budget-gib", "auto"))]
+        return [BenchArm(kind, (*native, "--gpu-memory-budget-gib", "auto"))]
     if kind == "hybrid":
         return [BenchArm(kind, ("--hybrid",), bitwise=False)]
     for path in megatron_lm:

@@ -158,9 +158,7 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
     ranks = settings.gpus_per_node or len(machine.gpus) or None
     try:
         # Memory is pinned for all that may leave, before training measures what a budget leaves.
-        estimate = make_estimate(
-            job, replace(OffloadConfig(**settings.offload), gpu_memory_budget_gib=None), [], None, None
-        )
+        estimate = make_estimate(job, replace(job.offload, gpu_memory_budget_gib=None), [], None, None)
     except ValueError as error:
         findings.notes.append(f"bytes are not known: {error}")
         return None
@@ -175,7 +173,7 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
     }
     if job.gpus_note:
         findings.notes.append(job.gpus_note)
-    of_budget = budget_refusals(job, estimate.stages, OffloadConfig(**settings.offload))
+    of_budget = budget_refusals(job, estimate.stages, job.offload)
     if job.flag:
         findings.refusals += of_budget
     else:

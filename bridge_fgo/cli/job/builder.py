@@ -18,6 +18,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import asdict
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +80,10 @@ def examine(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(error)}
     found: dict[str, Any] = {"gpus": gpus, "gpus_given": gpus_given is not None}
     found["bridge_refuses"] = bridge_refuses = prepare(config, gpus)
-    found |= offload_of(config, request["offload"])
+    try:
+        found |= offload_of(config, request["offload"])
+    except ValueError as error:
+        return {"error": str(error)}
     if bridge_refuses is None:
         try:
             set_vocabulary(config, request["vocab_size"])
@@ -143,17 +147,22 @@ def prepare(config: Any, gpus: int) -> str | None:
 
 
 def offload_of(config: Any, offload: dict[str, Any]) -> dict[str, Any]:
-    """Return whether the config asks for the offload, its refusals with the flag set, and the engine to serve it."""
+    """Return whether the config asks for the offload, its refusals with the flag set, the engine and the settings.
+
+    Raises:
+        ValueError: the config's settings are refused, or are others than those of `offload`.
+    """
     from bridge_fgo import OffloadConfig
     from bridge_fgo.wiring.compat import as_if_set, choose_engine
     from bridge_fgo.wiring.refusals import all_refusals
+    from bridge_fgo.wiring.settings import settings_of
 
     flag, optimizer = as_if_set(config.optimizer)
-    settings = OffloadConfig(**offload)
+    settings = settings_of(optimizer, OffloadConfig(**offload))
     sections = {name: getattr(config, name) for name in ("ddp", "dist", "model", "checkpoint")}
     refusals = list(all_refusals(SimpleNamespace(optimizer=optimizer, **sections), settings))
     engine = None if refusals else choose_engine(settings, optimizer)
-    return {"flag": flag, "refusals": refusals, "engine": engine}
+    return {"flag": flag, "refusals": refusals, "engine": engine, "settings": asdict(settings)}
 
 
 def build_stage(config: Any, gpus: int, stage: int) -> list[list[dict[str, Any]]]:

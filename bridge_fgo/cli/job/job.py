@@ -23,6 +23,7 @@ from bridge_fgo.cli.job.tensors import Chunk, Tensor
 from bridge_fgo.cli.spinner import spinner
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.wiring.compat import as_if_set, native_only_refusal
+from bridge_fgo.wiring.settings import settings_of
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Job:
     config: sections of settings as namespaces; dtypes are `torch.dtype`s.
     stages: of each pipeline stage its model chunks; empty where Bridge refuses the config.
     source: "Megatron-Bridge's model builder", with the versions where its answer is kept; or "the config's numbers".
+    offload: the settings in force, from the command line and the config.
     flag: whether the config asks for the offload; refusals: why this package refuses it with the flag set.
     engine: that would serve it; None where it is refused, or where there is no mcore to ask.
     bridge_refuses: why Bridge itself refuses the config.
@@ -43,6 +45,7 @@ class Job:
     parallel: Parallel
     stages: list[list[Chunk]]
     source: str
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     flag: bool = False
     refusals: list[str] = field(default_factory=list)
     engine: str | None = None
@@ -102,11 +105,11 @@ def read_job(
         raise RuntimeError(found["install_refuses"])
     if "error" in found:
         raise ValueError(found["error"])
-    return job_of(found)
+    return job_of(found, settings if kept is not None else OffloadConfig(**found["settings"]))
 
 
-def job_of(found: dict[str, Any]) -> Job:
-    """Return the job of a builder's answer."""
+def job_of(found: dict[str, Any], settings: OffloadConfig) -> Job:
+    """Return the job of a builder's answer, with the settings in force."""
     config = sections_of(found["config"])
     stages = [
         [[Tensor(**{**t, "dtype": getattr(torch, t["dtype"])}) for t in chunk] for chunk in stage]
@@ -117,6 +120,7 @@ def job_of(found: dict[str, Any]) -> Job:
         parallel_of(config, found["gpus"]),
         stages,
         _source(found),
+        settings,
         found["flag"],
         found["refusals"],
         found["engine"],
@@ -151,11 +155,12 @@ def _from_numbers(
     if config.model.vocab_size is None and getattr(config.tokenizer, "vocab_size", None) is None:
         config.model.vocab_size = vocab_size
     stages = stages_from_numbers(config)
+    settings = settings_of(config.optimizer, settings)
     flag, config.optimizer = as_if_set(config.optimizer)
     refusals = [*config_refusals(config), *master_refusals(config, settings)]
     if refusal := native_only_refusal(settings):
         refusals.append(refusal)
-    return Job(config, parallel, stages, "the config's numbers", flag, refusals, gpus_given=gpus is not None)
+    return Job(config, parallel, stages, "the config's numbers", settings, flag, refusals, gpus_given=gpus is not None)
 
 
 def ask_builder(

@@ -58,13 +58,15 @@ def run(settings: Settings) -> int:
         raise ValueError(f"--check needs --system, one of {', '.join(LINKS)}")
     if settings.backward_seconds is not None and settings.forward_seconds is None:
         raise ValueError("--backward-seconds needs --forward-seconds")
-    offload = OffloadConfig(**settings.offload)
+    OffloadConfig(**settings.offload)  # refused before the half minute that a config may take
     of_links = links(settings.system, settings.link_gbs, settings.gpus_per_node)
     job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size, settings.overrides)
     if job.bridge_refuses is not None:
         raise ValueError(f"Megatron-Bridge refuses this config: {job.bridge_refuses}")
     activations = None if settings.activations_gb is None else int(settings.activations_gb * 1e9)
-    estimate = make_estimate(job, offload, of_links, settings.forward_seconds, settings.backward_seconds, activations)
+    estimate = make_estimate(
+        job, job.offload, of_links, settings.forward_seconds, settings.backward_seconds, activations
+    )
     if settings.picture is not None:
         draw(estimate, settings.picture)
     if settings.json_output:

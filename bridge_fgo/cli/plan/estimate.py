@@ -237,16 +237,16 @@ def offloaded_bytes(stage: StageEstimate, states: StateBytes, offload: OffloadCo
     """
     if offload.gpu_memory_budget_gib == "auto":
         raise ValueError(
-            "--budget-gib auto: what a GPU has room for is measured in training; say how many GiB PyTorch may allocate "
-            "there, some 8 less than the GPU has"
+            "--gpu-memory-budget-gib auto: what a GPU has room for is measured in training; say how many GiB PyTorch "
+            "may allocate there, some 8 less than the GPU has"
         )
     budget = offload.gpu_memory_budget_bytes
     if budget is None:
         return states.offloaded
     if stage.activations is None:
         raise ValueError(
-            "--budget-gib: the activations of this model are not counted, so what has to leave is not known; give "
-            "--activations-gb"
+            "--gpu-memory-budget-gib: the activations of this model are not counted, so what has to leave is not "
+            "known; give --activations-gb"
         )
     staying = choose_staying(states.parts, budget - stage.least_budget)
     return min(states.offloaded, sum(size for i, size in enumerate(states.parts) if i not in staying))
