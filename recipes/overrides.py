@@ -58,7 +58,6 @@ def _refuse_a_value_of_another_type(config: Any, override: str) -> None:
         raise ValueError(f"override {name}={text}: use {wanted}")
 
 
-
 def _unknown(config: Any, name: str) -> str:
     there, known = _settings(config), []
     for part in name.split("."):

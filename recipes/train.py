@@ -16,6 +16,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.core import copy_queues
 from bridge_fgo.options import takes_offload_options
 from bridge_fgo.recipes import catalog, hf_config
 from bridge_fgo.recipes.hf_config import Choice
@@ -69,6 +70,8 @@ def prepare(
     # Before torch is imported. What is set already stays, as in Bridge's own `apply_environment_variables`.
     for variable, value in recipe.environment.items():
         os.environ.setdefault(variable, value)
+    if config is not None:
+        copy_queues.keep_enough()  # `install` is too late: `is_available` has CUDA read it
     import torch
 
     if torch.cuda.is_available():

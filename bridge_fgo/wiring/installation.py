@@ -118,8 +118,9 @@ def install(config: OffloadConfig | None = None) -> Installation:
     """Make `cfg.optimizer.offload_optimizer_states = True` work in Megatron-Bridge.
 
     Works before or after Bridge is imported, and changes nothing in a run that leaves the flag unset but how many
-    queues CUDA gives to copies where `CUDA_DEVICE_MAX_CONNECTIONS` asks for few: that is settled before the GPU is used
-    first, so call it before. Calling it again returns the same handle; `with install():` takes back its own call only.
+    queues CUDA gives to copies where `CUDA_DEVICE_MAX_CONNECTIONS` asks for few: that is settled when CUDA is first
+    asked for anything, `torch.cuda.is_available()` included, so call it before. Calling it again returns the same
+    handle; `with install():` takes back its own call only.
 
     Args:
         config: settings of the offload; the defaults when None.

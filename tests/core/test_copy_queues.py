@@ -2,6 +2,7 @@
 
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -20,8 +21,15 @@ def environment(monkeypatch):
 
 
 def use_cuda(monkeypatch, is_initialized):
-    cuda = SimpleNamespace(is_initialized=lambda: is_initialized)
-    monkeypatch.setitem(copy_queues.sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    status = 0 if is_initialized else 3  # the driver's answer before `cuInit`
+    driver = SimpleNamespace(cuDeviceGetCount=lambda count: status)
+    monkeypatch.setattr(copy_queues.ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+
+
+def test_without_a_driver_nothing_has_begun(environment):
+    environment.undo()
+    environment.setattr(copy_queues.ctypes, "CDLL", mock.Mock(side_effect=OSError("libcuda.so.1: cannot open")))
+    assert not copy_queues.driver_has_begun()
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(None, "8"), ("1", "8"), ("32", "32"), ("many", "8"), ("0", "8")])
@@ -54,17 +62,13 @@ def test_where_cuda_is_in_use_already_a_shortage_is_said_and_not_papered_over(en
 
 
 def test_install_sets_it_and_uninstall_takes_it_back(monkeypatch, cpu_standins):
-    monkeypatch.undo()  # torch is itself again
-    monkeypatch.delenv(OF_COPIES, raising=False)
     monkeypatch.setenv(OF_ALL, "1")
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
     with bridge_fgo.install(), bridge_fgo.install():
         assert os.environ[OF_COPIES] == "8"
     assert OF_COPIES not in os.environ
 
 
 def test_uninstall_leaves_a_number_that_the_user_set(monkeypatch, cpu_standins):
-    monkeypatch.undo()
     monkeypatch.setenv(OF_COPIES, "4")
     with bridge_fgo.install():
         assert os.environ[OF_COPIES] == "4"

@@ -14,10 +14,12 @@ from bridge_fgo.core.copy_queues import OF_ALL, OF_COPIES
 SMALL_COPY_BESIDE_A_GIB = """
 import json, os, sys, time
 import torch
-if "installed" in sys.argv:
-    torch.cuda.is_available(), torch.cuda.device_count()  # as scripts ask before anything uses the GPU
+if "late" in sys.argv:
+    torch.cuda.is_available()
+if len(sys.argv) > 1:
     import bridge_fgo
     bridge_fgo.install()
+from bridge_fgo.core.copy_queues import shortage
 from bridge_fgo.core.cuda_transfers import Lane
 from bridge_fgo.core.driver import Copier, Event
 nbytes = 2**30
@@ -37,7 +39,7 @@ waited, was_over = time.perf_counter() - began, done.has_happened()
 lane.synchronize()
 copied = time.perf_counter() - began
 queues = os.environ.get("CUDA_DEVICE_MAX_COPY_CONNECTIONS")
-print(json.dumps({"waited": waited, "copied": copied, "was_over": was_over, "queues": queues}))
+print(json.dumps({"waited": waited, "copied": copied, "was_over": was_over, "queues": queues, "shortage": shortage()}))
 """
 
 
@@ -64,6 +66,12 @@ def a_gpu() -> None:
 @pytest.mark.parametrize("connections", ["1", "8", "32"])
 def test_a_small_copy_does_not_wait_for_all_that_are_queued(connections: str) -> None:
     assert not small_copy(connections, "installed")["was_over"]
+
+
+@pytest.mark.gpu
+def test_an_install_after_cuda_has_begun_says_so_instead_of_setting_what_nobody_reads() -> None:
+    result = small_copy("1", "late")
+    assert result["was_over"] and result["queues"] is None and "export" in str(result["shortage"])
 
 
 @pytest.mark.gpu

@@ -111,7 +111,10 @@ def test_a_rank_has_the_recipes_environment_but_where_the_user_has_set_it(monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(train, "prepare_pretrain", lambda *arguments: None)
     train.prepare("llama3_70b_64gpu", True, {}, "kept", [])
-    assert given == catalog.find("llama3_70b_64gpu").environment | {"NCCL_NVLS_ENABLE": "1"}
+    assert given == catalog.find("llama3_70b_64gpu").environment | {
+        "NCCL_NVLS_ENABLE": "1",
+        "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "32",  # before the first question to CUDA
+    }
 
 
 def test_what_training_raises_keeps_its_traceback(monkeypatch):
