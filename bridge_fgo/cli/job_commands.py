@@ -74,6 +74,9 @@ def plan(
     check: Annotated[
         bool, typer.Option("--check", help="Status 1 where the job does not fit --system with the flag as it is.")
     ] = False,
+    recommend: Annotated[
+        bool, typer.Option("--recommend", help="Say with which settings the job runs fastest on --system.")
+    ] = False,
     json_output: Json = False,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", callback=in_a_folder, help="Draw the components (matplotlib).")
@@ -102,6 +105,7 @@ def plan(
         backward_seconds=backward_seconds,
         activations_gb=activations_gb,
         check=check,
+        recommend=recommend,
         offload=offload,
         json_output=json_output,
         picture=picture,

@@ -55,6 +55,8 @@ COMMANDS = [
     ("plan qwen3_30b_a3b_8gpu --system H100 --check", 1, "Does not fit on 8 GPUs of H100: peak ", TORCH),
     ("plan llama3_70b_64gpu --system GB200 --check", 0, "Fits on 64 GPUs of GB200: peak ", TORCH),
     ("plan deepseek_v3_256gpu --activations-gb 100", 0, "Fits on GB200", TORCH),
+    ("plan qwen3_30b_a3b_8gpu --system H200 --recommend", 0, "Does not fit on 8 GPUs of H200: peak ", TORCH),
+    ("plan tiny --recommend", 2, "bridge-fgo plan: --recommend needs --system", TORCH),
     ("plan tiny --check", 2, "bridge-fgo plan: --check needs --system", TORCH),
     ("plan tiny --system A100", 2, "bridge-fgo plan: --system A100: use one of GB200", TORCH),
     ("plan tiny --fraction 9", 2, "bridge-fgo plan: OffloadConfig.fraction=9.0", TORCH),

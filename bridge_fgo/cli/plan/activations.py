@@ -63,7 +63,7 @@ def activation_bytes(job: Job, stage: int) -> int | None:
     if any(getattr(model, name, None) for name in NOT_COUNTED) or getattr(model, "num_layers", None) is None:
         return None
     tokens = model.seq_length * job.config.train.micro_batch_size // job.parallel.context
-    layers = _layers_of_stage(job, stage)
+    layers = layers_of_stage(job, stage)
     if not layers:
         return None
     whole = [_layer(job, tokens, has_experts) for has_experts in layers]
@@ -87,7 +87,7 @@ def _chunks(model: Any) -> int:
     return getattr(model, "virtual_pipeline_model_parallel_size", None) or 1
 
 
-def _layers_of_stage(job: Job, stage: int) -> list[bool]:
+def layers_of_stage(job: Job, stage: int) -> list[bool]:
     """Return of each transformer layer of a stage whether it has experts, from the names of its tensors."""
     names = [f"{i}.{tensor.name}" for i, chunk in enumerate(job.stages[stage]) for tensor in chunk]
     layers = dict.fromkeys(name.split(".self_attention.")[0] for name in names if ".self_attention." in name)
@@ -113,7 +113,7 @@ def _layer(job: Job, tokens: int, has_experts: bool) -> LayerBytes:
     spread = ranks if model.sequence_parallel else 1
     hidden = tokens * model.hidden_size * HALF // spread
     attention, score_matrix = _attention(model, tokens, ranks)
-    unfused = _is_unfused(model)
+    unfused = is_unfused(model)
     mlp, mlp_transient = _experts(job, tokens) if has_experts else _mlp(model, tokens, model.ffn_hidden_size, ranks)
     return LayerBytes(
         input=hidden,
@@ -125,7 +125,8 @@ def _layer(job: Job, tokens: int, has_experts: bool) -> LayerBytes:
     )
 
 
-def _is_unfused(model: Any) -> bool:
+def is_unfused(model: Any) -> bool:
+    """Return whether attention makes its score matrix."""
     return str(getattr(model, "attention_backend", "auto")).rpartition(".")[2] in ("unfused", "local")
 
 
@@ -141,7 +142,7 @@ def _attention(model: Any, tokens: int, ranks: int) -> tuple[int, int]:
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     query = heads * head
     key = (model.num_query_groups or model.num_attention_heads) * head // ranks
-    if _is_unfused(model):
+    if is_unfused(model):
         return tokens * HALF * 4 * query, scores  # queries, keys and values for every head, the output
     projected = query + 2 * key  # the values are a view of it
     softmax = 4 * heads * tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from bridge_fgo.cli.job.job import read_job
 from bridge_fgo.cli.plan.estimate import make_estimate
 from bridge_fgo.cli.plan.links import LINKS, links
+from bridge_fgo.cli.plan.recommend import Recommender
 from bridge_fgo.cli.plan.report import as_json, draw, print_estimate
 from bridge_fgo.cli.plan.verdict import Outcome, verdicts
 from bridge_fgo.config import OffloadConfig
@@ -24,7 +25,7 @@ REFUSED = 1
 class Settings:
     """Settings of one estimate. Seconds are of one microbatch on a rank; offload holds OffloadConfig's arguments.
 
-    check: end with status 1 also where the job does not fit the system.
+    check: end with status 1 also where the job does not fit the system. recommend: say how to run it best there.
     """
 
     target: str
@@ -38,6 +39,7 @@ class Settings:
     backward_seconds: float | None = None
     activations_gb: float | None = None
     check: bool = False
+    recommend: bool = False
     offload: dict[str, Any] = field(default_factory=dict)
     json_output: bool = False
     picture: Path | None = None
@@ -54,8 +56,9 @@ def run(settings: Settings) -> int:
         value = getattr(settings, name)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {value}: use a number of {unit} above 0")
-    if settings.check and settings.system is None:
-        raise ValueError(f"--check needs --system, one of {', '.join(LINKS)}")
+    for name in ("check", "recommend"):
+        if getattr(settings, name) and settings.system is None:
+            raise ValueError(f"--{name} needs --system, one of {', '.join(LINKS)}")
     if settings.backward_seconds is not None and settings.forward_seconds is None:
         raise ValueError("--backward-seconds needs --forward-seconds")
     OffloadConfig(**settings.offload)  # refused before the half minute that a config may take
@@ -67,12 +70,18 @@ def run(settings: Settings) -> int:
     estimate = make_estimate(
         job, job.offload, of_links, settings.forward_seconds, settings.backward_seconds, activations
     )
+    recommendation = None
+    if settings.recommend:
+        (link,) = of_links
+        forward, backward = settings.forward_seconds, settings.backward_seconds
+        recommendation = Recommender(job, link, forward, backward, activations).recommend()
     if settings.picture is not None:
         draw(estimate, settings.picture)
     if settings.json_output:
-        print(json.dumps(as_json(estimate), allow_nan=False))
+        advice = {} if recommendation is None else {"recommendation": asdict(recommendation)}
+        print(json.dumps(as_json(estimate) | advice, allow_nan=False))
     else:
-        print_estimate(Console(), estimate)
+        print_estimate(Console(), estimate, recommendation)
     if settings.check:
         (verdict,) = verdicts(estimate)
         if verdict.outcome is Outcome.unknown:

@@ -51,6 +51,14 @@ class StageEstimate:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """What an estimate is made of: DDP's buffers of each stage, and the states of each rank of each stage."""
+
+    buffers: list[list[Buffer]]
+    states: list[list[StateBytes]]
+
+
+@dataclass(frozen=True)
 class LinkEstimate:
     """The cost of the copies on one kind of link, on the slowest rank, in seconds.
 
@@ -113,6 +121,7 @@ def make_estimate(
     forward: float | None,
     backward: float | None,
     activations: int | None = None,
+    layout: Layout | None = None,
 ) -> Estimate:
     """Return the estimate of a job.
 
@@ -123,6 +132,7 @@ def make_estimate(
         forward: seconds of one microbatch's forward on a rank, where the user knows them.
         backward: of its backward; None for twice the forward.
         activations: peak of each stage's activations in bytes, where the user knows it; None to count them.
+        layout: of a job of the same tensors, and of an offload that differs in its budget alone; None to make it.
 
     Raises:
         ValueError: the states are not a DistributedOptimizer's, so that there is nothing to estimate; or upstream's
@@ -136,10 +146,8 @@ def make_estimate(
         )
     if not job.config.ddp.use_distributed_optimizer:
         raise ValueError("ddp.use_distributed_optimizer=False: the plan knows the DistributedOptimizer's states alone")
-    buffers = [_stage_buffers(job, stage) for stage in range(job.parallel.pipeline)]
-    upstream = is_upstreams(job, offload)
-    # Upstream copies masters as they are.
-    states = _rank_states(job, buffers, replace(offload, master_remainders=False) if upstream else offload)
+    layout = layout or layout_of(job, offload)
+    buffers, states, upstream = layout.buffers, layout.states, is_upstreams(job, offload)
     stages = [
         _stage_estimate(job, stage, buffers[stage], states[stage], activations)
         for stage in range(job.parallel.pipeline)
@@ -161,6 +169,14 @@ def make_estimate(
     pinned = [of_rank.pinned_upstream if upstream else of_rank.offloaded for of_rank in ranks]
     of_links = [_link_estimate(link, pinned, loads, forward, backward) for link in links]
     return Estimate(job, offload, stages, states, most, pinned, of_links, _notes(job, stages, activations))
+
+
+def layout_of(job: Job, offload: OffloadConfig) -> Layout:
+    """Return the buffers and states of a job: of many experts, what takes the time of an estimate."""
+    buffers = [_stage_buffers(job, stage) for stage in range(job.parallel.pipeline)]
+    # Upstream copies masters as they are.
+    copied = replace(offload, master_remainders=False) if is_upstreams(job, offload) else offload
+    return Layout(buffers, _rank_states(job, buffers, copied))
 
 
 def is_upstreams(job: Job, offload: OffloadConfig) -> bool:

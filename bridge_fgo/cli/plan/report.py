@@ -12,6 +12,7 @@ from rich.table import Table
 from bridge_fgo.cli.bench.plots import agg_pyplot
 from bridge_fgo.cli.plan.activations import WORKSPACES
 from bridge_fgo.cli.plan.estimate import Estimate, StageEstimate, offloaded_bytes
+from bridge_fgo.cli.plan.recommend import Recommendation
 from bridge_fgo.cli.plan.verdict import lines, verdicts
 
 COMPONENTS = ("parameters", "gradients", "masters", "moments", "activations", "workspaces")
@@ -81,10 +82,34 @@ def components(stage: StageEstimate) -> dict[str, int | None]:
     }
 
 
-def print_estimate(console: Console, estimate: Estimate) -> None:
-    """Print the verdict and the tables."""
+def print_recommendation(console: Console, found: Recommendation) -> None:
+    """Print what is advised, the other ways beside it, and what their times are made of."""
+    console.print(found.sentence, markup=False, style="bold")
+    table = Table(title=f"Ways to run it; room {gigabytes(found.room)} GB", title_justify="left")
+    table.add_column("way")
+    for name in ("peak GB", "fits", "offloaded", "step s", "change"):
+        table.add_column(name, justify="right")
+    for choice in found.choices:
+        table.add_row(
+            choice.name,
+            gigabytes(choice.peak),
+            "yes" if choice.fits else "no",
+            gigabytes(choice.offloaded),
+            f"{choice.step:.2f}",
+            f"{found.change(choice):+.0%}",
+            style="bold" if choice is found.advised else None,
+        )
+    console.print(table)
+    for term in found.terms:
+        console.print(f"- {term}", markup=False)
+
+
+def print_estimate(console: Console, estimate: Estimate, recommendation: Recommendation | None = None) -> None:
+    """Print the verdict, what is advised where that was asked, and the tables."""
     for line in lines(estimate, verdicts(estimate)):
         console.print(line, markup=False, style="bold")
+    if recommendation is not None:
+        print_recommendation(console, recommendation)
     parallel = estimate.job.parallel
     has_experts = any(tensor.expert for stage in estimate.job.stages for chunk in stage for tensor in chunk)
     experts = f"expert states over {parallel.shards(True)}; " if has_experts else ""
