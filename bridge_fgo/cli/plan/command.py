@@ -13,8 +13,9 @@ from rich.console import Console
 from bridge_fgo.cli.job.job import read_job
 from bridge_fgo.cli.plan.estimate import make_estimate
 from bridge_fgo.cli.plan.links import LINKS, links
+from bridge_fgo.cli.plan.picture import draw
 from bridge_fgo.cli.plan.recommend import Recommender
-from bridge_fgo.cli.plan.report import as_json, draw, print_estimate
+from bridge_fgo.cli.plan.report import as_json, print_estimate
 from bridge_fgo.cli.plan.verdict import Outcome, verdicts
 from bridge_fgo.config import OffloadConfig
 

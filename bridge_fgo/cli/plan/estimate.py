@@ -245,6 +245,18 @@ def _least_budget(others: int, activations: int, states: StateBytes) -> int:
     return least_budget(MemoryProfile([beside + activations], step=beside), states.transits, states.masters_held)
 
 
+def components(stage: StageEstimate) -> dict[str, int | None]:
+    """Return the bytes of a stage by component, resident; None for activations that are not known."""
+    return {
+        "parameters": stage.parameters,
+        "gradients": stage.gradients,
+        "masters": stage.states.masters,
+        "moments": stage.states.moments,
+        "activations": stage.activations,
+        "workspaces": WORKSPACES,
+    }
+
+
 def offloaded_bytes(stage: StageEstimate, states: StateBytes, offload: OffloadConfig) -> int:
     """Return the bytes of a rank's states that leave the GPU: all that may, or the parts that exceed the budget.
 

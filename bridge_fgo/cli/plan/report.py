@@ -1,24 +1,20 @@
-"""A job's estimate as tables, as one JSON object and as a picture."""
+"""A job's estimate as tables and as one JSON object."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bridge_fgo.cli.bench.plots import agg_pyplot
 from bridge_fgo.cli.plan.activations import WORKSPACES
-from bridge_fgo.cli.plan.estimate import Estimate, StageEstimate, offloaded_bytes
+from bridge_fgo.cli.plan.estimate import Estimate, StageEstimate, components, offloaded_bytes
 from bridge_fgo.cli.plan.recommend import Recommendation
 from bridge_fgo.cli.plan.verdict import lines, verdicts
 
-COMPONENTS = ("parameters", "gradients", "masters", "moments", "activations", "workspaces")
 GRID = 10**7
 """Bytes that printed figures are rounded to, before they are added up: so rows add up as printed."""
-COLOURS = ("tab:blue", "tab:cyan", "tab:red", "tab:orange", "tab:green", "tab:gray")
 
 
 def gigabytes(count: float | None) -> str:
@@ -67,18 +63,6 @@ def _stage_json(estimate: Estimate, stage: StageEstimate) -> dict[str, Any]:
         "peak_resident": stage.peak(0),
         "peak_offloaded": stage.peak(away),
         "least_budget": stage.least_budget,
-    }
-
-
-def components(stage: StageEstimate) -> dict[str, int | None]:
-    """Return the bytes of each of `COMPONENTS`, resident."""
-    return {
-        "parameters": stage.parameters,
-        "gradients": stage.gradients,
-        "masters": stage.states.masters,
-        "moments": stage.states.moments,
-        "activations": stage.activations,
-        "workspaces": WORKSPACES,
     }
 
 
@@ -180,37 +164,3 @@ def _print_links(console: Console, estimate: Estimate) -> None:
     )
     for row in estimate.links:
         console.print(f"- {row.link.title}, {row.link.figures} GB/s: {row.link.source}", markup=False)
-
-
-def draw(estimate: Estimate, path: Path) -> None:
-    """Draw the components of each stage, resident and offloaded, into a picture (its format by the file's name).
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        pyplot = agg_pyplot()
-    except ImportError:
-        raise ValueError("--picture needs matplotlib: pip install 'bridge-fgo[bench]'") from None
-    unknown = any(components(stage)["activations"] is None for stage in estimate.stages)
-    figure, axes = pyplot.subplots(figsize=(max(5.0, 1.2 * len(estimate.stages) + 3), 4), layout="constrained")
-    for stage in estimate.stages:
-        resident = {name: value or 0 for name, value in components(stage).items()}
-        away = offloaded_bytes(stage, stage.states, estimate.offload)
-        left = dict(resident)
-        of_moments = min(away, left["moments"])
-        left["moments"] -= of_moments
-        left["masters"] -= away - of_moments
-        for offset, parts in ((-0.21, resident), (0.21, left)):
-            bottom = 0.0
-            for name, colour in zip(COMPONENTS, COLOURS, strict=True):
-                label = name if stage.stage == 0 and offset < 0 else None
-                axes.bar(stage.stage + offset, parts[name] / 1e9, 0.38, bottom=bottom, color=colour, label=label)
-                bottom += parts[name] / 1e9
-            axes.text(stage.stage + offset, bottom, f"{bottom:.1f}", ha="center", va="bottom", fontsize=8)
-    axes.set_xticks(range(len(estimate.stages)), [f"stage {stage.stage}" for stage in estimate.stages])
-    title = "Resident (left) and with the states offloaded (right)"
-    axes.set(ylabel="GB on the fullest rank", title=title + ("\nwithout activations, which are not known" * unknown))
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -1,0 +1,114 @@
+"""The picture of an estimate: each stage's memory by component, resident and offloaded, against the GPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bridge_fgo.cli.bench.plots import agg_pyplot
+from bridge_fgo.cli.plan.estimate import Estimate, StageEstimate, components, offloaded_bytes
+from bridge_fgo.cli.plan.verdict import MEMORY, verdicts
+
+COLOURS = {
+    "parameters": "tab:blue",
+    "gradients": "tab:cyan",
+    "masters": "tab:red",
+    "moments": "tab:orange",
+    "activations": "tab:green",
+    "workspaces": "tab:gray",
+}
+ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+"""Behind text, so that a line which crosses it does not make it hard to read."""
+FAR_ABOVE = 4
+"""Times the highest bar from which the line of a GPU's memory would leave the bars too small to read."""
+LEAST_SHARE = 0.005
+"""Share of the highest bar below which a component is too thin to be seen, and has no entry in the legend."""
+
+
+def draw(estimate: Estimate, path: Path) -> None:
+    """Draw the components of each stage, resident and offloaded, into a picture (its format by the file's name).
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        pyplot = agg_pyplot()
+    except ImportError:
+        raise ValueError("--picture needs matplotlib: pip install 'bridge-fgo[bench]'") from None
+    figure = figure_of(estimate, pyplot)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def figure_of(estimate: Estimate, pyplot: Any) -> Any:
+    """Return the figure: a pair of bars a stage, what lies between them, and the memory of the GPUs asked for."""
+    stages = estimate.stages
+    figure, axes = pyplot.subplots(figsize=(max(7.0, 0.9 * len(stages) + 3), 4.5), layout="constrained")
+    pairs = [_pair(estimate, stage) for stage in stages]
+    highest = max(sum(parts.values()) for pair in pairs for parts in pair)
+    seen = [name for name in COLOURS if any(parts[name] >= LEAST_SHARE * highest for pair in pairs for parts in pair)]
+    resident = 0.0
+    for place, pair in enumerate(pairs):
+        for offset, parts in zip((-0.21, 0.21), pair, strict=True):
+            bottom = 0.0
+            for name, colour in COLOURS.items():
+                axes.bar(place + offset, parts[name] / 1e9, 0.38, bottom=bottom, color=colour)
+                bottom += parts[name] / 1e9
+            if offset < 0:
+                resident, text = bottom, _figure(bottom)
+            else:
+                away = resident - bottom
+                text = f"{_figure(bottom)}\n(\N{MINUS SIGN}{_figure(away)})" if away else _figure(bottom)
+            axes.text(
+                place + offset, bottom, text, ha="center", va="bottom", fontsize=8, linespacing=0.95, bbox=ON_WHITE
+            )
+    _draw_memory(axes, estimate, highest)
+    axes.set_xticks(range(len(stages)), [f"stage {stage.stage}" for stage in stages])
+    axes.set_ylabel("GB on the fullest rank")
+    axes.margins(y=0.08)
+    is_unknown = any(stage.activations is None for stage in stages)
+    what = "activations, which are not known, left out" if is_unknown else "at the peak of forward and backward"
+    axes.set_title(f"Resident (left) and offloaded (right), {what}", fontsize=10)
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in seen]
+    axes.legend(handles, seen, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def _pair(estimate: Estimate, stage: StageEstimate) -> tuple[dict[str, int], dict[str, int]]:
+    """Return a stage's bytes by component, resident and with what leaves taken off its moments first."""
+    resident = {name: value or 0 for name, value in components(stage).items()}
+    away = offloaded_bytes(stage, stage.states, estimate.offload)
+    of_moments = min(away, resident["moments"])
+    left = resident | {
+        "moments": resident["moments"] - of_moments,
+        "masters": resident["masters"] - (away - of_moments),
+    }
+    return resident, left
+
+
+def _figure(gigabytes: float) -> str:
+    return f"{gigabytes:.1f}" if gigabytes >= 1 else f"{gigabytes:.2g}"
+
+
+def _draw_memory(axes: Any, estimate: Estimate, highest: float) -> None:
+    for name, nbytes in _memory_lines([verdict.system for verdict in verdicts(estimate)], highest):
+        label, is_far = f"{name}: {nbytes / 1e9:.0f} GB", nbytes > FAR_ABOVE * highest
+        if not is_far:
+            axes.axhline(nbytes / 1e9, color="black", linewidth=1, linestyle="--")
+        axes.annotate(
+            f"{label}, far above" if is_far else label,
+            (0.992, 0.97 if is_far else nbytes / 1e9),
+            xycoords="axes fraction" if is_far else ("axes fraction", "data"),
+            ha="left", va="center", fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+        )  # fmt: skip
+
+
+def _memory_lines(systems: list[str], highest: float) -> Iterator[tuple[str, int]]:
+    """Yield the names and bytes of the GPUs to draw: one that was asked for; of many those next to the highest bar."""
+    sizes = sorted({MEMORY[system][0] for system in systems})
+    if len(systems) > 1:
+        below = [size for size in sizes if size < highest][-1:]
+        sizes = below + [size for size in sizes if size >= highest][:1]
+    for size in sizes:
+        yield ", ".join(system for system in systems if MEMORY[system][0] == size), size

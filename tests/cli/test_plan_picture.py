@@ -1,0 +1,67 @@
+"""The picture of a plan: what is drawn, read from the figure itself."""
+
+from __future__ import annotations
+
+import pytest
+from test_plan_verdict import estimate
+
+from bridge_fgo.cli.bench.plots import agg_pyplot
+from bridge_fgo.cli.plan.picture import figure_of
+from bridge_fgo.cli.plan.verdict import MEMORY
+
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def no_activations_counted(monkeypatch):
+    monkeypatch.setattr("bridge_fgo.cli.plan.estimate.activation_bytes", lambda job, stage: None)
+
+
+@pytest.fixture
+def drawn():
+    """Returns the axes of an estimate's figure, and whatever of it reaches beyond the picture's edge."""
+    pyplot = agg_pyplot()
+
+    def draw(*arguments, **changes):
+        figure = figure_of(estimate(*arguments, **changes), pyplot)
+        figure.canvas.draw()
+        (axes,) = figure.axes
+        whole = figure.bbox.padded(1)
+        artists = (axes.title, axes.get_legend(), axes.yaxis.label, *axes.texts)
+        extents = {artist: artist.get_window_extent() for artist in artists}
+        beyond = [a for a, box in extents.items() if not (whole.contains(*box.min) and whole.contains(*box.max))]
+        return axes, beyond
+
+    yield draw
+    pyplot.close("all")
+
+
+def lines_at(axes) -> list[float]:
+    return [line.get_ydata()[0] for line in axes.lines]
+
+
+def test_the_line_is_the_memory_of_the_system_asked_for_and_the_difference_is_written(drawn):
+    axes, beyond = drawn(8.0, 20.0, system="H200")
+    assert lines_at(axes) == [MEMORY["H200"][0] / GB] and beyond == []
+    texts = [text.get_text() for text in axes.texts]
+    # 8 billion parameters: 18 bytes each, of which 12 leave; 20 GB of activations, 0.1 of workspaces.
+    assert texts == ["164.1", "68.1\n(\N{MINUS SIGN}96.0)", "H200: 151 GB"]
+
+
+def test_without_a_system_the_lines_next_to_the_highest_bar_are_drawn(drawn):
+    axes, _ = drawn(8.0, 20.0)
+    assert lines_at(axes) == [MEMORY["H200"][0] / GB, MEMORY["B200"][0] / GB]
+
+
+def test_memory_far_above_is_said_and_does_not_flatten_the_bars(drawn):
+    axes, beyond = drawn(0.1, 0.1, system="H200")
+    assert list(axes.lines) == []
+    assert axes.texts[-1].get_text() == "H200: 151 GB, far above" and axes.get_ylim()[1] < 3 and beyond == []
+
+
+def test_the_legend_has_what_can_be_seen_and_the_title_is_whole(drawn):
+    axes, beyond = drawn(8.0, None, system="H200")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "parameters", "gradients", "masters", "moments"
+    ]  # fmt: skip
+    assert "not known" in axes.get_title() and beyond == []
