@@ -7,16 +7,25 @@ import html
 from pathlib import Path
 
 STYLE = """
-body { font-family: sans-serif; margin: 2em auto; padding: 0 1em; max-width: 72em; color: #222 }
-h2 { margin-top: 2em; border-bottom: 1px solid #ccc }
-div.scroll { overflow-x: auto }
-table { border-collapse: collapse }
-td, th { border: 1px solid #ccc; padding: 4px 8px; text-align: right }
+:root { color-scheme: light dark; --text: #222; --ground: #fff; --line: #ccc; --good: #efe; --bad: #fee }
+body { font: 16px/1.45 sans-serif; margin: 2em auto; padding: 0 1em; max-width: 72em;
+  color: var(--text); background: var(--ground) }
+h1 { font-size: 1.5em; overflow-wrap: anywhere }
+h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 1px solid var(--line) }
+div.scroll { overflow-x: auto; margin: 1em 0 }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+td, th { border: 1px solid var(--line); padding: 4px 8px; text-align: right }
+th { max-width: 11em; overflow-wrap: anywhere }
 td:first-child, th:first-child { text-align: left }
-img { max-width: 100% }
-p.good, p.bad { padding: 0.6em 1em; border-left: 6px solid #2a2; background: #efe }
-p.bad { border-color: #c22; background: #fee }
+img { max-width: 100%; height: auto }
+p.good, p.bad { padding: 0.6em 1em; border-left: 6px solid #2a2; background: var(--good) }
+p.bad { border-color: #c22; background: var(--bad) }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #ddd; --ground: #1e1e1e; --line: #555; --good: #16301a; --bad: #3a1a1a }
+  img { filter: invert(0.88) hue-rotate(180deg) }
+}
 """
+"""Pictures are drawn on white; in the dark they are turned around, with their colours as they were."""
 
 
 def write_page(path: Path, title: str, parts: list[str]) -> None:

@@ -100,7 +100,7 @@ def _draw_memory(axes: Any, estimate: Estimate, highest: float) -> None:
             f"{label}, far above" if is_far else label,
             (0.992, 0.97 if is_far else nbytes / 1e9),
             xycoords="axes fraction" if is_far else ("axes fraction", "data"),
-            ha="left", va="center", fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+            ha="right", va="center", fontsize=8, bbox=ON_WHITE,
         )  # fmt: skip
 
 
