@@ -70,10 +70,14 @@ class OffloadConfig:
     pin_memory: bool = True
     """Page-lock the host buffers. Without it a copy cannot overlap computation."""
 
+    measure: bool = False
+    """Log the peaks of GPU memory of a run without the offload too, to compare it with one. That is all it does: a run
+    that sets `optimizer.offload_optimizer_states` logs them anyway."""
+
     def __post_init__(self) -> None:
         if self.engine not in get_args(Engine):
             raise ValueError(f"OffloadConfig.engine={self.engine!r}: use one of {', '.join(get_args(Engine))}")
-        for name in ("moments", "master_weights", "pin_memory"):
+        for name in ("moments", "master_weights", "pin_memory", "measure"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"OffloadConfig.{name}={getattr(self, name)!r}: use True or False")
         if not isinstance(self.master_remainders, bool | None):
@@ -125,5 +129,5 @@ class OffloadConfig:
         return [
             f"{f.name}={getattr(self, f.name)!r}"
             for f in fields(self)
-            if f.name != "engine" and getattr(self, f.name) != getattr(defaults, f.name)
+            if f.name not in ("engine", "measure") and getattr(self, f.name) != getattr(defaults, f.name)
         ]

@@ -81,8 +81,9 @@ class Job(OffloadOptions):
             raise ValueError(f"recipe='': give --factory NAME, one of {', '.join(catalog.RECIPES)}")
         self.found = catalog.find(self.recipe)
         OffloadConfig(**self._offload_settings())
-        if self._offload_settings() and not self.offload:
-            raise ValueError(f"offload=false with {', '.join(self._offload_settings())}: leave out one or the other")
+        of_offload = [name for name in self._offload_settings() if name != "measure"]
+        if of_offload and not self.offload:
+            raise ValueError(f"offload=false with {', '.join(of_offload)}: leave out one or the other")
         if self.hf_config not in get_args(hf_config.Choice):
             raise ValueError(f"hf_config={self.hf_config!r}: use one of {', '.join(get_args(hf_config.Choice))}")
         if self.scheduler not in SCHEDULERS:

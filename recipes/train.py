@@ -64,9 +64,10 @@ def prepare(
     recipe = catalog.find(name)
     if hf not in get_args(Choice):
         raise ValueError(f"--hf-config {hf}: use auto, hub or kept")
-    if settings and not offload:
-        raise ValueError(f"--no-offload with {', '.join(settings)}: leave out one or the other")
-    config = OffloadConfig(**settings) if offload else None
+    of_offload = [name for name in settings if name != "measure"]
+    if of_offload and not offload:
+        raise ValueError(f"--no-offload with {', '.join(of_offload)}: leave out one or the other")
+    config = OffloadConfig(**settings) if offload or settings else None
     # Before torch is imported. What is set already stays, as in Bridge's own `apply_environment_variables`.
     for variable, value in recipe.environment.items():
         os.environ.setdefault(variable, value)
@@ -75,20 +76,28 @@ def prepare(
     import torch
 
     if torch.cuda.is_available():
-        return prepare_pretrain(recipe, config, cast("Choice", hf), overrides)
+        return prepare_pretrain(recipe, config, cast("Choice", hf), overrides, offload)
     if recipe.builder:
         raise ValueError(f"recipe={name!r} needs GPUs and torch sees none: run it in a job, or try recipe='tiny'")
     from bridge_fgo.recipes.tiny import cpu_overrides, train_on_cpu
     from bridge_fgo.wiring.settings import settings_of
 
     steps, of_config = cpu_overrides(overrides)
-    return partial(train_on_cpu, config and settings_of(SimpleNamespace(offload=of_config), config), steps)
+    in_force = settings_of(SimpleNamespace(offload=of_config), config) if config is not None else None
+    return partial(train_on_cpu, in_force if offload else None, steps)
 
 
 def prepare_pretrain(
-    recipe: catalog.Recipe, offload: OffloadConfig | None, hf: Choice, overrides: Sequence[str]
+    recipe: catalog.Recipe, settings: OffloadConfig | None, hf: Choice, overrides: Sequence[str], offload: bool = True
 ) -> Callable[[], None]:
-    """Build the recipe's configuration for Bridge's `pretrain()`, and return that, with the package installed or not.
+    """Build the recipe's configuration for Bridge's `pretrain()`, and return that.
+
+    Args:
+        recipe: the recipe.
+        settings: to install the package with; None leaves it out.
+        hf: see `prepare`.
+        overrides: of Bridge's config.
+        offload: whether to set the flag, with the package installed.
 
     Raises:
         ValueError: the installed mcore cannot build the model, or as `refuse_tokenizer_of_the_hub` and
@@ -103,9 +112,9 @@ def prepare_pretrain(
     from bridge_fgo.harness.process_setup import skip_building_what_is_built, use_one_rank_by_default
     from bridge_fgo.recipes.config import build
 
-    if offload is not None:
-        bridge_fgo.install(offload)
-    built = build(recipe, offload=offload is not None, hf=hf, overrides=overrides)
+    if settings is not None:
+        bridge_fgo.install(settings)
+    built = build(recipe, offload=offload and settings is not None, hf=hf, overrides=overrides)
     for note in built.notes:
         print_rank_0(f"recipe {recipe.name}: {note}")
     if hf == "kept":

@@ -23,6 +23,7 @@ GIVEN = {
     "slab_bytes": (64 * MIB, 64 * MIB),
     "piece_bytes": (8 * MIB, 8 * MIB),
     "pin_memory": (False, False),
+    "measure": (True, True),
 }
 """A value for each option, and the setting's."""
 

@@ -68,6 +68,7 @@ def run(request: Request) -> None:
     from bridge_fgo.wiring import flag_use
 
     bridge_fgo.install(bridge_fgo.OffloadConfig(**request.config))
+    measures = bool(request.config.get("measure"))  # a run without the offload on purpose
     if request.offload:
         flag_use.set_flag_in_every_config()
     sys.argv = [str(request.script), *request.args]
@@ -82,14 +83,14 @@ def run(request: Request) -> None:
             runpy.run_path(str(request.script), run_name="__main__")
     except SystemExit as end:
         if end.code in (None, 0):
-            _say_if_never_set(flag_use.was_set())
+            _say_if_never_set(flag_use.was_set() or measures)
         raise
-    _say_if_never_set(flag_use.was_set())
+    _say_if_never_set(flag_use.was_set() or measures)
 
 
-def _say_if_never_set(was_set: bool) -> None:
+def _say_if_never_set(is_as_meant: bool) -> None:
     """Say on the first rank that nothing was offloaded, and how it would have been."""
-    if not was_set and os.environ.get("RANK", "0") == "0":
+    if not is_as_meant and os.environ.get("RANK", "0") == "0":
         print(
             "bridge-fgo run: nothing was offloaded: no config of Megatron-Bridge had "
             "optimizer.offload_optimizer_states=True; set it there, or give --offload before SCRIPT",

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from bridge_fgo.figures import Stats
 
-
-def log_figures(stats: Stats, state: Any) -> None:
-    """Write the figures to TensorBoard and W&B, at the steps at which Bridge writes its own.
+def log_scalars(scalars: dict[str, float], state: Any) -> None:
+    """Write figures to TensorBoard and W&B, at the steps at which Bridge writes its own.
 
     Args:
-        stats: figures of the step that has just ended.
+        scalars: figures of the step that has just ended, by tag.
         state: Bridge's GlobalState; its step counter is advanced after the training step.
     """
     logger_config = getattr(state.cfg, "logger", None)
@@ -21,7 +19,6 @@ def log_figures(stats: Stats, state: Any) -> None:
     iteration = state.train_state.step + 1
     if iteration % interval:
         return
-    scalars = stats.scalars()
     if state.tensorboard_logger:
         for tag, value in scalars.items():
             state.tensorboard_logger.add_scalar(tag, value, iteration)

@@ -21,8 +21,9 @@ from bridge_fgo.sources.late_masters import build_groups, masters_made_late
 from bridge_fgo.wiring import flag_use
 from bridge_fgo.wiring.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
 from bridge_fgo.wiring.graphs import is_replayed
+from bridge_fgo.wiring.measuring import measured_peaks, measurement_of
 from bridge_fgo.wiring.refusals import refuse_config, refuse_optimizer_config
-from bridge_fgo.wiring.reporting import log_figures
+from bridge_fgo.wiring.reporting import log_scalars
 from bridge_fgo.wiring.session import (
     active_session,
     all_sessions,
@@ -92,7 +93,7 @@ def _after_validation(config: Any) -> None:
     refuse_config(config, settings_of(optimizer))
     if flag_is_set(optimizer):
         write_settings(optimizer)
-    elif given := given_settings(optimizer):
+    elif given := {name: value for name, value in given_settings(optimizer).items() if name != "measure"}:
         told = ", ".join(f"optimizer.{SETTINGS}.{name}={value!r}" for name, value in given.items())
         logger.warning("bridge_fgo: optimizer.%s is not set: nothing is offloaded, in spite of %s", FLAG, told)
 
@@ -221,11 +222,11 @@ def _run_step(wrapped: Wrapped, args: Args, kwargs: Kwargs, one_pass: bool) -> A
     by_place = dict(zip(STEP_ORDER, args, strict=False))
     arguments = {**by_place, **arguments_of(wrapped, args, kwargs), **kwargs}
     state = arguments["global_state"]
-    session = session_for_step(
-        arguments["optimizer"], _model_config(arguments), state.cfg, settings_of(state.cfg.optimizer)
-    )
+    settings = settings_of(state.cfg.optimizer)
+    session = session_for_step(arguments["optimizer"], _model_config(arguments), state.cfg, settings)
     if session is None:
-        return wrapped(*args, **kwargs)
+        is_measured = settings.measure and arguments["optimizer"] is not None
+        return _measured(wrapped, args, kwargs, arguments) if is_measured else wrapped(*args, **kwargs)
     with session.training_step(arguments["model"], _microbatches()):
         if one_pass:
             session.begin_pass()
@@ -233,7 +234,16 @@ def _run_step(wrapped: Wrapped, args: Args, kwargs: Kwargs, one_pass: bool) -> A
         session.updated = not result[1]  # `skipped_iter`, in Bridge's step and in MIMO's
     stats = newest_stats()
     if stats is not None:  # else the package was uninstalled within the step
-        log_figures(stats, state)
+        log_scalars(stats.scalars(), state)
+    return result
+
+
+def _measured(wrapped: Wrapped, args: Args, kwargs: Kwargs, arguments: dict[str, Any]) -> Any:
+    """Run a training step without the offload, and log its peaks."""
+    measurement = measurement_of(arguments["optimizer"])
+    with measurement.training_step(_model_config(arguments)):
+        result = wrapped(*args, **kwargs)
+    log_scalars(measurement.scalars, arguments["global_state"])
     return result
 
 
@@ -294,8 +304,8 @@ def pass_around(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
 def report_memory(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Keep Bridge's peak figures those of the run, though the counters are reset between phases."""
     peaks: dict[str, int] = {}
-    for session in all_sessions():
-        for key, value in session.figures.run_peaks.items():
+    for of_run in (*(session.figures.run_peaks for session in all_sessions()), *measured_peaks()):
+        for key, value in of_run.items():
             peaks[key] = max(value, peaks.get(key, 0))
     if not peaks:
         return wrapped(*args, **kwargs)

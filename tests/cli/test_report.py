@@ -26,7 +26,7 @@ PEAKS = {"peak_forward_backward_bytes": 28 * GB, "peak_step_bytes": 27 * GB, "pe
 
 
 def tensorboard(folder, losses, offloaded=False):
-    """Write a log as Bridge's `training_log` and this package's `log_figures` do."""
+    """Write a log as Bridge's `training_log` and this package's `log_scalars` do."""
     with SummaryWriter(str(folder)) as writer:
         for step, loss in enumerate(losses, start=1):
             writer.add_scalar(LOSS, loss, step)
@@ -320,11 +320,11 @@ def test_what_is_no_run_is_an_error_that_says_what_would_be(tmp_path):
 
 
 def test_what_bridge_and_this_package_log_is_read(monkeypatch, cpu_standins, tmp_path):
-    """The log is written by Bridge's own `training_log` and by `log_figures`."""
+    """The log is written by Bridge's own `training_log` and by `log_scalars`."""
     from megatron.bridge.training import config as bridge
     from megatron.bridge.training.utils import train_utils
 
-    from bridge_fgo.wiring.reporting import log_figures
+    from bridge_fgo.wiring.reporting import log_scalars
 
     logger = bridge.LoggerConfig(
         log_timers_to_tensorboard=True, log_memory_to_tensorboard=True, log_interval=1, tensorboard_log_interval=1
@@ -346,7 +346,7 @@ def test_what_bridge_and_this_package_log_is_read(monkeypatch, cpu_standins, tmp
     monkeypatch.setattr(train_utils, "reduce_max_memory_across_pp_group", lambda report, group: report)
     for step in range(3):
         state.train_state = SimpleNamespace(step=step)
-        log_figures(Stats("native", "0.19.2", **STATS, **PEAKS), state)
+        log_scalars(Stats("native", "0.19.2", **STATS, **PEAKS).scalars(), state)
         state.train_state = SimpleNamespace(step=step + 1, consumed_train_samples=step + 1, skipped_train_samples=0)
         train_utils.training_log(
             {"lm loss": torch.tensor(2.0)},

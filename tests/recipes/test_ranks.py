@@ -93,16 +93,23 @@ def test_a_rank_without_a_gpu_trains_tiny_as_the_options_say(options, monkeypatc
     assert called == [(expected, 4)]
 
 
-@pytest.mark.parametrize("options", [(), ("--no-offload",), ("--hf-config", "kept", "--engine", "native")])
+@pytest.mark.parametrize(
+    "options", [(), ("--no-offload",), ("--no-offload", "--measure"), ("--hf-config", "kept", "--engine", "native")]
+)
 def test_a_rank_with_a_gpu_trains_the_recipe_as_the_options_say(options, monkeypatch):
     called = []
     monkeypatch.setattr(train, "prepare_pretrain", lambda *arguments: lambda: called.append(arguments))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(train.os, "environ", dict(train.os.environ))
     assert CliRunner().invoke(train.app, ["llama3_70b_64gpu", *options, "train.train_iters=4"]).exit_code == 0
-    expected = {(): (OffloadConfig(), "auto"), ("--no-offload",): (None, "auto")}
-    offload, hf = expected.get(options, (OffloadConfig(engine="native"), "kept"))
-    assert called == [(catalog.find("llama3_70b_64gpu"), offload, hf, ["train.train_iters=4"])]
+    expected = {
+        (): (OffloadConfig(), "auto"),
+        ("--no-offload",): (None, "auto"),
+        ("--no-offload", "--measure"): (OffloadConfig(measure=True), "auto"),
+    }
+    settings, hf = expected.get(options, (OffloadConfig(engine="native"), "kept"))
+    flag = "--no-offload" not in options
+    assert called == [(catalog.find("llama3_70b_64gpu"), settings, hf, ["train.train_iters=4"], flag)]
 
 
 def test_a_rank_has_the_recipes_environment_but_where_the_user_has_set_it(monkeypatch):

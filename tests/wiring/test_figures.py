@@ -60,3 +60,64 @@ def test_an_allocator_without_snapshots_has_no_segments_that_expand(allocator, m
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": True}])
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     assert PeakMeter().expands
+
+
+@pytest.fixture
+def logged(cpu_standins, allocator, monkeypatch):
+    """Returns what trains one step on a CPU, resident, with 50 bytes in forward and backward and 20 in the update."""
+    from types import SimpleNamespace
+
+    from bridge_fgo.harness import cpu_training
+    from bridge_fgo.wiring import wrappers
+
+    written = []
+    monkeypatch.setattr(wrappers, "log_scalars", lambda scalars, state: written.append(scalars))
+
+    def train(steps, **options):
+        with cpu_training.CpuTraining(cpu_training.CpuOptions(**options)) as training:
+            step = training.optimizer.step
+            monkeypatch.setattr(training.optimizer, "step", lambda: (allocator.take(20), step())[1])
+            hook = training.model[0].register_forward_hook(lambda *_: allocator.take(50))
+            losses = []
+            for _ in range(steps):
+                allocator.take(700)  # an evaluation, between steps
+                losses.append(training.step().loss)
+            hook.remove()
+        return SimpleNamespace(losses=losses, written=written)
+
+    return train
+
+
+def test_a_resident_run_that_is_measured_logs_its_peaks_by_phase_and_trains_the_same(logged):
+    import bridge_fgo
+
+    alone = logged(2)
+    assert alone.written == []
+    with bridge_fgo.install(OffloadConfig(measure=True)):
+        measured = logged(2)
+    assert measured.written == 2 * [
+        {
+            "bridge_fgo/released_bytes": 0,
+            "bridge_fgo/peak_forward_backward_bytes": 50,
+            "bridge_fgo/peak_step_bytes": 20,
+            "bridge_fgo/peak_reserved_bytes": 50,
+        }
+    ]
+    assert measured.losses == alone.losses
+
+
+def test_bridges_memory_report_keeps_the_peak_of_a_measured_run(logged):
+    import bridge_fgo
+    from bridge_fgo.wiring.measuring import measured_peaks
+
+    with bridge_fgo.install(OffloadConfig(measure=True)):
+        logged(1)
+    assert 700 in [peaks[ALLOCATED] for peaks in measured_peaks() if peaks]
+
+
+def test_without_the_setting_a_resident_run_resets_no_counter(logged, allocator):
+    import bridge_fgo
+
+    with bridge_fgo.install():
+        assert logged(1).written == []
+    assert allocator.peaks[ALLOCATED] == 700

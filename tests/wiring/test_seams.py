@@ -169,7 +169,7 @@ def test_figures_go_to_the_loggers_at_bridges_interval(monkeypatch, bridge_train
     "logger", [None, SimpleNamespace(), *(SimpleNamespace(tensorboard_log_interval=n) for n in (None, 0))]
 )
 def test_without_an_interval_no_figures_are_logged(logger):
-    from bridge_fgo.wiring.reporting import log_figures
+    from bridge_fgo.wiring.reporting import log_scalars
 
     board = mock.Mock()
     state = SimpleNamespace(
@@ -178,7 +178,7 @@ def test_without_an_interval_no_figures_are_logged(logger):
         tensorboard_logger=board,
         wandb_logger=board,
     )
-    log_figures(Stats("native", "0.19.2"), state)
+    log_scalars(Stats("native", "0.19.2").scalars(), state)
     assert board.mock_calls == []
 
 
@@ -193,7 +193,7 @@ def test_real_tensorboard_events_are_written(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
-    from bridge_fgo.wiring.reporting import log_figures
+    from bridge_fgo.wiring.reporting import log_scalars
 
     writer = SummaryWriter(str(tmp_path))
     state = SimpleNamespace(
@@ -202,7 +202,7 @@ def test_real_tensorboard_events_are_written(tmp_path):
         tensorboard_logger=writer,
         wandb_logger=None,
     )
-    log_figures(Stats("native", "0.19.2", released_bytes=123, peak_step_bytes=7), state)
+    log_scalars(Stats("native", "0.19.2", released_bytes=123, peak_step_bytes=7).scalars(), state)
     writer.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()

@@ -22,6 +22,7 @@ GIVEN = {
     "slab_bytes": 2**21,
     "piece_bytes": 2**17,
     "pin_memory": False,
+    "measure": True,
 }
 """A value of each setting, all but one other than the default."""
 

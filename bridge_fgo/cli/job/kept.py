@@ -18,7 +18,7 @@ from bridge_fgo.recipes.catalog import RECIPES
 
 FOLDER = Path(__file__).with_name("kept")
 DISTRIBUTIONS = ("megatron-bridge", "megatron-core")
-CHANGES_NO_ANSWER = {"fraction", "gpu_memory_budget_gib", "slab_bytes", "piece_bytes"}
+CHANGES_NO_ANSWER = {"fraction", "gpu_memory_budget_gib", "slab_bytes", "piece_bytes", "measure"}
 """Settings of the offload that decide neither a refusal nor the engine."""
 HERE = "<the folder that the job starts in>"
 """Stands in a file for that folder, which Bridge puts before the default of `checkpoint.save`."""
