@@ -1,4 +1,4 @@
-"""Reads runs that are over: TensorBoard logs of Bridge, and what `bridge-fgo bench` or `demo --keep` left."""
+"""Reads runs that are over: TensorBoard and W&B logs of Bridge, and what `bridge-fgo bench` or `demo --keep` left."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bridge_fgo.cli.report.wandb_log import read_history
 from bridge_fgo.harness.runner import ArmRun, EventTail, exact_number
 
 LOSS = "lm loss"
@@ -17,6 +18,7 @@ OURS = "bridge_fgo/"
 
 EVENTS = ".events.jsonl"
 TFEVENTS = "events.out.tfevents*"
+WANDB = ".wandb"
 
 TOTALS: dict[str, tuple[str, tuple[str, ...]]] = {
     "state_bytes": ("optimizer state", ()),
@@ -80,15 +82,17 @@ def load(path: Path) -> list[Run]:
     """Return the runs that `path` holds, a resident one first.
 
     Args:
-        path: a folder or file of TensorBoard events; a folder of `bridge-fgo bench` or `demo --keep`, or its
-            `bench.json`, which without the events beside it has the table's figures and no steps; or one arm's
-            `NAME.events.jsonl`.
+        path: a folder or file of TensorBoard events; a folder of W&B's (`wandb/run-...`) or the file in it; a folder
+            of `bridge-fgo bench` or `demo --keep`, or its `bench.json`, which without the events beside it has the
+            table's figures and no steps; or one arm's `NAME.events.jsonl`.
 
     Raises:
         ValueError: it holds none, or more than one where one is meant.
     """
     if path.name == "bench.json" and path.is_file():
         path = path.parent
+    if path.suffix == WANDB and path.is_file():
+        return [_wandb(path, path.parent.name)]
     if path.is_file():
         return [_arm(path)] if path.name.endswith(EVENTS) else [_tensorboard(path, path.parent.name)]
     if not path.is_dir():
@@ -97,13 +101,19 @@ def load(path: Path) -> list[Run]:
     folders = sorted({file.parent for file in path.rglob(TFEVENTS)})
     if arms:
         return arms
+    of_wandb = sorted(path.rglob(f"*{WANDB}"))
+    if not folders and len(of_wandb) == 1:
+        return [_wandb(of_wandb[0], path.name)]
+    if not folders and of_wandb:
+        names = ", ".join(str(file.parent) for file in of_wandb)
+        raise ValueError(f"{path} holds {len(of_wandb)} runs of W&B: name one of {names}")
     if len(folders) > 1:
         names = ", ".join(str(folder) for folder in folders)
         raise ValueError(f"{path} holds {len(folders)} TensorBoard logs: name one of {names}")
     if not folders:
         raise ValueError(
-            f"{path}: neither TensorBoard events ({TFEVENTS}, from logger.tensorboard_dir) nor arms of `bridge-fgo "
-            f"bench` (*{EVENTS})"
+            f"{path}: neither TensorBoard events ({TFEVENTS}, from logger.tensorboard_dir), nor a run of W&B "
+            f"(*{WANDB}), nor arms of `bridge-fgo bench` (*{EVENTS})"
         )
     return [_tensorboard(folders[0], path.name)]
 
@@ -197,8 +207,23 @@ def _tensorboard(path: Path, name: str) -> Run:
         scalars = {tag: {step: v for step, v in values.items() if step <= end} for tag, values in scalars.items()}
         scalars = {tag: values for tag, values in scalars.items() if values}
     run = Run(name=name, is_fp32=True, scalars=scalars, note=note)
+    _add_totals(run)
+    return run
+
+
+def _wandb(file: Path, name: str) -> Run:
+    """Return the run of a W&B log, which has numbers as exactly as they were logged."""
+    history = read_history(file)
+    scalars = {tag: values for tag, values in history.items() if not tag.endswith(" vs samples")}
+    run = Run(name=name, is_fp32=False, scalars=scalars)
+    _add_totals(run)
+    return run
+
+
+def _add_totals(run: Run) -> None:
+    """Work out the figures of a whole run from those of its steps."""
+    scalars = run.scalars
     for total, (_, tags) in TOTALS.items():
         for tag in [tag for tag in tags if tag in scalars][:1]:
             unit = 1e9 if tag.endswith("gigabytes") else 1.0
             run.totals[total] = max(scalars[tag].values()) * unit
-    return run
