@@ -23,6 +23,9 @@ from torchx.specs import AppState
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.options import OffloadOptions, command_line, settings
 from bridge_fgo.recipes import catalog, dry_run, executors, hf_config, tiny
+from bridge_fgo.recipes.quiet import silence_others
+
+silence_others()
 
 SCHEDULERS = ("slurm", "local")
 SLURM_ONLY = (
@@ -41,7 +44,8 @@ class Job(OffloadOptions):
         recipe: name of a recipe, which `--factory` sets. Required.
         offload: offload the optimizer's states. Without it, exactly upstream's recipe.
         hf_config: Hugging Face config: auto (its cache, else kept in the project), hub, or kept.
-        overrides: overrides of Bridge's config, `section.field=value` with spaces between.
+        overrides: overrides of Bridge's config, `section.field=value` with spaces between; on the command line each may
+            also stand by itself.
         scheduler: slurm, or local: this machine, where the settings from account on are errors.
         gpus_per_node: GPUs of a node, a process each; 0 for one process without a GPU. Default: what the recipe is
             for, on Slurm at most the 4 of a GB200 node.
@@ -188,6 +192,27 @@ class Job(OffloadOptions):
         return executors.local(self) if self.scheduler == "local" else executors.slurm(self)
 
 
+OF_NEMO_RUN = ("run", "executor", "plugins")
+"""First parts of names that NeMo-Run reads itself, as in `run.executor=...`."""
+
+
+def gather_overrides(arguments: list[str]) -> list[str]:
+    """Return a command's arguments with `section.field=value` put into `overrides=`, as `plan` and Slurm take them."""
+    of_job = {field.name for field in fields(Job)}
+    found: list[str] = []
+    others: list[str] = []
+    for argument in arguments:
+        name = argument.partition("=")[0].lstrip("+~")
+        section, dot, _ = name.partition(".")
+        is_override = bool(dot) and "=" in argument and section not in of_job and section not in OF_NEMO_RUN
+        (found if is_override else others).append(argument)
+    if not found:
+        return arguments
+    before = [argument.partition("=")[2] for argument in others if argument.startswith("overrides=")]
+    others = [argument for argument in others if not argument.startswith("overrides=")]
+    return [*others, f"overrides={' '.join([*before, shlex.join(found)])}"]
+
+
 class PretrainContext(RunContext):
     """Turns the parsed `Job` into a script and an executor, so that the training container needs no NeMo-Run."""
 
@@ -196,7 +221,7 @@ class PretrainContext(RunContext):
         try:
             if unknown := [arg for arg in args if arg.startswith("-")]:  # NeMo-Run would go on without them
                 raise ValueError(f"there is no option {unknown[0]}: settings are NAME=VALUE, --help lists the options")
-            super().cli_execute(fn, args, entrypoint_type)
+            super().cli_execute(fn, gather_overrides(args), entrypoint_type)
         except (ValueError, CLIException) as error:
             raise SystemExit(f"{self.name}: {error}") from None
         except typer.Abort:  # no answer to its question

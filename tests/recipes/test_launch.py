@@ -1,11 +1,13 @@
 """What `nemorun fgo pretrain` and `python -m recipes.launch` render and print, line by line."""
 
 import importlib.metadata
+import logging
 import os
 import re
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,14 @@ def test_an_argument_with_a_space_is_one_argument_of_each_process(launch):
     assert shlex.split(line)[-4:] == ["tiny", "--offload", "a=1", "b=/my cache"]
     here = Job(recipe="tiny", scheduler="local", overrides="a=1 'b=/my cache'")
     assert here.task().args == ["tiny", "--offload", "a=1", "b=/my cache"]  # torchrun's arguments as they are
+
+
+def test_overrides_stand_by_themselves_as_they_do_for_plan_and_slurm(launch):
+    node = ("scheduler=slurm", "account=acct", "gpus_per_node=0")
+    own = ("train.train_iters=3", "optimizer.offload.fraction=0.5", "+model.x=/my cache")
+    text = launch("--factory", "tiny", own[0], *node, *own[1:], "overrides=a=1 b=2", "--dryrun")
+    (line,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    assert shlex.split(line)[-7:] == ["tiny", "--offload", "a=1", "b=2", *own]
 
 
 @pytest.mark.parametrize(
@@ -286,3 +296,25 @@ def test_recipes_launch_is_a_module_of_a_checkout(tmp_path):
     )
     assert done.returncode == 1, "an error must not look like a submission"
     assert "account=None: Slurm needs an account; give account=NAME, or scheduler=local" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_quiet"),
+    [(["/bin/nemorun", "fgo", "pretrain"], True), (["/bin/nemorun", "lm"], False), (["train.py", "fgo"], False)],
+)
+def test_other_packages_are_silenced_in_our_own_nemorun_alone(arguments, is_quiet):
+    from bridge_fgo.recipes.quiet import silence_others
+
+    levels = {name: logging.getLogger(name).level for name in ("megatron", "modelopt", "torch", "transformers")}
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert silence_others(arguments) is is_quiet
+            warnings.warn_explicit("not installed", UserWarning, "x.py", 1, module="megatron.core.optimizer")
+            warnings.warn_explicit("mine", UserWarning, "x.py", 1, module="user.script")
+        assert [str(one.message) for one in said] == ["mine"] if is_quiet else ["not installed", "mine"]
+        assert logging.getLogger("megatron.bridge").isEnabledFor(logging.ERROR)
+        assert logging.getLogger("megatron.bridge").getEffectiveLevel() == logging.ERROR or not is_quiet
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
