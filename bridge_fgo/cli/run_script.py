@@ -65,9 +65,14 @@ def run(request: Request) -> None:
     script. `sys.argv` and `sys.path` stay as the script leaves them: its threads and exit handlers may still read them.
     """
     import bridge_fgo
+    from bridge_fgo.cli import run_again
+    from bridge_fgo.options import command_line
     from bridge_fgo.wiring import flag_use
 
     bridge_fgo.install(bridge_fgo.OffloadConfig(**request.config))
+    script = request.script if request.module else request.script.resolve()  # it may change the working folder
+    options = [*(["--offload"] if request.offload else []), *command_line(request.config)]
+    run_again.keep(script, request.module, options)
     measures = bool(request.config.get("measure"))  # a run without the offload on purpose
     if request.offload:
         flag_use.set_flag_in_every_config()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from bridge_fgo import options
+from bridge_fgo.cli import run_again
 from bridge_fgo.config import OffloadConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,6 +138,56 @@ def test_an_option_sets_its_setting_and_no_other(script: Any, options: tuple[str
     path = script("import dataclasses, json, bridge_fgo\nprint(json.dumps(dataclasses.asdict(bridge_fgo.noted)))\n")
     defaults = dataclasses.asdict(OffloadConfig())
     assert shown(command_line("run", *options, path)) == defaults | expected
+
+
+AGAIN = """
+import json, os, sys
+import bridge_fgo
+from bridge_fgo.wiring.settings import installed_config
+if "BEGAN" not in os.environ:
+    os.chdir("/")
+    os.execvpe(sys.executable, [sys.executable, "-X", "utf8", *HOW, *sys.argv[1:]], {**os.environ, "BEGAN": "1"})
+from bridge_fgo.wiring import flag_use
+print(json.dumps([sys.argv[1:], installed_config().fraction, flag_use._sets_flag]))
+"""
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_script_that_starts_itself_anew_has_the_package_again(script, is_module):
+    """As Megatron-Bridge's scripts/training/run_recipe.py does, with the environment of its recipe."""
+    how = '"-m", "train"' if is_module else "os.path.join(os.path.dirname(__file__), os.path.basename(__file__))"
+    path = script(AGAIN.replace("HOW", f"[{how}]"))
+    words = ["-m", "train"] if is_module else [str(path)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{path.parent}"}
+    command = [sys.executable, "-m", "bridge_fgo", "run", "--offload", "--fraction", "0.5", *words, "--fraction", "9"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=path.parent)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [["--fraction", "9"], 0.5, True]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/bin/sh", ["sh", "train.py"]),
+        ("/usr/bin/python3", ["python3", "other.py", "train.py"]),
+        ("/usr/bin/python3", ["python3", "-c", "pass"]),
+        ("/usr/bin/python3", ["python3", "-m", "other"]),
+        ("/usr/bin/python3", ["python3"]),
+    ],
+)
+def test_another_program_is_started_as_it_is(tmp_path, monkeypatch, path, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert run_again.with_run(path, words, tmp_path / "train.py", False, ["--offload"]) == words
+    assert run_again.with_run(path, words, Path("train"), True, ["--offload"]) == words
+
+
+def test_options_of_python_stay_before_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    words = ["python3", "-u", "-W", "ignore", "train.py", "-x"]
+    found = run_again.with_run("/usr/bin/python3", words, tmp_path / "train.py", False, ["--offload"])
+    assert found == [*words[:4], "-m", "bridge_fgo", "run", "--offload", "train.py", "-x"]
 
 
 def test_a_folder_is_no_script(tmp_path: Path) -> None:
