@@ -87,6 +87,21 @@ def test_two_equal_logs_are_one_page_that_needs_no_network(tmp_path):
     assert cells(page, "step, median (min-max), from the fourth on")[1] == "0.600 s (0.600-0.600)"
 
 
+def test_a_resident_run_that_is_measured_is_compared_by_its_peaks_alone(tmp_path):
+    """Neither job has `logger.log_memory_to_tensorboard=True`."""
+    peaks = {"resident": (48 * GB, 30 * GB), "offloaded": (28 * GB, 27 * GB)}
+    for name, (forward_backward, step_peak) in peaks.items():
+        with SummaryWriter(str(tmp_path / name)) as writer:
+            for step in range(1, 5):
+                writer.add_scalar(LOSS, 1.0, step)
+                writer.add_scalar("bridge_fgo/peak_forward_backward_bytes", forward_backward, step)
+                writer.add_scalar("bridge_fgo/peak_step_bytes", step_peak, step)
+                writer.add_scalar("bridge_fgo/released_bytes", 20 * GB if name == "offloaded" else 0, step)
+    done = report(tmp_path / "resident", tmp_path / "offloaded", "--output", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    assert "20.00 GB less GPU memory in forward and backward (42%, 48.00 GB to 28.00 GB)" in done.output
+
+
 def test_the_first_different_step_is_named(tmp_path):
     first = tensorboard(tmp_path / "first", [3.0, 2.0, 1.5])
     second = tensorboard(tmp_path / "second", [3.0, 2.0 + 2**-21, 1.0])

@@ -222,7 +222,7 @@ class Recommender:
             f"copies: the least that they can add (floor) at {self._link.figures} GB/s one way / both ways; in runs on "
             "H200s up to 0.1 of the states' one crossing came on top"
         )
-        yield f"HybridDeviceOptimizer: {HYBRID_SECONDS * 1e9:.2f} s for 10^9 parameters of a rank, as with an H200's host to itself"
+        yield f"HybridDeviceOptimizer: {HYBRID_SECONDS * 1e9:.2f} s for 10^9 parameters, as on a host of its own"
         yield "not counted: communication, the optimizer's update, how much faster larger kernels are"
 
 
