@@ -14,6 +14,7 @@ from saving import load, save
 from torch.distributed.checkpoint.api import CheckpointException
 
 import bridge_fgo
+from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
 from bridge_fgo.wiring.session import SESSION
@@ -132,14 +133,18 @@ def tensors_in(value):
         yield from tensors_in(value.data)
 
 
-def test_the_saved_run_config_names_nothing_of_ours_but_the_flag(saved):
+def test_the_saved_run_config_names_nothing_of_ours_but_the_flag_and_its_settings(saved):
     folders = {offload: saved[0][offload, FORMATS[0]] for offload in (True, False)}
     text = {offload: next(folder.rglob("run_config.yaml")).read_text() for offload, folder in folders.items()}
     lines = {
         offload: [line for line in text[offload].splitlines() if not line.startswith("  save: ")] for offload in text
     }
     added = [line for line in lines[True] if line not in lines[False]]
-    assert added == ["  offload_optimizer_states: true"]
+    settings = [f"    {field.name}:" for field in dataclasses.fields(OffloadConfig)]
+    assert sorted(line.partition(":")[0] + ":" for line in added) == sorted(
+        ["  offload:", "  offload_optimizer_states:", *settings]
+    )
+    assert "  offload_optimizer_states: true" in added and "bridge_fgo" not in text[True]
     assert [line for line in lines[False] if line not in lines[True]] == []
 
 
