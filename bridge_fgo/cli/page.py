@@ -15,7 +15,7 @@ h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 1px solid var(--line) }
 div.scroll { overflow-x: auto; margin: 1em 0 }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 td, th { border: 1px solid var(--line); padding: 4px 8px; text-align: right }
-th { max-width: 11em; overflow-wrap: anywhere }
+th { min-width: 5em; max-width: 11em; overflow-wrap: anywhere }
 td:first-child, th:first-child { text-align: left }
 img { max-width: 100%; height: auto }
 p.good, p.bad { padding: 0.6em 1em; border-left: 6px solid #2a2; background: var(--good) }

@@ -105,11 +105,11 @@ def read_job(
         raise RuntimeError(found["install_refuses"])
     if "error" in found:
         raise ValueError(found["error"])
-    return job_of(found, settings if kept is not None else OffloadConfig(**found["settings"]))
+    return job_of(found, settings if kept is not None else None)
 
 
-def job_of(found: dict[str, Any], settings: OffloadConfig) -> Job:
-    """Return the job of a builder's answer, with the settings in force."""
+def job_of(found: dict[str, Any], settings: OffloadConfig | None = None) -> Job:
+    """Return the job of a builder's answer, with its settings, or with others that the answer does not depend on."""
     config = sections_of(found["config"])
     stages = [
         [[Tensor(**{**t, "dtype": getattr(torch, t["dtype"])}) for t in chunk] for chunk in stage]
@@ -120,7 +120,7 @@ def job_of(found: dict[str, Any], settings: OffloadConfig) -> Job:
         parallel_of(config, found["gpus"]),
         stages,
         _source(found),
-        settings,
+        OffloadConfig(**found["settings"]) if settings is None else settings,
         found["flag"],
         found["refusals"],
         found["engine"],

@@ -8,7 +8,7 @@ from typing import Any
 
 from bridge_fgo.cli.bench.plots import agg_pyplot
 from bridge_fgo.cli.plan.estimate import Estimate, StageEstimate, components, offloaded_bytes
-from bridge_fgo.cli.plan.verdict import MEMORY, verdicts
+from bridge_fgo.cli.plan.verdict import MEMORY, Verdict, verdicts
 
 COLOURS = {
     "parameters": "tab:blue",
@@ -92,23 +92,29 @@ def _figure(gigabytes: float) -> str:
 
 
 def _draw_memory(axes: Any, estimate: Estimate, highest: float) -> None:
-    for name, nbytes in _memory_lines([verdict.system for verdict in verdicts(estimate)], highest):
-        label, is_far = f"{name}: {nbytes / 1e9:.0f} GB", nbytes > FAR_ABOVE * highest
-        if not is_far:
-            axes.axhline(nbytes / 1e9, color="black", linewidth=1, linestyle="--")
-        axes.annotate(
-            f"{label}, far above" if is_far else label,
-            (0.992, 0.97 if is_far else nbytes / 1e9),
-            xycoords="axes fraction" if is_far else ("axes fraction", "data"),
-            ha="right", va="center", fontsize=8, bbox=ON_WHITE,
-        )  # fmt: skip
+    """Draw each GPU's memory as a dashed line, and the room of it that the verdict uses as a dotted one."""
+    for name, nbytes, room in _memory_lines(verdicts(estimate), highest):
+        label = f"{name}: {nbytes / 1e9:.0f} GB"
+        if nbytes > FAR_ABOVE * highest:
+            place = {"xy": (0.992, 0.97), "xycoords": "axes fraction", "va": "center"}
+            axes.annotate(f"{label}, far above", ha="right", fontsize=8, bbox=ON_WHITE, **place)
+            continue
+        # Above the one line and below the other, so that the two texts of a GPU never meet.
+        for at, text, style, va in ((nbytes, label, "--", "bottom"), (room, f"room {room / 1e9:.0f} GB", ":", "top")):
+            axes.axhline(at / 1e9, color="black", linewidth=1, linestyle=style)
+            place = {"xy": (0.992, at / 1e9), "xycoords": ("axes fraction", "data"), "va": va}
+            axes.annotate(text, ha="right", fontsize=8, bbox=ON_WHITE, **place)
 
 
-def _memory_lines(systems: list[str], highest: float) -> Iterator[tuple[str, int]]:
-    """Yield the names and bytes of the GPUs to draw: one that was asked for; of many those next to the highest bar."""
-    sizes = sorted({MEMORY[system][0] for system in systems})
-    if len(systems) > 1:
-        below = [size for size in sizes if size < highest][-1:]
-        sizes = below + [size for size in sizes if size >= highest][:1]
+def _memory_lines(found: list[Verdict], highest: float) -> Iterator[tuple[str, int, int]]:
+    """Yield names, bytes and room of the GPUs to draw: one that was asked for; of many those next to the highest bar.
+
+    Next to it by their room, as the verdict is: the first of them is too small, the second fits.
+    """
+    rooms = {MEMORY[verdict.system][0]: verdict.room for verdict in found}
+    sizes = sorted(rooms)
+    if len(found) > 1:
+        below = [size for size in sizes if rooms[size] < highest][-1:]
+        sizes = below + [size for size in sizes if rooms[size] >= highest][:1]
     for size in sizes:
-        yield ", ".join(system for system in systems if MEMORY[system][0] == size), size
+        yield ", ".join(verdict.system for verdict in found if MEMORY[verdict.system][0] == size), size, rooms[size]
