@@ -6,12 +6,18 @@ the command lines their help from the first sentence of the docstrings (`bridge_
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 MIB = 2**20
 
 Engine = Literal["auto", "native", "mcore"]
+
+
+def without_measure(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that mean something only where the offload is on: all but `measure`."""
+    return {name: value for name, value in settings.items() if name != "measure"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from nemo_run.cli.api import RunContext
 from nemo_run.cli.cli_parser import CLIException
 from torchx.specs import AppState
 
-from bridge_fgo.config import OffloadConfig
+from bridge_fgo.config import OffloadConfig, without_measure
 from bridge_fgo.options import OffloadOptions, command_line, settings
 from bridge_fgo.recipes import catalog, dry_run, executors, hf_config, tiny
 from bridge_fgo.recipes.quiet import silence_others
@@ -85,7 +85,7 @@ class Job(OffloadOptions):
             raise ValueError(f"recipe='': give --factory NAME, one of {', '.join(catalog.RECIPES)}")
         self.found = catalog.find(self.recipe)
         OffloadConfig(**self._offload_settings())
-        of_offload = [name for name in self._offload_settings() if name != "measure"]
+        of_offload = without_measure(self._offload_settings())
         if of_offload and not self.offload:
             raise ValueError(f"offload=false with {', '.join(of_offload)}: leave out one or the other")
         if self.hf_config not in get_args(hf_config.Choice):

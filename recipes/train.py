@@ -15,7 +15,7 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from bridge_fgo.config import OffloadConfig
+from bridge_fgo.config import OffloadConfig, without_measure
 from bridge_fgo.core import copy_queues
 from bridge_fgo.options import takes_offload_options
 from bridge_fgo.recipes import catalog, hf_config
@@ -64,7 +64,7 @@ def prepare(
     recipe = catalog.find(name)
     if hf not in get_args(Choice):
         raise ValueError(f"--hf-config {hf}: use auto, hub or kept")
-    of_offload = [name for name in settings if name != "measure"]
+    of_offload = without_measure(settings)
     if of_offload and not offload:
         raise ValueError(f"--no-offload with {', '.join(of_offload)}: leave out one or the other")
     config = OffloadConfig(**settings) if offload or settings else None

@@ -56,7 +56,7 @@ def installed(cpu_standins):
 
 @pytest.fixture(scope="module", autouse=True)
 def leaves_no_environment():
-    """What a module's models set in the environment (mcore's NVTE_*_ATTN) does not reach the next module's."""
+    """Take back what a module's models set in the environment (mcore's NVTE_*_ATTN), which would reach the next one."""
     before = dict(os.environ)
     yield
     for name in set(os.environ) - set(before):

@@ -44,8 +44,10 @@ def with_run(
 
     path: of the program; arguments: its own name first. Options of Python itself stay where they are.
     """
-    words = [os.fspath(word) for word in arguments]
-    place = place_of_script(words) if os.path.basename(os.fspath(path)).startswith("python") else None
+    if isinstance(path, int):  # a file descriptor
+        return arguments
+    words = [os.fsdecode(word) for word in arguments]
+    place = place_of_script(words) if os.path.basename(os.fsdecode(path)).startswith("python") else None
     if place is None:
         return arguments
     if is_module:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import wrapt
 
+from bridge_fgo.config import without_measure
 from bridge_fgo.engines.ranks import on_every_rank
 from bridge_fgo.sources.late_masters import build_groups, masters_made_late
 from bridge_fgo.wiring import flag_use
@@ -93,7 +94,7 @@ def _after_validation(config: Any) -> None:
     refuse_config(config, settings_of(optimizer))
     if flag_is_set(optimizer):
         write_settings(optimizer)
-    elif given := {name: value for name, value in given_settings(optimizer).items() if name != "measure"}:
+    elif given := without_measure(given_settings(optimizer)):
         told = ", ".join(f"optimizer.{SETTINGS}.{name}={value!r}" for name, value in given.items())
         logger.warning("bridge_fgo: optimizer.%s is not set: nothing is offloaded, in spite of %s", FLAG, told)
 

@@ -13,7 +13,9 @@ from bridge_fgo.cli.bench.presets import PRESETS
 from bridge_fgo.cli.demo import missing_packages
 from bridge_fgo.cli.main import app
 from bridge_fgo.cli.plan import recommend
+from bridge_fgo.cli.plan.compute import RATES
 from bridge_fgo.cli.plan.links import links
+from bridge_fgo.cli.plan.verdict import MEMORY
 from bridge_fgo.config import OffloadConfig
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="the configs are made by Megatron-Bridge")
@@ -65,6 +67,10 @@ def test_the_fastest_that_fits_is_advised_and_it_was_the_fastest_measured(cpu_st
     )
     assert found.change(found.advised) == pytest.approx(5.71 / 6.22 - 1, abs=0.02)  # as measured
     assert found.advised.peak <= found.room < choice(recommendation(TIGHT), "as it is").peak
+
+
+def test_each_system_that_is_planned_for_has_its_rates():
+    assert RATES.keys() == MEMORY.keys()
 
 
 def test_where_all_fits_nothing_is_advised_to_leave(cpu_standins):

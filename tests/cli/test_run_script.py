@@ -173,6 +173,8 @@ def test_a_script_that_starts_itself_anew_has_the_package_again(script, is_modul
         ("/usr/bin/python3", ["python3", "-c", "pass"]),
         ("/usr/bin/python3", ["python3", "-m", "other"]),
         ("/usr/bin/python3", ["python3"]),
+        (b"/bin/sh", [b"sh", b"train.py"]),
+        (3, ["python3", "train.py"]),
     ],
 )
 def test_another_program_is_started_as_it_is(tmp_path, monkeypatch, path, words):

@@ -31,7 +31,7 @@ FORWARD_PASSES, BACKWARD_PASSES = 5, 7
 """Times that unfused attention reads or writes its score matrix: product, scale and mask, softmax, product; the mask's
 pass is counted as one. Backward their gradients too."""
 RECOMPUTED_PARTS = {"mlp": ".mlp.", "moe": ".mlp.", "shared_experts": ".shared_experts.", "mla_up_proj": "_up_proj."}
-"""What the weights of a module that is recomputed have in their names; others (norms, activations) cost little."""
+"""By module that can be recomputed, a part of its weights' names. Other modules (norms, activations) cost little."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Layout:
-    """What an estimate is made of: DDP's buffers of each stage, and the states of each rank of each stage."""
+    """DDP's buffers of each stage, and the states of each rank of each stage: the slow part of an estimate."""
 
     buffers: list[list[Buffer]]
     states: list[list[StateBytes]]
@@ -93,6 +93,16 @@ class Estimate:
     pinned: list[int]
     links: list[LinkEstimate]
     notes: list[str]
+
+    @property
+    def resident_peak(self) -> int:
+        """Peak of the fullest rank in bytes with all states on the GPU, a lower bound where activations are unknown."""
+        return max(stage.fixed + (stage.activations or 0) for stage in self.stages)
+
+    @property
+    def least_budget(self) -> int:
+        """The least peak in bytes that every rank can keep to, with the same bound."""
+        return max(stage.least_budget for stage in self.stages)
 
     @property
     def most_pinned(self) -> int:

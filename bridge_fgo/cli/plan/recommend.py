@@ -12,12 +12,15 @@ from bridge_fgo.cli.plan.activations import is_unfused
 from bridge_fgo.cli.plan.compute import ACHIEVED, RATES, Compute, compute_of
 from bridge_fgo.cli.plan.estimate import Estimate, layout_of, make_estimate, offloaded_bytes
 from bridge_fgo.cli.plan.links import Link
-from bridge_fgo.cli.plan.verdict import LEFT_FREE, MEMORY
+from bridge_fgo.cli.plan.verdict import MEMORY, room_of
 
-NOTHING_SET: dict[str, Any] = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
-NO_RECOMPUTATION = NOTHING_SET | {"recompute_modules": None}
+NO_RECOMPUTATION: dict[str, Any] = {
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+}
 """Settings of the model's config, as those below."""
-OF_ATTENTION = NOTHING_SET | {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+OF_ATTENTION = NO_RECOMPUTATION | {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 OF_MLP = OF_ATTENTION | {"recompute_modules": ["mlp"]}
 OF_EXPERTS = OF_ATTENTION | {"recompute_modules": ["moe"]}
 OF_EVERYTHING = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -72,9 +75,9 @@ class Recommendation:
 
     @property
     def sentence(self) -> str:
-        """What is advised, with the settings to write."""
+        """The advice in one sentence, with the settings to write."""
         if self.advised is None:
-            return "Recommended: more GPUs, or less parallelism over data; nothing below fits"
+            return "Recommended: more GPUs, or more tensor or pipeline parallelism; nothing fits as it is laid out"
         if self.advised is self.choices[0]:
             return "Recommended: as it is; nothing needs to leave the GPU"
         change = self.change(self.advised)
@@ -99,8 +102,7 @@ class Recommender:
     ) -> None:
         self._job, self._link, self._activations = job, link, activations
         self._forward, self._backward = forward, backward
-        of_gpu, self._of_host = MEMORY[link.name]
-        self._room = of_gpu - of_gpu // LEFT_FREE
+        self._of_host, self._room = MEMORY[link.name][1], room_of(link.name)
         self._offload = replace(job.offload, fraction=1.0, gpu_memory_budget_gib=None)
         self._layout = layout_of(job, self._offload)
         self._as_it_is = self._estimate(job, everything=True)
@@ -130,7 +132,7 @@ class Recommender:
         return compute_of(job, self._link.name, self._forward, self._backward)
 
     def _resident(self, name: str, job: Job, overrides: tuple[str, ...]) -> Choice:
-        peak = max(stage.fixed + (stage.activations or 0) for stage in self._estimate(job, everything=True).stages)
+        peak = self._estimate(job, everything=True).resident_peak
         flag = (FLAG_OFF,) if self._job.flag else ()
         return Choice(name, (*flag, *overrides), peak, 0, self._compute(job).step, peak <= self._room)
 
@@ -139,9 +141,7 @@ class Recommender:
         whole = self._estimate(job, everything=True)
         if whole.refusals:
             return
-        least = max(stage.least_budget for stage in whole.stages)
-        needed = max(stage.fixed + (stage.activations or 0) for stage in whole.stages)
-        if least <= self._room < needed:
+        if whole.least_budget <= self._room < whole.resident_peak:
             settings = (*self._flag_on, "optimizer.offload.gpu_memory_budget_gib=auto", *overrides)
             yield self._with_offload(f"{name}, least offload", job, settings, everything=False)
         if also_everything:
@@ -237,7 +237,5 @@ def with_settings(job: Job, **sections: dict[str, Any]) -> Job:
 def told(model: Any, changes: dict[str, Any]) -> tuple[str, ...]:
     """Return what changes in a model's config as overrides of Bridge's config."""
     different = {name: value for name, value in changes.items() if getattr(model, name, None) != value}
-    if changes["recompute_granularity"] is None:
-        different.pop("recompute_modules", None)  # which nothing reads then
     values = {name: "null" if value is None else str(value).replace("'", "") for name, value in different.items()}
     return tuple(f"model.{name}={value}" for name, value in values.items())

@@ -28,6 +28,12 @@ LEFT_FREE = 16
 "auto" had a peak of 142.2 of 150.8 GB, that is all but an 18th."""
 
 
+def room_of(system: str) -> int:
+    """Return the bytes of a system's GPU that a job's peak may have."""
+    of_gpu, _ = MEMORY[system]
+    return of_gpu - of_gpu // LEFT_FREE
+
+
 class Outcome(StrEnum):
     """What becomes of a job on a system."""
 
@@ -66,11 +72,9 @@ def verdicts(estimate: Estimate) -> list[Verdict]:
 
 
 def _verdict(estimate: Estimate, system: str, gpus: int) -> Verdict:
-    of_gpu, of_host = MEMORY[system]
+    of_host, room = MEMORY[system][1], room_of(system)
     pinned = sum(estimate.fullest_node(gpus))
-    resident = max(stage.fixed + (stage.activations or 0) for stage in estimate.stages)
-    offloaded = max(stage.least_budget for stage in estimate.stages)
-    room = of_gpu - of_gpu // LEFT_FREE
+    resident, offloaded = estimate.resident_peak, estimate.least_budget
     is_known = all(stage.activations is not None for stage in estimate.stages)
     why = ""
     if offloaded > room:
