@@ -209,6 +209,10 @@ def bench(
         int | None,
         typer.Option(min=1, help="Microbatches of a step on each data-parallel rank; default: the preset's."),
     ] = None,
+    full_graphs: Annotated[
+        bool,
+        typer.Option("--full-graphs", help="Capture forward and backward of a step into one CUDA graph, in every arm."),
+    ] = False,
     megatron_lm: Annotated[
         list[Path] | None,
         typer.Option(metavar="DIR", help="Checkout of Megatron-LM's dev branch for an mcore arm; may be repeated."),
@@ -274,6 +278,7 @@ def bench(
         half_budget_gib=half_budget_gib,
         tp=tp,
         microbatches=microbatches,
+        full_graphs=full_graphs,
         gpus=gpus or here,
         folder=keep,
         megatron_lm=checkouts,

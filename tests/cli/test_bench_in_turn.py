@@ -195,7 +195,6 @@ def test_the_bench_in_turn_leaves_the_rounds_in_its_json(trained_in_turn, tmp_pa
     [
         (["--saves"], "leave one out"),
         (["--arms", "resident,half:A=1"], "--half-budget-gib"),
-        (["--arms", "resident,auto"], "leave it out"),
         (["--steps", "9"], "--rounds"),
     ],
 )
@@ -208,3 +207,22 @@ def test_the_half_arm_takes_the_budget_that_it_is_given(trained_in_turn, tmp_pat
     options = ["--arms", "resident,half", "--half-budget-gib", "20"]
     assert bench(tmp_path, "--in-turn", "--no-traces", *options).exit_code == 0
     assert gpu.parse([*trained_in_turn["half"], "--events", "unused"]).gpu_memory_budget_gib == 20
+
+
+@pytest.mark.parametrize(("released", "status"), [(0, 0), (3 * GB, 2)], ids=["all fits", "some left"])
+def test_auto_in_turn_counts_only_where_the_other_arms_took_no_memory_from_it(
+    trained_in_turn, monkeypatch, tmp_path, released, status
+):
+    run = command.run_in_turn
+
+    def with_auto(*args):
+        runs, failures = run(*args)
+        runs["auto"][0].result["released_bytes"] = released
+        return runs, failures
+
+    monkeypatch.setattr(command, "run_in_turn", with_auto)
+    result = bench(tmp_path, "--in-turn", "--no-traces", "--arms", "resident,auto")
+    assert result.exit_code == status, result.output
+    saved = json.loads((tmp_path / "bench.json").read_text())
+    assert ([row["arm"] for row in saved["arms"]] == ["resident", "auto"]) == (not released)
+    assert ("without --in-turn" in saved["failed"].get("auto", "")) == bool(released)

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from bridge_fgo.cli import page
 from bridge_fgo.cli.bench.figures import Row, make_row
-from bridge_fgo.cli.bench.in_turn import WARM_UP_STEPS, InTurn, order_of
+from bridge_fgo.cli.bench.in_turn import WARM_UP_STEPS, InTurn, order_of, squeezed_arms
 from bridge_fgo.cli.bench.plots import gantt, memory_timeline
 from bridge_fgo.cli.bench.presets import BenchArm, arms, read_name, resident_of, save_options, size_options
 from bridge_fgo.cli.bench.rounds import as_json, faster, rounds_of, table_of_rounds
@@ -64,6 +64,8 @@ class Settings:
     tp: int = 1
     microbatches: int | None = None
     """How many microbatches a step has on each data-parallel rank; None for as many as the preset has."""
+    full_graphs: bool = False
+    """Whether every arm captures forward and backward of a step into one CUDA graph."""
     verbose: bool = False
     """Whether to print every column and what it tells; the page always has them."""
 
@@ -81,10 +83,6 @@ class Settings:
                 "--in-turn with --saves: a background save would run into other arms' turns; leave one out"
             )
         kinds = {read_name(arm)[0] for arm in self.arms}
-        if "auto" in kinds:
-            raise ValueError(
-                "--in-turn with the auto arm: its budget would be what the other arms leave of the GPU; leave it out"
-            )
         if "half" in kinds and self.half_budget_gib is None:
             raise ValueError(
                 "--in-turn with the half arm: no resident arm has ended whose peak its budget could follow; give "
@@ -123,6 +121,7 @@ def arm_options(settings: Settings, arm: BenchArm, number: int, resident: ArmRun
     elif arm.half:
         assert resident is not None
         options += ["--gpu-memory-budget-gib", repr(budget_gib(resident))]
+    options += ["--full-graphs"] if settings.full_graphs else []
     options += ["--alone-steps", str(settings.alone_steps)]  # in every arm, as the profiled steps: they train too
     if settings.traces:
         options += ["--trace", str(trace_path(settings, arm, number))]
@@ -246,6 +245,9 @@ def run(settings: Settings) -> int:
     except ArmFailed as failure:
         console.print(f"bridge-fgo bench: {failure}\n{failure.log_tail}", markup=False)
         return FAILED
+    if settings.in_turn and (squeezed := squeezed_arms(runs)):
+        failures |= squeezed
+        console.print("\n".join(squeezed.values()), markup=False)
     there = [arm for arm in chosen if arm.name not in failures]
     traces: dict[str, Trace] = {}
     if settings.traces:

@@ -11,9 +11,10 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from bridge_fgo.cli.bench.presets import read_name
 from bridge_fgo.harness.phase_clock import FIRST_COUNTED_STEP
 from bridge_fgo.harness.runner import POLL_SECONDS, ArmFailed, ArmProcess, ArmRun
 from bridge_fgo.harness.turns import WARM_UP, Turnstile
@@ -26,6 +27,23 @@ def order_of(names: list[str], number: int) -> list[str]:
     """Return the order of arms in round `number`, counted from 1: each round begins with another arm."""
     first = (number - 1) % len(names)
     return names[first:] + names[:first]
+
+
+def squeezed_arms(runs: Mapping[str, list[ArmRun]]) -> dict[str, str]:
+    """Return why arms with a budget of "auto" tell nothing, by name: others held memory that would have been theirs.
+
+    Where all of an arm's states stay on the GPU, the others took nothing from it.
+
+    Args:
+        runs: of each arm, by its name.
+    """
+    left = {name: run.result["released_bytes"] for name, of_arm in runs.items() for run in of_arm}
+    return {
+        name: f"{name}: {nbytes / 1e9:.2f} GB of states left the GPU, whose memory the other arms shared; run it "
+        "without --in-turn, or beside fewer arms"
+        for name, nbytes in left.items()
+        if nbytes and read_name(name)[0] == "auto"
+    }
 
 
 class InTurn:
