@@ -40,6 +40,28 @@ def test_links_of_a_page_resolve(page):
     assert not gone
 
 
+@pytest.fixture(scope="module")
+def description():
+    """What a package index shows: README as the build's metadata has it."""
+    from hatchling.metadata.core import ProjectMetadata
+    from hatchling.plugin.manager import PluginManager
+
+    return ProjectMetadata(str(ROOT), PluginManager()).core.readme
+
+
+def test_all_links_of_a_package_index_lead_somewhere(description):
+    """The files beside README are not there."""
+    targets = re.findall(r"\]\(([^)]+)\)", CODE.sub("", description))
+    assert len(targets) >= 2 and all(target.startswith("https://") for target in targets)
+
+
+def test_a_package_index_names_the_files_of_readme_in_the_source_distribution(description):
+    named = re.findall(r"`([^`]+)` in the source distribution", description)
+    relative = [t for t in re.findall(r"\]\(([^)#]+)\)", CODE.sub("", text_of("README.md"))) if "://" not in t]
+    assert named == relative and all((ROOT / path).exists() for path in named)
+    assert CODE.findall(description) == CODE.findall(text_of("README.md")), "commands are as they were"
+
+
 def test_the_files_that_the_table_of_tests_names_are_there():
     rows = [line for line in text_of("tests/README.md").splitlines() if not line.startswith("| upstream's own")]
     named = re.findall(r"`((?:[\w/]+/)?test_\w+\.py)`", "\n".join(rows))
