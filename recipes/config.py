@@ -1,4 +1,4 @@
-"""Builds a recipe's configuration: upstream's, and with offload the flag and what has to give way to it.
+"""Builds a recipe's configuration: upstream's, and with offload the flag.
 
 `python -m recipes.config` prints the environments of all recipes, as `environment.json` keeps them.
 """
@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bridge_fgo.recipes import catalog, hf_config
 from bridge_fgo.recipes.overrides import overridden
@@ -39,9 +39,9 @@ def build(
 ) -> Built:
     """Return the configuration of a recipe. Without offload it is upstream's, bit by bit.
 
-    With offload it differs in `optimizer.offload_optimizer_states` and in what `turn_off_conflicts` says.
-    `overrides` are `section.field=value`, in Bridge's own syntax (Hydra's), and come last: one that cannot be
-    combined with the offload is refused when training begins.
+    With offload it differs in `optimizer.offload_optimizer_states` alone. `overrides` are `section.field=value`, in
+    Bridge's own syntax (Hydra's), and come last: one that cannot be combined with the offload is refused when training
+    begins.
 
     Raises:
         ValueError: a Hugging Face config that is not there, see `hf_config.origin`; or an override is wrong.
@@ -65,7 +65,6 @@ def build(
     if recipe.benchmark:
         notes.append("upstream's benchmark recipe: few steps, no checkpoints, balanced routers; override what you need")
     if offload:
-        notes += turn_off_conflicts(config)
         setattr(config.optimizer, FLAG, True)
     if overrides:
         config = overridden(config, overrides)
@@ -76,32 +75,6 @@ def build(
             f"data, give {instead}"
         )
     return Built(config, notes)
-
-
-def turn_off_conflicts(config: Any) -> list[str]:
-    """Turn off what a builder set and the offload refuses (`bridge_fgo.wiring.refusals`).
-
-    Returns:
-        A line for each setting: what it was and is, and why.
-    """
-    from megatron.bridge.utils.cuda_graph import is_full_iteration_cuda_graph
-
-    changes: list[tuple[Any, str, Any, str]] = []
-    if is_full_iteration_cuda_graph(config.model):
-        why = "a full-iteration CUDA graph would capture the reload once and never run it again"
-        changes.append((config.model, "model.cuda_graph_impl", "none", why))
-    for name, why in (
-        ("optimizer_cuda_graph", "the graph has the states' addresses baked in"),
-        ("optimizer_cpu_offload", "HybridDeviceOptimizer keeps the states on the CPU already"),
-    ):
-        if getattr(config.optimizer, name, False):
-            changes.append((config.optimizer, f"optimizer.{name}", False, why))
-    lines = []
-    for section, path, value, why in changes:
-        name = path.split(".")[1]
-        lines.append(f"turned off for the offload: {path} was {getattr(section, name)!r}, is {value!r} ({why})")
-        setattr(section, name, value)
-    return lines
 
 
 def import_bridge() -> None:

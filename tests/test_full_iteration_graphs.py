@@ -11,17 +11,14 @@ from bridge_fgo import figures
 from bridge_fgo.core import policy
 from bridge_fgo.harness.cpu_model import CpuOptions
 from bridge_fgo.harness.cpu_training import CpuTraining, run
-from bridge_fgo.wiring import refusals, session
+from bridge_fgo.wiring import session
 from bridge_fgo.wiring.session import SESSION, active_session
 
 STEPS = 8
 MODES = ["eager", "eager", "capture and replay", *["replay"] * (STEPS - 3)]
 
 
-@pytest.fixture(autouse=True)
-def accepted(monkeypatch, cpu_standins):
-    """Full-iteration graphs are not refused."""
-    monkeypatch.setattr(refusals, "accepts_full_iteration_graphs", True)
+pytestmark = pytest.mark.usefixtures("cpu_standins")
 
 
 def captured(monkeypatch, training):
@@ -122,11 +119,3 @@ def test_a_graph_that_comes_or_goes_is_counted_anew(monkeypatch):
         for _ in range(STEPS):
             training.step()
     assert counted == [3]
-
-
-def test_with_mcores_offloader_a_full_iteration_graph_stays_refused(monkeypatch):
-    with CpuTraining(CpuOptions()) as training:
-        training.cfg.model.cuda_graph_impl = "full_iteration"
-        with pytest.raises(ValueError, match="captured and never run again"):
-            refusals.refuse_full_iteration_graph(training.cfg.model, "mcore generation 1")
-        refusals.refuse_full_iteration_graph(training.cfg.model, "native")

@@ -142,10 +142,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from bridge_fgo.harness.gpu_recorder import Recorder
     from bridge_fgo.harness.lengths import in_turn
 
-    if options.full_graphs:
-        from bridge_fgo.wiring import refusals
-
-        refusals.accepts_full_iteration_graphs = True  # until this has run on a GPU; users are refused
     if options.lengths:
         forward_step = in_turn(forward_step, options.lengths)
     if options.released_throughout:

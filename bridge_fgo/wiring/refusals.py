@@ -19,9 +19,6 @@ from bridge_fgo.sources.megatron import MOMENTS
 from bridge_fgo.wiring.compat import Choice, check_flag, choose_engine, flag_is_set
 
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
-accepts_full_iteration_graphs = False
-"""Whether the native engine takes full-iteration CUDA graphs. Tests and the GPU arm set it, to run what they claim;
-it goes when they have run on a GPU."""
 SHARED_MEMORY = "/dev/shm"
 OTHER_FILES = 256
 """Open files that a trainer or its checkpoint worker has besides: libraries, sockets, devices."""
@@ -58,8 +55,6 @@ def config_refusals(cfg: Any) -> Iterator[str]:
         section, name = path.split(".")
         if getattr(getattr(cfg, section, None), name, False) is True:
             yield f"{path}=True with {FLAG_TEXT}: {why}; set {path}=False or leave the flag unset"
-    if not accepts_full_iteration_graphs:
-        yield from _graph_refusals(cfg.model, "native")
 
 
 def all_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
@@ -71,8 +66,7 @@ def all_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
         else:
-            if accepts_full_iteration_graphs:
-                yield from _graph_refusals(cfg.model, engine)
+            yield from _graph_refusals(cfg.model, engine)
             yield from _checkpoint_refusals(cfg.checkpoint, engine)
         yield from master_refusals(cfg, settings)
 
@@ -205,14 +199,13 @@ def refuse_full_iteration_graph(model_config: Any, engine: Choice) -> None:
 
 
 def _graph_refusals(model_config: Any, engine: Choice) -> Iterator[str]:
-    if not captures_full_iteration(model_config) or (accepts_full_iteration_graphs and engine == "native"):
-        return
-    why = "it has not run on a GPU yet" if engine == "native" else "the reload would be captured and never run again"
-    yield (
-        f"a full-iteration CUDA graph (model.cuda_graph_impl={getattr(model_config, 'cuda_graph_impl', None)!r}) "
-        f"with {FLAG_TEXT}: {why}; set model.cuda_graph_impl='none' or capture per-layer modules, or leave the flag "
-        "unset"
-    )
+    if captures_full_iteration(model_config) and engine != "native":
+        yield (
+            f"a full-iteration CUDA graph (model.cuda_graph_impl={getattr(model_config, 'cuda_graph_impl', None)!r}) "
+            f"with {FLAG_TEXT} and mcore's offloader: the reload would be captured and never run again; use "
+            "OffloadConfig(engine='native'), set model.cuda_graph_impl='none' or capture per-layer modules, or leave "
+            "the flag unset"
+        )
 
 
 def captures_full_iteration(model_config: Any) -> bool:

@@ -187,11 +187,15 @@ def test_the_builder_tells_a_package_that_does_not_fit_from_a_config_that_cannot
 def test_every_refusal_is_listed_and_the_status_is_1(no_megatron, saved, tmp_path):
     path = changed(saved, tmp_path, "optimizer_cuda_graph: false", "optimizer_cuda_graph: true")
     text = (tmp_path / "run_config.yaml").read_text()
-    (tmp_path / "run_config.yaml").write_text(text.replace("cuda_graph_impl: none", "cuda_graph_impl: full_iteration"))
+    (tmp_path / "run_config.yaml").write_text(
+        text.replace("optimizer_cpu_offload: false", "optimizer_cpu_offload: true")
+    )
     status, output = run("doctor", path, "--json")
     refusals = json.loads(output)["refusals"]
     assert status == 1 and len(refusals) == 2
-    assert "optimizer.optimizer_cuda_graph=True" in refusals[0] and "full-iteration CUDA graph" in refusals[1]
+    assert (
+        "optimizer.optimizer_cpu_offload=True" in refusals[0] and "optimizer.optimizer_cuda_graph=True" in refusals[1]
+    )
     assert run("plan", path)[0] == 1
 
 

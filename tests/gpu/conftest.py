@@ -45,7 +45,6 @@ def arms_are_only_checked_without_a_gpu(request: pytest.FixtureRequest) -> Itera
         patch.setattr(torch.cuda, "device_count", lambda: 4)
         patch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", SimpleNamespace(FusedAdam=fused_adam))  # pyright: ignore[reportArgumentType]
         patch.setattr(runner, "run_arm", check_arm)
-        patch.setattr("bridge_fgo.wiring.refusals.accepts_full_iteration_graphs", True)  # as the arm does
         yield
 
 

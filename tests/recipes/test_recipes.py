@@ -1,4 +1,4 @@
-"""A recipe is upstream's configuration and the flag; what has to give way to it is said."""
+"""A recipe is upstream's configuration and the flag."""
 
 import functools
 import os
@@ -10,17 +10,15 @@ from pathlib import Path
 import pytest
 from upstream_configs import UPSTREAMS, upstream
 
+from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes import catalog, config
-from bridge_fgo.wiring.refusals import refuse_config
+from bridge_fgo.wiring.refusals import captures_full_iteration, refuse_config
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
 
-FLAG_ALONE = {"optimizer.offload_optimizer_states"}
-
-
-DIFFERENCE = dict.fromkeys(UPSTREAMS, FLAG_ALONE)
-DIFFERENCE["dsv4_flash_128gpu"] = DIFFERENCE["deepseek_v3_256gpu_mxfp8"] = {*FLAG_ALONE, "model.cuda_graph_impl"}
+FULL_ITERATION_GRAPHS = {"dsv4_flash_128gpu", "deepseek_v3_256gpu_mxfp8"}
+"""Recipes whose passes are captured whole."""
 
 
 def flat(value, path=""):
@@ -74,49 +72,19 @@ def test_without_offload_a_recipe_is_upstreams_config(name):
 
 
 @pytest.mark.parametrize("name", UPSTREAMS)
-def test_offload_adds_the_flag_and_turns_off_only_what_is_refused(name):
+def test_offload_adds_the_flag_and_nothing_else_and_is_not_refused(name):
     built = config.build(catalog.find(name), offload=True, hf="kept")
-    assert difference(built.config, upstream(name)) == DIFFERENCE[name]
+    assert difference(built.config, upstream(name)) == {"optimizer.offload_optimizer_states"}
     assert built.config.optimizer.offload_optimizer_states is True
-    for path in DIFFERENCE[name] - FLAG_ALONE:
-        assert any(
-            f"turned off for the offload: {path} was 'full_iteration', is 'none'" in line for line in built.notes
-        )
-    refuse_config(built.config)
-
-
-@pytest.mark.parametrize("name", [name for name in UPSTREAMS if DIFFERENCE[name] != FLAG_ALONE])
-def test_what_a_recipe_turns_off_would_be_refused(name):
-    theirs = upstream(name)
-    theirs.optimizer.offload_optimizer_states = True
-    with pytest.raises(ValueError, match="full-iteration CUDA graph"):
-        refuse_config(theirs)
-
-
-def test_optimizer_settings_that_conflict_are_turned_off_with_a_line_each():
-    theirs = upstream("llama3_70b_64gpu")
-    theirs.optimizer.optimizer_cuda_graph = theirs.optimizer.optimizer_cpu_offload = True
-    lines = config.turn_off_conflicts(theirs)
-    assert [line.split(" (")[0] for line in lines] == [
-        "turned off for the offload: optimizer.optimizer_cuda_graph was True, is False",
-        "turned off for the offload: optimizer.optimizer_cpu_offload was True, is False",
-    ]
-    theirs.optimizer.offload_optimizer_states = True
-    refuse_config(theirs)
-
-
-def test_what_is_turned_off_is_said_with_the_reason():
-    theirs = upstream("deepseek_v3_256gpu_mxfp8")
-    theirs.optimizer.optimizer_cuda_graph = theirs.optimizer.optimizer_cpu_offload = True
-    reasons = [re.search(r"is \S+ \((.+)\)$", line)[1] for line in config.turn_off_conflicts(theirs)]
-    assert [reason.split()[-1] for reason in reasons] == ["again", "in", "already"]
+    assert captures_full_iteration(built.config.model) == (name in FULL_ITERATION_GRAPHS)
+    refuse_config(built.config, OffloadConfig())
 
 
 def test_an_override_comes_last_and_is_refused_where_it_conflicts():
-    overrides = ["train.train_iters=7", "model.cuda_graph_impl=full_iteration"]
+    overrides = ["train.train_iters=7", "optimizer.optimizer_cuda_graph=true"]
     built = config.build(catalog.find("llama3_70b_64gpu"), offload=True, hf="kept", overrides=overrides)
     assert built.config.train.train_iters == 7
-    with pytest.raises(ValueError, match=r"model\.cuda_graph_impl='full_iteration'"):
+    with pytest.raises(ValueError, match=r"optimizer\.optimizer_cuda_graph=True"):
         refuse_config(built.config)
 
 

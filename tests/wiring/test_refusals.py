@@ -117,12 +117,15 @@ def test_no_distributed_optimizer_is_refused_through_validate(cfg):
         cfg.validate()
 
 
-def test_full_iteration_cuda_graph_is_refused(cfg):
-    from bridge_fgo.wiring.refusals import refuse_config
+@pytest.mark.parametrize("engine", ["mcore generation 1", "mcore generation 2"])
+def test_full_iteration_cuda_graph_is_refused_with_mcores_offloader_alone(cfg, engine):
+    from bridge_fgo.wiring.refusals import refuse_config, refuse_full_iteration_graph
 
     cfg.model.cuda_graph_impl = "full_iteration"
-    with pytest.raises(ValueError, match="full-iteration CUDA graph"):
-        refuse_config(cfg)
+    refuse_config(cfg, bridge_fgo.OffloadConfig(engine="native"))
+    refuse_full_iteration_graph(cfg.model, "native")
+    with pytest.raises(ValueError, match=r"full-iteration CUDA graph .*OffloadConfig\(engine='native'\)"):
+        refuse_full_iteration_graph(cfg.model, engine)
 
 
 @pytest.mark.parametrize("engine", ["mcore generation 1", "mcore generation 2"])
@@ -250,7 +253,6 @@ def leaf(stub=False, inner=None):
     [
         ({"optimizer": "sgd"}, {}, r"optimizer\.optimizer='sgd'"),
         ({"use_distributed_optimizer": False}, {}, r"use_distributed_optimizer=False"),
-        ({}, {"cuda_graph_impl": "full_iteration"}, "full-iteration CUDA graph"),
     ],
 )
 def test_what_was_changed_after_the_validation_is_refused_when_training_attaches(
