@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import torch
 
-from bridge_fgo.core import cuda_transfers, debug, snapshot
+from bridge_fgo.core import cuda_transfers, debug
 from bridge_fgo.core.remainders import Remainders
 from bridge_fgo.core.residency import Residency
+from bridge_fgo.core.shared_copies import OwnCopies
 from bridge_fgo.core.slab import Slab
 
 TRAINING, SIDE, HOST = 1000, 2000, 3000
@@ -175,13 +176,13 @@ def install(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     _watch_slabs(monkeypatch, order)
     _watch_poison(monkeypatch, order)
-    copy = snapshot._copy
+    copy = OwnCopies.copy
 
-    def copies(tensor):
+    def copies(copier, tensor):
         order.read_by_the_host(tensor)
-        return copy(tensor)
+        return copy(copier, tensor)
 
-    monkeypatch.setattr(snapshot, "_copy", copies)
+    monkeypatch.setattr(OwnCopies, "copy", copies)
     return order
 
 

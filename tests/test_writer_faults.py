@@ -12,6 +12,7 @@ import traceback
 import async_worker
 import children
 import pytest
+import torch
 from bridge_loop import train
 from saving import newest
 from test_checkpoints import assert_same_shards, background, training
@@ -19,7 +20,7 @@ from test_loop import configured
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bridge_fgo.core import snapshot
+from bridge_fgo.core.shared_copies import OwnCopies, SharedCopies
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins", "deadline"), pytest.mark.slow]
 
@@ -75,22 +76,29 @@ def end_of_training(run, each_step=lambda number: None):
 
 @pytest.fixture
 def copies(monkeypatch):
-    """The storages of the copies that were handed to a writer, by weak references."""
-    original, storages = snapshot._copy, []
+    """For each copy that was handed to a writer, what tells whether nobody refers to it any more."""
+    left = []
+    own, shared = OwnCopies.copy, SharedCopies.copy
 
-    def copy(tensor):
-        result = original(tensor)
-        storages.append(StorageWeakRef(result.untyped_storage()))
+    def copy(copier, tensor):
+        result = own(copier, tensor)
+        left.append(StorageWeakRef(result.untyped_storage()).expired)
         return result
 
-    monkeypatch.setattr(snapshot, "_copy", copy)
-    return storages
+    def copy_shared(copier, tensor):
+        storage = (result := shared(copier, tensor)).untyped_storage()  # which the copier keeps
+        left.append(lambda: torch._C._storage_Use_Count(storage._cdata) == 1)
+        return result
+
+    monkeypatch.setattr(OwnCopies, "copy", copy)
+    monkeypatch.setattr(SharedCopies, "copy", copy_shared)
+    return left
 
 
 def none_is_left(copies):
-    """Whether every copy that was handed out is gone, after some were."""
+    """Whether nobody refers to any copy that was handed out, after some were."""
     gc.collect()
-    return copies and all(copy.expired() for copy in copies)
+    return copies and all(is_gone() for is_gone in copies)
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,8 @@ def _library() -> Any:
     library.cuStreamWaitEvent.argtypes = (handle, handle, ctypes.c_uint)
     library.cuStreamCreate.argtypes = (ctypes.POINTER(handle), ctypes.c_uint)
     library.cuStreamDestroy_v2.argtypes = (handle,)
+    library.cuMemHostRegister_v2.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+    library.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
     library.cuModuleLoadData.argtypes = (ctypes.POINTER(handle), ctypes.c_char_p)
     library.cuModuleGetFunction.argtypes = (ctypes.POINTER(handle), handle, ctypes.c_char_p)
     library.cuMemsetD8Async.argtypes = (address, ctypes.c_ubyte, ctypes.c_size_t, handle)
@@ -104,6 +106,20 @@ class Stream:
         _check(library.cuStreamCreate(ctypes.byref(self.handle), STREAM_NON_BLOCKING), "make a stream")
         # The driver lets work that is left end first. At exit the context may be gone, and the stream with it.
         weakref.finalize(self, library.cuStreamDestroy_v2, self.handle).atexit = False
+
+
+class PageLock:
+    """Pages of host memory that CUDA has locked, `nbytes` from an address on, until `close` or until this is collected.
+
+    By the driver, since an error of the runtime's function would stay, and come out of the next kernel's launch.
+    """
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        library = _library()
+        _check(library.cuMemHostRegister_v2(address, nbytes, 0), f"page-lock {nbytes} bytes of host memory")
+        self.close = weakref.finalize(self, library.cuMemHostUnregister, address)
+        """Unlock the pages, which no copy may be under way from or to."""
+        self.close.atexit = False  # the context may be gone, and the lock with it
 
 
 class Module:

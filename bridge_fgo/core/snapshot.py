@@ -11,6 +11,7 @@ import torch
 
 from bridge_fgo.core.part import Part
 from bridge_fgo.core.residency import Residency
+from bridge_fgo.core.shared_copies import OwnCopies
 from bridge_fgo.core.slab import Slab, require_readable
 from bridge_fgo.core.state import State
 from bridge_fgo.core.transfers import Transfers
@@ -31,6 +32,7 @@ class Snapshot:
         transfers: the copies.
         copies: whether every tensor that is handed out is a copy. Without, a state that is on the host already may be
             handed out as a view of its page-locked buffer, for a reader that copies it at once.
+        copier: makes the copies; by default ordinary memory.
     """
 
     most_borrowed = 4
@@ -38,9 +40,12 @@ class Snapshot:
     are all that the host has: mcore asks in the order of its buffers and parts are in the order of param groups, so
     that two or three take turns."""
 
-    def __init__(self, owners: Mapping[int, Part], transfers: Transfers, copies: bool) -> None:
+    def __init__(
+        self, owners: Mapping[int, Part], transfers: Transfers, copies: bool, copier: OwnCopies | None = None
+    ) -> None:
         self._owners = owners
         self._copies = copies
+        self._copier = copier or OwnCopies()
         self._borrowed: deque[list[Slab]] = deque()
         """Slabs that were released before, part by part."""
         # Race: a copy out that is still under way would be read half done by the host.
@@ -52,6 +57,7 @@ class Snapshot:
         try:
             yield
         finally:
+            self._copier.finish()
             self._send_back(0)
 
     def hand_out(self, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -68,7 +74,10 @@ class Snapshot:
         converts = any(state.converts for slab in part.slabs for state in slab.states if state.param is param)
         self._borrow(part.slabs if converts else encoded)  # another dtype is made on the GPU
         places = self._places(part, param)
-        return {name: self._safe(value, places) for name, value in read().items()}
+        safe = {name: self._safe(value, places) for name, value in read().items()}
+        # Race: what is borrowed goes back to the host, and a slab changes, while threads still copy from it.
+        self._copier.finish()
+        return safe
 
     def _places(self, part: Part, param: torch.Tensor) -> dict[int, Place]:
         """Return the places of a parameter's states that exist, by the `id` of the tensor."""
@@ -87,9 +96,9 @@ class Snapshot:
         # A tensor that a load put in the place of another has memory of its own until the next offload. Of a slab that
         # is encoded, on its way out, what the host has is not the states.
         if slab is None or slab.state is Residency.RESIDENT or slab.is_encoded or not slab.holds(value):
-            return _copy(value)
+            return self._copier.copy(value)
         host = slab.host_view(value, offset)
-        return _copy(host) if self._copies else host
+        return self._copier.copy(host) if self._copies else host
 
     def _borrow(self, slabs: list[Slab]) -> None:
         away = [slab for slab in slabs if slab.state is Residency.RELEASED]
@@ -104,8 +113,3 @@ class Snapshot:
                 if not slab.interrupted:  # by what is on its way to the caller, whom a refusal would keep it from
                     slab.offload()
                     slab.release()
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory, when it is complete."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())

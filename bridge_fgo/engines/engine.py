@@ -225,6 +225,9 @@ class Engine(ABC):
         self.require_readable(source)
         return read()
 
+    def share_copies(self) -> None:  # noqa: B027
+        """Have checkpoints get copies in shared memory from now on, which is kept: a worker process writes them."""
+
     def copied_for_a_save(self) -> list[int]:
         """Return the bytes, at most, of each host tensor that a checkpoint gets of the states."""
         return []  # it gets the tensors themselves

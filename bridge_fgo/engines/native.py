@@ -22,6 +22,7 @@ from bridge_fgo.core.profile import Mark
 from bridge_fgo.core.remainders import Remainders, WeightWatch
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.schedule import Schedule
+from bridge_fgo.core.shared_copies import OwnCopies, SharedCopies
 from bridge_fgo.core.slab import Slab, require_readable, send_off
 from bridge_fgo.core.snapshot import Snapshot
 from bridge_fgo.core.state import State
@@ -98,6 +99,7 @@ class NativeEngine(Engine):
         """Sources whose steps are planned not to be divided."""
         self._said: set[str] = set()
         self._snapshots: dict[Source, Snapshot] = {}
+        self._copier = OwnCopies()
         self._checked: set[Source] = set()
         """Sources whose weights have been compared for the optimizer step that comes next."""
         self._masters_lost: set[Source] = set()
@@ -450,7 +452,8 @@ class NativeEngine(Engine):
     @override
     def saving(self, source: Source, copies: bool) -> Iterator[None]:
         """Context in which a checkpoint is made, and nothing moves."""
-        snapshot = self._snapshots[source] = Snapshot(self._shares[source].owners, self.schedule.transfers, copies)
+        owners, transfers = self._shares[source].owners, self.schedule.transfers
+        snapshot = self._snapshots[source] = Snapshot(owners, transfers, copies, self._copier)
         try:
             with self._verified(source), snapshot.taken():
                 yield
@@ -519,6 +522,10 @@ class NativeEngine(Engine):
         return read()
 
     @override
+    def share_copies(self) -> None:
+        self._copier = SharedCopies(page_locks=self.bytes_to_pin > 0)
+
+    @override
     def copied_for_a_save(self) -> list[int]:
         return [state.saved_nbytes for slab in self.slabs for state in slab.states]
 
@@ -527,6 +534,7 @@ class NativeEngine(Engine):
         self._require_restorable(self.sources)
         with self._trusted(*self.sources):
             self.require_writable()
+        self._copier.close()
         for slab in self.slabs:
             slab.close()
         self.schedule.forget_parts()

@@ -147,10 +147,7 @@ def refuse_small_shared_memory(checkpoint: Any, copies: list[int], ranks: int | 
         copies: bytes of each host tensor that this rank's checkpoint gets.
         ranks: of this node; `ranks_of_this_node` when None.
     """
-    takes_tensors = not getattr(checkpoint, "dist_ckpt_optim_fully_reshardable", False)
-    if not (_saves_states(checkpoint) and checkpoint.async_save and takes_tensors and copies):
-        return
-    if not checkpoint.use_persistent_ckpt_worker:  # a fork has the memory already
+    if not (copies and copies_go_to_a_worker(checkpoint)):
         return
     if ranks is None:
         ranks = ranks_of_this_node()
@@ -171,6 +168,16 @@ def refuse_small_shared_memory(checkpoint: Any, copies: list[int], ranks: int | 
                 f"{ranks} rank(s) through shared memory and needs up to {wanted} {what}, but there are {there}: {how}, "
                 "or set checkpoint.async_save=False"
             )
+
+
+def copies_go_to_a_worker(checkpoint: Any) -> bool:
+    """Return whether tensors that a checkpoint gets go to a process that is there already, by shared memory.
+
+    One that is forked for the save has the memory; of a `fully_reshardable` checkpoint mcore gathers copies of its own.
+    """
+    takes_tensors = not getattr(checkpoint, "dist_ckpt_optim_fully_reshardable", False)
+    saves = _saves_states(checkpoint) and checkpoint.async_save
+    return bool(saves and takes_tensors and checkpoint.use_persistent_ckpt_worker)
 
 
 def refuse_checkpoint_format(checkpoint: Any, engine: Choice) -> None:

@@ -28,6 +28,7 @@ from bridge_fgo.wiring.optimizers import eligible, stage_of
 from bridge_fgo.wiring.points import ModelPoints
 from bridge_fgo.wiring.refusals import (
     captures_full_iteration,
+    copies_go_to_a_worker,
     refuse_full_iteration_graph,
     refuse_optimizer_config,
     refuse_small_shared_memory,
@@ -326,6 +327,8 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
         session = attach(optimizer, model_config, config)
         if not session.began:
             refuse_small_shared_memory(cfg.checkpoint, session.engine.copied_for_a_save())
+            if copies_go_to_a_worker(cfg.checkpoint):
+                session.engine.share_copies()
             session.began = True
         return session
     session = None if optimizer is None else getattr(optimizer, "__dict__", {}).get(SESSION)
