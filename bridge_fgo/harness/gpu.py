@@ -60,6 +60,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="overlap gradient reduction and parameter gathering with computation",
     )
     optimizer = parser.add_argument_group("optimizer")
+    optimizer.add_argument(
+        "--optimizer",
+        choices=("adam", "muon", "adaptive_muon", "dist_muon"),
+        default="adam",
+        help="Muons need emerging-optimizers, and --no-distributed",
+    )
+    optimizer.add_argument(
+        "--distributed",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="mcore's DistributedOptimizer; without, each rank updates whole parameters",
+    )
     optimizer.add_argument("--precision-aware", action="store_true")
     optimizer.add_argument("--moments-dtype", choices=("fp32", "bf16"), default="fp32")
     optimizer.add_argument("--hybrid", action="store_true", help="the peer arm: Adam on the CPU")
@@ -121,6 +133,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.groups = options.heads // 2 if options.heads % 2 == 0 else options.heads
     if options.moments_dtype != "fp32" and not options.precision_aware:
         parser.error("--moments-dtype bf16 needs --precision-aware")
+    if options.optimizer != "adam" and options.distributed:
+        parser.error(f"--optimizer {options.optimizer} is not distributed by its elements: give --no-distributed")
     if options.hybrid and options.offload == "on":
         parser.error("--hybrid keeps the states on the CPU for good: it does not go with --offload on")
     return options

@@ -86,9 +86,9 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
     elif options.recompute == "full":
         model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "uniform", 1
     optimizer = bridge.OptimizerConfig(
-        optimizer="adam",
+        optimizer=options.optimizer,
         bf16=True,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=options.distributed,
         clip_grad=1.0,
         lr=3e-4,
         min_lr=1e-5,
@@ -129,8 +129,8 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         ddp=bridge.DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=options.dp_overlap,
-            overlap_param_gather=options.dp_overlap,
-            use_distributed_optimizer=True,
+            overlap_param_gather=options.dp_overlap and options.distributed,
+            use_distributed_optimizer=options.distributed,
             num_distributed_optimizer_instances=options.instances,
         ),
         dataset=bridge.MockGPTDatasetConfig(
