@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 
+import async_worker
 import pytest
 import torch
 from saving import load, save
-from test_checkpoints import assert_same_shards, session_of, training
+from test_checkpoints import assert_same_shards, background, finish, session_of, training
 from test_parity import DEFAULTS, SMALL_SLABS, numbers, released
 
 import bridge_fgo
@@ -367,3 +368,25 @@ def test_bridges_torch_format_writes_the_layer_wise_optimizers_file(tmp_path):
     files = [torch.load(next(folder.rglob("layer_wise_optimizer_0.pt"))) for folder in folders.values()]
     pairs = list(zip(*(tensors(file) for file in files), strict=True))
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("deadline")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("worker", ["fork", "mcore"])
+def test_checkpoints_in_the_background_have_the_bytes_of_their_step(tmp_path, monkeypatch, worker, name):
+    if worker != "fork":
+        async_worker.have_bridge_use(worker, monkeypatch.setattr, quickly=True)
+    for offload in (False, True):
+        with training(offload, **OPTIMIZERS[name]) as run:
+            if offload:
+                background(run, worker, tmp_path)
+            for number in range(2):
+                run.step()
+                save(run, tmp_path / str(offload) / str(number))
+            run.step()  # overwrites every state and every host buffer while the writer may still read
+            if offload:
+                assert max(run.live_bytes) == 0
+                finish(run)
+    for number in range(2):
+        assert_same_shards(tmp_path / "True" / str(number), tmp_path / "False" / str(number))

@@ -1,4 +1,4 @@
-"""Optimizers with masters of whole parameters on two ranks, each a process: data parallelism, and tensor parallelism."""
+"""Optimizers with masters of whole parameters on two ranks, each a process: data or tensor parallelism."""
 
 from __future__ import annotations
 
