@@ -40,15 +40,15 @@ def make_engine(
 
     Raises:
         ValueError: mcore built no offloader, because the flag was set after the optimizer was made; or an optimizer is
-            of a kind that mcore's offloader does not serve.
+            of a kind for which mcore's offloader is not driven.
         ValueError, RuntimeError: as `NativeEngine`.
     """
     if name != "native":
         distributed = [source for source in sources if isinstance(source, MegatronSource)]
         if len(distributed) < len(sources):
             raise ValueError(
-                "OffloadConfig.engine='mcore' with a Float16OptimizerWithFloat16Params: mcore's offloader serves its "
-                "DistributedOptimizer alone; use OffloadConfig(engine='native')"
+                "OffloadConfig.engine='mcore' with a Float16OptimizerWithFloat16Params: mcore's offloader is driven "
+                "under its DistributedOptimizer alone; use OffloadConfig(engine='native')"
             )
         if any(source.upstream_offloader() is None for source in distributed):
             raise ValueError(

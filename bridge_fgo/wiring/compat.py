@@ -115,7 +115,7 @@ def native_only_refusal(config: OffloadConfig) -> str:
 
 
 def _is_distributed_adam(optimizer_config: Any) -> bool:
-    """Return whether mcore builds what its own offloader serves."""
+    """Return whether mcore builds the optimizer for which its own offloader is driven."""
     is_adam = getattr(optimizer_config, "optimizer", "adam") == "adam"
     return is_adam and getattr(optimizer_config, "use_distributed_optimizer", True) is True
 
@@ -140,7 +140,7 @@ def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
             raise ValueError(
                 f"OffloadConfig.engine='mcore' with optimizer.optimizer={optimizer_config.optimizer!r} and "
                 f"optimizer.use_distributed_optimizer={optimizer_config.use_distributed_optimizer}: mcore's offloader "
-                "serves Adam under its DistributedOptimizer alone; use engine='native'"
+                "is driven for Adam under a DistributedOptimizer alone; use engine='native'"
             )
         if generation == "mcore generation 1" and not upstream_adam_is_fused():
             raise ValueError(
