@@ -158,6 +158,45 @@ def test_qk_clip_finds_the_masters_that_it_scales(monkeypatch, bridge_train):
     assert trained(False) != resident
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_norm_of_parameters_reads_masters_that_are_away(bridge_train, name):
+    def norms(offload):
+        with CpuTraining(CpuOptions(offload=offload, **OPTIMIZERS[name])) as training:
+            training.step()
+            if offload:
+                released(training)
+            return bridge_train.calc_params_l2_norm(training.model, training.cfg.model)
+
+    resident = norms(False)
+    with bridge_fgo.install(SMALL_SLABS):
+        assert norms(True) == resident > 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_that_mcores_own_offload_to_cpu_has_moved_are_trained_on(monkeypatch, name):
+    def trained(offload):
+        with CpuTraining(CpuOptions(offload=offload, **OPTIMIZERS[name])) as training:
+            for _ in range(2):
+                training.step()
+            if offload:
+                bridge_fgo.reload_states()
+                before = dict(training.state_tensors()["moments"])
+                with monkeypatch.context() as patch:  # it rebinds every parameter and state to a copy
+                    patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+                    patch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+                    training.optimizer.offload_to_cpu()
+                assert all(tensor is not before[name] for name, tensor in training.state_tensors()["moments"])
+                training.optimizer.restore_from_cpu()
+            for _ in range(2):
+                training.step()
+                assert not offload or max(training.live_bytes) == 0
+            return training.digests()
+
+    resident = trained(False)
+    with bridge_fgo.install(SMALL_SLABS):
+        assert trained(True) == resident
+
+
 # The order of updates.
 
 

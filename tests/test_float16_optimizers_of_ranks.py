@@ -31,6 +31,7 @@ def run(folder, offload, changes, loads=None, steps=STEPS):
         {"optimizer": "muon"},
         {"optimizer": "dist_muon"},
         {"optimizer": "dist_muon", "experts": True},
+        {"optimizer": "dist_muon", "overlap_grad_reduce": True, "overlap_param_gather": True},
         {"optimizer": "muon", "tp": 2, "muon_tp_mode": "duplicated"},
         {"optimizer": "dist_muon", "tp": 2, "muon_tp_mode": "distributed"},
         {"optimizer": "muon", "tp": 2},
