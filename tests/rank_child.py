@@ -35,6 +35,8 @@ class Job:
     offload: bool
     loads: Path | None
     steps: int = 2
+    changes: dict = dataclasses.field(default_factory=dict)
+    """Options of the training."""
 
 
 class Rank(CpuTraining):
@@ -55,10 +57,10 @@ def train(rank: int, job: Job) -> None:
 
     filesystem_async._results_queue = queue.Queue()  # mcore's is in a process of its own, which would outlive this one
     fused_adam.have_mcore_take_it(setattr)
-    options = CpuOptions(offload=job.offload)
+    options = CpuOptions(offload=job.offload, **job.changes)
     held, numbers = [], []
     with bridge_fgo.install(CONFIG) if job.offload else contextlib.nullcontext(), Rank(options, rank, job) as run:
-        run._batches.iterable = microbatches(dataclasses.replace(options, seed=options.seed + rank))
+        run._batches.iterable = microbatches(dataclasses.replace(options, seed=options.seed + rank // options.tp))
         if job.loads:
             load(run, job.loads)
             save(run, job.folder / "loaded")

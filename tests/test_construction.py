@@ -16,7 +16,7 @@ from test_checkpoints import FORMATS, session_of
 import bridge_fgo
 from bridge_fgo.harness import cpu_training
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
-from bridge_fgo.harness.final_state import distributed_optimizers
+from bridge_fgo.harness.final_state import mcore_optimizers
 
 KIB = 1024
 PARTS = bridge_fgo.OffloadConfig(engine="native", master_remainders=True)
@@ -101,7 +101,7 @@ def masters(run):
     """Every master that mcore keeps, in an order of its own."""
     return [
         master
-        for leaf in distributed_optimizers(run.optimizer)
+        for leaf in mcore_optimizers(run.optimizer)
         for group in leaf.shard_fp32_from_float16_groups
         for master in group
     ]
@@ -145,7 +145,7 @@ def everything(run):
     """Every weight and state of a training, and the counts of steps."""
     bridge_fgo.reload_states()
     found = {name: parameter.clone() for name, parameter in run.model[0].named_parameters()}
-    for number, leaf in enumerate(distributed_optimizers(run.optimizer)):
+    for number, leaf in enumerate(mcore_optimizers(run.optimizer)):
         for index, group in enumerate(leaf.optimizer.param_groups):
             found[f"{number}.{index}.step"] = torch.tensor(group.get("step", 0))
             for place, param in enumerate(group["params"]):
@@ -171,7 +171,7 @@ def measured_load(run, folder):
     states = [m for m in masters(run) if m is not None]
     states += [
         value
-        for leaf in distributed_optimizers(run.optimizer)
+        for leaf in mcore_optimizers(run.optimizer)
         for of_param in leaf.optimizer.state.values()
         for value in of_param.values()
     ]
@@ -339,7 +339,7 @@ def test_optimizers_that_are_put_into_another_chain_keep_their_masters():
         resident = trained(run, 2), everything(run)
     with training(True) as run:
         first = session_of(run)
-        run.optimizer = ChainedOptimizer(list(distributed_optimizers(run.optimizer)))
+        run.optimizer = ChainedOptimizer(list(mcore_optimizers(run.optimizer)))
         setup._update_model_config_funcs(run.model, run.cfg.model, run.cfg.ddp, run.optimizer, pg_collection=run.groups)
         assert first.closed and session_of(run) is not first
         assert (trained(run, 2), everything(run))[0] == resident[0]

@@ -19,7 +19,8 @@ step, one in which everything was released throughout (`HoldPolicy`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
+from itertools import groupby, takewhile
+from operator import attrgetter
 
 import torch
 
@@ -232,7 +233,14 @@ class Schedule:
 
     # The optimizer step.
 
-    def step(self, parts: list[Part], update: Callable[[Part], None], keep_masters: bool, together_bytes: int) -> None:
+    def step(
+        self,
+        parts: list[Part],
+        update: Callable[[Part], None],
+        keep_masters: bool,
+        together_bytes: int,
+        in_order: bool = False,
+    ) -> None:
         """Bring back, update and send off the parts of one source, as a pipeline in both directions.
 
         Parts that are small go through it in groups: a call of the driver's takes the host twice as long after an
@@ -244,17 +252,13 @@ class Schedule:
             keep_masters: whether states that are written back to the model stay on the GPU until the next pass; their
                 copy out starts all the same.
             together_bytes: size of a group at most, but for one of a single part (`pipeline_bytes`).
+            in_order: whether parts are updated in their order, whatever has landed (`Source.keeps_order`).
         """
-        # What has landed goes first, so that copies out begin. What stays needs no copy, and fills the time while
-        # the others come.
-        moving = [part for part in parts if not part.stays]
-        landed = list(takewhile(self._has_landed, moving))
-        staying = [part for part in parts if part.stays]
         limit = self.step_limit
         together_bytes = min(together_bytes, (limit - self._bytes_in_any_case) // GROUPS_HELD)
         room_to_make = self._room_to_make()
         limit -= room_to_make
-        for run in (landed, staying, moving[len(landed) :]):
+        for run in self._runs(parts, in_order):
             for group in _groups(run, together_bytes):
                 slabs = [slab for part in group for slab in part.slabs]
                 if room_to_make:
@@ -269,8 +273,18 @@ class Schedule:
                     self.queue.came(slab)
                 for part in group:
                     update(part)
-                if run is not staying:
+                if not group[0].stays:
                     self._send_off(slabs, keep_masters)
+
+    def _runs(self, parts: list[Part], in_order: bool) -> list[list[Part]]:
+        """Return the parts as they are updated, those that stay apart from those that move."""
+        if in_order:
+            return [list(run) for _, run in groupby(parts, key=attrgetter("stays"))]
+        # What has landed goes first, so that copies out begin. What stays needs no copy, and fills the time while
+        # the others come.
+        moving = [part for part in parts if not part.stays]
+        landed = list(takewhile(self._has_landed, moving))
+        return [landed, [part for part in parts if part.stays], moving[len(landed) :]]
 
     def _has_landed(self, part: Part) -> bool:
         if any(slab.state is Residency.RELEASED for slab in part.slabs):

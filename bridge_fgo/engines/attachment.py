@@ -1,4 +1,4 @@
-"""Which engine serves an optimizer: what hangs on a DistributedOptimizer while one does."""
+"""Which engine serves an optimizer: what hangs on one of mcore's optimizers while one does."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from bridge_fgo.engines.engine import Engine
 from bridge_fgo.sources.source import Source
 
 ATTACHED = "_bridge_fgo_attached"
-"""Attribute of a DistributedOptimizer that holds its `Attachment`."""
+"""Attribute of an optimizer that holds its `Attachment`."""
 
 
 class Attachment(NamedTuple):
-    """What a DistributedOptimizer is attached to: the engine, and the source that it is to it."""
+    """What an optimizer is attached to: the engine, and the source that it is to it."""
 
     engine: Engine
     source: Source
 
 
 def attachment_of(optimizer: Any) -> Attachment | None:
-    """Return what a DistributedOptimizer is attached to, or None."""
+    """Return what an optimizer is attached to, or None."""
     return vars(optimizer).get(ATTACHED)

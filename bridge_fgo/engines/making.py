@@ -13,14 +13,14 @@ from bridge_fgo.engines.mcore1 import Generation1
 from bridge_fgo.engines.mcore2 import Generation2
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather
-from bridge_fgo.sources.megatron import MegatronSource
+from bridge_fgo.sources.megatron import McoreSource, MegatronSource
 
 MEMBERS: tuple[type[Member], ...] = (Generation1, Generation2)
 
 
 def make_engine(
     name: str,
-    sources: Sequence[MegatronSource],
+    sources: Sequence[McoreSource],
     config: OffloadConfig,
     meter: PeakMeter,
     stage: int | None = None,
@@ -39,16 +39,23 @@ def make_engine(
         warn: gets a line that concerns this rank.
 
     Raises:
-        ValueError: mcore built no offloader, because the flag was set after the optimizer was made.
+        ValueError: mcore built no offloader, because the flag was set after the optimizer was made; or an optimizer is
+            of a kind for which mcore's offloader is not driven.
         ValueError, RuntimeError: as `NativeEngine`.
     """
     if name != "native":
-        if any(source.upstream_offloader() is None for source in sources):
+        distributed = [source for source in sources if isinstance(source, MegatronSource)]
+        if len(distributed) < len(sources):
+            raise ValueError(
+                "OffloadConfig.engine='mcore' with a Float16OptimizerWithFloat16Params: mcore's offloader is driven "
+                "under its DistributedOptimizer alone; use OffloadConfig(engine='native')"
+            )
+        if any(source.upstream_offloader() is None for source in distributed):
             raise ValueError(
                 "optimizer.offload_optimizer_states=True was set after the optimizer was built, so mcore gave it no "
                 "offloader: set it before, or use OffloadConfig(engine='native')"
             )
-        return McoreEngine(sources, next(member for member in MEMBERS if member.name == name))
+        return McoreEngine(distributed, next(member for member in MEMBERS if member.name == name))
     engine = NativeEngine(sources, config, meter)
     holding = engine.schedule.holding
     holding.agree, holding.announce, holding.warn = partial(agree, stage), announce, warn

@@ -336,8 +336,12 @@ class NativeEngine(Engine):
         share = self._shares[source]
 
         def run() -> None:
-            source.step(None)  # parameters whose states are not offloaded
-            self.schedule.step(share.parts, source.step, not source.writes_back_by_part, share.together_bytes)
+            keep_masters, in_order = not source.writes_back_by_part, source.keeps_order
+            if not in_order:
+                source.step(None)  # parameters whose states are not offloaded
+            self.schedule.step(share.parts, source.step, keep_masters, share.together_bytes, in_order)
+            if in_order:
+                source.step(None)  # `select` takes the first parameters, so these are the last
 
         with ExitStack() as stack:
             if self._is_whole(source):

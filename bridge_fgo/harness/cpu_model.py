@@ -13,6 +13,7 @@ import torch
 from bridge_fgo.harness.lengths import cut, length_of
 
 Precision = Literal["bf16", "fp16", "fp32_params"]
+Optimizer = Literal["adam", "muon", "adaptive_muon", "dist_muon"]
 
 CONSTANT_LOSS_SCALE = 128.0
 """Gives bf16 the grad scaler without which mcore does not look for infs; a power of two, so that scaling and
@@ -41,6 +42,17 @@ class CpuOptions:
     "fp32_params" is bf16 with native fp32 layer norms, whose "masters" are views of DDP's buffers."""
     adam: Literal["torch"] = "torch"
     """The Adam inside: mcore's fallback, torch.optim.AdamW."""
+    optimizer: Optimizer = "adam"
+    """`cfg.optimizer.optimizer`. Muons need emerging-optimizers, and `distributed=False`."""
+    distributed: bool = True
+    """`use_distributed_optimizer`; without it each rank updates whole parameters, under mcore's
+    Float16OptimizerWithFloat16Params."""
+    tp: int = 1
+    """Ranks of tensor parallelism."""
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "blockwise"
+    """How those orthogonalize a matrix that they share; all but the first have collectives in the update."""
+    moment2: Literal["adamuon", "normuon"] = "adamuon"
+    """Second moments of AdaptiveMuon: of each element, or of each row or column."""
     overlap_grad_reduce: bool = False
     """Reduce gradients during backward, as soon as they are ready."""
     overlap_param_gather: bool = False
@@ -72,6 +84,10 @@ class CpuOptions:
         if self.precision not in get_args(Precision):
             one_of = ", ".join(get_args(Precision))
             raise ValueError(f"precision={self.precision!r}: use one of {one_of}")
+        if self.optimizer not in get_args(Optimizer):
+            raise ValueError(f"optimizer={self.optimizer!r}: use one of {', '.join(get_args(Optimizer))}")
+        if self.optimizer != "adam" and self.distributed:
+            raise ValueError(f"optimizer={self.optimizer!r}: set distributed=False, as mcore asks for")
         if self.adam != "torch":
             raise ValueError(f"adam={self.adam!r}: only 'torch' runs on the CPU")
         if any(not 0 < length <= self.sequence for length in self.lengths):
@@ -104,6 +120,7 @@ def make_config(options: CpuOptions) -> Any:
         hidden_size=options.hidden,
         ffn_hidden_size=4 * options.hidden,
         num_attention_heads=4,
+        tensor_model_parallel_size=options.tp,
         vocab_size=options.vocab,
         seq_length=options.sequence,
         virtual_pipeline_model_parallel_size=options.chunks if options.chunks > 1 else None,
@@ -130,14 +147,16 @@ def make_config(options: CpuOptions) -> Any:
         **experts,
     )
     optimizer: Any = bridge.OptimizerConfig(
-        optimizer="adam",
+        optimizer=options.optimizer,
+        muon_tp_mode=options.muon_tp_mode,
+        adaptive_muon_moment2_method=options.moment2,
         lr=2e-3,
         min_lr=1e-4,
         clip_grad=1.0,
         fp16=is_fp16,
         bf16=not is_fp16,
         params_dtype=half,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=options.distributed,
         loss_scale=CONSTANT_LOSS_SCALE if options.found_inf_steps and not is_fp16 else None,
         initial_loss_scale=2.0**20,
         loss_scale_window=4,
@@ -164,7 +183,7 @@ def make_config(options: CpuOptions) -> Any:
             weight_decay_incr_style="constant",
         ),
         ddp=bridge.DistributedDataParallelConfig(
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=options.distributed,
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=options.overlap_grad_reduce,
             overlap_param_gather=options.overlap_param_gather,

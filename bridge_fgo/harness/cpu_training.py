@@ -22,12 +22,23 @@ from bridge_fgo.harness.cpu_model import (
     make_model,
     microbatches,
 )
-from bridge_fgo.harness.final_state import distributed_optimizers
+from bridge_fgo.harness.final_state import MOMENTS, mcore_optimizers
 from bridge_fgo.harness.record import RunRecord, StepRecord, digest
 from bridge_fgo.standins.cuda import install_standins
 
 FAULT = 64.0
 """Factor by which an injected fault raises the loss: far above what validation accepts."""
+
+
+def _lists_of(leaf: Any) -> list[tuple[Any, Any, Any]]:
+    """Return lists of an optimizer's parameters, of what it has of each on this rank, and of their masters."""
+    if hasattr(leaf, "fp32_from_fp32_groups"):  # Float16OptimizerWithFloat16Params
+        native, halves = leaf.fp32_from_fp32_groups, leaf.float16_groups
+        return [(native, native, native), (halves, halves, leaf.fp32_from_float16_groups)]
+    return [
+        (leaf.model_fp32_groups, leaf.shard_fp32_groups, leaf.shard_fp32_groups),
+        (leaf.model_float16_groups, leaf.shard_float16_groups, leaf.shard_fp32_from_float16_groups),
+    ]
 
 
 class CpuTraining:
@@ -73,7 +84,7 @@ class CpuTraining:
 
         options = self.options
         self._join()
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tp)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         random.seed(options.seed)
         np.random.seed(options.seed)
@@ -211,21 +222,17 @@ class CpuTraining:
             for name, parameter in module.named_parameters():
                 names[parameter] = f"{chunk}.{name}"
                 yield "params", names[parameter], parameter
-        for distributed in distributed_optimizers(self.optimizer):
-            if distributed.is_stub_optimizer:
+        for leaf in mcore_optimizers(self.optimizer):
+            if leaf.is_stub_optimizer:
                 continue
-            halves = distributed.shard_float16_groups
-            for weights, shards, mains in (
-                (distributed.model_fp32_groups, distributed.shard_fp32_groups, distributed.shard_fp32_groups),
-                (distributed.model_float16_groups, halves, distributed.shard_fp32_from_float16_groups),
-            ):
+            for weights, shards, mains in _lists_of(leaf):
                 for weight, shard, main in zip(chain(*weights), chain(*shards), chain(*mains), strict=True):
                     # A precision-aware Adam steps the shard, and has the master, once it is made, among its states.
-                    state = distributed.optimizer.state.get(shard if main is None else main, {})
+                    state = leaf.optimizer.state.get(shard if main is None else main, {})
                     master = state.get("master_param", main)
                     if master is not None:
                         yield "masters", names[weight], master
-                    for key in ("exp_avg", "exp_avg_sq"):
+                    for key in MOMENTS:
                         if key in state:
                             yield "moments", f"{names[weight]}.{key}", state[key]
 

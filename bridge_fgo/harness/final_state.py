@@ -14,32 +14,34 @@ from bridge_fgo.harness.record import digest, digest_each, joined
 if TYPE_CHECKING:
     import torch
 
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "moment2_buffer")
+"""What Adam and Muon call theirs."""
 
-def distributed_optimizers(optimizer: Any) -> Iterator[Any]:
-    """Yield every DistributedOptimizer that an optimizer is or chains, in order."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    if isinstance(optimizer, DistributedOptimizer):
+def mcore_optimizers(optimizer: Any) -> Iterator[Any]:
+    """Yield every optimizer that has masters and an optimizer inside, in the order of the chain."""
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+    if isinstance(optimizer, MixedPrecisionOptimizer):  # DistributedOptimizer, or Float16OptimizerWithFloat16Params
         yield optimizer
     for child in getattr(optimizer, "chained_optimizers", ()):
-        yield from distributed_optimizers(child)
+        yield from mcore_optimizers(child)
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what each Adam inside steps: a name, the DistributedOptimizer, the parameter."""
-    for number, distributed in enumerate(distributed_optimizers(optimizer)):
-        if distributed.optimizer is None:  # a rank with nothing to train
+    """Yield what each optimizer inside steps: a name, mcore's optimizer, the parameter."""
+    for number, leaf in enumerate(mcore_optimizers(optimizer)):
+        if leaf.optimizer is None:  # a rank with nothing to train
             continue
-        for group, parameters in enumerate(distributed.optimizer.param_groups):
+        for group, parameters in enumerate(leaf.optimizer.param_groups):
             for index, parameter in enumerate(parameters["params"]):
-                yield f"{number}.{group}.{index}", distributed, parameter
+                yield f"{number}.{group}.{index}", leaf, parameter
 
 
-def _state_of(distributed: Any, parameter: Any) -> dict[str, torch.Tensor]:
-    """Return the master and the moments of a parameter that the Adam inside steps, the master first."""
-    states = distributed.optimizer.state.get(parameter, {})
-    moments = {key: states[key] for key in ("exp_avg", "exp_avg_sq") if key in states}
-    return {"master": states.get("master_param", parameter), **moments}
+def _state_of(leaf: Any, parameter: Any) -> dict[str, torch.Tensor]:
+    """Return the master and the moments of a parameter that the optimizer inside steps, the master first."""
+    states = leaf.optimizer.state.get(parameter, {})
+    return {"master": states.get("master_param", parameter), **{key: states[key] for key in MOMENTS if key in states}}
 
 
 def _weights(model: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -60,11 +62,11 @@ def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, tor
             prove nothing.
     """
     state: dict[str, dict[str, torch.Tensor]] = {"params": _weights(model), "masters": {}, "moments": {}}
-    for distributed in distributed_optimizers(optimizer):
-        if hasattr(distributed, "synchronize_optimizer_state_for_checkpoint"):
-            distributed.synchronize_optimizer_state_for_checkpoint()  # mcore generation 2
-    for name, distributed, parameter in _stepped(optimizer):
-        moments = _state_of(distributed, parameter)
+    for leaf in mcore_optimizers(optimizer):
+        if hasattr(leaf, "synchronize_optimizer_state_for_checkpoint"):
+            leaf.synchronize_optimizer_state_for_checkpoint()  # mcore generation 2
+    for name, leaf, parameter in _stepped(optimizer):
+        moments = _state_of(leaf, parameter)
         state["masters"][name] = moments.pop("master")
         state["moments"] |= {f"{name}.{key}": moment for key, moment in moments.items()}
     for part, tensors in state.items():
@@ -81,12 +83,12 @@ Read = Callable[[], dict[str, Any]]
 
 
 @contextmanager
-def _handed_out(distributed: Any) -> Iterator[Callable[[Any, Read], dict[str, Any]]]:
+def _handed_out(leaf: Any) -> Iterator[Callable[[Any, Read], dict[str, Any]]]:
     """Context in which states are to be had, a parameter at a time, without bringing those that are away to the GPU.
 
     It gives a function of a parameter and of what reads its states.
     """
-    to = attachment_of(distributed)
+    to = attachment_of(leaf)
     if to is None:
         yield lambda parameter, read: read()
         return
@@ -105,10 +107,10 @@ def digests_by_parameter(model: Sequence[Any], optimizer: Any) -> tuple[dict[str
     """
     found: dict[str, list[bytes]] = {"masters": [], "moments": []}
     nbytes = 0
-    for each in distributed_optimizers(optimizer):
+    for each in mcore_optimizers(optimizer):
         with _handed_out(each) as hand_out:
-            for _, distributed, parameter in _stepped(each):
-                states = hand_out(parameter, partial(_state_of, distributed, parameter))
+            for _, leaf, parameter in _stepped(each):
+                states = hand_out(parameter, partial(_state_of, leaf, parameter))
                 master, *moments = digest_each(states.values())
                 found["masters"].append(master)
                 found["moments"] += moments

@@ -1,4 +1,4 @@
-"""Stepping a torch optimizer whose update is element by element for some of its parameters at a time."""
+"""Stepping a torch optimizer that updates every parameter for itself, for some of its parameters at a time."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def _kinetos_hook_called_once(adam: torch.optim.Optimizer) -> Iterator[None]:
 
 
 class InnerStep:
-    """Steps TE's FusedAdam or torch's Adam in parts: it updates every element for itself, so the bits are the same.
+    """Steps TE's FusedAdam, torch's Adam or mcore's Muon in parts, with the same bits.
 
-    What is not per element is kept exact: FusedAdam counts `step` in the param group (torch's Adam in the state of
-    each parameter), so every part is stepped from the count before, and the group ends one higher.
+    Adam updates every element for itself, and Muon every parameter. What is not per parameter is kept exact: FusedAdam
+    counts `step` in the param group (torch's Adam in the state of each parameter), so every part is stepped from the
+    count before, and the group ends one higher.
     """
 
     def __init__(self, adam: torch.optim.Optimizer) -> None:

@@ -12,8 +12,9 @@ import torch
 from bridge_fgo.core.state import WeightShard
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-MASTERS = ("shard_fp32_from_float16_groups", "model_float16_groups")
-FP32 = ("shard_fp32_groups", "model_fp32_groups")
+
+Buffers = dict[int, Callable[[], torch.Tensor]]
+"""What reads each weight buffer, by the `id` of its bucket: one callable for each buffer."""
 
 
 class MasterCopy:
@@ -22,6 +23,11 @@ class MasterCopy:
     The method copies each master of `shard_fp32_from_float16_groups` into the range of the parameter buffer that
     belongs to the parameter at the same place of `model_float16_groups`; with shorter lists it copies fewer.
     """
+
+    masters = ("shard_fp32_from_float16_groups", "model_float16_groups")
+    """The optimizer's lists of masters, and of the parameters that they are copied to."""
+    native = ("shard_fp32_groups", "model_fp32_groups")
+    """Its lists of native fp32 parameters that the method copies too."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -47,21 +53,25 @@ class MasterCopy:
         Args:
             dtypes: of the weights that are asked for.
         """
-        optimizer = self._optimizer
-        if not self.divides() or not hasattr(optimizer, MASTERS[1]):
+        if not self.divides() or not hasattr(self._optimizer, self.masters[1]):
             return {}
         found = {}
-        buffers: dict[int, Callable[[], torch.Tensor]] = {}
+        buffers: Buffers = {}
         for master, model in self._all_pairs():
             rounds = master is not None and master.dtype == torch.float32 and model.dtype in dtypes
             if not rounds or type(model) not in PLAIN:
                 continue
-            index, _, bucket = optimizer.model_param_gbuf_map[model]
-            place = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
-            of_bucket = optimizer.buffers[index].buckets[bucket]
-            buffer = buffers.setdefault(id(of_bucket), partial(getattr, of_bucket, "param_data"))
-            found[id(master)] = WeightShard(buffer, place.start, place.size)
+            if (shard := self._shard(model, buffers)) is not None:
+                found[id(master)] = shard
         return found
+
+    def _shard(self, model: torch.Tensor, buffers: Buffers) -> WeightShard | None:
+        """Return where the master of a parameter is rounded to; None where its elements lie in another order."""
+        index, _, bucket = self._optimizer.model_param_gbuf_map[model]
+        place = self._optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+        of_bucket = self._optimizer.buffers[index].buckets[bucket]
+        buffer = buffers.setdefault(id(of_bucket), partial(getattr, of_bucket, "param_data"))
+        return WeightShard(buffer, place.start, place.size)
 
     def copy_again(self, ids: frozenset[int]) -> None:
         """Round the masters with the given `id`s to the model's weights, outside of any optimizer step."""
@@ -107,7 +117,7 @@ class MasterCopy:
         return self._only([pair for pair in self._all_pairs() if id(pair[0]) not in ids], native=True)
 
     def _all_pairs(self) -> Iterator[tuple[Any, Any]]:
-        for groups in zip(*(getattr(self._optimizer, name) for name in MASTERS), strict=True):
+        for groups in zip(*(getattr(self._optimizer, name) for name in self.masters), strict=True):
             yield from zip(*groups, strict=True)
 
     @contextmanager
@@ -116,9 +126,9 @@ class MasterCopy:
 
         The lists of native fp32 parameters stay as they are (`native`), or are empty.
         """
-        lists = dict(zip(MASTERS, ([[main for main, _ in pairs]], [[model for _, model in pairs]]), strict=True))
+        lists = dict(zip(self.masters, ([[main for main, _ in pairs]], [[model for _, model in pairs]]), strict=True))
         if not native:
-            lists |= {name: [] for name in FP32}
+            lists |= {name: [] for name in self.native}
         before = {name: getattr(self._optimizer, name) for name in lists}
         try:
             for name, value in lists.items():

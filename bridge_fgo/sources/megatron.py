@@ -34,28 +34,24 @@ TORCH = (torch.optim.Adam, torch.optim.AdamW)
 HALF = (torch.bfloat16, torch.float16)
 
 
-class MegatronSource(Source):
-    """The states of a DistributedOptimizer that is no stub, with Adam inside: the moments, and the fp32 masters."""
+class McoreSource(Source):
+    """The states of an optimizer of mcore's that copies fp32 masters to the model's weights after its step.
 
-    def __init__(self, optimizer: Any) -> None:
+    Args:
+        optimizer: no stub.
+        master_copy: divides that copy.
+    """
+
+    def __init__(self, optimizer: Any, master_copy: MasterCopy) -> None:
         self.optimizer = optimizer
         self._inner_step = InnerStep(optimizer.optimizer)
-        self._master_copy = MasterCopy(optimizer)
+        self._master_copy = master_copy
         self._copies_parts = False
 
     @property
     @override
     def writes_back_by_part(self) -> bool:
         return self._master_copy.divides()
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return home_device(self.optimizer)
-
-    @override
-    def states(self) -> list[Bundle]:
-        return bundles(self.optimizer, self._master_copy.rounded_weights())
 
     @override
     def kept_whole_by(self) -> str:
@@ -87,6 +83,33 @@ class MegatronSource(Source):
             return self._master_copy.of_some(part.ids)
         return self._master_copy.of_all_but(frozenset().union(*(each.ids for each in parts)))
 
+    def upstream_offloader(self) -> Any:
+        """Return the offloader that mcore has built into the optimizer, or None."""
+        found = [vars(self.optimizer).get(name) for name in UPSTREAM_OFFLOADERS]
+        return next((offloader for offloader in found if offloader is not None), None)
+
+    def drop_other_offloader(self) -> None:
+        """Take mcore's own offloader off the optimizer, as another engine serves it."""
+        for name in UPSTREAM_OFFLOADERS:
+            if vars(self.optimizer).get(name) is not None:
+                setattr(self.optimizer, name, None)
+
+
+class MegatronSource(McoreSource):
+    """The states of a DistributedOptimizer that is no stub, with Adam inside: the moments, and the fp32 masters."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, MasterCopy(optimizer))
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return home_device(self.optimizer)
+
+    @override
+    def states(self) -> list[Bundle]:
+        return bundles(self.optimizer, self._master_copy.rounded_weights())
+
     def rounded_masters(self) -> list[tuple[torch.Tensor, WeightShard]]:
         """Return each fp32 master that mcore keeps, and the 16-bit weights of this rank that it is rounded to.
 
@@ -99,17 +122,6 @@ class MegatronSource(Source):
     def round_again(self, masters: Iterable[torch.Tensor]) -> None:
         """Write the weights that some masters are rounded to, by mcore's own copy; the masters are on the GPU."""
         self._master_copy.copy_again(frozenset(id(master) for master in masters))
-
-    def upstream_offloader(self) -> Any:
-        """Return the offloader that mcore has built into the optimizer, or None."""
-        found = [vars(self.optimizer).get(name) for name in UPSTREAM_OFFLOADERS]
-        return next((offloader for offloader in found if offloader is not None), None)
-
-    def drop_other_offloader(self) -> None:
-        """Take mcore's own offloader off the optimizer, as another engine serves it."""
-        for name in UPSTREAM_OFFLOADERS:
-            if vars(self.optimizer).get(name) is not None:
-                setattr(self.optimizer, name, None)
 
 
 def bundles(optimizer: Any, rounded: Mapping[int, WeightShard] | None = None) -> list[Bundle]:
@@ -132,15 +144,16 @@ def bundles(optimizer: Any, rounded: Mapping[int, WeightShard] | None = None) ->
                 take_first=partial(take_first, param),
             )  # fmt: skip
             bundle.states.append(state)
-        bundle.states += _inner_states(adam, param)
+        bundle.states += adam_states(adam, param)
     return result
 
 
-def _inner_states(adam: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[State]:
+def adam_states(adam: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[State]:
+    """Yield what an Adam keeps of a parameter: the moments, and a master where it is FusedAdam that has it."""
     has_masters = getattr(adam, "master_weights", False)
 
     def state(kind: str, name: str, dtype: torch.dtype) -> State:
-        read = partial(_of_adam, adam, param, name)
+        read = partial(of_inner, adam, param, name)
         # mcore cannot load into torch's Adam before it has stepped.
         make = None if isinstance(adam, TORCH) else partial(_make, adam, param, name, dtype)
         # Of TE's FusedAdam with masters of its own mcore reads states by `get_unscaled_state`, which makes fp32 of one
@@ -166,7 +179,7 @@ def _make(adam: Any, param: torch.Tensor, name: str, dtype: torch.dtype) -> None
         adam.state[param][name] = torch.zeros(param.shape, dtype=dtype, device=param.device)
 
 
-def _of_adam(adam: torch.optim.Optimizer, param: torch.Tensor, name: str) -> torch.Tensor | None:
+def of_inner(adam: torch.optim.Optimizer, param: torch.Tensor, name: str) -> torch.Tensor | None:
     """Return a tensor of `adam.state` as it is now, or None before the first step made it.
 
     Raises:

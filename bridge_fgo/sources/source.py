@@ -27,6 +27,14 @@ class Source(ABC):
         return True
 
     @property
+    def keeps_order(self) -> bool:
+        """Whether parameters must be updated in the order of `states`, because ranks wait for each other in an update.
+
+        Else those go first that are on the GPU first, which differs from rank to rank.
+        """
+        return False
+
+    @property
     @abstractmethod
     def device(self) -> torch.device:
         """Where the states are when resident."""

@@ -114,6 +114,12 @@ def native_only_refusal(config: OffloadConfig) -> str:
     )
 
 
+def _is_distributed_adam(optimizer_config: Any) -> bool:
+    """Return whether mcore builds the optimizer for which its own offloader is driven."""
+    is_adam = getattr(optimizer_config, "optimizer", "adam") == "adam"
+    return is_adam and getattr(optimizer_config, "use_distributed_optimizer", True) is True
+
+
 def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
     """Return the engine that serves this run.
 
@@ -130,6 +136,12 @@ def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
             )
         if refusal := native_only_refusal(config):
             raise ValueError(refusal)
+        if not _is_distributed_adam(optimizer_config):
+            raise ValueError(
+                f"OffloadConfig.engine='mcore' with optimizer.optimizer={optimizer_config.optimizer!r} and "
+                f"optimizer.use_distributed_optimizer={optimizer_config.use_distributed_optimizer}: mcore's offloader "
+                "is driven for Adam under a DistributedOptimizer alone; use engine='native'"
+            )
         if generation == "mcore generation 1" and not upstream_adam_is_fused():
             raise ValueError(
                 "OffloadConfig.engine='mcore': mcore's offloader takes only Transformer Engine's FusedAdam, and this "
@@ -139,7 +151,8 @@ def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
     for name, default in (("optimizer_state_offload_fraction", 1.0), ("optimizer_state_offload_chunk_size_mb", 0)):
         value = getattr(optimizer_config, name, default)
         if value != default:
-            if generation == "mcore generation 2" and config.engine == "auto" and not native_only:
+            is_servable = config.engine == "auto" and not native_only and _is_distributed_adam(optimizer_config)
+            if generation == "mcore generation 2" and is_servable:
                 return generation  # which honours it
             raise ValueError(
                 f"optimizer.{name}={value!r}: not honoured by the native engine; use OffloadConfig.fraction and "

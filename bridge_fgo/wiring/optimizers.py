@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from bridge_fgo.sources.float16 import Float16Source, is_muon
 from bridge_fgo.sources.leaves import leaves
-from bridge_fgo.sources.megatron import MOMENTS
+from bridge_fgo.sources.megatron import MOMENTS, McoreSource, MegatronSource
 from bridge_fgo.wiring.refusals import FLAG_TEXT, hybrid_refusal, refuse_fp8_moment
 
 
 def eligible(optimizer: Any) -> list[Any]:
-    """Return the DistributedOptimizers under `optimizer` whose states can be offloaded.
+    """Return the optimizers under `optimizer` whose states can be offloaded, of the classes that `source_of` takes.
 
     Stub optimizers of frozen sub-models are skipped; a rank on which all are stubs gives an empty list.
 
@@ -20,6 +21,7 @@ def eligible(optimizer: Any) -> list[Any]:
         ValueError: an optimizer cannot be offloaded, or there is none at all; says which setting to change.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
     found = []
     stubs = 0
@@ -27,24 +29,31 @@ def eligible(optimizer: Any) -> list[Any]:
         if getattr(leaf, "is_stub_optimizer", False):
             stubs += 1
             continue
-        if not isinstance(leaf, DistributedOptimizer):
+        if not isinstance(leaf, (DistributedOptimizer, Float16OptimizerWithFloat16Params)):
             raise ValueError(
-                f"{FLAG_TEXT} with a {type(leaf).__name__}: only mcore's "
-                "DistributedOptimizer can be offloaded; set optimizer.use_distributed_optimizer=True and "
-                "optimizer.optimizer='adam'"
+                f"{FLAG_TEXT} with a {type(leaf).__name__}: only mcore's DistributedOptimizer and "
+                "Float16OptimizerWithFloat16Params can be offloaded; set optimizer.use_distributed_optimizer=True and "
+                "optimizer.optimizer='adam', or train in bf16"
             )
         check_inner(leaf)
         found.append(leaf)
     if not found and not stubs and not getattr(optimizer, "is_stub_optimizer", False):
         raise ValueError(
-            f"{FLAG_TEXT}, but there is no DistributedOptimizer to attach to; set "
+            f"{FLAG_TEXT}, but there is no DistributedOptimizer or Float16OptimizerWithFloat16Params to attach to; set "
             "optimizer.use_distributed_optimizer=True, or leave the flag unset"
         )
     return found
 
 
+def source_of(leaf: Any) -> McoreSource:
+    """Return what `eligible` has found as a source of states."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    return MegatronSource(leaf) if isinstance(leaf, DistributedOptimizer) else Float16Source(leaf)
+
+
 def check_inner(leaf: Any) -> None:
-    """Raise ValueError where the optimizer inside a DistributedOptimizer is not an Adam on the GPU."""
+    """Raise ValueError where the optimizer inside of one is not an Adam on the GPU, nor one of mcore's Muons."""
     from megatron.core.optimizer import distrib_optimizer
 
     ddp_config = getattr(leaf, "ddp_config", None)
@@ -56,10 +65,13 @@ def check_inner(leaf: Any) -> None:
     inner = leaf.optimizer
     if type(inner).__name__ == "HybridDeviceOptimizer":
         raise ValueError(hybrid_refusal(leaf.config))
+    if is_muon(inner) and not isinstance(leaf, distrib_optimizer.DistributedOptimizer):
+        return
     if not isinstance(inner, (distrib_optimizer.Adam, torch.optim.AdamW, torch.optim.Adam)):
         raise ValueError(
-            f"{FLAG_TEXT} with {type(inner).__name__}: only Adam's states can be "
-            "offloaded; set optimizer.optimizer='adam' or leave the flag unset"
+            f"{FLAG_TEXT} with {type(inner).__name__}: only the states of Adam and Muon can be offloaded; set "
+            "optimizer.optimizer='adam' (of Muon's scalar parameters optimizer.muon_scalar_optimizer='adam') or leave "
+            "the flag unset"
         )
     for key in MOMENTS:
         refuse_fp8_moment(key, getattr(inner, "name_to_dtype_map", {}).get(key))

@@ -19,6 +19,8 @@ from bridge_fgo.sources.megatron import MOMENTS
 from bridge_fgo.wiring.compat import Choice, check_flag, choose_engine, flag_is_set
 
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
+MUONS = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")
+"""What mcore calls Muon; with "dist_" over a LayerWiseDistributedOptimizer."""
 SHARED_MEMORY = "/dev/shm"
 OTHER_FILES = 256
 """Open files that a trainer or its checkpoint worker has besides: libraries, sockets, devices."""
@@ -55,6 +57,18 @@ def config_refusals(cfg: Any) -> Iterator[str]:
         section, name = path.split(".")
         if getattr(getattr(cfg, section, None), name, False) is True:
             yield f"{path}=True with {FLAG_TEXT}: {why}; set {path}=False or leave the flag unset"
+    if not cfg.optimizer.use_distributed_optimizer and _is_fp32(cfg):
+        yield (
+            f"optimizer.use_distributed_optimizer=False with {FLAG_TEXT}, model.bf16=False and model.fp16=False: "
+            "mcore's FP32Optimizer cannot be offloaded; set optimizer.use_distributed_optimizer=True and "
+            "ddp.use_distributed_optimizer=True, or train in bf16"
+        )
+
+
+def _is_fp32(cfg: Any) -> bool:
+    """Return whether the weights are fp32; a recipe that Bridge has not validated tells by `mixed_precision` alone."""
+    bf16, fp16 = (getattr(cfg.model, name, None) for name in ("bf16", "fp16"))
+    return bf16 is False and fp16 is False and getattr(cfg, "mixed_precision", None) is None
 
 
 def all_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
@@ -74,9 +88,8 @@ def all_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
 def master_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
     """Yield why settings of the masters cannot be honoured: there are none, or no weight is the rounding of one."""
     model, optimizer, ddp = cfg.model, cfg.optimizer, getattr(cfg, "ddp", None)
-    # What decides is the weights' dtype. A recipe that Bridge has not validated says it by `mixed_precision` alone.
     bf16, fp16 = (getattr(model, name, None) for name in ("bf16", "fp16"))
-    is_fp32 = bf16 is False and fp16 is False and getattr(cfg, "mixed_precision", None) is None
+    is_fp32 = _is_fp32(cfg)  # what decides is the weights' dtype
     if not settings.moments and is_fp32:
         yield (
             "OffloadConfig.moments=False with model.bf16=False and model.fp16=False: fp32 weights have no masters, so "
@@ -243,15 +256,15 @@ def refuse_optimizer_config(config: Any) -> None:
 
 def optimizer_refusals(config: Any) -> Iterator[str]:
     """Yield why an OptimizerConfig whose flag is set is refused."""
-    if config.optimizer != "adam":
+    if config.optimizer not in ("adam", *MUONS):
         yield (
-            f"optimizer.optimizer={config.optimizer!r} with {FLAG_TEXT}: only Adam's states can be offloaded; set "
-            "optimizer.optimizer='adam' or leave the flag unset"
+            f"optimizer.optimizer={config.optimizer!r} with {FLAG_TEXT}: only the states of Adam and Muon can be "
+            f"offloaded; set optimizer.optimizer='adam' (or one of {', '.join(MUONS)}) or leave the flag unset"
         )
-    if not config.use_distributed_optimizer:
+    if config.optimizer in MUONS and (scalar := getattr(config, "muon_scalar_optimizer", "adam")) != "adam":
         yield (
-            f"optimizer.use_distributed_optimizer=False with {FLAG_TEXT}: only the DistributedOptimizer's states can "
-            "be offloaded; set optimizer.use_distributed_optimizer=True and ddp.use_distributed_optimizer=True"
+            f"optimizer.muon_scalar_optimizer={scalar!r} with {FLAG_TEXT}: only the states of Adam and Muon can be "
+            "offloaded; set optimizer.muon_scalar_optimizer='adam' or leave the flag unset"
         )
     if getattr(config, "optimizer_cpu_offload", False) is True:
         yield hybrid_refusal(config)

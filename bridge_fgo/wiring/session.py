@@ -20,11 +20,11 @@ from bridge_fgo.engines.making import make_engine
 from bridge_fgo.engines.ranks import on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.phases.states import STATES
-from bridge_fgo.sources.megatron import MegatronSource
+from bridge_fgo.sources.megatron import McoreSource
 from bridge_fgo.sources.source import Source
 from bridge_fgo.wiring.compat import FLAG, check_flag, choose_engine, flag_is_set, mcore_version
 from bridge_fgo.wiring.finalize import reload_hook
-from bridge_fgo.wiring.optimizers import eligible, stage_of
+from bridge_fgo.wiring.optimizers import eligible, source_of, stage_of
 from bridge_fgo.wiring.points import ModelPoints
 from bridge_fgo.wiring.refusals import (
     captures_full_iteration,
@@ -47,8 +47,8 @@ class Session:
     they tell each other whether it can be made, and what host memory it takes.
 
     Args:
-        optimizer: what Bridge hands to `train_step`: a ChainedOptimizer, a MimoOptimizer or a
-            DistributedOptimizer.
+        optimizer: what Bridge hands to `train_step`: a chain of optimizers, a MimoOptimizer, a DistributedOptimizer or
+            a Float16OptimizerWithFloat16Params.
         model_config: the model config that holds `finalize_model_grads_func`.
         config: the settings in force.
 
@@ -251,7 +251,7 @@ class Session:
 
 def _make_engine(
     optimizer: Any, model_config: Any, config: OffloadConfig, meter: PeakMeter
-) -> tuple[list[MegatronSource], Engine]:
+) -> tuple[list[McoreSource], Engine]:
     """Return this rank's sources and their engine; raise as `Session`."""
     optimizer_config = getattr(optimizer, "config", None)  # an empty chain has none
     if optimizer_config is not None:
@@ -270,7 +270,7 @@ def _make_engine(
     for session in _open_sessions():
         if id(session.engine) in held:
             session.close()
-    sources = [MegatronSource(leaf) for leaf in leaves]
+    sources = [source_of(leaf) for leaf in leaves]
     return sources, make_engine(name, sources, config, meter, stage_of(leaves), say, warn)
 
 

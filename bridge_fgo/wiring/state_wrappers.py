@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def rewrites_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
     to = attachment_of(instance)
     if to is None:
         return wrapped(*args, **kwargs)
-    with _shadowed(instance, {SEARCH: _called_once(instance)}):
+    with shadowed(instance, {SEARCH: _called_once(instance)}):
         return to.engine.rewrite_masters(to.source, lambda: wrapped(*args, **kwargs))
 
 
@@ -164,16 +164,16 @@ def _adam_kept_from_states(to: Attachment, optimizer: Any) -> Iterator[None]:
     mine: dict[str, Callable[..., Any]] = {"load_state_dict": load_groups}
     if hasattr(adam, "get_unscaled_state"):
         mine["get_unscaled_state"] = lambda param, name: adam.state[param][name]
-    with _shadowed(adam, mine):
+    with shadowed(adam, mine):
         yield
 
 
 @contextlib.contextmanager
-def _shadowed(instance: Any, methods: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Context in which an object has other methods."""
-    before = {name: vars(instance).get(name, _ABSENT) for name in methods}
-    for name, method in methods.items():
-        setattr(instance, name, method)
+def shadowed(instance: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which an object has other methods or attributes of its own."""
+    before = {name: vars(instance).get(name, _ABSENT) for name in attributes}
+    for name, value in attributes.items():
+        setattr(instance, name, value)
     try:
         yield
     finally:
@@ -218,7 +218,7 @@ def reads_no_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     adam: Any = getattr(instance, "optimizer", None)
     if to is None or not to.engine.is_away(to.source) or not hasattr(adam, "get_unscaled_state"):
         return reads_states(wrapped, instance, args, kwargs)
-    with _shadowed(adam, {"get_unscaled_state": lambda param, name: adam.state[param][name]}):
+    with shadowed(adam, {"get_unscaled_state": lambda param, name: adam.state[param][name]}):
         return wrapped(*args, **kwargs)
 
 

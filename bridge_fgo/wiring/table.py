@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge_fgo.wiring import graphs, sleep_wrappers, state_wrappers, wrappers
+from bridge_fgo.wiring import float16_wrappers, graphs, sleep_wrappers, state_wrappers, wrappers
 from bridge_fgo.wiring.config_fields import ConfigFieldsPatch
 from bridge_fgo.wiring.patch import FunctionPatch, Patch
 from bridge_fgo.wiring.patched_bridge import StandAsidePatch
@@ -10,6 +10,7 @@ from bridge_fgo.wiring.patched_bridge import StandAsidePatch
 TRAIN = "megatron.bridge.training.train"
 MIMO = "megatron.bridge.training.train_megatron_mimo"
 DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+OPTIMIZER = "megatron.core.optimizer.optimizer"
 
 READERS = (
     "get_parameter_state_dp_zero",
@@ -185,4 +186,36 @@ def patches() -> list[Patch]:
             )
             for name in names
         ]  # fmt: skip
+    # No base class of DistributedOptimizer, and itself no DistributedOptimizer: nothing is wrapped twice.
+    table += [
+        FunctionPatch(
+            OPTIMIZER, f"Float16OptimizerWithFloat16Params.{name}", wrapper, parameters, why,
+            distribution="megatron-core", series=((0, 15), (1, 0)), optional=name.endswith("_cpu"),
+        )
+        for name, wrapper, parameters, why in (
+            ("step_with_ready_grads", state_wrappers.updates_states, (), "the one way to the inner optimizer's step"),
+            (
+                "_copy_main_params_to_model_params", float16_wrappers.copies_masters, (),
+                "reads what was not copied part by part",
+            ),
+            (
+                "_copy_model_params_to_main_params", float16_wrappers.rewrites_masters, (),
+                "writes every master, from wherever it is called",
+            ),
+            (
+                "state_dict", float16_wrappers.hands_out_states, ("is_loading",),
+                "gives the masters and the states themselves, to checkpoints of every format",
+            ),
+            (
+                "sharded_state_dict", float16_wrappers.saves_states, ("is_loading",),
+                "begins a checkpoint, and a load",
+            ),
+            (
+                "load_state_dict", float16_wrappers.loads_states, ("state_dict",),
+                "replaces states, and writes masters, from wherever it is called",
+            ),
+            ("offload_to_cpu", state_wrappers.replaces_states, (), "rebinds parameters and states, to make room"),
+            ("restore_from_cpu", state_wrappers.replaces_states, (), "rebinds them, as the room is theirs again"),
+        )
+    ]  # fmt: skip
     return table

@@ -132,6 +132,30 @@ def test_doctor_counts_the_states_of_a_saved_config_without_megatron(no_megatron
     assert found["config"]["flag"] is True and found["config"]["state_bytes"] == [12 * elements]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        ("  optimizer: adam", "  optimizer: dist_muon", "optimizer.optimizer='dist_muon': the plan knows"),
+        ("  optimizer: adam", "  optimizer: muon", "optimizer.optimizer='muon': the plan knows"),
+        (
+            "use_distributed_optimizer: true", "use_distributed_optimizer: false",
+            "ddp.use_distributed_optimizer=False: the plan knows",
+        ),
+    ],
+)  # fmt: skip
+def test_states_that_the_plan_does_not_know_are_offloaded_and_not_counted(
+    no_megatron, saved, tmp_path, before, after, why
+):
+    path = changed(saved, tmp_path, before, after)
+    status, output = run("doctor", path, "--json")
+    found = json.loads(output)
+    assert status == 0 and found["refusals"] == [], output
+    assert any(note.startswith(f"bytes are not known: {why}") for note in found["notes"])
+    assert "state_bytes" not in found["config"]
+    status, output = run("plan", path)
+    assert status == 2 and why in " ".join(output.split())
+
+
 @pytest.fixture
 def builder(monkeypatch):
     """A builder that answers what the test puts here, and the requests that it gets."""

@@ -67,10 +67,10 @@ def test_a_rank_that_pins_nothing_takes_part_in_as_many_collectives(monkeypatch,
 
 def test_a_rank_with_a_refusal_of_its_own_tells_it_once_and_goes(loop, told):
     loop.leaf.config.optimizer = "sgd"
-    with pytest.raises(ValueError, match="only Adam's states"):
+    with pytest.raises(ValueError, match="only the states of Adam and Muon"):
         Session(loop.optimizer, loop.model_config, CONFIG)
     ((is_value, text),) = told
-    assert is_value and "only Adam's states" in text
+    assert is_value and "only the states of Adam and Muon" in text
 
 
 @pytest.mark.parametrize(

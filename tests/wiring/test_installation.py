@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 from loop import Loop
+from wrapt import FunctionWrapper
 
 import bridge_fgo
 from bridge_fgo.wiring import patch
@@ -63,6 +64,10 @@ load_parameter_state_from_dp_zero load_parameter_state_from_dp_reshardable load_
 load_parameter_state_from_fs_model_space load_parameter_state_from_dp_zero_legacy load_state_dict offload_to_cpu
 restore_from_cpu _build_model_and_main_param_groups _set_main_param_and_optimizer_states
 """
+FLOAT16_OPTIMIZER = """
+step_with_ready_grads _copy_main_params_to_model_params _copy_model_params_to_main_params state_dict sharded_state_dict
+load_state_dict offload_to_cpu restore_from_cpu
+"""
 
 
 def test_the_table_has_every_binding_that_a_training_goes_through():
@@ -73,6 +78,10 @@ def test_the_table_has_every_binding_that_a_training_goes_through():
         *(
             f"megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.{name}"
             for name in DISTRIBUTED_OPTIMIZER.split()
+        ),
+        *(
+            f"megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params.{name}"
+            for name in FLOAT16_OPTIMIZER.split()
         ),
     }
 
@@ -87,6 +96,17 @@ def test_every_patch_of_the_table_is_applied(cpu_standins):
     assert {patch.name for patch, _ in handle._applied} == {patch.name for patch in patches()}
     assert hasattr(DistributedOptimizer.state_dict, "__wrapped__")
     bridge_fgo.uninstall()
+
+
+def test_no_method_of_the_distributed_optimizer_is_wrapped_twice(installed):
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    def wrappers(name):
+        return [owner for owner in DistributedOptimizer.__mro__ if isinstance(vars(owner).get(name), FunctionWrapper)]
+
+    found = {name: wrappers(name) for name in dir(DistributedOptimizer)}
+    assert found["state_dict"] == found["step_with_ready_grads"] == [DistributedOptimizer]
+    assert all(owners in ([], [DistributedOptimizer]) for owners in found.values())
 
 
 def test_install_twice_is_one_installation(cpu_standins):

@@ -35,7 +35,8 @@ def set_path(cfg, path, value):
         ("optimizer.optimizer_cpu_offload", True),
         ("optimizer.optimizer_cuda_graph", True),
         ("optimizer.optimizer", "sgd"),
-        ("optimizer.optimizer", "muon"),
+        ("optimizer.optimizer", "soap"),
+        ("optimizer.optimizer", "lion"),
         ("optimizer.exp_avg_dtype", torch.uint8),
         ("optimizer.exp_avg_sq_dtype", torch.float8_e4m3fn),
         ("dist.use_torch_fsdp2", True),
@@ -111,10 +112,24 @@ def test_a_recipe_that_is_not_validated_yet_is_not_refused_for_its_masters(cfg):
     refuse_config(cfg, OffloadConfig(engine="native", master_remainders=True))
 
 
-def test_no_distributed_optimizer_is_refused_through_validate(cfg):
+def test_fp32_without_a_distributed_optimizer_is_refused_through_validate(cfg):
     cfg.optimizer.use_distributed_optimizer = cfg.ddp.use_distributed_optimizer = False
-    with pytest.raises(ValueError, match=r"use_distributed_optimizer=False"):
+    cfg.validate()
+    cfg.model.bf16 = False
+    with pytest.raises(ValueError, match=r"use_distributed_optimizer=False.*model\.bf16=False.*FP32Optimizer"):
         cfg.validate()
+
+
+@pytest.mark.parametrize("name", ["muon", "dist_muon", "adaptive_muon"])
+def test_muon_is_accepted_but_over_lion(cfg, name):
+    from bridge_fgo.wiring.refusals import refuse_config
+
+    cfg.optimizer.use_distributed_optimizer = cfg.ddp.use_distributed_optimizer = False
+    cfg.optimizer.optimizer = name
+    refuse_config(cfg)
+    cfg.optimizer.muon_scalar_optimizer = "lion"
+    with pytest.raises(ValueError, match=r"optimizer\.muon_scalar_optimizer='lion'"):
+        refuse_config(cfg)
 
 
 @pytest.mark.parametrize("engine", ["mcore generation 1", "mcore generation 2"])
@@ -210,7 +225,7 @@ def test_nothing_is_refused_with_the_flag_unset(cfg):
     from bridge_fgo.wiring.refusals import refuse_config
 
     cfg.optimizer.offload_optimizer_states = False
-    cfg.optimizer.optimizer = "muon"
+    cfg.optimizer.optimizer = "sgd"
     cfg.dist.use_torch_fsdp2 = True
     refuse_config(cfg)
 
@@ -252,7 +267,7 @@ def leaf(stub=False, inner=None):
     ("of_optimizer", "of_model", "match"),
     [
         ({"optimizer": "sgd"}, {}, r"optimizer\.optimizer='sgd'"),
-        ({"use_distributed_optimizer": False}, {}, r"use_distributed_optimizer=False"),
+        ({"optimizer": "muon", "muon_scalar_optimizer": "lion"}, {}, r"muon_scalar_optimizer='lion'"),
     ],
 )
 def test_what_was_changed_after_the_validation_is_refused_when_training_attaches(
@@ -296,6 +311,48 @@ def test_hybrid_device_optimizer_is_refused_by_name(cpu_standins):
 def test_an_optimizer_that_is_not_adam_is_refused_by_name(cpu_standins):
     with pytest.raises(ValueError, match="SGD"):
         eligible(leaf(inner=torch.optim.SGD([torch.zeros(1)])))
+
+
+def float16_leaf(inner):
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    optimizer = object.__new__(Float16OptimizerWithFloat16Params)
+    optimizer.is_stub_optimizer, optimizer.optimizer = False, inner
+    optimizer.config = SimpleNamespace(optimizer_cuda_graph=False)
+    return optimizer
+
+
+def test_what_is_inside_a_float16_optimizer_and_not_adam_or_muon_is_refused_by_name(cpu_standins):
+    from emerging_optimizers.scalar_optimizers import Lion
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+
+    accepted = [torch.optim.AdamW([torch.zeros(1)]), TensorParallelMuon([torch.zeros(1, 1)])]
+    assert len(eligible(chain(*map(float16_leaf, accepted)))) == 2
+    with pytest.raises(ValueError, match=r"Lion.*muon_scalar_optimizer='adam'"):
+        eligible(float16_leaf(Lion([torch.zeros(1)])))
+
+
+def test_engines_of_mcores_are_refused_by_name_for_what_they_do_not_serve(cpu_standins, monkeypatch):
+    from bridge_fgo.core.meters import PeakMeter
+    from bridge_fgo.engines.making import make_engine
+    from bridge_fgo.sources.float16 import Float16Source
+    from bridge_fgo.wiring import compat
+
+    source = Float16Source(float16_leaf(torch.optim.AdamW([torch.zeros(1)])))
+    for generation in ("mcore generation 1", "mcore generation 2"):
+        with pytest.raises(ValueError, match=r"engine='mcore' with a Float16OptimizerWithFloat16Params"):
+            make_engine(generation, [source], bridge_fgo.OffloadConfig(engine="mcore"), PeakMeter())
+    monkeypatch.setattr(compat, "upstream_generation", lambda: "mcore generation 2")
+    config = SimpleNamespace(optimizer="adam", use_distributed_optimizer=True)
+    assert compat.choose_engine(bridge_fgo.OffloadConfig(engine="mcore"), config) == "mcore generation 2"
+    config.optimizer_state_offload_fraction = 0.5
+    assert compat.choose_engine(bridge_fgo.OffloadConfig(), config) == "mcore generation 2"
+    for changes in ({"use_distributed_optimizer": False}, {"optimizer": "dist_muon"}):
+        other = SimpleNamespace(**{**vars(config), **changes})
+        with pytest.raises(ValueError, match=r"engine='mcore' with optimizer\.optimizer="):
+            compat.choose_engine(bridge_fgo.OffloadConfig(engine="mcore"), other)
+        with pytest.raises(ValueError, match=r"optimizer_state_offload_fraction=0\.5"):
+            compat.choose_engine(bridge_fgo.OffloadConfig(), other)
 
 
 def test_megatron_fsdp_is_refused_by_name(cpu_standins):

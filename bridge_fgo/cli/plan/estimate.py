@@ -145,8 +145,8 @@ def make_estimate(
         layout: of a job of the same tensors, and of an offload that differs in its budget alone; None to make it.
 
     Raises:
-        ValueError: the states are not a DistributedOptimizer's, so that there is nothing to estimate; or upstream's
-            offloader chooses a share of them by a setting of its own.
+        ValueError: the states are not those of Adam under a DistributedOptimizer, so that there is nothing to estimate;
+            or upstream's offloader chooses a share of them by a setting of its own.
     """
     share = getattr(job.config.optimizer, "optimizer_state_offload_fraction", 1.0)
     if job.engine == "mcore generation 2" and share != 1.0:
@@ -154,6 +154,9 @@ def make_estimate(
             f"optimizer.optimizer_state_offload_fraction={share!r}: what mcore's chunked offloader takes is not known "
             "to the plan; use OffloadConfig.fraction (--fraction), which the native engine honours"
         )
+    optimizer = getattr(job.config.optimizer, "optimizer", "adam")
+    if optimizer != "adam":
+        raise ValueError(f"optimizer.optimizer={optimizer!r}: the plan knows the states of Adam alone")
     if not job.config.ddp.use_distributed_optimizer:
         raise ValueError("ddp.use_distributed_optimizer=False: the plan knows the DistributedOptimizer's states alone")
     layout = layout or layout_of(job, offload)
