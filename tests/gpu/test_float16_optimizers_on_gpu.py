@@ -1,6 +1,7 @@
 """Adam that is not distributed, and Muon, through Bridge's own ``pretrain()``: bitwise, and the states' memory is free.
 
-Muon needs emerging-optimizers.
+Muon needs emerging-optimizers. AdaptiveMuon is on the CPU lane alone: that of mcore 0.19.2 looks for an attribute that
+emerging-optimizers 0.3.0 does not set, and a resident run ends with an AttributeError too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ STEPS = 30
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("optimizer", ["adam", "muon", "dist_muon", "adaptive_muon"])
+@pytest.mark.parametrize("optimizer", ["adam", "muon", "dist_muon"])
 def test_30_steps_are_bitwise_equal_and_the_peak_falls_by_the_bytes_offloaded(tmp_path: Path, optimizer: str) -> None:
     options = (*MANY_ACTIVATIONS, "--no-distributed", "--optimizer", optimizer)
     resident, offloaded = both_arms(tmp_path, *options, steps=STEPS)
