@@ -371,6 +371,19 @@ def test_a_state_dictionary_from_before_the_first_step_starts_the_states_anew(na
     assert mine[1] == resident[1]
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_dictionary_without_states_is_loaded_before_the_first_step(name):
+    digests = {}
+    for offload in (False, True):
+        with training(offload, **OPTIMIZERS[name]) as run:
+            kept = copy.deepcopy(run.optimizer.state_dict())
+            run.optimizer.load_state_dict(dict(enumerate(kept)) if isinstance(kept, list) else kept)
+            for _ in range(2):
+                run.step()
+            digests[offload] = run.digests()
+    assert digests[True] == digests[False]
+
+
 def test_the_layer_wise_optimizers_own_file_is_written_and_loaded_while_states_are_away(tmp_path):
     digests = {}
     for offload in (False, True):

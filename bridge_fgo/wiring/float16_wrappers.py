@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.engines.attachment import Attachment, attachment_of
+from bridge_fgo.sources.megatron import TORCH
 from bridge_fgo.wiring.state_wrappers import shadowed
 from bridge_fgo.wiring.wrappers import Args, Kwargs, Wrapped
 
@@ -154,7 +155,7 @@ def _load(to: Attachment, optimizer: Any, packed: Mapping[str, Any], masters: Ma
     for index, param in zip(_params(packed["param_groups"]), _params(inner.param_groups), strict=True):
         values = packed["state"].get(index)
         if values is None:
-            values = _as_made(state.get(param, {}))
+            values = _as_made(inner, state.get(param, {}))
         tensors = {name: value for name, value in values.items() if _is_whole_tensor(value)}
         if counts := {name: value for name, value in values.items() if name not in tensors}:
             state[param].update(copy.deepcopy(counts))
@@ -164,11 +165,11 @@ def _load(to: Attachment, optimizer: Any, packed: Mapping[str, Any], masters: Ma
             _put(to, inner, param, tensors)
 
 
-def _as_made(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the first step would make: a checkpoint from before it has no states, and others may be here."""
-    return {
-        name: torch.zeros(v.shape, dtype=v.dtype) if isinstance(v, torch.Tensor) else v for name, v in values.items()
-    }
+def _as_made(inner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return states as the first step makes them: a checkpoint from before it has none, and those are here."""
+    zeros = {name: torch.zeros_like(v, device="cpu") for name, v in values.items() if isinstance(v, torch.Tensor)}
+    counts = {"step": torch.tensor(0.0)} if zeros and isinstance(inner, TORCH) else {}
+    return {**values, **zeros, **counts}
 
 
 def _is_whole_tensor(value: Any) -> bool:
