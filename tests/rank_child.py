@@ -148,3 +148,34 @@ def _error(act: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("no error")
+
+
+def save_and_load(rank: int, job: Job) -> None:
+    """Run as a rank of a training that is saved, steps once more, loads what was saved, and trains on.
+
+    Saved and loaded asleep where `job.offload` says so; leaves the numbers and the digests.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
+    fused_adam.have_mcore_take_it(setattr)
+    options, folder, seen = CpuOptions(), job.folder / "saved", []
+    config = bridge_fgo.OffloadConfig(engine="native")
+    with bridge_fgo.install(config), Rank(options, rank, job) as run:
+        run._batches.iterable = microbatches(dataclasses.replace(options, seed=options.seed + rank))
+        res = bridge_fgo.Residency(run.model, run.optimizer)
+        for act in (lambda: save(run, folder), lambda: load(run, folder), lambda: None):
+            for _ in range(job.steps):
+                record = run.step()
+                seen.append((record.loss, record.grad_norm))
+            if not job.offload:
+                act()
+                continue
+            res.offload()
+            with res.checkpointing():
+                act()
+            assert res.away == {"params", "grads", "optimizer"} and run.live_state_bytes() == 0
+            res.reload()
+        for ddp in run.model:
+            ddp.start_param_sync(force_sync=True)
+        (job.folder / f"{rank}.json").write_text(json.dumps({"numbers": seen, "digests": run.digests()}))

@@ -450,11 +450,10 @@ class Residency:
             states = self._states
 
             def stepping() -> None:
-                self._require("optimizer")
                 states.may_be_unchanged = False
 
             for leaf in states.optimizers:
-                guards.before(leaf, STATE_METHODS, lambda: self._require("optimizer"))
+                guards.before(leaf, STATE_METHODS, self._require_states)
                 guards.before(leaf, ("step_with_ready_grads",), stepping)
 
     def _require(self, *kinds: Kind) -> None:
@@ -462,7 +461,8 @@ class Residency:
         for kind in kinds:
             if kind in self.away:
                 raise RuntimeError(
-                    f"{kind!r} were sent off the GPU by Residency.offload and are used now: call reload({kind!r}) first"
+                    f"{kind!r} were sent off the GPU by Residency.offload, and are used: call reload({kind!r}) first, "
+                    "or save and load checkpoints in Residency.checkpointing()"
                 )
 
     def _require_for_forward(self) -> None:
@@ -472,5 +472,8 @@ class Residency:
 
     def _require_for_step(self) -> None:
         self._require("params", "grads")
-        if self._states is not None and self._states.is_owner:
-            self._require("optimizer")  # an engine that others drive brings them itself
+        self._require_states()
+
+    def _require_states(self) -> None:
+        if self._states is not None and not self._states.is_served:
+            self._require("optimizer")
