@@ -46,7 +46,8 @@ class OptimizerStates:
     """
 
     def __init__(self, optimizer: Any, config: OffloadConfig | None = None, alone: bool = False) -> None:
-        self._config = config
+        self.config = config or WHOLE_MASTERS
+        self.meter = PeakMeter()
         together = _on_this_rank if alone else on_every_rank
         self.optimizers = together(lambda: distributed_optimizers(optimizer))
         attached = together(lambda: _attached_engine(self.optimizers, config))
@@ -77,7 +78,7 @@ class OptimizerStates:
         self._serves = 0
 
     def _make(self) -> NativeEngine:
-        return NativeEngine(self.sources, self._config or WHOLE_MASTERS, PeakMeter())
+        return NativeEngine(self.sources, self.config, self.meter)
 
     @property
     def reads_weights(self) -> bool:
@@ -170,6 +171,23 @@ class OptimizerStates:
             for leaf in self.optimizers:
                 vars(leaf).pop(ATTACHED, None)
 
+    def drive(self) -> None:
+        """Stay attached from now on: training steps drive the engine, until `leave` or `close`."""
+        self.attach()
+        self.is_driven = True
+        self.may_be_unchanged = False
+
+    def leave(self) -> None:
+        """Make the states resident, and be attached no more; the engine stays.
+
+        Raises:
+            torch.OutOfMemoryError, RuntimeError: as `reload`; it stays attached then.
+        """
+        self.engine.require_writable()
+        self.is_driven = False
+        self._digests.clear()
+        self._detach()
+
     @contextmanager
     def served(self) -> Iterator[None]:
         """Context in which installed patches serve what reads or loads states, from the host where they are away."""
@@ -213,7 +231,8 @@ class OptimizerStates:
         Returns:
             the sum over each slab's bytes, int64 scalars on the GPU; the host has waited for none.
         """
-        if not (self.is_owner and self.engine.schedule.transfers.keeps_host_copies) or self.reads_weights:
+        keeps = self.is_owner and not self.is_driven and self.engine.schedule.transfers.keeps_host_copies
+        if not keeps or self.reads_weights:
             return {}
         sums: dict[Slab, torch.Tensor] = {}
         digester = Digester(self.sources[0].device, max(slab.nbytes for slab in self._slabs)) if self._slabs else None
@@ -280,6 +299,8 @@ class OptimizerStates:
         """
         if self.is_owner:
             self.engine.close()
+            self.is_driven = False
+            self._detach()
             for leaf in self.optimizers:
                 vars(leaf).pop(STATES, None)
 
