@@ -179,3 +179,27 @@ def save_and_load(rank: int, job: Job) -> None:
         for ddp in run.model:
             ddp.start_param_sync(force_sync=True)
         (job.folder / f"{rank}.json").write_text(json.dumps({"numbers": seen, "digests": run.digests()}))
+
+
+def train_in_context(rank: int, job: Job, changes: dict) -> None:
+    """Run as a rank of a training that, where `job.offload` says so, steps in `Residency.training_step` and sleeps.
+
+    changes: options of the training. Leaves the numbers, the digests, and the most bytes of state in a forward.
+    """
+    options, numbers, held = CpuOptions(**changes), [], []
+    config = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
+    with bridge_fgo.install(config), Rank(options, rank, job) as run:
+        run._batches.iterable = microbatches(dataclasses.replace(options, seed=options.seed + rank))
+        res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
+        for _ in range(job.steps):
+            with contextlib.nullcontext() if res is None else res.training_step(options.microbatches):
+                record = run.step()
+            numbers.append((record.loss, record.grad_norm, record.skipped))
+            held.append(max(run.live_bytes))
+            if res is not None:
+                with res.asleep():
+                    assert run.live_state_bytes() == 0
+        for ddp in run.model:
+            ddp.start_param_sync(force_sync=True)
+        seen = {"numbers": numbers, "held": held, "digests": run.digests()}
+        (job.folder / f"{rank}.json").write_text(json.dumps(seen))
