@@ -17,10 +17,9 @@ from bridge_fgo.phases.gradients import Gradients, drop_shard_gradients
 from bridge_fgo.phases.guards import STATE_METHODS, Guards, wrapped_models
 from bridge_fgo.phases.model import Model, Unit, map_hosts
 from bridge_fgo.phases.moved import Moved, Tally, return_to_driver, wait_for_gpu
-from bridge_fgo.phases.parameters import digests_of
 from bridge_fgo.phases.refusals import refuse_models
-from bridge_fgo.phases.rounding import round_again
 from bridge_fgo.phases.states import OptimizerStates
+from bridge_fgo.phases.weight_moves import WeightMoves
 
 Kind = Literal["params", "grads", "optimizer"]
 KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")
@@ -72,8 +71,7 @@ class Residency:
         buffers = on_every_rank(lambda: map_hosts(self._model.weight_slabs))
         require_host_memory(sum(buffer.tensor.numel() for buffer in buffers) if self._pins else 0)
         on_every_rank(lambda: self._lock(buffers))
-        self._wakes_alone = False
-        """Whether parameters have come back without their masters: then a copy of the shard is what is cheapest."""
+        self._weights = WeightMoves(self._model, self._states, lambda act: self._alike(act))
         self._guards = Guards()
         self._guard(chunks)
 
@@ -145,9 +143,9 @@ class Residency:
             if "params" in self.away:
                 tally.woke.append("params")
                 units = list(self._model.units)
-            self._wake_parameters(tally)
+            self._weights.wake(tally)
         with tally.part("compare"):
-            self._note_what_masters_tell(units, states)
+            self._weights.note_what_masters_tell(units, states)
         if gradients and not keep:  # first: the driver takes their memory back while others are copied
             # Race: as below; of the work that has used them, some may be on other streams.
             wait_for_gpu(self._model.device)
@@ -159,7 +157,7 @@ class Residency:
             tally.freed += before - states.live_bytes()
         if units:
             with tally.part("params"):
-                tally.copy("params", self._copy_weights(units))
+                tally.copy("params", self._weights.copy_out(units))
         if gradients and keep:
             tally.copy("grads", sum(one.copy_out() for one in gradients))
         # Race: storages that are emptied go to whoever asks next on the stream that they were made on, and to the
@@ -197,7 +195,7 @@ class Residency:
         if needs_weights:
             if "params" in away - coming:
                 tally.woke.append("params")
-            self._wake_parameters(tally)
+            self._weights.wake(tally)
         if "grads" in coming:
             self._wake_gradients(tally)
         if states is not None:
@@ -209,7 +207,7 @@ class Residency:
                     unit.forget_masters()
             tally.freed -= states.live_bytes() - before
         if wakes and not needs_weights:
-            self._wake_parameters(tally)
+            self._weights.wake(tally)
         with tally.part("wait"):
             wait_for_gpu(self._model.device)  # whatever stream reads next
         return tally.moved()
@@ -318,100 +316,6 @@ class Residency:
             groups = leaf.optimizer.param_groups
             freed += drop_shard_gradients(param for group in groups for param in group["params"])
         return freed
-
-    def _note_what_masters_tell(self, units: Sequence[Unit], states: OptimizerStates | None) -> None:
-        """Compare masters with their weights, where both are here and one of them leaves; the host waits once.
-
-        Of weights that stay here as their masters leave, the sums are noted: they may change until they leave.
-        """
-        leaving = set(units)
-        told = [
-            unit
-            for unit in self._model.units
-            if unit.rounding is not None
-            and not unit.weights.is_away
-            and (unit in leaving or states is not None)
-            and unit.rounding.masters_are_here()
-        ]
-        if not told:
-            return
-        agree = torch.stack([unit.rounding.agrees() for unit in told if unit.rounding is not None]).tolist()
-        staying = []
-        for unit, agrees in zip(told, agree, strict=True):
-            unit.told_digests, unit.is_told = None, agrees
-            if agrees and unit not in leaving:
-                staying.append(unit)
-        for weights, digests in digests_of([unit.weights for unit in staying]):
-            next(unit for unit in staying if unit.weights is weights).told_digests = digests
-
-    def _copy_weights(self, units: Sequence[Unit]) -> int:
-        """Copy what masters do not tell and the host does not have; return the bytes."""
-        asked = [unit for unit in units if not self._is_told_now(unit) or self._wakes_alone]
-        for weights, digests in digests_of([unit.weights for unit in asked]):
-            weights.take_digests(digests)
-        copied = 0
-        for unit in units:
-            unit.is_on_host = False
-            if unit not in asked:
-                continue
-            # Masters that have left before tell what the weights were then.
-            unit.is_told = unit.is_told and unit.told_digests in (None, unit.weights.digests)
-            if not unit.is_told or self._wakes_alone or unit.weights.is_on_host:
-                copied += unit.weights.copy_out()
-                unit.is_on_host = True
-        return copied
-
-    @staticmethod
-    def _is_told_now(unit: Unit) -> bool:
-        """Return whether the weights were compared with their masters in this very call."""
-        return unit.is_told and unit.told_digests is None
-
-    def _wake_parameters(self, tally: Tally) -> None:
-        """Bring the weights back that are away; a collective, of ranks that share them, also where none are away."""
-        units = [unit for unit in self._model.units if unit.weights.is_away]
-        filled: list[Unit] = []
-
-        def wake() -> None:
-            if not all(unit.is_told or unit.is_on_host for unit in units):
-                raise RuntimeError(
-                    "parameters were sent off the GPU by something else than this Residency: bring them back the same "
-                    "way"
-                )
-            for unit in units:
-                tally.freed -= unit.weights.fill()
-                filled.append(unit)
-            tally.copy("params", self._write(units))
-
-        try:
-            with tally.part("params"):
-                self._alike(wake)
-        except BaseException:
-            # Nobody may take half-written weights for weights. What they come from is where it was.
-            wait_for_gpu(self._model.device)
-            for unit in filled:
-                unit.weights.empty()
-            raise
-        for unit in units:
-            unit.came_back()
-        for unit in self._model.units:  # where weights had stayed, they are what the others have
-            unit.weights.gather()
-
-    def _write(self, units: Sequence[Unit]) -> int:
-        """Write this rank's weights of some units; return the bytes that crossed the link."""
-        roundings, copied = [], 0
-        for unit in units:
-            rounding = unit.rounding if unit.is_told else None
-            is_here = rounding is not None and rounding.masters_are_here()
-            if rounding is not None and not is_here:
-                self._wakes_alone = True
-            if rounding is not None and (is_here or not unit.is_on_host):
-                roundings.append(rounding)
-            else:
-                copied += unit.weights.copy_in()
-        if roundings:
-            assert self._states is not None
-            copied += round_again(roundings, self._states)
-        return copied
 
     def _wake_gradients(self, tally: Tally) -> None:
         gradients = [one for one in self._model.gradients if one.is_away]
