@@ -13,16 +13,13 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.host_buffer import HostBuffer, page_lock
 from bridge_fgo.core.host_memory import local_cpus
 from bridge_fgo.engines.ranks import gather, on_every_rank, require_host_memory
+from bridge_fgo.phases.checks import Checks
 from bridge_fgo.phases.gradients import Gradients, drop_shard_gradients
-from bridge_fgo.phases.guards import STATE_METHODS, Guards, wrapped_models
 from bridge_fgo.phases.model import Model, Unit, map_hosts
-from bridge_fgo.phases.moved import Moved, Tally, return_to_driver, wait_for_gpu
+from bridge_fgo.phases.moved import KINDS, Kind, Moved, Tally, return_to_driver, wait_for_gpu
 from bridge_fgo.phases.refusals import refuse_models
 from bridge_fgo.phases.states import OptimizerStates
 from bridge_fgo.phases.weight_moves import WeightMoves
-
-Kind = Literal["params", "grads", "optimizer"]
-KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")
 
 
 def _outside_of_autograd[**P, R](
@@ -63,7 +60,6 @@ class Residency:
     ) -> None:
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         on_every_rank(lambda: refuse_models(chunks))
-        self._optimizer = optimizer
         with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
             self._states = None if optimizer is None else OptimizerStates(optimizer, config)
             self._model = on_every_rank(lambda: Model(chunks, self._states))
@@ -72,8 +68,8 @@ class Residency:
         require_host_memory(sum(buffer.tensor.numel() for buffer in buffers) if self._pins else 0)
         on_every_rank(lambda: self._lock(buffers))
         self._weights = WeightMoves(self._model, self._states, lambda act: self._alike(act))
-        self._guards = Guards()
-        self._guard(chunks)
+        self._checks = Checks(self._model, self._states, lambda: self.away)
+        self._checks.put_on(chunks, optimizer)
 
     def _lock(self, buffers: Sequence[HostBuffer]) -> None:
         if self._pins and buffers:
@@ -245,7 +241,8 @@ class Residency:
             torch.OutOfMemoryError, RuntimeError: it cannot be brought back. It may be called again.
         """
         self.reload(*self._kinds())
-        self._guards.close()
+        self._checks.close()
+        self._weights.close()
         self._model.close()
         if self._states is not None:
             self._states.close()
@@ -329,55 +326,3 @@ class Residency:
                 one.empty_again()
             raise
         tally.copy("grads", sum(one.copy_in() for one in gradients))
-
-    # Errors in place of reads of memory that is gone.
-
-    def _guard(self, chunks: Sequence[torch.nn.Module]) -> None:
-        guards = self._guards
-        models = [module for chunk in chunks for module in wrapped_models(chunk)]
-        guards.before_forward(models, self._require_for_forward)
-        for module in models:
-            guards.before(
-                module, ("state_dict", "load_state_dict", "sharded_state_dict"), lambda: self._require("params")
-            )
-        for ddp, backwards in zip(self._model.ddps, self._model.backwards, strict=True):
-
-            def zeroed(backwards: Any = backwards) -> None:
-                backwards.is_pending = False
-
-            guards.before(ddp, ("zero_grad_buffer",), lambda: self._require("grads"), zeroed)
-            guards.before(ddp, ("start_param_sync", "broadcast_params"), lambda: self._require("params"))
-        if self._optimizer is None or self._states is None:
-            return
-        guards.before(self._optimizer, ("step",), self._require_for_step, self._model.gradients_are_used)
-        if self._states.is_owner:
-            states = self._states
-
-            def stepping() -> None:
-                states.may_be_unchanged = False
-
-            for leaf in states.optimizers:
-                guards.before(leaf, STATE_METHODS, self._require_states)
-                guards.before(leaf, ("step_with_ready_grads",), stepping)
-
-    def _require(self, *kinds: Kind) -> None:
-        """Raise RuntimeError where one of these is away."""
-        for kind in kinds:
-            if kind in self.away:
-                raise RuntimeError(
-                    f"{kind!r} were sent off the GPU by Residency.offload, and are used: call reload({kind!r}) first, "
-                    "or save and load checkpoints in Residency.checkpointing()"
-                )
-
-    def _require_for_forward(self) -> None:
-        self._require("params")
-        if torch.is_grad_enabled() and any(ddp.training for ddp in self._model.ddps):
-            self._require("grads")
-
-    def _require_for_step(self) -> None:
-        self._require("params", "grads")
-        self._require_states()
-
-    def _require_states(self) -> None:
-        if self._states is not None and not self._states.is_served:
-            self._require("optimizer")

@@ -123,3 +123,7 @@ class WeightMoves:
             assert self._states is not None
             copied += round_again(roundings, self._states)
         return copied
+
+    def close(self) -> None:
+        """Let go of the optimizer's states."""
+        self._states = None

@@ -10,7 +10,7 @@ import torch
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.phases import residency
-from bridge_fgo.phases.residency import Kind
+from bridge_fgo.phases.moved import Kind
 from bridge_fgo.wiring.compat import FLAG
 from bridge_fgo.wiring.session import Session, active_session
 from bridge_fgo.wiring.settings import is_installed
@@ -28,8 +28,7 @@ class Residency(residency.Residency):
         super().__init__(model, optimizer, config)
         self._chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self._session: Session | None = None
-        for ddp in self._model.ddps:
-            self._guards.before(ddp, ("finish_grad_sync",), self._gradients_ready)
+        self._checks.before_gradients_are_finished(self._gradients_ready)
 
     # Training steps.
 
@@ -76,7 +75,7 @@ class Residency(residency.Residency):
             raise RuntimeError("training_step() needs mcore's optimizer to be patched: call bridge_fgo.install() first")
         if active_session() is not None:
             raise RuntimeError("training_step() inside of a training step: end that one first")
-        self._require("params", "grads")
+        self._checks.require("params", "grads")
         if self._session is None or self._session.closed:  # by an uninstall
             from megatron.core.utils import get_model_config
 
