@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from bridge_fgo.figures import Stats
-    from bridge_fgo.phases.residency import Residency
+    from bridge_fgo.wiring.residency import Residency
 
 __version__ = "0.1.0"
 __all__ = ["Installation", "OffloadConfig", "Residency", "install", "reload_states", "stats", "uninstall"]
@@ -27,7 +27,7 @@ __all__ = ["Installation", "OffloadConfig", "Residency", "install", "reload_stat
 
 def __getattr__(name: str) -> Any:
     if name == "Residency":  # only when it is asked for, because it imports torch
-        from bridge_fgo.phases.residency import Residency
+        from bridge_fgo.wiring.residency import Residency
 
         return Residency
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

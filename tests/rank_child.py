@@ -150,3 +150,58 @@ def _error(act: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("no error")
+
+
+def save_and_load(rank: int, job: Job) -> None:
+    """Run as a rank of a training that is saved, steps once more, loads what was saved, and trains on.
+
+    Saved and loaded asleep where `job.offload` says so; leaves the numbers and the digests.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
+    fused_adam.have_mcore_take_it(setattr)
+    options, folder, seen = CpuOptions(), job.folder / "saved", []
+    config = bridge_fgo.OffloadConfig(engine="native")
+    with bridge_fgo.install(config), Rank(options, rank, job) as run:
+        run._batches.iterable = microbatches(dataclasses.replace(options, seed=options.seed + rank))
+        res = bridge_fgo.Residency(run.model, run.optimizer)
+        for act in (lambda: save(run, folder), lambda: load(run, folder), lambda: None):
+            for _ in range(job.steps):
+                record = run.step()
+                seen.append((record.loss, record.grad_norm))
+            if not job.offload:
+                act()
+                continue
+            res.offload()
+            with res.checkpointing():
+                act()
+            assert res.away == {"params", "grads", "optimizer"} and run.live_state_bytes() == 0
+            res.reload()
+        for ddp in run.model:
+            ddp.start_param_sync(force_sync=True)
+        (job.folder / f"{rank}.json").write_text(json.dumps({"numbers": seen, "digests": run.digests()}))
+
+
+def train_in_context(rank: int, job: Job, changes: dict) -> None:
+    """Run as a rank of a training that, where `job.offload` says so, steps in `Residency.training_step` and sleeps.
+
+    changes: options of the training. Leaves the numbers, the digests, and the most bytes of state in a forward.
+    """
+    options, numbers, held = CpuOptions(**changes), [], []
+    config = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
+    with bridge_fgo.install(config), Rank(options, rank, job) as run:
+        run._batches.iterable = microbatches(dataclasses.replace(options, seed=options.seed + rank))
+        res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
+        for _ in range(job.steps):
+            with contextlib.nullcontext() if res is None else res.training_step(options.microbatches):
+                record = run.step()
+            numbers.append((record.loss, record.grad_norm, record.skipped))
+            held.append(max(run.live_bytes))
+            if res is not None:
+                with res.asleep():
+                    assert run.live_state_bytes() == 0
+        for ddp in run.model:
+            ddp.start_param_sync(force_sync=True)
+        seen = {"numbers": numbers, "held": held, "digests": run.digests()}
+        (job.folder / f"{rank}.json").write_text(json.dumps(seen))

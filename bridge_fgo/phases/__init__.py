@@ -24,6 +24,7 @@ Time line of `Residency.offload`, whatever the order of its arguments:
 Time line of `Residency.reload`: gradients' storages are filled with zeros; the optimizer's slabs come back; parameters
 are rounded from masters, or copied in and all-gathered. Where packed masters need weights, parameters come first.
 
-`residency.Residency` is the public class; the enum of the same name in `core.residency` says where the bytes of one
-slab are.
+`residency.Residency` has these verbs. The public class, in `wiring.residency`, adds checkpoints while asleep and
+training steps, for which installed patches serve the optimizer. The enum of the same name in `core.residency` says
+where the bytes of one slab are.
 """

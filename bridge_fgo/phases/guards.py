@@ -31,7 +31,16 @@ class Checked:
     def __init__(self, owner: Any, name: str, check: Check, after: Check | None) -> None:
         self._owner, self._name = owner, name
         self._check, self._after = check, after
-        self.original = getattr(owner, name)
+        self._own = vars(owner).get(name)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The method: what was the object's own, else its class's as it is now, which may have been patched since."""
+        if self._own is not None:
+            return self._own
+        owner = next(cls for cls in type(self._owner).__mro__ if self._name in vars(cls))
+        method: Callable[..., Any] = vars(owner)[self._name].__get__(self._owner, type(self._owner))
+        return method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Check, and call the method."""

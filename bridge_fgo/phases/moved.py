@@ -6,8 +6,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+Kind = Literal["params", "grads", "optimizer"]
+KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")
+"""What leaves and returns apart."""
 
 
 @dataclass(frozen=True)

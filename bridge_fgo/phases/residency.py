@@ -13,17 +13,13 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.host_buffer import HostBuffer, page_lock
 from bridge_fgo.core.host_memory import local_cpus
 from bridge_fgo.engines.ranks import gather, on_every_rank, require_host_memory
+from bridge_fgo.phases.checks import Checks
 from bridge_fgo.phases.gradients import Gradients, drop_shard_gradients
-from bridge_fgo.phases.guards import STATE_METHODS, Guards, wrapped_models
 from bridge_fgo.phases.model import Model, Unit, map_hosts
-from bridge_fgo.phases.moved import Moved, Tally, return_to_driver, wait_for_gpu
-from bridge_fgo.phases.parameters import digests_of
+from bridge_fgo.phases.moved import KINDS, Kind, Moved, Tally, return_to_driver, wait_for_gpu
 from bridge_fgo.phases.refusals import refuse_models
-from bridge_fgo.phases.rounding import round_again
 from bridge_fgo.phases.states import OptimizerStates
-
-Kind = Literal["params", "grads", "optimizer"]
-KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")
+from bridge_fgo.phases.weight_moves import WeightMoves
 
 
 def _outside_of_autograd[**P, R](
@@ -64,7 +60,6 @@ class Residency:
     ) -> None:
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         on_every_rank(lambda: refuse_models(chunks))
-        self._optimizer = optimizer
         with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
             self._states = None if optimizer is None else OptimizerStates(optimizer, config)
             self._model = on_every_rank(lambda: Model(chunks, self._states))
@@ -72,10 +67,9 @@ class Residency:
         buffers = on_every_rank(lambda: map_hosts(self._model.weight_slabs))
         require_host_memory(sum(buffer.tensor.numel() for buffer in buffers) if self._pins else 0)
         on_every_rank(lambda: self._lock(buffers))
-        self._wakes_alone = False
-        """Whether parameters have come back without their masters: then a copy of the shard is what is cheapest."""
-        self._guards = Guards()
-        self._guard(chunks)
+        self._weights = WeightMoves(self._model, self._states, lambda act: self._alike(act))
+        self._checks = Checks(self._model, self._states, lambda: self.away)
+        self._checks.put_on(chunks, optimizer)
 
     def _lock(self, buffers: Sequence[HostBuffer]) -> None:
         if self._pins and buffers:
@@ -145,9 +139,9 @@ class Residency:
             if "params" in self.away:
                 tally.woke.append("params")
                 units = list(self._model.units)
-            self._wake_parameters(tally)
+            self._weights.wake(tally)
         with tally.part("compare"):
-            self._note_what_masters_tell(units, states)
+            self._weights.note_what_masters_tell(units, states)
         if gradients and not keep:  # first: the driver takes their memory back while others are copied
             # Race: as below; of the work that has used them, some may be on other streams.
             wait_for_gpu(self._model.device)
@@ -159,7 +153,7 @@ class Residency:
             tally.freed += before - states.live_bytes()
         if units:
             with tally.part("params"):
-                tally.copy("params", self._copy_weights(units))
+                tally.copy("params", self._weights.copy_out(units))
         if gradients and keep:
             tally.copy("grads", sum(one.copy_out() for one in gradients))
         # Race: storages that are emptied go to whoever asks next on the stream that they were made on, and to the
@@ -197,7 +191,7 @@ class Residency:
         if needs_weights:
             if "params" in away - coming:
                 tally.woke.append("params")
-            self._wake_parameters(tally)
+            self._weights.wake(tally)
         if "grads" in coming:
             self._wake_gradients(tally)
         if states is not None:
@@ -209,7 +203,7 @@ class Residency:
                     unit.forget_masters()
             tally.freed -= states.live_bytes() - before
         if wakes and not needs_weights:
-            self._wake_parameters(tally)
+            self._weights.wake(tally)
         with tally.part("wait"):
             wait_for_gpu(self._model.device)  # whatever stream reads next
         return tally.moved()
@@ -247,7 +241,8 @@ class Residency:
             torch.OutOfMemoryError, RuntimeError: it cannot be brought back. It may be called again.
         """
         self.reload(*self._kinds())
-        self._guards.close()
+        self._checks.close()
+        self._weights.close()
         self._model.close()
         if self._states is not None:
             self._states.close()
@@ -319,100 +314,6 @@ class Residency:
             freed += drop_shard_gradients(param for group in groups for param in group["params"])
         return freed
 
-    def _note_what_masters_tell(self, units: Sequence[Unit], states: OptimizerStates | None) -> None:
-        """Compare masters with their weights, where both are here and one of them leaves; the host waits once.
-
-        Of weights that stay here as their masters leave, the sums are noted: they may change until they leave.
-        """
-        leaving = set(units)
-        told = [
-            unit
-            for unit in self._model.units
-            if unit.rounding is not None
-            and not unit.weights.is_away
-            and (unit in leaving or states is not None)
-            and unit.rounding.masters_are_here()
-        ]
-        if not told:
-            return
-        agree = torch.stack([unit.rounding.agrees() for unit in told if unit.rounding is not None]).tolist()
-        staying = []
-        for unit, agrees in zip(told, agree, strict=True):
-            unit.told_digests, unit.is_told = None, agrees
-            if agrees and unit not in leaving:
-                staying.append(unit)
-        for weights, digests in digests_of([unit.weights for unit in staying]):
-            next(unit for unit in staying if unit.weights is weights).told_digests = digests
-
-    def _copy_weights(self, units: Sequence[Unit]) -> int:
-        """Copy what masters do not tell and the host does not have; return the bytes."""
-        asked = [unit for unit in units if not self._is_told_now(unit) or self._wakes_alone]
-        for weights, digests in digests_of([unit.weights for unit in asked]):
-            weights.take_digests(digests)
-        copied = 0
-        for unit in units:
-            unit.is_on_host = False
-            if unit not in asked:
-                continue
-            # Masters that have left before tell what the weights were then.
-            unit.is_told = unit.is_told and unit.told_digests in (None, unit.weights.digests)
-            if not unit.is_told or self._wakes_alone or unit.weights.is_on_host:
-                copied += unit.weights.copy_out()
-                unit.is_on_host = True
-        return copied
-
-    @staticmethod
-    def _is_told_now(unit: Unit) -> bool:
-        """Return whether the weights were compared with their masters in this very call."""
-        return unit.is_told and unit.told_digests is None
-
-    def _wake_parameters(self, tally: Tally) -> None:
-        """Bring the weights back that are away; a collective, of ranks that share them, also where none are away."""
-        units = [unit for unit in self._model.units if unit.weights.is_away]
-        filled: list[Unit] = []
-
-        def wake() -> None:
-            if not all(unit.is_told or unit.is_on_host for unit in units):
-                raise RuntimeError(
-                    "parameters were sent off the GPU by something else than this Residency: bring them back the same "
-                    "way"
-                )
-            for unit in units:
-                tally.freed -= unit.weights.fill()
-                filled.append(unit)
-            tally.copy("params", self._write(units))
-
-        try:
-            with tally.part("params"):
-                self._alike(wake)
-        except BaseException:
-            # Nobody may take half-written weights for weights. What they come from is where it was.
-            wait_for_gpu(self._model.device)
-            for unit in filled:
-                unit.weights.empty()
-            raise
-        for unit in units:
-            unit.came_back()
-        for unit in self._model.units:  # where weights had stayed, they are what the others have
-            unit.weights.gather()
-
-    def _write(self, units: Sequence[Unit]) -> int:
-        """Write this rank's weights of some units; return the bytes that crossed the link."""
-        roundings, copied = [], 0
-        for unit in units:
-            rounding = unit.rounding if unit.is_told else None
-            is_here = rounding is not None and rounding.masters_are_here()
-            if rounding is not None and not is_here:
-                self._wakes_alone = True
-            if rounding is not None and (is_here or not unit.is_on_host):
-                roundings.append(rounding)
-            else:
-                copied += unit.weights.copy_in()
-        if roundings:
-            assert self._states is not None
-            copied += round_again(roundings, self._states)
-        return copied
-
     def _wake_gradients(self, tally: Tally) -> None:
         gradients = [one for one in self._model.gradients if one.is_away]
         filled = []
@@ -425,52 +326,3 @@ class Residency:
                 one.empty_again()
             raise
         tally.copy("grads", sum(one.copy_in() for one in gradients))
-
-    # Errors in place of reads of memory that is gone.
-
-    def _guard(self, chunks: Sequence[torch.nn.Module]) -> None:
-        guards = self._guards
-        models = [module for chunk in chunks for module in wrapped_models(chunk)]
-        guards.before_forward(models, self._require_for_forward)
-        for module in models:
-            guards.before(
-                module, ("state_dict", "load_state_dict", "sharded_state_dict"), lambda: self._require("params")
-            )
-        for ddp, backwards in zip(self._model.ddps, self._model.backwards, strict=True):
-
-            def zeroed(backwards: Any = backwards) -> None:
-                backwards.is_pending = False
-
-            guards.before(ddp, ("zero_grad_buffer",), lambda: self._require("grads"), zeroed)
-            guards.before(ddp, ("start_param_sync", "broadcast_params"), lambda: self._require("params"))
-        if self._optimizer is None or self._states is None:
-            return
-        guards.before(self._optimizer, ("step",), self._require_for_step, self._model.gradients_are_used)
-        if self._states.is_owner:
-            states = self._states
-
-            def stepping() -> None:
-                self._require("optimizer")
-                states.may_be_unchanged = False
-
-            for leaf in states.optimizers:
-                guards.before(leaf, STATE_METHODS, lambda: self._require("optimizer"))
-                guards.before(leaf, ("step_with_ready_grads",), stepping)
-
-    def _require(self, *kinds: Kind) -> None:
-        """Raise RuntimeError where one of these is away."""
-        for kind in kinds:
-            if kind in self.away:
-                raise RuntimeError(
-                    f"{kind!r} were sent off the GPU by Residency.offload and are used now: call reload({kind!r}) first"
-                )
-
-    def _require_for_forward(self) -> None:
-        self._require("params")
-        if torch.is_grad_enabled() and any(ddp.training for ddp in self._model.ddps):
-            self._require("grads")
-
-    def _require_for_step(self) -> None:
-        self._require("params", "grads")
-        if self._states is not None and self._states.is_owner:
-            self._require("optimizer")  # an engine that others drive brings them itself

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ class OptimizerStates:
     """
 
     def __init__(self, optimizer: Any, config: OffloadConfig | None = None, alone: bool = False) -> None:
-        self._config = config
+        self.config = config or WHOLE_MASTERS
+        self.meter = PeakMeter()
         together = _on_this_rank if alone else on_every_rank
         self.optimizers = together(lambda: distributed_optimizers(optimizer))
         attached = together(lambda: _attached_engine(self.optimizers, config))
@@ -71,14 +73,22 @@ class OptimizerStates:
         """Whether states may be what they were when they came back; not where whoever steps them says so."""
         self._digests: dict[Slab, int] = {}
         """Of slabs that only this class moves: the sum over their bytes when their host copy was made."""
+        self.is_driven = False
+        """Whether training steps drive an engine of its own too, which then stays attached."""
+        self._serves = 0
 
     def _make(self) -> NativeEngine:
-        return NativeEngine(self.sources, self._config or WHOLE_MASTERS, PeakMeter())
+        return NativeEngine(self.sources, self.config, self.meter)
 
     @property
     def reads_weights(self) -> bool:
         """Whether masters may be packed, so that the weights must be there when they leave and when they come."""
         return any(slab.codec.family is not None for slab in self._slabs)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether installed patches bring states to whoever reads or steps the optimizer."""
+        return not self.is_owner or self.is_driven or self._serves > 0
 
     @property
     def is_away(self) -> bool:
@@ -148,9 +158,7 @@ class OptimizerStates:
         self.engine.require_writable()
         self._digests = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
         self.may_be_unchanged = True
-        if self.is_owner:
-            for leaf in self.optimizers:
-                vars(leaf).pop(ATTACHED, None)  # of `attach`
+        self._detach()
         return self.engine.traffic.back - before
 
     def attach(self) -> None:
@@ -158,11 +166,46 @@ class OptimizerStates:
         for source in self.sources if self.is_owner else ():
             setattr(source.optimizer, ATTACHED, Attachment(self.engine, source))
 
+    def _detach(self) -> None:
+        if self.is_owner and not (self.is_driven or self._serves):
+            for leaf in self.optimizers:
+                vars(leaf).pop(ATTACHED, None)
+
+    def drive(self) -> None:
+        """Stay attached from now on: training steps drive the engine, until `leave` or `close`."""
+        self.attach()
+        self.is_driven = True
+        self.may_be_unchanged = False
+
+    def leave(self) -> None:
+        """Make the states resident, and be attached no more; the engine stays.
+
+        Raises:
+            torch.OutOfMemoryError, RuntimeError: as `reload`; it stays attached then.
+        """
+        self.engine.require_writable()
+        self.is_driven = False
+        self._digests.clear()
+        self._detach()
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """Context in which installed patches serve what reads or loads states, from the host where they are away."""
+        was_attached = all(attachment_of(leaf) is not None for leaf in self.optimizers)
+        self.attach()
+        self._serves += 1
+        try:
+            yield
+        finally:
+            self._serves -= 1
+            if not was_attached:
+                self._detach()
+
     # What has not changed is not copied again.
 
     def _known(self) -> list[Slab]:
         """Return the slabs on the GPU of which the host's copy may be what they are."""
-        if not (self.is_owner and self.engine.schedule.transfers.keeps_host_copies):
+        if self.is_driven or not (self.is_owner and self.engine.schedule.transfers.keeps_host_copies):
             return []  # steps by parts copy too
         return [slab for slab in self._slabs if self._is_known(slab)]
 
@@ -188,19 +231,24 @@ class OptimizerStates:
         Returns:
             the sum over each slab's bytes, int64 scalars on the GPU; the host has waited for none.
         """
-        if not (self.is_owner and self.engine.schedule.transfers.keeps_host_copies) or self.reads_weights:
+        keeps = self.is_owner and not self.is_driven and self.engine.schedule.transfers.keeps_host_copies
+        if not keeps or self.reads_weights:
             return {}
         sums: dict[Slab, torch.Tensor] = {}
         digester = Digester(self.sources[0].device, max(slab.nbytes for slab in self._slabs)) if self._slabs else None
 
+        away: set[Slab] = set()
+        """Of the others the host may have what they were before somebody brought them back and wrote them."""
+
         def land(slab: Slab) -> None:
             slab.require_readable()
-            if digester is not None and slab.gpu is not None and self._is_known(slab):
+            if digester is not None and slab in away and slab.gpu is not None and self._is_known(slab):
                 sums[slab] = digester.of([slab.gpu])[0]
 
         coming: deque[Slab] = deque()
         for slab in self._slabs:
             if slab.state is Residency.RELEASED:
+                away.add(slab)
                 slab.reload()
             coming.append(slab)
             if len(coming) == MOST_IN_TRANSIT:  # the copies of the others go on while this one is summed
@@ -251,6 +299,8 @@ class OptimizerStates:
         """
         if self.is_owner:
             self.engine.close()
+            self.is_driven = False
+            self._detach()
             for leaf in self.optimizers:
                 vars(leaf).pop(STATES, None)
 

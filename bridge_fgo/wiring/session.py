@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.making import make_engine
 from bridge_fgo.engines.ranks import on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
-from bridge_fgo.phases.states import STATES
+from bridge_fgo.phases.states import STATES, OptimizerStates
 from bridge_fgo.sources.megatron import McoreSource
 from bridge_fgo.sources.source import Source
 from bridge_fgo.wiring.compat import FLAG, check_flag, choose_engine, flag_is_set, mcore_version
@@ -58,16 +58,47 @@ class Session:
     """
 
     def __init__(self, optimizer: Any, model_config: Any, config: OffloadConfig) -> None:
-        self.model_config = model_config
-        self.settings = config
-        self._meter = meter = PeakMeter()
-        sources, self.engine = on_every_rank(partial(_make_engine, optimizer, model_config, config, meter))
-        pin_on_every_rank(self.engine)
+        meter = PeakMeter()
+        sources, engine = on_every_rank(partial(_make_engine, optimizer, model_config, config, meter))
+        pin_on_every_rank(engine)
         # Only now, so that a refusal leaves nothing half attached, on any rank.
         for source in sources:
-            if self.engine.name == "native":
+            if engine.name == "native":
                 source.drop_other_offloader()
-            setattr(source.optimizer, ATTACHED, Attachment(self.engine, source))
+            setattr(source.optimizer, ATTACHED, Attachment(engine, source))
+        self.what = f"optimizer.{FLAG}=True"
+        """What asked for the offload, for messages."""
+        self._drive(model_config, config, engine, sources, meter)
+
+    @classmethod
+    def over(cls, states: OptimizerStates, model_config: Any) -> Session:
+        """Return a session that drives an engine that is there, and whose owner closes it.
+
+        Args:
+            states: the owner, attached.
+            model_config: as for a session.
+        """
+        self = cls.__new__(cls)
+        self.what = "Residency.training_step()"
+        self._drive(model_config, states.config, states.engine, states.sources, states.meter)
+        self._owner = states
+        _sessions.add(self)
+        return self
+
+    def _drive(
+        self,
+        model_config: Any,
+        config: OffloadConfig,
+        engine: Engine,
+        sources: Sequence[McoreSource],
+        meter: PeakMeter,
+    ) -> None:
+        self.model_config = model_config
+        self.settings = config
+        self._meter = meter
+        self.engine = engine
+        self._owner: OptimizerStates | None = None
+        """Whose the engine is where it is not this session's."""
         self._leaves = weakref.WeakSet[Any](source.optimizer for source in sources)
         self.figures = Figures(self.engine, mcore_version(), meter)
         self._points = ModelPoints()
@@ -149,7 +180,7 @@ class Session:
         freed = self.engine.traffic.most_released
         if freed < wanted:
             raise RuntimeError(
-                f"optimizer.offload_optimizer_states=True, but a training step released {freed} bytes of the "
+                f"{self.what}, but a training step released {freed} bytes of the "
                 f"{planned} planned (engine {self.engine.name}): the flag would be a silent no-op. Please report this "
                 "with the output of the run, and train with the flag unset meanwhile"
             )
@@ -201,6 +232,11 @@ class Session:
             yield
 
     @property
+    def updates(self) -> int:
+        """Steps of optimizers so far; one that is skipped is none."""
+        return self._updates
+
+    @property
     def is_lost(self) -> bool:
         """Whether something came in the midst of a move of its states, so that they cannot be used any more."""
         return hasattr(self, "engine") and self.engine.is_lost  # one that was closed has let go of it
@@ -218,7 +254,10 @@ class Session:
         """
         if self.closed and not self.is_lost:  # by an uninstall
             return
-        self.engine.close()
+        if self._owner is None:
+            self.engine.close()
+        else:
+            self._owner.leave()
         if self.engine.is_torn:
             say("an error ended the newest optimizer step half-way: its state is no more fit to be saved or trained on")
         for leaf in self._leaves:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
+import fused_adam
 import pytest
 import torch
 from sleeping import numbers, options, residency, resident, weights_bytes
@@ -10,6 +13,7 @@ import bridge_fgo
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.storage_slab import StorageSlab
 from bridge_fgo.engines.attachment import attachment_of
+from bridge_fgo.harness import cpu_training
 from bridge_fgo.harness.cpu_training import CpuTraining
 from bridge_fgo.phases.states import STATES
 from bridge_fgo.wiring.session import attach
@@ -144,3 +148,66 @@ def test_training_with_the_flag_does_not_attach_to_states_that_a_verb_has_moved_
             attach(training.optimizer, training.model[0].config, OffloadConfig())
         training.optimizer.restore_from_cpu()
         assert training.digests() == before
+
+
+@pytest.fixture(params=[False, True], ids=["whole masters", "remainders"])
+def precision_aware(request):
+    """mcore builds a precision-aware Adam, whose parameters are views of the model's weights."""
+    original = cpu_training.make_config
+
+    def make_config(of):
+        cfg = original(of)
+        cfg.optimizer.use_precision_aware_optimizer = True
+        cfg.optimizer.store_param_remainders = request.param
+        return cfg
+
+    with pytest.MonkeyPatch.context() as patch, mock.patch.object(cpu_training, "make_config", make_config):
+        fused_adam.have_mcore_make_it_precision_aware(patch)
+        yield
+
+
+def precision_aware_steps(between, **changes):
+    """Train for four steps with `between` after each; return what each reported, and the digests after each."""
+    seen = []
+    with CpuTraining(options(**changes)) as training:
+        for _ in range(4):
+            seen.append(numbers(training.step()))
+            between(training)
+            seen.append(training.digests())
+    return seen
+
+
+@pytest.mark.usefixtures("precision_aware")
+@pytest.mark.parametrize("experts", [False, True])
+def test_weights_move_after_the_states_of_precision_aware_adam_were_away(experts):
+    def sleeps(training):
+        leaves = training.optimizer.chained_optimizers
+        params = [p for leaf in leaves for group in leaf.optimizer.param_groups for p in group["params"]]
+        storages = [p.untyped_storage()._cdata for p in params]
+        assert {b.param_data.untyped_storage()._cdata for b in buffers(training)} == set(storages)
+        training.optimizer.offload_to_cpu()
+        assert live(training)[2] == 0 < live(training)[0]
+        training.optimizer.restore_from_cpu()
+        assert live(training)[2] > 0
+        assert [p.untyped_storage()._cdata for p in params] == storages
+
+    expected = precision_aware_steps(lambda training: None, experts=experts)
+    weights = [digests["params"] for digests in expected[1::2]]
+    assert len(set(weights)) == 4
+    assert precision_aware_steps(sleeps, experts=experts) == expected
+
+
+@pytest.mark.usefixtures("precision_aware")
+def test_a_residency_of_precision_aware_adam_is_bitwise_a_resident_run():
+    ends = []
+    for sleeps in (False, True):
+        with CpuTraining(options()) as training:
+            res, seen = residency(training) if sleeps else None, []
+            for _ in range(4):
+                seen.append(numbers(training.step()))
+                if res is not None:
+                    res.offload()
+                    assert live(training) == (0, 0, 0)
+                    res.reload()
+            ends.append((seen, training.digests()))  # last: the digests share memory, which cannot be emptied then
+    assert ends[0] == ends[1]

@@ -42,3 +42,13 @@ def test_what_fails_or_packs_on_one_rank_alone_neither_hangs_the_others_nor_chan
             expected = own if rank == 1 else told
             assert asleep.startswith(expected[0]) and awake.startswith(expected[1])
             assert left == ["grads"], "the weights came with the masters that are packed on one rank"
+
+
+@pytest.mark.parametrize("changes", [{"experts": True}, {"found_inf_steps": (2,)}], ids=["experts", "a skipped step"])
+def test_two_ranks_that_step_in_the_context_are_bitwise_resident_ones(tmp_path, changes):
+    resident, driven = (
+        run(tmp_path / str(drives), drives, rank_child.train_in_context, changes) for drives in (False, True)
+    )
+    for mine, theirs in zip(driven, resident, strict=True):
+        assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
+        assert max(mine["held"]) == 0 < max(theirs["held"])

@@ -1,0 +1,61 @@
+"""Runs what is for mcore and a GPU with the mcore that is first on the path, on the CPU.
+
+python mcore_child.py script FILE    # its `main`, with 3 steps
+python mcore_child.py tests FILE     # pytest, on one of mcore's unit tests
+"""
+
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import fused_adam
+import pytest
+from two_devices import TwoDevices
+
+from bridge_fgo.standins.cuda import install_standins
+
+
+class Utils:
+    """What a test on one rank takes of mcore's `tests.unit_tests.test_utilities.Utils`, which is for GPUs."""
+
+    @staticmethod
+    def initialize_model_parallel():
+        import torch
+        from megatron.core import parallel_state
+
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+
+    @staticmethod
+    def destroy_model_parallel():
+        import torch
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def run_tests(file):
+    """Run one of mcore's unit tests by pytest; return its status."""
+    for name in ("tests", "tests.unit_tests", "tests.unit_tests.test_utilities"):
+        sys.modules[name] = ModuleType(name)
+    sys.modules[name].Utils = Utils
+    folder = str(Path(file).parent)
+    options = ["-p", "no:cacheprovider", "--noconftest", "--rootdir", folder, "--import-mode=importlib"]
+    return pytest.main(["-q", *options, file])
+
+
+if __name__ == "__main__":
+    kind, what = sys.argv[1:]
+    install_standins()
+    with pytest.MonkeyPatch.context() as patch:
+        fused_adam.have_mcore_make_it_precision_aware(patch)
+        TwoDevices(patch)
+        from megatron.core import utils
+        from megatron.core.optimizer import optimizer
+
+        patch.setattr(utils, "is_te_min_version", lambda version: True)  # which mcore's tests ask
+        print("mcore:", optimizer.__file__)
+        sys.exit(run_tests(what) if kind == "tests" else runpy.run_path(what)["main"](3))

@@ -1,0 +1,114 @@
+"""The patch for mcore's `offload_to_cpu`, on a copy of the installed optimizers, and the script that shows the bug."""
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from apply import SERIES
+
+HERE = Path(__file__).parent
+PROJECT = HERE.parents[1]
+PATCH = PROJECT / "patches/mcore/0001-offload-to-cpu.patch"
+SCRIPT = PROJECT / "patches/mcore/precision_aware_offload.py"
+UNIT_TEST = "tests/unit_tests/optimizer/test_offload_to_cpu.py"
+
+
+def core() -> Path:
+    """Return the folder of the installed mcore."""
+    spec = find_spec("megatron.core")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory):
+    """A folder with the installed mcore, whose optimizers are a patched copy, and the patch's unit test."""
+    folder = tmp_path_factory.mktemp("mcore")
+    target = folder / "megatron/core"
+    target.mkdir(parents=True)
+    for path in core().iterdir():
+        if path.name == "optimizer":
+            shutil.copytree(path, target / "optimizer", ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            (target / path.name).symlink_to(path)
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    subprocess.run(["git", "apply", PATCH], cwd=folder, env=environment, check=True, capture_output=True)
+    return folder
+
+
+def run(kind, file, first=""):
+    """Run the script or the unit test by stand-ins, with what is in the folder `first` before the installed mcore."""
+    path = [str(first), str(PROJECT), str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, HERE / "mcore_child.py", kind, file],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(part for part in path if part)},
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def weights(done):
+    """Return the checksums of the weights that the script printed before and after the round trip."""
+    before, _, after = done.stdout.partition("restore_from_cpu()")
+    return [
+        [int(line.split()[-1]) for line in part.splitlines() if line.startswith("weights")] for part in (before, after)
+    ]
+
+
+def test_the_patch_changes_the_installed_optimizers_and_adds_a_test(patched):
+    changed = ["optimizer.py", "distrib_optimizer.py"]
+    for name in changed:
+        ours, theirs = (folder / "optimizer" / name for folder in (patched / "megatron/core", core()))
+        assert "_is_model_memory" in ours.read_text() and "_is_model_memory" not in theirs.read_text()
+    assert (patched / UNIT_TEST).exists()
+
+
+def test_the_patch_is_no_part_of_bridges_series():
+    assert PATCH not in SERIES
+
+
+@pytest.mark.slow
+def test_after_mcores_round_trip_weights_stop_moving_and_the_script_fails():
+    done = run("script", SCRIPT)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert f"mcore: {core()}" in done.stdout
+    before, after = weights(done)
+    assert len(set(before)) == len(before) == 4 == len(after)
+    assert set(after) == {before[-1]}
+    assert "FAIL: after the round trip" in done.stdout
+
+
+@pytest.mark.slow
+def test_with_the_patch_weights_move_on(patched):
+    done = run("script", SCRIPT, patched)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"mcore: {patched}" in done.stdout
+    before, after = weights(done)
+    assert len({*before, *after}) == 7 and after[0] == before[-1]
+
+
+@pytest.mark.slow
+def test_the_patchs_own_unit_test_fails_without_it_and_passes_with_it(patched):
+    without, with_it = (run("tests", patched / UNIT_TEST, first) for first in ("", patched))
+    assert without.returncode == 1 and "2 failed" in without.stdout, without.stdout[-2000:]
+    assert with_it.returncode == 0 and "2 passed" in with_it.stdout, with_it.stdout[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "needed"), [(False, "a GPU: torch.cuda.is_available"), (True, "Transformer Engine's FusedAdam")]
+)
+def test_the_script_names_what_it_needs_and_has_not(has_gpu, needed):
+    program = (
+        f"import runpy, torch; torch.cuda.is_available = lambda: {has_gpu}; "
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    )
+    hidden = "import sys; sys.modules['transformer_engine'] = None; "
+    done = subprocess.run([sys.executable, "-c", hidden + program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith(f"precision_aware_offload.py needs {needed}")
