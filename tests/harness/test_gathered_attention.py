@@ -48,6 +48,7 @@ def test_two_ranks_attend_as_one_does(tmp_path: Path) -> None:
         torch.testing.assert_close(two, one)
 
 
+@pytest.mark.slow
 def test_one_rank_attends_as_torch_does(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     output = together(tmp_path, 1)[0]

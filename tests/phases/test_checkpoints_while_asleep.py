@@ -18,7 +18,9 @@ from bridge_fgo.harness.cpu_training import CpuTraining
 pytestmark = pytest.mark.usefixtures("cpu_standins", "fused_adam_in_mcore", "poisoned")
 
 INSTALLED = pytest.mark.parametrize("installed", [False, True], ids=["not installed", "installed"])
-MODELS = pytest.mark.parametrize("changes", [{}, {"experts": True}], ids=["dense", "experts"])
+MODELS = pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"experts": True}, marks=pytest.mark.slow)], ids=["dense", "experts"]
+)
 PACKED = bridge_fgo.OffloadConfig(engine="native", master_remainders=True, slab_bytes=2**20)
 
 

@@ -99,8 +99,16 @@ def driven(held, training, config=None, **count):
     return context
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("changes", SCENARIOS.values(), ids=SCENARIOS)
+@pytest.mark.parametrize(
+    ("changes", "config"),
+    [
+        pytest.param(
+            changes, config, id=f"{name}-{settings}",
+            marks=() if name == "dense" or settings == "packed masters" else pytest.mark.slow,
+        )
+        for name, changes in SCENARIOS.items() for settings, config in CONFIGS.items()
+    ],
+)  # fmt: skip
 @pytest.mark.usefixtures("installed")
 def test_a_loop_of_ones_own_is_bitwise_a_resident_one_with_no_state_held_in_its_passes(changes, config):
     held = []
