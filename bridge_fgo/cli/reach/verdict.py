@@ -18,6 +18,10 @@ from bridge_fgo.wiring.refusals import all_refusals
 VOCABULARY = 128
 """Tokens of the stand-in models; some recipes need the model to say how many."""
 
+MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+ARGUMENTS = {"megatron.bridge.diffusion.recipes.nemotron_labs_diffusion.ar_to_dlm": {"hf_path": "a stand-in"}}
+"""What the config functions of a module are called with. These make no model unless they are told which."""
+
 SETTING = re.compile(r"(?:^|[ (])(\w+\.\w+=(?:'[^']*'|[\w.]+))")
 
 
@@ -47,15 +51,20 @@ def setting_of(refusal: str) -> str:
     return found[1] if found else refusal
 
 
-def verdict_of(function: Callable[[], Any], settings: OffloadConfig | None = None) -> Verdict:
+def verdict_of(function: Callable[..., Any], settings: OffloadConfig | None = None) -> Verdict:
     """Build a config, set the flag, and ask this package's own refusals.
 
     Args:
         function: makes a ConfigContainer; to be called in `without_hugging_face`.
         settings: of the offload; the defaults when None.
     """
+    with mock.patch.dict(os.environ):  # a recipe's variables are not the next one's
+        return _verdict_of(function, settings or OffloadConfig())
+
+
+def _verdict_of(function: Callable[..., Any], settings: OffloadConfig) -> Verdict:
     try:
-        config = function()
+        config = function(**ARGUMENTS.get(function.__module__, {}))
     except Exception as error:  # whatever a recipe raises is told by its name and never skipped
         return Verdict("not built", (_told(error),))
     try:
@@ -63,7 +72,7 @@ def verdict_of(function: Callable[[], Any], settings: OffloadConfig | None = Non
     except Exception as error:  # its asserts and ValueErrors, as in `bridge_fgo.cli.job.builder`
         return Verdict("Bridge refuses", (_told(error),))
     setattr(config.optimizer, FLAG, True)
-    refusals = tuple(all_refusals(config, settings or OffloadConfig()))
+    refusals = tuple(all_refusals(config, settings))
     return Verdict("refused", refusals) if refusals else Verdict("accepted")
 
 
@@ -95,14 +104,16 @@ def prepare(config: Any) -> None:
 def without_hugging_face() -> Iterator[None]:
     """Context in which Bridge's recipes get a small stand-in for a model that they would look up on Hugging Face.
 
-    What is refused depends on the settings that a recipe gives its model, not on the model's sizes. The environment
-    that a recipe sets is taken back.
+    What is refused depends on the settings that a recipe gives its model, not on the model's sizes.
     """
     import transformers
     from megatron.bridge.diffusion.conversion.flux.flux_bridge import FluxBridge
+    from megatron.bridge.diffusion.conversion.nemotron_labs_diffusion import nemotron_labs_diffusion_bridge
     from megatron.bridge.diffusion.models.flux.flux_provider import FluxProvider
+    from megatron.bridge.diffusion.models.nemotron_labs_diffusion import nemotron_labs_diffusion_provider
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
     from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
     from megatron.bridge.training import mixed_precision
 
     class StandInProvider(GPTModelProvider):
@@ -110,8 +121,11 @@ def without_hugging_face() -> Iterator[None]:
             """Return itself: it has no vision tower to leave out."""
             return self
 
+    def diffusion_provider(*args: object, **kwargs: object) -> Any:
+        return nemotron_labs_diffusion_provider.NemotronLabsDiffusionModelProvider(**MODEL)
+
     def provider(*args: object, **kwargs: object) -> StandInProvider:
-        return StandInProvider(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=VOCABULARY)
+        return StandInProvider(**MODEL)
 
     def bridge(*args: object, **kwargs: object) -> SimpleNamespace:
         return SimpleNamespace(to_megatron_provider=provider)
@@ -126,9 +140,10 @@ def without_hugging_face() -> Iterator[None]:
             (transformers.AutoConfig, "from_pretrained", hf_config),
             (transformers.AutoTokenizer, "from_pretrained", lambda *args, **kwargs: range(VOCABULARY)),
             (FluxBridge, "provider_bridge", lambda *args, **kwargs: FluxProvider()),
+            (nemotron_labs_diffusion_bridge.NemotronLabsDiffusionBridge, "provider_bridge", diffusion_provider),
+            (PreTrainedCausalLM, "from_pretrained", hf_config),
             # Transformer Engine may not be here either, and FP4 asks how old it is.
             (mixed_precision, "is_te_min_version", lambda *args, **kwargs: True),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
-        stack.enter_context(mock.patch.dict(os.environ))
         yield
