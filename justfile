@@ -22,6 +22,10 @@ check:
     uv run pyright
     uv run lint-imports --no-cache --no-logo
 
+# What is said of every config that the installed Bridge ships, by reason; `--verbose` names them. No GPU.
+reach *ARGS:
+    uv run python -m bridge_fgo.cli.reach {{ARGS}}
+
 # The CPU lane on a Megatron-LM checkout (generation 1 or 2 of mcore's offloader) instead of the released mcore.
 mcore-dev PATH:
     BRIDGE_FGO_MEGATRON_LM={{PATH}} uv run pytest tests/upstream/test_checkout.py

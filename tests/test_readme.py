@@ -17,6 +17,7 @@ PAGES = [
     "README.md",
     "bridge_fgo/README.md",
     "bridge_fgo/cli/bench/README.md",
+    "bridge_fgo/cli/reach/README.md",
     "bridge_fgo/phases/README.md",
     "patches/README.md",
     "recipes/README.md",

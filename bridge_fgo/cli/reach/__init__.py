@@ -1,0 +1,1 @@
+"""Which of the configs that Megatron-Bridge ships the offload accepts, and why it refuses the others."""
