@@ -18,7 +18,7 @@ from bridge_fgo.wiring.refusals import all_refusals
 VOCABULARY = 128
 """Tokens of the stand-in models; some recipes need the model to say how many."""
 
-MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCABULARY}
 ARGUMENTS = {"megatron.bridge.diffusion.recipes.nemotron_labs_diffusion.ar_to_dlm": {"hf_path": "a stand-in"}}
 """What the config functions of a module are called with. These make no model unless they are told which."""
 
