@@ -82,6 +82,7 @@ ONE_OF_EACH = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "name", "outcome", "reason"), ONE_OF_EACH)
 def test_a_config_of_each_class_has_its_verdict_and_reason(cpu_standins, module, name, outcome, reason):
     function = getattr(importlib.import_module(f"megatron.bridge.{module}"), name)
@@ -90,6 +91,7 @@ def test_a_config_of_each_class_has_its_verdict_and_reason(cpu_standins, module,
     assert (verdict.outcome, verdict.reason) == (outcome, reason)
 
 
+@pytest.mark.slow
 def test_the_listing_finds_every_config_function_that_the_sources_define(cpu_standins):
     from bridge_fgo.cli.reach.functions import config_functions
 
