@@ -427,8 +427,30 @@ def test_bridges_torch_format_writes_the_layer_wise_optimizers_file(tmp_path):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.fixture
+def weights_of_their_own(monkeypatch):
+    """Have a writer get copies of the model's weights, as it has of a GPU's before training goes on.
+
+    Here they are whole tensors in host memory, which torch shares with the writer's process, and the next step changes.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    prepare = FileSystemWriterAsync.prepare_write_data
+
+    def prepared(writer, plan, planner):
+        prepare(writer, plan, planner)
+        for _, _, (_, tensors) in writer.write_buckets:
+            is_state = [item.index.fqn.startswith("optimizer") for item, _ in tensors]
+            tensors[:] = [
+                (item, tensor if of_optimizer else tensor.clone())
+                for (item, tensor), of_optimizer in zip(tensors, is_state, strict=True)
+            ]
+
+    monkeypatch.setattr(FileSystemWriterAsync, "prepare_write_data", prepared)
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("deadline")
+@pytest.mark.usefixtures("deadline", "weights_of_their_own")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("worker", ["fork", "mcore"])
 def test_checkpoints_in_the_background_have_the_bytes_of_their_step(tmp_path, monkeypatch, worker, name):
