@@ -61,14 +61,14 @@ DEFAULT_SETTINGS = ["plain", "fp16_with_loss_scaling", "all_at_once"]
 
 
 LONG = ("two_model_chunks", "all_at_once")
-"""In small slabs for the slow lane alone: what else trains in two chunks is in the fast one."""
+"""For the slow lane alone: what else trains in two chunks is in the fast one."""
 
 
 @pytest.mark.parametrize(
     ("name", "config"),
     [
         *(pytest.param(name, SMALL_SLABS, marks=pytest.mark.slow if name in LONG else ()) for name in OF_BF16),
-        *((name, DEFAULTS) for name in DEFAULT_SETTINGS),
+        *(pytest.param(name, DEFAULTS, marks=pytest.mark.slow if name in LONG else ()) for name in DEFAULT_SETTINGS),
     ],
 )
 def test_20_steps_are_bitwise_equal_to_resident(name, config):

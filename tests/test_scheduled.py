@@ -51,7 +51,7 @@ def watched(options, config, held):
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0, 3.0])
-@pytest.mark.parametrize("name", ["plain", "two chunks", "experts"])
+@pytest.mark.parametrize("name", ["plain", pytest.param("two chunks", marks=pytest.mark.slow), "experts"])
 def test_bits_are_equal_and_no_more_is_held_than_the_plan_has_room_for(meter, share, name):
     kinds = {"plain": {}, "two chunks": {"chunks": 2}, "experts": {"experts": True}}
     options = CpuOptions(offload=True, **kinds[name])

@@ -114,6 +114,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_is_advised_and_as_json(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     status, output = run("qwen3_30b_a3b_8gpu", "--system", "H200", "--recommend")
