@@ -168,6 +168,10 @@ class NativeEngine(Engine):
 
     # What is encoded, and may not be right any more.
 
+    def locate_weights(self) -> None:
+        """Look up where the weights are that masters are packed with, which a pass and a sleep may have moved."""
+        self._remainders.locate()
+
     def _encoded(self, sources: Iterable[Source]) -> list[Codec]:
         """Return the codecs of slabs whose masters are on the GPU in part only, of some sources."""
         return [slab.codec for source in sources for slab in self._shares[source].slabs if slab.is_encoded]
@@ -297,7 +301,7 @@ class NativeEngine(Engine):
     def begin_pass(self, is_like_others: bool = True) -> None:
         self._plan_for_whole_steps()
         self.traffic.most_released = self.traffic.released
-        self._remainders.locate()
+        self.locate_weights()
         self._checked.clear()
         # Of a pass that is run again some are on their way back.
         coming = [source for source, share in self._shares.items() if share.coming]

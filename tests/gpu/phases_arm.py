@@ -15,6 +15,8 @@ from typing import Any
 
 CYCLES = 3
 LINK_BYTES = 2**31
+SETTLING_SECONDS = 0.5
+"""What the driver gets for clearing what was spoiled, which takes time of the copies that follow."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -198,6 +200,7 @@ def spoil() -> None:
         torch.full((free * 9 // 10,), 0xFF, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        time.sleep(SETTLING_SECONDS)
 
 
 PHASES = (

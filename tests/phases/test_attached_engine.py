@@ -6,7 +6,9 @@ import pytest
 from sleeping import KINDS, SMALL, numbers, residency, resident, weights_bytes
 
 import bridge_fgo
+from bridge_fgo.core.remainders import Remainders
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
+from bridge_fgo.phases.weight_moves import WeightMoves
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.usefixtures("poisoned")]
 
@@ -62,6 +64,24 @@ def test_an_engine_of_its_own_packs_where_the_settings_say_so():
             assert nbytes < out.copied_by_kind["optimizer"] - 4 * nbytes < 1.2 * nbytes
             res.reload()
         assert seen == [each for each, _ in expected] and training.digests() == expected[-1][1]
+        res.close()
+
+
+def test_masters_are_packed_with_weights_that_were_looked_up_after_they_had_woken(monkeypatch):
+    """A buffer that was asleep may come back to another address, and kernels keep a table of addresses."""
+    calls = []
+    locate, encode = Remainders.locate, Remainders.encode
+    monkeypatch.setattr(Remainders, "locate", lambda self: calls.append("locate") or locate(self))
+    monkeypatch.setattr(Remainders, "encode", lambda self, moves: calls.append("encode") or encode(self, moves))
+    wake = WeightMoves.wake
+    monkeypatch.setattr(WeightMoves, "wake", lambda self, tally: wake(self, tally) or calls.append("wake"))
+    with CpuTraining(CpuOptions(**SMALL)) as training:
+        res = residency(training, config=PACKED)
+        training.step()
+        res.offload("params")
+        calls.clear()
+        res.offload("optimizer")
+        assert calls[:3] == ["wake", "locate", "encode"]
         res.close()
 
 
