@@ -15,6 +15,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __init__(self, params, **defaults):
         super().__init__(params, {"lr": 1e-3, "bias_correction": True, **defaults})
+        names = "exp_avg", "exp_avg_sq", "master_param"
+        self.name_to_dtype_map = dict.fromkeys(names, torch.float32)
 
     @torch.no_grad()
     def step(self, closure=None):

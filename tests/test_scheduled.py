@@ -1,8 +1,11 @@
 """The schedule with measured peaks, in Bridge's real train_step on the CPU: what leaves late and comes early."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
+import fused_adam
 import pytest
+import torch
 from bridge_loop import train
 from fake_meter import FakeClock, FakeMeter
 from test_parity import SMALL_SLABS
@@ -67,6 +70,31 @@ def test_bits_are_equal_and_no_more_is_held_than_the_plan_has_room_for(meter, sh
     assert min(in_forward) > 0, "nothing left late"
     # In the first planned step nothing does: the allocator lets go of its blocks after that one's backward.
     assert min(at_the_end[1:]) > 0, "nothing came early"
+
+
+@pytest.mark.parametrize(
+    ("moments", "budget_gib", "is_divided"),
+    [
+        pytest.param(torch.float32, 1.0, False, id="all stays"),
+        pytest.param(torch.bfloat16, 1.0, True, id="with temporaries", marks=pytest.mark.slow),
+        pytest.param(torch.float32, None, True, id="all leaves", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_of_which_nothing_is_away_is_divided_only_where_it_needs_memory_of_its_own(
+    meter, monkeypatch, moments, budget_gib, is_divided
+):
+    fused_adam.have_mcore_take_it(monkeypatch.setattr)
+    called, step = [], fused_adam.FusedAdam.step
+    monkeypatch.setattr(fused_adam.FusedAdam, "step", lambda self: called.append(1) or step(self))
+    resident = run(CpuOptions(), STEPS)
+    config = replace(SMALL_SLABS, gpu_memory_budget_gib=budget_gib)
+    with bridge_fgo.install(config), CpuTraining(CpuOptions(offload=True)) as training:
+        training.optimizer.chained_optimizers[0].optimizer.name_to_dtype_map["exp_avg"] = moments
+        for _ in range(STEPS):
+            called.clear()
+            training.step()
+        assert training.digests() == resident.digests
+    assert (len(called) > 1) == is_divided
 
 
 class MeterOfMarks(FakeMeter):

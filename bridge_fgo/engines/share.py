@@ -52,6 +52,11 @@ class Share:
         """What the step holds to its end beside these where it is not divided."""
 
     @property
+    def is_all_here(self) -> bool:
+        """Whether every part stays on the GPU, and is there."""
+        return all(part.stays for part in self.parts) and all(slab.state is Residency.RESIDENT for slab in self.slabs)
+
+    @property
     def coming(self) -> list[Slab]:
         """The slabs that are on their way back."""
         return [slab for slab in self.slabs if slab.state is Residency.RELOADING]

@@ -53,6 +53,14 @@ class McoreSource(Source):
     def writes_back_by_part(self) -> bool:
         return self._master_copy.divides()
 
+    @property
+    @override
+    def updates_in_place(self) -> bool:
+        # TE's FusedAdam alone says of what dtypes its states are: it makes fp32 of others, for the length of its step.
+        # torch's Adam makes several temporaries of each parameter, and Muon some of each matrix.
+        dtypes = getattr(self.optimizer.optimizer, "name_to_dtype_map", {})
+        return set(dtypes.values()) == {torch.float32}
+
     @override
     def kept_whole_by(self) -> str:
         return self._inner_step.kept_whole_by()

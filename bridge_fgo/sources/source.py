@@ -35,6 +35,14 @@ class Source(ABC):
         return False
 
     @property
+    def updates_in_place(self) -> bool:
+        """Whether an update of all parameters at once needs no memory beside that of their states.
+
+        Then the step of a source of which nothing is away need not be divided.
+        """
+        return False
+
+    @property
     @abstractmethod
     def device(self) -> torch.device:
         """Where the states are when resident."""
