@@ -271,8 +271,8 @@ def optimizer_refusals(config: Any) -> Iterator[str]:
     if distributed is True and config.optimizer in LAYER_WISE:
         yield (
             f"optimizer.use_distributed_optimizer=True with optimizer.optimizer={config.optimizer!r} and {FLAG_TEXT}: "
-            "mcore then asks for DDP buffers laid out by layers, which Bridge does not make, so that no optimizer could "
-            "be built, also without the flag; set optimizer.use_distributed_optimizer=False and "
+            "mcore then asks for DDP buffers laid out by layers, which Bridge does not make, so that no optimizer can "
+            "be built, with the flag or without; set optimizer.use_distributed_optimizer=False and "
             "ddp.use_distributed_optimizer=False"
         )
     if getattr(config, "optimizer_cpu_offload", False) is True:
