@@ -47,7 +47,8 @@ class PrecisionAwareAdam(FusedAdam):
     """Has masters of its own, moments of any dtype, and the methods by which mcore reads and writes them.
 
     With `store_param_remainders` it keeps the low 16 bits of a bf16 parameter's master alone; the parameter is the high
-    ones, cut off and not rounded.
+    ones, cut off and not rounded. A state in fp16 has one fp32 scale for the whole tensor, in `_scales`, so that its
+    largest value is half of what fp16 holds.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class PrecisionAwareAdam(FusedAdam):
             "exp_avg_sq": exp_avg_sq_dtype,
             "master_param": master_weight_dtype,
         }
+        self._scales = {}
 
     def zero_grad(self, set_to_none=True):
         for group in self.param_groups:
@@ -80,14 +82,24 @@ class PrecisionAwareAdam(FusedAdam):
 
     def get_unscaled_state(self, param, name):
         value = self.state[param][name]
-        return value if self._has_remainders(param, name) else value.float()
+        if self._has_remainders(param, name):
+            return value
+        whole = value.float()
+        return whole.mul_(self._scales[param][name]) if value.dtype == torch.float16 else whole
 
     def set_scaled_state(self, param, name, value):
+        """Write a state. As Transformer Engine's, it divides `value` itself by the scale of a state in fp16."""
         remainders = self._has_remainders(param, name)
         assert value.dtype == (torch.int16 if remainders else torch.float32)
         state = self.state[param]
         if name not in state:
             state[name] = torch.empty_like(param, dtype=torch.int16 if remainders else self.name_to_dtype_map[name])
+            if state[name].dtype == torch.float16:
+                self._scales.setdefault(param, {})[name] = torch.ones(1, device=param.device)
+        if state[name].dtype == torch.float16:
+            scale = self._scales[param][name]
+            torch.div(value.abs().max(), torch.finfo(torch.float16).max / 2, out=scale)
+            value.mul_(torch.where(scale > 0, scale.reciprocal(), 0.0))
         state[name].copy_(value)
 
     def initialize_state(self, param):
@@ -102,7 +114,7 @@ class PrecisionAwareAdam(FusedAdam):
         state = self.state[param]
         if not state:
             self.initialize_state(param)
-        moments = [state[name].float() for name in ("exp_avg", "exp_avg_sq")]
+        moments = [self.get_unscaled_state(param, name) for name in ("exp_avg", "exp_avg_sq")]
         grad = (param.decoupled_grad if self.use_decoupled_grad else param.grad).float()
         if not self.master_weights:
             adam(group, param, grad, *moments)
@@ -113,11 +125,12 @@ class PrecisionAwareAdam(FusedAdam):
             high.copy_(master.view(torch.int32) >> 16)
             low.copy_(master.view(torch.int32).to(torch.int16))
         else:
-            master = state["master_param"]
+            master = self.get_unscaled_state(param, "master_param")
             adam(group, master, grad, *moments)
             param.copy_(master)
+            self.set_scaled_state(param, "master_param", master)
         for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
-            state[name].copy_(moment)
+            self.set_scaled_state(param, name, moment)
 
     def state_dict(self):
         found = super().state_dict()

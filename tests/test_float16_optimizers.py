@@ -141,26 +141,62 @@ def test_weights_that_are_loaded_while_offloaded_stay(options):
         assert all(bool((t == 0.5).all()) for _, t in training.state_tensors()["masters"])
 
 
-def test_qk_clip_finds_the_masters_that_it_scales(monkeypatch, bridge_train):
-    def clip(model):
-        for name, weight in model[0].named_parameters():
-            if "linear_qkv.weight" in name:
-                weight.main_param.mul_(0.5)
-                weight.data.copy_(weight.main_param)
+def note_largest_logits(training):
+    """Have each layer's attention keep its largest logit of each head, as Transformer Engine's does for QK-clip."""
+
+    def note(attention, args):
+        query, key = (tensor.detach().float() for tensor in args[:2])  # (sequence, batch, heads, channels)
+        largest = torch.einsum("sbhc,tbhc->hbst", query, key).flatten(1).amax(1) / query.shape[-1] ** 0.5
+        before = attention.current_max_attn_logits
+        attention.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
+
+    for layer in training.model[0].module.module.decoder.layers:
+        attention = layer.self_attention.core_attention
+        attention.current_max_attn_logits = None
+        attention.register_forward_pre_hook(note)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("muon", SMALL_SLABS),
+        *(
+            pytest.param(name, config, marks=pytest.mark.slow)
+            for name, config in (("muon", DEFAULTS), ("adam", SMALL_SLABS), ("dist_muon", SMALL_SLABS))
+        ),
+    ],
+)
+def test_mcores_qk_clip_scales_weights_and_masters_that_are_away(monkeypatch, name, config):
+    from megatron.core.transformer.attention import SelfAttention
+
+    scaled, clip = [], SelfAttention._clip_linear_qkv
+
+    def noted(attention, weight):
+        before = weight.clone()
+        result = clip(attention, weight)
+        scaled.append((weight.dtype, bool((result != before).any())))
+        return result
+
+    monkeypatch.setattr(SelfAttention, "_clip_linear_qkv", noted)
 
     def trained(offload):
-        with CpuTraining(CpuOptions(offload=offload, **MUON)) as training:
-            training.cfg.model.qk_clip = True
+        with CpuTraining(CpuOptions(offload=offload, **OPTIMIZERS[name] | TROUBLE)) as training:
+            training.cfg.model.qk_clip, training.cfg.model.qk_clip_threshold = True, 0.05
+            note_largest_logits(training)
+            records = []
             for _ in range(4):
-                training.step()
-            return training.digests()
+                record = training.step()
+                records.append((record.loss, record.grad_norm))
+                assert not offload or max(training.live_bytes) == 0
+            return records, training.digests()
 
-    monkeypatch.setattr(bridge_train, "clip_qk", clip)
     resident = trained(False)
-    with bridge_fgo.install(DEFAULTS):
+    in_resident = list(scaled)
+    assert set(in_resident) == {(torch.float32, True), (torch.bfloat16, True)}, "each clip changed master and weight"
+    scaled.clear()
+    with bridge_fgo.install(config):
         assert trained(True) == resident
-    monkeypatch.setattr(bridge_train, "clip_qk", lambda model: None)
-    assert trained(False) != resident
+    assert scaled == in_resident
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

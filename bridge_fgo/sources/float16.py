@@ -17,6 +17,7 @@ from typing import Any, override
 import torch
 
 from bridge_fgo.core.state import Bundle, State, WeightShard
+from bridge_fgo.sources.late_masters import take_first
 from bridge_fgo.sources.master_copy import Buffers, MasterCopy
 from bridge_fgo.sources.megatron import TORCH, McoreSource, adam_states, of_inner
 
@@ -84,7 +85,7 @@ class Float16Source(McoreSource):
                 bundle.states.append(
                     State(
                         "master", "master weight", param, param.dtype, lambda p=param: p, written_back=True,
-                        rounds_to=rounded.get(id(param)),
+                        rounds_to=rounded.get(id(param)), take_first=partial(take_first, param),
                     )
                 )  # fmt: skip
             bundle.states += _muon_states(inner, param) if is_muon(inner) else _adam_states(inner, param)

@@ -78,6 +78,35 @@ def build_groups(build: Callable[[list[Any]], Groups], groups: list[Any]) -> Gro
     return result
 
 
+class _Params(list[Any]):
+    """The parameters of a param group, of which each is replaced by its master, to be emptied at once."""
+
+    def __setitem__(self, index: Any, new: Any) -> None:
+        weight = self[index]
+        super().__setitem__(index, new)
+        if new is not weight and _is_cast(weight, weight.detach(), new):
+            _empty(weight, weight.detach(), new)
+
+
+@contextmanager
+def whole_masters_made_late(param_groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Context in which `Float16OptimizerWithFloat16Params` is built over an optimizer with these param groups.
+
+    It puts one master after another in the place of its weights, in the param groups. In `masters_made_late` each that
+    is put there is emptied, so that no two masters are there at once.
+    """
+    if _late is None:
+        yield
+        return
+    try:
+        for group in param_groups:
+            group["params"] = _Params(group["params"])
+        yield
+    finally:
+        for group in param_groups:
+            group["params"] = list(group["params"])
+
+
 def _is_cast(weight: torch.Tensor, shard: torch.Tensor | None, master: torch.Tensor | None) -> bool:
     """Return whether a master is no more than its weights in fp32, in memory of its own.
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.engines.attachment import Attachment, attachment_of
+from bridge_fgo.sources.late_masters import whole_masters_made_late
 from bridge_fgo.sources.megatron import TORCH
 from bridge_fgo.wiring.state_wrappers import shadowed
 from bridge_fgo.wiring.wrappers import Args, Kwargs, Wrapped
@@ -28,6 +29,13 @@ MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
 GROUPS = "fp32_from_float16_groups"
 """Where the optimizer has them."""
+
+
+def builds_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have masters made without memory while `build_optimizer` builds an optimizer for the native engine."""
+    inner = inspect.signature(wrapped).bind(*args, **kwargs).arguments["optimizer"]
+    with whole_masters_made_late(inner.param_groups if inner else []):  # a rank without parameters has none
+        return wrapped(*args, **kwargs)
 
 
 def copies_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

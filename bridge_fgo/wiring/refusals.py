@@ -21,6 +21,7 @@ from bridge_fgo.wiring.compat import Choice, check_flag, choose_engine, flag_is_
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
 MUONS = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")
 """What mcore calls Muon; with "dist_" over a LayerWiseDistributedOptimizer."""
+LAYER_WISE = tuple(name for name in MUONS if name.startswith("dist_"))
 SHARED_MEMORY = "/dev/shm"
 OTHER_FILES = 256
 """Open files that a trainer or its checkpoint worker has besides: libraries, sockets, devices."""
@@ -265,6 +266,14 @@ def optimizer_refusals(config: Any) -> Iterator[str]:
         yield (
             f"optimizer.muon_scalar_optimizer={scalar!r} with {FLAG_TEXT}: only the states of Adam and Muon can be "
             "offloaded; set optimizer.muon_scalar_optimizer='adam' or leave the flag unset"
+        )
+    distributed = getattr(config, "use_distributed_optimizer", False)
+    if distributed is True and config.optimizer in LAYER_WISE:
+        yield (
+            f"optimizer.use_distributed_optimizer=True with optimizer.optimizer={config.optimizer!r} and {FLAG_TEXT}: "
+            "mcore then asks for DDP buffers laid out by layers, which Bridge does not make, so that no optimizer can "
+            "be built, with the flag or without; set optimizer.use_distributed_optimizer=False and "
+            "ddp.use_distributed_optimizer=False"
         )
     if getattr(config, "optimizer_cpu_offload", False) is True:
         yield hybrid_refusal(config)

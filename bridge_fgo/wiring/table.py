@@ -193,6 +193,10 @@ def patches() -> list[Patch]:
             distribution="megatron-core", series=((0, 15), (1, 0)), optional=name.endswith("_cpu"),
         )
         for name, wrapper, parameters, why in (
+            (
+                "__init__", float16_wrappers.builds_masters, ("optimizer",),
+                "makes the masters of every parameter on the GPU, whose weights tell what they are",
+            ),
             ("step_with_ready_grads", state_wrappers.updates_states, (), "the one way to the inner optimizer's step"),
             (
                 "_copy_main_params_to_model_params", float16_wrappers.copies_masters, (),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
 from bridge_fgo.cli import job_commands
@@ -221,6 +222,33 @@ def test_every_refusal_is_listed_and_the_status_is_1(no_megatron, saved, tmp_pat
         "optimizer.optimizer_cpu_offload=True" in refusals[0] and "optimizer.optimizer_cuda_graph=True" in refusals[1]
     )
     assert run("plan", path)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+            "OffloadConfig(fraction=0.5) in place of optimizer.optimizer_offload_fraction=0.5",
+        ),
+        ({"exp_avg_dtype": {"_target_": "torch.uint8", "_call_": False}}, "set optimizer.exp_avg_dtype=torch.bfloat16"),
+        (
+            {"exp_avg_sq_dtype": {"_target_": "torch.float8_e4m3fn", "_call_": False}},
+            "set optimizer.exp_avg_sq_dtype=torch.bfloat16",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_doctor_says_what_to_set_in_place_of_hybrid_device_optimizer_and_of_fp8_moments(
+    no_megatron, saved, tmp_path, changes, said
+):
+    path = tmp_path / "run_config.yaml"
+    config = yaml.safe_load(saved.read_text())
+    config["optimizer"] |= changes
+    path.write_text(yaml.safe_dump(config))
+    status, output = run("doctor", str(path), "--json")
+    (refusal,) = json.loads(output)["refusals"]
+    assert status == 1 and said in refusal
 
 
 def test_with_the_flag_unset_nothing_is_refused_but_told(no_megatron, saved, tmp_path):

@@ -65,8 +65,8 @@ load_parameter_state_from_fs_model_space load_parameter_state_from_dp_zero_legac
 restore_from_cpu _build_model_and_main_param_groups _set_main_param_and_optimizer_states
 """
 FLOAT16_OPTIMIZER = """
-step_with_ready_grads _copy_main_params_to_model_params _copy_model_params_to_main_params state_dict sharded_state_dict
-load_state_dict offload_to_cpu restore_from_cpu
+__init__ step_with_ready_grads _copy_main_params_to_model_params _copy_model_params_to_main_params state_dict
+sharded_state_dict load_state_dict offload_to_cpu restore_from_cpu
 """
 
 

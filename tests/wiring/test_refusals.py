@@ -53,6 +53,18 @@ def test_config_is_refused_by_name(cfg, path, value):
     assert "offload_optimizer_states=True" in str(caught.value)
 
 
+def test_a_layer_wise_muon_with_the_distributed_optimizer_is_refused_as_bridge_cannot_build_one(cfg):
+    from bridge_fgo.wiring.refusals import refuse_config
+
+    cfg.optimizer.optimizer = "muon"
+    refuse_config(cfg)
+    cfg.optimizer.optimizer = "dist_muon"
+    with pytest.raises(ValueError, match=r"use_distributed_optimizer=True with optimizer\.optimizer='dist_muon'"):
+        refuse_config(cfg)
+    cfg.optimizer.use_distributed_optimizer = cfg.ddp.use_distributed_optimizer = False
+    refuse_config(cfg)
+
+
 @pytest.mark.parametrize(
     ("fraction", "instead"),
     [
