@@ -98,7 +98,8 @@ class PrecisionAwareAdam(FusedAdam):
                 self._scales.setdefault(param, {})[name] = torch.ones(1, device=param.device)
         if state[name].dtype == torch.float16:
             scale = self._scales[param][name]
-            torch.div(value.abs().max(), torch.finfo(torch.float16).max / 2, out=scale)
+            least, most = value.aminmax()
+            torch.div(torch.maximum(-least, most), torch.finfo(torch.float16).max / 2, out=scale)
             value.mul_(torch.where(scale > 0, scale.reciprocal(), 0.0))
         state[name].copy_(value)
 

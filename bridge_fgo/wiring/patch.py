@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -18,6 +19,22 @@ Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], A
 
 _ABSENT = object()
 _TAKE_ANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
+_warned: set[tuple[str, str]] = set()
+"""Newer releases of which it has been said that they were not tested, as (distribution, version)."""
+
+
+def _warn_of_newer(distribution: str, version: str, end: tuple[int, int]) -> None:
+    if (distribution, version) in _warned:
+        return
+    _warned.add((distribution, version))
+    warnings.warn(
+        f"bridge_fgo: {distribution} {version} is newer than what this bridge-fgo was tested with, which is below "
+        f"{end[0]}.{end[1]}. Every function that it wraps has the parameters that it relies on, so it goes on: compare "
+        "the first losses with a run without the flag, or install a newer bridge-fgo",
+        stacklevel=2,
+    )
 
 
 class Patch(Protocol):
@@ -54,7 +71,8 @@ class FunctionPatch(Patch):
         parameters: the names that the wrapper relies on; each must be a parameter of the function.
         why: why this is the one binding to replace.
         distribution: what the module comes with.
-        series: its releases that the patch was written for, as (first, end) of (major, minor).
+        series: its releases that the patch was written for, as (first, end) of (major, minor). On a newer one its
+            signature decides, and a warning says that it was not tested.
         optional: the target may be missing (another generation of mcore).
         order: names of its first parameters, in the order of a call. With them the wrapper understands a function of
             `*args` or `**kwargs`, which somebody has wrapped around the target without `functools.wraps`. Empty where
@@ -87,12 +105,12 @@ class FunctionPatch(Patch):
     @override
     def check(self, module: ModuleType) -> None:
         version = version_of(self.distribution)
-        first, end = self.series
+        first, _ = self.series
         # A checkout on the path has no distribution; then the signature alone decides.
-        if version != "unknown" and not first <= release(version) < end:
+        if version != "unknown" and release(version) < first:
             raise RuntimeError(
-                f"bridge_fgo supports {self.distribution} {first[0]}.{first[1]} up to but not including "
-                f"{end[0]}.{end[1]}, found {version}: install a supported version, or a newer bridge-fgo"
+                f"bridge_fgo supports {self.distribution} from {first[0]}.{first[1]} on, found {version}: install "
+                "a newer one"
             )
         owner, attribute = self._owner(module)
         function = getattr(owner, attribute, None)
@@ -116,6 +134,9 @@ class FunctionPatch(Patch):
         current = getattr(owner, attribute, None)
         if current is None and self.optional:
             return
+        version, end = version_of(self.distribution), self.series[1]
+        if version != "unknown" and release(version) >= end:
+            _warn_of_newer(self.distribution, version, end)
         # vars, not getattr: a method that is inherited must be inherited again after the undo.
         self._original = vars(owner).get(attribute, _ABSENT)
         wrapped = current if self._original is _ABSENT else self._original

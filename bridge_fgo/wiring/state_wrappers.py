@@ -287,9 +287,12 @@ def replaces_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 
 def clip_qk(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the masters writable for QK-clip, which scales them also after a step that was skipped."""
+    """Make the masters writable for QK-clip, which scales them also after a step that was skipped.
+
+    From mcore 0.20 on Bridge calls it in every step, with `log_max_only` where nothing is clipped: that writes none.
+    """
     session = active_session()
-    if session is not None:
+    if session is not None and not arguments_of(wrapped, args, kwargs).get("log_max_only", False):
         session.engine.require_writable(masters_only=True)
     return wrapped(*args, **kwargs)
 

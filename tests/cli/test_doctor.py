@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -134,20 +135,18 @@ def test_doctor_counts_the_states_of_a_saved_config_without_megatron(no_megatron
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "why"),
+    ("optimizer", "distributed", "why"),
     [
-        ("  optimizer: adam", "  optimizer: dist_muon", "optimizer.optimizer='dist_muon': the plan knows"),
-        ("  optimizer: adam", "  optimizer: muon", "optimizer.optimizer='muon': the plan knows"),
-        (
-            "use_distributed_optimizer: true", "use_distributed_optimizer: false",
-            "ddp.use_distributed_optimizer=False: the plan knows",
-        ),
+        ("dist_muon", "false", "optimizer.optimizer='dist_muon': the plan knows"),
+        ("muon", "true", "optimizer.optimizer='muon': the plan knows"),
+        ("adam", "false", "ddp.use_distributed_optimizer=False: the plan knows"),
     ],
-)  # fmt: skip
+)
 def test_states_that_the_plan_does_not_know_are_offloaded_and_not_counted(
-    no_megatron, saved, tmp_path, before, after, why
+    no_megatron, saved, tmp_path, optimizer, distributed, why
 ):
-    path = changed(saved, tmp_path, before, after)
+    path = changed(saved, tmp_path, "use_distributed_optimizer: true", f"use_distributed_optimizer: {distributed}")
+    path = changed(Path(path), tmp_path, "  optimizer: adam", f"  optimizer: {optimizer}")
     status, output = run("doctor", path, "--json")
     found = json.loads(output)
     assert status == 0 and found["refusals"] == [], output

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import warnings
 from types import ModuleType
 
 import pytest
@@ -239,17 +240,38 @@ def test_a_changed_signature_patches_nothing(monkeypatch, bridge_train):
     assert [key for key in before if before[key] is not after[key] and before[key] != after[key]] == []
 
 
-@pytest.mark.parametrize("found", ["0.5.9", "0.7.0", "1.0.0"])
-def test_an_unknown_bridge_is_refused(monkeypatch, cpu_standins, found):
-    monkeypatch.setattr(patch, "version_of", lambda name: found)
-    with pytest.raises(RuntimeError, match=rf"megatron-bridge 0\.6 .* found {re.escape(found)}"):
+def test_an_older_bridge_is_refused(monkeypatch, cpu_standins):
+    monkeypatch.setattr(patch, "version_of", lambda name: "0.5.9")
+    with pytest.raises(RuntimeError, match=r"megatron-bridge from 0\.6 on, found 0\.5\.9"):
         bridge_fgo.install()
+
+
+def test_a_newer_bridge_whose_signatures_fit_is_patched_with_one_warning(monkeypatch, bridge_train):
+    monkeypatch.setattr(patch, "_warned", set())
+    monkeypatch.setattr(patch, "version_of", {"megatron-bridge": "0.7.0", "megatron-core": "0.20.0"}.__getitem__)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with bridge_fgo.install():
+                assert hasattr(bridge_train.train_step, "__wrapped__")
+    said = [str(one.message) for one in caught if str(one.message).startswith("bridge_fgo:")]
+    assert len(said) == 1 and "megatron-bridge 0.7.0" in said[0] and "below 0.7" in said[0]
+
+
+def test_a_newer_bridge_whose_signatures_do_not_fit_is_refused(monkeypatch, bridge_train):
+    monkeypatch.setattr(patch, "_warned", set())
+    monkeypatch.setattr(patch, "version_of", {"megatron-bridge": "0.7.0", "megatron-core": "0.20.0"}.__getitem__)
+    monkeypatch.setattr(bridge_train, "train_step", lambda forward_step_func, everything_else: None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="bridge_fgo")  # of what is refused it is not said that it goes on
+        with pytest.raises(RuntimeError, match=r"train_step of megatron-bridge 0\.7\.0: it has no parameter"):
+            bridge_fgo.install()
 
 
 def test_an_mcore_that_was_not_read_is_refused_by_its_own_name(monkeypatch, cpu_standins):
     versions = {"megatron-bridge": "0.6.2", "megatron-core": "0.14.0"}
     monkeypatch.setattr(patch, "version_of", versions.__getitem__)
-    with pytest.raises(RuntimeError, match=r"megatron-core 0\.15 .* found 0\.14\.0"):
+    with pytest.raises(RuntimeError, match=r"megatron-core from 0\.15 on, found 0\.14\.0"):
         bridge_fgo.install()
 
 

@@ -114,6 +114,19 @@ def test_qk_clip_gets_writable_masters_also_after_a_skipped_step(monkeypatch, br
     assert loop.step()[-4:] == ["skipped", "writable", "clip_qk", "settle"]
 
 
+@pytest.mark.parametrize("only_logged", [True, False])
+def test_qk_clip_that_only_logs_gets_no_masters(monkeypatch, bridge_train, installed, only_logged):
+    loop = Loop(monkeypatch, bridge_train)
+    loop.cfg.model.qk_clip = True
+    clip, seen = bridge_train.clip_qk, []
+    monkeypatch.setattr(clip, "__wrapped__", lambda model, log_max_only=False: seen.append(log_max_only))
+    with monkeypatch.context() as newer:  # as Bridge's main calls it
+        newer.setattr(bridge_train, "clip_qk", lambda model: clip(model, log_max_only=only_logged))
+        events = loop.step()
+    assert seen == [only_logged]
+    assert ("writable" in events) is not only_logged
+
+
 def test_paged_stash_retry_is_a_pass_of_its_own(monkeypatch, bridge_train, installed):
     from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 
