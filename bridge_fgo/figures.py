@@ -20,7 +20,7 @@ class Stats:
     """What the offload did in the newest training step on this rank. Sizes in bytes, times in seconds."""
 
     engine: str
-    """Engine that moves the bytes: "native", "mcore generation 1" or "mcore generation 2"."""
+    """Engine that moves the bytes: "native", or "mcore generation 1", "1 in chunks" or "2"."""
     mcore: str
     """Version of megatron-core."""
     steps: int = 0

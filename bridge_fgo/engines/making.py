@@ -10,12 +10,13 @@ from bridge_fgo.core.meters import PeakMeter
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.mcore import McoreEngine, Member
 from bridge_fgo.engines.mcore1 import Generation1
+from bridge_fgo.engines.mcore1_chunks import Generation1InChunks
 from bridge_fgo.engines.mcore2 import Generation2
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather
 from bridge_fgo.sources.megatron import McoreSource, MegatronSource
 
-MEMBERS: tuple[type[Member], ...] = (Generation1, Generation2)
+MEMBERS: tuple[type[Member], ...] = (Generation1, Generation1InChunks, Generation2)
 
 
 def make_engine(
@@ -30,7 +31,8 @@ def make_engine(
     """Return the engine of that name for the sources of a rank, of which there may be none; nothing is pinned yet.
 
     Args:
-        name: "native", "mcore generation 1" or "mcore generation 2".
+        name: "native", or that of a member: "mcore generation 1", "mcore generation 1 in chunks" or
+            "mcore generation 2".
         sources: in the order in which they step.
         config: what to offload.
         meter: the allocator's peaks.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, override
+
+import torch
 
 from bridge_fgo.core.host_memory import power_of_two_at_least
 from bridge_fgo.core.meters import Traffic
@@ -26,6 +29,8 @@ class Member(ABC):
     """What the engine is called."""
     verbs: tuple[str, ...]
     """Methods by which a DistributedOptimizer class with upstream's offloader is known."""
+    serves_saves = False
+    """Whether mcore makes its state dictionaries of the host's copies, wherever the states are."""
     interrupted = ""
     """What came in the midst of a move; what upstream does itself is not watched."""
 
@@ -103,6 +108,7 @@ class McoreEngine(Engine):
     def __init__(self, sources: Sequence[MegatronSource], member: type[Member]) -> None:
         self.name, self.sources, self.traffic = member.name, list(sources), Traffic()
         self._members: dict[Source, Member] = {source: member(source, self.traffic) for source in sources}
+        self._saved: set[Source] = set()  # those of which a state dictionary is being made of the host's copies
         self.state_bytes = sum(each.state_bytes for each in self._of())
         self.planned_bytes = sum(each.planned_bytes for each in self._of())
 
@@ -149,6 +155,27 @@ class McoreEngine(Engine):
     def require_writable(self, source: Source | None = None, masters_only: bool = False) -> None:
         for member in self._of(source):
             member.require_writable()
+
+    @contextmanager
+    @override
+    def saving(self, source: Source, copies: bool) -> Iterator[None]:
+        if not self._members[source].serves_saves:
+            self.require_readable(source)
+            yield
+            return
+        self._saved.add(source)
+        try:
+            yield
+        finally:
+            self._saved.discard(source)
+
+    @override
+    def is_away(self, source: Source) -> bool:
+        return source in self._saved
+
+    @override
+    def hand_out(self, source: Source, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return read() if self.is_away(source) else super().hand_out(source, param, read)
 
     @property
     @override

@@ -1,6 +1,6 @@
 """Generation 1 of mcore's offloader: OptimizerStateOffloader.
 
-In Megatron-LM's `dev` branch from January to 2026-08-18. `DistributedOptimizer` has `offload_states()`,
+In Megatron-LM's `dev` branch from January to 2026-08-18, and in #6544. `DistributedOptimizer` has `offload_states()`,
 `release_offloaded_gpu_states()` and `reload_offloaded_states()`. Its root flaw is that a reload in flight is
 forgotten: only the inner optimizer step waits for it. The waits that are missing are supplied here.
 """
@@ -13,6 +13,21 @@ from bridge_fgo.core.meters import Traffic
 from bridge_fgo.core.residency import ResidencyMachine
 from bridge_fgo.engines.mcore import Member
 from bridge_fgo.sources.megatron import MegatronSource
+
+
+def host_buffers(offloader: Any) -> list[Any]:
+    """Return the page-locked host tensors of an OptimizerStateOffloader."""
+    masters = [buffer for group in offloader._shard_fp32_from_float16_cpu_buffers for buffer in group]
+    return masters + [b for by_key in offloader._opt_state_cpu_buffers.values() for b in by_key.values()]
+
+
+def offload(optimizer: Any) -> None:
+    """Start the copy out of all states of an optimizer that are on the GPU."""
+    if any(optimizer.optimizer.state.values()):
+        # Upstream counts the moments as made only after a step of this process, so those that came
+        # from a checkpoint would stay on the GPU in the first forward after a resume.
+        optimizer._state_offloader.mark_optimizer_states_initialized()
+    optimizer.offload_states()
 
 
 class Generation1(ResidencyMachine, Member):
@@ -28,15 +43,10 @@ class Generation1(ResidencyMachine, Member):
 
     @override
     def host_buffers(self) -> list[Any]:
-        masters = [buffer for group in self._offloader._shard_fp32_from_float16_cpu_buffers for buffer in group]
-        return masters + [b for by_key in self._offloader._opt_state_cpu_buffers.values() for b in by_key.values()]
+        return host_buffers(self._offloader)
 
     def _start_offload(self) -> None:
-        if any(self.optimizer.optimizer.state.values()):
-            # Upstream counts the moments as made only after a step of this process, so those that came
-            # from a checkpoint would stay on the GPU in the first forward after a resume.
-            self._offloader.mark_optimizer_states_initialized()
-        self.optimizer.offload_states()
+        offload(self.optimizer)
 
     def _release(self) -> None:
         self.optimizer.release_offloaded_gpu_states()  # which keeps the memory from reuse with record_stream

@@ -21,6 +21,10 @@ FIRST = "_bridge_fgo_first_value"
 Groups = tuple[list[list[Any]], ...]
 """Lists of tensors, one for each param group, by what they are to mcore."""
 
+KINDS = 5
+"""How many such lists there are. Megatron-LM #6544 returns one more, of masters that it made in host memory; with
+the flag hidden from it there are none, and the list stays as it came."""
+
 _late: list[tuple[Any, torch.Tensor]] | None = None
 """Weight and master, for each master that was emptied; None outside of `masters_made_late`."""
 
@@ -59,12 +63,12 @@ def build_groups(build: Callable[[list[Any]], Groups], groups: list[Any]) -> Gro
         return build(groups)
     result = build([])
     for group in groups:
-        lists: list[list[Any]] = [[] for _ in result]
+        lists: list[list[Any]] = [[] for _ in range(KINDS)]
         native: list[Any] = []
         others: list[Any] = []
         for param in group["params"]:
             alone = {**group, "params": [param], "orig_group": {}}
-            of_param = build([alone])
+            of_param = build([alone])[:KINDS]
             for found, (new,) in zip(lists, of_param, strict=True):
                 found += new
             (halves,), (natives,), (shards,), _, (masters,) = of_param
@@ -72,7 +76,7 @@ def build_groups(build: Callable[[list[Any]], Groups], groups: list[Any]) -> Gro
             for weight, shard, master in zip(halves, shards, masters, strict=True):
                 if _is_cast(weight, shard, master):
                     _empty(weight, shard, master)
-        for found, of_group in zip(result, lists, strict=True):
+        for found, of_group in zip(result[:KINDS], lists, strict=True):
             found.append(of_group)
         group["orig_group"]["params"] = [*native, *others]  # mcore's order: native fp32 parameters first
     return result

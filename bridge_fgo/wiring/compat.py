@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import re
+import sys
 from importlib import metadata
 from typing import Any, Literal
 
 from bridge_fgo.config import OffloadConfig
 
-Choice = Literal["native", "mcore generation 1", "mcore generation 2"]
+Choice = Literal["native", "mcore generation 1", "mcore generation 1 in chunks", "mcore generation 2"]
 
 FLAG = "offload_optimizer_states"
 CHUNKED_FLAG = "chunked_optimizer_state_offload"
+CHUNK_NUMEL = "offload_optimizer_states_chunk_numel"
+
+
+_PACKAGES = {"megatron-bridge": "megatron.bridge", "megatron-core": "megatron.core"}
 
 
 def version_of(distribution: str) -> str:
-    """Return the installed version of a distribution, or "unknown"."""
+    """Return the version of a distribution, or "unknown".
+
+    Where its package is imported, that one's own: a checkout on the path may shadow an installed wheel.
+    """
+    package = _PACKAGES.get(distribution)
+    if package in sys.modules:
+        # A leaf, which can be imported also while its package still is.
+        return str(importlib.import_module(f"{package}.package_info").__version__).partition("+")[0]
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -120,6 +133,30 @@ def _is_distributed_adam(optimizer_config: Any) -> bool:
     return is_adam and getattr(optimizer_config, "use_distributed_optimizer", True) is True
 
 
+def _in_chunks(optimizer_config: Any) -> Choice | None:
+    """Return the engine that steps in mcore's chunks (Megatron-LM #6544), where they are asked for and there are any.
+
+    Raises:
+        ValueError: the number is below 0, or the setting is given with one that mcore refuses beside it.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from bridge_fgo.engines.mcore1_chunks import Generation1InChunks
+
+    numel = getattr(optimizer_config, CHUNK_NUMEL, 0)
+    if numel == 0 or not Generation1InChunks.is_available(DistributedOptimizer):
+        return None
+    if numel < 0:
+        raise ValueError(f"optimizer.{CHUNK_NUMEL}={numel!r}: give the elements of a chunk, or 0 for none")
+    if getattr(optimizer_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+        raise ValueError(
+            f"optimizer.{CHUNK_NUMEL}={numel} with optimizer.reuse_grad_buf_for_mxfp8_param_ag=True: mcore's step in "
+            f"chunks does not copy masters to that buffer; set optimizer.{CHUNK_NUMEL}=0, or use "
+            "OffloadConfig(engine='native') without it"
+        )
+    return "mcore generation 1 in chunks"
+
+
 def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
     """Return the engine that serves this run.
 
@@ -142,20 +179,28 @@ def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
                 f"optimizer.use_distributed_optimizer={optimizer_config.use_distributed_optimizer}: mcore's offloader "
                 "is driven for Adam under a DistributedOptimizer alone; use engine='native'"
             )
-        if generation == "mcore generation 1" and not upstream_adam_is_fused():
+        if generation == "mcore generation 1":
+            generation = _in_chunks(optimizer_config) or generation
+        if generation != "mcore generation 2" and not upstream_adam_is_fused():
             raise ValueError(
                 "OffloadConfig.engine='mcore': mcore's offloader takes only Transformer Engine's FusedAdam, and this "
                 "mcore builds another Adam; install transformer-engine or use engine='native'"
             )
         return generation
-    for name, default in (("optimizer_state_offload_fraction", 1.0), ("optimizer_state_offload_chunk_size_mb", 0)):
+    settings = {"optimizer_state_offload_fraction": 1.0, "optimizer_state_offload_chunk_size_mb": 0, CHUNK_NUMEL: 0}
+    for name, default in settings.items():
         value = getattr(optimizer_config, name, default)
-        if value != default:
-            is_servable = config.engine == "auto" and not native_only and _is_distributed_adam(optimizer_config)
-            if generation == "mcore generation 2" and is_servable:
-                return generation  # which honours it
-            raise ValueError(
-                f"optimizer.{name}={value!r}: not honoured by the native engine; use OffloadConfig.fraction and "
-                "OffloadConfig.slab_bytes, or engine='mcore' on an mcore that has the setting"
-            )
+        if value == default:
+            continue
+        if config.engine == "auto" and not native_only and _is_distributed_adam(optimizer_config):
+            # An engine that honours it, where there is one.
+            if generation == "mcore generation 2" and name != CHUNK_NUMEL:
+                return generation
+            chunks = _in_chunks(optimizer_config) if generation == "mcore generation 1" else None
+            if chunks is not None and name == CHUNK_NUMEL and upstream_adam_is_fused():
+                return chunks
+        raise ValueError(
+            f"optimizer.{name}={value!r}: not honoured by the native engine; use OffloadConfig.fraction and "
+            "OffloadConfig.slab_bytes, or engine='mcore' on an mcore that has the setting"
+        )
     return "native"

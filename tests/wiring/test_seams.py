@@ -110,7 +110,7 @@ def test_qk_clip_gets_writable_masters_also_after_a_skipped_step(monkeypatch, br
     loop = Loop(monkeypatch, bridge_train)
     loop.cfg.model.qk_clip = True
     loop.leaf.step = lambda: loop.events.append("skipped") or (False, 1.0, None)
-    monkeypatch.setattr(bridge_train.clip_qk, "__wrapped__", lambda model: loop.events.append("clip_qk"))
+    monkeypatch.setattr(bridge_train.clip_qk, "__wrapped__", lambda model, **how: loop.events.append("clip_qk"))
     assert loop.step()[-4:] == ["skipped", "writable", "clip_qk", "settle"]
 
 
@@ -121,7 +121,7 @@ def test_qk_clip_that_only_logs_gets_no_masters(monkeypatch, bridge_train, insta
     clip, seen = bridge_train.clip_qk, []
     monkeypatch.setattr(clip, "__wrapped__", lambda model, log_max_only=False: seen.append(log_max_only))
     with monkeypatch.context() as newer:  # as Bridge's main calls it
-        newer.setattr(bridge_train, "clip_qk", lambda model: clip(model, log_max_only=only_logged))
+        newer.setattr(bridge_train, "clip_qk", lambda model, **how: clip(model, log_max_only=only_logged))
         events = loop.step()
     assert seen == [only_logged]
     assert ("writable" in events) is not only_logged
