@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge_fgo.core.shared_copies import OwnCopies, SharedCopies
+from bridge_fgo.core.shared_host_buffer import SharedHostBuffer, is_in_use
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins", "deadline"), pytest.mark.slow]
 
@@ -76,9 +77,9 @@ def end_of_training(run, each_step=lambda number: None):
 
 @pytest.fixture
 def copies(monkeypatch):
-    """For each copy that was handed to a writer, what tells whether nobody refers to it any more."""
+    """For each copy that a writer got, and each buffer lent to it, what tells whether nobody refers to it any more."""
     left = []
-    own, shared = OwnCopies.copy, SharedCopies.copy
+    own, shared, lend = OwnCopies.copy, SharedCopies.copy, SharedHostBuffer.lend
 
     def copy(copier, tensor):
         result = own(copier, tensor)
@@ -87,11 +88,16 @@ def copies(monkeypatch):
 
     def copy_shared(copier, tensor):
         storage = (result := shared(copier, tensor)).untyped_storage()  # which the copier keeps
-        left.append(lambda: torch._C._storage_Use_Count(storage._cdata) == 1)
+        left.append(lambda: not is_in_use(storage))
         return result
+
+    def lend_noted(buffer, like, offset):
+        left.append(lambda: not buffer.is_lent)
+        return lend(buffer, like, offset)
 
     monkeypatch.setattr(OwnCopies, "copy", copy)
     monkeypatch.setattr(SharedCopies, "copy", copy_shared)
+    monkeypatch.setattr(SharedHostBuffer, "lend", lend_noted)
     return left
 
 

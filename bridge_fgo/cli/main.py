@@ -230,7 +230,7 @@ def bench(
         typer.Option(
             "--saves",
             help="Have each arm but mcore save twice in the background, and measure how long the second save stalls "
-            "training. DIR needs room for two checkpoints, and the host for one more in memory and in /dev/shm.",
+            "training. DIR needs room for two checkpoints, and the host for one more in memory.",
         ),
     ] = False,
     verbose: Annotated[

@@ -111,7 +111,8 @@ class DebugTransfers(Transfers):
         if self._cuda is not None and self._stale:
             self._cuda.finish_in()
         for slab in self._stale:
-            slab.host.tensor.fill_(POISON)
+            if not slab.is_lent:
+                slab.host.tensor.fill_(POISON)
         self._stale.clear()
 
     @override

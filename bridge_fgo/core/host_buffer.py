@@ -33,18 +33,21 @@ class HostBuffer:
 
     def __init__(self, nbytes: int) -> None:
         try:
-            mapping = mmap.mmap(-1, nbytes)
+            self.tensor = self._map(nbytes)
         except OSError as error:
             raise RuntimeError(
                 f"bridge_fgo could not map {nbytes} bytes of host memory for optimizer state ({error}): lower "
                 "OffloadConfig.fraction, or run on a host with more memory"
             ) from error
-        self.tensor: torch.Tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
         self.pinned_bytes = 0
+
+    def _map(self, nbytes: int) -> torch.Tensor:
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
     def lock(self) -> int:
         """Touch every page and page-lock the buffer; return CUDA's error code, 0 for none."""
-        nbytes, address = self.tensor.numel(), self.tensor.data_ptr()
+        nbytes, address = self.tensor.numel(), self.address
         ctypes.memset(address, 0, nbytes)  # without the GIL; registering touches pages too, many times slower
         error = int(_runtime().cudaHostRegister(address, nbytes, 0))
         if error == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,9 +13,12 @@ from bridge_fgo.config import MIB, OffloadConfig
 from bridge_fgo.core.codec import Codec
 from bridge_fgo.core.state import Bundle, State
 
-ALIGNMENT = 256
-"""Every tensor of a slab starts at a multiple of this many bytes: what cudaMalloc guarantees, so kernels
-take the same vectorised paths as on a tensor with an allocation of its own."""
+KERNEL_ALIGNMENT = 256
+"""What cudaMalloc guarantees: kernels take the same vectorised paths as on a tensor with an allocation of its own."""
+
+ALIGNMENT = mmap.PAGESIZE
+"""Every tensor of a slab starts at a multiple of this many bytes, and so with a page of the host's: a checkpoint's
+writer in another process gets the pages of single tensors (`SharedHostBuffer`). A multiple of `KERNEL_ALIGNMENT`."""
 
 BYTES_WHILE_ENQUEUING = 8 * MIB
 """Bytes that the link moves while the host enqueues one part's moves and update: some 150 microseconds on an H200,

@@ -29,7 +29,9 @@ class Loading(Snapshot):
 
     def __init__(self, owners: Mapping[int, Part], transfers: Transfers) -> None:
         super().__init__(owners, transfers, copies=False)
-        self._transfers = transfers
+        for part in dict.fromkeys(owners.values()):
+            for slab in part.slabs:
+                slab.own_host(keep=True)
         self._newest: dict[str, Any] = {}
         """The states of the parameter that was handed out last, by name."""
 

@@ -11,6 +11,7 @@ from typing import override
 import torch
 
 from bridge_fgo.core.driver import PageLock
+from bridge_fgo.core.shared_host_buffer import is_in_use, shared_storage
 
 PIECE_BYTES = 8 * 2**20
 """What a thread copies at a time: the tensors of a parameter are cut into so much that all threads have a part."""
@@ -38,8 +39,7 @@ class SharedCopies(OwnCopies):
     `torch.multiprocessing` hands such memory to a checkpoint worker as it is, where it first copies any other into new
     shared memory, by one thread, as training waits. New pages are slow too: on an H200 host one thread fills some 1 to
     2 GB a second of them, and a save of 23 GB stalled training for 22 s. So memory is taken again as soon as nobody in
-    this process refers to it: mcore refers to a save's tensors until its writer is done on all ranks
-    (`AsyncCallsQueue.maybe_finalize_async_calls`).
+    this process refers to it.
 
     Args:
         page_locks: whether memory that is copied to from a GPU is page-locked, which makes the copies as fast as the
@@ -83,9 +83,9 @@ class SharedCopies(OwnCopies):
         kept = self._storages[nbytes]
         for storage in kept:
             # Race: a writer that is not done would write what a later save copies there.
-            if torch._C._storage_Use_Count(storage._cdata) == 1:
+            if not is_in_use(storage):
                 return storage
-        kept.append(torch.UntypedStorage._new_shared(nbytes))
+        kept.append(shared_storage(nbytes))
         return kept[-1]
 
     def _lock(self, memory: torch.Tensor) -> None:

@@ -35,6 +35,7 @@ class Slab(SlabMemory, ResidencyMachine):
     def _copy_out(self, encoded: bool) -> None:
         with self.traffic:
             try:
+                self.own_host()
                 written = False
                 if encoded:
                     self.is_encoded = True

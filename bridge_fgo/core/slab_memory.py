@@ -9,13 +9,13 @@ from functools import partial
 import torch
 
 from bridge_fgo.core.codec import Codec, Move
-from bridge_fgo.core.host_buffer import HostBuffer
+from bridge_fgo.core.host_side import HostSide
 from bridge_fgo.core.layout import SlabPlace
 from bridge_fgo.core.meters import Ledger
 from bridge_fgo.core.residency import StillShared
 
 
-class SlabMemory:
+class SlabMemory(HostSide):
     """The memory of a slab, the state tensors that live in it, and what is copied in its place.
 
     The tensors keep their identity: only the storage behind each moves into the slab, so every holder of
@@ -29,14 +29,13 @@ class SlabMemory:
     """
 
     def __init__(self, place: SlabPlace, device: torch.device, ledger: Ledger) -> None:
+        super().__init__(place)
         self.layout = place.layout
         self.nbytes = place.layout.nbytes
         """Size of the slab in bytes, on the GPU and on the host alike."""
         self.states = place.states
         self.written_back = place.written_back
         self.codec: Codec = place.codec
-        self.host = HostBuffer(self.nbytes)
-        self.host_address = self.host.tensor.data_ptr()
         self.gpu: torch.Tensor | None = None  # uint8 [nbytes]; its storage is empty while released
         self.staging: torch.Tensor | None = None
         """What is copied in place of the slab, uint8 [codec.staging_bytes]; on the GPU while the slab is on its way. In
@@ -94,10 +93,6 @@ class SlabMemory:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor lives in the slab's GPU memory, be it released or not."""
         return self._storage is not None and tensor.untyped_storage()._cdata == self._storage._cdata
-
-    def host_view(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
-        """Return the host buffer at an offset in bytes as a tensor like one that lives there."""
-        return self.host.tensor[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def exists(self) -> bool:
         """Return whether any tensor of the slab exists; moments are made by the first step."""
@@ -228,8 +223,8 @@ class SlabMemory:
         self._empty_staging()
 
     def close(self) -> None:
-        """Let go of the host buffer; the tensors stay in the slab's GPU memory, which counts no more."""
-        self._ledger.change(-self.gpu_bytes, self.host.close)
+        """Let go of the host memory; the tensors stay in the slab's GPU memory, which counts no more."""
+        self._ledger.change(-self.gpu_bytes, self.close_host)
 
 
 def encode(slabs: Sequence[SlabMemory]) -> bool:

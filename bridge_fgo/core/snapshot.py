@@ -24,15 +24,17 @@ class Snapshot:
     """Hands out the states of one optimizer as host tensors, and leaves slabs where they are.
 
     What a writer gets is its own: no tensor that it may hold on to (a background writer for minutes, a cache of CUDA
-    handles for the whole run) shares memory with a slab. So nothing has to wait for a writer, no later step can tear
-    what it reads, and a released slab is gone (NeMo-RL #3312 and #4183, MLM #6544 tell what happens otherwise).
+    handles for the whole run) shares memory with a slab, or that memory is lent and nothing writes it. So nothing has
+    to wait for a writer, no later step can tear what it reads, and a released slab is gone (NeMo-RL #3312 and #4183,
+    MLM #6544 tell what happens otherwise).
 
     Args:
         owners: the part that offloads a parameter's states, by the `id` of the parameter as the optimizer has it.
         transfers: the copies.
-        copies: whether every tensor that is handed out is a copy. Without, a state that is on the host already may be
-            handed out as a view of its page-locked buffer, for a reader that copies it at once.
+        copies: whether every tensor that is handed out is a copy, or lent. Without, a state that is on the host already
+            may be handed out as a view of its page-locked buffer, for a reader that copies it at once.
         copier: makes the copies; by default ordinary memory.
+        lends: whether a slab that can lend its host buffer does. What leaves the GPU leaves whole then.
     """
 
     most_borrowed = 4
@@ -41,13 +43,24 @@ class Snapshot:
     that two or three take turns."""
 
     def __init__(
-        self, owners: Mapping[int, Part], transfers: Transfers, copies: bool, copier: OwnCopies | None = None
+        self,
+        owners: Mapping[int, Part],
+        transfers: Transfers,
+        copies: bool,
+        copier: OwnCopies | None = None,
+        lends: bool = False,
     ) -> None:
         self._owners = owners
+        self._transfers = transfers
         self._copies = copies
         self._copier = copier or OwnCopies()
+        self._lends = lends
         self._borrowed: deque[list[Slab]] = deque()
         """Slabs that were released before, part by part."""
+        self._here: list[Slab] = []
+        """Slabs that were on the GPU before, and are copied out to be lent."""
+        self._is_copying = False
+        """Whether any slab is."""
         # Race: a copy out that is still under way would be read half done by the host.
         transfers.finish_out()
 
@@ -59,6 +72,7 @@ class Snapshot:
         finally:
             self._copier.finish()
             self._send_back(0)
+            self._finish_lending()
 
     def hand_out(self, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what `read` returns, the states of an optimizer parameter by name, each tensor safe to keep.
@@ -93,12 +107,35 @@ class Snapshot:
         if not isinstance(value, torch.Tensor) or value.dim() == 0:  # a count of steps is nobody's slab
             return value
         _, slab, offset = places.get(id(value), (None, None, 0))
+        if slab is not None and self._lends and slab.holds(value) and self._can_lend(slab):
+            return slab.lend(value, offset)
         # A tensor that a load put in the place of another has memory of its own until the next offload. Of a slab that
         # is encoded, on its way out, what the host has is not the states.
         if slab is None or slab.state is Residency.RESIDENT or slab.is_encoded or not slab.holds(value):
             return self._copier.copy(value)
         host = slab.host_view(value, offset)
         return self._copier.copy(host) if self._copies else host
+
+    def _can_lend(self, slab: Slab) -> bool:
+        """Return whether a slab can lend its host buffer, which has the slab whole, or will by the end."""
+        if not slab.is_encoded and slab.state in (Residency.OFFLOADING, Residency.RELEASED):
+            return slab.can_lend
+        if slab.is_lent or not slab.can_lend:  # the copy out would go to the one buffer that is not lent
+            return False
+        if slab.state is Residency.RESIDENT:
+            self._here.append(slab)
+        slab.require_writable()  # gives up a copy out that is encoded
+        slab.offload()
+        self._is_copying = True
+        return True
+
+    def _finish_lending(self) -> None:
+        if self._is_copying:
+            # Race: the writer would read what has not landed.
+            self._transfers.finish_out()
+        for slab in self._here:
+            if slab.state is Residency.OFFLOADING:  # but for those that were borrowed
+                slab.require_writable()
 
     def _borrow(self, slabs: list[Slab]) -> None:
         away = [slab for slab in slabs if slab.state is Residency.RELEASED]

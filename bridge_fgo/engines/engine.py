@@ -90,8 +90,13 @@ class Engine(ABC):
     # A training step.
 
     @contextmanager
-    def training_step(self, kind: object) -> Iterator[None]:
-        """Context of a training step; passes of one `kind` (the number of microbatches) need as much memory."""
+    def training_step(self, kind: object, is_saved_next: bool = False) -> Iterator[None]:
+        """Context of a training step.
+
+        Args:
+            kind: passes of one kind (the number of microbatches) need as much memory.
+            is_saved_next: whether a checkpoint is to be saved when the step is done.
+        """
         yield
 
     @abstractmethod

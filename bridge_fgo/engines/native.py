@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import batched
 from typing import Any, override
 
 import torch
@@ -14,6 +15,8 @@ from bridge_fgo.core.codec import Codec
 from bridge_fgo.core.cuda_transfers import CudaTransfers
 from bridge_fgo.core.debug import debugged
 from bridge_fgo.core.device_room import DeviceRoom
+from bridge_fgo.core.host_buffer import PINNING_THREADS, HostBuffer
+from bridge_fgo.core.host_memory import available_bytes, ranks_of_this_node
 from bridge_fgo.core.layout import copied_whole
 from bridge_fgo.core.loading import Loading
 from bridge_fgo.core.meters import PeakMeter, Traffic
@@ -23,6 +26,7 @@ from bridge_fgo.core.remainders import Remainders, WeightWatch
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.schedule import Schedule
 from bridge_fgo.core.shared_copies import OwnCopies, SharedCopies
+from bridge_fgo.core.shared_host_buffer import has_files_for_buffers
 from bridge_fgo.core.slab import Slab, require_readable, send_off
 from bridge_fgo.core.snapshot import Snapshot
 from bridge_fgo.core.state import State
@@ -100,6 +104,9 @@ class NativeEngine(Engine):
         self._said: set[str] = set()
         self._snapshots: dict[Source, Snapshot] = {}
         self._copier = OwnCopies()
+        self._lends = False
+        """Whether a checkpoint gets host buffers lent in place of copies."""
+        self._is_saved_next = False
         self._checked: set[Source] = set()
         """Sources whose weights have been compared for the optimizer step that comes next."""
         self._masters_lost: set[Source] = set()
@@ -128,8 +135,10 @@ class NativeEngine(Engine):
 
     @override
     def pin(self) -> None:
-        if self.bytes_to_pin:
-            self.pin_seconds = pin(self.slabs, self._device)
+        self.pin_seconds = self._page_lock([slab.host for slab in self.slabs])
+
+    def _page_lock(self, buffers: Sequence[HostBuffer]) -> float:
+        return pin(buffers, self._device) if self.bytes_to_pin else 0.0
 
     @override
     def take_in(self) -> None:
@@ -150,7 +159,7 @@ class NativeEngine(Engine):
     @property
     @override
     def pinned_bytes(self) -> int:
-        return sum(slab.host.pinned_bytes for slab in self.slabs)
+        return sum(slab.pinned_bytes for slab in self.slabs)
 
     @property
     @override
@@ -264,9 +273,10 @@ class NativeEngine(Engine):
 
     @contextmanager
     @override
-    def training_step(self, kind: object) -> Iterator[None]:
+    def training_step(self, kind: object, is_saved_next: bool = False) -> Iterator[None]:
         self.schedule.signature = kind
         self._stepped = None
+        self._is_saved_next = is_saved_next
         try:
             yield
             if self._stepped is not None:
@@ -348,6 +358,9 @@ class NativeEngine(Engine):
                 source.step(None)  # `select` takes the first parameters, so these are the last
 
         with ExitStack() as stack:
+            if self._lends and self._is_saved_next:
+                # Beside the update that costs a part of what it costs a save to bring them back and unpack them.
+                stack.enter_context(self._copied_whole())
             if self._is_whole(source):
                 self.require_writable(source)
             else:
@@ -466,9 +479,10 @@ class NativeEngine(Engine):
     def saving(self, source: Source, copies: bool) -> Iterator[None]:
         """Context in which a checkpoint is made, and nothing moves."""
         owners, transfers = self._shares[source].owners, self.schedule.transfers
-        snapshot = self._snapshots[source] = Snapshot(owners, transfers, copies, self._copier)
+        lends = copies and self._lends and self._has_spares(source)
+        snapshot = self._snapshots[source] = Snapshot(owners, transfers, copies, self._copier, lends)
         try:
-            with self._verified(source), snapshot.taken():
+            with self._verified(source), self._copied_whole() if lends else nullcontext(), snapshot.taken():
                 yield
         finally:
             self._snapshots.pop(source, None)
@@ -537,6 +551,34 @@ class NativeEngine(Engine):
     @override
     def share_copies(self) -> None:
         self._copier = SharedCopies(page_locks=self.bytes_to_pin > 0)
+        self._lends = has_files_for_buffers(sum(len(slab.states) for slab in self.slabs))
+        if self._lends:
+            self.schedule.transfers.finish_out()
+            for some in batched(self.slabs, PINNING_THREADS):  # so that few slabs have two buffers meanwhile
+                buffers = [slab.make_shared_host() for slab in some]
+                self._page_lock(buffers)
+                for slab, buffer in zip(some, buffers, strict=True):
+                    slab.share_host(buffer)
+
+    def _has_spares(self, source: Source) -> bool:
+        """Return whether slabs have second host buffers, which are made for the first save.
+
+        Where there is no memory for them checkpoints get copies from then on, which take longer; it is said.
+        """
+        lacking = [slab for slab in self._shares[source].slabs if slab.spare is None]
+        needed, ranks = sum(slab.nbytes for slab in lacking), ranks_of_this_node()
+        try:
+            if ranks * needed > available_bytes():
+                raise ValueError(f"{ranks} rank(s) of this node need {needed} bytes of host memory each")
+            buffers = [slab.make_shared_host() for slab in lacking]
+            self._page_lock(buffers)
+        except (ValueError, RuntimeError) as error:
+            self._lends = False
+            self.schedule.holding.warn(f"background saves stall training longer: {error}")
+            return False
+        for slab, buffer in zip(lacking, buffers, strict=True):
+            slab.spare = buffer
+        return True
 
     @override
     def copied_for_a_save(self) -> list[int]:

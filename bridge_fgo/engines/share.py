@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.core.host_buffer import page_lock
+from bridge_fgo.core.host_buffer import HostBuffer, page_lock
 from bridge_fgo.core.host_memory import local_cpus
 from bridge_fgo.core.layout import ChooseCodec, SlabPlace, lay_out, offloaded_bundles, part_bytes, pipeline_bytes
 from bridge_fgo.core.part import Part
@@ -62,13 +62,13 @@ class Share:
         return [slab for slab in self.slabs if slab.state is Residency.RELOADING]
 
 
-def pin(slabs: Sequence[Slab], device: torch.device) -> float:
-    """Page-lock the host memory of slabs, and return the seconds that it took.
+def pin(buffers: Sequence[HostBuffer], device: torch.device) -> float:
+    """Page-lock host buffers near a GPU, and return the seconds that it took.
 
     Raises:
         ValueError: others have taken the memory meanwhile.
         RuntimeError: it could not be page-locked.
     """
     started = time.perf_counter()
-    page_lock([slab.host for slab in slabs], local_cpus(device))
+    page_lock(buffers, local_cpus(device))
     return time.perf_counter() - started

@@ -15,6 +15,7 @@ import torch
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.host_memory import ranks_of_this_node
+from bridge_fgo.core.shared_host_buffer import OTHER_FILES, hands_out_descriptors
 from bridge_fgo.sources.megatron import MOMENTS
 from bridge_fgo.wiring.compat import Choice, check_flag, choose_engine, flag_is_set
 
@@ -23,8 +24,6 @@ MUONS = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")
 """What mcore calls Muon; with "dist_" over a LayerWiseDistributedOptimizer."""
 LAYER_WISE = tuple(name for name in MUONS if name.startswith("dist_"))
 SHARED_MEMORY = "/dev/shm"
-OTHER_FILES = 256
-"""Open files that a trainer or its checkpoint worker has besides: libraries, sockets, devices."""
 
 
 def refuse_config(cfg: Any, settings: OffloadConfig | None = None) -> None:
@@ -151,8 +150,8 @@ def refuse_async_save(checkpoint: Any, engine: Choice) -> None:
 def refuse_small_shared_memory(checkpoint: Any, copies: list[int], ranks: int | None = None) -> None:
     """Raise ValueError where a persistent checkpoint worker could not be handed the copies of the states.
 
-    It is a process of its own and gets host tensors through files in /dev/shm. PyTorch keeps one open for each under
-    its sharing strategy "file_descriptor", and none under "file_system". Where either runs out, the thread that sends
+    It is a process of its own and gets each host tensor as an open file under PyTorch's sharing strategy
+    "file_descriptor", and as a file in /dev/shm under "file_system". Where either runs out, the thread that sends
     them prints an error, and training waits for the worker without end. (On the GPU states go as CUDA handles. In the
     formats that mcore gathers on the host it is the same without offload.)
 
@@ -166,9 +165,9 @@ def refuse_small_shared_memory(checkpoint: Any, copies: list[int], ranks: int | 
     if ranks is None:
         ranks = ranks_of_this_node()
     shared = os.statvfs(SHARED_MEMORY)
-    has_limit = shared.f_blocks > 0  # a tmpfs without one says 0
+    keeps_files_open = hands_out_descriptors()
+    has_limit = not keeps_files_open and shared.f_blocks > 0  # a tmpfs without one says 0
     free, needed = shared.f_bavail * shared.f_frsize, ranks * sum(copies) if has_limit else 0
-    keeps_files_open = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
     files = len(copies) + OTHER_FILES if keeps_files_open else 0
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     of_files = "raise the limit, call torch.multiprocessing.set_sharing_strategy('file_system')"

@@ -119,7 +119,7 @@ class Session:
     # What the wrappers call, in the order of one training step.
 
     @contextmanager
-    def training_step(self, model: Any, microbatches: int) -> Iterator[None]:
+    def training_step(self, model: Any, microbatches: int, is_saved_next: bool = False) -> Iterator[None]:
         """Context of a training step, in which this session is the active one.
 
         Afterwards no reload is in flight, on every way out but an exception.
@@ -127,6 +127,7 @@ class Session:
         Args:
             model: the model chunk, or a list of them.
             microbatches: how many the step runs.
+            is_saved_next: whether a checkpoint is to be saved when the step is done.
         """
         engine = self.engine
         self._is_captured = is_captured = captures_full_iteration(self.model_config)
@@ -137,7 +138,7 @@ class Session:
             with (
                 nullcontext() if is_captured else reload_hook(self.model_config, self.reload),
                 self._points.hooked(model, engine.point if engine.watches_points and not is_captured else None),
-                engine.training_step(microbatches),
+                engine.training_step(microbatches, is_saved_next),
             ):
                 yield
         finally:
@@ -367,7 +368,7 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
         if not session.began:
             refuse_small_shared_memory(cfg.checkpoint, session.engine.copied_for_a_save())
             if copies_go_to_a_worker(cfg.checkpoint):
-                session.engine.share_copies()
+                on_every_rank(session.engine.share_copies)
             session.began = True
         return session
     session = None if optimizer is None else getattr(optimizer, "__dict__", {}).get(SESSION)

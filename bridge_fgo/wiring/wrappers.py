@@ -228,7 +228,7 @@ def _run_step(wrapped: Wrapped, args: Args, kwargs: Kwargs, one_pass: bool) -> A
     if session is None:
         is_measured = settings.measure and arguments["optimizer"] is not None
         return _measured(wrapped, args, kwargs, arguments) if is_measured else wrapped(*args, **kwargs)
-    with session.training_step(arguments["model"], _microbatches()):
+    with session.training_step(arguments["model"], _microbatches(), _is_saved_next(state)):
         if one_pass:
             session.begin_pass()
         result = wrapped(*args, **kwargs)
@@ -252,6 +252,13 @@ def _microbatches() -> int:
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     return get_num_microbatches()
+
+
+def _is_saved_next(state: Any) -> bool:
+    """Return whether Bridge saves at an interval, or at the end, when the training step that begins is done."""
+    checkpoint, step = state.cfg.checkpoint, state.train_state.step + 1
+    intervals = (checkpoint.save_interval, checkpoint.non_persistent_save_interval, state.cfg.train.train_iters)
+    return bool(checkpoint.save) and any(step % interval == 0 for interval in intervals if interval)
 
 
 def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -1,0 +1,143 @@
+"""Host memory that another process reads as it is: single storages, and the host buffer of a slab made of them."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, override
+
+import torch
+
+from bridge_fgo.core.host_buffer import HostBuffer
+
+PROT_NONE, MAP_FIXED = 0, 0x10
+"""Of Linux's `mmap`; Python's module has no names for them."""
+
+OTHER_FILES = 256
+"""Open files that a process has beside those of memory that it shares, and some to spare."""
+
+Span = tuple[int, int]
+"""Offset and size in bytes of one tensor in a buffer; the offset is a multiple of the page size."""
+
+
+def hands_out_descriptors() -> bool:
+    """Return whether `torch.multiprocessing` hands memory to another process by an open file, and not by a name."""
+    return torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+
+
+def has_files_for_buffers(tensors: int) -> bool:
+    """Return whether so many tensors may have two shared buffers each: a process keeps a file open for each of them."""
+    return hands_out_descriptors() and resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 2 * tensors + OTHER_FILES
+
+
+def shared_storage(nbytes: int) -> torch.UntypedStorage:
+    """Return shared memory that `torch.multiprocessing` hands to another process without copying it.
+
+    Where an open file is handed over, the memory is of no file system: /dev/shm, which containers keep small, does not
+    limit it.
+
+    Raises:
+        OSError: there are no open files, or no memory, left.
+    """
+    if not hands_out_descriptors():
+        return torch.UntypedStorage._new_shared(nbytes)
+    file = _memory_file(nbytes)
+    try:
+        return _storage_of(file, nbytes)
+    finally:
+        os.close(file)
+
+
+def is_in_use(storage: torch.UntypedStorage) -> bool:
+    """Return whether anything in this process refers to a storage's memory but `storage` itself.
+
+    mcore refers to what it saves until its writer is done on all ranks (`AsyncCallsQueue.maybe_finalize_async_calls`).
+    """
+    return torch._C._storage_Use_Count(storage._cdata) > 1
+
+
+class SharedHostBuffer(HostBuffer):
+    """A slab's host buffer of which each tensor has shared memory of its own, and a storage that is no more than that.
+
+    mcore copies a tensor that is a part of its storage before it saves it, and torch copies one that is in no shared
+    memory before it hands it to the process that saves. Of this buffer both take the tensors as they are. The tensors'
+    memory is mapped a second time, one behind the other, so that for copies to and from the GPU it is one buffer.
+
+    Args:
+        nbytes: of the buffer.
+        spans: of the tensors, in order, up to the end of the buffer.
+
+    Raises:
+        RuntimeError: the memory could not be mapped; says how much was asked for.
+    """
+
+    def __init__(self, nbytes: int, spans: Sequence[Span]) -> None:
+        self._spans = spans
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        """By the tensor's offset."""
+        super().__init__(nbytes)
+
+    @override
+    def _map(self, nbytes: int) -> torch.Tensor:
+        # Reserved as a whole, so that nothing else is mapped between.
+        base = _mmap(None, nbytes, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        memory = (ctypes.c_uint8 * nbytes).from_address(base)
+        # With the last reference to the memory; at exit copies may be under way from and to it.
+        weakref.finalize(memory, _libc().munmap, base, nbytes).atexit = False
+        for offset, size in self._spans:
+            assert offset % mmap.PAGESIZE == 0, "a tensor's memory begins with a page"
+            file = _memory_file(size)
+            try:
+                protection = mmap.PROT_READ | mmap.PROT_WRITE
+                _mmap(base + offset, size, protection, mmap.MAP_SHARED | MAP_FIXED, file)
+                self._storages[offset] = _storage_of(file, size)
+            finally:
+                os.close(file)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def lend(self, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """Return the tensor at `offset`, of the shape and dtype of `like`. As long as it lives, the buffer is lent."""
+        # A new storage: the kept one is referred to once, by which `is_lent` knows.
+        return torch.empty(0, dtype=like.dtype).set_(self._storages[offset], 0, like.shape)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether somebody in this process has a tensor that was lent."""
+        return any(is_in_use(storage) for storage in self._storages.values())
+
+
+def _storage_of(file: int, nbytes: int) -> torch.UntypedStorage:
+    """Return a storage over an open file, of which it keeps a descriptor of its own."""
+    return torch.UntypedStorage._new_shared_fd_cpu(file, nbytes)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _memory_file(nbytes: int) -> int:
+    file = os.memfd_create("bridge_fgo")
+    try:
+        os.ftruncate(file, nbytes)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return libc
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, file: int) -> int:
+    mapped = _libc().mmap(address, nbytes, protection, flags, file, 0)
+    if mapped == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return mapped
