@@ -12,7 +12,6 @@ import traceback
 import async_worker
 import children
 import pytest
-import torch
 from bridge_loop import train
 from saving import newest
 from test_checkpoints import assert_same_shards, background, training

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bridge_fgo.core.host_buffer import HostBuffer
-from bridge_fgo.core.layout import SlabPlace
+from bridge_fgo.core.layout import PAGED_BYTES, SlabPlace
 from bridge_fgo.core.shared_host_buffer import SharedHostBuffer
 
 
@@ -17,8 +17,8 @@ class HostSide:
     """
 
     def __init__(self, place: SlabPlace) -> None:
-        sizes = zip(place.layout.offsets, place.states, strict=True)
-        self._spans = [(offset, state.nbytes) for offset, state in sizes]
+        places = zip(place.layout.offsets, place.states, strict=True)
+        self._spans = [(offset, state.nbytes) for offset, state in places if state.nbytes >= PAGED_BYTES]
         self.host: HostBuffer = HostBuffer(place.layout.nbytes)
         """What copies out are written to, and copies in are read from."""
         self.spare: SharedHostBuffer | None = None
@@ -60,8 +60,11 @@ class HostSide:
         """Whether the host buffer may be lent, for the first time or once more."""
         return self.spare is not None and not self.spare.is_lent
 
-    def lend(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
-        """Return the host memory of a tensor that lives at an offset in bytes, which nothing writes until it goes."""
+    def lend(self, tensor: torch.Tensor, offset: int) -> torch.Tensor | None:
+        """Return the host memory of a tensor that lives at an offset in bytes, which nothing writes until it goes.
+
+        None where the tensor is below `PAGED_BYTES` and shares its pages.
+        """
         assert isinstance(self.host, SharedHostBuffer) and self.can_lend
         return self.host.lend(tensor, offset)
 

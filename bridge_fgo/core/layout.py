@@ -13,12 +13,13 @@ from bridge_fgo.config import MIB, OffloadConfig
 from bridge_fgo.core.codec import Codec
 from bridge_fgo.core.state import Bundle, State
 
-KERNEL_ALIGNMENT = 256
-"""What cudaMalloc guarantees: kernels take the same vectorised paths as on a tensor with an allocation of its own."""
+ALIGNMENT = 256
+"""Every tensor of a slab starts at a multiple of this many bytes: what cudaMalloc guarantees, so kernels
+take the same vectorised paths as on a tensor with an allocation of its own."""
 
-ALIGNMENT = mmap.PAGESIZE
-"""Every tensor of a slab starts at a multiple of this many bytes, and so with a page of the host's: a checkpoint's
-writer in another process gets the pages of single tensors (`SharedHostBuffer`). A multiple of `KERNEL_ALIGNMENT`."""
+PAGED_BYTES = 64 * 2**10
+"""A tensor of this size or more has pages of the host for itself, so that a checkpoint's writer in another process can
+have them (`SharedHostBuffer`). It costs a sixteenth of it at most."""
 
 BYTES_WHILE_ENQUEUING = 8 * MIB
 """Bytes that the link moves while the host enqueues one part's moves and update: some 150 microseconds on an H200,
@@ -66,12 +67,16 @@ def select(bundle_bytes: Sequence[int], fraction: float) -> list[int]:
 def pack(sizes: Sequence[int], slab_bytes: int) -> list[SlabLayout]:
     """Pack tensors of these sizes (bytes, all positive) in order into slabs of `slab_bytes` at most.
 
-    A tensor is never split: one that is larger gets a slab of its own size.
+    A tensor is never split: one that is larger gets a slab of its own size. No two share a page of host memory where
+    one of them has `PAGED_BYTES` or more.
     """
     layouts: list[SlabLayout] = []
-    start = 0
+    start = before = 0
     for position, nbytes in enumerate(sizes):
         assert nbytes > 0, f"tensor {position} has no bytes"
+        if max(before, nbytes) >= PAGED_BYTES:
+            start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        before = nbytes
         if not layouts or start + nbytes > slab_bytes:
             layouts.append(SlabLayout())
             start = 0

@@ -17,7 +17,7 @@ from typing import cast, override
 import torch
 
 from bridge_fgo.core.codec import Codec, CodecFamily
-from bridge_fgo.core.layout import KERNEL_ALIGNMENT, SlabLayout
+from bridge_fgo.core.layout import ALIGNMENT, SlabLayout
 from bridge_fgo.core.nvrtc import compile_for
 from bridge_fgo.core.remainder_kernels import HASH_FACTORS, SOURCE, RemainderKernels, RowMove
 from bridge_fgo.core.state import State, WeightShard
@@ -32,7 +32,7 @@ def encoded_bytes(slab_bytes: int) -> int:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // KERNEL_ALIGNMENT) * KERNEL_ALIGNMENT
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class SlabRemainders(Codec):

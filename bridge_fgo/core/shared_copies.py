@@ -11,7 +11,7 @@ from typing import override
 import torch
 
 from bridge_fgo.core.driver import PageLock
-from bridge_fgo.core.shared_host_buffer import is_in_use, shared_storage
+from bridge_fgo.core.shared_host_buffer import is_in_use, shared_storage, tensor_of
 
 PIECE_BYTES = 8 * 2**20
 """What a thread copies at a time: the tensors of a parameter are cut into so much that all threads have a part."""
@@ -24,7 +24,11 @@ class OwnCopies:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of `tensor` in host memory, which is complete after `finish`."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        return self.place(tensor).copy_(tensor.detach())
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return host memory for a copy of `tensor`, which the caller makes."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def finish(self) -> None:
         """Return when all copies are complete."""
@@ -61,8 +65,7 @@ class SharedCopies(OwnCopies):
     @override
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach().contiguous()
-        storage = self._take(tensor.nbytes)
-        out = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        out = self.place(tensor)
         to, of = (each.reshape(-1).view(torch.uint8) for each in (out, tensor))
         if tensor.device.type == "cuda":
             self._lock(to)
@@ -71,6 +74,10 @@ class SharedCopies(OwnCopies):
             pieces = zip(to.split(PIECE_BYTES), of.split(PIECE_BYTES), strict=True)
             self._under_way += [self._threads.submit(_fill, *piece) for piece in pieces]
         return out
+
+    @override
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor_of(self._take(tensor.nbytes), tensor)
 
     @override
     def finish(self) -> None:

@@ -15,8 +15,8 @@ import torch
 
 from bridge_fgo.core.host_buffer import HostBuffer
 
-PROT_NONE, MAP_FIXED = 0, 0x10
-"""Of Linux's `mmap`; Python's module has no names for them."""
+MAP_FIXED = 0x10
+"""Of Linux's `mmap`; Python's module has no name for it."""
 
 OTHER_FILES = 256
 """Open files that a process has beside those of memory that it shares, and some to spare."""
@@ -53,6 +53,11 @@ def shared_storage(nbytes: int) -> torch.UntypedStorage:
         os.close(file)
 
 
+def tensor_of(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """Return the host tensor that a storage holds, of the shape and dtype of `like`."""
+    return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
 def is_in_use(storage: torch.UntypedStorage) -> bool:
     """Return whether anything in this process refers to a storage's memory but `storage` itself.
 
@@ -62,15 +67,15 @@ def is_in_use(storage: torch.UntypedStorage) -> bool:
 
 
 class SharedHostBuffer(HostBuffer):
-    """A slab's host buffer of which each tensor has shared memory of its own, and a storage that is no more than that.
+    """A slab's host buffer of which single tensors have shared memory of their own, and storages that are no more.
 
     mcore copies a tensor that is a part of its storage before it saves it, and torch copies one that is in no shared
-    memory before it hands it to the process that saves. Of this buffer both take the tensors as they are. The tensors'
-    memory is mapped a second time, one behind the other, so that for copies to and from the GPU it is one buffer.
+    memory before it hands it to the process that saves. These tensors both take as they are. Their memory is mapped
+    a second time, at its place in the buffer, so that for copies to and from the GPU the whole is one.
 
     Args:
         nbytes: of the buffer.
-        spans: of the tensors, in order, up to the end of the buffer.
+        spans: of those tensors; no other shares a page with one.
 
     Raises:
         RuntimeError: the memory could not be mapped; says how much was asked for.
@@ -84,8 +89,8 @@ class SharedHostBuffer(HostBuffer):
 
     @override
     def _map(self, nbytes: int) -> torch.Tensor:
-        # Reserved as a whole, so that nothing else is mapped between.
-        base = _mmap(None, nbytes, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        writable = mmap.PROT_READ | mmap.PROT_WRITE
+        base = _mmap(None, nbytes, writable, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         memory = (ctypes.c_uint8 * nbytes).from_address(base)
         # With the last reference to the memory; at exit copies may be under way from and to it.
         weakref.finalize(memory, _libc().munmap, base, nbytes).atexit = False
@@ -93,17 +98,19 @@ class SharedHostBuffer(HostBuffer):
             assert offset % mmap.PAGESIZE == 0, "a tensor's memory begins with a page"
             file = _memory_file(size)
             try:
-                protection = mmap.PROT_READ | mmap.PROT_WRITE
-                _mmap(base + offset, size, protection, mmap.MAP_SHARED | MAP_FIXED, file)
+                _mmap(base + offset, size, writable, mmap.MAP_SHARED | MAP_FIXED, file)
                 self._storages[offset] = _storage_of(file, size)
             finally:
                 os.close(file)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def lend(self, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """Return the tensor at `offset`, of the shape and dtype of `like`. As long as it lives, the buffer is lent."""
-        # A new storage: the kept one is referred to once, by which `is_lent` knows.
-        return torch.empty(0, dtype=like.dtype).set_(self._storages[offset], 0, like.shape)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    def lend(self, like: torch.Tensor, offset: int) -> torch.Tensor | None:
+        """Return the tensor at `offset`, of the shape and dtype of `like`, where it has memory of its own, or None.
+
+        As long as it lives, the buffer is lent.
+        """
+        storage = self._storages.get(offset)
+        return None if storage is None else tensor_of(storage, like)
 
     @property
     def is_lent(self) -> bool:

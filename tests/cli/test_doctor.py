@@ -379,6 +379,8 @@ def test_what_a_background_save_has_not_the_room_for_is_refused_as_in_training(
     shared = SimpleNamespace(f_blocks=blocks, f_bavail=blocks, f_frsize=4096)
     monkeypatch.setattr(refusals, "os", SimpleNamespace(statvfs=lambda path: shared))
     monkeypatch.setattr(refusals.resource, "getrlimit", lambda which: (files, files))
+    strategy = "file_system" if refused == "/dev/shm" else "file_descriptor"
+    monkeypatch.setattr(torch.multiprocessing, "get_sharing_strategy", lambda: strategy)
     status, output = run("doctor", str(path), "--no-probe", "--gpus", "8", "--json")
     found = json.loads(output)["refusals"]
     assert status == (refused is not None)
