@@ -26,7 +26,7 @@ from bridge_fgo.core.remainders import Remainders, WeightWatch
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.schedule import Schedule
 from bridge_fgo.core.shared_copies import OwnCopies, SharedCopies
-from bridge_fgo.core.shared_host_buffer import has_files_for_buffers
+from bridge_fgo.core.shared_host_buffer import SharedHostBuffer, has_files_for_buffers
 from bridge_fgo.core.slab import Slab, require_readable, send_off
 from bridge_fgo.core.snapshot import Snapshot
 from bridge_fgo.core.state import State
@@ -555,30 +555,32 @@ class NativeEngine(Engine):
         if self._lends:
             self.schedule.transfers.finish_out()
             for some in batched(self.slabs, PINNING_THREADS):  # so that few slabs have two buffers meanwhile
-                buffers = [slab.make_shared_host() for slab in some]
-                self._page_lock(buffers)
-                for slab, buffer in zip(some, buffers, strict=True):
+                for slab, buffer in zip(some, self._shared_hosts(some) if self._lends else (), strict=False):
                     slab.share_host(buffer)
 
     def _has_spares(self, source: Source) -> bool:
-        """Return whether slabs have second host buffers, which are made for the first save.
-
-        Where there is no memory for them checkpoints get copies from then on, which take longer; it is said.
-        """
+        """Return whether every slab has a second host buffer. They are made for the first save."""
         lacking = [slab for slab in self._shares[source].slabs if slab.spare is None]
-        needed, ranks = sum(slab.nbytes for slab in lacking), ranks_of_this_node()
+        for slab, buffer in zip(lacking, self._shared_hosts(lacking), strict=False):
+            slab.spare = buffer
+        return self._lends
+
+    def _shared_hosts(self, slabs: Sequence[Slab]) -> list[SharedHostBuffer]:
+        """Return a host buffer for each slab that it can lend, page-locked.
+
+        None where that cannot be. From then on checkpoints get copies, which takes longer; it is said.
+        """
+        needed, ranks = sum(slab.nbytes for slab in slabs), ranks_of_this_node()
         try:
-            if ranks * needed > available_bytes():
-                raise ValueError(f"{ranks} rank(s) of this node need {needed} bytes of host memory each")
-            buffers = [slab.make_shared_host() for slab in lacking]
+            if ranks * needed > (free := available_bytes()):
+                raise ValueError(f"{ranks} rank(s) of this node need {needed} bytes of host memory each, of {free}")
+            buffers = [slab.make_shared_host() for slab in slabs]
             self._page_lock(buffers)
         except (ValueError, RuntimeError) as error:
             self._lends = False
-            self.schedule.holding.warn(f"background saves stall training longer: {error}")
-            return False
-        for slab, buffer in zip(lacking, buffers, strict=True):
-            slab.spare = buffer
-        return True
+            self.schedule.holding.warn(f"a background save gets copies of the states, which takes longer: {error}")
+            return []
+        return buffers
 
     @override
     def copied_for_a_save(self) -> list[int]:

@@ -208,7 +208,22 @@ def test_without_host_memory_for_a_second_buffer_a_checkpoint_gets_copies_and_it
     assert not any(is_lent(engine, tensor) for tensor in big(handed))
     assert are_equal(handed, [before[id(param)] for param in params(optimizer)])
     save(optimizer, engine, source)
-    assert len(said) == 1 and "saves stall training longer" in said[0]
+    assert len(said) == 1 and "gets copies of the states, which takes longer" in said[0]
+
+
+def test_where_a_buffer_cannot_be_page_locked_training_goes_on_with_those_that_it_has(monkeypatch):
+    def refuses(buffers, device):
+        raise RuntimeError("could not page-lock")
+
+    optimizer, engine, source, before = made()
+    said = []
+    monkeypatch.setattr(engine.schedule.holding, "warn", said.append)
+    monkeypatch.setattr(NativeEngine, "bytes_to_pin", 1)
+    monkeypatch.setattr(native, "pin", refuses)
+    engine.share_copies()
+    handed = save(optimizer, engine, source)
+    assert len(said) == 1 and "could not page-lock" in said[0]
+    assert are_equal(handed, [before[id(param)] for param in params(optimizer)])
 
 
 @pytest.mark.parametrize("lack", ["names", "files"])

@@ -25,8 +25,8 @@ def shards(folder: Path) -> dict[str, Path]:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",
-    [("--fully-reshardable", *PACKED), PRECISION_AWARE],
-    ids=["fused_adam-fully_reshardable", "precision_aware_bf16_moments-dp_reshardable"],
+    [("--fully-reshardable", *PACKED), PACKED, PRECISION_AWARE],
+    ids=["fused_adam-fully_reshardable", "fused_adam-dp_reshardable", "precision_aware_bf16_moments-dp_reshardable"],
 )
 def test_background_checkpoints_have_a_resident_runs_bytes_and_resume_bitwise(
     tmp_path: Path, options: tuple[str, ...]
