@@ -30,6 +30,10 @@ reach *ARGS:
 mcore-dev PATH:
     BRIDGE_FGO_MEGATRON_LM={{PATH}} uv run pytest tests/upstream/test_checkout.py
 
+# The CPU lane on checkouts of Bridge (its `main`, say) and of the Megatron-LM that it pins; lists what no longer binds.
+bridge-main BRIDGE MEGATRON_LM *ARGS:
+    uv run python tests/upstream/checkouts.py {{BRIDGE}} {{MEGATRON_LM}} {{ARGS}}
+
 # Upstream's own tests without and with this package; PATH: a checkout of Megatron-Bridge or of Megatron-LM.
 upstream PATH:
     uv run python tests/upstream/suite.py {{PATH}}

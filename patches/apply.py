@@ -1,4 +1,4 @@
-"""Applies the series to a Megatron-Bridge 0.6: to a repository, or to an installed wheel.
+"""Applies the series to Megatron-Bridge 0.6 or its `main`: to a repository, or to an installed wheel.
 
     python patches/apply.py FOLDER
 
@@ -34,7 +34,7 @@ def apply(folder: Path) -> str:
         raise ValueError(f"{source / MARKER} is there: the series is applied already")
     if is_repository:
         try:
-            _git(folder, "am", "--quiet", *SERIES)
+            _git(folder, "am", "--quiet", "--keep-non-patch", *SERIES)  # whose "[training]" is kept
         except RuntimeError:
             _git(folder, "am", "--abort")
             raise

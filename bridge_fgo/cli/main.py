@@ -43,6 +43,14 @@ class Preset(StrEnum):
     tight = "tight"
 
 
+class BenchOptimizer(StrEnum):
+    """What the bench trains with."""
+
+    adam = "adam"
+    muon = "muon"
+    dist_muon = "dist_muon"
+
+
 class _RunsScriptsOutsideOfClick(TyperGroup):
     """Starts the script of `run` only after click has returned.
 
@@ -209,6 +217,12 @@ def bench(
         int | None,
         typer.Option(min=1, help="Microbatches of a step on each data-parallel rank; default: the preset's."),
     ] = None,
+    optimizer: Annotated[
+        BenchOptimizer,
+        typer.Option(
+            help="Muons need emerging-optimizers; their mcore arm also a patched Bridge, see the bench's page."
+        ),
+    ] = BenchOptimizer.adam,
     full_graphs: Annotated[
         bool,
         typer.Option("--full-graphs", help="Capture forward and backward of a step into one CUDA graph, in every arm."),
@@ -247,11 +261,14 @@ def bench(
     """
     from bridge_fgo.cli.bench import command, presets
 
-    by_default = ["resident", "native", *([] if in_turn else ["half"]), *(["mcore"] if megatron_lm else []), "hybrid"]
+    by_default = ["resident", "native", *([] if in_turn else ["half"]), *(["mcore"] if megatron_lm else [])]
+    by_default += ["hybrid"] if optimizer == BenchOptimizer.adam else []
     names = by_default if arms is None else arms.split(",")
     checkouts = [str(path.resolve()) for path in megatron_lm or ()]
     try:
-        presets.arms(names, checkouts, preset.value)  # refused before torch is imported and the GPU is touched
+        presets.arms(
+            names, checkouts, preset.value, optimizer.value
+        )  # refused before torch is imported and the GPU is touched
     except ValueError as error:
         typer.echo(f"bridge-fgo bench: {error}", err=True)
         raise typer.Exit(2) from None
@@ -278,6 +295,7 @@ def bench(
         half_budget_gib=half_budget_gib,
         tp=tp,
         microbatches=microbatches,
+        optimizer=optimizer.value,
         full_graphs=full_graphs,
         gpus=gpus or here,
         folder=keep,

@@ -72,6 +72,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=True,
         help="mcore's DistributedOptimizer; without, each rank updates whole parameters",
     )
+    optimizer.add_argument(
+        "--layer-wise",
+        action="store_true",
+        help="the peer arm: Muon's matrices under a layer-wise optimizer, the rest under a DistributedOptimizer, and "
+        "mcore's own offload of both. Needs Megatron-LM's dev branch and a Bridge with the patches of patches/",
+    )
     optimizer.add_argument("--precision-aware", action="store_true")
     optimizer.add_argument("--moments-dtype", choices=("fp32", "bf16"), default="fp32")
     optimizer.add_argument("--hybrid", action="store_true", help="the peer arm: Adam on the CPU")
@@ -86,6 +92,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     offload.add_argument("--offload", choices=("on", "off"), default="off")
     offload.add_argument("--no-install", action="store_true", help="set the flag, leave this package out")
     offload.add_argument("--released-throughout", action="store_true", help="measure, but go by no plan")
+    offload.add_argument(
+        "--chunk-numel", type=int, default=0, help="elements of a chunk of the step of Megatron-LM #6544; default: none"
+    )
     add_offload_options(offload)
     checkpoint = parser.add_argument_group("checkpoints")
     checkpoint.add_argument("--save", type=Path, help="folder to save into every --save-interval steps, and at the end")
@@ -133,7 +142,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.groups = options.heads // 2 if options.heads % 2 == 0 else options.heads
     if options.moments_dtype != "fp32" and not options.precision_aware:
         parser.error("--moments-dtype bf16 needs --precision-aware")
-    if options.optimizer != "adam" and options.distributed:
+    if options.layer_wise and not (
+        options.optimizer == "muon" and options.distributed and options.offload == "on" and options.no_install
+    ):
+        parser.error("--layer-wise goes with --optimizer muon --offload on --no-install alone")
+    if options.optimizer != "adam" and options.distributed and not options.layer_wise:
         parser.error(f"--optimizer {options.optimizer} is not distributed by its elements: give --no-distributed")
     if options.hybrid and options.offload == "on":
         parser.error("--hybrid keeps the states on the CPU for good: it does not go with --offload on")

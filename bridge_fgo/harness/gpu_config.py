@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,30 @@ def gathered_attention_spec(config: GPTModelProvider) -> ModuleSpec:
     spec: Any = default_layer_spec(config)
     spec.submodules.self_attention.submodules.core_attention = GatheredAttention
     return spec
+
+
+LAYER_WISE_CHUNK_MIB = 512
+"""Bytes that mcore's step of Muon brings to the GPU at a time; a part of this package's step is about as large."""
+
+
+def ask_for_offload(optimizer: Any, options: argparse.Namespace) -> None:
+    """Set what asks for the offload in an OptimizerConfig.
+
+    Raises:
+        ValueError: the Bridge that is installed does not drive mcore's offload of Muon.
+    """
+    if options.chunk_numel:
+        optimizer.offload_optimizer_states_chunk_numel = options.chunk_numel
+    if not options.layer_wise:
+        optimizer.offload_optimizer_states = True  # a plain attribute where this mcore has no such field
+        return
+    if importlib.util.find_spec("megatron.bridge.training.optimizer_state_offload") is None:
+        raise ValueError(
+            "--layer-wise: this Bridge calls no offload of mcore's; apply patches/ to a copy that comes first"
+        )
+    optimizer.use_layer_wise_distributed_optimizer = True
+    optimizer.chunked_optimizer_state_offload = True  # mcore takes its other flag for Adam alone
+    optimizer.optimizer_state_offload_chunk_size_mb = LAYER_WISE_CHUNK_MIB
 
 
 def build_config(options: argparse.Namespace) -> ConfigContainer:
@@ -106,8 +131,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         optimizer.optimizer_offload_fraction = 1.0
         optimizer.overlap_cpu_optimizer_d2h_h2d = True
     if options.offload == "on":
-        # A plain attribute where this mcore has no such field.
-        optimizer.offload_optimizer_states = True  # pyright: ignore[reportAttributeAccessIssue]
+        ask_for_offload(optimizer, options)
     return bridge.ConfigContainer(
         model=model,
         train=bridge.TrainingConfig(
@@ -129,7 +153,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         ddp=bridge.DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=options.dp_overlap,
-            overlap_param_gather=options.dp_overlap and options.distributed,
+            overlap_param_gather=options.dp_overlap and options.distributed and not options.layer_wise,
             use_distributed_optimizer=options.distributed,
             num_distributed_optimizer_instances=options.instances,
         ),

@@ -227,7 +227,7 @@ class Recorder(Callback):
             self.peaks.update(forward_backward=None, step=None)
         self.writer.result(
             digests=digests,
-            engine="hybrid" if self._options.hybrid else None if stats is None else stats.engine,
+            engine=self.engine(stats),
             state_bytes=state_bytes,
             released_bytes=0 if stats is None else stats.released_bytes,
             copied_bytes=0 if stats is None else stats.bytes_offloaded,
@@ -248,6 +248,14 @@ class Recorder(Callback):
             phase_seconds_of_ranks=phases,
             **{f"peak_{name}_bytes": value for name, value in self.peaks.items()},
         )
+
+    def engine(self, stats: Stats | None) -> str | None:
+        """Return what has moved the states; None in a resident run."""
+        if self._options.hybrid:
+            return "hybrid"
+        if self._options.layer_wise:
+            return "mcore generation 2"
+        return None if stats is None else stats.engine
 
     def final_digests(self, context: Any) -> tuple[dict[str, str], int]:
         """Return the digests of what training left behind, over all ranks, and the bytes of this rank's states."""

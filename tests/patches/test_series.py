@@ -1,18 +1,13 @@
 """The series in `patches/` on a copy of the installed wheel and on the repository's layout of the same files."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from apply import SERIES, apply
-
-PROJECT = Path(__file__).parents[2]
-SERIES_TESTS = "tests/unit_tests/training/test_optimizer_state_offload.py"
+from patched import commit_all, git, run_tests
 
 
 def wheel() -> Path:
@@ -28,21 +23,12 @@ def touched() -> list[str]:
     return sorted(path for path in paths if (wheel().parents[1] / path).exists())
 
 
-def git(folder, *command):
-    identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
-    return subprocess.run(["git", *identity, *command], cwd=folder, check=True, capture_output=True, text=True).stdout
-
-
 def make_repository(folder):
     """Make a repository that holds what the series touches, as a clone of Megatron-Bridge does."""
     for path in touched():
         (folder / "src" / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(wheel().parents[1] / path, folder / "src" / path)
-    git(folder, "init", "--quiet")
-    git(folder, "config", "user.name", "test")
-    git(folder, "config", "user.email", "test@example.com")
-    git(folder, "add", ".")
-    git(folder, "commit", "--quiet", "--message", "the wheel's files")
+    commit_all(folder)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +61,8 @@ def test_both_layouts_end_with_the_same_files(repository, site_packages):
 
 
 def test_each_patch_is_a_commit_with_its_reason(repository):
-    messages = git(repository, "log", "--format=%b%x00", "-5").split("\0")[:5]
-    assert len(SERIES) == 5
+    messages = git(repository, "log", "--format=%b%x00", f"-{len(SERIES)}").split("\0")[: len(SERIES)]
+    assert len(messages) == len(SERIES) == 6
     assert all(len(message.split()) > 30 for message in messages)
 
 
@@ -103,27 +89,21 @@ def test_where_one_patch_does_not_fit_nothing_is_changed(tmp_path, layout):
     assert len(git(tmp_path, "log", "--format=%h").split()) == 2
 
 
+def test_what_bridges_main_has_between_the_lines_stops_no_patch(tmp_path):
+    folder = tmp_path / "src/megatron/bridge/training"
+    make_repository(tmp_path)
+    for name, before, line in (
+        ("config.py", "from megatron.bridge.training.mixed_precision import", "import fsdp_compat\n"),
+        ("setup.py", "        return model_config.provide_distributed_model(", "        model_config.finalize()\n"),
+    ):
+        text = (folder / name).read_text()
+        assert text.count(before) == 1
+        (folder / name).write_text(text.replace(before, line + before))
+    git(tmp_path, "commit", "--quiet", "--all", "--message", "main")
+    apply(tmp_path)
+    assert len(git(tmp_path, "log", "--format=%h").split()) == 2 + len(SERIES)
+
+
 @pytest.mark.slow
 def test_the_series_tests_and_the_wiring_tests_pass_on_the_patched_wheel(repository, site_packages):
-    what = [
-        "tests/patches/on_patched_bridge.py",
-        "tests/wiring",
-        # What it says is no longer so: the flag is a field of the patched Bridge.
-        "--deselect=tests/wiring/test_flag.py::test_without_the_package_released_mcore_refuses_it",
-        str(repository / SERIES_TESTS),
-    ]
-    path = [str(site_packages), str(PROJECT / "tests/upstream"), str(PROJECT), os.environ.get("PYTHONPATH", "")]
-    # Without the project's --strict-markers: Bridge has markers of its own.
-    options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "upstream_plugin", "--rootdir", str(PROJECT)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *what],
-        cwd=PROJECT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) > 130
+    assert run_tests(repository, [site_packages]) > 130

@@ -64,6 +64,8 @@ class Settings:
     tp: int = 1
     microbatches: int | None = None
     """How many microbatches a step has on each data-parallel rank; None for as many as the preset has."""
+    optimizer: str = "adam"
+    """What every arm trains with; of `presets.OPTIMIZERS`."""
     full_graphs: bool = False
     """Whether every arm captures forward and backward of a step into one CUDA graph."""
     verbose: bool = False
@@ -235,7 +237,7 @@ def run(settings: Settings) -> int:
     if settings.traces and importlib.util.find_spec("matplotlib") is None:
         console.print("bridge-fgo bench: pictures need matplotlib: pip install 'bridge-fgo[bench]', or --no-traces")
         return FAILED
-    chosen = arms(settings.arms, settings.megatron_lm, settings.preset)
+    chosen = arms(settings.arms, settings.megatron_lm, settings.preset, settings.optimizer)
     size_options(settings.preset, settings.gpus, settings.tp)  # refuses what cannot be before anything starts
     settings.folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -292,6 +294,7 @@ def report(
     legend = legend_of(texts[0])
     result: dict[str, Any] = {
         "preset": settings.preset,
+        "optimizer": settings.optimizer,
         "gpus": settings.gpus,
         "where": {name: resident.start.get(name) for name in ("device", "bridge", "mcore", "torch")},
         "link_bytes_per_second": link,

@@ -29,6 +29,10 @@ RECOMPUTED = ("--recompute", "full", "--mbs", "4")
 then use."""
 SLAB_BYTES = {"slabs": 4 * 2**20}
 """Size of a slab of this package's engine, in MiB; where there is none, the default."""
+OPTIMIZERS = ("adam", "muon", "dist_muon")
+CHUNK_NUMEL = 2**25
+"""Elements of a chunk of the step of Megatron-LM #6544, whose states are 0.4 GB: about as much as a part of this
+package's step has."""
 NAMES = ("resident", "recomputed", "native", "whole", "half", "auto", "mcore", "hybrid")
 
 
@@ -107,7 +111,7 @@ def resident_of(arm: BenchArm, among: list[BenchArm]) -> BenchArm:
     return next((other for other in residents if other.environment == arm.environment), residents[0])
 
 
-def arms(names: list[str], megatron_lm: list[str], preset: str) -> list[BenchArm]:
+def arms(names: list[str], megatron_lm: list[str], preset: str, optimizer: str = "adam") -> list[BenchArm]:
     """Return the arms of the given names, in that order.
 
     Args:
@@ -115,10 +119,11 @@ def arms(names: list[str], megatron_lm: list[str], preset: str) -> list[BenchArm
         megatron_lm: checkouts of Megatron-LM's `dev` branch; each gives an `mcore` arm of its own. With none the
             installed mcore is taken.
         preset: of `PRESETS`.
+        optimizer: of `OPTIMIZERS`.
 
     Raises:
         ValueError: a name is unknown or given twice, or the resident arm, which all others are compared with, is not
-            the first; or a checkout is not whole.
+            the first; or a checkout is not whole; or an arm cannot train with the optimizer.
     """
     read = [read_name(name) for name in names]
     unknown = [kind for kind, _ in read if kind not in NAMES]
@@ -131,19 +136,20 @@ def arms(names: list[str], megatron_lm: list[str], preset: str) -> list[BenchArm
     found: list[BenchArm] = []
     for kind, environment in read:
         suffix = "".join(f":{name}={value}" for name, value in environment.items())
-        for arm in _arms_of(kind, megatron_lm, preset):
+        for arm in _arms_of(kind, megatron_lm, preset, optimizer):
             found.append(replace(arm, name=arm.name + suffix, environment=environment))
     return found
 
 
-def _arms_of(kind: str, megatron_lm: list[str], preset: str) -> list[BenchArm]:
-    native = ("--offload", "on", "--engine", "native")
+def _arms_of(kind: str, megatron_lm: list[str], preset: str, optimizer: str) -> list[BenchArm]:
+    muon = () if optimizer == "adam" else ("--no-distributed", "--optimizer", optimizer)
+    native = (*muon, "--offload", "on", "--engine", "native")
     if preset in SLAB_BYTES:
         native += ("--slab-bytes", str(SLAB_BYTES[preset]))
     if kind == "resident":
-        return [BenchArm(kind, ("--offload", "off", *RESIDENT.get(preset, ())))]
+        return [BenchArm(kind, (*muon, "--offload", "off", *RESIDENT.get(preset, ())))]
     if kind == "recomputed":
-        return [BenchArm(kind, ("--offload", "off", *RECOMPUTED), bitwise=False)]
+        return [BenchArm(kind, (*muon, "--offload", "off", *RECOMPUTED), bitwise=False)]
     if kind == "native":
         return [BenchArm(kind, native)]
     if kind == "whole":
@@ -152,6 +158,8 @@ def _arms_of(kind: str, megatron_lm: list[str], preset: str) -> list[BenchArm]:
         return [BenchArm(kind, native, half=True)]
     if kind == "auto":
         return [BenchArm(kind, (*native, "--gpu-memory-budget-gib", "auto"))]
+    if kind == "hybrid" and muon:
+        raise ValueError(f"--optimizer {optimizer} with the hybrid arm: HybridDeviceOptimizer is Adam; leave it out")
     if kind == "hybrid":
         return [BenchArm(kind, ("--hybrid",), bitwise=False)]
     for path in megatron_lm:
@@ -162,6 +170,20 @@ def _arms_of(kind: str, megatron_lm: list[str], preset: str) -> list[BenchArm]:
                 f"--megatron-lm {path}: there is no megatron/{missing[0]} in it; give the top of a checkout of "
                 "Megatron-LM's dev branch with its whole `megatron` folder"
             )
-    upstream = ("--offload", "on", "--engine", "mcore")
-    paths = megatron_lm or [""]
-    return [BenchArm(f"mcore{i or ''}", upstream, python_path=path, saves=False) for i, path in enumerate(paths)]
+    if muon:
+        # Its parameters are in other optimizers than the resident arm's, so that digests would be of other lists.
+        upstream, is_bitwise = ("--optimizer", "muon", "--layer-wise", "--offload", "on", "--no-install"), False
+    else:
+        upstream, is_bitwise = ("--offload", "on", "--engine", "mcore"), True
+    return [
+        BenchArm(f"mcore{i or ''}", (*upstream, *_chunks(path, muon)), path, bitwise=is_bitwise, saves=False)
+        for i, path in enumerate(megatron_lm or [""])
+    ]
+
+
+def _chunks(megatron_lm: str, muon: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the options that have a checkout with Megatron-LM #6544 step in chunks."""
+    config = Path(megatron_lm, "megatron", "core", "optimizer", "optimizer_config.py")
+    if muon or not config.is_file() or "offload_optimizer_states_chunk_numel" not in config.read_text(encoding="utf-8"):
+        return ()
+    return ("--chunk-numel", str(CHUNK_NUMEL))

@@ -1,0 +1,67 @@
+"""The command that runs the CPU lane on checkouts of Bridge and Megatron-LM."""
+
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from bridge_fgo.wiring.table import patches
+
+CHECKOUTS = Path(__file__).with_name("checkouts.py")
+
+
+def installed(package):
+    """Return the folder of an installed package."""
+    spec = find_spec(package)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def run(*arguments):
+    command = [sys.executable, str(CHECKOUTS), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture
+def checkouts(tmp_path):
+    """Checkouts of the installed Bridge and mcore; Bridge's loop is a copy, and the rest are links."""
+    bridge, megatron_lm = tmp_path / "bridge", tmp_path / "megatron_lm"
+    (bridge / "src/megatron/bridge/training").mkdir(parents=True)
+    for folder in (".", "training"):
+        for path in (installed("megatron.bridge") / folder).iterdir():
+            if not (copy := bridge / "src/megatron/bridge" / folder / path.name).exists():
+                copy.symlink_to(path)
+    train = bridge / "src/megatron/bridge/training/train.py"
+    train.unlink()
+    shutil.copy(installed("megatron.bridge") / "training/train.py", train)
+    (megatron_lm / "megatron").mkdir(parents=True)
+    (megatron_lm / "megatron/core").symlink_to(installed("megatron.core"))
+    return bridge, megatron_lm, train
+
+
+@pytest.mark.slow
+def test_a_binding_that_no_longer_fits_is_named_and_fails_the_run(checkouts):
+    bridge, megatron_lm, train = checkouts
+    text = train.read_text()
+    assert text.count("def train_step(") == 1 and text.count("def _handle_mxfp8_param_buffer_copy(") == 1
+    train.write_text(
+        text.replace("def train_step(", "def a_step(").replace(
+            "def _handle_mxfp8_param_buffer_copy(", "def _handle_mxfp8_param_buffer_copy(what): ...\ndef _before("
+        )
+    )
+    done = run(bridge, megatron_lm, "--version")  # of pytest, in place of the tests
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert str(bridge) in done.stdout and str(megatron_lm) in done.stdout
+    count = len(patches())
+    assert f"{count - 2} of {count} bindings fit" in done.stdout
+    assert "  megatron.bridge.training.train.train_step: bridge_fgo cannot patch" in done.stdout
+    assert "it has no parameter model, optimizer any more" in done.stdout
+
+
+def test_what_is_no_checkout_is_said(tmp_path):
+    done = run(tmp_path, tmp_path)
+    assert done.returncode == 2
+    assert "has no megatron/bridge" in done.stdout
