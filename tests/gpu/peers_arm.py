@@ -9,7 +9,6 @@ without what those files import; torch_memory_saver has to be preloaded. Without
 
 from __future__ import annotations
 
-import __future__
 import argparse
 import ast
 import gc
@@ -42,7 +41,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--by", choices=tuple(VERBS), default="ours")
     parser.add_argument("--peers", type=Path, help="folder with the peers' files")
     parser.add_argument("--cycles", type=int, default=20, help="at most")
-    parser.add_argument("--seconds", type=float, default=12.0, help="after which no more cycle begins, from the third on")
+    parser.add_argument("--seconds", type=float, default=12.0, help="after which no cycle from the fourth on begins")
     parser.add_argument("--after", type=int, default=2, help="steps after the last cycle")
     parser.add_argument("--in-turn", action="store_true", help="wait for a line before the model is built")
     phases_arm.add_model_options(parser)
@@ -73,9 +72,9 @@ def functions(file: Path, *names: str) -> SimpleNamespace:
         "get_device_id": torch.cuda.current_device,  # verl's own ask for a GPU or an NPU
         "get_torch_device": lambda: torch.cuda,
     }
-    module = ast.Module(body=list(found), type_ignores=[])
-    flags = __future__.annotations.compiler_flag
-    exec(compile(module, str(file), "exec", flags=flags, dont_inherit=True), scope)
+    # Their annotations name types that are not here.
+    body = [*ast.parse("from __future__ import annotations").body, *found]
+    exec(compile(ast.Module(body=body, type_ignores=[]), str(file), "exec", dont_inherit=True), scope)
     return SimpleNamespace(**{name: scope[name] for name in names})
 
 
@@ -252,6 +251,22 @@ def crossing(verb: Verb) -> int:
     return counter.nbytes
 
 
+def stand_in_for_a_gpu() -> None:
+    """Has PyTorch do on the CPU what peers ask of a GPU: no memory is pinned, and a copy to the host is one."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class OnCpu(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.Tensor.pin_memory or (func is torch.Tensor.to and args[1:] == ("cuda",)):
+                return args[0]
+            if func is torch.Tensor.cpu:
+                return args[0].clone()
+            return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+    OnCpu().__enter__()
+
+
 def held(trainer: phases_arm.Trainer) -> dict[str, int]:
     """Returns the bytes on the GPU of each kind, by storages."""
     buffers = trainer.ddp.buffers + trainer.ddp.expert_parallel_buffers
@@ -259,15 +274,17 @@ def held(trainer: phases_arm.Trainer) -> dict[str, int]:
     inner = [leaf.optimizer for leaf in leaves]
     shards = [param for each in inner for group in each.param_groups for param in group["params"]]
     states = [(name, value) for each in inner for state in each.state.values() for name, value in state.items()]
+    of_shards = [getattr(param, name, None) for param in shards for name in ("grad", "decoupled_grad")]
+    masters = [master for leaf in leaves for group in leaf.shard_fp32_from_float16_groups for master in group]
+    masters += [value for name, value in states if name == "master_param"]
     kinds = {
         "params": [buffer.param_data for buffer in buffers],
         "grads": [buffer.grad_data for buffer in buffers]
         + [extra for buffer in buffers for extra in buffer.extra_main_grads]
-        + [grad for param in shards for name in ("grad", "decoupled_grad") if (grad := getattr(param, name, None)) is not None],
-        "masters": [p for leaf in leaves for group in leaf.shard_fp32_from_float16_groups for p in group if p is not None]
-        + [value for name, value in states if name == "master_param"],
+        + [gradient for gradient in of_shards if gradient is not None],
+        "masters": [master for master in masters if master is not None],
         "moments": [value for name, value in states if name.startswith("exp_avg")],
-    }  # fmt: skip
+    }
     counted: set[int] = set()
     result = {}
     for kind, tensors in kinds.items():
@@ -294,14 +311,16 @@ def main(arguments: list[str] | None = None) -> None:
     import torch
 
     if options.in_turn:
-        import megatron.core.models.gpt
-        import megatron.core.optimizer
+        if torch.cuda.is_available():  # else stand-ins come first
+            import megatron.core.models.gpt  # noqa: F401
 
         import bridge_fgo  # noqa: F401
 
         print("ready", flush=True)
         sys.stdin.readline()
     trainer = phases_arm.Trainer(options)
+    if not trainer.is_cuda:
+        stand_in_for_a_gpu()
     result: dict[str, Any] = {"by": options.by, "parameters": trainer.parameters, "losses": [], "cycles": []}
     result["losses"].append(trainer.step(0))  # states exist from here on
     result["sums_by_step"] = [trainer.sums()]
@@ -312,7 +331,7 @@ def main(arguments: list[str] | None = None) -> None:
     result["pinned"] = [pinned(trainer)]
     began = time.perf_counter()
     for number in range(1, options.cycles + 1):
-        if number > 3 and time.perf_counter() - began > options.seconds:
+        if number > 3 and options.by != "never" and time.perf_counter() - began > options.seconds:
             break
         result["losses"].append(trainer.step(number))
         if options.by == "never":
@@ -340,6 +359,7 @@ def main(arguments: list[str] | None = None) -> None:
     slept = trainer.sums()["params"]
     for _ in range(options.after):
         result["losses"].append(trainer.step(len(result["losses"])))
+        result["sums_by_step"].append(trainer.sums())
     result["sums"] = trainer.sums()
     result["moves"] = result["sums"]["params"] != slept  # whether training still changes weights
     print(json.dumps(result), flush=True)
