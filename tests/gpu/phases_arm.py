@@ -24,6 +24,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sleep", choices=("never", "whole", "packed"), default="never", help="how masters leave")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--sharing", type=int, default=1, help="how many arms have the GPU at the same time")
     add_model_options(parser)
     return parser.parse_args(arguments)
 
@@ -198,6 +199,30 @@ def driver() -> dict[str, float]:
     return speeds
 
 
+def driver_beside_copies() -> dict[str, float]:
+    """Returns seconds of a copy out, of the driver's taking memory back, and of both when the copy is queued first."""
+    import torch
+
+    gpu = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
+    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    stream = torch.cuda.Stream()
+    seconds = {}
+    for name in ("warm up", "copy", "driver", "both"):
+        cached = [torch.empty(LINK_BYTES // 4, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        torch.cuda.synchronize()
+        cached.clear()
+        began = time.perf_counter()
+        if name != "driver":
+            with torch.cuda.stream(stream):
+                host.copy_(gpu, non_blocking=True)
+        if name != "copy":
+            torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        seconds[name] = time.perf_counter() - began
+        torch.cuda.empty_cache()
+    return seconds
+
+
 def memory() -> dict[str, int]:
     """Returns what PyTorch has allocated, and what the driver has free, in bytes."""
     import torch
@@ -208,13 +233,16 @@ def memory() -> dict[str, int]:
     return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved(), "free": free}
 
 
-def spoil() -> None:
-    """Writes NaNs over most of what the driver has free, and gives it back: what was not brought back is not there."""
+def spoil(sharing: int) -> None:
+    """Writes NaNs over most of what the driver has free, and gives it back: what was not brought back is not there.
+
+    sharing: among how many that is divided.
+    """
     import torch
 
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
-        torch.full((free * 9 // 10,), 0xFF, dtype=torch.uint8, device="cuda")
+        torch.full((free * 9 // 10 // sharing,), 0xFF, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         time.sleep(SETTLING_SECONDS)
@@ -252,7 +280,7 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         if res is None:
             if trainer.is_cuda:
-                result["link"], result["driver"] = link(), driver()
+                result["link"], result["driver"], result["beside"] = link(), driver(), driver_beside_copies()
             config = bridge_fgo.OffloadConfig(engine="native", master_remainders=options.sleep == "packed")
             res = bridge_fgo.Residency(trainer.ddp, trainer.optimizer, config)
             result["pinned"] = [res.pinned_bytes]
@@ -262,7 +290,7 @@ def main(arguments: list[str] | None = None) -> None:
             figures = {"step": number, "verb": verb, "what": what, "away": sorted(res.away), "before": before}
             result["phases"].append({**figures, "after": memory(), **vars(moved)})
             if len(res.away) == 3:
-                spoil()
+                spoil(options.sharing)
         result["pinned"].append(res.pinned_bytes)
     print(json.dumps(result), flush=True)
 
