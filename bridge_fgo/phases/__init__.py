@@ -19,10 +19,12 @@ Time line of `Residency.offload`, whatever the order of its arguments:
 3. Masters are compared with the weights that they round to, while both are on the GPU.
 4. The optimizer's slabs leave, through the engine. Packed masters need their weights, so these are woken first.
 5. Weights that are not told by masters, and kept gradients, are copied out.
-6. The host waits for all copies. Then storages are emptied, and the allocator's cache goes to the driver.
+6. The host waits for all copies. Then storages are emptied, and the allocator's cache goes to the driver. So do caches
+   and workspaces that nothing on the GPU can need any more (`caches`).
 
 Time line of `Residency.reload`: gradients' storages are filled with zeros; the optimizer's slabs come back; parameters
-are rounded from masters, or copied in and all-gathered. Where packed masters need weights, parameters come first.
+are rounded from masters, or copied in and all-gathered, and columnwise copies of FP8 ones are made (`quantized`). Where
+packed masters need weights, parameters come first.
 
 `residency.Residency` has these verbs. The public class, in `wiring.residency`, adds checkpoints while asleep and
 training steps, for which installed patches serve the optimizer. The enum of the same name in `core.residency` says

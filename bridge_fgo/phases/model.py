@@ -11,6 +11,7 @@ from bridge_fgo.core.host_buffer import HostBuffer
 from bridge_fgo.core.storage_slab import StorageSlab
 from bridge_fgo.phases.gradients import Backwards, Gradients
 from bridge_fgo.phases.parameters import Weights, buffer_weights, other_weights
+from bridge_fgo.phases.quantized import ColumnwiseCopies
 from bridge_fgo.phases.refusals import ddp_of
 from bridge_fgo.phases.rounding import Rounding, rounding_of
 from bridge_fgo.phases.states import OptimizerStates
@@ -64,6 +65,7 @@ class Model:
         others = other_weights(chunks, in_buffers, self.device)
         if others.slabs:
             self.units.append(Unit(others))
+        self.columnwise = ColumnwiseCopies(param for _, buffer in with_weights for param in buffer.params)
         self.backwards = [Backwards(ddp) for ddp in self.ddps]
 
     @property

@@ -32,11 +32,17 @@ class Moved:
     """Host time of the call, at whose end every copy is done."""
     woke: tuple[str, ...] = ()
     """What came back though nobody had asked: packed masters need the weights that they round to."""
+    caches: int = 0
+    """Bytes of GPU memory of caches and workspaces that were dropped (`phases.caches`), beside `freed`."""
+    stays: dict[str, int] | None = None
+    """Of a sleep on a GPU, what is still taken there, in bytes: by tensors ("allocated"), by PyTorch's allocator beside
+    them ("cached"), and by all others ("outside"): the CUDA context, NCCL, libraries, other processes."""
     copied_by_kind: dict[str, int] | None = None
     """`copied` for each of "params", "grads" and "optimizer" that moved."""
     seconds_by_part: dict[str, float] | None = None
     """Host time of the call's parts, waits for the GPU included: "compare" (masters with weights), "optimizer" and
-    "params" (sums, copies and memory), "wait" (for the last copies), "driver" (memory that it takes back)."""
+    "params" (sums, copies and memory), "wait" (for the last copies), "driver" (memory that it takes back) and "caches"
+    (those that are dropped)."""
 
 
 class Tally:
@@ -50,6 +56,8 @@ class Tally:
         self.copied: dict[str, int] = {}
         self.parts: dict[str, float] = {}
         self.freed = 0
+        self.caches = 0
+        self.stays: dict[str, int] | None = None
         self.woke: list[str] = []
 
     def _driver_free(self) -> int:
@@ -68,12 +76,23 @@ class Tally:
         """Count bytes that crossed the link."""
         self.copied[kind] = self.copied.get(kind, 0) + nbytes
 
+    def note_what_stays(self) -> None:
+        """Take the figures of what is still on the GPU."""
+        if self._is_cuda:
+            free, total = torch.cuda.mem_get_info(self._device)
+            allocated, reserved = (f(self._device) for f in (torch.cuda.memory_allocated, torch.cuda.memory_reserved))
+            self.stays = {
+                "allocated": allocated, "cached": reserved - allocated, "outside": total - free - reserved,
+            }  # fmt: skip
+
     def moved(self) -> Moved:
         """Return the figures up to now."""
         seconds = time.perf_counter() - self._began
         return Moved(
             copied=sum(self.copied.values()),
             freed=self.freed,
+            caches=self.caches,
+            stays=self.stays,
             returned=self._driver_free() - self._free,
             seconds=seconds,
             woke=tuple(self.woke),

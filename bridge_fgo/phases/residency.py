@@ -13,6 +13,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.host_buffer import HostBuffer, page_lock
 from bridge_fgo.core.host_memory import local_cpus
 from bridge_fgo.engines.ranks import gather, on_every_rank, require_host_memory
+from bridge_fgo.phases.caches import Caches
 from bridge_fgo.phases.checks import Checks
 from bridge_fgo.phases.gradients import Gradients, drop_shard_gradients
 from bridge_fgo.phases.model import Model, Unit, map_hosts
@@ -67,6 +68,7 @@ class Residency:
         buffers = on_every_rank(lambda: map_hosts(self._model.weight_slabs))
         require_host_memory(sum(buffer.tensor.numel() for buffer in buffers) if self._pins else 0)
         on_every_rank(lambda: self._lock(buffers))
+        self._caches = Caches(chunks, self._model.device)
         self._weights = WeightMoves(self._model, self._states, lambda act: self._alike(act))
         self._checks = Checks(self._model, self._states, lambda: self.away)
         self._checks.put_on(chunks, optimizer)
@@ -160,11 +162,19 @@ class Residency:
         # driver, while copies on another stream still read them.
         with tally.part("wait"):
             wait_for_gpu(self._model.device)
+        if units:
+            self._model.columnwise.drop()
         tally.freed += sum(unit.weights.empty() for unit in units)
         if keep:
             tally.freed += sum(one.empty(keep) for one in gradients)
         with tally.part("driver"):
             return_to_driver(self._model.device)
+        with tally.part("caches"):
+            tally.caches = self._caches.drop(self.away, is_mid_step=self._model.has_backward)
+        if tally.caches:
+            with tally.part("driver"):
+                return_to_driver(self._model.device)
+        tally.note_what_stays()
         return tally.moved()
 
     @_outside_of_autograd
@@ -242,6 +252,7 @@ class Residency:
         """
         self.reload(*self._kinds())
         self._checks.close()
+        self._caches.close()
         self._weights.close()
         self._model.close()
         if self._states is not None:

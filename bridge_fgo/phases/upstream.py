@@ -21,6 +21,7 @@ from bridge_fgo.phases.gradients import Gradients
 from bridge_fgo.phases.model import map_hosts
 from bridge_fgo.phases.moved import return_to_driver, wait_for_gpu
 from bridge_fgo.phases.parameters import Weights, digests_of
+from bridge_fgo.phases.quantized import ColumnwiseCopies
 from bridge_fgo.phases.refusals import buffer_refusals
 from bridge_fgo.phases.states import STATES, OptimizerStates, refusal_of
 from bridge_fgo.sources.megatron import UPSTREAM_OFFLOADERS
@@ -36,6 +37,7 @@ class Buffer:
         self._buffer, self._pins = buffer, pins
         self._gradients: Gradients | None = None
         self._weights: Weights | None = None
+        self._columnwise = ColumnwiseCopies(buffer.params)
 
     @torch.no_grad()
     def offload(self, params: bool, grads: bool) -> None:
@@ -57,6 +59,8 @@ class Buffer:
         # Race: who takes the memory next does not wait for the copy, nor for kernels on other streams.
         wait_for_gpu(buffer.grad_data.device)
         self._note_for_mcore(leaving)
+        if self._weights is not None and self._weights.slabs in leaving:
+            self._columnwise.drop()
         for slab in (slab for slabs in leaving for slab in slabs):
             slab.empty()
 
@@ -85,6 +89,7 @@ class Buffer:
         if params and self._weights is not None and self._weights.is_away:
             self._weights.fill()
             self._weights.copy_in()
+            self._columnwise.make()
         if grads and self._gradients is not None and self._gradients.is_away:
             self._gradients.fill()
             self._buffer.grad_data_size = 0

@@ -106,6 +106,7 @@ class WeightMoves:
             unit.came_back()
         for unit in self._model.units:  # where weights had stayed, they are what the others have
             unit.weights.gather()
+        self._model.columnwise.make()
 
     def _write(self, units: Sequence[Unit]) -> int:
         """Write this rank's weights of some units; return the bytes that crossed the link."""

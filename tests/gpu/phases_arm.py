@@ -23,11 +23,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Returns the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sleep", choices=("never", "whole", "packed"), default="never", help="how masters leave")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--sharing", type=int, default=1, help="how many arms have the GPU at the same time")
+    add_model_options(parser)
+    return parser.parse_args(arguments)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what the `Trainer` goes by."""
     parser.add_argument("--precision-aware", action="store_true")
     parser.add_argument("--experts", type=int)
     parser.add_argument("--layers", type=int, default=28, help="28: 1.6 billion parameters")
-    parser.add_argument("--steps", type=int, default=6)
-    return parser.parse_args(arguments)
+    parser.add_argument("--fp8", choices=("delayed", "tensorwise", "blockwise"), help="scaling, in Hopper's FP8")
+    parser.add_argument("--fp8-param", action="store_true", help="parameters in FP8; else each is cached in it")
+    parser.add_argument("--fp32-accumulation", action="store_true", help="fp32 main_grads beside 16-bit buffers")
 
 
 class Trainer:
@@ -62,9 +71,11 @@ class Trainer:
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         hidden, heads = (2048, 16) if self.is_cuda else (64, 4)
         self.vocab, self.shape = (50304, (2, 1024)) if self.is_cuda else (64, (2, 16))
-        experts: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         if options.experts:
-            experts = {"num_moe_experts": options.experts, "moe_router_topk": 2, "moe_ffn_hidden_size": hidden}
+            more |= {"num_moe_experts": options.experts, "moe_router_topk": 2, "moe_ffn_hidden_size": hidden}
+        if options.fp8:
+            more |= {"fp8": "hybrid", "fp8_recipe": options.fp8, "fp8_param": options.fp8_param}
         config = TransformerConfig(
             num_layers=options.layers if self.is_cuda else 2,
             hidden_size=hidden,
@@ -86,15 +97,21 @@ class Trainer:
             persist_layer_norm=False,
             cross_entropy_loss_fusion=False,
             use_cpu_initialization=not self.is_cuda,
-            **experts,
+            **more,
         )
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=self.is_cuda)
         model = GPTModel(config, spec, self.vocab, self.shape[1], position_embedding_type="rope")
-        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        patterns = ("all",) if options.fp32_accumulation else ()
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=not options.fp32_accumulation,
+            param_name_patterns_for_fp32_local_accumulation=patterns,
+            fp8_param_gather=options.fp8_param,
+        )
         self.ddp = DistributedDataParallel(config, ddp_config, Float16Module(config, model.cuda()))
         settings = OptimizerConfig(
             optimizer="adam", lr=3e-4, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True,
-            use_precision_aware_optimizer=options.precision_aware,
+            use_precision_aware_optimizer=options.precision_aware, fp8_recipe=options.fp8,
         )  # fmt: skip
         self.optimizer = get_megatron_optimizer(settings, [self.ddp])
         self.device = next(self.ddp.parameters()).device
@@ -107,6 +124,7 @@ class Trainer:
 
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.ddp.module.module.set_is_first_microbatch()
         total = 0.0
         for microbatch in range(2):
             generator = torch.Generator().manual_seed(100 * number + microbatch)
@@ -124,7 +142,7 @@ class Trainer:
 
     def sums(self) -> dict[str, int]:
         """Returns sums over the bits of all weights, and of all masters and moments; by no code of the package's."""
-        weights = [parameter.data for parameter in self.ddp.parameters()]
+        weights = [buffer.param_data for buffer in self.ddp.buffers + self.ddp.expert_parallel_buffers]
         inner = self.optimizer.chained_optimizers[0].optimizer
         states = [tensor for state in inner.state.values() for tensor in state.values()]
         masters = [param for group in inner.param_groups for param in group["params"]]
@@ -137,7 +155,7 @@ def sum_of(tensors: list[Any]) -> int:
 
     total = 0
     for tensor in (t for t in tensors if isinstance(t, torch.Tensor) and t.dim()):
-        whole = torch.int16 if tensor.element_size() == 2 else torch.int32
+        whole = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
         for chunk in tensor.detach().reshape(-1).view(whole).split(2**24):
             places = torch.arange(chunk.numel(), device=chunk.device) % 65521 + 1
             total = (total * 31 + int((chunk.long() * places).sum())) % 2**61
@@ -181,6 +199,30 @@ def driver() -> dict[str, float]:
     return speeds
 
 
+def driver_beside_copies() -> dict[str, float]:
+    """Returns seconds of a copy out, of the driver's taking memory back, and of both when the copy is queued first."""
+    import torch
+
+    gpu = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
+    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    stream = torch.cuda.Stream()
+    seconds = {}
+    for name in ("warm up", "copy", "driver", "both"):
+        cached = [torch.empty(LINK_BYTES // 4, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        torch.cuda.synchronize()
+        cached.clear()
+        began = time.perf_counter()
+        if name != "driver":
+            with torch.cuda.stream(stream):
+                host.copy_(gpu, non_blocking=True)
+        if name != "copy":
+            torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        seconds[name] = time.perf_counter() - began
+        torch.cuda.empty_cache()
+    return seconds
+
+
 def memory() -> dict[str, int]:
     """Returns what PyTorch has allocated, and what the driver has free, in bytes."""
     import torch
@@ -191,13 +233,16 @@ def memory() -> dict[str, int]:
     return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved(), "free": free}
 
 
-def spoil() -> None:
-    """Writes NaNs over most of what the driver has free, and gives it back: what was not brought back is not there."""
+def spoil(sharing: int) -> None:
+    """Writes NaNs over most of what the driver has free, and gives it back: what was not brought back is not there.
+
+    sharing: among how many that is divided.
+    """
     import torch
 
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
-        torch.full((free * 9 // 10,), 0xFF, dtype=torch.uint8, device="cuda")
+        torch.full((free * 9 // 10 // sharing,), 0xFF, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         time.sleep(SETTLING_SECONDS)
@@ -235,7 +280,7 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         if res is None:
             if trainer.is_cuda:
-                result["link"], result["driver"] = link(), driver()
+                result["link"], result["driver"], result["beside"] = link(), driver(), driver_beside_copies()
             config = bridge_fgo.OffloadConfig(engine="native", master_remainders=options.sleep == "packed")
             res = bridge_fgo.Residency(trainer.ddp, trainer.optimizer, config)
             result["pinned"] = [res.pinned_bytes]
@@ -245,7 +290,7 @@ def main(arguments: list[str] | None = None) -> None:
             figures = {"step": number, "verb": verb, "what": what, "away": sorted(res.away), "before": before}
             result["phases"].append({**figures, "after": memory(), **vars(moved)})
             if len(res.away) == 3:
-                spoil()
+                spoil(options.sharing)
         result["pinned"].append(res.pinned_bytes)
     print(json.dumps(result), flush=True)
 

@@ -1,9 +1,10 @@
 """Phases on a GPU: bitwise, memory that goes to the driver, and seconds against the link of the run.
 
-    pytest -m gpu -s tests/gpu/test_phases_on_gpu.py
+    pytest -m gpu -s tests/gpu/test_phases_on_gpu.py -k "link or driver or 16_bits or segments or plain"
+    pytest -m gpu -n 6 --dist loadgroup tests/gpu/test_phases_on_gpu.py -k "fp or precision or experts"
 
-A GPT of 1.6 billion parameters by mcore's own DDP, DistributedOptimizer and TE FusedAdam; an arm is a process. What was
-measured is printed (`-s`). Without a GPU
+The first measures, and has the GPU by itself. A GPT of 1.6 billion parameters by mcore's own DDP, DistributedOptimizer
+and TE FusedAdam, or a smaller one; an arm is a process. What was measured is printed (`-s`). Without a GPU
 `python tests/gpu/phases_arm.py --sleep whole` runs an arm with a tiny model on the CPU.
 """
 
@@ -25,35 +26,77 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 KINDS = {
     "plain": (),
-    "precision_aware": ("--precision-aware",),
+    "precision_aware": ("--precision-aware", "--layers", "4"),
     "experts": ("--experts", "4", "--layers", "8"),
+    "fp32_accumulation": ("--fp32-accumulation", "--layers", "4"),
+    "fp8_delayed": ("--fp8", "delayed", "--fp8-param", "--layers", "4"),
+    "fp8_current": ("--fp8", "tensorwise", "--fp8-param", "--layers", "4"),
+    "fp8_blockwise": ("--fp8", "blockwise", "--fp8-param", "--layers", "4"),
+    "fp8_weights_cached": ("--fp8", "delayed", "--layers", "4"),
 }
+WHOLE_ALONE = ("precision_aware", "fp8_delayed", "fp8_current", "fp8_blockwise", "fp8_weights_cached")
+"""Kinds whose masters cannot be packed, as mcore rounds none of them, or that are one more case of what can."""
 MOST_BEYOND_THE_LINK = 1.10
 LEAST_RETURNED = 0.98
 SLACK_SECONDS = 0.020
 
 
+def kinds(*names: str) -> list[Any]:
+    """Returns kinds as parameters, each for one worker of pytest-xdist (`--dist loadgroup`): its arms run once."""
+    return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+
+
 @cache
-def arm(*options: str) -> dict[str, Any]:
-    """Returns what an arm prints; each runs once."""
+def arm(*options: str, allocator: str = "") -> dict[str, Any]:
+    """Returns what an arm prints; each runs once. allocator: settings of PyTorch's."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ARM.parents[2]), os.environ.get("PYTHONPATH", "")])}
+    sharing = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+    if allocator:
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = allocator
     done = subprocess.run(
-        [sys.executable, str(ARM), *options], env=environment, capture_output=True, text=True, timeout=900
+        [sys.executable, str(ARM), "--sharing", sharing, *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("masters", ["whole", "packed"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", kinds(*KINDS))
 def test_training_that_sleeps_is_bitwise_a_resident_one(kind: str, masters: str) -> None:
-    if (kind, masters) == ("precision_aware", "packed"):
-        pytest.skip("Transformer Engine keeps these masters: mcore rounds none that could be packed")
+    if masters == "packed" and kind in WHOLE_ALONE:
+        pytest.skip("no masters that could be packed")
     resident, sleeping = (arm("--sleep", sleep, *KINDS[kind]) for sleep in ("never", masters))
     assert sleeping["losses"] == resident["losses"]
     assert sleeping["sums"] == resident["sums"]
     weights = [sums["params"] for sums in sleeping["sums"]]
     assert len(set(weights)) == len(weights)  # training goes on
+
+
+def test_expandable_segments_change_no_bit_and_all_memory_goes_to_the_driver() -> None:
+    """Their pages are of 2 MiB: what is still used of a segment keeps no more than its own."""
+    allocator = "expandable_segments:True"
+    resident, sleeping = (arm("--sleep", sleep, "--layers", "4", allocator=allocator) for sleep in ("never", "whole"))
+    assert (sleeping["losses"], sleeping["sums"]) == (resident["losses"], resident["sums"])
+    print(f"\nseconds for 2 GiB out, 4 GiB taken back, and both at once: {sleeping['beside']}")
+    for phase in [p for p in sleeping["phases"] if p["verb"] == "offload" and not p["what"]]:
+        returned, wanted = phase["after"]["free"] - phase["before"]["free"], 18 * sleeping["parameters"]
+        print(f"{returned / 1e9:.2f} of {wanted / 1e9:.2f} GB returned, stays {phase['stays']}")
+        print(f"{phase['copied'] / 1e9:.2f} GB in {phase['seconds']:.3f} s, {phase['seconds_by_part']}")
+        assert returned >= LEAST_RETURNED * wanted
+        assert phase["stays"]["allocated"] + phase["stays"]["cached"] <= (1 - LEAST_RETURNED) * wanted
+
+
+@pytest.mark.parametrize("kind", kinds(*[kind for kind in KINDS if kind.startswith("fp")]))
+def test_what_is_made_of_weights_and_gradients_leaves_with_them(kind: str) -> None:
+    """Columnwise copies and caches of FP8 weights, and fp32 gradients: bytes beside parameters and their buffers."""
+    run = arm("--sleep", "whole", *KINDS[kind])
+    for phase in [p for p in run["phases"] if p["verb"] == "offload" and not p["what"]]:
+        print(f"\n{kind}: caches of {phase['caches'] / 1e9:.3f} GB dropped, stays {phase['stays']}")
+        assert phase["after"]["allocated"] <= (1 - LEAST_RETURNED) * 18 * run["parameters"]
 
 
 @pytest.mark.parametrize("masters", ["whole", "packed"])
@@ -63,6 +106,7 @@ def test_a_sleep_gives_the_memory_to_the_driver_and_takes_the_same_each_time(mas
     for phase in whole:
         returned, wanted = phase["after"]["free"] - phase["before"]["free"], 18 * run["parameters"]
         print(f"\n{masters}: {returned / 1e9:.2f} of {wanted / 1e9:.2f} GB returned, {phase['after']}")
+        print(f"caches of {phase['caches'] / 1e9:.3f} GB dropped; stays {phase['stays']}")
         assert returned >= LEAST_RETURNED * wanted
         assert phase["after"]["allocated"] <= (1 - LEAST_RETURNED) * wanted
     free = [phase["after"]["free"] for phase in whole]
@@ -76,6 +120,7 @@ def test_each_phase_takes_the_time_of_its_bytes_on_the_link(masters: str) -> Non
     run = arm("--sleep", masters)
     late = []
     print(f"\nthe driver's GB/s: {run['driver']['out'] / 1e9:.0f} taken back, {run['driver']['back'] / 1e9:.0f} given")
+    print(f"seconds for 2 GiB out, 4 GiB taken back, and both at once: {run['beside']}")
     for phase in run["phases"]:
         way = "out" if phase["verb"] == "offload" else "back"
         speed = run["link"][way]
