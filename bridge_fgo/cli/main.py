@@ -140,7 +140,7 @@ def demo(
         bool, typer.Option("--rl", help="Train by GRPO, once asleep between updates, and compare with one awake.")
     ] = False,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps of each arm: 20; with --rl 200, on a GPU 100.")
+        int | None, typer.Option(min=1, help="Training steps of each arm: 20; with --rl 200, on a GPU 300.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
     device: Annotated[Device, typer.Option(help="Where to run; auto takes the GPU if it can.")] = Device.auto,
@@ -160,6 +160,10 @@ def demo(
     mbs: Annotated[int | None, typer.Option(min=1, help="GPU: sequences of a microbatch.")] = None,
     gbs: Annotated[int | None, typer.Option(min=1, help="GPU: sequences of a step.")] = None,
     lr: Annotated[float | None, typer.Option(min=0.0, help="--rl: learning rate.")] = None,
+    crowd: Annotated[
+        bool,
+        typer.Option("--crowd", help="--rl on a GPU of one's own: a second process holds all but what training needs."),
+    ] = False,
     precision_aware: Annotated[
         bool, typer.Option("--precision-aware", help="GPU: the precision-aware optimizer.")
     ] = False,
@@ -178,7 +182,7 @@ def demo(
         gpu_options.append("--precision-aware")
     if moments_dtype is not None:
         gpu_options += ["--moments-dtype", moments_dtype.value]
-    of_rl = {"picture": picture, "ranks": ranks, "tp": tp, "pp": pp, "lr": lr}
+    of_rl = {"picture": picture, "ranks": ranks, "tp": tp, "pp": pp, "lr": lr, "crowd": crowd or None}
     if not rl:
         if given := [f"--{name}" for name, value in of_rl.items() if value is not None]:
             raise typer.BadParameter(f"{', '.join(given)}: only of --rl")
@@ -193,7 +197,7 @@ def demo(
     shared = {"layers": layers, "hidden": hidden, "heads": heads}
     if others := [option for option in gpu_options[::2] if option.removeprefix("--") not in shared]:
         raise typer.BadParameter(f"{', '.join(others)}: not of --rl")
-    options = {"steps": steps, "tp": tp, "pp": pp, "lr": lr, **shared}
+    options = {"steps": steps, "tp": tp, "pp": pp, "lr": lr, "crowd": crowd or None, **shared}
     raise typer.Exit(
         rl_demo.run(
             rl_demo.Settings(

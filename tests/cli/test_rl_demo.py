@@ -112,12 +112,13 @@ def test_several_ranks_are_launched_by_torchrun(monkeypatch: pytest.MonkeyPatch)
     launched: list[Any] = []
 
     def run_arm(name: str, module: str, options: list[str], folder: Path, on_event: Any, launcher: Any) -> Any:
-        launched.append((name, options[options.index("--tp") + 1], options[-2:], launcher[-1:]))
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        launched.append((name, given["--tp"], given["--sleep"], launcher[-1:]))
         raise runner.ArmFailed(name, "it is a test", "")
 
     monkeypatch.setattr(rl_demo, "run_arm", run_arm)
     assert rl_demo.run(rl_demo.Settings({"tp": 2}, device="cpu", ranks=4)) == 2
-    assert launched == [("resident", "2", ["--sleep", "off"], ("4",))]
+    assert launched == [("resident", "2", "off", ("4",))]
 
 
 def test_the_picture_has_the_phases_of_an_iteration(run_fake: Any, tmp_path: Path) -> None:
@@ -135,9 +136,11 @@ def test_the_picture_has_the_phases_of_an_iteration(run_fake: Any, tmp_path: Pat
 def test_options_of_the_command_reach_the_demo_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[rl_demo.Settings] = []
     monkeypatch.setattr(rl_demo, "run", lambda settings: given.append(settings) or 1)
-    command = "demo --rl --steps 7 --json --device cuda --ranks 4 --tp 2 --pp 2 --layers 4 --hidden 64 --lr 1e-3"
+    command = (
+        "demo --rl --steps 7 --json --device cuda --ranks 4 --tp 2 --pp 2 --layers 4 --hidden 64 --crowd --lr 1e-3"
+    )
     assert CliRunner().invoke(app, command.split()).exit_code == 1
-    options = {"steps": 7, "tp": 2, "pp": 2, "lr": 1e-3, "layers": 4, "hidden": 64}
+    options = {"steps": 7, "tp": 2, "pp": 2, "lr": 1e-3, "crowd": True, "layers": 4, "hidden": 64}
     assert given == [rl_demo.Settings(options, True, "cuda", ranks=4)]
     for wrong, named in (("demo --rl --seq 32", "--seq"), ("demo --tp 2", "--tp")):
         result = CliRunner().invoke(app, wrong.split())

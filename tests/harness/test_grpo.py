@@ -94,7 +94,7 @@ def test_options_reach_the_arm_by_its_command_line() -> None:
     from bridge_fgo.harness.rl.arm import parse
 
     options = RlOptions(sleep=False, hidden=128, lr=3e-4, tp=2, device="cuda")
-    found, events = parse([*options.as_arguments(), "--sleep", "off", "--events", "x.jsonl"])
+    found, events = parse([*options.as_arguments(), "--events", "x.jsonl"])
     assert found == options and str(events) == "x.jsonl"
 
 

@@ -31,17 +31,22 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[RlOptions, Path]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
-    parser.add_argument("--sleep", choices=("on", "off"), default="on")
+    kinds = {"str": str, "int": int, "float": float, "bool": _switch}
     for option in fields(RlOptions):
-        if option.name != "sleep":
-            kind = {"str": str, "int": int, "float": float}[str(option.type)]
-            parser.add_argument(f"--{option.name.replace('_', '-')}", type=kind, default=option.default)
+        parser.add_argument(f"--{option.name.replace('_', '-')}", type=kinds[str(option.type)], default=option.default)
     given = vars(parser.parse_args(arguments))
     events = given.pop("events")
     try:
-        return RlOptions(**given | {"sleep": given["sleep"] == "on"}), events
+        return RlOptions(**given), events
     except ValueError as error:
         parser.error(str(error))
+
+
+def _switch(word: str) -> bool:
+    """Parse "on" and "off"."""
+    if word not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"{word!r}: use on or off")
+    return word == "on"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

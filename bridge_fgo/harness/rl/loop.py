@@ -103,6 +103,8 @@ class Loop:
         for _ in range(options.updates):
             figures = trainer.update(batch)
         diary.note("trained")
+        if self.neighbour is not None and options.crowd and number == 1:  # the allocator has what training needs
+            self.neighbour.crowd()
         return Iteration(number, **self._of_all(rollouts.rewards, figures), held=held, phases=diary.phases)
 
     def _seed(self, number: int) -> int:

@@ -3,7 +3,8 @@
     python -m bridge_fgo.harness.rl.neighbour --device cuda:0
 
 Reads a number of bytes a line, takes and fills as many, and answers with how many they are; 0 gives all back. It fills
-them with a number of its own each time, and finds that number in all of them before it gives them back.
+them with a number of its own each time, and finds that number in all of them before it gives them back. "crowd" has it
+take what is free, but for some room, and keep it to the end.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ import argparse
 import subprocess
 import sys
 from types import TracebackType
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    import torch
+
+ROOM = 2 * 2**30
+"""Bytes that are left free for the trainer where the GPU is crowded: for what its allocator has not cached."""
 LARGEST = 2**30
 """Bytes of a tensor: what is taken need not lie in one piece."""
 OWN_BYTES = 4 * 2**20
@@ -51,12 +58,16 @@ class Neighbour:
         """
         self._ask(0)
 
-    def _ask(self, nbytes: int) -> int:
+    def crowd(self) -> int:
+        """Have it take what is free now, but for `ROOM`, and keep it; return how many bytes that is."""
+        return self._ask("crowd")
+
+    def _ask(self, what: int | str) -> int:
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(nbytes, file=self._process.stdin, flush=True)
+        print(what, file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline().strip()
         if not answer.isdigit():
-            raise RuntimeError(f"the second process, asked to hold {nbytes} bytes: {answer or 'it has ended'}")
+            raise RuntimeError(f"the second process, asked to hold {what} bytes: {answer or 'it has ended'}")
         return int(answer)
 
     def __enter__(self) -> Neighbour:
@@ -80,6 +91,7 @@ class Holder:
 
         self._torch, self._device = torch, torch.device(device)
         self._held: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []
         self._number = 0
         torch.zeros(1, device=self._device)
 
@@ -95,12 +107,21 @@ class Holder:
         if self._device.type == "cuda":
             self._torch.cuda.empty_cache()
         self._number = self._number % 255 + 1
+        self._fill(self._held, nbytes)
+        return sum(tensor.numel() for tensor in self._held)
+
+    def crowd(self) -> int:
+        """Take what is free on the GPU, but for `ROOM`, and keep it; return the bytes."""
+        free, _ = self._torch.cuda.mem_get_info(self._device)
+        self._fill(self._kept, max(0, free - ROOM))
+        return sum(tensor.numel() for tensor in self._kept)
+
+    def _fill(self, tensors: list[torch.Tensor], nbytes: int) -> None:
         for start in range(0, nbytes, LARGEST):
             size = min(LARGEST, nbytes - start)
-            self._held.append(self._torch.full((size,), self._number, dtype=self._torch.uint8, device=self._device))
+            tensors.append(self._torch.full((size,), self._number, dtype=self._torch.uint8, device=self._device))
         if self._device.type == "cuda":
             self._torch.cuda.synchronize(self._device)
-        return sum(tensor.numel() for tensor in self._held)
 
 
 def main() -> None:
@@ -110,7 +131,7 @@ def main() -> None:
     holder = Holder(parser.parse_args().device)
     for line in sys.stdin:
         try:
-            print(holder.hold(int(line)), flush=True)
+            print(holder.crowd() if line.strip() == "crowd" else holder.hold(int(line)), flush=True)
         except RuntimeError as error:  # torch.OutOfMemoryError too: the trainer says it, and ends
             print(str(error).splitlines()[0], flush=True)
 

@@ -17,6 +17,9 @@ class RlOptions:
     """"cpu", by the stand-ins of CUDA and Transformer Engine, or "cuda"."""
     sleep: bool = True
     """Whether the trainer sleeps between updates; without it everything stays on the device."""
+    crowd: bool = False
+    """GPU: whether the second process also holds what is free while the trainer is awake, but for some room. Then it
+    can only take in a sleep what the sleep gives back. For a GPU that nobody else uses."""
     steps: int = 200
     """Iterations: rollouts and the updates by them."""
     updates: int = 2
@@ -71,6 +74,11 @@ class RlOptions:
         return 2 * self.length
 
     def as_arguments(self) -> list[str]:
-        """Return all but `sleep` as the arm's command line has them."""
-        named = [(option.name, getattr(self, option.name)) for option in fields(self) if option.name != "sleep"]
-        return [part for name, value in named for part in (f"--{name.replace('_', '-')}", str(value))]
+        """Return them as the arm's command line has them."""
+        words = {True: "on", False: "off"}
+        named = [(option.name, getattr(self, option.name)) for option in fields(self)]
+        return [
+            part
+            for name, value in named
+            for part in (f"--{name.replace('_', '-')}", words[value] if isinstance(value, bool) else str(value))
+        ]
