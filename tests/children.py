@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PRELOADED = ["fault_child", "rank_child", "restart_child"]
+PRELOADED = ["fault_child", "rank_child", "restart_child", "rl_child"]
 
 PATIENCE = 300
 """Seconds after which something hangs: what takes some five may import Megatron first, on a busy machine."""

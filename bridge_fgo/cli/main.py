@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from bridge_fgo.cli import demo as demo_command
-from bridge_fgo.cli import job_commands, recipe_commands, run_script
+from bridge_fgo.cli import job_commands, recipe_commands, rl_demo, run_script
 from bridge_fgo.options import takes_offload_options
 
 
@@ -144,17 +144,34 @@ def run_command(
 
 @app.command("demo", short_help="Train twice, resident and offloaded, and compare bit by bit.")
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each arm.")] = 20,
+    rl: Annotated[
+        bool, typer.Option("--rl", help="Train by GRPO, once asleep between updates, and compare with one awake.")
+    ] = False,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps of each arm: 20; with --rl 200, on a GPU 300.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
     device: Annotated[Device, typer.Option(help="Where to run; auto takes the GPU if it can.")] = Device.auto,
     keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep logs and events here.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="GPU: layers.")] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="GPU: hidden size.")] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", callback=job_commands.in_a_folder, help="--rl: draw an iteration's memory."),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="--rl: processes of an arm, a GPU each.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="--rl: tensor-parallel ranks.")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="--rl: pipeline stages.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="GPU, --rl: layers.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="GPU, --rl: hidden size.")] = None,
     ffn: Annotated[int | None, typer.Option(min=1, help="GPU: size of the MLP.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="GPU: attention heads.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="GPU, --rl: attention heads.")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="GPU: tokens of a sequence.")] = None,
     mbs: Annotated[int | None, typer.Option(min=1, help="GPU: sequences of a microbatch.")] = None,
     gbs: Annotated[int | None, typer.Option(min=1, help="GPU: sequences of a step.")] = None,
+    lr: Annotated[float | None, typer.Option(min=0.0, help="--rl: learning rate.")] = None,
+    crowd: Annotated[
+        bool,
+        typer.Option("--crowd", help="--rl on a GPU of one's own: a second process holds all but what training needs."),
+    ] = False,
     precision_aware: Annotated[
         bool, typer.Option("--precision-aware", help="GPU: the precision-aware optimizer.")
     ] = False,
@@ -173,14 +190,34 @@ def demo(
         gpu_options.append("--precision-aware")
     if moments_dtype is not None:
         gpu_options += ["--moments-dtype", moments_dtype.value]
-    settings = demo_command.Settings(
-        steps=steps,
-        json_output=json_output,
-        device=device.value,
-        keep=keep,
-        gpu_options=tuple(gpu_options),
+    of_rl = {"picture": picture, "ranks": ranks, "tp": tp, "pp": pp, "lr": lr, "crowd": crowd or None}
+    if not rl:
+        if given := [f"--{name}" for name, value in of_rl.items() if value is not None]:
+            raise typer.BadParameter(f"{', '.join(given)}: only of --rl")
+        settings = demo_command.Settings(
+            steps=steps or 20,
+            json_output=json_output,
+            device=device.value,
+            keep=keep,
+            gpu_options=tuple(gpu_options),
+        )
+        raise typer.Exit(demo_command.run(settings))
+    shared = {"layers": layers, "hidden": hidden, "heads": heads}
+    if others := [option for option in gpu_options[::2] if option.removeprefix("--") not in shared]:
+        raise typer.BadParameter(f"{', '.join(others)}: not of --rl")
+    options = {"steps": steps, "tp": tp, "pp": pp, "lr": lr, "crowd": crowd or None, **shared}
+    raise typer.Exit(
+        rl_demo.run(
+            rl_demo.Settings(
+                options={name: value for name, value in options.items() if value is not None},
+                json_output=json_output,
+                device=device.value,
+                keep=keep,
+                picture=picture,
+                ranks=ranks or 1,
+            )
+        )
     )
-    raise typer.Exit(demo_command.run(settings))
 
 
 @app.command("bench", short_help="Measure resident training, this package and its peers on the GPUs here.")

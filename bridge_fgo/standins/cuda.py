@@ -71,6 +71,10 @@ class NoStream:
         """Return that all is done, as it always is."""
         return True
 
+    def elapsed_time(self, later: object) -> float:
+        """Return the milliseconds between two events: none, as neither has a time."""
+        return 0.0
+
 
 def _nothing(*args: object, **kwargs: object) -> None:
     pass
@@ -82,6 +86,7 @@ def _itself(module_or_tensor: Any, *args: object, **kwargs: object) -> Any:
 
 def _replacements() -> list[tuple[object, str, object]]:
     """Return (owner, attribute, stand-in) of each CUDA entry point that a training step reaches."""
+    from megatron.core.inference import communication_utils
     from megatron.core.tensor_parallel import random as mcore_random
 
     cuda = torch.cuda
@@ -105,6 +110,7 @@ def _replacements() -> list[tuple[object, str, object]]:
         (mcore_random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state)),
         (torch.Tensor, "cuda", _itself),
         (torch.nn.Module, "cuda", _itself),
+        (communication_utils, "_is_cuda", _nothing),  # an assertion, before pipeline stages of inference talk
     ]
 
 

@@ -1,0 +1,84 @@
+"""What a run of the GRPO loop trains, how large, and over which ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlOptions:
+    """Options of a run. The defaults are those of the CPU.
+
+    Raises:
+        ValueError: an option that cannot be had; the message names it.
+    """
+
+    device: str = "cpu"
+    """"cpu", by the stand-ins of CUDA and Transformer Engine, or "cuda"."""
+    sleep: bool = True
+    """Whether the trainer sleeps between updates; without it everything stays on the device."""
+    crowd: bool = False
+    """GPU: whether the second process also holds what is free while the trainer is awake, but for some room. Then it
+    can only take in a sleep what the sleep gives back. For a GPU that nobody else uses."""
+    steps: int = 200
+    """Iterations: rollouts and the updates by them."""
+    updates: int = 2
+    """Calls of `train_step` by the same rollouts."""
+    prompts: int = 8
+    """Prompts of an iteration on a data-parallel rank."""
+    group: int = 8
+    """Answers to a prompt, which are judged beside each other."""
+    micro_batch_size: int = 32
+    """Sequences of a microbatch."""
+    symbols: int = 7
+    """Letters that prompts are made of."""
+    length: int = 4
+    """Letters of a prompt, and of the answer."""
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    lr: float = 1e-3
+    """Adam's; the larger the hidden size, the smaller."""
+    kl: float = 0.01
+    """Weight of the distance to the reference model in the loss."""
+    clip: float = 0.2
+    """Range around 1 in which the ratio of new to old probabilities has a gradient."""
+    tp: int = 1
+    pp: int = 1
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device={self.device!r}: use 'cpu' or 'cuda'")
+        if self.group < 2:
+            raise ValueError(f"group={self.group}: use 2 or more, as answers are judged beside each other")
+        if self.sequences % self.micro_batch_size:
+            raise ValueError(
+                f"micro_batch_size={self.micro_batch_size}: use a divisor of prompts x group = {self.sequences}"
+            )
+        if self.hidden % self.heads:
+            raise ValueError(f"heads={self.heads}: use a divisor of hidden={self.hidden}")
+        if self.layers % self.pp:
+            raise ValueError(f"pp={self.pp}: use a divisor of layers={self.layers}")
+        if self.heads % self.tp:
+            raise ValueError(f"tp={self.tp}: use a divisor of heads={self.heads}")
+
+    @property
+    def sequences(self) -> int:
+        """Answers of an iteration on a data-parallel rank."""
+        return self.prompts * self.group
+
+    @property
+    def sequence(self) -> int:
+        """Tokens that the model sees of a prompt and its answer; of the whole, all but the last."""
+        return 2 * self.length
+
+    def as_arguments(self) -> list[str]:
+        """Return them as the arm's command line has them."""
+        words = {True: "on", False: "off"}
+        named = [(option.name, getattr(self, option.name)) for option in fields(self)]
+        return [
+            part
+            for name, value in named
+            for part in (f"--{name.replace('_', '-')}", words[value] if isinstance(value, bool) else str(value))
+        ]

@@ -1,0 +1,63 @@
+"""One rank of the GRPO loop, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from bridge_fgo.standins.cuda import install_standins
+
+install_standins()
+
+import torch  # noqa: E402
+
+from bridge_fgo.harness.final_state import final_state, joined_digests  # noqa: E402
+from bridge_fgo.harness.rl.grpo import Rollouts  # noqa: E402
+from bridge_fgo.harness.rl.loop import Loop  # noqa: E402
+from bridge_fgo.harness.rl.options import RlOptions  # noqa: E402
+
+SMALL: dict[str, Any] = {"hidden": 32, "prompts": 4, "group": 4, "micro_batch_size": 8, "length": 3}
+
+
+def train(rank: int, ranks: int, folder: Path, changes: dict[str, Any]) -> None:
+    """Run two iterations as a rank; leave what was seen in `<rank>.json`. changes: options."""
+    _join(rank, ranks, folder)
+    loop = Loop(RlOptions(**SMALL | changes))
+    found = [loop.iterate(number) for number in (1, 2)]
+    same = {
+        "numbers": [(one.reward, one.loss, one.kl, one.grad_norm) for one in found],
+        "digests": joined_digests(final_state(loop.trainer.model, loop.trainer.optimizer)),
+    }
+    asleep = next(event for event in found[-1].phases if event["phase"] == "asleep")
+    weights = sum(2 * parameter.numel() for parameter in loop.trainer.inner.parameters())
+    loop.close()
+    seen = {"same": same, "copied": asleep["copied"], "weights": weights}
+    (folder / f"{rank}.json").write_text(json.dumps(seen))
+
+
+def first_norm(rank: int, ranks: int, folder: Path, forgets: bool) -> None:
+    """Run one update as a rank by its share of one batch; leave the gradient's norm in `<rank>.json`."""
+    _join(rank, ranks, folder)
+    loop = Loop(RlOptions(**SMALL | {"prompts": 8 // ranks, "sleep": False}))
+    trainer, sequences = loop.trainer, loop.options.sequences
+    if forgets:
+        trainer.model[0].config.finalize_model_grads_func = None
+    generator = torch.Generator().manual_seed(1)
+    whole = (8 * loop.options.group, loop.options.sequence + 1)
+    mine = slice(rank * sequences, (rank + 1) * sequences)
+    tokens = torch.randint(8, whole, generator=generator)[mine]
+    better = torch.randn(whole[0], generator=generator)[mine]
+    rollouts = Rollouts(tokens, better, torch.ones(sequences, whole[1] - 1))
+    old = trainer.log_probs(trainer.model, rollouts)
+    batch = {"answers": rollouts.answers, "advantages": better, "old": old, "reference": old}
+    norm = trainer.update(rollouts.inputs() | batch)["grad_norm"]
+    loop.close()
+    (folder / f"{rank}.json").write_text(json.dumps(norm))
+
+
+def _join(rank: int, ranks: int, folder: Path) -> None:
+    os.environ["TQDM_DISABLE"] = "1"  # mcore's engine has a bar for each call
+    store = torch.distributed.FileStore(str(folder / "store"), ranks)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
