@@ -28,6 +28,47 @@ def mcore_optimizers(optimizer: Any) -> Iterator[Any]:
         yield from mcore_optimizers(child)
 
 
+def is_fsdp(leaf: Any) -> bool:
+    """Return whether the optimizer updates what Megatron-FSDP has sharded."""
+    return bool(getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False))
+
+
+def _groups(chunk: Any) -> list[Any]:
+    return chunk.param_and_grad_buffer.parameter_groups
+
+
+def fsdp_weights(model: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Return this rank's weights of a model under Megatron-FSDP, by name: what it has of them between two steps.
+
+    Whole weights where it keeps no buffer of them.
+    """
+    found = {}
+    for number, chunk in enumerate(model):
+        for index, group in enumerate(_groups(chunk)):
+            buffer = group.model_weight_buffer
+            tensors = group.params if buffer is None else [buffer.data]
+            found |= {f"{number}.{index}.{place}": tensor for place, tensor in enumerate(tensors)}
+    return found
+
+
+def fsdp_states(leaf: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield (kind, name, tensor) of this rank's masters and moments under Megatron-FSDP: the local shards.
+
+    A weight without a master is what the optimizer inside steps itself, and is none.
+    """
+    names = {id(p): name for chunk in leaf.model_chunks for name, p in chunk.param_and_grad_buffer.optimizer_named_parameters}
+    buffers = [group.main_weight_buffer for chunk in leaf.model_chunks for group in _groups(chunk)]
+    masters = {buffer.data.untyped_storage()._cdata for buffer in buffers if buffer is not None}
+    for group in leaf.optimizer.param_groups:
+        for param in group["params"]:
+            name, local = names[id(param)], param._local_tensor
+            if local.untyped_storage()._cdata in masters:
+                yield "masters", name, local
+            for key in MOMENTS:
+                if key in leaf.optimizer.state.get(param, {}):
+                    yield "moments", f"{name}.{key}", leaf.optimizer.state[param][key]._local_tensor
+
+
 def _stepped(optimizer: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield what each optimizer inside steps: a name, mcore's optimizer, the parameter."""
     for number, leaf in enumerate(mcore_optimizers(optimizer)):
