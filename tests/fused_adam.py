@@ -31,6 +31,8 @@ class FusedAdam(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state.update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        if param.grad is None:  # a shard of no elements under Megatron-FSDP
+            return
         adam(group, param, param.grad, state["exp_avg"], state["exp_avg_sq"])
 
 

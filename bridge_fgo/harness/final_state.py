@@ -40,14 +40,16 @@ def _groups(chunk: Any) -> list[Any]:
 def fsdp_weights(model: Sequence[Any]) -> dict[str, torch.Tensor]:
     """Return this rank's weights of a model under Megatron-FSDP, by name: what it has of them between two steps.
 
-    Whole weights where it keeps no buffer of them.
+    Its shard, which it keeps, or whole weights where it keeps no buffer of them.
     """
     found = {}
     for number, chunk in enumerate(model):
         for index, group in enumerate(_groups(chunk)):
             buffer = group.model_weight_buffer
-            tensors = group.params if buffer is None else [buffer.data]
-            found |= {f"{number}.{index}.{place}": tensor for place, tensor in enumerate(tensors)}
+            for place, param in enumerate(group.params):
+                # Not the buffer's data: between and after the weights are bytes that nobody has written.
+                weight = param if buffer is None else buffer.get_item(place, only_shard=True)
+                found[f"{number}.{index}.{place}"] = weight
     return found
 
 

@@ -51,8 +51,6 @@ def config_refusals(cfg: Any) -> Iterator[str]:
         return
     yield from optimizer_refusals(cfg.optimizer)
     for path, why in (
-        ("ddp.use_megatron_fsdp", "Megatron-FSDP manages the optimizer state itself"),
-        ("dist.use_megatron_fsdp", "Megatron-FSDP manages the optimizer state itself"),
         ("dist.use_torch_fsdp2", "torch FSDP2 shards the optimizer state itself"),
     ):
         section, name = path.split(".")
