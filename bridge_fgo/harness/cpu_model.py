@@ -227,7 +227,7 @@ def make_config(options: CpuOptions) -> Any:
         rerun_state_machine=bridge.RerunStateMachineConfig(rerun_mode=rerun_mode),
         logger=bridge.LoggerConfig(),
         tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=options.vocab),
-        checkpoint=bridge.CheckpointConfig(**({} if options.fsdp is None else {"ckpt_format": "fsdp_dtensor"})),
+        checkpoint=bridge.CheckpointConfig(ckpt_format="torch_dist" if options.fsdp is None else "fsdp_dtensor"),
     )
 
 

@@ -72,6 +72,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=True,
         help="mcore's DistributedOptimizer; without, each rank updates whole parameters",
     )
+    optimizer.add_argument(
+        "--fsdp",
+        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+        help="Megatron-FSDP, and what it shards; default: mcore's DDP",
+    )
     optimizer.add_argument("--precision-aware", action="store_true")
     optimizer.add_argument("--moments-dtype", choices=("fp32", "bf16"), default="fp32")
     optimizer.add_argument("--hybrid", action="store_true", help="the peer arm: Adam on the CPU")
@@ -135,6 +140,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--moments-dtype bf16 needs --precision-aware")
     if options.optimizer != "adam" and options.distributed:
         parser.error(f"--optimizer {options.optimizer} is not distributed by its elements: give --no-distributed")
+    if options.fsdp is not None and not options.distributed:
+        parser.error("--fsdp has a distributed optimizer: leave out --no-distributed")
+    if options.fsdp is not None and options.digest_by_parameter:
+        parser.error("--digest-by-parameter does not know the states of --fsdp")
     if options.hybrid and options.offload == "on":
         parser.error("--hybrid keeps the states on the CPU for good: it does not go with --offload on")
     return options

@@ -21,7 +21,7 @@ import torch
 
 from bridge_fgo.core.state import Bundle, Home, State, WeightShard, local
 from bridge_fgo.sources.master_copy import MasterCopy
-from bridge_fgo.sources.megatron import McoreSource, adam_states
+from bridge_fgo.sources.megatron import MOMENTS, McoreSource, adam_states, of_inner
 
 BUFFER = "param_and_grad_buffer"
 """Attribute of a model chunk with what Megatron-FSDP keeps of it."""
@@ -106,15 +106,26 @@ class FsdpSource(McoreSource):
                 bundle.states.append(_master(param, home))
             for state in adam_states(self.optimizer.optimizer, param):
                 # Upstream makes them all before a load, by a step of the Adam inside.
-                bundle.states.append(replace(state, make=None))
+                bundle.states.append(replace(state, read=partial(self._moment, param, state.name), make=None))
             result.append(bundle)
         return result
+
+    def _moment(self, param: torch.Tensor, name: str) -> torch.Tensor | None:
+        """Return the local shard of a moment, which nothing else keeps in the memory that it has."""
+        adam = self.optimizer.optimizer
+        shard = of_inner(adam, param, name)
+        if shard is None or shard._base is None:
+            return shard
+        # TE makes it by `DTensor.from_local`, so that it is a view, whose base would keep the memory that it leaves.
+        moment = adam.state[param][name]
+        moment._local_tensor = shard.detach()
+        return local(moment)
 
     def of_param(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the local shards of what the optimizer has of a parameter: of its states, and of itself."""
         states = self.optimizer.optimizer.state.get(param, {})
-        found = {name: local(value) for name, value in states.items() if isinstance(value, torch.Tensor)}
-        return {PARAM: local(param), **{name: value for name, value in found.items() if value.dim()}}
+        moments = {name: self._moment(param, name) for name in MOMENTS if name in states}
+        return {PARAM: local(param), **{name: moment for name, moment in moments.items() if moment is not None}}
 
 
 PARAM = "param"
@@ -123,6 +134,6 @@ PARAM = "param"
 
 def _master(param: torch.Tensor, home: Home) -> State:
     shard = local(param)
-    offset = shard.storage_offset() * shard.itemsize
+    offset = int(shard.storage_offset()) * shard.itemsize
     read = partial(local, param)
     return State("master", "master weight", param, shard.dtype, read, written_back=True, home=home, offset=offset)

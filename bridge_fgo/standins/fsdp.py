@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def _mesh_of_cpus(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:

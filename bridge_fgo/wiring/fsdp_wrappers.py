@@ -84,7 +84,7 @@ class _Hosts:
         """Note the local shards of one parameter, and what was handed out for them."""
         for name, tensor in own.items():
             if (host := handed[name]) is not tensor:
-                place = tensor.storage_offset() * tensor.itemsize, host.view(-1).view(torch.uint8)
+                place = int(tensor.storage_offset()) * tensor.itemsize, host.view(-1).view(torch.uint8)
                 self._found.setdefault(tensor.untyped_storage()._cdata, []).append(place)
 
     def swapped(self, value: Any) -> Any:

@@ -59,10 +59,11 @@ def check_inner(leaf: Any) -> None:
     """Raise ValueError where the optimizer inside of one is not an Adam on the GPU, nor one of mcore's Muons."""
     from megatron.core.optimizer import distrib_optimizer
 
-    if is_fsdp(leaf) and not all(hasattr(getattr(chunk, BUFFER, None), "parameter_groups") for chunk in leaf.model_chunks):
+    chunks = leaf.model_chunks if is_fsdp(leaf) else []
+    if not all(hasattr(getattr(chunk, BUFFER, None), "parameter_groups") for chunk in chunks):
         raise ValueError(
-            f"{FLAG_TEXT} with ddp.use_megatron_fsdp=True and a {type(leaf.model_chunks[0]).__name__} without parameter "
-            "groups: only the first version of Megatron-FSDP can be offloaded; use that, or leave the flag unset"
+            f"{FLAG_TEXT} with ddp.use_megatron_fsdp=True and a {type(chunks[0]).__name__} without parameter groups: "
+            "only the first version of Megatron-FSDP can be offloaded; use that, or leave the flag unset"
         )
     inner = leaf.optimizer
     if type(inner).__name__ == "HybridDeviceOptimizer":

@@ -95,8 +95,8 @@ class BufferSource(TorchSource):
         self.buffer = buffer
 
     def states(self):
-        home = Home(self.buffer.nbytes)
-        return [Bundle(self.buffer, [State("buffer", "buffer", self.buffer, torch.float32, lambda: self.buffer, home=home)])]
+        buffer, home = self.buffer, Home(self.buffer.nbytes)
+        return [Bundle(buffer, [State("buffer", "buffer", buffer, torch.float32, lambda: buffer, home=home)])]
 
 
 @pytest.mark.parametrize("device", DEVICES)
