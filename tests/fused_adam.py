@@ -4,6 +4,7 @@ import sys
 from types import SimpleNamespace
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -30,8 +31,20 @@ class FusedAdam(torch.optim.Optimizer):
     def update(self, group, param):
         state = self.state[param]
         if not state:
-            state.update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+            state.update(exp_avg=zeros_like(param), exp_avg_sq=zeros_like(param))
+        if param.grad is None:  # a shard of no elements under Megatron-FSDP
+            return
         adam(group, param, param.grad, state["exp_avg"], state["exp_avg_sq"])
+
+
+def zeros_like(param):
+    """Make a state of a parameter; of a DTensor as Transformer Engine does, whose local shard is a view then."""
+    if not isinstance(param, DTensor):
+        return torch.zeros_like(param)
+    zeros = torch.zeros_like(param._local_tensor)
+    return DTensor.from_local(
+        zeros, device_mesh=param.device_mesh, placements=param.placements, shape=param.size(), stride=param.stride()
+    )
 
 
 def adam(group, param, grad, exp_avg, exp_avg_sq):

@@ -18,7 +18,10 @@ class HostSide:
 
     def __init__(self, place: SlabPlace) -> None:
         places = zip(place.layout.offsets, place.states, strict=True)
-        self._spans = [(offset, state.nbytes) for offset, state in places if state.nbytes >= PAGED_BYTES]
+        # In a home that others have laid out no tensor begins with a page.
+        self._spans = [
+            (offset, state.nbytes) for offset, state in places if state.home is None and state.nbytes >= PAGED_BYTES
+        ]
         self.host: HostBuffer = HostBuffer(place.layout.nbytes)
         """What copies out are written to, and copies in are read from."""
         self.spare: SharedHostBuffer | None = None
@@ -63,7 +66,7 @@ class HostSide:
     def lend(self, tensor: torch.Tensor, offset: int) -> torch.Tensor | None:
         """Return the host memory of a tensor that lives at an offset in bytes, which nothing writes until it goes.
 
-        None where the tensor is below `PAGED_BYTES` and shares its pages.
+        None where the tensor shares pages with others: it is below `PAGED_BYTES`, or has a home.
         """
         assert isinstance(self.host, SharedHostBuffer) and self.can_lend
         return self.host.lend(tensor, offset)

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from bridge_fgo.config import MIB, OffloadConfig
 from bridge_fgo.core.codec import Codec
-from bridge_fgo.core.state import Bundle, State
+from bridge_fgo.core.state import Bundle, Home, State
 
 ALIGNMENT = 256
 """Every tensor of a slab starts at a multiple of this many bytes: what cudaMalloc guarantees, so kernels
@@ -125,11 +125,29 @@ def copied_whole(states: Sequence[State], layout: SlabLayout) -> Codec:
     return Codec(layout.nbytes)
 
 
+def runs_of(bundles: Sequence[Bundle]) -> list[list[Bundle]]:
+    """Return the bundles in order, those together that share a home (`State.home`): they go and are updated in one."""
+    runs: list[list[Bundle]] = []
+    homes: set[Home] = set()
+    before: set[Home] = set()
+    for bundle in bundles:
+        if not homes & bundle.homes:
+            runs.append([])
+            before |= homes
+            homes = set()
+        runs[-1].append(bundle)
+        homes |= bundle.homes
+        assert not before & homes, "bundles that share a home do not follow one another"
+    return runs
+
+
 def offloaded_bundles(everything: Sequence[Bundle], config: OffloadConfig) -> list[Bundle]:
     """Return what the config asks to offload of the states of one source, as bundles of their own."""
     unwanted = {kind for kind, wanted in (("moment", config.moments), ("master", config.master_weights)) if not wanted}
     asked = [Bundle(b.param, [state for state in b.states if state.kind not in unwanted]) for b in everything]
-    return [asked[i] for i in select([bundle.nbytes for bundle in asked], config.fraction)]
+    runs = runs_of(asked)
+    chosen = select([sum(bundle.nbytes for bundle in run) for run in runs], config.fraction)
+    return [bundle for i in chosen for bundle in runs[i] if bundle.nbytes]
 
 
 def pipeline_bytes(chosen: Sequence[Bundle]) -> int:
@@ -147,7 +165,7 @@ def lay_out(chosen: Sequence[Bundle], target: int, codec_of: ChooseCodec = copie
     """Return the parts of one source's offloaded states, in the order in which they step.
 
     States that the first step makes lie in slabs of their own, because they do not exist before it; so do states that
-    are written back to the model's weights, and each state whose storage must not be rebound.
+    are written back to the model's weights. A storage that must not be rebound is a slab as it is.
 
     Args:
         chosen: what `offloaded_bundles` returned.
@@ -155,15 +173,22 @@ def lay_out(chosen: Sequence[Bundle], target: int, codec_of: ChooseCodec = copie
         codec_of: says how each slab is copied.
     """
     parts = []
-    for together in pack([bundle.nbytes for bundle in chosen], target):
-        of_part = [chosen[i] for i in together.members]
-        kinds: dict[tuple[bool, bool, int], list[State]] = {}
+    runs = runs_of(chosen)
+    for together in pack([sum(bundle.nbytes for bundle in run) for run in runs], target):
+        of_part = [bundle for i in together.members for bundle in runs[i]]
+        kinds: dict[tuple[bool, bool, Home | None], list[State]] = {}
         for state in (state for bundle in of_part for state in bundle.states):
-            kinds.setdefault((state.late, not state.written_back, id(state) if state.in_place else 0), []).append(state)
+            kinds.setdefault((state.late, not state.written_back, state.home), []).append(state)
         slabs = []
-        for _, states in sorted(kinds.items(), key=lambda item: item[0][:2]):
-            for layout in pack([state.nbytes for state in states], max(target, TOGETHER_BYTES)):
+        for (*_, home), states in sorted(kinds.items(), key=lambda item: item[0][:2]):
+            for layout in _layouts(home, states, max(target, TOGETHER_BYTES)):
                 members = [states[i] for i in layout.members]
                 slabs.append(SlabPlace(layout, members, codec_of(members, layout)))
         parts.append(PartLayout(of_part, slabs))
     return parts
+
+
+def _layouts(home: Home | None, states: Sequence[State], slab_bytes: int) -> list[SlabLayout]:
+    if home is None:
+        return pack([state.nbytes for state in states], slab_bytes)
+    return [SlabLayout(list(range(len(states))), [state.offset for state in states], home.nbytes)]

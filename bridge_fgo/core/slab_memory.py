@@ -19,8 +19,8 @@ class SlabMemory(HostSide):
     """The memory of a slab, the state tensors that live in it, and what is copied in its place.
 
     The tensors keep their identity: only the storage behind each moves into the slab, so every holder of
-    one (param groups, the keys of `optimizer.state`, `param.main_param`) goes on seeing it. A state that is
-    `in_place` is not moved: its own storage is the slab's GPU memory, emptied and filled.
+    one (param groups, the keys of `optimizer.state`, `param.main_param`) goes on seeing it. States that have a
+    home are not moved: their storage, as it is, is the slab's GPU memory, emptied and filled.
 
     Args:
         place: layout, states and codec.
@@ -46,7 +46,7 @@ class SlabMemory(HostSide):
         """Most bytes of GPU memory that the slab holds: while it is on its way."""
         self._ledger = ledger
         self._make = partial(torch.empty, dtype=torch.uint8, device=device)
-        self._is_in_place = any(state.in_place for state in place.states)
+        self._is_in_place = any(state.home is not None for state in place.states)
         self._storage: torch.UntypedStorage | None = None
         """Storage of `gpu`: asked for in each move, and PyTorch would make an object around it each time."""
         self._staging_home: tuple[torch.Tensor, torch.UntypedStorage] | None = None
@@ -121,23 +121,27 @@ class SlabMemory(HostSide):
         return bool(strangers)
 
     def _take_in_place(self) -> bool:
-        """Take the storage of the slab's only state as its GPU memory; return False, as nothing is written.
+        """Take the storage that all states of the slab are in as its GPU memory; return False: nothing is written.
 
         Raises:
-            RuntimeError: the tensor is not the whole of its storage, or not of the size that was planned.
+            RuntimeError: it is another storage than was planned, or a tensor is not at its place there, of its size.
         """
-        (state,) = self.states
-        tensor = state.read()
-        if tensor is None:
+        tensors = [state.read() for state in self.states]
+        first = tensors[0]
+        if first is None:
             return False
-        state.check_size(tensor)
-        storage = tensor.untyped_storage()
-        if storage.nbytes() != self.nbytes:
-            raise RuntimeError(
-                f"{state.name!r} has {self.nbytes} bytes of a storage of {storage.nbytes()}: only a whole storage can "
-                "be emptied in place"
-            )
-        if not self.holds(tensor):
+        storage = first.untyped_storage()
+        for state, tensor, offset in zip(self.states, tensors, self.layout.offsets, strict=True):
+            assert tensor is not None, f"{state.name!r} has a home and does not exist"
+            state.check_size(tensor)
+            is_there = tensor.untyped_storage()._cdata == storage._cdata
+            if not is_there or storage.nbytes() != self.nbytes or tensor.storage_offset() * tensor.itemsize != offset:
+                raise RuntimeError(
+                    f"{state.name!r} is not at byte {offset} of a storage of {self.nbytes} bytes, but at "
+                    f"{tensor.storage_offset() * tensor.itemsize} of one of {tensor.untyped_storage().nbytes()}: only "
+                    "a whole storage can be emptied in place"
+                )
+        if not self.holds(first):
             self._ledger.change(self.nbytes - self.gpu_bytes, self._live_in, self._make(0).set_(storage))
         return False
 

@@ -24,20 +24,37 @@ class WeightShard:
         return self.buffer().view(-1)[self.first : self.first + self.numel]
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor: of a DTensor its shard, with nothing asked of the DTensor itself."""
+    shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return shard
+
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """A storage that others hold views of: it is emptied and filled in place, and its tensors are never rebound.
+
+    nbytes: its size in bytes, also while it is empty.
+    """
+
+    nbytes: int
+
+
 @dataclass(frozen=True, eq=False)
 class State:
     """One tensor that a rank may give away; it may not exist yet.
 
     kind: what settings call it: "master" or "moment", or another word of its source.
     name: what its source calls it, for messages.
-    param: the parameter that it belongs to, as the optimizer has it; of the same number of elements.
+    param: the parameter that it belongs to, as the optimizer has it; of the same number of elements on this rank.
     dtype: of the tensor.
     read: returns the tensor as it is now, or None before it exists.
     late: whether the optimizer's first step makes it, so that it cannot share a slab with what exists before.
     written_back: whether its source copies it to a weight of the model once it is updated.
     rounds_to: the bf16 weights that it, in fp32, is rounded to then; None where they do not tell its high bits.
     converts: whether whoever reads it for a checkpoint gets another dtype, made on the GPU.
-    in_place: whether others hold views of its storage, which is then emptied and filled, and never rebound.
+    home: the storage that it must stay in, where others hold views of that; the states of one home move together.
+    offset: where it starts there, in bytes.
     make: makes a tensor that is `late` before the optimizer's first step does, with any content; None where that is
         left to its source.
     take_first: returns, once, what a tensor that was made without memory is to be copied from, in any dtype; None where
@@ -53,14 +70,15 @@ class State:
     written_back: bool = False
     rounds_to: WeightShard | None = None
     converts: bool = False
-    in_place: bool = False
+    home: Home | None = None
+    offset: int = 0
     make: Callable[[], None] | None = None
     take_first: Callable[[], torch.Tensor | None] = lambda: None
 
     @property
     def nbytes(self) -> int:
         """Size in bytes, also before the tensor exists."""
-        return self.param.numel() * self.dtype.itemsize
+        return local(self.param).numel() * self.dtype.itemsize
 
     @property
     def saved_nbytes(self) -> int:
@@ -87,3 +105,8 @@ class Bundle:
     def nbytes(self) -> int:
         """Size of all states of the parameter in bytes."""
         return sum(state.nbytes for state in self.states)
+
+    @property
+    def homes(self) -> set[Home]:
+        """The storages that its states must stay in."""
+        return {state.home for state in self.states if state.home is not None}

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +15,7 @@ from bridge_fgo.harness.lengths import cut, length_of
 
 Precision = Literal["bf16", "fp16", "fp32_params"]
 Optimizer = Literal["adam", "muon", "adaptive_muon", "dist_muon"]
+Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 CONSTANT_LOSS_SCALE = 128.0
 """Gives bf16 the grad scaler without which mcore does not look for infs; a power of two, so that scaling and
@@ -47,6 +49,14 @@ class CpuOptions:
     distributed: bool = True
     """`use_distributed_optimizer`; without it each rank updates whole parameters, under mcore's
     Float16OptimizerWithFloat16Params."""
+    fsdp: Sharding | None = None
+    """Megatron-FSDP, and what it shards; None for mcore's DDP."""
+    instances: int = 1
+    """Distributed optimizer instances: groups of ranks among which the states are sharded."""
+    outer_sharding: Literal["no_shard", "optim"] = "no_shard"
+    """What Megatron-FSDP shards between the instances too."""
+    swiglu: bool = False
+    """Gated layers, whose first matrix `fsdp_dtensor` checkpoints split in two."""
     tp: int = 1
     """Ranks of tensor parallelism."""
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "blockwise"
@@ -88,6 +98,11 @@ class CpuOptions:
             raise ValueError(f"optimizer={self.optimizer!r}: use one of {', '.join(get_args(Optimizer))}")
         if self.optimizer != "adam" and self.distributed:
             raise ValueError(f"optimizer={self.optimizer!r}: set distributed=False, as mcore asks for")
+        if self.fsdp is not None:
+            if self.fsdp not in get_args(Sharding):
+                raise ValueError(f"fsdp={self.fsdp!r}: use one of {', '.join(get_args(Sharding))}")
+            if self.chunks != 1 or self.precision != "bf16" or not self.distributed:
+                raise ValueError(f"fsdp={self.fsdp!r}: use chunks=1, precision='bf16' and distributed=True")
         if self.adam != "torch":
             raise ValueError(f"adam={self.adam!r}: only 'torch' runs on the CPU")
         if any(not 0 < length <= self.sequence for length in self.lengths):
@@ -112,9 +127,13 @@ def make_config(options: CpuOptions) -> Any:
 
     half = torch.float16 if options.precision == "fp16" else torch.bfloat16
     is_fp16 = half == torch.float16
-    experts: dict[str, Any] = {}
+    variants: dict[str, Any] = {}
     if options.experts:
-        experts.update(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=options.hidden)
+        variants.update(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=options.hidden)
+    if options.swiglu:
+        variants.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+    if options.fsdp is not None:
+        variants.update(calculate_per_token_loss=True)  # else gradients are averaged by a reduction that gloo lacks
     model = GPTModelProvider(
         num_layers=options.layers,
         hidden_size=options.hidden,
@@ -144,7 +163,7 @@ def make_config(options: CpuOptions) -> Any:
         cross_entropy_loss_fusion=False,
         persist_layer_norm=False,
         transformer_layer_spec=layer_spec,
-        **experts,
+        **variants,
     )
     optimizer: Any = bridge.OptimizerConfig(
         optimizer=options.optimizer,
@@ -164,6 +183,13 @@ def make_config(options: CpuOptions) -> Any:
     )
     # An attribute and no argument: mcore releases without an offloader have no such field.
     optimizer.offload_optimizer_states = options.offload
+    fsdp: dict[str, Any] = {}
+    if options.fsdp is not None:
+        fsdp.update(
+            use_megatron_fsdp=True,
+            data_parallel_sharding_strategy=options.fsdp,
+            outer_dp_sharding_strategy=options.outer_sharding,
+        )
     validates = options.rerun_steps or options.checkpoint_exit_step is not None
     rerun_mode = "validate_results" if validates else "disabled"
     return bridge.ConfigContainer(
@@ -188,6 +214,8 @@ def make_config(options: CpuOptions) -> Any:
             overlap_grad_reduce=options.overlap_grad_reduce,
             overlap_param_gather=options.overlap_param_gather,
             check_for_nan_in_grad=False,  # would raise where the optimizer is to find the infs
+            num_distributed_optimizer_instances=options.instances,
+            **fsdp,
         ),
         dataset=bridge.MockGPTDatasetConfig(
             seq_length=options.sequence,
@@ -199,7 +227,7 @@ def make_config(options: CpuOptions) -> Any:
         rerun_state_machine=bridge.RerunStateMachineConfig(rerun_mode=rerun_mode),
         logger=bridge.LoggerConfig(),
         tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=options.vocab),
-        checkpoint=bridge.CheckpointConfig(),
+        checkpoint=bridge.CheckpointConfig(ckpt_format="torch_dist" if options.fsdp is None else "fsdp_dtensor"),
     )
 
 
@@ -211,11 +239,12 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def make_model(options: CpuOptions, cfg: Any, groups: Any) -> list[torch.nn.Module]:
-    """Return the model chunks, each as DDP(Float16Module(GPTModel)), like Bridge's `get_model`.
+    """Return the model chunks, each as DDP(Float16Module(GPTModel)), or in Megatron-FSDP, like Bridge's `get_model`.
 
     Not through `get_model`, because it makes several chunks only on several pipeline ranks.
     """
     from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
     from megatron.core.transformer.module import Float16Module
 
     provider = cfg.model
@@ -233,11 +262,14 @@ def make_model(options: CpuOptions, cfg: Any, groups: Any) -> list[torch.nn.Modu
             for layer in module.modules():
                 if isinstance(layer, torch.nn.LayerNorm):
                     layer.float()
+        wrapper: Any = DistributedDataParallel
+        if options.fsdp is not None:
+            wrapper = partial(FullyShardedDataParallel, device=torch.device("cpu"))
         model.append(
-            DistributedDataParallel(
-                provider,
-                cfg.ddp,
-                module,
+            wrapper(
+                config=provider,
+                ddp_config=cfg.ddp,
+                module=module,
                 disable_bucketing=chunk > 0,
                 pg_collection=groups,
             )

@@ -22,9 +22,10 @@ from bridge_fgo.harness.cpu_model import (
     make_model,
     microbatches,
 )
-from bridge_fgo.harness.final_state import MOMENTS, mcore_optimizers
+from bridge_fgo.harness.final_state import MOMENTS, fsdp_states, fsdp_weights, mcore_optimizers
 from bridge_fgo.harness.record import RunRecord, StepRecord, digest
 from bridge_fgo.standins.cuda import install_standins
+from bridge_fgo.standins.fsdp import fsdp_on_cpu
 
 FAULT = 64.0
 """Factor by which an injected fault raises the loss: far above what validation accepts."""
@@ -61,7 +62,10 @@ class CpuTraining:
         self.steps = 0
         self.exited = False
         self._forwards = 0
+        self._stack = contextlib.ExitStack()
         try:
+            if options.fsdp is not None:
+                self._stack.enter_context(fsdp_on_cpu())
             self._build()
         except BaseException:
             self.close()
@@ -84,7 +88,9 @@ class CpuTraining:
 
         options = self.options
         self._join()
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tp)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=options.tp, num_distributed_optimizer_instances=options.instances
+        )
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         random.seed(options.seed)
         np.random.seed(options.seed)
@@ -217,6 +223,12 @@ class CpuTraining:
 
         Looks for them itself, because what is compared should not depend on what is being tested.
         """
+        if self.options.fsdp is not None:
+            for name, weight in fsdp_weights(self.model).items():
+                yield "params", name, weight
+            for leaf in mcore_optimizers(self.optimizer):
+                yield from fsdp_states(leaf)
+            return
         names = {}
         for chunk, module in enumerate(self.model):
             for name, parameter in module.named_parameters():
@@ -271,6 +283,7 @@ class CpuTraining:
         from megatron.bridge.training.initialize import destroy_global_state
 
         destroy_global_state()
+        self._stack.close()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_fgo.engines.attachment import attachment_of
 from bridge_fgo.harness.record import digest, digest_each, joined
+from bridge_fgo.sources.fsdp import is_fsdp
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,46 @@ def mcore_optimizers(optimizer: Any) -> Iterator[Any]:
         yield optimizer
     for child in getattr(optimizer, "chained_optimizers", ()):
         yield from mcore_optimizers(child)
+
+
+def _groups(chunk: Any) -> list[Any]:
+    return chunk.param_and_grad_buffer.parameter_groups
+
+
+def fsdp_weights(model: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Return this rank's weights of a model under Megatron-FSDP, by name: what it has of them between two steps.
+
+    Its shard, which it keeps, or whole weights where it keeps no buffer of them.
+    """
+    found = {}
+    for number, chunk in enumerate(model):
+        for index, group in enumerate(_groups(chunk)):
+            buffer = group.model_weight_buffer
+            for place, param in enumerate(group.params):
+                # Not the buffer's data: between and after the weights are bytes that nobody has written.
+                weight = param if buffer is None else buffer.get_item(place, only_shard=True)
+                found[f"{number}.{index}.{place}"] = weight
+    return found
+
+
+def fsdp_states(leaf: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield (kind, name, tensor) of this rank's masters and moments under Megatron-FSDP: the local shards.
+
+    A weight without a master is what the optimizer inside steps itself, and is none.
+    """
+    names = {
+        id(p): name for chunk in leaf.model_chunks for name, p in chunk.param_and_grad_buffer.optimizer_named_parameters
+    }
+    buffers = [group.main_weight_buffer for chunk in leaf.model_chunks for group in _groups(chunk)]
+    masters = {buffer.data.untyped_storage()._cdata for buffer in buffers if buffer is not None}
+    for group in leaf.optimizer.param_groups:
+        for param in group["params"]:
+            name, local = names[id(param)], param._local_tensor
+            if local.untyped_storage()._cdata in masters:
+                yield "masters", name, local
+            for key in MOMENTS:
+                if key in leaf.optimizer.state.get(param, {}):
+                    yield "moments", f"{name}.{key}", leaf.optimizer.state[param][key]._local_tensor
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -65,10 +106,16 @@ def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, tor
     for leaf in mcore_optimizers(optimizer):
         if hasattr(leaf, "synchronize_optimizer_state_for_checkpoint"):
             leaf.synchronize_optimizer_state_for_checkpoint()  # mcore generation 2
-    for name, leaf, parameter in _stepped(optimizer):
-        moments = _state_of(leaf, parameter)
-        state["masters"][name] = moments.pop("master")
-        state["moments"] |= {f"{name}.{key}": moment for key, moment in moments.items()}
+    if any(is_fsdp(leaf) for leaf in mcore_optimizers(optimizer)):
+        state["params"] = fsdp_weights(model)
+        for number, leaf in enumerate(mcore_optimizers(optimizer)):
+            for kind, name, tensor in fsdp_states(leaf):
+                state[kind][f"{number}.{name}"] = tensor
+    else:
+        for name, leaf, parameter in _stepped(optimizer):
+            moments = _state_of(leaf, parameter)
+            state["masters"][name] = moments.pop("master")
+            state["moments"] |= {f"{name}.{key}": moment for key, moment in moments.items()}
     for part, tensors in state.items():
         if not tensors:
             raise RuntimeError(f"found no {part} to compare after training")

@@ -78,6 +78,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="the peer arm: Muon's matrices under a layer-wise optimizer, the rest under a DistributedOptimizer, and "
         "mcore's own offload of both. Needs Megatron-LM's dev branch and a Bridge with the patches of patches/",
     )
+    optimizer.add_argument(
+        "--fsdp",
+        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+        help="Megatron-FSDP, and what it shards; default: mcore's DDP",
+    )
     optimizer.add_argument("--precision-aware", action="store_true")
     optimizer.add_argument("--moments-dtype", choices=("fp32", "bf16"), default="fp32")
     optimizer.add_argument("--hybrid", action="store_true", help="the peer arm: Adam on the CPU")
@@ -148,6 +153,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--layer-wise goes with --optimizer muon --offload on --no-install alone")
     if options.optimizer != "adam" and options.distributed and not options.layer_wise:
         parser.error(f"--optimizer {options.optimizer} is not distributed by its elements: give --no-distributed")
+    if options.fsdp is not None and not options.distributed:
+        parser.error("--fsdp has a distributed optimizer: leave out --no-distributed")
+    if options.fsdp is not None and options.digest_by_parameter:
+        parser.error("--digest-by-parameter does not know the states of --fsdp")
     if options.hybrid and options.offload == "on":
         parser.error("--hybrid keeps the states on the CPU for good: it does not go with --offload on")
     return options

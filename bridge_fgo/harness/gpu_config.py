@@ -132,6 +132,15 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         optimizer.overlap_cpu_optimizer_d2h_h2d = True
     if options.offload == "on":
         ask_for_offload(optimizer, options)
+    ddp = bridge.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=options.dp_overlap,
+        overlap_param_gather=options.dp_overlap and options.distributed and not options.layer_wise,
+        use_distributed_optimizer=options.distributed,
+        num_distributed_optimizer_instances=options.instances,
+    )
+    if options.fsdp is not None:
+        ddp.use_megatron_fsdp, ddp.data_parallel_sharding_strategy = True, options.fsdp
     return bridge.ConfigContainer(
         model=model,
         train=bridge.TrainingConfig(
@@ -150,13 +159,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
             lr_decay_iters=options.steps,
             override_opt_param_scheduler=True,
         ),
-        ddp=bridge.DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=options.dp_overlap,
-            overlap_param_gather=options.dp_overlap and options.distributed and not options.layer_wise,
-            use_distributed_optimizer=options.distributed,
-            num_distributed_optimizer_instances=options.instances,
-        ),
+        ddp=ddp,
         dataset=bridge.MockGPTDatasetConfig(
             random_seed=1234,
             reset_attention_mask=False,
@@ -178,7 +181,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
             load=None if options.load is None else str(options.load),
             ckpt_step=options.load_step,
             load_optim=options.load_optim,
-            ckpt_format="torch_dist",
+            ckpt_format="torch_dist" if options.fsdp is None else "fsdp_dtensor",
             dist_ckpt_optim_fully_reshardable=options.fully_reshardable,
         ),
         rng=bridge.RNGConfig(seed=1234),

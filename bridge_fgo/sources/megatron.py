@@ -14,7 +14,7 @@ from typing import Any, override
 import torch
 
 from bridge_fgo.core.part import Part
-from bridge_fgo.core.state import Bundle, State, WeightShard
+from bridge_fgo.core.state import Bundle, State, WeightShard, local
 from bridge_fgo.sources.inner_step import InnerStep
 from bridge_fgo.sources.late_masters import take_first
 from bridge_fgo.sources.master_copy import PLAIN, MasterCopy
@@ -196,6 +196,8 @@ def of_inner(adam: torch.optim.Optimizer, param: torch.Tensor, name: str) -> tor
     # Not states[param]: `optimizer.state` is a defaultdict, and Adam takes an empty entry for a made one. And not kept:
     # load_state_dict puts another dictionary there.
     tensor = adam.state.get(param, {}).get(name)
+    if tensor is not None:
+        tensor = local(tensor)
     if tensor is None or type(tensor) in PLAIN:
         return tensor
     raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.sources.float16 import Float16Source, is_muon
+from bridge_fgo.sources.fsdp import BUFFER, FsdpSource, is_fsdp
 from bridge_fgo.sources.leaves import leaves
 from bridge_fgo.sources.megatron import MOMENTS, McoreSource, MegatronSource
 from bridge_fgo.wiring.refusals import FLAG_TEXT, hybrid_refusal, refuse_fp8_moment
@@ -49,18 +50,20 @@ def source_of(leaf: Any) -> McoreSource:
     """Return what `eligible` has found as a source of states."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    return MegatronSource(leaf) if isinstance(leaf, DistributedOptimizer) else Float16Source(leaf)
+    if not isinstance(leaf, DistributedOptimizer):
+        return Float16Source(leaf)
+    return FsdpSource(leaf) if is_fsdp(leaf) else MegatronSource(leaf)
 
 
 def check_inner(leaf: Any) -> None:
     """Raise ValueError where the optimizer inside of one is not an Adam on the GPU, nor one of mcore's Muons."""
     from megatron.core.optimizer import distrib_optimizer
 
-    ddp_config = getattr(leaf, "ddp_config", None)
-    if getattr(ddp_config, "use_megatron_fsdp", False):
+    chunks = leaf.model_chunks if is_fsdp(leaf) else []
+    if not all(hasattr(getattr(chunk, BUFFER, None), "parameter_groups") for chunk in chunks):
         raise ValueError(
-            f"{FLAG_TEXT} with ddp.use_megatron_fsdp=True: Megatron-FSDP manages the "
-            "optimizer state itself; set ddp.use_megatron_fsdp=False or leave the flag unset"
+            f"{FLAG_TEXT} with ddp.use_megatron_fsdp=True and a {type(chunks[0]).__name__} without parameter groups: "
+            "only the first version of Megatron-FSDP can be offloaded; use that, or leave the flag unset"
         )
     inner = leaf.optimizer
     if type(inner).__name__ == "HybridDeviceOptimizer":

@@ -18,6 +18,7 @@ from bridge_fgo.core.host_memory import ranks_of_this_node
 from bridge_fgo.core.shared_host_buffer import OTHER_FILES, hands_out_descriptors
 from bridge_fgo.sources.megatron import MOMENTS
 from bridge_fgo.wiring.compat import Choice, check_flag, choose_engine, flag_is_set
+from bridge_fgo.wiring.fsdp_refusals import fsdp_refusals, fsdp_setting_refusals, uses_fsdp
 
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
 MUONS = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")
@@ -49,15 +50,14 @@ def config_refusals(cfg: Any) -> Iterator[str]:
     if not flag_is_set(cfg.optimizer):
         return
     yield from optimizer_refusals(cfg.optimizer)
-    for path, why in (
-        ("ddp.use_megatron_fsdp", "Megatron-FSDP manages the optimizer state itself"),
-        ("dist.use_megatron_fsdp", "Megatron-FSDP manages the optimizer state itself"),
-        ("dist.use_torch_fsdp2", "torch FSDP2 shards the optimizer state itself"),
-    ):
-        section, name = path.split(".")
-        if getattr(getattr(cfg, section, None), name, False) is True:
-            yield f"{path}=True with {FLAG_TEXT}: {why}; set {path}=False or leave the flag unset"
-    if not cfg.optimizer.use_distributed_optimizer and _is_fp32(cfg):
+    if getattr(getattr(cfg, "dist", None), "use_torch_fsdp2", False) is True:
+        yield (
+            f"dist.use_torch_fsdp2=True with {FLAG_TEXT}: torch FSDP2 shards the optimizer state itself; set "
+            "dist.use_torch_fsdp2=False or leave the flag unset"
+        )
+    if uses_fsdp(cfg):
+        yield from fsdp_refusals(cfg)
+    elif not cfg.optimizer.use_distributed_optimizer and _is_fp32(cfg):
         yield (
             f"optimizer.use_distributed_optimizer=False with {FLAG_TEXT}, model.bf16=False and model.fp16=False: "
             "mcore's FP32Optimizer cannot be offloaded; set optimizer.use_distributed_optimizer=True and "
@@ -90,6 +90,9 @@ def master_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
     model, optimizer, ddp = cfg.model, cfg.optimizer, getattr(cfg, "ddp", None)
     bf16, fp16 = (getattr(model, name, None) for name in ("bf16", "fp16"))
     is_fp32 = _is_fp32(cfg)  # what decides is the weights' dtype
+    if uses_fsdp(cfg):
+        yield from fsdp_setting_refusals(cfg, settings)
+        return
     if not settings.moments and is_fp32:
         yield (
             "OffloadConfig.moments=False with model.bf16=False and model.fp16=False: fp32 weights have no masters, so "

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.engines.attachment import Attachment, attachment_of
+from bridge_fgo.sources.fsdp import is_fsdp
 from bridge_fgo.sources.megatron import UPSTREAM_OFFLOADERS
 from bridge_fgo.wiring.compat import FLAG, flag_is_set
 from bridge_fgo.wiring.session import active_session, all_sessions
@@ -113,7 +114,7 @@ def loads_parameters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
 def loads_state_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have a state dictionary loaded without bringing states to the GPU."""
     to = attachment_of(instance)
-    if to is None or not _loads_by_parameter(instance):
+    if to is None or is_fsdp(instance) or not _loads_by_parameter(instance):
         return replaces_states(wrapped, instance, args, kwargs)
     with to.engine.loading(to.source), _adam_kept_from_states(to, instance):
         result = wrapped(*args, **kwargs)
@@ -197,6 +198,8 @@ def saves_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
     if to is None:
         return wrapped(*args, **kwargs)
     asked = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    if is_fsdp(instance):
+        return _of_fsdp(wrapped, instance, args, kwargs, asked.get("is_loading", False))
     if asked.get("is_loading", False) and _loads_by_parameter(instance):
         with to.engine.loading(to.source, everything=True), _adam_kept_from_states(to, instance):
             return wrapped(*args, **kwargs)
@@ -207,6 +210,20 @@ def saves_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
     sharding = (asked.get("metadata") or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
     with to.engine.saving(to.source, copies=(asked.get("sharding_type") or sharding) not in COPIED_AT_ONCE):
         return wrapped(*args, **kwargs)
+
+
+def _of_fsdp(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs, is_loading: bool) -> Any:
+    """Return a state dictionary of the states themselves, whose bytes nothing reads yet; see `fsdp_wrappers`.
+
+    Its entries are in the order of the optimizer's parameters, as without offload, where states are made in that order:
+    what follows is a collective for each entry, and parts step in an order that differs from rank to rank.
+    """
+    if is_loading:
+        return writes_states(wrapped, instance, args, kwargs)
+    result = wrapped(*args, **kwargs)
+    names = [instance._param_name(param) for group in instance.optimizer.param_groups for param in group["params"]]
+    state = result["state"]
+    return {**result, "state": {name: state[name] for name in dict.fromkeys([*names, *state]) if name in state}}
 
 
 def reads_no_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

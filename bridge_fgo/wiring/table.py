@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from bridge_fgo.wiring import float16_wrappers, graphs, sleep_wrappers, state_wrappers, wrappers
+from bridge_fgo.wiring import float16_wrappers, fsdp_wrappers, graphs, sleep_wrappers, state_wrappers, wrappers
 from bridge_fgo.wiring.config_fields import ConfigFieldsPatch
 from bridge_fgo.wiring.patch import FunctionPatch, Patch
 from bridge_fgo.wiring.patched_bridge import StandAsidePatch
 
 TRAIN = "megatron.bridge.training.train"
 MIMO = "megatron.bridge.training.train_megatron_mimo"
+CHECKPOINTING = "megatron.bridge.training.checkpointing"
 DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 OPTIMIZER = "megatron.core.optimizer.optimizer"
 
@@ -136,6 +137,28 @@ def patches() -> list[Patch]:
         FunctionPatch(
             MIMO, "zero_grad_buffer_for_multimodule", wrappers.release_after, ("module_to_grid_tuple",),
             "the one call between the start of the MIMO step and its forward",
+        ),
+        FunctionPatch(
+            CHECKPOINTING, "generate_state_dict", fsdp_wrappers.makes_state_dict, (),
+            "asks Megatron-FSDP for its masters as the model's parameters, whose bytes nothing reads yet",
+        ),
+        FunctionPatch(
+            CHECKPOINTING, "_process_state_dict_for_model_glu_interleaving", fsdp_wrappers.interleaves_masters, (),
+            "reads these masters before they are saved",
+        ),
+        FunctionPatch(
+            CHECKPOINTING, "preprocess_fsdp_dtensor_state_dict", fsdp_wrappers.hands_out_states, (),
+            "the last to look at the tensors of an fsdp_dtensor checkpoint before every writer of one gets them",
+        ),
+        FunctionPatch(
+            CHECKPOINTING, "_load_checkpoint_from_path", fsdp_wrappers.loads_checkpoint, ("optimizer",),
+            "every road of a load, from the state dictionary that is loaded into to the optimizer's own",
+        ),
+        FunctionPatch(
+            "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp",
+            "MegatronFSDP._replace_param_with_distributed_if_needed", fsdp_wrappers.reads_masters, (),
+            "makes the masters the model's parameters, for whoever asks for a state dictionary",
+            distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
         ),
         FunctionPatch(
             "megatron.bridge.training.utils.train_utils", "report_memory", wrappers.report_memory, (),

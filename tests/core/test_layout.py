@@ -14,7 +14,7 @@ from bridge_fgo.config import MIB, OffloadConfig
 from bridge_fgo.core.codec import Codec
 from bridge_fgo.core.layout import ALIGNMENT, PAGED_BYTES, lay_out, offloaded_bundles, pack, part_bytes, pieces, select
 from bridge_fgo.core.remainders import Remainders
-from bridge_fgo.core.state import Bundle, State
+from bridge_fgo.core.state import Bundle, Home, State
 from bridge_fgo.sources.megatron import bundles
 
 sizes = st.lists(st.integers(1, 5_000) | st.integers(PAGED_BYTES - 10, PAGED_BYTES + 5_000), max_size=60)
@@ -118,7 +118,7 @@ def test_what_a_part_holds_on_its_way_copies_and_gives_the_model():
 def test_states_that_are_emptied_in_place_and_those_that_exist_later_lie_alone():
     # Others hold views of the former: they can neither be rebound nor share an allocation.
     param = torch.empty(1000)
-    buffers = [State("buffer", name, param, torch.float32, lambda: param, in_place=True) for name in "ab"]
+    buffers = [State("buffer", name, param, torch.float32, lambda: param, home=Home(4000)) for name in "ab"]
     kept = [State("average", "average", param, torch.float32, lambda: param)]
     bundle = Bundle(param, [*moments_of(param), *buffers, *kept, master_of(param)])
     (part,) = lay_out([bundle], 2**20)

@@ -9,7 +9,7 @@ from toy_source import TorchSource
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.meters import PeakMeter
 from bridge_fgo.core.profile import Mark
-from bridge_fgo.core.state import Bundle, State
+from bridge_fgo.core.state import Bundle, Home, State
 from bridge_fgo.engines.native import NativeEngine
 
 CONFIG = OffloadConfig(engine="native", piece_bytes=65536)
@@ -95,11 +95,8 @@ class BufferSource(TorchSource):
         self.buffer = buffer
 
     def states(self):
-        return [
-            Bundle(
-                self.buffer, [State("buffer", "buffer", self.buffer, torch.float32, lambda: self.buffer, in_place=True)]
-            )
-        ]
+        buffer, home = self.buffer, Home(self.buffer.nbytes)
+        return [Bundle(buffer, [State("buffer", "buffer", buffer, torch.float32, lambda: buffer, home=home)])]
 
 
 @pytest.mark.parametrize("device", DEVICES)

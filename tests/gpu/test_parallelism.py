@@ -35,9 +35,11 @@ def test_30_steps_are_bitwise_equal_to_resident_under_parallelism(tmp_path: Path
     assert_bitwise_equal(resident, offloaded, steps=30)
 
 
-def run_arm(name: str, folder: Path, ranks: int, *options: str, module: str = ARM) -> runner.ArmRun:
+def run_arm(
+    name: str, folder: Path, ranks: int, *options: str, module: str = ARM, packed: tuple[str, ...] = PACKED
+) -> runner.ArmRun:
     """Runs an arm of eight steps; ends it long before NCCL's ten minutes are over where it hangs."""
-    steps = ("--steps", "8", "--save-interval", "4", "--fully-reshardable", *PACKED)
+    steps = ("--steps", "8", "--save-interval", "4", "--fully-reshardable", *packed)
     return runner.run_arm(name, module, [*SMALL, *steps, *options], folder, launcher=torchrun(ranks), timeout=240)
 
 

@@ -49,6 +49,8 @@ setup_megatron_mimo._update_megatron_mimo_model_config_funcs initialize.compile_
 train.train_step train.get_rerun_state_machine train._handle_mxfp8_param_buffer_copy train.clip_qk
 train.calc_params_l2_norm eval.evaluate utils.train_utils.report_memory
 train_megatron_mimo.train_step_megatron_mimo train_megatron_mimo.zero_grad_buffer_for_multimodule
+checkpointing.generate_state_dict checkpointing._process_state_dict_for_model_glu_interleaving
+checkpointing.preprocess_fsdp_dtensor_state_dict checkpointing._load_checkpoint_from_path
 """
 MCORE = """
 optimizer.optimizer_config.OptimizerConfig.offload_optimizer_states models.mimo.optimizer.get_mimo_optimizer
@@ -56,6 +58,7 @@ transformer.cuda_graphs.TECudaGraphHelper.create_cudagraphs
 distributed.param_and_grad_buffer._ParamAndGradBuffer.offload_to_cpu
 distributed.param_and_grad_buffer._ParamAndGradBuffer.reload_from_cpu
 transformer.moe.paged_stash.PagedStashRunner.prepare_for_rerun full_cuda_graph.FullCudaGraphWrapper.__call__
+distributed.fsdp.src.megatron_fsdp.megatron_fsdp.MegatronFSDP._replace_param_with_distributed_if_needed
 """
 DISTRIBUTED_OPTIMIZER = """
 step_with_ready_grads _copy_main_params_to_model_params _copy_main_params_to_param_buffer

@@ -40,8 +40,6 @@ def set_path(cfg, path, value):
         ("optimizer.exp_avg_dtype", torch.uint8),
         ("optimizer.exp_avg_sq_dtype", torch.float8_e4m3fn),
         ("dist.use_torch_fsdp2", True),
-        ("dist.use_megatron_fsdp", True),
-        ("ddp.use_megatron_fsdp", True),
     ],
 )
 def test_config_is_refused_by_name(cfg, path, value):
@@ -367,11 +365,47 @@ def test_engines_of_mcores_are_refused_by_name_for_what_they_do_not_serve(cpu_st
             compat.choose_engine(bridge_fgo.OffloadConfig(), other)
 
 
-def test_megatron_fsdp_is_refused_by_name(cpu_standins):
+def test_another_megatron_fsdp_than_the_first_is_refused_by_name(cpu_standins):
     optimizer = leaf()
-    optimizer.ddp_config.use_megatron_fsdp = True
-    with pytest.raises(ValueError, match="use_megatron_fsdp"):
+    optimizer.ddp_config.use_megatron_fsdp, optimizer.model_chunks = True, [torch.nn.Linear(1, 1)]
+    with pytest.raises(ValueError, match=r"use_megatron_fsdp=True and a Linear without parameter groups"):
         eligible(optimizer)
+
+
+@pytest.mark.parametrize("section", ["ddp", "dist"])
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("ddp.megatron_fsdp_version", 2),
+        ("checkpoint.async_save", True),
+        ("checkpoint.non_persistent_ckpt_type", "local"),
+    ],
+)
+def test_what_does_not_go_with_megatron_fsdp_is_refused_by_name(cfg, section, path, value):
+    from bridge_fgo.wiring.refusals import refuse_config
+
+    set_path(cfg, f"{section}.use_megatron_fsdp", True)
+    cfg.checkpoint.save = "somewhere"
+    refuse_config(cfg)
+    set_path(cfg, path, value)
+    with pytest.raises(ValueError, match=rf"{path}={value!r} with .*use_megatron_fsdp=True"):
+        refuse_config(cfg)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ddp"),
+    [({"engine": "mcore"}, {}), ({"master_remainders": True}, {}), ({"moments": False}, {"main_params_dtype": None})],
+)
+def test_a_setting_that_megatron_fsdp_cannot_honour_is_refused_by_name(cfg, settings, ddp):
+    from bridge_fgo.wiring.refusals import master_refusals
+
+    cfg.ddp.use_megatron_fsdp = True
+    assert not list(master_refusals(cfg, bridge_fgo.OffloadConfig(moments=False)))
+    for name, value in ddp.items():
+        setattr(cfg.ddp, f"megatron_fsdp_{name}", value)
+    ((name, value),) = settings.items()
+    (refusal,) = master_refusals(cfg, bridge_fgo.OffloadConfig(**settings))
+    assert refusal.startswith(f"OffloadConfig.{name}={value!r} with")
 
 
 def test_fp8_moments_and_cuda_graphs_of_the_built_optimizer_are_refused(cpu_standins):

@@ -1,0 +1,74 @@
+"""Megatron-FSDP through Bridge's own ``pretrain()``: bitwise, the states' memory is free, checkpoints load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_background_saves import shards
+from test_parallelism import run_arm
+from test_pretrain import MANY_ACTIVATIONS, SMALL, assert_bitwise_equal, both_arms, needs_gpus, side_by_side
+
+from bridge_fgo.harness import runner
+
+STEPS = 30
+EXPERTS = ("--experts", "4", "--topk", "2")
+WHOLE = ("--fsdp", "optim_grads_params")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_30_steps_are_bitwise_equal_and_memory_falls_by_the_bytes_offloaded(tmp_path: Path, ranks: int) -> None:
+    needs_gpus(ranks)
+    resident, offloaded = both_arms(tmp_path, *MANY_ACTIVATIONS, *WHOLE, steps=STEPS, ranks=ranks)
+    assert_bitwise_equal(resident, offloaded, STEPS)
+    released = offloaded.result["released_bytes"]
+    names = "peak_allocated_bytes", "peak_reserved_bytes"
+    fallen = {name: resident.result[name] - offloaded.result[name] for name in names}
+    print(f"\n{ranks} rank(s): fallen {fallen}, released {released} of {offloaded.result['state_bytes']}")
+    assert released >= 0.95 * offloaded.result["state_bytes"]
+    assert min(fallen.values()) >= 0.95 * released
+
+
+CASES = {
+    "no_shard": (1, ("--fsdp", "no_shard")),
+    "optim": (2, ("--fsdp", "optim")),
+    "optim_grads": (2, ("--fsdp", "optim_grads")),
+    "experts": (1, (*WHOLE, *EXPERTS)),
+    "expert_parallel": (2, (*WHOLE, *EXPERTS, "--ep", "2")),
+    "tensor": (2, (*WHOLE, "--tp", "2")),
+    "bf16_moments": (1, (*WHOLE, "--precision-aware", "--moments-dtype", "bf16")),
+    "hybrid_sharding": (4, (*WHOLE, "--instances", "2")),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_30_steps_are_bitwise_equal_however_it_shards(tmp_path: Path, case: str) -> None:
+    ranks, options = CASES[case]
+    needs_gpus(ranks)
+    resident, offloaded = both_arms(tmp_path, *SMALL, *options, steps=STEPS, ranks=ranks)
+    assert_bitwise_equal(resident, offloaded, STEPS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 1), (2, 1), (1, 2)])
+def test_a_checkpoint_has_a_resident_runs_bytes_and_loads_as_it_does(tmp_path: Path, saved: int, loaded: int) -> None:
+    needs_gpus(max(saved, loaded))
+    kept = {offload: tmp_path / offload for offload in ("off", "on")}
+
+    def save(offload: str) -> runner.ArmRun:
+        options = (*WHOLE, "--offload", offload, "--save", str(kept[offload]))
+        return run_arm(f"saved_{offload}", tmp_path, saved, *options, packed=())
+
+    side_by_side(save)
+    mine, theirs = shards(kept["on"]), shards(kept["off"])
+    assert mine.keys() == theirs.keys() and mine
+    assert not [name for name in mine if mine[name].read_bytes() != theirs[name].read_bytes()]
+    for where in ("on", "off"):
+
+        def load(offload: str, where: str = where) -> runner.ArmRun:
+            options = (*WHOLE, "--offload", offload, "--load", str(kept[where]), "--load-step", "4")
+            return run_arm(f"loaded_{where}_{offload}", tmp_path, loaded, *options, packed=())
+
+        assert_bitwise_equal(*side_by_side(load), steps=4)
