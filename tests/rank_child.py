@@ -59,7 +59,8 @@ def train(rank: int, job: Job) -> None:
     fused_adam.have_mcore_take_it(setattr)
     options = CpuOptions(offload=job.offload, **job.changes)
     held, numbers = [], []
-    with bridge_fgo.install(CONFIG) if job.offload else contextlib.nullcontext(), Rank(options, rank, job) as run:
+    config = CONFIG if options.fsdp is None else dataclasses.replace(CONFIG, master_remainders=None)
+    with bridge_fgo.install(config) if job.offload else contextlib.nullcontext(), Rank(options, rank, job) as run:
         run._batches.iterable = microbatches(dataclasses.replace(options, seed=options.seed + rank // options.tp))
         if job.loads:
             load(run, job.loads)

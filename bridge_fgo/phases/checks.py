@@ -42,6 +42,9 @@ class Checks:
                 backwards.is_pending = False
 
             guards.before(ddp, ("zero_grad_buffer",), lambda: self.require("grads"), zeroed)
+            guards.before(
+                ddp, ("start_grad_sync", "finish_grad_sync", "scale_gradients"), lambda: self.require("grads")
+            )
             guards.before(ddp, ("start_param_sync", "broadcast_params"), lambda: self.require("params"))
         states = self._states
         if optimizer is None or states is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ import torch
 Kind = Literal["params", "grads", "optimizer"]
 KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")
 """What leaves and returns apart."""
+
+
+LEAST_KEPT_BYTES = 64 * 2**20
+"""Memory that is let go of and does not go, from which on it is said; less may be another thread's."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Tally:
         self._is_cuda = device.type == "cuda"
         self._device = device
         self._free = self._driver_free()
+        self._allocated = self._tensor_bytes()
         self._began = time.perf_counter()
         self.copied: dict[str, int] = {}
         self.parts: dict[str, float] = {}
@@ -62,6 +68,9 @@ class Tally:
 
     def _driver_free(self) -> int:
         return torch.cuda.mem_get_info(self._device)[0] if self._is_cuda else 0
+
+    def _tensor_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._is_cuda else 0
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -77,13 +86,19 @@ class Tally:
         self.copied[kind] = self.copied.get(kind, 0) + nbytes
 
     def note_what_stays(self) -> None:
-        """Take the figures of what is still on the GPU."""
-        if self._is_cuda:
-            free, total = torch.cuda.mem_get_info(self._device)
-            allocated, reserved = (f(self._device) for f in (torch.cuda.memory_allocated, torch.cuda.memory_reserved))
-            self.stays = {
-                "allocated": allocated, "cached": reserved - allocated, "outside": total - free - reserved,
-            }  # fmt: skip
+        """Take the figures of what is still on the GPU; warn where memory that was let go of is among it."""
+        if not self._is_cuda:
+            return
+        free, total = torch.cuda.mem_get_info(self._device)
+        allocated, reserved = self._tensor_bytes(), torch.cuda.memory_reserved(self._device)
+        self.stays = {"allocated": allocated, "cached": reserved - allocated, "outside": total - free - reserved}
+        kept = self.freed + self.caches - (self._allocated - allocated)
+        if kept > LEAST_KEPT_BYTES:
+            warnings.warn(
+                f"{kept / 1e9:.2f} GB that were sent off the GPU are still taken there: another process has handles of "
+                "them (a background checkpoint worker, a weight sync by CUDA IPC); let it finish before the next sleep",
+                stacklevel=2,
+            )
 
     def moved(self) -> Moved:
         """Return the figures up to now."""

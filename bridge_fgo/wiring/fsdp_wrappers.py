@@ -2,14 +2,15 @@
 
 Megatron-FSDP gives the masters, as DTensors, in the model's state dictionary, and the optimizer its moments. Bridge
 makes views of them (a gated layer's matrix is two entries), which reads no bytes, and then writes them by torch's
-distributed checkpoint. So the dictionary is made of tensors that may be away, and what is handed to the writer is the
-same with views of host memory in their place. Each wrapper passes through where no Megatron-FSDP is offloaded.
+distributed checkpoint. So the entries are made of tensors without memory where states are away, and the writer gets
+views of host memory in their place. Each wrapper passes through where no Megatron-FSDP is offloaded.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -58,57 +59,87 @@ def makes_state_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
 
 
 def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Give the writer host memory in the place of states that are away."""
-    result = wrapped(*args, **kwargs)
-    if _served:  # to be loaded into
-        return result
+    """Have entries made of tensors without memory where states are away, and give the writer host memory for them."""
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    found = [] if _served else _attachments()  # else it is to be loaded into
     hosts = _Hosts()
-    for engine, source in _attachments():
+    for engine, source in found:
         assert isinstance(source, FsdpSource)
         engine.require_whole(source, "saved")
         with engine.saving(source, copies=False):
             for _, param in stepped_params(source.optimizer):
                 own = source.of_param(param)
-                hosts.add(own, engine.hand_out(source, param, partial(dict, own)))
-    return hosts.swapped(result)
+                handed = engine.hand_out(source, param, partial(dict, own))
+                for name, shard in own.items():
+                    hosts.add(shard, handed[name])
+    bound.arguments[STATE_DICT] = replaced(bound.arguments[STATE_DICT], hosts.without_memory)
+    return replaced(wrapped(*bound.args, **bound.kwargs), hosts.on_the_host)
+
+
+STATE_DICT = "raw_state_dict"
+"""The parameter with the state dictionary."""
+
+
+def replaced(value: Any, by: Callable[[DTensor], DTensor]) -> Any:
+    """Return a state dictionary, or a value of one, with each DTensor replaced; itself where none was."""
+    if isinstance(value, DTensor):
+        return by(value)
+    if isinstance(value, dict):
+        inside = {key: replaced(each, by) for key, each in value.items()}
+        # A dictionary of the optimizer's own must not change.
+        return inside if any(inside[key] is not each for key, each in value.items()) else value
+    return value
 
 
 class _Hosts:
-    """Where the bytes of states are on the host, by where they would be on the GPU."""
+    """Host memory of states, and tensors without memory that stand for them while the entries are made.
+
+    PyTorch makes no view of a storage that is empty, and `DTensor.from_local` moves what is not on the mesh's device to
+    it, but for tensors on the meta device.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        """By storage: the first byte of a tensor in it, and its bytes on the host, uint8."""
+        self._metas: dict[tuple[int, int], torch.Tensor] = {}
+        """By the storage of a state and its first byte there, a tensor like it on the meta device."""
+        self._hosts: dict[int, torch.Tensor] = {}
+        """By the storage of such a tensor, the bytes of the state on the host, uint8."""
 
-    def add(self, own: dict[str, torch.Tensor], handed: dict[str, torch.Tensor]) -> None:
-        """Note the local shards of one parameter, and what was handed out for them."""
-        for name, tensor in own.items():
-            if (host := handed[name]) is not tensor:
-                place = int(tensor.storage_offset()) * tensor.itemsize, host.view(-1).view(torch.uint8)
-                self._found.setdefault(tensor.untyped_storage()._cdata, []).append(place)
+    def add(self, shard: torch.Tensor, host: torch.Tensor) -> None:
+        """Note what was handed out for a state; nothing where that is the state itself."""
+        if host is not shard and shard.numel():
+            meta = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
+            self._metas[_place(shard)] = meta
+            self._hosts[meta.untyped_storage()._cdata] = host.view(-1).view(torch.uint8)
 
-    def swapped(self, value: Any) -> Any:
-        """Return a state dictionary, or a value of one, with host memory in its tensors; itself where none is away."""
-        if isinstance(value, DTensor):
-            return self._swapped(value)
-        if isinstance(value, dict):
-            inside = {key: self.swapped(each) for key, each in value.items()}
-            # A dictionary of the optimizer's own must not change.
-            return inside if any(inside[key] is not each for key, each in value.items()) else value
-        return value
+    def without_memory(self, tensor: DTensor) -> DTensor:
+        """Return what stands for a DTensor of a state that was handed out; any other as it is."""
+        meta = self._metas.get(_place(local(tensor)))
+        if meta is None or meta.shape != local(tensor).shape:
+            return tensor
+        # A view: of one state there are several entries where its parameter is shared, each with closures of its own.
+        return _wrap(meta.view(meta.shape), tensor)
 
-    def _swapped(self, tensor: DTensor) -> DTensor:
-        shard = local(tensor)
-        first = shard.storage_offset() * shard.itemsize
-        for start, host in self._found.get(shard.untyped_storage()._cdata, []):
-            if shard.numel() and start <= first and first + shard.nbytes <= start + host.numel():
-                assert shard.is_contiguous()
-                home = host[first - start : first - start + shard.nbytes].view(shard.dtype).view(shard.shape)
-                for name in CLOSURES:
-                    # Of the shard itself: that the memory is page-locked would be written too.
-                    setattr(home, name, partial(_of_shard, name, tensor))
-                return DTensor(home, tensor._spec, requires_grad=False)  # type: ignore[reportCallIssue]
-        return tensor
+    def on_the_host(self, tensor: DTensor) -> DTensor:
+        """Return a DTensor with host memory for one that stands for a state, or for a part of one."""
+        meta = local(tensor)
+        host = self._hosts.get(meta.untyped_storage()._cdata) if meta.is_meta else None
+        if host is None:
+            return tensor
+        assert meta.is_contiguous()
+        first = int(meta.storage_offset()) * meta.itemsize
+        home = host[first : first + meta.nbytes].view(meta.dtype).view(meta.shape)
+        for name in CLOSURES:
+            # Not of `home`: that its memory is page-locked would be written too.
+            setattr(home, name, partial(_of_shard, name, tensor))
+        return _wrap(home, tensor)
+
+
+def _place(shard: torch.Tensor) -> tuple[int, int]:
+    return shard.untyped_storage()._cdata, int(shard.storage_offset()) * shard.itemsize
+
+
+def _wrap(shard: torch.Tensor, like: DTensor) -> DTensor:
+    return DTensor(shard, like._spec, requires_grad=False)  # type: ignore[reportCallIssue]
 
 
 def _of_shard(name: str, tensor: DTensor, *args: Any) -> Any:

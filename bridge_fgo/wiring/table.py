@@ -147,7 +147,8 @@ def patches() -> list[Patch]:
             "reads these masters before they are saved",
         ),
         FunctionPatch(
-            CHECKPOINTING, "preprocess_fsdp_dtensor_state_dict", fsdp_wrappers.hands_out_states, (),
+            CHECKPOINTING, "preprocess_fsdp_dtensor_state_dict", fsdp_wrappers.hands_out_states,
+            (fsdp_wrappers.STATE_DICT,),
             "the last to look at the tensors of an fsdp_dtensor checkpoint before every writer of one gets them",
         ),
         FunctionPatch(

@@ -1,0 +1,73 @@
+"""Megatron-FSDP on two ranks, each a process: 30 steps, saves, and checkpoints of one number of ranks in another."""
+
+from __future__ import annotations
+
+import json
+
+import children
+import pytest
+import rank_child
+from test_checkpoints import assert_same_shards
+from test_resharding import assert_equal, tensors
+
+pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
+
+STEPS = 30
+WHOLE = {"fsdp": "optim_grads_params"}
+
+
+def run(folder, ranks, offload, changes, loads=None, steps=STEPS):
+    """Run the ranks to their end; return the folder, and what each rank saw."""
+    folder.mkdir(parents=True)
+    job = rank_child.Job(folder, ranks, offload, loads, steps, changes)
+    started = [children.start(rank_child.train, rank, job) for rank in range(ranks)]
+    assert [children.join(child, f"as one of {ranks} ranks") for child in started] == [0] * ranks
+    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def assert_as_resident(seen):
+    """Compare what each rank saw offloaded with what it saw resident."""
+    for resident, offloaded in zip(seen[False], seen[True], strict=True):
+        assert offloaded["numbers"] == resident["numbers"]
+        assert len({loss for loss, _ in resident["numbers"]}) == len(resident["numbers"])
+        assert offloaded["digests"] == resident["digests"]
+        assert max(offloaded["held"]) == 0 < min(resident["held"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        WHOLE,
+        WHOLE | {"experts": True},
+        WHOLE | {"swiglu": True},
+        {"fsdp": "no_shard", "swiglu": True},
+        {"fsdp": "optim", "experts": True},
+        {"fsdp": "optim_grads", "swiglu": True},
+        WHOLE | {"swiglu": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        WHOLE | {"swiglu": True, "instances": 2},
+        WHOLE | {"swiglu": True, "instances": 2, "outer_sharding": "optim"},
+    ],
+    ids=lambda changes: "-".join(map(str, changes)) + "-" + "-".join(map(str, changes.values())),
+)
+def test_two_ranks_train_and_save_as_resident_ones(tmp_path, changes):
+    seen = {}
+    for offload in (False, True):
+        _, seen[offload] = run(tmp_path / str(offload), 2, offload, changes)
+    assert_as_resident(seen)
+    assert_same_shards(tmp_path / "True" / "trained", tmp_path / "False" / "trained")
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "experts"])
+def test_dp_2_to_1_and_back_loses_no_bit_and_goes_on_as_a_resident_run(tmp_path, kind):
+    changes = WHOLE | {kind: True}
+    loads, trained = {True: None, False: None}, None
+    for number, ranks in enumerate((2, 1, 2)):
+        seen = {}
+        for offload in (False, True):
+            folder, seen[offload] = run(tmp_path / f"{number}-{offload}", ranks, offload, changes, loads[offload], 2)
+            loads[offload] = folder / "trained"
+        assert_as_resident(seen)
+        if trained is not None:
+            assert_equal(tensors(folder / "loaded"), trained)
+        trained = tensors(folder / "trained")
+        assert_equal(trained, tensors(loads[False]))
