@@ -257,8 +257,10 @@ def _microbatches() -> int:
 def _is_saved_next(state: Any) -> bool:
     """Return whether Bridge saves at an interval, or at the end, when the training step that begins is done."""
     checkpoint, step = state.cfg.checkpoint, state.train_state.step + 1
+    if not checkpoint.save:
+        return False
     intervals = (checkpoint.save_interval, checkpoint.non_persistent_save_interval, state.cfg.train.train_iters)
-    return bool(checkpoint.save) and any(step % interval == 0 for interval in intervals if interval)
+    return any(step % interval == 0 for interval in intervals if interval)
 
 
 def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
