@@ -155,3 +155,9 @@ class ResidencyMachine(ABC):
         """
         self.require_readable()
         self._keep()
+
+    def send_away(self) -> None:
+        """Have the host get the states as they are now, and let go of the GPU memory."""
+        self.require_writable()  # a copy out under way may be of what they were
+        self.offload()
+        self.release()

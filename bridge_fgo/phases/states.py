@@ -123,7 +123,7 @@ class OptimizerStates:
         expandable segments on an H200), and is done while the next slabs are copied.
         """
         before = self.engine.traffic.out
-        self.engine.locate_weights()  # they were asleep too, perhaps, and have come back to another address
+        self.engine.masters.locate_weights()  # they were asleep too, perhaps, and have come back to another address
         unchanged = self._unchanged() if self.may_be_unchanged else set[Slab]()
         self._digests.clear()  # until it is back: an attached engine may copy out anew
         leaving: list[Slab] = []

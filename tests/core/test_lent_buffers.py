@@ -19,7 +19,7 @@ from bridge_fgo.core.meters import PeakMeter
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.shared_host_buffer import SharedHostBuffer
 from bridge_fgo.core.transfers import HostTransfers
-from bridge_fgo.engines import native
+from bridge_fgo.engines import checkpoints
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.sources.megatron import MegatronSource
 
@@ -203,7 +203,7 @@ def test_without_host_memory_for_a_second_buffer_a_checkpoint_gets_copies_and_it
     optimizer, engine, source, before = lending()
     said = []
     monkeypatch.setattr(engine.schedule.holding, "warn", said.append)
-    monkeypatch.setattr(native, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(checkpoints, "available_bytes", lambda: 1000)
     handed = save(optimizer, engine, source)
     assert not any(is_lent(engine, tensor) for tensor in big(handed))
     assert are_equal(handed, [before[id(param)] for param in params(optimizer)])
@@ -218,8 +218,8 @@ def test_where_a_buffer_cannot_be_page_locked_training_goes_on_with_those_that_i
     optimizer, engine, source, before = made()
     said = []
     monkeypatch.setattr(engine.schedule.holding, "warn", said.append)
-    monkeypatch.setattr(NativeEngine, "bytes_to_pin", 1)
-    monkeypatch.setattr(native, "pin", refuses)
+    monkeypatch.setattr(engine.checkpoints, "_pin_near", torch.device("cuda"))
+    monkeypatch.setattr(checkpoints, "pin", refuses)
     engine.share_copies()
     handed = save(optimizer, engine, source)
     assert len(said) == 1 and "could not page-lock" in said[0]

@@ -553,7 +553,7 @@ def test_trust_in_one_sources_weights_is_none_in_anothers(inside):
     contexts = {
         "a step": lambda: engine.stepping(source),
         "a save": lambda: engine.saving(source, copies=True),
-        "a trusted read": lambda: engine._verified(source),
+        "a trusted read": lambda: engine.masters.verified(source),
     }
     with contexts[inside](), pytest.raises(RuntimeError, match=CHANGED):
         engine.require_readable(changed)

@@ -74,7 +74,7 @@ def test_states_are_handed_out_when_every_thread_has_copied_its_part(monkeypatch
     monkeypatch.setattr(shared_copies, "_fill", slowly)
     optimizer, engine, source, before = made()
     engine.share_copies()
-    monkeypatch.setattr(engine, "_lends", False)  # as where there is no memory for second host buffers
+    monkeypatch.setattr(engine.checkpoints, "lends", False)  # as where there is no memory for second host buffers
     with engine.saving(source, copies=True):
         for param in params(optimizer):
             handed = engine.hand_out(source, param, read_as_it_is(optimizer, param))
