@@ -43,6 +43,7 @@ def outcomes(checkout: Path, tests: list[str], installed: bool, ranks: int) -> d
     # The checkout first: for Megatron-LM's mcore, and Bridge's `scripts` (Bridge itself is in `src`).
     path = [str(checkout), str(PLUGINS), str(project), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "BRIDGE_FGO_INSTALL": str(int(installed)), "PYTHONPATH": os.pathsep.join(path)}
+    environment.setdefault("NVIDIA_PYTORCH_VERSION", "26.07")  # without it mcore skips its tests of Muon
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
