@@ -135,25 +135,27 @@ def test_doctor_counts_the_states_of_a_saved_config_without_megatron(no_megatron
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "distributed", "why"),
-    [
-        ("dist_muon", "false", "optimizer.optimizer='dist_muon': the plan knows"),
-        ("muon", "true", "optimizer.optimizer='muon': the plan knows"),
-        ("adam", "false", "ddp.use_distributed_optimizer=False: the plan knows"),
-    ],
+    ("optimizer", "of_a_matrix"), [("adam", 12), ("muon", 8), ("dist_muon", 8), ("adaptive_muon", 12)]
 )
-def test_states_that_the_plan_does_not_know_are_offloaded_and_not_counted(
-    no_megatron, saved, tmp_path, optimizer, distributed, why
+def test_states_of_whole_parameters_are_counted_with_8_bytes_of_what_muon_updates(
+    no_megatron, saved, tmp_path, optimizer, of_a_matrix
 ):
-    path = changed(saved, tmp_path, "use_distributed_optimizer: true", f"use_distributed_optimizer: {distributed}")
+    path = changed(saved, tmp_path, "use_distributed_optimizer: true", "use_distributed_optimizer: false")
     path = changed(Path(path), tmp_path, "  optimizer: adam", f"  optimizer: {optimizer}")
     status, output = run("doctor", path, "--json")
     found = json.loads(output)
     assert status == 0 and found["refusals"] == [], output
-    assert any(note.startswith(f"bytes are not known: {why}") for note in found["notes"])
-    assert "state_bytes" not in found["config"]
+    matrices = 2 * (4 * 128**2 + 8 * 128**2)
+    others = 2 * (4 * 128 + 5 * 128 + 4 * 128) + 2 * 128 + 2 * 256 * 128
+    assert found["config"]["state_bytes"] == [of_a_matrix * matrices + 12 * others]
+    status, output = run("plan", path, "--json")
+    assert status == 0, output
+
+
+def test_states_that_the_plan_does_not_know_are_not_counted(no_megatron, saved, tmp_path):
+    path = changed(saved, tmp_path, "  optimizer: adam", "  optimizer: sgd")
     status, output = run("plan", path)
-    assert status == 2 and why in " ".join(output.split())
+    assert status == 2 and "optimizer.optimizer='sgd': the plan knows" in " ".join(output.split())
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ CHUNK_NUMEL: `optimizer.offload_optimizer_states_chunk_numel` of Megatron-LM #65
 asks of a tensor's device before it moves or checks its memory is answered as on a GPU; the rest is upstream's code.
 """
 
+import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +31,8 @@ FusedAdam.__module__ = "transformer_engine.pytorch.optimizers"
 def as_on_a_gpu(patch):
     """Have the checkout's OptimizerStateOffloader take tensors in host memory for such on a GPU."""
     from megatron.core.optimizer import distrib_optimizer
-    from megatron.core.optimizer.cpu_offloading import optimizer_state_offloader as module
 
+    module = importlib.import_module("megatron.core.optimizer.cpu_offloading.optimizer_state_offloader")
     assert module.__file__ is not None
     source = Path(module.__file__).read_text(encoding="utf-8")
     assert ".is_cuda" in source

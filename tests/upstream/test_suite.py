@@ -1,5 +1,6 @@
 """The command that runs upstream's own tests."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +43,16 @@ def test_an_outcome_that_the_package_changes_is_named(tmp_path):
 
 def test_a_folder_without_tests_is_said(tmp_path):
     assert run(tmp_path).returncode == 2
+
+
+def test_of_a_checkout_of_megatron_lm_its_tests_of_optimizers_are_run_as_far_as_they_are_there(tmp_path):
+    what_to_run = runpy.run_path(str(SUITE))["what_to_run"]
+    folder = tmp_path / "tests" / "unit_tests"
+    (folder / "training").mkdir(parents=True)
+    assert what_to_run(tmp_path) == ["tests/unit_tests/training"]
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (folder / "dist_checkpointing").mkdir()
+    there = ["test_layer_wise_optimizer.py", "dist_checkpointing/test_optimizer.py"]
+    for name in there:
+        (folder / name).touch()
+    assert what_to_run(tmp_path) == [f"tests/unit_tests/{name}" for name in there]

@@ -201,7 +201,9 @@ def build_stage(config: Any, gpus: int, stage: int) -> list[list[dict[str, Any]]
                 init_model_with_meta_device=True,
                 pg_collection=groups,
             )
-            return [[tensor_of(name, param) for name, param in chunk.named_parameters()] for chunk in chunks]
+            with_matrices = config.optimizer.optimizer != "adam"
+            named = (chunk.named_parameters() for chunk in chunks)
+            return [[tensor_of(name, param, with_matrices) for name, param in of_chunk] for of_chunk in named]
         finally:
             parallel_state.destroy_model_parallel()
 
@@ -220,9 +222,11 @@ def set_vocabulary(config: Any, vocab_size: int | None) -> None:
     config.model.vocab_size, config.model.should_pad_vocab = size, True
 
 
-def tensor_of(name: str, param: torch.nn.Parameter) -> dict[str, Any]:
+def tensor_of(name: str, param: torch.nn.Parameter, with_matrices: bool) -> dict[str, Any]:
     """Return what an estimate needs of a parameter; see `bridge_fgo.cli.job.job.Tensor`."""
-    return {
+    is_embedding = getattr(param, "is_embedding_or_output_parameter", False)
+    matrix = {"matrix": param.dim() == 2 and not is_embedding} if with_matrices else {}
+    return matrix | {
         "name": name,
         "numel": param.numel(),
         "dtype": str(param.dtype).removeprefix("torch."),

@@ -90,7 +90,8 @@ def _chunk(config: SimpleNamespace, layers: range, begin: bool, end: bool) -> It
     dtype = torch.float16 if model.fp16 else torch.bfloat16 if model.bf16 else torch.float32
 
     def tensor(name: str, *shape: int, **kind: bool) -> Tensor:
-        return Tensor(name, math.prod(shape), dtype, **kind)
+        # Embedding and output are given by one number.
+        return Tensor(name, math.prod(shape), dtype, matrix=len(shape) == 2, **kind)
 
     embedding = padded_vocabulary(config) // model.tensor_model_parallel_size * hidden
     several_stages = model.pipeline_model_parallel_size > 1

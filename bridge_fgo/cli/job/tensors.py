@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,7 +13,8 @@ class Tensor:
 
     dtype: of its elements; quantized: kept in FP8 (dtype is then what it was made from); expert: belongs to an
     expert that not every rank has, so that its states are spread over fewer ranks; own_bucket: a shared
-    embedding, which mcore gives a bucket of its own; trainable: has gradients and states.
+    embedding, which mcore gives a bucket of its own; trainable: has gradients and states; matrix: of two dimensions
+    and no embedding or output layer, so that Muon updates it (not said of jobs with Adam).
     """
 
     name: str
@@ -23,6 +24,7 @@ class Tensor:
     expert: bool = False
     own_bucket: bool = False
     trainable: bool = True
+    matrix: bool = field(default=False, compare=False)
 
 
 Chunk = list[Tensor]

@@ -11,6 +11,7 @@ from bridge_fgo.cli.plan.activations import WORKSPACES, activation_bytes
 from bridge_fgo.cli.plan.layout import Buffer, buffers_of
 from bridge_fgo.cli.plan.links import Link
 from bridge_fgo.cli.plan.state import StateBytes, state_bytes
+from bridge_fgo.cli.plan.whole_state import is_layer_wise, kept_by, updates_whole_parameters, whole_state_bytes
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.policy import MemoryProfile, budget_refusal, choose_staying, least_budget
 
@@ -145,8 +146,8 @@ def make_estimate(
         layout: of a job of the same tensors, and of an offload that differs in its budget alone; None to make it.
 
     Raises:
-        ValueError: the states are not those of Adam under a DistributedOptimizer, so that there is nothing to estimate;
-            or upstream's offloader chooses a share of them by a setting of its own.
+        ValueError: the states are not those of Adam or Muon, so that there is nothing to estimate; or upstream's
+            offloader chooses a share of them by a setting of its own.
     """
     share = getattr(job.config.optimizer, "optimizer_state_offload_fraction", 1.0)
     if job.engine == "mcore generation 2" and share != 1.0:
@@ -154,11 +155,6 @@ def make_estimate(
             f"optimizer.optimizer_state_offload_fraction={share!r}: what mcore's chunked offloader takes is not known "
             "to the plan; use OffloadConfig.fraction (--fraction), which the native engine honours"
         )
-    optimizer = getattr(job.config.optimizer, "optimizer", "adam")
-    if optimizer != "adam":
-        raise ValueError(f"optimizer.optimizer={optimizer!r}: the plan knows the states of Adam alone")
-    if not job.config.ddp.use_distributed_optimizer:
-        raise ValueError("ddp.use_distributed_optimizer=False: the plan knows the DistributedOptimizer's states alone")
     layout = layout or layout_of(job, offload)
     buffers, states, upstream = layout.buffers, layout.states, is_upstreams(job, offload)
     stages = [
@@ -208,16 +204,20 @@ def _stage_buffers(job: Job, stage: int) -> list[Buffer]:
 
 def _rank_states(job: Job, buffers: list[list[Buffer]], offload: OffloadConfig) -> list[list[StateBytes]]:
     """Return the states of each rank of each stage."""
-    parallel = job.parallel
+    parallel, optimizer = job.parallel, job.config.optimizer
+    whole = updates_whole_parameters(optimizer, job.config.ddp)
     found: list[list[StateBytes]] = []
-    for of_stage in buffers:
+    for stage, of_stage in enumerate(buffers):
+        tensors = [tensor for chunk in job.stages[stage] for tensor in chunk]
         known: dict[tuple[int, int], StateBytes] = {}
         found.append([])
         for rank in range(parallel.stage_ranks):
             key = (parallel.shard_index(rank, False), parallel.shard_index(rank, True))
-            if key not in known:
+            if key not in known and whole:
+                known[key] = whole_state_bytes(kept_by(rank, tensors, optimizer, parallel), optimizer, offload)
+            elif key not in known:
                 shards = [(buffer, key[buffer.expert]) for buffer in of_stage]
-                known[key] = state_bytes(shards, job.config.optimizer, job.config.ddp, offload)
+                known[key] = state_bytes(shards, optimizer, job.config.ddp, offload)
             found[-1].append(known[key])
     return found
 
@@ -354,6 +354,10 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> li
         notes.append("activations: tokens spread evenly over experts, no dispatcher's buffers; not held against runs")
     if activations is None and getattr(model, "fp8", None):
         notes.append("activations: counted as 16-bit, without the FP8 copies of weights; not held against runs")
+    if is_layer_wise(job.config.optimizer):
+        notes.append("the layer-wise optimizer's all-gather of updated parameters is not counted")
+    elif updates_whole_parameters(job.config.optimizer, job.config.ddp):
+        notes.append("each data-parallel rank has all states of its parameters: no DistributedOptimizer shards them")
     if getattr(job.config.dist, "use_tp_pp_dp_mapping", False):
         notes.append("dist.use_tp_pp_dp_mapping: pinned bytes per node are of ranks in the default order")
     return notes

@@ -194,6 +194,8 @@ class Recommender:
                 if larger.fits and not self._as_it_is.refusals:
                     yield larger
                     break
+        if self._job.config.optimizer.optimizer != "adam":
+            return  # which HybridDeviceOptimizer is
         whole = self._as_it_is
         updated = max(stage.states.total for stage in whole.stages) // 12
         pinned = HYBRID_HOST_BYTES * updated * min(self._link.gpus, self._job.parallel.gpus)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from bridge_fgo.core.host_memory import power_of_two_at_least
 from bridge_fgo.core.layout import PartLayout, copied_whole, lay_out, offloaded_bundles, part_bytes
 from bridge_fgo.core.policy import PartBytes
 from bridge_fgo.core.remainders import Remainders
+from bridge_fgo.core.state import Bundle
 from bridge_fgo.sources.master_copy import MasterCopy
 from bridge_fgo.sources.megatron import MASTER, MOMENTS, bundles
 
@@ -56,13 +58,25 @@ def state_bytes(shards: list[tuple[Buffer, int]], optimizer: Any, ddp: Any, conf
         ddp: Bridge's DistributedDataParallelConfig.
         config: what is offloaded. With a fraction, exact to the states of one parameter.
     """
-    by_kind = {"master": 0, "moment": 0}
-    offloaded, parts, masters_held = [], [], 0
-    codec_of = copied_whole if config.master_remainders is False else Remainders(META).codec_of
+    of_optimizers = []
     for expert in (False, True):  # mcore makes an optimizer of each, and so does the engine
         of_kind = _optimizer([(buffer, index) for buffer, index in shards if buffer.expert is expert], optimizer, ddp)
         master_copy = MasterCopy(of_kind)
-        everything = bundles(of_kind, master_copy.rounded_weights())
+        of_optimizers.append((bundles(of_kind, master_copy.rounded_weights()), master_copy.divides()))
+    return sum_of(of_optimizers, config)
+
+
+def sum_of(of_optimizers: Iterable[tuple[list[Bundle], bool]], config: OffloadConfig) -> StateBytes:
+    """Return the states of a rank.
+
+    Args:
+        of_optimizers: of each of mcore's, the states, and whether masters are copied to weights part by part.
+        config: what is offloaded.
+    """
+    by_kind = {"master": 0, "moment": 0}
+    offloaded, parts, masters_held = [], [], 0
+    codec_of = copied_whole if config.master_remainders is False else Remainders(META).codec_of
+    for everything, divides in of_optimizers:
         for bundle in everything:
             for state in bundle.states:
                 by_kind[state.kind] += state.nbytes
@@ -70,7 +84,7 @@ def state_bytes(shards: list[tuple[Buffer, int]], optimizer: Any, ddp: Any, conf
         layouts = lay_out(chosen, part_bytes(chosen, config), codec_of)
         offloaded += [state for bundle in chosen for state in bundle.states]
         parts += layouts
-        if not master_copy.divides():
+        if not divides:
             masters_held += sum(written_back_bytes(layout) for layout in layouts)
     sizes = [size_of(layout) for layout in parts]
     return StateBytes(
