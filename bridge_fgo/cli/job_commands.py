@@ -77,9 +77,15 @@ def plan(
     recommend: Annotated[
         bool, typer.Option("--recommend", help="Say with which settings the job runs fastest on --system.")
     ] = False,
+    phases: Annotated[
+        bool, typer.Option("--phases", help="For reinforcement learning: what a sleep and a wake copy, and how long.")
+    ] = False,
     json_output: Json = False,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", callback=in_a_folder, help="Draw the components (matplotlib).")
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=in_a_folder, help="Draw the components, with --phases an iteration (matplotlib)."
+        ),
     ] = None,
     *,
     offload: dict[str, Any],
@@ -106,6 +112,7 @@ def plan(
         activations_gb=activations_gb,
         check=check,
         recommend=recommend,
+        phases=phases,
         offload=offload,
         json_output=json_output,
         picture=picture,

@@ -72,8 +72,11 @@ class RlRuns:
 
     @property
     def held(self) -> int:
-        """The fewest bytes that the second process held in a sleep; 0 where there was none."""
-        return min((step["held"] for step in self.sleeping.steps), default=0)
+        """The fewest bytes that the second process held in a sleep but the first; 0 where there was none.
+
+        Before the first update there are no moments.
+        """
+        return min(step["held"] for step in self.sleeping.steps[1:] or self.sleeping.steps)
 
     def as_json(self) -> Event:
         """Return the object that `--json` prints."""

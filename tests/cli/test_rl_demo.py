@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def test_json_has_rewards_moves_and_what_is_equal(run_fake: Any, capfd: Captured
     assert printed["bitwise_equal"] is True and printed["steps"] == 30
     assert printed["reward"] == pytest.approx({"first": 0.055, "last": 0.255})
     assert printed["moves"]["asleep"] == {"seconds": 0.25, "copied": 1400, "freed": 1800, "returned": 1800}
-    assert printed["held_bytes"] == 1001, "the least that the second process got"
+    assert printed["held_bytes"] == 1002, "the least that the second process got, but in the first sleep"
     assert printed["equal"] == dict.fromkeys(("rewards", "losses", "grad norms", "params", "masters", "moments"), True)
 
 
@@ -131,6 +132,15 @@ def test_the_picture_has_the_phases_of_an_iteration(run_fake: Any, tmp_path: Pat
     assert [sum(state.bytes.values()) for state in states] == [1800, 0, 200, 400, 1800]
     alone = {"params": 200, "grads": 0, "optimizer": 0, "reference": 0}
     assert states[2] == State("weights alone:\nrollouts", alone, 0.25, 200)
+
+
+def test_the_report_of_a_kept_demo_has_rewards_and_the_memory_of_an_iteration(run_fake: Any, tmp_path: Path) -> None:
+    assert run_fake(device="a GPU", keep=tmp_path / "kept") == 0
+    page = tmp_path / "report.html"
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "kept"), "--output", str(page)])
+    assert result.exit_code == 0, result.output
+    pictures = re.findall('alt="([a-z]*)"', page.read_text())
+    assert {"reward", "iteration"} <= set(pictures)
 
 
 def test_options_of_the_command_reach_the_demo_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,12 @@ def test_the_second_process_takes_what_it_is_asked_to_and_ends_with_its_context(
         assert neighbour.take(OWN_BYTES + 12345) == 12345
         neighbour.give_back()
         assert neighbour.take(0) == 0
-        with pytest.raises(RuntimeError, match="asked to hold"):
-            neighbour.take(2**60)
-        neighbour.give_back()
     assert neighbour._process.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_second_process_that_dies_is_said() -> None:
+    with Neighbour("cpu") as neighbour:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="asked to hold nonsense bytes: it has ended"):
+                neighbour._ask("nonsense")

@@ -10,9 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
+from bridge_fgo.cli.iteration_picture import draw_iteration
 from bridge_fgo.cli.job.job import read_job
 from bridge_fgo.cli.plan.estimate import make_estimate
 from bridge_fgo.cli.plan.links import LINKS, links
+from bridge_fgo.cli.plan.phases import plan_phases
+from bridge_fgo.cli.plan.phases_report import phases_json, print_phases, states_of_plan
 from bridge_fgo.cli.plan.picture import draw
 from bridge_fgo.cli.plan.recommend import Recommender
 from bridge_fgo.cli.plan.report import as_json, print_estimate
@@ -27,6 +30,7 @@ class Settings:
     """Settings of one estimate. Seconds are of one microbatch on a rank; offload holds OffloadConfig's arguments.
 
     check: end with status 1 also where the job does not fit the system. recommend: say how to run it best there.
+    phases: say what a sleep and a wake of `Residency` take, and draw these.
     """
 
     target: str
@@ -41,13 +45,16 @@ class Settings:
     activations_gb: float | None = None
     check: bool = False
     recommend: bool = False
+    phases: bool = False
     offload: dict[str, Any] = field(default_factory=dict)
     json_output: bool = False
     picture: Path | None = None
 
 
 def run(settings: Settings) -> int:
-    """Print the estimate; return 1 where training would be refused or does not fit and that is checked, else 0.
+    """Print the estimate; return 1 where training, or with phases `Residency`, would refuse the job, else 0.
+
+    Or where it does not fit and that is checked.
 
     Raises:
         ValueError: a setting or the config makes no estimate possible; says which and what to do.
@@ -76,13 +83,22 @@ def run(settings: Settings) -> int:
         (link,) = of_links
         forward, backward = settings.forward_seconds, settings.backward_seconds
         recommendation = Recommender(job, link, forward, backward, activations).recommend()
-    if settings.picture is not None:
+    phases = plan_phases(estimate) if settings.phases else None
+    if settings.picture is not None and phases is not None:
+        title = f"An iteration of reinforcement learning on stage {phases.fullest.stage}, as planned"
+        draw_iteration(states_of_plan(phases, estimate), settings.picture, title)
+    elif settings.picture is not None:
         draw(estimate, settings.picture)
     if settings.json_output:
         advice = {} if recommendation is None else {"recommendation": asdict(recommendation)}
-        print(json.dumps(as_json(estimate) | advice, allow_nan=False))
+        moves = {} if phases is None else {"phases": phases_json(phases)}
+        print(json.dumps(as_json(estimate) | advice | moves, allow_nan=False))
     else:
         print_estimate(Console(), estimate, recommendation)
+        if phases is not None:
+            print_phases(Console(), phases)
+    if phases is not None and phases.refusals:
+        return REFUSED
     if settings.check:
         (verdict,) = verdicts(estimate)
         if verdict.outcome is Outcome.unknown:

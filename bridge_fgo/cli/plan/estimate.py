@@ -182,7 +182,7 @@ def make_estimate(
 
 def layout_of(job: Job, offload: OffloadConfig) -> Layout:
     """Return the buffers and states of a job: of many experts, what takes the time of an estimate."""
-    buffers = [_stage_buffers(job, stage) for stage in range(job.parallel.pipeline)]
+    buffers = [stage_buffers(job, stage) for stage in range(job.parallel.pipeline)]
     # Upstream copies masters as they are.
     copied = replace(offload, master_remainders=False) if is_upstreams(job, offload) else offload
     return Layout(buffers, _rank_states(job, buffers, copied))
@@ -193,7 +193,8 @@ def is_upstreams(job: Job, offload: OffloadConfig) -> bool:
     return offload.engine == "mcore" if job.engine is None else job.engine.startswith("mcore")
 
 
-def _stage_buffers(job: Job, stage: int) -> list[Buffer]:
+def stage_buffers(job: Job, stage: int) -> list[Buffer]:
+    """Return DDP's buffers of a pipeline stage."""
     others = sum(tensor.numel for chunk in job.stages[stage][1:] for tensor in chunk)
     return [
         buffer

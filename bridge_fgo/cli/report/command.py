@@ -95,8 +95,15 @@ def _sections(runs: list[Run], others: list[tuple[Run, list[Parity]]], folder: P
     )
     if all(run.on_cpu for run in runs):
         no_seconds = f"{NO_SPEED}. Copies are stand-ins there, so the seconds of a step tell nothing."
+    parts.append(drawn("loss", "losses", nothing="No loss was logged."))
+    if any(run.iteration for run in runs):
+        parts += [
+            page.heading("Reward"),
+            drawn("reward", "rewards", nothing="No reward was logged."),
+            page.heading("Memory of an iteration"),
+            drawn("iteration", "iteration", nothing="None of these runs slept."),
+        ]
     parts += [
-        drawn("loss", "losses", nothing="No loss was logged."),
         page.heading("Step time"),
         drawn("seconds", "step_seconds", nothing=no_seconds),
         page.heading("Peaks by phase"),

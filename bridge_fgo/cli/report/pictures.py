@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bridge_fgo.cli.bench.plots import agg_pyplot
+from bridge_fgo.cli.iteration_picture import draw_iteration
 from bridge_fgo.cli.report.difference import counted_seconds
-from bridge_fgo.cli.report.runs import LOSS, OURS, SECONDS, TOTALS, Run
+from bridge_fgo.cli.report.runs import LOSS, OURS, REWARD, SECONDS, TOTALS, Run
 
 STYLES = ("-", "--", ":", "-.")
 """Line styles of the runs, in turn, so that one that lies on another is still seen."""
@@ -48,6 +49,19 @@ def step_seconds(runs: list[Run], path: Path) -> bool:
         replace(run, scalars={SECONDS: seconds}) for run in runs if not run.on_cpu and (seconds := counted_seconds(run))
     ]
     return _lines(counted, [(SECONDS, "seconds a step,\nfrom the fourth on", 1.0)], path)
+
+
+def rewards(runs: list[Run], path: Path) -> bool:
+    """Draw the reward of runs of reinforcement learning; see `losses`."""
+    return _lines(runs, [(REWARD, "reward", 1.0)], path, bottom=0.0)
+
+
+def iteration(runs: list[Run], path: Path) -> bool:
+    """Draw what memory holds in the phases of an iteration, of the first run that slept; see `losses`."""
+    slept = [run for run in runs if any(state.copied for state in run.iteration)]
+    if slept:
+        draw_iteration(slept[0].iteration, path, f"One iteration, {slept[0].name}")
+    return bool(slept)
 
 
 def memory(runs: list[Run], path: Path) -> bool:

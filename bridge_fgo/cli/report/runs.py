@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bridge_fgo.cli.iteration_picture import State, states_of_run
 from bridge_fgo.cli.report.wandb_log import read_history
 from bridge_fgo.harness.runner import ArmRun, EventTail, exact_number
 
 LOSS = "lm loss"
 GRAD_NORM = "grad-norm"
 SECONDS = "iteration-time"
+REWARD = "reward"
 OURS = "bridge_fgo/"
 """Names of scalars are Bridge's TensorBoard tags, and this package's begin with this; see `Stats.scalars`."""
 
@@ -52,6 +54,7 @@ class Run:
     note: what of the log does not belong to the run; "" for nothing.
     row: of the bench's table, where there is one; see `bridge_fgo.cli.bench.figures.Row`.
     is_beside: shown for its memory and speed, and not asked to be bitwise equal.
+    iteration: of `demo --rl`, the phases of an iteration; see `State`.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Run:
     trace: Path | None = None
     row: dict[str, Any] = field(default_factory=dict)
     is_beside: bool = False
+    iteration: list[State] = field(default_factory=list)
 
     @property
     def on_cpu(self) -> bool:
@@ -164,12 +168,14 @@ def _arm(path: Path) -> Run:
         is_fp32=False,
         scalars={
             tag: {event["step"]: value for event in arm.steps if (value := exact_number(event, name)) is not None}
-            for tag, name in ((LOSS, "loss"), (GRAD_NORM, "grad_norm"), (SECONDS, "seconds"))
+            for tag, name in ((LOSS, "loss"), (GRAD_NORM, "grad_norm"), (SECONDS, "seconds"), (REWARD, "reward"))
+            if tag != REWARD or REWARD in arm.steps[-1]
         },
         totals={name: arm.result[name] for name in TOTALS if arm.result.get(name) is not None},
         digests=arm.result.get("digests", {}),
         where=_where(arm.start),
         trace=trace if trace.exists() else None,
+        iteration=states_of_run(arm) if "phases" in arm.steps[-1] else [],
     )
 
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bridge_fgo.harness.rl.options import RlOptions
 
@@ -78,11 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             neighbour = stack.enter_context(Neighbour(f"cuda:{os.environ.get('LOCAL_RANK', '0')}"))
         loop = Loop(options, neighbour)
         stack.callback(loop.close)
+        iterations = []
         for number in range(1, options.steps + 1):
-            iteration = loop.iterate(number)
+            iterations.append(loop.iterate(number))
             if writer is not None:
-                _write(writer, iteration)
-        _end(writer, loop)
+                _write(writer, iterations[-1])
+        _end(writer, loop, [phase for iteration in iterations for phase in iteration.phases])
 
 
 def _device(options: RlOptions) -> str:
@@ -106,8 +107,8 @@ def _write(writer: EventWriter, iteration: Iteration) -> None:
     )
 
 
-def _end(writer: EventWriter | None, loop: Loop) -> None:
-    """Write the final state of all ranks. A collective."""
+def _end(writer: EventWriter | None, loop: Loop, phases: list[dict[str, Any]]) -> None:
+    """Write the final state of all ranks, and the most of what was in the phases. A collective."""
     from bridge_fgo.harness.final_state import final_state, joined_digests
 
     digests = joined_digests(final_state(loop.trainer.model, loop.trainer.optimizer))
@@ -118,10 +119,10 @@ def _end(writer: EventWriter | None, loop: Loop) -> None:
         digests=digests,
         engine="native" if loop.options.sleep else None,
         state_bytes=memory["optimizer"],
-        released_bytes=0,
+        released_bytes=max(phase.get("freed", 0) for phase in phases),
         pinned_bytes=loop.policy.pinned_bytes + loop.reference.pinned_bytes if loop.options.sleep else 0,
-        peak_allocated_bytes=0,
-        peak_reserved_bytes=0,
+        peak_allocated_bytes=max(phase["memory"].get("peak", 0) for phase in phases),
+        peak_reserved_bytes=max(phase["memory"].get("reserved", 0) for phase in phases),
         peak_forward_backward_bytes=None,
         peak_step_bytes=None,
         step_seconds=[],

@@ -117,4 +117,8 @@ def _on_a_gpu() -> dict[str, Any]:
         "gated_linear_unit": True,
         "attention_backend": AttnBackend.unfused,  # does not depend on the cuDNN that is here
         "deterministic_mode": True,
+        # torch.compile makes these, and would make them anew for inference mode and for each length of its steps.
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
     }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -64,7 +65,10 @@ class Neighbour:
 
     def _ask(self, what: int | str) -> int:
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(what, file=self._process.stdin, flush=True)
+        try:
+            print(what, file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise RuntimeError(f"the second process, asked to hold {what} bytes: it has ended") from None
         answer = self._process.stdout.readline().strip()
         if not answer.isdigit():
             raise RuntimeError(f"the second process, asked to hold {what} bytes: {answer or 'it has ended'}")
@@ -75,7 +79,8 @@ class Neighbour:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # where it has ended, what it has not read
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=30)
         except subprocess.TimeoutExpired:
