@@ -13,6 +13,7 @@ from bridge_fgo.cli.plan.links import Link
 from bridge_fgo.cli.plan.state import StateBytes, state_bytes
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.policy import MemoryProfile, budget_refusal, choose_staying, least_budget
+from bridge_fgo.wiring.fsdp_refusals import uses_fsdp
 
 MXFP8_BYTES = 2 * (1 + 1 / 32)
 """Bytes of a parameter's element in MXFP8: its rows and its columns, each one byte, and one for every 32 (the
@@ -145,8 +146,8 @@ def make_estimate(
         layout: of a job of the same tensors, and of an offload that differs in its budget alone; None to make it.
 
     Raises:
-        ValueError: the states are not those of Adam under a DistributedOptimizer, so that there is nothing to estimate;
-            or upstream's offloader chooses a share of them by a setting of its own.
+        ValueError: the states are not those of Adam under a DistributedOptimizer with DDP's buffers, whose layout is
+            all that is known here; or upstream's offloader chooses a share of them by a setting of its own.
     """
     share = getattr(job.config.optimizer, "optimizer_state_offload_fraction", 1.0)
     if job.engine == "mcore generation 2" and share != 1.0:
@@ -159,6 +160,10 @@ def make_estimate(
         raise ValueError(f"optimizer.optimizer={optimizer!r}: the plan knows the states of Adam alone")
     if not job.config.ddp.use_distributed_optimizer:
         raise ValueError("ddp.use_distributed_optimizer=False: the plan knows the DistributedOptimizer's states alone")
+    if uses_fsdp(job.config):
+        raise ValueError(
+            "ddp.use_megatron_fsdp=True: the plan knows DDP's layout of the states alone, and not this one"
+        )
     layout = layout or layout_of(job, offload)
     buffers, states, upstream = layout.buffers, layout.states, is_upstreams(job, offload)
     stages = [
