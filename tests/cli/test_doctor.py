@@ -135,18 +135,20 @@ def test_doctor_counts_the_states_of_a_saved_config_without_megatron(no_megatron
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "distributed", "why"),
+    ("optimizer", "distributed", "fsdp", "why"),
     [
-        ("dist_muon", "false", "optimizer.optimizer='dist_muon': the plan knows"),
-        ("muon", "true", "optimizer.optimizer='muon': the plan knows"),
-        ("adam", "false", "ddp.use_distributed_optimizer=False: the plan knows"),
+        ("dist_muon", "false", "false", "optimizer.optimizer='dist_muon': the plan knows"),
+        ("muon", "true", "false", "optimizer.optimizer='muon': the plan knows"),
+        ("adam", "false", "false", "ddp.use_distributed_optimizer=False: the plan knows"),
+        ("adam", "true", "true", "ddp.use_megatron_fsdp=True: the plan knows"),
     ],
 )
 def test_states_that_the_plan_does_not_know_are_offloaded_and_not_counted(
-    no_megatron, saved, tmp_path, optimizer, distributed, why
+    no_megatron, saved, tmp_path, optimizer, distributed, fsdp, why
 ):
     path = changed(saved, tmp_path, "use_distributed_optimizer: true", f"use_distributed_optimizer: {distributed}")
     path = changed(Path(path), tmp_path, "  optimizer: adam", f"  optimizer: {optimizer}")
+    path = changed(Path(path), tmp_path, "use_megatron_fsdp: false", f"use_megatron_fsdp: {fsdp}")
     status, output = run("doctor", path, "--json")
     found = json.loads(output)
     assert status == 0 and found["refusals"] == [], output
