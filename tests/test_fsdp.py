@@ -12,6 +12,7 @@ from test_checkpoints import assert_same_shards
 
 import bridge_fgo
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining, run
+from bridge_fgo.sources.fsdp import GroupCopy
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -78,6 +79,13 @@ def test_the_step_goes_part_by_part_and_copies_each_part_to_the_weights(monkeypa
         (engine,) = {session.engine for session in bridge_fgo.wiring.session.all_sessions()}
         assert len(engine.schedule.parts) == 3
     assert copied == [1, 1, 1, 0], "each group once, and nothing is left"
+
+
+def test_masters_of_quantized_weights_stay_until_their_copy_which_is_one_for_all(monkeypatch):
+    # As upstream's is: a collective over all groups.
+    monkeypatch.setattr(GroupCopy, "divides", lambda copy: False)
+    record, _ = assert_trains_as_resident(WHOLE | {"layers": 3}, 4)
+    assert record.peak_forward_backward_bytes == 0
 
 
 @pytest.fixture

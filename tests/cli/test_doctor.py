@@ -158,6 +158,18 @@ def test_states_that_the_plan_does_not_know_are_not_counted(no_megatron, saved, 
     assert status == 2 and "optimizer.optimizer='sgd': the plan knows" in " ".join(output.split())
 
 
+def test_states_under_megatron_fsdp_are_offloaded_and_not_counted(no_megatron, saved, tmp_path):
+    path = changed(saved, tmp_path, "use_megatron_fsdp: false", "use_megatron_fsdp: true")
+    why = "ddp.use_megatron_fsdp=True: the plan knows"
+    status, output = run("doctor", path, "--json")
+    found = json.loads(output)
+    assert status == 0 and found["refusals"] == [], output
+    assert any(note.startswith(f"bytes are not known: {why}") for note in found["notes"])
+    assert "state_bytes" not in found["config"]
+    status, output = run("plan", path)
+    assert status == 2 and why in " ".join(output.split())
+
+
 @pytest.fixture
 def builder(monkeypatch):
     """A builder that answers what the test puts here, and the requests that it gets."""

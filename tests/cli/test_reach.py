@@ -34,14 +34,14 @@ ONE_OF_EACH = [
     (
         "perf_recipes.deepseek.gb300.deepseek_v3",
         "deepseek_v3_pretrain_64gpu_gb300_bf16_fsdp_config",
-        "refused",
-        "ddp.use_megatron_fsdp=True, dist.use_megatron_fsdp=True",
+        "accepted",
+        "",
     ),
     (
         "perf_recipes.deepseek.gb300.deepseek_v3",
         "deepseek_v3_pretrain_128gpu_gb300_fp8mx_hsdp_config",
-        "refused",
-        "ddp.use_megatron_fsdp=True, dist.use_megatron_fsdp=True",
+        "accepted",
+        "",
     ),
     (
         "perf_recipes.kimi.b200.kimi_k2",

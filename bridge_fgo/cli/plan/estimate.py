@@ -14,6 +14,7 @@ from bridge_fgo.cli.plan.state import StateBytes, state_bytes
 from bridge_fgo.cli.plan.whole_state import is_layer_wise, kept_by, updates_whole_parameters, whole_state_bytes
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.policy import MemoryProfile, budget_refusal, choose_staying, least_budget
+from bridge_fgo.wiring.fsdp_refusals import uses_fsdp
 
 MXFP8_BYTES = 2 * (1 + 1 / 32)
 """Bytes of a parameter's element in MXFP8: its rows and its columns, each one byte, and one for every 32 (the
@@ -146,14 +147,19 @@ def make_estimate(
         layout: of a job of the same tensors, and of an offload that differs in its budget alone; None to make it.
 
     Raises:
-        ValueError: the states are not those of Adam or Muon, so that there is nothing to estimate; or upstream's
-            offloader chooses a share of them by a setting of its own.
+        ValueError: the states are not those of Adam or Muon, or lie otherwise than in DDP's buffers or in whole
+            parameters, so that there is nothing to estimate; or upstream's offloader chooses a share of them by a
+            setting of its own.
     """
     share = getattr(job.config.optimizer, "optimizer_state_offload_fraction", 1.0)
     if job.engine == "mcore generation 2" and share != 1.0:
         raise ValueError(
             f"optimizer.optimizer_state_offload_fraction={share!r}: what mcore's chunked offloader takes is not known "
             "to the plan; use OffloadConfig.fraction (--fraction), which the native engine honours"
+        )
+    if uses_fsdp(job.config):
+        raise ValueError(
+            "ddp.use_megatron_fsdp=True: the plan knows DDP's layout of the states alone, and not this one"
         )
     layout = layout or layout_of(job, offload)
     buffers, states, upstream = layout.buffers, layout.states, is_upstreams(job, offload)
