@@ -19,7 +19,7 @@ import torch
 from bridge_fgo.core.state import Bundle, State, WeightShard
 from bridge_fgo.sources.late_masters import take_first
 from bridge_fgo.sources.master_copy import Buffers, MasterCopy
-from bridge_fgo.sources.megatron import TORCH, McoreSource, adam_states, of_inner
+from bridge_fgo.sources.megatron import TORCH, McoreSource, MegatronSource, adam_states, of_inner
 
 MUONS = ("TensorParallelMuon", "TensorParallelAdaptiveMuon")
 """mcore's Muons, by the names of their classes: each steps a parameter by that parameter's states alone."""
@@ -90,6 +90,13 @@ class Float16Source(McoreSource):
                 )  # fmt: skip
             bundle.states += _muon_states(inner, param) if is_muon(inner) else _adam_states(inner, param)
         return result
+
+
+def source_of(leaf: Any) -> McoreSource:
+    """Return a DistributedOptimizer, or a Float16OptimizerWithFloat16Params, as a source of states."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    return MegatronSource(leaf) if isinstance(leaf, DistributedOptimizer) else Float16Source(leaf)
 
 
 def _muon_states(muon: Any, param: torch.Tensor) -> Iterator[State]:
