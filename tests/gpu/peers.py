@@ -239,10 +239,12 @@ def main(arguments: list[str] | None = None) -> int:
                 arm.go()
                 runs[arm.name] = arm.result(ARM_SECONDS)
                 print(f"{arm.name.by}: {runs[arm.name].get('error', 'done')}", flush=True)
-            for arm in others:
-                arm.go()
-            for arm in others:
-                runs[arm.name] = arm.result(ARM_SECONDS)
+            for kind in VARIANTS:
+                of_kind = [arm for arm in others if arm.name.kind == kind]  # as many as fit the GPU side by side
+                for arm in of_kind:
+                    arm.go()
+                for arm in of_kind:
+                    runs[arm.name] = arm.result(ARM_SECONDS)
         finally:
             for arm in arms:
                 arm.end()
