@@ -19,8 +19,10 @@ from bridge_fgo.engines.attachment import ATTACHED, Attachment, attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather, on_every_rank, pin_on_every_rank
 from bridge_fgo.phases.moved import return_to_driver
+from bridge_fgo.sources.choice import source_of
+from bridge_fgo.sources.float16 import is_muon
 from bridge_fgo.sources.leaves import leaves
-from bridge_fgo.sources.megatron import MegatronSource, live_bytes
+from bridge_fgo.sources.megatron import McoreSource, MegatronSource, is_adam, live_bytes
 
 WHOLE_MASTERS = OffloadConfig(engine="native", master_remainders=False)
 """Whole masters tell the weights, so that these need not be copied."""
@@ -29,14 +31,14 @@ RETURNED_BYTES = 2 * 2**30
 """Bytes after which the driver gets back what has left: so few that copies of others go on meanwhile."""
 
 STATES = "_bridge_fgo_states"
-"""Attribute of a DistributedOptimizer that holds the `OptimizerStates` whose engine is its own."""
+"""Attribute of an optimizer of mcore's that holds the `OptimizerStates` whose engine is its own."""
 
 
 class OptimizerStates:
     """The states of a top-level optimizer on this rank, and the engine that moves them.
 
     Args:
-        optimizer: what the training loop steps: a ChainedOptimizer or a DistributedOptimizer.
+        optimizer: what the training loop steps: a ChainedOptimizer, or an optimizer as `movable_optimizers` has them.
         config: for an engine of its own, where none is attached; `WHOLE_MASTERS` when None.
         alone: the other ranks may not come here now, and are not asked.
 
@@ -49,18 +51,18 @@ class OptimizerStates:
         self.config = config or WHOLE_MASTERS
         self.meter = PeakMeter()
         together = _on_this_rank if alone else on_every_rank
-        self.optimizers = together(lambda: distributed_optimizers(optimizer))
+        self.optimizers = together(lambda: movable_optimizers(optimizer))
         attached = together(lambda: _attached_engine(self.optimizers, config))
         # Of all ranks alike: one whose optimizers are all stubs has none to be attached.
         self.is_owner = attached is None if alone else not any(gather(attached is not None))
         """Whether the engine serves nobody else, so that the optimizer's own methods know nothing of it."""
-        self.sources = [MegatronSource(leaf) for leaf in self.optimizers]
+        self.sources = [source_of(leaf) for leaf in self.optimizers]
         if attached is None:
             attached = together(self._make) if self.is_owner else NativeEngine([], WHOLE_MASTERS, PeakMeter())
         self.engine = attached
         if not self.is_owner:
             own = {id(leaf) for leaf in self.optimizers}
-            found = [source for source in attached.sources if isinstance(source, MegatronSource)]
+            found = [source for source in attached.sources if isinstance(source, McoreSource)]
             self.sources = [source for source in found if id(source.optimizer) in own]
         elif alone:
             self.engine.pin()
@@ -265,10 +267,14 @@ class OptimizerStates:
     # Weights that masters tell.
 
     def rounded_masters(self) -> list[tuple[MegatronSource, torch.Tensor, WeightShard]]:
-        """Return each master of this rank that leaves whole, its source, and the weights that it is rounded to."""
+        """Return each master of this rank that leaves whole, its source, and the weights that it is rounded to.
+
+        Those of DistributedOptimizers, whose weights lie in DDP's buffers.
+        """
         if self.reads_weights:
             return []
-        return [(source, *pair) for source in self.sources for pair in source.rounded_masters()]
+        found = [source for source in self.sources if isinstance(source, MegatronSource)]
+        return [(source, *pair) for source in found for pair in source.rounded_masters()]
 
     def round_again(self, source: MegatronSource, masters: Sequence[torch.Tensor]) -> int:
         """Write the weights that some masters of a source are rounded to; return the bytes that crossed.
@@ -310,8 +316,10 @@ def _on_this_rank[T](act: Callable[[], T]) -> T:
     return act()
 
 
-def distributed_optimizers(optimizer: Any) -> list[Any]:
-    """Return mcore's DistributedOptimizers with states under an optimizer; stubs are skipped.
+def movable_optimizers(optimizer: Any) -> list[Any]:
+    """Return mcore's optimizers with states under an optimizer; stubs are skipped.
+
+    DistributedOptimizers over Adam, and Float16OptimizerWithFloat16Params over Adam or Muon.
 
     Raises:
         ValueError: there is another kind of optimizer among them.
@@ -333,18 +341,21 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
 def refusal_of(leaf: Any) -> str:
     """Return why the states of an optimizer cannot be moved, and what to change; empty where they can be."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
     inner = getattr(leaf, "optimizer", None)
-    if not isinstance(leaf, DistributedOptimizer):
+    is_distributed = isinstance(leaf, DistributedOptimizer)
+    if not is_distributed and not isinstance(leaf, Float16OptimizerWithFloat16Params):
         return "set optimizer.use_distributed_optimizer=True"
-    if getattr(leaf.ddp_config, "use_megatron_fsdp", False):
+    if getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False):
         return "Megatron-FSDP manages its states itself: set ddp.use_megatron_fsdp=False"
     if type(inner).__name__ == "HybridDeviceOptimizer":
         return "it keeps states on the CPU already: set optimizer.optimizer_cpu_offload=False"
     if getattr(inner, "capturable", False) or getattr(leaf.config, "optimizer_cuda_graph", False):
         return "its CUDA graph has the states' addresses baked in: set optimizer.optimizer_cuda_graph=False"
-    if getattr(leaf.config, "optimizer", "adam") != "adam":
-        return f"optimizer.optimizer={leaf.config.optimizer!r}: set optimizer.optimizer='adam'"
+    name = getattr(leaf.config, "optimizer", "adam")
+    if name != "adam" if is_distributed else not (is_adam(inner) or is_muon(inner)):
+        return f"optimizer.optimizer={name!r}: set optimizer.optimizer='adam'"
     return ""
 
 

@@ -34,6 +34,13 @@ TORCH = (torch.optim.Adam, torch.optim.AdamW)
 HALF = (torch.bfloat16, torch.float16)
 
 
+def is_adam(inner: Any) -> bool:
+    """Return whether an inner optimizer is an Adam whose states the package knows: mcore's choice, or torch's."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    return isinstance(inner, (distrib_optimizer.Adam, *TORCH))
+
+
 class McoreSource(Source):
     """The states of an optimizer of mcore's that copies fp32 masters to the model's weights after its step.
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from bridge_fgo.sources.float16 import Float16Source, is_muon
-from bridge_fgo.sources.fsdp import BUFFER, FsdpSource, is_fsdp
+from bridge_fgo.sources.float16 import is_muon
+from bridge_fgo.sources.fsdp import BUFFER, is_fsdp
 from bridge_fgo.sources.leaves import leaves
-from bridge_fgo.sources.megatron import MOMENTS, McoreSource, MegatronSource
+from bridge_fgo.sources.megatron import MOMENTS, is_adam
 from bridge_fgo.wiring.refusals import FLAG_TEXT, hybrid_refusal, refuse_fp8_moment
 
 
@@ -46,15 +44,6 @@ def eligible(optimizer: Any) -> list[Any]:
     return found
 
 
-def source_of(leaf: Any) -> McoreSource:
-    """Return what `eligible` has found as a source of states."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    if not isinstance(leaf, DistributedOptimizer):
-        return Float16Source(leaf)
-    return FsdpSource(leaf) if is_fsdp(leaf) else MegatronSource(leaf)
-
-
 def check_inner(leaf: Any) -> None:
     """Raise ValueError where the optimizer inside of one is not an Adam on the GPU, nor one of mcore's Muons."""
     from megatron.core.optimizer import distrib_optimizer
@@ -70,7 +59,7 @@ def check_inner(leaf: Any) -> None:
         raise ValueError(hybrid_refusal(leaf.config))
     if is_muon(inner) and not isinstance(leaf, distrib_optimizer.DistributedOptimizer):
         return
-    if not isinstance(inner, (distrib_optimizer.Adam, torch.optim.AdamW, torch.optim.Adam)):
+    if not is_adam(inner):
         raise ValueError(
             f"{FLAG_TEXT} with {type(inner).__name__}: only the states of Adam and Muon can be offloaded; set "
             "optimizer.optimizer='adam' (of Muon's scalar parameters optimizer.muon_scalar_optimizer='adam') or leave "

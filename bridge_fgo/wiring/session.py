@@ -20,11 +20,12 @@ from bridge_fgo.engines.making import make_engine
 from bridge_fgo.engines.ranks import on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.phases.states import STATES, OptimizerStates
+from bridge_fgo.sources.choice import source_of
 from bridge_fgo.sources.megatron import McoreSource
 from bridge_fgo.sources.source import Source
 from bridge_fgo.wiring.compat import FLAG, check_flag, choose_engine, flag_is_set, mcore_version
 from bridge_fgo.wiring.finalize import reload_hook
-from bridge_fgo.wiring.optimizers import eligible, source_of, stage_of
+from bridge_fgo.wiring.optimizers import eligible, stage_of
 from bridge_fgo.wiring.points import ModelPoints
 from bridge_fgo.wiring.refusals import (
     captures_full_iteration,

@@ -34,11 +34,12 @@ ARM = HERE / "peers_arm.py"
 READY_SECONDS = 240
 ARM_SECONDS = 90
 
-OF_ADAM = ("never", "ours", "mcore_with_ours", "mcore", "skyrl", "verl", "nemo_rl")
-PLAIN = (*OF_ADAM, "memory_saver", "memory_saver+retained")
+OF_ADAM = ("never", "ours", "mcore+ours", "mcore", "skyrl", "verl", "nemo_rl")
+PLAIN = (*OF_ADAM, "memory_saver", "memory_saver+retained", "skyrl+ours", "verl+ours", "nemo_rl+ours")
 VARIANTS = {"precision_aware": "--precision-aware", "fp32_accumulation": "--fp32-accumulation"}
 """Options of trainings in which `OF_ADAM` are told apart by bytes and bits."""
-OURS = ("ours", "mcore_with_ours")
+OURS = ("ours", "mcore+ours", "skyrl+ours", "verl+ours", "nemo_rl+ours")
+"""With "+ours": a peer's functions with the lines changed that `bridge_fgo/phases/PEERS.md` names."""
 FIVE_TIMES = ("mcore", "nemo_rl", "memory_saver")
 """Those whose cycle takes at least five times as long as ours; the others' only longer."""
 LEAST_RETURNED, MOST_DRIFT = 0.98, 0.01
@@ -123,7 +124,9 @@ def environment_of(by: str, peers: Path, folder: Path) -> dict[str, str]:
 
 def start(name: Name, options: argparse.Namespace, folder: Path) -> Arm:
     """Starts an arm, which gets ready and waits."""
-    command = [sys.executable, str(ARM), "--in-turn", "--by", name.by.partition("+")[0], "--peers", str(options.peers)]
+    by, _, how = name.by.partition("+")
+    command = [sys.executable, str(ARM), "--in-turn", "--by", by, "--peers", str(options.peers)]
+    command += ["--with-ours"] * (how == "ours")
     if name.kind == "plain":
         command += ["--layers", str(options.layers), "--cycles", str(options.cycles), "--seconds", str(options.seconds)]
     else:
@@ -236,10 +239,12 @@ def main(arguments: list[str] | None = None) -> int:
                 arm.go()
                 runs[arm.name] = arm.result(ARM_SECONDS)
                 print(f"{arm.name.by}: {runs[arm.name].get('error', 'done')}", flush=True)
-            for arm in others:
-                arm.go()
-            for arm in others:
-                runs[arm.name] = arm.result(ARM_SECONDS)
+            for kind in VARIANTS:
+                of_kind = [arm for arm in others if arm.name.kind == kind]  # as many as fit the GPU side by side
+                for arm in of_kind:
+                    arm.go()
+                for arm in of_kind:
+                    runs[arm.name] = arm.result(ARM_SECONDS)
         finally:
             for arm in arms:
                 arm.end()
@@ -282,7 +287,7 @@ def tell(runs: dict[Name, dict[str, Any]]) -> int:
             whole = ", ".join(f"{what} {nbytes / 1e9:.3f}" for what, nbytes in run["managed"].items())
             equal = bits(run, resident)
             print(f"{kind}, {name.by}: bits {equal}; GB left {left or 0} of {whole}")
-            if name.by in OURS and (equal != "equal" or left):
+            if name.by in OURS and (equal != "equal" or (left and name.by == "ours")):
                 failed.append(f"{kind}, {name.by}")
     print("\n".join(failed) if failed else "all bars hold")
     return int(bool(failed))

@@ -31,6 +31,24 @@ FILES = {
 }
 """Where `--peers` has the file with a peer's functions."""
 
+OF_OPTIMIZERS = {
+    "offload_megatron_optimizer": "optimizers.offload_to_cpu()",
+    "load_megatron_optimizer": "optimizers.restore_from_cpu()",
+}
+LINES = {
+    "skyrl": OF_OPTIMIZERS,
+    "verl": OF_OPTIMIZERS
+    | {
+        "offload_megatron_model_to_cpu": "buffer.offload_to_cpu()",
+        "load_megatron_model_to_gpu": "buffer.reload_from_cpu(move_grads=load_grad)",
+    },
+    "nemo_rl": {
+        "move_optimizer": "self.optimizer.offload_to_cpu() if device == 'cpu' else self.optimizer.restore_from_cpu()",
+    },
+}
+"""What `bridge_fgo/phases/PEERS.md` changes in a peer's functions: the new body of the function, or of its loop over
+`buffer` where it has one."""
+
 Verb = Callable[[], int | None]
 """Sleeps or wakes; returns the bytes that crossed the link where it counts them."""
 
@@ -39,6 +57,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Returns the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--by", choices=tuple(VERBS), default="ours")
+    parser.add_argument(
+        "--with-ours", action="store_true", help="with this package installed, and a peer's lines changed"
+    )
     parser.add_argument("--peers", type=Path, help="folder with the peers' files")
     parser.add_argument("--cycles", type=int, default=20, help="at most")
     parser.add_argument("--seconds", type=float, default=12.0, help="after which no cycle from the fourth on begins")
@@ -48,17 +69,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def functions(file: Path, *names: str) -> SimpleNamespace:
-    """Returns functions of a peer's file, by their own source; methods as plain functions of `self`."""
+def functions(options: argparse.Namespace, *names: str) -> SimpleNamespace:
+    """Returns a peer's functions, by their own source; methods as plain functions of `self`."""
     import torch
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import ChainedOptimizer
     from megatron.core.parallel_state import get_global_memory_buffer
 
+    file = options.peers / FILES[options.by]
     tree = ast.parse(file.read_text())
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
     missing = set(names) - {node.name for node in found}
     assert not missing, f"{file}: no {', '.join(sorted(missing))}"
+    for node in found:
+        if options.with_ours and (line := LINES[options.by].get(node.name)):
+            inside = [each for each in ast.walk(node) if isinstance(each, ast.For)]
+            loops = [each for each in inside if isinstance(each.target, ast.Name) and each.target.id == "buffer"]
+            (loops[0] if loops else node).body = ast.parse(line).body
     scope: dict[str, Any] = {
         "torch": torch,
         "gc": gc,
@@ -114,14 +141,6 @@ def mcore(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Ver
     return sleep, wake
 
 
-def mcore_with_ours(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, Verb]:
-    """By the same six methods, with this package installed."""
-    import bridge_fgo
-
-    bridge_fgo.install()
-    return mcore(trainer, options)
-
-
 def skyrl(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, Verb]:
     """By SkyRL's functions, in the order of its MegatronStrategy."""
     import torch
@@ -129,7 +148,7 @@ def skyrl(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Ver
     off = ("offload_megatron_model_to_cpu", "offload_megatron_grads_to_cpu", "offload_megatron_optimizer")
     on = ("load_megatron_model_to_gpu", "load_megatron_grads_to_gpu", "load_megatron_optimizer")
     helpers = ("offload_megatron_copy_params", "load_megatron_copy_params")
-    by = functions(options.peers / FILES["skyrl"], *off, *on, *helpers)
+    by = functions(options, *off, *on, *helpers)
     arguments = ([trainer.ddp], [trainer.ddp], trainer.optimizer)
 
     def sleep() -> None:
@@ -154,7 +173,7 @@ def verl(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb
     on = ("load_megatron_model_to_gpu", "load_megatron_optimizer")
     helpers = ("offload_megatron_copy_params", "load_megatron_copy_params")
     others = ("_can_safely_resize_storage", "_clear_te_fp8_weight_workspaces")
-    by = functions(options.peers / FILES["verl"], *off, *on, *helpers, *others)
+    by = functions(options, *off, *on, *helpers, *others)
 
     def sleep() -> None:
         by.offload_megatron_model_to_cpu([trainer.ddp])
@@ -173,7 +192,7 @@ def nemo_rl(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[V
     """By NeMo-RL's two methods, as its worker's `offload_after_refit` and `prepare_for_training` call them."""
     import torch
 
-    by = functions(options.peers / FILES["nemo_rl"], "move_model", "move_optimizer")
+    by = functions(options, "move_model", "move_optimizer")
     worker = SimpleNamespace(model=trainer.ddp, optimizer=trainer.optimizer)
 
     def sleep() -> None:
@@ -221,7 +240,6 @@ VERBS = {
     "never": never,
     "ours": ours,
     "mcore": mcore,
-    "mcore_with_ours": mcore_with_ours,
     "skyrl": skyrl,
     "verl": verl,
     "nemo_rl": nemo_rl,
@@ -314,7 +332,7 @@ def main(arguments: list[str] | None = None) -> None:
         if torch.cuda.is_available():  # else stand-ins come first
             import megatron.core.models.gpt  # noqa: F401
 
-        import bridge_fgo  # noqa: F401
+        import bridge_fgo
 
         print("ready", flush=True)
         sys.stdin.readline()
@@ -325,6 +343,10 @@ def main(arguments: list[str] | None = None) -> None:
     result["losses"].append(trainer.step(0))  # states exist from here on
     result["sums_by_step"] = [trainer.sums()]
     result["managed"] = held(trainer)
+    if options.with_ours:
+        import bridge_fgo
+
+        bridge_fgo.install()
     sleep, wake = VERBS[options.by](trainer, options)
     if options.by == "ours" and trainer.is_cuda:
         result["link"] = phases_arm.link()
