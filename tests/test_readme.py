@@ -19,6 +19,7 @@ PAGES = [
     "bridge_fgo/cli/bench/README.md",
     "bridge_fgo/cli/reach/README.md",
     "bridge_fgo/phases/README.md",
+    "bridge_fgo/phases/PEERS.md",
     "patches/README.md",
     "recipes/README.md",
     "tests/README.md",
