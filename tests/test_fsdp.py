@@ -61,7 +61,8 @@ def test_30_steps_of_each_sharding_are_bitwise_equal_to_resident(strategy, kind)
 def test_a_share_of_the_states_is_bitwise_equal_and_keeps_the_rest(changes):
     config = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, **changes)
     record, stats = assert_trains_as_resident(WHOLE, 5, config)
-    assert 0 < record.peak_forward_backward_bytes <= stats.state_bytes - stats.offloaded_bytes
+    # `record.state_bytes` is of storages, with Megatron-FSDP's padding.
+    assert 0 < record.peak_forward_backward_bytes <= record.state_bytes - stats.offloaded_bytes
 
 
 def test_the_step_goes_part_by_part_and_copies_each_part_to_the_weights(monkeypatch):
