@@ -53,7 +53,7 @@ class Slab(SlabMemory, ResidencyMachine):
     def _release(self) -> None:
         with self.traffic:
             self.transfers.release(self)
-        self.traffic.release(self.nbytes)
+        self.traffic.release(self.state_bytes)
 
     def _give_up_offload(self) -> None:
         if self.staging is not None:
@@ -66,7 +66,7 @@ class Slab(SlabMemory, ResidencyMachine):
         with self.traffic:
             self.transfers.copy_in(self)
         self.traffic.back += self.moving.numel()
-        self.traffic.released -= self.nbytes
+        self.traffic.released -= self.state_bytes
 
     def _wait_reload(self) -> None:
         if self.is_encoded:

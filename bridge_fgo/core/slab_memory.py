@@ -34,6 +34,8 @@ class SlabMemory(HostSide):
         self.nbytes = place.layout.nbytes
         """Size of the slab in bytes, on the GPU and on the host alike."""
         self.states = place.states
+        self.state_bytes = sum(state.nbytes for state in place.states)
+        """Bytes of its states, without what lies between them."""
         self.written_back = place.written_back
         self.codec: Codec = place.codec
         self.gpu: torch.Tensor | None = None  # uint8 [nbytes]; its storage is empty while released
