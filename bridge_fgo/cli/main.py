@@ -245,6 +245,10 @@ def bench(
     turn_steps: Annotated[
         int, typer.Option(min=2, help="With --in-turn: steps of a turn, of which the first does not count.")
     ] = 5,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(help="With --in-turn: seconds after which no further round begins; those that are done count."),
+    ] = None,
     half_budget_gib: Annotated[
         float | None, typer.Option(help="Budget of the half arm; by default half of the saving.")
     ] = None,
@@ -329,6 +333,7 @@ def bench(
         rounds=rounds,
         in_turn=in_turn,
         turn_steps=turn_steps,
+        time_limit=time_limit,
         half_budget_gib=half_budget_gib,
         tp=tp,
         microbatches=microbatches,

@@ -150,18 +150,11 @@ class Checkpoints:
         for bundle in source.states():
             _make(bundle.states)  # of those that are not offloaded
 
-    def put(
-        self,
-        source: Source,
-        param: torch.Tensor,
-        hand_out: Callable[[], object],
-        loaded: Mapping[str, Any],
-        write: Callable[[Mapping[str, Any]], None],
-    ) -> None:
-        """Put loaded states of a parameter in their place; see `Loading.put`."""
+    def loading_of(self, source: Source) -> Loading:
+        """Return the load of a source that is under way."""
         loading = self._snapshots[source]
         assert isinstance(loading, Loading)
-        loading.put(param, hand_out, loaded, write)
+        return loading
 
     def close(self) -> None:
         """Let go of memory for copies that is kept."""

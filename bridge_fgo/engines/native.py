@@ -391,7 +391,7 @@ class NativeEngine(Engine):
         loaded: Mapping[str, Any],
         write: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self.checkpoints.put(source, param, hand_out, loaded, write)
+        self.checkpoints.loading_of(source).put(param, hand_out, loaded, write)
 
     @override
     def hand_out(self, source: Source, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:

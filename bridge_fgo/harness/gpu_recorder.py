@@ -102,6 +102,8 @@ class Recorder(Callback):
             maybe_finalize_async_save(context.state, context.state.cfg.checkpoint, blocking=True)
         self.step += 1
         self.await_turn(self.step)
+        if self.turns is not None and self.turns.ends_early and self.step < self._options.steps:
+            self.end_with_this_step(context.state.cfg.train)
         if self.step <= self._options.steps:
             # Between the last step's end and this one's begin, so that it is in neither's seconds. Of the phases
             # `rest` has it, and copies go on meanwhile: a thousandth of a step, in all arms alike.
@@ -164,6 +166,12 @@ class Recorder(Callback):
         torch.cuda.empty_cache()
         self.turns.take()
         self._clock.begin_turn(step)
+
+    def end_with_this_step(self, train: Any) -> None:
+        """Have the step that begins be the last of those that are measured; `train`: Bridge's settings."""
+        train.train_iters -= self._options.steps - self.step
+        self._options.steps = self.step
+        self._clock.end_with(self.step)
 
     def end_alone(self) -> None:
         """Make moves as in training again."""

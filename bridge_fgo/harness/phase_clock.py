@@ -32,6 +32,10 @@ class PhaseClock:
         """Note that `step`, counted from 1, is the first of a turn: it begins cold, and after a wait for others."""
         self._turns.append(step)
 
+    def end_with(self, step: int) -> None:
+        """Note that `step` is the last one that counts."""
+        self._last = step
+
     def timed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward step with events around it."""
         import torch

@@ -5,7 +5,8 @@ asks for a turn before its first step, and blocks until it gets one. It asks aga
 and its GPU has come to rest, so that one message says both: the turn is over, and the next is awaited. All ranks of an
 arm get their turn together, since a rank may wait in a collective for another one.
 
-A message is a line of JSON: `{"rank": 0, "ranks": 2}` from a rank, `{"turn": 3, "steps": 5}` to it.
+A message is a line of JSON: `{"rank": 0, "ranks": 2}` from a rank, and to it `{"turn": 3, "steps": 5, "ends_early":
+false}`.
 Nothing here imports torch.
 """
 
@@ -44,6 +45,8 @@ class TurnTaker:
         self._left: float = 0
         self.turn: int | None = None
         """Number of the current turn; None before the first."""
+        self.ends_early = False
+        """Whether the arm is to leave out what steps it has left, but for one."""
 
     def has_another_step(self) -> bool:
         """Count one step of the current turn; False where the turn is over, or none has begun."""
@@ -65,6 +68,7 @@ class TurnTaker:
         granted = json.loads(line)
         self.turn = granted["turn"]
         self._left = math.inf if granted["steps"] is None else granted["steps"] - 1
+        self.ends_early = granted["ends_early"]
 
 
 @dataclass
@@ -130,17 +134,18 @@ class Turnstile:
         arm = self._arms[name]
         return len(arm.waiting) == arm.ranks
 
-    def grant(self, name: str, turn: int, steps: int | None) -> None:
+    def grant(self, name: str, turn: int, steps: int | None, ends_early: bool = False) -> None:
         """Give a waiting arm its turn.
 
         Args:
             name: of the arm.
             turn: number of the turn.
             steps: after which it has to ask again; None for all that are left.
+            ends_early: whether of these it is to train one alone.
         """
         arm = self._arms[name]
         assert self.is_waiting(name), name
-        line = json.dumps({"turn": turn, "steps": steps}) + "\n"
+        line = json.dumps({"turn": turn, "steps": steps, "ends_early": ends_early}) + "\n"
         for connection in arm.waiting.values():
             try:
                 connection.sendall(line.encode())

@@ -61,6 +61,21 @@ def test_arms_train_one_at_a_time_and_the_order_rotates(turns):
 
 
 @pytest.mark.slow
+def test_where_time_runs_out_arms_end_after_the_round_under_way_with_one_step_more(turns):
+    taking, lines = turns({"a": [], "b": []}, count=5, time_limit=0.001)
+    assert list(taking.results) == ["a", "b"] and not taking.failures
+    assert blocks(lines) == [
+        *[(0, name, in_turn.WARM_UP_STEPS) for name in "ab"],
+        *[(1, name, STEPS) for name in "ab"],
+        *[(2, name, 1) for name in "ab"],
+    ]
+
+
+def test_within_the_time_limit_all_rounds_are_done(turns):
+    _, lines = turns({"a": []}, time_limit=600)
+    assert [turn for turn, _, _ in blocks(lines)] == [0, 1, 2, 3]
+
+
 def test_both_ranks_of_an_arm_train_together_and_end_their_turn_before_the_next_begins(turns):
     taking, lines = turns({"a": [], "b": []}, ranks=2, count=1)
     assert list(taking.results) == ["a", "b"]
@@ -201,6 +216,11 @@ def test_the_bench_in_turn_leaves_the_rounds_in_its_json(trained_in_turn, tmp_pa
 def test_what_arms_in_turn_cannot_do_is_refused_with_what_to_do(trained_in_turn, tmp_path, options, why):
     result = bench(tmp_path, "--in-turn", *options)
     assert result.exit_code == 2 and why in result.output and not trained_in_turn
+
+
+def test_a_time_limit_of_arms_that_take_no_turns_is_refused(trained_in_turn, tmp_path):
+    result = bench(tmp_path, "--time-limit", "60")
+    assert result.exit_code == 2 and "give that too" in result.output and not trained_in_turn
 
 
 def test_the_half_arm_takes_the_budget_that_it_is_given(trained_in_turn, tmp_path):

@@ -43,5 +43,7 @@ for step in range(1, options.steps + 2):  # one more, for what comes after those
     write(f"{turns.turn} {options.name} {rank} end", options.diary)
     if rank == 0 and step <= options.steps:
         write(f'{{"event": "step", "step": {step}, "seconds": 0.1, "turn": {turns.turn}}}', options.events)
+    if turns.ends_early:
+        break
 if rank == 0:
     write('{"event": "result", "ok": true}', options.events)

@@ -36,16 +36,28 @@ def save(optimizer, engine, source):
         return [engine.hand_out(source, param, read_as_it_is(optimizer, param)) for param in params(optimizer)]
 
 
+def load(optimizer, engine, source, value, everything=False):
+    """Load `value` into every element of every state."""
+    with engine.loading(source, everything=everything):
+        for param in params(optimizer):
+            for target in engine.hand_out(source, param, read_as_it_is(optimizer, param)).values():
+                target.fill_(value)
+
+
 def now(optimizer, engine):
     engine.require_readable()
     return [states(optimizer, param) for param in params(optimizer)]
 
 
+def away(engine):
+    engine.begin_pass()
+    engine.release()
+
+
 def one_step(optimizer, engine, seed):
     engine.require_writable()
     step(optimizer, seed)
-    engine.begin_pass()
-    engine.release()
+    away(engine)
 
 
 def tensors(saved):
@@ -129,12 +141,8 @@ def test_states_on_the_gpu_are_lent_whole_and_stay_there():
 def test_a_load_writes_no_byte_of_what_a_writer_reads():
     optimizer, engine, source, _ = lending()
     handed, expected = save(optimizer, engine, source), now(optimizer, engine)
-    engine.begin_pass()
-    engine.release()
-    with engine.loading(source):
-        for param in params(optimizer):
-            for target in engine.hand_out(source, param, read_as_it_is(optimizer, param)).values():
-                target.fill_(7.0)
+    away(engine)
+    load(optimizer, engine, source, 7.0)
     assert are_equal(handed, expected)
     assert all(bool((value == 7).all()) for value in tensors(now(optimizer, engine)))
 
@@ -142,8 +150,7 @@ def test_a_load_writes_no_byte_of_what_a_writer_reads():
 def test_what_a_load_does_not_write_is_kept():
     optimizer, engine, source, _ = lending()
     handed, expected = save(optimizer, engine, source), now(optimizer, engine)
-    engine.begin_pass()
-    engine.release()
+    away(engine)
     with engine.loading(source):
         pass
     assert are_equal(now(optimizer, engine), expected) and are_equal(handed, expected)
@@ -278,10 +285,7 @@ def test_in_any_order_of_steps_saves_and_loads_writers_read_the_states_of_their_
             elif what == "done" and writers:
                 writers.pop(0)
             elif what == "load":
-                with engine.loading(source, everything=True):
-                    for param in params(optimizer):
-                        for target in engine.hand_out(source, param, read_as_it_is(optimizer, param)).values():
-                            target.fill_(float(seed))
+                load(optimizer, engine, source, float(seed), everything=True)
             elif what == "here":
                 engine.require_writable()
             assert all(are_equal(*writer) for writer in writers)

@@ -95,6 +95,18 @@ def train_seven_steps(recorder, stream):
     recorder.on_train_end(CONTEXT)
 
 
+def test_an_arm_that_ends_early_measures_the_step_that_begins_and_then_does_what_comes_after(recorder):
+    recorder, _ = recorder
+    train = SimpleNamespace(train_iters=9)  # five measured, two with moves alone, two profiled
+    context = SimpleNamespace(state=SimpleNamespace(cfg=SimpleNamespace(train=train)))
+    recorder.turns = SimpleNamespace(has_another_step=lambda: True, ends_early=False)
+    for ends_early, measured, trained in ((False, 5, 9), (True, 2, 6), (True, 2, 6)):
+        recorder.turns.ends_early = ends_early
+        recorder.on_train_step_start(context)
+        assert (recorder._options.steps, train.train_iters) == (measured, trained)
+    recorder.collector.end()
+
+
 def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_ones(recorder, stream, monkeypatch):
     recorder, events = recorder
     profiled, waited = [], []
@@ -252,6 +264,7 @@ def test_an_arm_in_turns_waits_before_each_at_rest_and_in_no_steps_seconds(recor
     done, begun = [], []
 
     class Taker:
+        ends_early = False
         turn, left = None, 0
 
         def __init__(self, address, rank, ranks):

@@ -68,6 +68,8 @@ class Settings:
     """What every arm trains with; of `presets.OPTIMIZERS`."""
     full_graphs: bool = False
     """Whether every arm captures forward and backward of a step into one CUDA graph."""
+    time_limit: float | None = None
+    """Seconds after which arms in turn begin no further round; None for no limit."""
     verbose: bool = False
     """Whether to print every column and what it tells; the page always has them."""
 
@@ -79,6 +81,8 @@ class Settings:
     def check_turns(self) -> None:
         """Raise ValueError for what arms that are all alive at once cannot do."""
         if not self.in_turn:
+            if self.time_limit is not None:
+                raise ValueError(f"--time-limit {self.time_limit:g} ends the rounds of --in-turn: give that too")
             return
         if self.saves:
             raise ValueError(
@@ -193,6 +197,7 @@ def run_in_turn(settings: Settings, chosen: list[BenchArm], console: Console) ->
         settings.arm_timeout,
         is_needed=lambda name: name == chosen[0].name,
         tell=lambda line: console.print(line, markup=False),
+        time_limit=settings.time_limit,
     )
     turns.run()
     for name, run in turns.results.items():
@@ -265,7 +270,7 @@ def run(settings: Settings) -> int:
         by_rounds = rounds_of({arm.name: runs[arm.name][0] for arm in there}, compared_with, link)
         comparisons = faster(by_rounds, {arm.name for arm in there if arm.is_resident})
         names = [arm.name for arm in chosen]
-        order = [order_of(names, number + 1) for number in range(settings.rounds)]
+        order = [order_of(names, number + 1) for number in range(len(by_rounds[0].seconds))]
         result, texts = {"in_turn": as_json(by_rounds, order, comparisons)}, table_of_rounds(by_rounds)
         for comparison in comparisons:
             console.print(str(comparison), markup=False)

@@ -5,6 +5,8 @@
     rounds    in each round every arm has a turn of some steps; the order rotates from round to round
     end       one arm after another takes what is left of its steps, and writes its result
 
+Where time runs out before all rounds are done, the end begins earlier, and arms leave out what steps they have left.
+
 Nothing here imports torch.
 """
 
@@ -57,6 +59,7 @@ class InTurn:
         timeout: seconds after which an arm is given up that does not come up, or does not end its turn.
         is_needed: whether without the arm of that name the others are not worth running.
         tell: called with a line to show whenever something has happened.
+        time_limit: seconds from the start of `run`, after which it should have ended; None for no limit.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class InTurn:
         timeout: float,
         is_needed: Callable[[str], bool] = lambda name: False,
         tell: Callable[[str], None] = lambda line: None,
+        time_limit: float | None = None,
     ) -> None:
         self.names = names
         self._start = start
@@ -76,6 +80,7 @@ class InTurn:
         self._timeout = timeout
         self._is_needed = is_needed
         self._tell = tell
+        self._time_limit = time_limit
         self._turnstile = Turnstile()
         self._processes: dict[str, ArmProcess] = {}
         self.results: dict[str, ArmRun] = {}
@@ -89,6 +94,7 @@ class InTurn:
         Raises:
             ArmFailed: an arm has failed that is needed.
         """
+        started = time.monotonic()
         with self._turnstile:
             try:
                 for name in self.names:
@@ -97,19 +103,27 @@ class InTurn:
                     self._await(name, "its start", until_it_waits=True)
                 self._tell("all arms wait for their turns: warm-up")
                 self._take_turns(self.names, WARM_UP, WARM_UP_STEPS)
-                for number in range(1, self._rounds + 1):
-                    self._take_turns(order_of(self.names, number), number, self._turn_steps)
-                    self._tell(f"round {number} of {self._rounds}: done")
-                self._take_turns(self.names, self._rounds + 1, None)
+                done, longest = 0, 0.0
+                while not done or (done < self._rounds and not self._is_late(started, longest)):
+                    before = time.monotonic()
+                    done += 1
+                    self._take_turns(order_of(self.names, done), done, self._turn_steps)
+                    longest = max(longest, time.monotonic() - before)
+                    self._tell(f"round {done} of {self._rounds}: done")
+                self._take_turns(self.names, done + 1, None, ends_early=done < self._rounds)
             finally:
                 for process in self._processes.values():  # Ctrl-C here must not leave a trainer on the GPU
                     process.end()
 
-    def _take_turns(self, names: list[str], turn: int, steps: int | None) -> None:
+    def _is_late(self, started: float, longest: float) -> bool:
+        """Return whether another round, as long as the longest so far, would leave no such time for the end."""
+        return self._time_limit is not None and time.monotonic() - started + 2 * longest > self._time_limit
+
+    def _take_turns(self, names: list[str], turn: int, steps: int | None, ends_early: bool = False) -> None:
         for name in names:
             self._await(name, "its wait for a turn", until_it_waits=True)  # it may have died in another's
             if name in self._processes:
-                self._turnstile.grant(name, turn, steps)
+                self._turnstile.grant(name, turn, steps, ends_early)
                 self._await(name, f"turn {turn}", until_it_waits=steps is not None)
 
     def _await(self, name: str, what: str, until_it_waits: bool) -> None:
