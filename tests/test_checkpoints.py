@@ -285,11 +285,11 @@ def background(run, worker, folder):
         run.state.initialize_async_checkpoint_worker()
 
 
-def finish(run):
+def finish(run, terminate=True):
     """Wait for the writer, and end it."""
     from megatron.bridge.training.checkpointing import maybe_finalize_async_save
 
-    maybe_finalize_async_save(run.state, run.cfg.checkpoint, blocking=True, terminate=True)
+    maybe_finalize_async_save(run.state, run.cfg.checkpoint, blocking=True, terminate=terminate)
 
 
 @pytest.mark.slow
@@ -324,5 +324,31 @@ def test_three_checkpoints_in_the_background_have_the_bytes_of_their_step(
             if offload:
                 assert max(run.live_bytes) == 0
                 finish(run)
+    for number in range(3):
+        assert_same_shards(tmp_path / "True" / str(number), tmp_path / "False" / str(number))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("deadline")
+@pytest.mark.parametrize("constant_structure", [False, True], ids=["", "constant structure"])
+def test_checkpoints_that_are_lent_host_buffers_have_the_bytes_of_their_step(tmp_path, monkeypatch, constant_structure):
+    # The writer is done before the next save, so that each is lent, and gets the other buffer than the one before.
+    async_worker.have_bridge_use("mcore", monkeypatch.setattr, quickly=True)
+    for offload in (False, True):
+        context, lent = {}, []
+        with training(offload) as run:
+            run.cfg.checkpoint.ckpt_assume_constant_structure = constant_structure
+            if offload:
+                background(run, "mcore", tmp_path)
+            for number in range(3):
+                run.step()
+                save(run, tmp_path / str(offload) / str(number), "dp_reshardable", context)
+                if offload:
+                    lent.append({slab.host_address for slab in session_of(run).engine.slabs if slab.is_lent})
+                run.step()  # while the writer may still read
+                if offload:
+                    finish(run, terminate=number == 2)
+        if offload:
+            assert lent[0] and lent[0] == lent[2] and not lent[0] & lent[1], "two buffers take turns"
     for number in range(3):
         assert_same_shards(tmp_path / "True" / str(number), tmp_path / "False" / str(number))
