@@ -59,8 +59,6 @@ class Snapshot:
         """Slabs that were released before, part by part."""
         self._here: list[Slab] = []
         """Slabs that were on the GPU before, and are copied out to be lent."""
-        self._is_copying = False
-        """Whether any slab is."""
         self._small: list[tuple[torch.Tensor, Slab, int]] = []
         """Memory for copies of states that cannot be lent, their slabs and offsets."""
         # Race: a copy out that is still under way would be read half done by the host.
@@ -135,17 +133,17 @@ class Snapshot:
             self._here.append(slab)
         slab.require_writable()  # gives up a copy out that is encoded
         slab.offload()
-        self._is_copying = True
         return True
 
     def _finish_lending(self) -> None:
-        if self._is_copying:
+        if self._lends:
             # Race: the writer would read what has not landed, and so would the copies of what is small.
             self._transfers.finish_out()
         for copy, slab, offset in self._small:
             copy.copy_(slab.host_view(copy, offset))
         for slab in self._here:
-            if slab.state is Residency.OFFLOADING:  # but for those that were borrowed
+            # Not those that were borrowed, nor one whose move was interrupted: what interrupted it is to come out.
+            if not slab.interrupted and slab.state is Residency.OFFLOADING:
                 slab.require_writable()
 
     def _borrow(self, slabs: list[Slab]) -> None:

@@ -355,6 +355,12 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:
     return session
 
 
+def _share_copies(engine: Engine, checkpoint: Any) -> None:
+    """Have a checkpoint worker get this rank's states by shared memory, once it is known that it can."""
+    refuse_small_shared_memory(checkpoint, engine.copied_for_a_save())
+    engine.share_copies()
+
+
 def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: OffloadConfig) -> Session | None:
     """Return the session that drives a training step, or None where the flag is not set.
 
@@ -367,9 +373,8 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
     if flag_is_set(cfg.optimizer):
         session = attach(optimizer, model_config, config)
         if not session.began:
-            refuse_small_shared_memory(cfg.checkpoint, session.engine.copied_for_a_save())
             if copies_go_to_a_worker(cfg.checkpoint):
-                on_every_rank(session.engine.share_copies)
+                on_every_rank(partial(_share_copies, session.engine, cfg.checkpoint))
             session.began = True
         return session
     session = None if optimizer is None else getattr(optimizer, "__dict__", {}).get(SESSION)

@@ -14,6 +14,7 @@ from test_snapshot import SIZES, made, params, read_as_it_is, residencies, state
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core import shared_host_buffer
 from bridge_fgo.core.debug import DebugTransfers
+from bridge_fgo.core.host_side import HostSide
 from bridge_fgo.core.layout import PAGED_BYTES
 from bridge_fgo.core.meters import PeakMeter
 from bridge_fgo.core.residency import Residency
@@ -189,6 +190,30 @@ def test_masters_on_their_way_out_in_part_are_lent_whole():
     handed = save(optimizer, engine, source)
     assert all(is_lent(engine, tensor) for tensor in big(handed))
     assert are_equal(handed, now(optimizer, engine))
+
+
+def test_what_interrupts_a_save_that_lends_comes_out(monkeypatch):
+    optimizer, engine, source, _ = lending()
+    engine.require_writable()
+
+    def interrupted(transfers, slab, written=True):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HostTransfers, "copy_out", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(optimizer, engine, source)
+    assert [bool(slab.interrupted) for slab in engine.slabs].count(True) == 1
+
+
+def test_small_states_are_copied_when_every_copy_to_the_host_has_landed(monkeypatch):
+    optimizer, engine, source, _ = lending()
+    order = []
+    finish, view = HostTransfers.finish_out, HostSide.host_view
+    monkeypatch.setattr(HostTransfers, "finish_out", lambda transfers: order.append("landed") or finish(transfers))
+    monkeypatch.setattr(HostSide, "host_view", lambda slab, *of: order.append("small") or view(slab, *of))
+    save(optimizer, engine, source)
+    assert order[:2] == ["landed", "landed"], "before the first is handed out, and after the last"
+    assert set(order[2:]) == {"small"}
 
 
 def test_debug_mode_poisons_no_buffer_that_is_lent():
