@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 from multiprocessing import forkserver
@@ -31,6 +32,14 @@ def start(target, *args) -> multiprocessing.Process:
     child = context().Process(target=target, args=args)
     child.start()
     return child
+
+
+def run_ranks(target, job) -> list:
+    """Run `target(rank, job)` in a process a rank to their ends; return what each has left as RANK.json."""
+    job.folder.mkdir(parents=True)
+    started = [start(target, rank, job) for rank in range(job.ranks)]
+    assert [join(child, f"as one of {job.ranks} ranks") for child in started] == [0] * job.ranks
+    return [json.loads((job.folder / f"{rank}.json").read_text()) for rank in range(job.ranks)]
 
 
 def join(child, what: str) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import children
 import pytest
 import rank_child
@@ -15,11 +13,7 @@ pytestmark = pytest.mark.usefixtures("cpu_standins")
 
 def run(folder, ranks, offload, loads=None):
     """Run the ranks to their end; return the folder, and what each rank saw."""
-    folder.mkdir(parents=True)
-    job = rank_child.Job(folder, ranks, offload, loads)
-    started = [children.start(rank_child.train, rank, job) for rank in range(ranks)]
-    assert [children.join(child, f"as one of {ranks} ranks") for child in started] == [0] * ranks
-    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return folder, children.run_ranks(rank_child.train, rank_child.Job(folder, ranks, offload, loads))
 
 
 def tensors(folder):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge_fgo.cli.bench.plots import agg_pyplot
+from bridge_fgo.cli.bench.plots import save_picture
 from bridge_fgo.harness.runner import ArmRun
 
 COLOURS = {
@@ -61,7 +61,7 @@ def states_of_run(arm: ArmRun) -> list[State]:
             continue
         of_all = [step[place] for step in steps]
         memory = dict(event["memory"])
-        # What is taken beside in the phase shows in the peak that is noted when the next one begins.
+        # The next phase begins by noting the peak of this one, and so the memory that was taken only for a while.
         after = steps[-1][place + 1]["memory"] if place + 1 < len(steps[-1]) else memory
         kinds = {kind: nbytes for kind, nbytes in memory.items() if kind in COLOURS}
         if "peak" in after and event["phase"] != "begins":
@@ -84,13 +84,7 @@ def draw_iteration(states: list[State], path: Path, title: str) -> None:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        pyplot = agg_pyplot()
-    except ImportError:
-        raise ValueError("--picture needs matplotlib: pip install 'bridge-fgo[bench]'") from None
-    figure = figure_of(states, pyplot, title)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save_picture(path, lambda pyplot: figure_of(states, pyplot, title))
 
 
 def figure_of(states: list[State], pyplot: Any, title: str) -> Any:

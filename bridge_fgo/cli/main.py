@@ -44,7 +44,7 @@ class Preset(StrEnum):
 
 
 class BenchOptimizer(StrEnum):
-    """What the bench trains with."""
+    """Optimizers that the bench trains with."""
 
     adam = "adam"
     muon = "muon"

@@ -1,4 +1,4 @@
-"""What `bridge-fgo demo --rl` reports of its two arms: rewards, seconds and bytes of each move, and what is equal."""
+"""The report of `bridge-fgo demo --rl`: rewards, seconds and bytes of each move, and whether both arms are equal."""
 
 from __future__ import annotations
 

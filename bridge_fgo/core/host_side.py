@@ -23,9 +23,9 @@ class HostSide:
             (offset, state.nbytes) for offset, state in places if state.home is None and state.nbytes >= PAGED_BYTES
         ]
         self.host: HostBuffer = HostBuffer(place.layout.nbytes)
-        """What copies out are written to, and copies in are read from."""
+        """Copies out write it, and copies in read it."""
         self.spare: SharedHostBuffer | None = None
-        """The other one, of the same kind as `host` then."""
+        """A second buffer, for while `host` is lent; `host` is shared too then."""
 
     @property
     def host_address(self) -> int:
@@ -45,9 +45,9 @@ class HostSide:
         return SharedHostBuffer(self.host.tensor.numel(), self._spans)
 
     def share_host(self, buffer: SharedHostBuffer) -> None:
-        """Have a buffer that can be lent in the place of the host buffer, with its bytes.
+        """Copy the host buffer's bytes to a buffer that can be lent, and use that from now on.
 
-        No copy out may be under way. Of copies in `HostBuffer.close` waits for the end.
+        No copy out may be under way. Copies in may: `HostBuffer.close` waits until they have ended.
         """
         buffer.tensor.copy_(self.host.tensor)
         before, self.host = self.host, buffer
@@ -75,7 +75,7 @@ class HostSide:
         """Make sure that the host buffer, which is about to be written, is not lent; `keep`: its bytes stay."""
         if not self.is_lent:
             return
-        # Race: what is written now, a checkpoint's writer would read, for minutes, as states of the save.
+        # Race: for minutes a checkpoint's writer reads the buffer; it would save what is written there now.
         assert self.can_lend
         lent, free = self.host, self.spare
         assert isinstance(lent, SharedHostBuffer) and free is not None

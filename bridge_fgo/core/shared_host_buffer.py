@@ -16,7 +16,7 @@ import torch
 from bridge_fgo.core.host_buffer import HostBuffer
 
 MAP_FIXED = 0x10
-"""Of Linux's `mmap`; Python's module has no name for it."""
+"""A flag of Linux's `mmap` that Python's module has no name for."""
 
 OTHER_FILES = 256
 """Open files that a process has beside those of memory that it shares, and some to spare."""

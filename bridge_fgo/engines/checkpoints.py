@@ -1,4 +1,4 @@
-"""What checkpoints get of the native engine's states, and where loaded ones go."""
+"""Hands the native engine's states to a checkpoint's save, and puts loaded ones where they are."""
 
 from __future__ import annotations
 

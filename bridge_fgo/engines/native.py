@@ -257,7 +257,7 @@ class NativeEngine(Engine):
 
         with ExitStack() as stack:
             if self.checkpoints.lends and self._is_saved_next:
-                # Beside the update that costs a part of what it costs a save to bring them back and unpack them.
+                # More bytes leave, beside the update. A save would have to bring packed masters back and unpack them.
                 stack.enter_context(self.masters.copied_whole())
             if self._is_whole(source):
                 self.require_writable(source)

@@ -44,7 +44,7 @@ class PackedMasters:
         """Return the codecs of slabs whose masters are on the GPU in part only, of some sources."""
         return [slab.codec for source in sources for slab in self._shares[source].slabs if slab.is_encoded]
 
-    # What leaves, and returns.
+    # As masters leave, and return.
 
     def locate_weights(self) -> None:
         """Look up where the weights are that masters are packed with, which a pass and a sleep may have moved."""

@@ -54,7 +54,7 @@ class CpuOptions:
     instances: int = 1
     """Distributed optimizer instances: groups of ranks among which the states are sharded."""
     outer_sharding: Literal["no_shard", "optim"] = "no_shard"
-    """What Megatron-FSDP shards between the instances too."""
+    """Megatron-FSDP's sharding between the instances."""
     swiglu: bool = False
     """Gated layers, whose first matrix `fsdp_dtensor` checkpoints split in two."""
     tp: int = 1

@@ -40,7 +40,7 @@ class Moved:
     caches: int = 0
     """Bytes of GPU memory of caches and workspaces that were dropped (`phases.caches`), beside `freed`."""
     stays: dict[str, int] | None = None
-    """Of a sleep on a GPU, what is still taken there, in bytes: by tensors ("allocated"), by PyTorch's allocator beside
+    """Bytes of GPU memory that are still taken after a sleep: by tensors ("allocated"), by PyTorch's allocator beside
     them ("cached"), and by all others ("outside"): the CUDA context, NCCL, libraries, other processes."""
     copied_by_kind: dict[str, int] | None = None
     """`copied` for each of "params", "grads" and "optimizer" that moved."""

@@ -363,19 +363,16 @@ def main(arguments: list[str] | None = None) -> None:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         cycle: dict[str, Any] = {"before": phases_arm.memory()}
-        if number == 1 and options.by not in ("ours", "memory_saver"):
-            cycle["out"] = crossing(sleep)
-        else:
-            start = time.perf_counter()
-            cycle["out"] = sleep()
-            cycle["sleep"] = time.perf_counter() - start
-        cycle["after"], cycle["left"] = phases_arm.memory(), held(trainer)
-        if number == 1 and options.by not in ("ours", "memory_saver"):
-            cycle["back"] = crossing(wake)
-        else:
-            start = time.perf_counter()
-            cycle["back"] = wake()
-            cycle["wake"] = time.perf_counter() - start
+        is_counted = number == 1 and options.by not in ("ours", "memory_saver")
+        for move, name, way in ((sleep, "sleep", "out"), (wake, "wake", "back")):
+            if is_counted:
+                cycle[way] = crossing(move)
+            else:
+                start = time.perf_counter()
+                cycle[way] = move()
+                cycle[name] = time.perf_counter() - start
+            if move is sleep:
+                cycle["after"], cycle["left"] = phases_arm.memory(), held(trainer)
         result["cycles"].append(cycle)
         result["pinned"].append(pinned(trainer))
     slept = trainer.sums()["params"]

@@ -65,7 +65,7 @@ class Settings:
     microbatches: int | None = None
     """How many microbatches a step has on each data-parallel rank; None for as many as the preset has."""
     optimizer: str = "adam"
-    """What every arm trains with; of `presets.OPTIMIZERS`."""
+    """Optimizer of every arm, a key of `presets.OPTIMIZERS`."""
     full_graphs: bool = False
     """Whether every arm captures forward and backward of a step into one CUDA graph."""
     time_limit: float | None = None

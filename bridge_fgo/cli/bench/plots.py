@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,21 @@ def gantt(traces: Mapping[str, Trace], path: Path) -> None:
     all_axes[-1, 0].set_xlabel("seconds from the begin of the step (profiled, so slower than measured)")
     ends = [intervals[-1][1] for t in traces.values() for intervals in (t.kernels, t.d2h, t.h2d) if intervals]
     all_axes[-1, 0].set_xlim(0, max(ends, default=1.0))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def save_picture(path: Path, make: Callable[[Any], Any]) -> None:
+    """Write the figure that `make` returns, given pyplot, to a file; its name says in which format.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        pyplot = agg_pyplot()
+    except ImportError:
+        raise ValueError("--picture needs matplotlib: pip install 'bridge-fgo[bench]'") from None
+    figure = make(pyplot)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

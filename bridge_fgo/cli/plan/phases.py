@@ -31,7 +31,7 @@ ITERATION = (SLEEP, ALONE, REST)
 
 @dataclass(frozen=True)
 class Move:
-    """What crosses the link in a move of one rank, in bytes."""
+    """Bytes of one rank that cross the link in one move."""
 
     name: str
     params: int = 0
@@ -68,7 +68,7 @@ class StagePhases:
 
     @property
     def moves(self) -> list[Move]:
-        """What crosses in each move, by kind."""
+        """The moves of an iteration, in order."""
         return [
             Move(SLEEP, params=self.shard, optimizer=self.states),
             Move(ALONE, params=self.shard + self.frozen),

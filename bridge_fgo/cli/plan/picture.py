@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bridge_fgo.cli.bench.plots import agg_pyplot
+from bridge_fgo.cli.bench.plots import save_picture
 from bridge_fgo.cli.plan.estimate import Estimate, StageEstimate, components, offloaded_bytes
 from bridge_fgo.cli.plan.verdict import MEMORY, Verdict, verdicts
 
@@ -32,13 +33,7 @@ def draw(estimate: Estimate, path: Path) -> None:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        pyplot = agg_pyplot()
-    except ImportError:
-        raise ValueError("--picture needs matplotlib: pip install 'bridge-fgo[bench]'") from None
-    figure = figure_of(estimate, pyplot)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save_picture(path, partial(figure_of, estimate))
 
 
 def figure_of(estimate: Estimate, pyplot: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What happens in an iteration: which phase ended when, what it moved, and what memory then held."""
+"""Notes the phases of an iteration: when each ended, the bytes that it moved, and the memory then."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Awake:
 
 @dataclass
 class Iteration:
-    """What an iteration came to. Rewards and losses are of all ranks, phases of this one."""
+    """Figures of one iteration. Rewards and losses are of all ranks, phases of this one."""
 
     number: int
     reward: float

@@ -89,7 +89,7 @@ class Neighbour:
 
 
 class Holder:
-    """What the second process holds."""
+    """Memory that the second process holds."""
 
     def __init__(self, device: str) -> None:
         import torch

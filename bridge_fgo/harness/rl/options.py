@@ -1,4 +1,4 @@
-"""What a run of the GRPO loop trains, how large, and over which ranks."""
+"""Options of a run of the GRPO loop: task, model sizes and parallelism."""
 
 from __future__ import annotations
 
