@@ -93,14 +93,16 @@ class PeakMeter:
             self.kept_by_graphs = sum(segment["total_size"] - segment["active_size"] for segment in segments)
 
     def _read(self) -> None:
-        stats = torch.cuda.memory_stats()
-        for key, value in stats.items():
-            if key.endswith(".all.peak"):
-                self.run_peaks[key] = max(value, self.run_peaks.get(key, 0))
+        # Of `memory_stats` this is what it makes its names of, some two hundred, which it sorts.
+        stats = torch.cuda.memory_stats_as_nested_dict()
+        pools = {name: each["all"] for name, each in stats.items() if isinstance(each, dict) and "all" in each}
+        peaks = {f"{name}.all.peak": int(all_pools["peak"]) for name, all_pools in pools.items()}
+        for key, value in peaks.items():
+            self.run_peaks[key] = max(value, self.run_peaks.get(key, 0))
         torch.cuda.reset_peak_memory_stats()
-        self.reserved_bytes = max(stats.get(RESERVED, 0), self.reserved_bytes)
+        self.reserved_bytes = max(peaks.get(RESERVED, 0), self.reserved_bytes)
         self.retries = stats.get("num_alloc_retries", 0)
-        peak = int(stats.get(ALLOCATED, 0))
+        peak = peaks.get(ALLOCATED, 0)
         self._phase, self._interval = max(peak, self._phase), max(peak, self._interval)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -40,6 +41,11 @@ class MemoryProfile:
     def peak(self) -> int:
         """The peak of a run whose states are released throughout."""
         return max([*self.intervals, self.step])
+
+    @cached_property
+    def forwards(self) -> list[Mark]:
+        """Marks of the forwards, in their order; of a pass that is over."""
+        return [mark for mark in self.marks if mark.layer >= 0]
 
     def covers(self, index: int, mark: Mark) -> bool:
         """Return whether the interval of point `index` is a bound for a pass that has `mark` there.

@@ -10,6 +10,8 @@ step, one in which everything was released throughout (`HoldPolicy`).
                  first that step first
     (a point that no measured pass covers, a larger sequence say: everything goes for the rest of the pass, which is
                  measured from there on)
+    forward      in place of `point` where every slab stays: only what goes into layers is compared. If it is too much,
+                 everything goes for the rest of the pass, and the passes after it report their points again
     reload       the last backward is done: slabs come as far as the optimizer step has room for them
     step         part by part, small ones in groups: wait for it, update it, send it off; meanwhile the next come
     end_step     a step that was measured gives a plan for those that follow; the peak of one that went by a plan is
@@ -36,6 +38,7 @@ from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.slab import Slab, decode_together, encode_together
 from bridge_fgo.core.slab_queue import SlabQueue
 from bridge_fgo.core.transfers import Transfers
+from bridge_fgo.core.watch import Watch
 
 GROUPS_HELD = 8
 """Groups of more than one part that the optimizer step has room for, at least: the one in hand, those that come, and
@@ -73,6 +76,9 @@ class Schedule:
         self._fresh = self._warm = False
         self._is_like_others = True
         self._course = Course()
+        self._watch: Watch | None = None
+        self._wants_points = False
+        """Whether passes report their points though nothing moves: one of them was larger than any measured one."""
         self.queue = SlabQueue(transfers, self.ledger, lambda text: holding.warn(text))
         self._newest = 0
         """`Recorder.newest_others` at the end of a pass that went by a plan."""
@@ -85,7 +91,7 @@ class Schedule:
 
     @property
     def _plan(self) -> HoldPlan | None:
-        return self._course.plan
+        return self._course.plan if self._watch is None else self._watch.plan
 
     def forget_parts(self) -> None:
         """Forget all parts: they are no more offloaded."""
@@ -117,9 +123,19 @@ class Schedule:
         self._is_like_others = is_like_others
         self.transfers.begin_pass()
         self.recorder.begin_pass()
-        self._course = Course(self.holding.plans_for(self.signature) if is_like_others else [])
+        plans = self.holding.plans_for(self.signature) if is_like_others else []
+        self._watch = Watch(plans) if plans and self._nothing_moves() else None
+        self._course = Course(() if self._watch else plans)
         self.packing.begin_pass(self.signature, by_plan=self._plan is not None and not self._fresh)
         self._start()
+
+    def _nothing_moves(self) -> bool:
+        return not (self._wants_points or self._fresh) and all(part.stays for part in self.parts)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether this pass need not report points, but `forward` alone."""
+        return self._watch is not None
 
     def release(self) -> None:
         """Pass point 0: nothing reads the states any more until the optimizer steps."""
@@ -139,7 +155,7 @@ class Schedule:
     def point(self, mark: Mark) -> None:
         """Pass a point: a layer begins its forward or has ended its backward."""
         recorder = self.recorder
-        if recorder.in_step:
+        if recorder.in_step or self.is_watching:
             return  # what comes for the update stays, whatever passes late
         recorder.point()
         self._index += 1
@@ -159,6 +175,24 @@ class Schedule:
             if held > plan.leave[self._index] or (held < plan.come[self._index] and self.queue.has_more):
                 with self.transfers.on_compute_stream():
                     self._hold_to(plan)
+
+    def forward(self, layer: int, nbytes: int) -> None:
+        """Note that a layer's forward begins in a pass in which nothing moves, and send all away if it is too large.
+
+        What it needs is not measured: that takes all of its points, so those of the passes after it are reported.
+
+        Args:
+            layer: its number, as in `Mark`.
+            nbytes: of the tensors that go into it.
+        """
+        watch = self._watch
+        if watch is None or watch.plan is None:
+            return
+        watch.forward(layer, nbytes)
+        if watch.plan is None:
+            self._wants_points = True
+            with self.transfers.on_compute_stream():
+                self._change_plan(None)
 
     def _known(self, plan: HoldPlan, newest: int) -> MemoryProfile:
         """Return a profile for the rest of the pass: up to here by a plan that held, and `Course.known`."""
@@ -328,7 +362,7 @@ class Schedule:
                 for position, part in enumerate(self.parts):
                     part.stays = position in staying
                 self.count_packable()
-                self._fresh = True
+                self._fresh, self._wants_points = True, False
         self.recorder.begin_pass()
         self.packing.end_step(updated, by_plan=self.is_planned)
         self._warm = self._warm or updated

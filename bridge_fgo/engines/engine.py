@@ -35,6 +35,8 @@ class Engine(ABC):
     """Host time that page-locking took, before training; 0 where nobody counts it."""
     watches_points = False
     """Whether `point` is of use."""
+    is_watching = False
+    """Whether nothing moves in this pass as long as it needs no more than others, so that `forward` is enough."""
     is_torn = False
     """Whether an error ended an optimizer step after some parameters were updated and before others were."""
     limits: str
@@ -117,6 +119,9 @@ class Engine(ABC):
         Returns False, and moves nothing, while the current stream is captured into a CUDA graph.
         """
         return True
+
+    def forward(self, layer: int, nbytes: int) -> None:  # noqa: B027
+        """Note, where `is_watching`, what goes into a layer whose forward begins; see `Mark`."""
 
     @abstractmethod
     def reload(self) -> None:

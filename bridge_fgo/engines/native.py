@@ -231,6 +231,16 @@ class NativeEngine(Engine):
         self.schedule.point(mark)
         return True
 
+    @property
+    @override
+    def is_watching(self) -> bool:
+        return self.schedule.is_watching
+
+    @override
+    def forward(self, layer: int, nbytes: int) -> None:
+        if not self.schedule.transfers.capturing():
+            self.schedule.forward(layer, nbytes)
+
     @override
     def reload(self) -> None:
         self.schedule.reload()

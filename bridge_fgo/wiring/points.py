@@ -16,6 +16,8 @@ from bridge_fgo.core.profile import Mark
 
 Point = Callable[[Mark], bool]
 """Passes a point; returns False where nothing may move, and so its backward is none either (`Engine.point`)."""
+Forward = Callable[[int, int], None]
+"""Takes the number of a layer whose forward begins, and the bytes of what goes into it (`Engine.forward`)."""
 
 
 class ModelPoints:
@@ -29,9 +31,13 @@ class ModelPoints:
         self._layers: weakref.WeakKeyDictionary[Module, list[Layer]] = weakref.WeakKeyDictionary()
         self._hook = PointHook(None)
 
-    def begin_pass(self) -> None:
-        """Begin a forward-backward pass, perhaps anew: nothing is live."""
-        self._hook.begin_pass()
+    def begin_pass(self, forward: Forward | None = None) -> None:
+        """Begin a forward-backward pass, perhaps anew: nothing is live.
+
+        Args:
+            forward: called in place of the points; None where they are called.
+        """
+        self._hook.begin_pass(forward)
 
     @contextmanager
     def hooked(self, model: Any, point: Point | None) -> Iterator[None]:
@@ -67,8 +73,9 @@ class PointHook:
         self._point = point
         self.begin_pass()
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, forward: Forward | None = None) -> None:
         """Forget what was live in an earlier pass of the step."""
+        self._forward = forward
         self._live = 0
         self._recomputed: defaultdict[int, deque[int]] = defaultdict(deque)
         """Bytes of the forwards of a layer, by its number, that are run again before their backward."""
@@ -86,6 +93,9 @@ class PointHook:
             return
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         nbytes = sum(value.nbytes for value in tensors) if is_sized else 0
+        if self._forward is not None:
+            self._forward(number, nbytes)
+            return
         differentiable = next((value for value in tensors if value.requires_grad), None)
         has_backward = differentiable is not None and torch.is_grad_enabled()
         earlier = self._recomputed[number]

@@ -196,11 +196,11 @@ class Session:
         """
         if not self._proven:
             self._eligible = self._eligible or self.engine.has_states()
-        self._points.begin_pass()
         if self._is_captured and not is_replayed:
             self.engine.begin_pass(is_like_others=False)
         else:
             self.engine.begin_pass()
+        self._points.begin_pass(self.engine.forward if self.engine.is_watching else None)
 
     def release(self) -> None:
         """Let GPU memory go: grads are zeroed and nothing reads the states any more."""

@@ -65,7 +65,8 @@ def test_what_graphs_keep_for_their_replays_counts_as_needed(monkeypatch):
     monkeypatch.setattr(PeakMeter, "works", True)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocated_bytes.all.peak": 40})
+    stats = {"allocated_bytes": {"all": {"peak": 40}}, "oversize_segments": {"peak": 1}, "num_alloc_retries": 0}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: stats)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     meter = PeakMeter()
     assert meter.end_interval() == 40

@@ -14,8 +14,11 @@ class Allocator:
     def __init__(self, patch):
         self.peaks = dict.fromkeys((ALLOCATED, RESERVED), 0)
         patch.setattr(PeakMeter, "works", property(lambda meter: True))
-        patch.setattr(torch.cuda, "memory_stats", lambda: dict(self.peaks))
+        patch.setattr(torch.cuda, "memory_stats_as_nested_dict", self.stats)
         patch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+
+    def stats(self):
+        return {key.split(".")[0]: {"all": {"peak": peak}} for key, peak in self.peaks.items()}
 
     def reset(self):
         self.peaks = dict.fromkeys(self.peaks, 0)

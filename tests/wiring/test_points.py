@@ -266,3 +266,17 @@ def test_a_pass_that_is_run_again_begins_with_nothing_live():
             passes.append(schedule.marks)
             schedule.marks = []
     assert passes[0] == passes[1]
+
+
+def test_where_forwards_are_enough_nothing_is_hung_on_tensors_and_no_point_is_passed():
+    model, schedule, forwards = Model(2), Schedule(), []
+    points, hidden = ModelPoints(), torch.ones(3, 4, requires_grad=True)
+    with points.hooked([model], point_of(schedule)):
+        points.begin_pass(lambda layer, nbytes: forwards.append((layer, nbytes)))
+        model(hidden).sum().backward()
+        assert hidden._backward_hooks is None
+        assert sorted(forwards) == [(number, hidden.nbytes) for number in range(len(layers(model)))]
+        assert not schedule.marks
+        points.begin_pass()
+        model(hidden).sum().backward()
+    assert schedule.points == 2 * len(forwards), "an attempt that is not watched reports its points again"
