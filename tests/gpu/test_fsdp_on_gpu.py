@@ -14,6 +14,17 @@ from bridge_fgo.harness import runner
 STEPS = 30
 EXPERTS = ("--experts", "4", "--topk", "2")
 WHOLE = ("--fsdp", "optim_grads_params")
+LARGE_STATES = tuple(["--layers", "24", "--hidden", "2048", "--ffn", "8192", "--heads", "16", "--seq", "2048", "--mbs", "2", "--gbs", "4"])
+"""1.64 billion parameters with 19.7 GB of states; the resident arm needs 48 GB, the offloaded one 29 GB."""
+
+
+def assert_memory_falls(peak: str, resident: runner.ArmRun, offloaded: runner.ArmRun) -> None:
+    """Checks that a peak of the offloaded arm is lower by at least 0.95 of what it released, which is all."""
+    released, states = offloaded.result["released_bytes"], offloaded.result["state_bytes"]
+    fallen = resident.result[peak] - offloaded.result[peak]
+    print(f"\n{peak}: from {resident.result[peak]} by {fallen}, released {released} of {states}")
+    assert released >= 0.95 * states
+    assert fallen >= 0.95 * released
 
 
 @pytest.mark.gpu
@@ -22,12 +33,17 @@ def test_30_steps_are_bitwise_equal_and_memory_falls_by_the_bytes_offloaded(tmp_
     needs_gpus(ranks)
     resident, offloaded = both_arms(tmp_path, *MANY_ACTIVATIONS, *WHOLE, steps=STEPS, ranks=ranks)
     assert_bitwise_equal(resident, offloaded, STEPS)
-    released = offloaded.result["released_bytes"]
-    names = "peak_allocated_bytes", "peak_reserved_bytes"
-    fallen = {name: resident.result[name] - offloaded.result[name] for name in names}
-    print(f"\n{ranks} rank(s): fallen {fallen}, released {released} of {offloaded.result['state_bytes']}")
-    assert released >= 0.95 * offloaded.result["state_bytes"]
-    assert min(fallen.values()) >= 0.95 * released
+    assert_memory_falls("peak_allocated_bytes", resident, offloaded)
+
+
+@pytest.mark.gpu
+def test_reserved_memory_falls_too_where_the_states_are_larger_than_the_holes_between_activations(
+    tmp_path: Path,
+) -> None:
+    # Of 1.5 GB of states 0.6 GB less was reserved on an H200: the allocator keeps some 0.9 GB that fit nothing.
+    resident, offloaded = both_arms(tmp_path, *LARGE_STATES, *WHOLE, steps=8)
+    assert_bitwise_equal(resident, offloaded, 8)
+    assert_memory_falls("peak_reserved_bytes", resident, offloaded)
 
 
 CASES = {
