@@ -91,12 +91,16 @@ class PointHook:
         """
         if self._point is None:
             return
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        nbytes = sum(value.nbytes for value in tensors) if is_sized else 0
+        nbytes, differentiable = 0, None
+        for value in (*args, *kwargs.values()):  # one loop, as each layer of each microbatch runs it
+            if isinstance(value, torch.Tensor):
+                if is_sized:
+                    nbytes += value.nbytes
+                if differentiable is None and value.requires_grad:
+                    differentiable = value
         if self._forward is not None:
             self._forward(number, nbytes)
             return
-        differentiable = next((value for value in tensors if value.requires_grad), None)
         has_backward = differentiable is not None and torch.is_grad_enabled()
         earlier = self._recomputed[number]
         live = self._live if has_backward and earlier else self._live + nbytes
