@@ -192,6 +192,24 @@ def test_each_strategy_of_megatron_fsdp_has_its_bytes_a_rank_and_a_node(no_megat
     assert 0.95 * link["pinned"] <= found["pinned_by_node"] <= link["pinned"]
 
 
+def test_doctor_and_plan_say_the_settings_with_the_memory_of_hybrid_device_optimizer_under_megatron_fsdp(
+    no_megatron, of_fsdp, tmp_path
+):
+    path = of_fsdp("optim")
+    changed(Path(path), tmp_path, "optimizer_offload_fraction: 0.0", "optimizer_offload_fraction: 0.25")
+    changed(Path(path), tmp_path, "optimizer_cpu_offload: false", "optimizer_cpu_offload: true")
+    said = "OffloadConfig(fraction=0.25) in place of optimizer.optimizer_offload_fraction=0.25"
+    for command_line in ("doctor", "plan"):
+        status, output = run(command_line, path, "--json")
+        (refusal,) = json.loads(output)["refusals"]
+        assert status == 1 and said in refusal and "OffloadConfig.master_weights=False" in refusal
+    changed(Path(path), tmp_path, "optimizer_cpu_offload: true", "optimizer_cpu_offload: false")
+    for options, itemsize in ((("--fraction", "0.25"), 12), (("--fraction", "0.25", "--no-master-weights"), 8)):
+        status, output = run("plan", path, "--json", *options)
+        (stage,) = json.loads(output)["stages"]
+        assert status == 0 and stage["offloaded"] >= 0.25 * itemsize * ELEMENTS
+
+
 def test_other_states_than_adams_under_megatron_fsdp_are_not_counted(no_megatron, of_fsdp, tmp_path):
     path = changed(Path(of_fsdp("optim")), tmp_path, "  optimizer: adam", "  optimizer: muon")
     status, output = run("plan", path)
