@@ -34,9 +34,10 @@ mcore-dev PATH:
 bridge-main BRIDGE MEGATRON_LM *ARGS:
     uv run python tests/upstream/checkouts.py {{BRIDGE}} {{MEGATRON_LM}} {{ARGS}}
 
-# Upstream's own tests without and with this package; PATH: a checkout of Megatron-Bridge, or of Megatron-LM (on RANKS).
-upstream PATH RANKS="1":
-    uv run python tests/upstream/suite.py {{PATH}} {{RANKS}}
+# Upstream's own tests without and with this package; PATH: a checkout of Megatron-Bridge, or of Megatron-LM (on RANKS);
+# TESTS: which, as paths in it.
+upstream PATH RANKS="1" *TESTS="":
+    uv run python tests/upstream/suite.py {{PATH}} {{RANKS}} {{TESTS}}
 
 # The series in patches/ on copies of the installed wheel; its own tests and the wiring tests on the patched one.
 patches:

@@ -51,6 +51,15 @@ class BenchOptimizer(StrEnum):
     dist_muon = "dist_muon"
 
 
+class Sharding(StrEnum):
+    """What Megatron-FSDP shards in the bench's arms that have it."""
+
+    no_shard = "no_shard"
+    optim = "optim"
+    optim_grads = "optim_grads"
+    optim_grads_params = "optim_grads_params"
+
+
 class _RunsScriptsOutsideOfClick(TyperGroup):
     """Starts the script of `run` only after click has returned.
 
@@ -225,7 +234,8 @@ def bench(
     arms: Annotated[
         str | None,
         typer.Option(
-            help="Which arms, resident first: resident,native,half,hybrid by default, mcore with --megatron-lm. "
+            help="Which arms, resident first: resident,native,half,hybrid by default, mcore with --megatron-lm, "
+            "fsdp_resident,fsdp with --fsdp. "
             "native:NAME=VALUE is one with a variable of its own, compared with resident:NAME=VALUE if that is there."
         ),
     ] = None,
@@ -264,6 +274,10 @@ def bench(
             help="Muons need emerging-optimizers; their mcore arm also a patched Bridge, see the bench's page."
         ),
     ] = BenchOptimizer.adam,
+    fsdp: Annotated[
+        Sharding | None,
+        typer.Option(help="Two arms more, with Megatron-FSDP that shards this: E beside that of DistributedOptimizer."),
+    ] = None,
     full_graphs: Annotated[
         bool,
         typer.Option("--full-graphs", help="Capture forward and backward of a step into one CUDA graph, in every arm."),
@@ -302,13 +316,14 @@ def bench(
     """
     from bridge_fgo.cli.bench import command, presets
 
-    by_default = ["resident", "native", *([] if in_turn else ["half"]), *(["mcore"] if megatron_lm else [])]
+    by_default = ["resident", "native", *([] if in_turn or fsdp else ["half"]), *(["mcore"] if megatron_lm else [])]
+    by_default += ["fsdp_resident", "fsdp"] if fsdp else []
     by_default += ["hybrid"] if optimizer == BenchOptimizer.adam else []
     names = by_default if arms is None else arms.split(",")
     checkouts = [str(path.resolve()) for path in megatron_lm or ()]
     try:
         presets.arms(
-            names, checkouts, preset.value, optimizer.value
+            names, checkouts, preset.value, optimizer.value, fsdp
         )  # refused before torch is imported and the GPU is touched
     except ValueError as error:
         typer.echo(f"bridge-fgo bench: {error}", err=True)
@@ -338,6 +353,7 @@ def bench(
         tp=tp,
         microbatches=microbatches,
         optimizer=optimizer.value,
+        fsdp=fsdp,
         full_graphs=full_graphs,
         gpus=gpus or here,
         folder=keep,

@@ -56,7 +56,7 @@ def check_inner(leaf: Any) -> None:
         )
     inner = leaf.optimizer
     if type(inner).__name__ == "HybridDeviceOptimizer":
-        raise ValueError(hybrid_refusal(leaf.config))
+        raise ValueError(hybrid_refusal(leaf.config, is_fsdp(leaf)))
     if is_muon(inner) and not isinstance(leaf, distrib_optimizer.DistributedOptimizer):
         return
     if not is_adam(inner):

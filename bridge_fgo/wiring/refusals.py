@@ -49,7 +49,7 @@ def config_refusals(cfg: Any) -> Iterator[str]:
         return
     if not flag_is_set(cfg.optimizer):
         return
-    yield from optimizer_refusals(cfg.optimizer)
+    yield from optimizer_refusals(cfg.optimizer, uses_fsdp(cfg))
     if getattr(getattr(cfg, "dist", None), "use_torch_fsdp2", False) is True:
         yield (
             f"dist.use_torch_fsdp2=True with {FLAG_TEXT}: torch FSDP2 shards the optimizer state itself; set "
@@ -257,8 +257,8 @@ def refuse_optimizer_config(config: Any) -> None:
     _raise_first(optimizer_refusals(config))
 
 
-def optimizer_refusals(config: Any) -> Iterator[str]:
-    """Yield why an OptimizerConfig whose flag is set is refused."""
+def optimizer_refusals(config: Any, fsdp: bool = False) -> Iterator[str]:
+    """Yield why an OptimizerConfig whose flag is set is refused; with `fsdp`, as that of a model in Megatron-FSDP."""
     if config.optimizer not in ("adam", *MUONS):
         yield (
             f"optimizer.optimizer={config.optimizer!r} with {FLAG_TEXT}: only the states of Adam and Muon can be "
@@ -278,7 +278,7 @@ def optimizer_refusals(config: Any) -> Iterator[str]:
             "ddp.use_distributed_optimizer=False"
         )
     if getattr(config, "optimizer_cpu_offload", False) is True:
-        yield hybrid_refusal(config)
+        yield hybrid_refusal(config, fsdp)
     if getattr(config, "optimizer_cuda_graph", False) is True:
         yield (
             f"optimizer.optimizer_cuda_graph=True with {FLAG_TEXT}: the graph has the states' addresses baked in; set "
@@ -291,14 +291,16 @@ def optimizer_refusals(config: Any) -> Iterator[str]:
             yield str(error)
 
 
-def hybrid_refusal(config: Any) -> str:
+def hybrid_refusal(config: Any, fsdp: bool = False) -> str:
     """Say why HybridDeviceOptimizer is refused, and which setting of this package offloads the share that it was given.
 
     Both take whole parameters in the optimizer's order until their share is reached, HybridDeviceOptimizer of the
-    elements and this package of the bytes.
+    elements and this package of the bytes. Under Megatron-FSDP this package takes whole parameter groups, and
+    HybridDeviceOptimizer leaves the masters where they are: its copies on the CPU are beside these.
 
     Args:
         config: an OptimizerConfig; one without `optimizer_offload_fraction` is told of everything.
+        fsdp: whether Megatron-FSDP shards the model.
     """
     fraction = getattr(config, "optimizer_offload_fraction", None)
     share = f"optimizer.optimizer_offload_fraction={fraction!r}"
@@ -308,6 +310,13 @@ def hybrid_refusal(config: Any) -> str:
         instead = f"optimizer.optimizer_cpu_offload=False and OffloadConfig(fraction={fraction!r}) in place of {share}"
     else:
         instead = f"optimizer.optimizer_cpu_offload=False: {share} moves nothing, and the flag alone every state"
+    if fsdp:
+        return (
+            f"optimizer.optimizer_cpu_offload=True with {FLAG_TEXT} and ddp.use_megatron_fsdp=True: "
+            "HybridDeviceOptimizer updates copies on the CPU, and Megatron-FSDP's masters stay on the GPU beside them; "
+            f"set {instead}; the masters leave too, and parameter groups as a whole (with "
+            "OffloadConfig.master_weights=False moments alone, which is what HybridDeviceOptimizer frees here)"
+        )
     return (
         f"optimizer.optimizer_cpu_offload=True with {FLAG_TEXT}: HybridDeviceOptimizer keeps and updates the states on "
         f"the CPU already; set {instead}; or leave the flag unset"

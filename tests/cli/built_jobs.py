@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 SMALL = "--layers 8 --hidden 256 --ffn 512 --heads 8 --seq 128 --vocab 1000 --mbs 1 --gbs 16"
-GPUS = {"dense": 16, "moe": 16, "latent": 4, "biased": 4, "mxfp8": 4, "refused": None, "unsized": 1}
+GPUS = {"dense": 16, "moe": 16, "latent": 4, "biased": 4, "mxfp8": 4, "fsdp": 8, "refused": None, "unsized": 1}
 
 OVERRIDES = {"refused": ["optimizer.optimizer_cuda_graph=true"]}
 
@@ -72,6 +72,10 @@ def mxfp8():
     result = config(f"{SMALL} --precision-aware --moments-dtype bf16")
     result.mixed_precision = bf16_with_mxfp8_mixed()
     return result
+
+
+def fsdp():
+    return config(f"{SMALL} --fsdp optim_grads_params --experts 8 --ep 2 --pp 2")
 
 
 def refused():

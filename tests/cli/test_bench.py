@@ -179,10 +179,11 @@ def test_every_preset_can_be_asked_for():
 
 
 def test_the_preset_of_many_slabs_sets_their_size_for_this_packages_engine_alone():
-    small = {one.name: "--slab-bytes" in one.options for one in presets.arms(list(presets.NAMES), [], "slabs")}
-    ours = ("native", "whole", "half", "auto")
+    names, fsdp = list(presets.NAMES), "optim"
+    small = {one.name: "--slab-bytes" in one.options for one in presets.arms(names, [], "slabs", fsdp=fsdp)}
+    ours = ("native", "whole", "half", "auto", "fsdp")
     assert small == {name: name in ours for name in presets.NAMES}
-    assert not any("--slab-bytes" in one.options for one in presets.arms(list(presets.NAMES), [], "short"))
+    assert not any("--slab-bytes" in one.options for one in presets.arms(names, [], "short", fsdp=fsdp))
 
 
 def test_the_half_arm_asks_for_half_of_the_saving():

@@ -130,8 +130,7 @@ def test_doctor_counts_the_states_of_a_saved_config_without_megatron(no_megatron
     status, output = run("doctor", str(saved), "--json")
     found = json.loads(output)
     assert status == 0, output
-    elements = 2 * (4 * 128**2 + 4 * 128 + 8 * 128**2 + 5 * 128 + 4 * 128) + 2 * 128 + 2 * 256 * 128
-    assert found["config"]["flag"] is True and found["config"]["state_bytes"] == [12 * elements]
+    assert found["config"]["flag"] is True and found["config"]["state_bytes"] == [12 * ELEMENTS]
 
 
 @pytest.mark.parametrize(
@@ -158,16 +157,63 @@ def test_states_that_the_plan_does_not_know_are_not_counted(no_megatron, saved, 
     assert status == 2 and "optimizer.optimizer='sgd': the plan knows" in " ".join(output.split())
 
 
-def test_states_under_megatron_fsdp_are_offloaded_and_not_counted(no_megatron, saved, tmp_path):
-    path = changed(saved, tmp_path, "use_megatron_fsdp: false", "use_megatron_fsdp: true")
-    why = "ddp.use_megatron_fsdp=True: the plan knows"
-    status, output = run("doctor", path, "--json")
-    found = json.loads(output)
-    assert status == 0 and found["refusals"] == [], output
-    assert any(note.startswith(f"bytes are not known: {why}") for note in found["notes"])
-    assert "state_bytes" not in found["config"]
+@pytest.fixture
+def of_fsdp(saved, tmp_path):
+    """The same config with Megatron-FSDP; a function of the strategy."""
+
+    def made(strategy):
+        path = changed(saved, tmp_path, "use_megatron_fsdp: false", "use_megatron_fsdp: true")
+        before = "data_parallel_sharding_strategy: no_shard"
+        return changed(Path(path), tmp_path, before, f"data_parallel_sharding_strategy: {strategy}")
+
+    return made
+
+
+ELEMENTS = 2 * (4 * 128**2 + 4 * 128 + 8 * 128**2 + 5 * 128 + 4 * 128) + 2 * 128 + 2 * 256 * 128
+
+
+@pytest.mark.parametrize(
+    ("strategy", "spread"), [("no_shard", ()), ("optim", ("masters", "moments")),
+    ("optim_grads", ("masters", "moments", "gradients")),
+    ("optim_grads_params", ("masters", "moments", "gradients", "parameters"))],
+)  # fmt: skip
+def test_each_strategy_of_megatron_fsdp_has_its_bytes_a_rank_and_a_node(no_megatron, of_fsdp, strategy, spread):
+    status, output = run("plan", of_fsdp(strategy), "--gpus", "16", "--system", "H200", "--json")
+    told = json.loads(output)
+    assert status == 0 and told["refusals"] == [], output
+    (stage,), (link,) = told["stages"], told["links"]
+    for name, itemsize in {"masters": 4, "moments": 8, "gradients": 2, "parameters": 2}.items():
+        of_rank = itemsize * ELEMENTS // (16 if name in spread else 1)
+        assert of_rank <= stage[name] <= 1.05 * of_rank, name
+    assert link["pinned"] == 8 * stage["offloaded"] and link["most_floor"] > 0
+    status, output = run("doctor", of_fsdp(strategy), "--gpus", "16", "--gpus-per-node", "8", "--json")
+    found = json.loads(output)["config"]
+    assert found["pinned_by_rank"] <= found["state_bytes"][0] == stage["state_bytes"]
+    assert 0.95 * link["pinned"] <= found["pinned_by_node"] <= link["pinned"]
+
+
+def test_doctor_and_plan_say_the_settings_with_the_memory_of_hybrid_device_optimizer_under_megatron_fsdp(
+    no_megatron, of_fsdp, tmp_path
+):
+    path = of_fsdp("optim")
+    changed(Path(path), tmp_path, "optimizer_offload_fraction: 0.0", "optimizer_offload_fraction: 0.25")
+    changed(Path(path), tmp_path, "optimizer_cpu_offload: false", "optimizer_cpu_offload: true")
+    said = "OffloadConfig(fraction=0.25) in place of optimizer.optimizer_offload_fraction=0.25"
+    for command_line in ("doctor", "plan"):
+        status, output = run(command_line, path, "--json")
+        (refusal,) = json.loads(output)["refusals"]
+        assert status == 1 and said in refusal and "OffloadConfig.master_weights=False" in refusal
+    changed(Path(path), tmp_path, "optimizer_cpu_offload: true", "optimizer_cpu_offload: false")
+    for options, itemsize in ((("--fraction", "0.25"), 12), (("--fraction", "0.25", "--no-master-weights"), 8)):
+        status, output = run("plan", path, "--json", *options)
+        (stage,) = json.loads(output)["stages"]
+        assert status == 0 and stage["offloaded"] >= 0.25 * itemsize * ELEMENTS
+
+
+def test_other_states_than_adams_under_megatron_fsdp_are_not_counted(no_megatron, of_fsdp, tmp_path):
+    path = changed(Path(of_fsdp("optim")), tmp_path, "  optimizer: adam", "  optimizer: muon")
     status, output = run("plan", path)
-    assert status == 2 and why in " ".join(output.split())
+    assert status == 2 and "optimizer.optimizer='muon' with ddp.use_megatron_fsdp=True" in " ".join(output.split())
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -17,7 +18,8 @@ import torch
 from bridge_fgo.cli.demo import missing_packages
 from bridge_fgo.cli.job.formula import stages_from_numbers
 from bridge_fgo.cli.job.job import job_of
-from bridge_fgo.cli.plan.estimate import MXFP8_BYTES, make_estimate
+from bridge_fgo.cli.plan.estimate import make_estimate
+from bridge_fgo.cli.plan.weights import MXFP8_BYTES
 from bridge_fgo.config import OffloadConfig
 
 pytestmark = [
@@ -38,7 +40,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("name", ["dense", "moe", "latent", "biased"])
+@pytest.mark.parametrize("name", ["dense", "moe", "latent", "biased", "fsdp"])
 def test_numbers_come_to_the_tensors_of_bridges_model(answers, name):
     assert answers[name].get("error") is None and answers[name]["bridge_refuses"] is None
     job = job_of(answers[name])
@@ -92,6 +94,26 @@ def test_mxfp8_parameters_keep_fp32_masters_and_bf16_moments(answers):
     fp8 = sum(tensor.numel for tensor in quantized)
     kept = plan.stages[0].parameters
     assert math.isclose(kept, fp8 * MXFP8_BYTES + 2 * (elements - fp8), rel_tol=1e-3)
+
+
+def test_megatron_fsdps_layout_of_bridges_model_is_that_of_its_numbers(answers):
+    job = job_of(answers["fsdp"])
+    assert job.engine == "native" and not job.refusals
+    of_numbers = dataclasses.replace(job, stages=stages_from_numbers(job.config))
+    # Numbers count the layers of all stages.
+    for each, layers in ((job, range(4)), (of_numbers, range(8))):
+        tensors = [tensor for stage in each.stages for chunk in stage for tensor in chunk]
+        assert {tensor.unit for tensor in tensors} == {None, *layers}
+    built, ours = (make_estimate(each, OffloadConfig(), [], None, None) for each in (job, of_numbers))
+    assert built.state_bytes_by_rank == ours.state_bytes_by_rank
+    assert [(stage.parameters, stage.gradients, stage.other) for stage in built.stages] == [
+        (stage.parameters, stage.gradients, stage.other) for stage in ours.stages
+    ]
+    whole = sum(tensor.numel for stage in job.stages for chunk in stage for tensor in chunk)
+    experts = sum(t.numel for stage in job.stages for chunk in stage for t in chunk if ".experts." in t.name)
+    # 4 ranks of a stage; 2 of them have the same experts.
+    held = sum(sum(of_stage) for of_stage in built.state_bytes_by_rank)
+    assert math.isclose(held, 12 * (whole + experts), rel_tol=0.02) and held >= 12 * (whole + experts)
 
 
 def test_all_refusals_are_listed_at_once(answers):

@@ -1,11 +1,11 @@
 """Runs upstream's own tests twice, without this package and with it installed, and compares each test's outcome.
 
-    python tests/upstream/suite.py CHECKOUT [RANKS]
+    python tests/upstream/suite.py CHECKOUT [RANKS [PATH ...]]
 
 CHECKOUT: of Megatron-Bridge (its `tests/unit_tests/training` is run, against the Bridge that is installed), or of
-Megatron-LM (its tests of optimizers with states, `MCORE`, against the checkout's mcore, on so many RANKS; without GPUs
-CUDA stands in, and what needs the real one fails both times). Exit status 1 where an outcome differs, 2 where there is
-nothing to run.
+Megatron-LM (its tests of optimizers with states and of Megatron-FSDP, `MCORE`, against the checkout's mcore, on so many
+RANKS; without GPUs CUDA stands in, and what needs the real one fails both times). PATH: tests to run in their place,
+from the checkout. Exit status 1 where an outcome differs, 2 where there is nothing to run.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ MCORE = (
     "test_layer_wise_optimizer.py",
     "dist_checkpointing/test_layer_wise_optimizer.py",
     "dist_checkpointing/test_optimizer.py",
+    "distributed/mfsdp_v1",
+    "transformer/test_fsdp_dtensor_checkpoint.py",
+    "a2a_overlap/test_fsdp_1f1b_overlap.py",
 )
 """Tests of mcore, in `tests/unit_tests`; the first are of generation 1 of its own offloader."""
 
@@ -85,7 +88,7 @@ def outcome(case: ElementTree.Element) -> str:
 def main() -> int:
     """Run and compare; see the module."""
     checkout, ranks = Path(sys.argv[1]).resolve(), int(sys.argv[2]) if len(sys.argv) > 2 else 1
-    tests = what_to_run(checkout)
+    tests = sys.argv[3:] or what_to_run(checkout)
     if not tests:
         print(f"{checkout} has neither Bridge's tests/unit_tests/training nor mcore's {', '.join(MCORE)}")
         return 2

@@ -393,6 +393,34 @@ def test_what_does_not_go_with_megatron_fsdp_is_refused_by_name(cfg, section, pa
 
 
 @pytest.mark.parametrize(
+    ("fraction", "instead"),
+    [
+        (0.5, "OffloadConfig(fraction=0.5) in place of optimizer.optimizer_offload_fraction=0.5"),
+        (1.0, "optimizer_cpu_offload=False: the flag alone offloads every state"),
+    ],
+)
+def test_hybrid_device_optimizer_under_megatron_fsdp_is_told_the_settings_with_its_memory(cfg, fraction, instead):
+    from bridge_fgo.wiring.refusals import all_refusals
+
+    class HybridDeviceOptimizer(torch.optim.AdamW):
+        pass
+
+    cfg.ddp.use_megatron_fsdp = True
+    cfg.optimizer.optimizer_cpu_offload, cfg.optimizer.optimizer_offload_fraction = True, fraction
+    (refusal,) = all_refusals(cfg, bridge_fgo.OffloadConfig())
+    assert "ddp.use_megatron_fsdp=True" in refusal and instead in refusal
+    assert "OffloadConfig.master_weights=False" in refusal
+    built = leaf(inner=HybridDeviceOptimizer([torch.zeros(1)]))
+    built.config = cfg.optimizer
+    built.ddp_config.use_megatron_fsdp, built.model_chunks = True, []
+    with pytest.raises(ValueError, match=re.escape(refusal)):
+        eligible(built)
+    cfg.optimizer.optimizer_cpu_offload = False
+    assert not list(all_refusals(cfg, bridge_fgo.OffloadConfig(fraction=fraction)))
+    assert not list(all_refusals(cfg, bridge_fgo.OffloadConfig(fraction=fraction, master_weights=False)))
+
+
+@pytest.mark.parametrize(
     ("settings", "ddp"),
     [({"engine": "mcore"}, {}), ({"master_remainders": True}, {}), ({"moments": False}, {"main_params_dtype": None})],
 )

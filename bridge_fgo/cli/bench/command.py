@@ -18,6 +18,7 @@ from rich.table import Table
 
 from bridge_fgo.cli import page
 from bridge_fgo.cli.bench.figures import Row, make_row
+from bridge_fgo.cli.bench.fsdp_gap import gap_of
 from bridge_fgo.cli.bench.in_turn import WARM_UP_STEPS, InTurn, order_of, squeezed_arms
 from bridge_fgo.cli.bench.plots import gantt, memory_timeline
 from bridge_fgo.cli.bench.presets import BenchArm, arms, read_name, resident_of, save_options, size_options
@@ -66,6 +67,8 @@ class Settings:
     """How many microbatches a step has on each data-parallel rank; None for as many as the preset has."""
     optimizer: str = "adam"
     """Optimizer of every arm, a key of `presets.OPTIMIZERS`."""
+    fsdp: str | None = None
+    """What Megatron-FSDP shards in the arms that have it, one of `presets.STRATEGIES`; None where none has."""
     full_graphs: bool = False
     """Whether every arm captures forward and backward of a step into one CUDA graph."""
     time_limit: float | None = None
@@ -77,6 +80,13 @@ class Settings:
     def train_steps(self) -> int:
         """Steps of each arm that are not for its trace or for its copies alone."""
         return WARM_UP_STEPS + self.rounds * self.turn_steps if self.in_turn else self.steps
+
+    def check_graphs(self) -> None:
+        """Raise ValueError for graphs that an arm cannot capture."""
+        if self.full_graphs and self.fsdp is not None:
+            raise ValueError(
+                f"--full-graphs with --fsdp {self.fsdp}: Megatron-FSDP is not set up to be captured here; leave one out"
+            )
 
     def check_turns(self) -> None:
         """Raise ValueError for what arms that are all alive at once cannot do."""
@@ -239,10 +249,11 @@ def run(settings: Settings) -> int:
     """
     console = Console(stderr=settings.json_output)
     settings.check_turns()
+    settings.check_graphs()
     if settings.traces and importlib.util.find_spec("matplotlib") is None:
         console.print("bridge-fgo bench: pictures need matplotlib: pip install 'bridge-fgo[bench]', or --no-traces")
         return FAILED
-    chosen = arms(settings.arms, settings.megatron_lm, settings.preset, settings.optimizer)
+    chosen = arms(settings.arms, settings.megatron_lm, settings.preset, settings.optimizer, settings.fsdp)
     size_options(settings.preset, settings.gpus, settings.tp)  # refuses what cannot be before anything starts
     settings.folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -256,6 +267,10 @@ def run(settings: Settings) -> int:
         failures |= squeezed
         console.print("\n".join(squeezed.values()), markup=False)
     there = [arm for arm in chosen if arm.name not in failures]
+    if not any(arm.is_fsdp and arm.is_resident for arm in there):
+        alone = [arm.name for arm in there if arm.is_fsdp]
+        failures |= {name: f"{name}: fsdp_resident, which it is compared with, failed" for name in alone}
+        there = [arm for arm in there if not arm.is_fsdp]
     traces: dict[str, Trace] = {}
     if settings.traces:
         traces = {arm.name: read_trace(trace_path(settings, arm, 0)) for arm in chosen if runs[arm.name]}
@@ -266,14 +281,19 @@ def run(settings: Settings) -> int:
         for arm in there
     ]
     result, texts = {}, []
+    e = {row.arm: row.e for row in rows}
     if settings.in_turn:
         by_rounds = rounds_of({arm.name: runs[arm.name][0] for arm in there}, compared_with, link)
         comparisons = faster(by_rounds, {arm.name for arm in there if arm.is_resident})
         names = [arm.name for arm in chosen]
         order = [order_of(names, number + 1) for number in range(len(by_rounds[0].seconds))]
         result, texts = {"in_turn": as_json(by_rounds, order, comparisons)}, table_of_rounds(by_rounds)
+        e = {arm.arm: arm.e for arm in by_rounds}
         for comparison in comparisons:
             console.print(str(comparison), markup=False)
+    if (gap := gap_of(e, settings.fsdp)) is not None:
+        console.print(str(gap), markup=False, highlight=False)
+        result["fsdp"] = gap.as_json()
     report(settings, console, link, rows, traces, failures, runs[chosen[0].name][0], result, texts)
     if failures:
         return FAILED

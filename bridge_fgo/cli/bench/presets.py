@@ -33,7 +33,11 @@ OPTIMIZERS = ("adam", "muon", "dist_muon")
 CHUNK_NUMEL = 2**25
 """Elements of a chunk of the step of Megatron-LM #6544, whose states are 0.4 GB: about as much as a part of this
 package's step has."""
-NAMES = ("resident", "recomputed", "native", "whole", "half", "auto", "mcore", "hybrid")
+NAMES = ("resident", "recomputed", "native", "whole", "half", "auto", "mcore", "fsdp_resident", "fsdp", "hybrid")
+RESIDENTS = ("resident", "fsdp_resident")
+"""Arms that others are compared with: those of Megatron-FSDP with a resident one of its own."""
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""What Megatron-FSDP shards; the last shards all, and is what Bridge's recipes have."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,19 @@ class BenchArm:
     """Variables that set it apart from another arm of its kind."""
 
     @property
+    def kind(self) -> str:
+        """One of `NAMES`, but for `mcore` arms of several checkouts."""
+        return self.name.partition(":")[0]
+
+    @property
     def is_resident(self) -> bool:
         """Whether others are compared with it."""
-        return self.name.partition(":")[0] == "resident"
+        return self.kind in RESIDENTS
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether Megatron-FSDP shards its model."""
+        return self.kind.startswith("fsdp")
 
     @property
     def file_name(self) -> str:
@@ -106,12 +120,17 @@ def read_name(text: str) -> tuple[str, dict[str, str]]:
 
 
 def resident_of(arm: BenchArm, among: list[BenchArm]) -> BenchArm:
-    """Return the resident arm with the same variables as `arm`; the first resident one where there is none."""
-    residents = [other for other in among if other.is_resident]
+    """Return the resident arm with the same variables as `arm`; the first resident one where there is none.
+
+    Arms with Megatron-FSDP have resident ones of their own, of which one has to be there.
+    """
+    residents = [other for other in among if other.is_resident and other.is_fsdp is arm.is_fsdp]
     return next((other for other in residents if other.environment == arm.environment), residents[0])
 
 
-def arms(names: list[str], megatron_lm: list[str], preset: str, optimizer: str = "adam") -> list[BenchArm]:
+def arms(
+    names: list[str], megatron_lm: list[str], preset: str, optimizer: str = "adam", fsdp: str | None = None
+) -> list[BenchArm]:
     """Return the arms of the given names, in that order.
 
     Args:
@@ -120,6 +139,7 @@ def arms(names: list[str], megatron_lm: list[str], preset: str, optimizer: str =
             installed mcore is taken.
         preset: of `PRESETS`.
         optimizer: of `OPTIMIZERS`.
+        fsdp: of `STRATEGIES`, of the arms with Megatron-FSDP; None where there are none.
 
     Raises:
         ValueError: a name is unknown or given twice, or the resident arm, which all others are compared with, is not
@@ -133,19 +153,40 @@ def arms(names: list[str], megatron_lm: list[str], preset: str, optimizer: str =
         raise ValueError(f"--arms {','.join(names)}: {meant}use resident first, then any of {', '.join(NAMES[1:])}")
     if len(set(names)) < len(names):
         raise ValueError(f"--arms {','.join(names)}: an arm is there twice; --rounds says how often each runs")
+    _check_fsdp([kind for kind, _ in read], optimizer, fsdp)
     found: list[BenchArm] = []
     for kind, environment in read:
         suffix = "".join(f":{name}={value}" for name, value in environment.items())
-        for arm in _arms_of(kind, megatron_lm, preset, optimizer):
+        for arm in _arms_of(kind, megatron_lm, preset, optimizer, fsdp):
             found.append(replace(arm, name=arm.name + suffix, environment=environment))
     return found
 
 
-def _arms_of(kind: str, megatron_lm: list[str], preset: str, optimizer: str) -> list[BenchArm]:
+def _check_fsdp(kinds: list[str], optimizer: str, fsdp: str | None) -> None:
+    """Raise ValueError where arms with Megatron-FSDP and what it is to shard do not go together."""
+    has_arms = {kind: kind in kinds for kind in ("fsdp_resident", "fsdp")}
+    if fsdp is None and not any(has_arms.values()):
+        return
+    if fsdp not in STRATEGIES:
+        raise ValueError(f"the arms fsdp_resident and fsdp: say what it shards, --fsdp {', '.join(STRATEGIES)}")
+    if not all(has_arms.values()):
+        raise ValueError(
+            f"--fsdp {fsdp} with --arms {','.join(kinds)}: the arms of Megatron-FSDP are two, fsdp_resident and fsdp, "
+            "which is compared with it; name both"
+        )
+    if optimizer != "adam":
+        raise ValueError(f"--fsdp {fsdp} with --optimizer {optimizer}: its arms train with Adam alone; leave one out")
+
+
+def _arms_of(kind: str, megatron_lm: list[str], preset: str, optimizer: str, fsdp: str | None) -> list[BenchArm]:
     muon = () if optimizer == "adam" else ("--no-distributed", "--optimizer", optimizer)
     native = (*muon, "--offload", "on", "--engine", "native")
     if preset in SLAB_BYTES:
         native += ("--slab-bytes", str(SLAB_BYTES[preset]))
+    if fsdp is not None and kind.startswith("fsdp"):
+        # Its checkpoints are not written in the background.
+        resident = ("--offload", "off", *RESIDENT.get(preset, ()))
+        return [BenchArm(kind, ("--fsdp", fsdp, *(resident if kind in RESIDENTS else native)), saves=False)]
     if kind == "resident":
         return [BenchArm(kind, (*muon, "--offload", "off", *RESIDENT.get(preset, ())))]
     if kind == "recomputed":

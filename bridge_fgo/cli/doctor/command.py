@@ -16,7 +16,8 @@ from bridge_fgo.cli.demo import missing_packages, readable_bytes
 from bridge_fgo.cli.doctor.installed import installed
 from bridge_fgo.cli.doctor.machine import Machine, look, warnings
 from bridge_fgo.cli.job.job import Job, ask_builder, read_job
-from bridge_fgo.cli.plan.estimate import Estimate, budget_refusals, is_upstreams, make_estimate
+from bridge_fgo.cli.plan.estimate import Estimate, budget_refusals, make_estimate
+from bridge_fgo.cli.plan.rank_layout import is_upstreams
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.host_memory import Need, available_bytes, host_memory_refusal, pools, total_bytes
 from bridge_fgo.harness.runner import ArmFailed

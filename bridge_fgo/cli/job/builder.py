@@ -29,6 +29,7 @@ import torch
 from bridge_fgo.cli.job.parallel import parallel_of
 from bridge_fgo.standins import te_shapes
 from bridge_fgo.standins.cuda import without_gpu
+from bridge_fgo.wiring.fsdp_refusals import uses_fsdp
 
 PLAIN = (str, int, float, bool, type(None))
 # mcore compares them with the model's attention_backend and ends the build where they differ. They choose a kernel,
@@ -202,8 +203,13 @@ def build_stage(config: Any, gpus: int, stage: int) -> list[list[dict[str, Any]]
                 pg_collection=groups,
             )
             with_matrices = config.optimizer.optimizer != "adam"
-            named = (chunk.named_parameters() for chunk in chunks)
-            return [[tensor_of(name, param, with_matrices) for name, param in of_chunk] for of_chunk in named]
+            found = [
+                [tensor_of(name, param, with_matrices) for name, param in chunk.named_parameters()] for chunk in chunks
+            ]
+            if uses_fsdp(config):
+                for chunk, tensors in zip(chunks, found, strict=True):
+                    add_what_fsdp_asks(chunk, tensors, config.ddp)
+            return found
         finally:
             parallel_state.destroy_model_parallel()
 
@@ -235,6 +241,22 @@ def tensor_of(name: str, param: torch.nn.Parameter, with_matrices: bool) -> dict
         "own_bucket": bool(getattr(param, "shared_embedding", False)),
         "trainable": param.requires_grad,
     }
+
+
+def add_what_fsdp_asks(chunk: torch.nn.Module, tensors: list[dict[str, Any]], ddp: Any) -> None:
+    """Say of each tensor of a model chunk how long its rows are, and which layer Megatron-FSDP gathers with it."""
+    from megatron.core.ssm.mamba_layer import MambaLayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    units: dict[str, int] = {}
+    if ddp.data_parallel_sharding_strategy == "optim_grads_params":
+        # Those of mcore's adapter, FullyShardedDataParallel; what lies within one is of it.
+        layers = [name for name, module in chunk.named_modules() if isinstance(module, (TransformerLayer, MambaLayer))]
+        outermost = [name for name in layers if not any(name.startswith(f"{other}.") for other in layers)]
+        units = {f"{name}.": number for number, name in enumerate(outermost)}
+    for tensor, (name, param) in zip(tensors, chunk.named_parameters(), strict=True):
+        tensor["row"] = param.shape[1:].numel()
+        tensor["unit"] = next((number for layer, number in units.items() if name.startswith(layer)), None)
 
 
 def bridge_estimate(config: Any) -> dict[str, float] | None:

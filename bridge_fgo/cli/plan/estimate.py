@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from bridge_fgo.cli.bench.floor import floor_seconds
 from bridge_fgo.cli.job.job import Job
 from bridge_fgo.cli.plan.activations import WORKSPACES, activation_bytes
-from bridge_fgo.cli.plan.layout import Buffer, buffers_of
 from bridge_fgo.cli.plan.links import Link
-from bridge_fgo.cli.plan.state import StateBytes, state_bytes
-from bridge_fgo.cli.plan.whole_state import is_layer_wise, kept_by, updates_whole_parameters, whole_state_bytes
+from bridge_fgo.cli.plan.rank_layout import Layout, is_upstreams, layout_of
+from bridge_fgo.cli.plan.state import StateBytes
+from bridge_fgo.cli.plan.weights import WeightBytes
+from bridge_fgo.cli.plan.whole_state import is_layer_wise, updates_whole_parameters
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.policy import MemoryProfile, budget_refusal, choose_staying, least_budget
 from bridge_fgo.wiring.fsdp_refusals import uses_fsdp
-
-MXFP8_BYTES = 2 * (1 + 1 / 32)
-"""Bytes of a parameter's element in MXFP8: its rows and its columns, each one byte, and one for every 32 (the
-microscaling format's block). Without the padding of the scales."""
-FP8_BYTES = 2.0
-"""Bytes of a parameter's element in FP8 with another recipe: the value, in DDP's buffer, and its transpose."""
 
 
 @dataclass(frozen=True)
 class StageEstimate:
     """The rank of a pipeline stage that needs the most memory, in bytes.
 
-    parameters, gradients: with the padding of DDP's buffers. states: exact. activations: None where not known.
+    parameters, gradients: with the padding of their buffers. other: workspaces, and what Megatron-FSDP gathers.
+    states: exact. activations: None where not known.
     offloaded: of the states, what the peak falls by. count: trainable parameters that the rank computes with.
     least_state: of the stage's rank that updates the fewest. least_budget: the least peak that all ranks of the stage
     can keep to, the engine's `least_budget`; activations that are not known count as nothing in it.
@@ -37,6 +33,7 @@ class StageEstimate:
     count: int
     parameters: int
     gradients: int
+    other: int
     states: StateBytes
     least_state: int
     activations: int | None
@@ -45,19 +42,11 @@ class StageEstimate:
     @property
     def fixed(self) -> int:
         """Bytes on the GPU beside activations, with every state resident."""
-        return self.parameters + self.gradients + self.states.total + WORKSPACES
+        return self.parameters + self.gradients + self.states.total + self.other
 
     def peak(self, offloaded: int) -> int | None:
         """Return the peak of forward and backward with `offloaded` bytes of the states away."""
         return None if self.activations is None else self.fixed + self.activations - offloaded
-
-
-@dataclass(frozen=True)
-class Layout:
-    """DDP's buffers of each stage, and the states of each rank of each stage: the slow part of an estimate."""
-
-    buffers: list[list[Buffer]]
-    states: list[list[StateBytes]]
 
 
 @dataclass(frozen=True)
@@ -147,9 +136,8 @@ def make_estimate(
         layout: of a job of the same tensors, and of an offload that differs in its budget alone; None to make it.
 
     Raises:
-        ValueError: the states are not those of Adam or Muon, or lie otherwise than in DDP's buffers or in whole
-            parameters, so that there is nothing to estimate; or upstream's offloader chooses a share of them by a
-            setting of its own.
+        ValueError: the states are not those of Adam or Muon, or under Megatron-FSDP not of Adam, so that there is
+            nothing to estimate; or upstream's offloader chooses a share of them by a setting of its own.
     """
     share = getattr(job.config.optimizer, "optimizer_state_offload_fraction", 1.0)
     if job.engine == "mcore generation 2" and share != 1.0:
@@ -157,14 +145,10 @@ def make_estimate(
             f"optimizer.optimizer_state_offload_fraction={share!r}: what mcore's chunked offloader takes is not known "
             "to the plan; use OffloadConfig.fraction (--fraction), which the native engine honours"
         )
-    if uses_fsdp(job.config):
-        raise ValueError(
-            "ddp.use_megatron_fsdp=True: the plan knows DDP's layout of the states alone, and not this one"
-        )
     layout = layout or layout_of(job, offload)
-    buffers, states, upstream = layout.buffers, layout.states, is_upstreams(job, offload)
+    states, upstream = layout.states, is_upstreams(job, offload)
     stages = [
-        _stage_estimate(job, stage, buffers[stage], states[stage], activations)
+        _stage_estimate(job, stage, layout.weights[stage], states[stage], activations)
         for stage in range(job.parallel.pipeline)
     ]
     moved = [
@@ -186,83 +170,39 @@ def make_estimate(
     return Estimate(job, offload, stages, states, most, pinned, of_links, _notes(job, stages, activations))
 
 
-def layout_of(job: Job, offload: OffloadConfig) -> Layout:
-    """Return the buffers and states of a job: of many experts, what takes the time of an estimate."""
-    buffers = [stage_buffers(job, stage) for stage in range(job.parallel.pipeline)]
-    # Upstream copies masters as they are.
-    copied = replace(offload, master_remainders=False) if is_upstreams(job, offload) else offload
-    return Layout(buffers, _rank_states(job, buffers, copied))
-
-
-def is_upstreams(job: Job, offload: OffloadConfig) -> bool:
-    """Return whether mcore's own offloader would serve the job; without an mcore to ask, as the settings say."""
-    return offload.engine == "mcore" if job.engine is None else job.engine.startswith("mcore")
-
-
-def stage_buffers(job: Job, stage: int) -> list[Buffer]:
-    """Return DDP's buffers of a pipeline stage."""
-    others = sum(tensor.numel for chunk in job.stages[stage][1:] for tensor in chunk)
-    return [
-        buffer
-        for index, chunk in enumerate(job.stages[stage])
-        for buffer in buffers_of(chunk, stage == index == 0, job.config.ddp, job.parallel, others)
-    ]
-
-
-def _rank_states(job: Job, buffers: list[list[Buffer]], offload: OffloadConfig) -> list[list[StateBytes]]:
-    """Return the states of each rank of each stage."""
-    parallel, optimizer = job.parallel, job.config.optimizer
-    whole = updates_whole_parameters(optimizer, job.config.ddp)
-    found: list[list[StateBytes]] = []
-    for stage, of_stage in enumerate(buffers):
-        tensors = [tensor for chunk in job.stages[stage] for tensor in chunk]
-        known: dict[tuple[int, int], StateBytes] = {}
-        found.append([])
-        for rank in range(parallel.stage_ranks):
-            key = (parallel.shard_index(rank, False), parallel.shard_index(rank, True))
-            if key not in known and whole:
-                known[key] = whole_state_bytes(kept_by(rank, tensors, optimizer, parallel), optimizer, offload)
-            elif key not in known:
-                shards = [(buffer, key[buffer.expert]) for buffer in of_stage]
-                known[key] = state_bytes(shards, optimizer, job.config.ddp, offload)
-            found[-1].append(known[key])
-    return found
-
-
 def _stage_estimate(
-    job: Job, stage: int, buffers: list[Buffer], states: list[StateBytes], activations: int | None
+    job: Job, stage: int, weights: WeightBytes, states: list[StateBytes], activations: int | None
 ) -> StageEstimate:
     tensors = [tensor for chunk in job.stages[stage] for tensor in chunk]
-    parameters = sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors if not tensor.trainable)
-    is_mxfp8 = getattr(job.config.model, "fp8_recipe", None) == "mxfp8"
-    for buffer in buffers:
-        if buffer.places[0][0].quantized:
-            numel = sum(tensor.numel for tensor, *_ in buffer.places) if is_mxfp8 else buffer.numel
-            parameters += int(numel * (MXFP8_BYTES if is_mxfp8 else FP8_BYTES))
-        else:
-            parameters += buffer.numel * buffer.dtype.itemsize
-    gradients = sum(buffer.numel * buffer.gradient.itemsize for buffer in buffers)
     if activations is None:
         activations = activation_bytes(job, stage)
     of_ranks = sorted(states, key=lambda state: state.total)
+    # In the optimizer step there are neither gathered weights nor activations.
+    other = WORKSPACES + max(weights.gathered, weights.in_step - (activations or 0))
+    held = weights.parameters + weights.gradients + WORKSPACES
     return StageEstimate(
         stage=stage,
         count=sum(tensor.numel for tensor in tensors if tensor.trainable),
-        parameters=parameters,
-        gradients=gradients,
+        parameters=weights.parameters,
+        gradients=weights.gradients,
+        other=other,
         states=of_ranks[-1],
         least_state=of_ranks[0].total,
         activations=activations,
         least_budget=max(
-            _least_budget(parameters + gradients + WORKSPACES, activations or 0, of_rank) for of_rank in set(states)
+            _least_budget(held, weights.gathered + (activations or 0), weights.in_step, of_rank)
+            for of_rank in set(states)
         ),
     )
 
 
-def _least_budget(others: int, activations: int, states: StateBytes) -> int:
-    """Return the engine's least budget of a rank that holds `others` bytes throughout beside states and activations."""
+def _least_budget(others: int, passing: int, in_step: int, states: StateBytes) -> int:
+    """Return the engine's least budget of a rank that holds `others` bytes throughout beside states.
+
+    Beside these it holds `passing` bytes in forward and backward, and `in_step` in the optimizer step.
+    """
     beside = others + states.total - states.offloaded
-    return least_budget(MemoryProfile([beside + activations], step=beside), states.transits, states.masters_held)
+    return least_budget(MemoryProfile([beside + passing], step=beside + in_step), states.transits, states.masters_held)
 
 
 def components(stage: StageEstimate) -> dict[str, int | None]:
@@ -273,7 +213,7 @@ def components(stage: StageEstimate) -> dict[str, int | None]:
         "masters": stage.states.masters,
         "moments": stage.states.moments,
         "activations": stage.activations,
-        "workspaces": WORKSPACES,
+        "workspaces": stage.other,
     }
 
 
@@ -361,7 +301,12 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> li
         notes.append("activations: tokens spread evenly over experts, no dispatcher's buffers; not held against runs")
     if activations is None and getattr(model, "fp8", None):
         notes.append("activations: counted as 16-bit, without the FP8 copies of weights; not held against runs")
-    if is_layer_wise(job.config.optimizer):
+    if uses_fsdp(job.config):
+        notes.append(
+            "Megatron-FSDP: `other` has gathered weights, and gradients that wait for their reduction, at most; not "
+            "held against runs"
+        )
+    elif is_layer_wise(job.config.optimizer):
         notes.append("the layer-wise optimizer's all-gather of updated parameters is not counted")
     elif updates_whole_parameters(job.config.optimizer, job.config.ddp):
         notes.append("each data-parallel rank has all states of its parameters: no DistributedOptimizer shards them")

@@ -72,7 +72,7 @@ def buffers_of(chunk: Chunk, first_of_stage_0: bool, ddp: Any, parallel: Paralle
             gradient = torch.float32 if ddp.grad_reduce_in_fp32 else tensor.dtype
             groups.setdefault((kept, gradient, tensor.expert), []).append(tensor)
     bucket_size = (
-        _bucket_size(sum(tensor.numel for tensor in chunk) + others, ddp, parallel) if first_of_stage_0 else None
+        bucket_size_of(sum(tensor.numel for tensor in chunk) + others, ddp, parallel) if first_of_stage_0 else None
     )
     align_far = getattr(ddp, "pad_buckets_for_high_nccl_busbw", False)
     found = []
@@ -84,7 +84,8 @@ def buffers_of(chunk: Chunk, first_of_stage_0: bool, ddp: Any, parallel: Paralle
     return found
 
 
-def _bucket_size(numel: int, ddp: Any, parallel: Parallel) -> int | None:
+def bucket_size_of(numel: int, ddp: Any, parallel: Parallel) -> int | None:
+    """Return the elements at which a bucket of a rank's first chunk ends, of `numel` in all; None for no such end."""
     if not ddp.overlap_grad_reduce:
         return None
     if getattr(ddp, "num_buckets", None) is not None:

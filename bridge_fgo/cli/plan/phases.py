@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from bridge_fgo.cli.job.job import Job
-from bridge_fgo.cli.plan.estimate import Estimate, StageEstimate, is_upstreams, stage_buffers
+from bridge_fgo.cli.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.cli.plan.layout import Buffer
 from bridge_fgo.cli.plan.links import Link
+from bridge_fgo.cli.plan.rank_layout import is_upstreams, stage_buffers
 from bridge_fgo.cli.plan.state import keeps_masters_in_adam
 
 SLEEP, ALONE, REST, SLEEP_ALL, WAKE_ALL, REFERENCE = (

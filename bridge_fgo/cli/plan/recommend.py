@@ -10,9 +10,11 @@ from typing import Any
 from bridge_fgo.cli.job.job import Job
 from bridge_fgo.cli.plan.activations import is_unfused
 from bridge_fgo.cli.plan.compute import ACHIEVED, RATES, Compute, compute_of
-from bridge_fgo.cli.plan.estimate import Estimate, layout_of, make_estimate, offloaded_bytes
+from bridge_fgo.cli.plan.estimate import Estimate, make_estimate, offloaded_bytes
 from bridge_fgo.cli.plan.links import Link
+from bridge_fgo.cli.plan.rank_layout import layout_of
 from bridge_fgo.cli.plan.verdict import MEMORY, room_of
+from bridge_fgo.wiring.fsdp_refusals import uses_fsdp
 
 NO_RECOMPUTATION: dict[str, Any] = {
     "recompute_granularity": None,
@@ -194,8 +196,8 @@ class Recommender:
                 if larger.fits and not self._as_it_is.refusals:
                     yield larger
                     break
-        if self._job.config.optimizer.optimizer != "adam":
-            return  # which HybridDeviceOptimizer is
+        if self._job.config.optimizer.optimizer != "adam" or uses_fsdp(self._job.config):
+            return  # HybridDeviceOptimizer is Adam, and does not go with Megatron-FSDP
         whole = self._as_it_is
         updated = max(stage.states.total for stage in whole.stages) // 12
         pinned = HYBRID_HOST_BYTES * updated * min(self._link.gpus, self._job.parallel.gpus)

@@ -26,6 +26,7 @@ META = torch.device("meta")
 class StateBytes:
     """Bytes of a rank: master weights, moments, and what of both is offloaded.
 
+    masters, offloaded: with the padding of storages that must not be rebound, Megatron-FSDP's.
     pinned_upstream: what mcore's offloader would pin for it, a buffer a tensor, each in a block of a power of two.
     saved: of each copy that the native engine makes for a checkpoint (its `copied_for_a_save`).
     parts: of each part that the native engine updates in one go, in its order; transits: the most GPU memory that
@@ -74,7 +75,7 @@ def sum_of(of_optimizers: Iterable[tuple[list[Bundle], bool]], config: OffloadCo
         config: what is offloaded.
     """
     by_kind = {"master": 0, "moment": 0}
-    offloaded, parts, masters_held = [], [], 0
+    offloaded, parts, masters_held, padding = [], [], 0, 0
     codec_of = copied_whole if config.master_remainders is False else Remainders(META).codec_of
     for everything, divides in of_optimizers:
         for bundle in everything:
@@ -84,13 +85,14 @@ def sum_of(of_optimizers: Iterable[tuple[list[Bundle], bool]], config: OffloadCo
         layouts = lay_out(chosen, part_bytes(chosen, config), codec_of)
         offloaded += [state for bundle in chosen for state in bundle.states]
         parts += layouts
+        padding += sum(map(padding_bytes, layouts))
         if not divides:
             masters_held += sum(written_back_bytes(layout) for layout in layouts)
     sizes = [size_of(layout) for layout in parts]
     return StateBytes(
-        by_kind["master"],
+        by_kind["master"] + padding,
         by_kind["moment"],
-        sum(state.nbytes for state in offloaded),
+        sum(state.nbytes for state in offloaded) + padding,
         sum(power_of_two_at_least(state.nbytes) for state in offloaded),
         tuple(state.saved_nbytes for state in offloaded),
         tuple(size.nbytes for size in sizes),
@@ -109,6 +111,12 @@ def size_of(part: PartLayout) -> PartBytes:
 def copied_bytes(part: PartLayout) -> int:
     """Return the bytes that a copy of a part's slabs takes over the link."""
     return sum(slab.codec.link_bytes for slab in part.slabs)
+
+
+def padding_bytes(part: PartLayout) -> int:
+    """Return the bytes that no state has of the storages of a part that others hold views of: they leave too."""
+    whole = [slab for slab in part.slabs if any(state.home is not None for state in slab.states)]
+    return sum(slab.layout.nbytes - sum(state.nbytes for state in slab.states) for slab in whole)
 
 
 def written_back_bytes(part: PartLayout) -> int:
