@@ -1,4 +1,4 @@
-"""A run under Megatron-FSDP whose save fails or is killed: the last checkpoint is whole, and training goes on bitwise."""
+"""A save under Megatron-FSDP fails or is killed: the last checkpoint is whole, and training goes on bitwise."""
 
 from __future__ import annotations
 
