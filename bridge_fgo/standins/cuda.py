@@ -15,6 +15,7 @@ from typing import Any, override
 from unittest import mock
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 from bridge_fgo.standins.hollow import import_bridge
@@ -84,6 +85,17 @@ def _nothing(*args: object, **kwargs: object) -> None:
     pass
 
 
+def _done_before_the_next(works: Any, work: Any = None) -> None:
+    """Wait for a coalesced collective as it is issued, as for every other operation here.
+
+    Two coalesced all-gathers that are under way at once corrupt the heap in gloo (PyTorch 2.15; one rank is enough, and
+    a process that does nothing else dies within a minute). Megatron-FSDP has several, of parameters that it prefetches.
+    """
+    if work:
+        work.wait()
+        works.works.append(work)
+
+
 def _itself(module_or_tensor: Any, *args: object, **kwargs: object) -> Any:
     return module_or_tensor
 
@@ -114,6 +126,7 @@ def _replacements() -> list[tuple[object, str, object]]:
         (mcore_random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state)),
         (torch.Tensor, "cuda", _itself),
         (torch.nn.Module, "cuda", _itself),
+        (distributed_c10d._CoalescingManager, "append", _done_before_the_next),
         (communication_utils, "_is_cuda", _nothing),  # an assertion, before pipeline stages of inference talk
     ]
 

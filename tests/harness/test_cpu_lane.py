@@ -234,6 +234,19 @@ def test_standins_compute_nothing() -> None:
         import transformer_engine.pytorch.optimizers  # noqa: F401
 
 
+def test_a_coalesced_collective_is_over_when_it_is_issued() -> None:
+    class Work:
+        waits = 0
+
+        def wait(self) -> None:
+            self.waits += 1
+
+    works, work = torch.distributed.distributed_c10d._CoalescingManager(), Work()
+    works.append(None)
+    works.append(work)
+    assert work.waits == 1 and works.works == [work]
+
+
 def test_standins_can_be_removed_and_installed_again() -> None:
     stream = torch.cuda.Stream
     assert torch.ones(1, device="cuda").type() == "torch.cuda.FloatTensor"
