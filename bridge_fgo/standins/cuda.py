@@ -15,7 +15,7 @@ from typing import Any, override
 from unittest import mock
 
 import torch
-from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.overrides import TorchFunctionMode
 
 from bridge_fgo.standins.hollow import import_bridge
@@ -85,15 +85,32 @@ def _nothing(*args: object, **kwargs: object) -> None:
     pass
 
 
-def _done_before_the_next(works: Any, work: Any = None) -> None:
-    """Wait for a coalesced collective as it is issued, as for every other operation here.
+_make_gloo = ProcessGroupGloo.__init__
 
-    Two coalesced all-gathers that are under way at once corrupt the heap in gloo (PyTorch 2.15; one rank is enough, and
-    a process that does nothing else dies within a minute). Megatron-FSDP has several, of parameters that it prefetches.
+
+def _make_gloo_with_one_worker(
+    group: Any, store: Any, rank: int, size: int, options: Any = None, **settings: Any
+) -> None:
+    """Make a gloo group whose collectives are done one after another, as a CUDA stream's are.
+
+    By default it has two threads for them. Both note the name of what they have done in one string of the group,
+    without a lock (PyTorch 2.15, `ProcessGroupGloo::runLoop`). The name of a coalesced all-gather is too long for the
+    string itself, so that both free its memory, or write where the other has freed: with several such gathers under
+    way a rank died in one of some fifty short trainings.
     """
-    if work:
-        work.wait()
-        works.works.append(work)
+    make_options: Any = ProcessGroupGloo._Options  # type: ignore[reportAttributeAccessIssue]
+    if not isinstance(options, make_options):
+        timeout = options
+        options = make_options()
+        options._devices = [ProcessGroupGloo.create_default_device()]
+        if timeout is not None:
+            options._timeout = timeout
+        for name, value in settings.items():
+            name = "_timeout" if name == "timeout" else name
+            assert hasattr(options, name), name
+            setattr(options, name, value)
+    options._threads = 1
+    _make_gloo(group, store, rank, size, options)
 
 
 def _itself(module_or_tensor: Any, *args: object, **kwargs: object) -> Any:
@@ -126,7 +143,7 @@ def _replacements() -> list[tuple[object, str, object]]:
         (mcore_random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state)),
         (torch.Tensor, "cuda", _itself),
         (torch.nn.Module, "cuda", _itself),
-        (distributed_c10d._CoalescingManager, "append", _done_before_the_next),
+        (ProcessGroupGloo, "__init__", _make_gloo_with_one_worker),
         (communication_utils, "_is_cuda", _nothing),  # an assertion, before pipeline stages of inference talk
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -234,17 +235,11 @@ def test_standins_compute_nothing() -> None:
         import transformer_engine.pytorch.optimizers  # noqa: F401
 
 
-def test_a_coalesced_collective_is_over_when_it_is_issued() -> None:
-    class Work:
-        waits = 0
-
-        def wait(self) -> None:
-            self.waits += 1
-
-    works, work = torch.distributed.distributed_c10d._CoalescingManager(), Work()
-    works.append(None)
-    works.append(work)
-    assert work.waits == 1 and works.works == [work]
+def test_a_gloo_group_has_one_thread_for_its_collectives() -> None:
+    patience = timedelta(seconds=7)
+    for settings in ({"timeout": patience}, {"options": patience}):
+        options = cuda.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1, **settings).options
+        assert (options._threads, options._timeout) == (1, patience)
 
 
 def test_standins_can_be_removed_and_installed_again() -> None:
