@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import queue
+import shutil
 import signal
+from pathlib import Path
 
-from saving import save
+import fused_adam
+from saving import load, save, send_all_away
 
 from bridge_fgo.standins.cuda import install_standins
 
 install_standins()
+
+from megatron.bridge.training import checkpointing  # noqa: E402
+from megatron.bridge.training.config import ConfigContainer  # noqa: E402
+from torch.distributed.checkpoint import filesystem  # noqa: E402
 
 import bridge_fgo  # noqa: E402
 from bridge_fgo.core.remainders import Remainders  # noqa: E402
@@ -35,6 +44,18 @@ POINTS = {
     "a copy in": (HostTransfers, "copy_in"),
     "a state is handed to a checkpoint": (Snapshot, "hand_out"),
 }
+FSDP_SAVE = {
+    "the entries are made": (checkpointing, "generate_state_dict"),
+    "a state is handed to a checkpoint": (Snapshot, "hand_out"),
+    "an entry is written": (filesystem, "_write_item"),
+    "the metadata is written": (filesystem.FileSystemWriter, "finish"),
+    "the checkpoint is named": (shutil, "copy"),
+    "the config is written": (ConfigContainer, "to_yaml"),
+}
+"""The points of a save of an `fsdp_dtensor` checkpoint, in the order in which they come."""
+
+FSDP_OPTIONS = {"fsdp": "optim_grads_params", "swiglu": True}
+FSDP_STEPS, FSDP_SAVED_AFTER = 5, (2, 3)
 SAVED_AFTER = 3
 CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, master_remainders=True)
 
@@ -49,7 +70,7 @@ def break_at(point: str, call: int, how: str, set_attribute=setattr) -> None:
     how: "failed", or the name of a signal that the process sends to itself.
     set_attribute: `setattr`, or a monkeypatch's.
     """
-    owner, name = POINTS[point]
+    owner, name = (POINTS | FSDP_SAVE)[point]
     original = getattr(owner, name)
     left = call
 
@@ -90,3 +111,29 @@ def train(folder: str, point: str | None, call: int, how: str) -> None:
         except Injected as error:
             assert str(error) == point
             os._exit(3)
+
+
+def train_under_fsdp(folder: str, offload: bool, point: str | None = None, call: int = 1) -> None:
+    """Train gated layers under Megatron-FSDP, from the newest checkpoint, where there is one, to the last step.
+
+    Saves after two of the steps. With a point, is killed in the second save. Leaves numbers and digests in `seen.json`.
+    """
+    fused_adam.have_mcore_take_it(setattr)
+    config = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
+    options = CpuOptions(offload=offload, **FSDP_OPTIONS)
+    numbers = {}
+    with bridge_fgo.install(config) if offload else contextlib.nullcontext(), CpuTraining(options) as run:
+        if list(Path(folder).iterdir()):
+            load(run, folder)
+        before = run.state.train_state.step
+        for _ in range(before * options.microbatches):
+            next(run._batches)
+        for number in range(before + 1, FSDP_STEPS + 1):
+            record = run.step()
+            numbers[number] = (record.loss, record.grad_norm)
+            if number in FSDP_SAVED_AFTER:
+                send_all_away()
+                if point is not None and number == FSDP_SAVED_AFTER[1]:
+                    break_at(point, call, "SIGKILL")
+                save(run, folder)
+        (Path(folder) / "seen.json").write_text(json.dumps({"numbers": numbers, "digests": run.digests()}))

@@ -25,3 +25,11 @@ def load(run, folder, context=None):
     run.cfg.checkpoint.load = str(folder)
     context = {} if context is None else context
     load_checkpoint(run.state, run.model, run.optimizer, run.scheduler, checkpointing_context=context)
+
+
+def send_all_away():
+    """Have every state leave the GPU, in what is offloaded."""
+    from bridge_fgo.wiring.session import all_sessions
+
+    for session in all_sessions():
+        session.engine.make_room()

@@ -7,7 +7,7 @@ import itertools
 import fused_adam
 import pytest
 import torch
-from saving import load, newest, save
+from saving import load, newest, save, send_all_away
 from test_checkpoints import assert_same_shards
 
 import bridge_fgo
@@ -93,12 +93,6 @@ def test_masters_of_quantized_weights_stay_until_their_copy_which_is_one_for_all
 def books_like_te(monkeypatch):
     """The Adam inside counts steps in the param group and makes views, as Transformer Engine's does."""
     fused_adam.have_mcore_take_it(monkeypatch.setattr)
-
-
-def send_all_away():
-    """Have every state leave the GPU, in what is offloaded."""
-    for session in bridge_fgo.wiring.session.all_sessions():
-        session.engine.make_room()
 
 
 def trained(options, folder=None, steps=3, loads=None, load_optim=True):

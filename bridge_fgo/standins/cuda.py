@@ -15,6 +15,7 @@ from typing import Any, override
 from unittest import mock
 
 import torch
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.overrides import TorchFunctionMode
 
 from bridge_fgo.standins.hollow import import_bridge
@@ -84,6 +85,34 @@ def _nothing(*args: object, **kwargs: object) -> None:
     pass
 
 
+_make_gloo = ProcessGroupGloo.__init__
+
+
+def _make_gloo_with_one_worker(
+    group: Any, store: Any, rank: int, size: int, options: Any = None, **settings: Any
+) -> None:
+    """Make a gloo group whose collectives are done one after another, as a CUDA stream's are.
+
+    By default it has two threads for them. Both note the name of what they have done in one string of the group,
+    without a lock (PyTorch 2.15, `ProcessGroupGloo::runLoop`). The name of a coalesced all-gather is too long for the
+    string itself, so that both free its memory, or write where the other has freed: with several such gathers under
+    way a rank died in one of some fifty short trainings.
+    """
+    make_options: Any = ProcessGroupGloo._Options  # type: ignore[reportAttributeAccessIssue]
+    if not isinstance(options, make_options):
+        timeout = options
+        options = make_options()
+        options._devices = [ProcessGroupGloo.create_default_device()]
+        if timeout is not None:
+            options._timeout = timeout
+        for name, value in settings.items():
+            name = "_timeout" if name == "timeout" else name
+            assert hasattr(options, name), name
+            setattr(options, name, value)
+    options._threads = 1
+    _make_gloo(group, store, rank, size, options)
+
+
 def _itself(module_or_tensor: Any, *args: object, **kwargs: object) -> Any:
     return module_or_tensor
 
@@ -114,6 +143,7 @@ def _replacements() -> list[tuple[object, str, object]]:
         (mcore_random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state)),
         (torch.Tensor, "cuda", _itself),
         (torch.nn.Module, "cuda", _itself),
+        (ProcessGroupGloo, "__init__", _make_gloo_with_one_worker),
         (communication_utils, "_is_cuda", _nothing),  # an assertion, before pipeline stages of inference talk
     ]
 

@@ -148,7 +148,14 @@ def _of_shard(name: str, tensor: DTensor, *args: Any) -> Any:
 
 
 def loads_checkpoint(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have all states on the GPU while a checkpoint is loaded, as upstream writes them there, and away afterwards."""
+    """Have all states on the GPU while a checkpoint is loaded, as upstream writes them there, and away afterwards.
+
+    Host memory cannot be loaded into, as DistributedOptimizer's is. Four steps of a load want all states of a rank on
+    the parameters' device. mcore makes the moments by a step of the Adam inside, on gradients of zeros
+    (`_init_optimizer_states_with_dummy_values`). The reader writes into the DTensors. The model's `load_state_dict`
+    copies each master onto itself, and all of them to the weights. Transformer Engine's `load_state_dict` makes each
+    moment anew, beside the loaded ones. Each step would need a replacement that goes part by part.
+    """
     optimizer = arguments_of(wrapped, args, kwargs).get("optimizer")
     found = [to for leaf in leaves(optimizer) if is_fsdp(leaf) and (to := attachment_of(leaf)) is not None]
     if not found:

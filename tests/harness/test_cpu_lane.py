@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -232,6 +233,13 @@ def test_standins_compute_nothing() -> None:
         Linear(1, 1)
     with pytest.raises(ModuleNotFoundError):
         import transformer_engine.pytorch.optimizers  # noqa: F401
+
+
+def test_a_gloo_group_has_one_thread_for_its_collectives() -> None:
+    patience = timedelta(seconds=7)
+    for settings in ({"timeout": patience}, {"options": patience}):
+        options = cuda.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1, **settings).options
+        assert (options._threads, options._timeout) == (1, patience)
 
 
 def test_standins_can_be_removed_and_installed_again() -> None:
