@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from bridge_fgo.cli.bench import command, figures, presets, table, trace
 from bridge_fgo.cli.bench.floor import floor_seconds
-from bridge_fgo.cli.main import Preset, app
+from bridge_fgo.cli.bench.options import Preset
+from bridge_fgo.cli.main import app
 from bridge_fgo.harness.runner import ArmFailed, ArmRun
 
 GB = 10**9
