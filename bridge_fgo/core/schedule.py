@@ -185,11 +185,7 @@ class Schedule:
             layer: its number, as in `Mark`.
             nbytes: of the tensors that go into it.
         """
-        watch = self._watch
-        if watch is None or watch.plan is None:
-            return
-        watch.forward(layer, nbytes)
-        if watch.plan is None:
+        if self._watch is not None and self._watch.forward(layer, nbytes):
             self._wants_points = True
             with self.transfers.on_compute_stream():
                 self._change_plan(None)

@@ -1,4 +1,4 @@
-"""Whether a pass in which nothing moves is still like one that was measured: told by forwards alone."""
+"""Compares a pass in which nothing moves with the measured ones, by its forwards alone."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ class Watch:
         self.plan: HoldPlan | None = plans[0]
         """One that holds so far; None where none does."""
 
-    def forward(self, layer: int, nbytes: int) -> None:
-        """Note that a layer's forward begins.
+    def forward(self, layer: int, nbytes: int) -> bool:
+        """Note that a layer's forward begins; return whether from it on no plan holds any more.
 
         Args:
             layer: its number, as in `Mark`.
             nbytes: of the tensors that go into it.
         """
         if self.plan is None:
-            return
+            return False
         measured, index = self.plan.profile.forwards, len(self._seen)
         self._seen.append((layer, nbytes))
         if index >= len(measured) or not _is_within(layer, nbytes, measured[index]):
             self.plan = next((plan for plan in self._plans if self._holds(plan)), None)
+        return self.plan is None
 
     def _holds(self, plan: HoldPlan) -> bool:
         measured = plan.profile.forwards

@@ -1,4 +1,4 @@
-"""Where every state stays, forwards alone tell whether a pass still needs no more than a measured one."""
+"""A pass in which every state stays is compared with the measured ones by its forwards alone."""
 
 import pytest
 from fake_training import WHOLE, use_small_parts
