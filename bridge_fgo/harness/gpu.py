@@ -19,6 +19,7 @@ from bridge_fgo.harness.gpu_config import build_config
 from bridge_fgo.harness.phase_clock import PhaseClock
 from bridge_fgo.harness.process_setup import make_deterministic, skip_building_what_is_built, use_one_rank_by_default
 from bridge_fgo.options import add_offload_options, offload_config
+from bridge_fgo.wiring.fsdp_refusals import STRATEGIES
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -80,7 +81,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     optimizer.add_argument(
         "--fsdp",
-        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+        choices=STRATEGIES,
         help="Megatron-FSDP, and what it shards; default: mcore's DDP",
     )
     optimizer.add_argument("--precision-aware", action="store_true")

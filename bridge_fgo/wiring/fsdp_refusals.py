@@ -7,6 +7,9 @@ from typing import Any
 
 from bridge_fgo.config import OffloadConfig
 
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Values of `ddp.data_parallel_sharding_strategy`; each shards what the one before does, and one thing more."""
+
 WITH = "optimizer.offload_optimizer_states=True and ddp.use_megatron_fsdp=True"
 
 

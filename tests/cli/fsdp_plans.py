@@ -1,4 +1,4 @@
-"""What `plan` says of a CPU training under Megatron-FSDP, beside what the training has."""
+"""Plans a CPU training under Megatron-FSDP, and counts what the training holds."""
 
 from __future__ import annotations
 

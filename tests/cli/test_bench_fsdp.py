@@ -6,6 +6,7 @@ import pytest
 from test_bench import GB, RESIDENT, arm, bench, made_up  # noqa: F401 (a fixture)
 
 from bridge_fgo.cli.bench import command, presets
+from bridge_fgo.cli.bench.options import Sharding
 from bridge_fgo.harness import gpu
 
 ARMS = ["resident", "native", "fsdp_resident", "fsdp", "hybrid"]
@@ -14,6 +15,10 @@ ARMS = ["resident", "native", "fsdp_resident", "fsdp", "hybrid"]
 def options_of(preset="short", fsdp="optim_grads_params"):
     found = presets.arms(ARMS, [], preset, fsdp=fsdp)
     return {one.name: gpu.parse([*one.options, "--events", "unused"]) for one in found}
+
+
+def test_the_option_takes_each_strategy_of_megatron_fsdp():
+    assert [strategy.value for strategy in Sharding] == list(presets.STRATEGIES)
 
 
 @pytest.mark.parametrize("strategy", presets.STRATEGIES)

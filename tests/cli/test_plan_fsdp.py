@@ -18,18 +18,18 @@ from bridge_fgo.cli.job.tensors import Tensor
 from bridge_fgo.cli.plan.fsdp_layout import groups_of, sharding_of
 from bridge_fgo.cli.plan.fsdp_state import fsdp_weights
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.wiring.fsdp_refusals import STRATEGIES
 
 pytestmark = [
     pytest.mark.skipif(bool(missing_packages()), reason="compares with Megatron"),
     pytest.mark.usefixtures("cpu_standins"),
 ]
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 KINDS = {"dense": {}, "experts": {"experts": True}, "swiglu": {"swiglu": True}}
 
 
 class Layer(torch.nn.Module):
-    """What Megatron-FSDP is told to take for a layer."""
+    """Stands for a layer: Megatron-FSDP is told to gather its parameters together."""
 
 
 SHAPES = st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple)

@@ -68,7 +68,7 @@ class Settings:
     optimizer: str = "adam"
     """Optimizer of every arm, a key of `presets.OPTIMIZERS`."""
     fsdp: str | None = None
-    """What Megatron-FSDP shards in the arms that have it, one of `presets.STRATEGIES`; None where none has."""
+    """Sharding strategy of the arms with Megatron-FSDP, one of `presets.STRATEGIES`; None where no arm has it."""
     full_graphs: bool = False
     """Whether every arm captures forward and backward of a step into one CUDA graph."""
     time_limit: float | None = None

@@ -10,7 +10,7 @@ import typer
 
 
 class Preset(StrEnum):
-    """What the bench trains."""
+    """Models and batches that the bench trains with."""
 
     short = "short"
     long = "long"
@@ -28,7 +28,7 @@ class BenchOptimizer(StrEnum):
 
 
 class Sharding(StrEnum):
-    """What Megatron-FSDP shards in the bench's arms that have it."""
+    """Sharding strategies of the bench's arms with Megatron-FSDP."""
 
     no_shard = "no_shard"
     optim = "optim"
@@ -128,9 +128,8 @@ def bench(
     names = by_default if arms is None else arms.split(",")
     checkouts = [str(path.resolve()) for path in megatron_lm or ()]
     try:
-        presets.arms(
-            names, checkouts, preset.value, optimizer.value, fsdp
-        )  # refused before torch is imported and the GPU is touched
+        # Refused before torch is imported and the GPU is touched.
+        presets.arms(names, checkouts, preset.value, optimizer.value, fsdp)
     except ValueError as error:
         typer.echo(f"bridge-fgo bench: {error}", err=True)
         raise typer.Exit(2) from None

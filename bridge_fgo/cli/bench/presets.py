@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from bridge_fgo.wiring.fsdp_refusals import STRATEGIES
+
 PRESETS = {
     # 1.64B parameters; 4 microbatches of 2 x 2048 tokens on one GPU, far too short to hide the copies behind.
     "short": "--layers 24 --hidden 2048 --ffn 8192 --heads 16 --seq 2048 --mbs 2",
@@ -36,8 +38,6 @@ package's step has."""
 NAMES = ("resident", "recomputed", "native", "whole", "half", "auto", "mcore", "fsdp_resident", "fsdp", "hybrid")
 RESIDENTS = ("resident", "fsdp_resident")
 """Arms that others are compared with: those of Megatron-FSDP with a resident one of its own."""
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""What Megatron-FSDP shards; the last shards all, and is what Bridge's recipes have."""
 
 
 @dataclass(frozen=True)

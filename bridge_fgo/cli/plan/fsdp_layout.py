@@ -16,6 +16,7 @@ import torch
 from bridge_fgo.cli.job.parallel import Parallel
 from bridge_fgo.cli.job.tensors import Chunk, Tensor
 from bridge_fgo.cli.plan.layout import bucket_size_of
+from bridge_fgo.wiring.fsdp_refusals import STRATEGIES
 
 LEAST_UNIT = 1_000_000_000
 """Elements that may wait for their reduction at a time, and twice what is gathered ahead, where layers are smaller."""
@@ -57,7 +58,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is spread over ranks: by `ddp.data_parallel_sharding_strategy`, and between optimizer instances.
+    """Which of states, gradients and weights are spread over ranks (`ddp.data_parallel_sharding_strategy`).
 
     instances: those between which states are spread too (`ddp.outer_dp_sharding_strategy="optim"`), else 1.
     """
@@ -87,11 +88,10 @@ def sharding_of(ddp: Any, parallel: Parallel) -> Sharding:
     Raises:
         ValueError: there is no such strategy.
     """
-    strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
     strategy = getattr(ddp, "data_parallel_sharding_strategy", "no_shard")
-    if strategy not in strategies:
-        raise ValueError(f"ddp.data_parallel_sharding_strategy={strategy!r}: use one of {', '.join(strategies)}")
-    level = strategies.index(strategy)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"ddp.data_parallel_sharding_strategy={strategy!r}: use one of {', '.join(STRATEGIES)}")
+    level = STRATEGIES.index(strategy)
     outer = getattr(ddp, "outer_dp_sharding_strategy", "no_shard") != "no_shard"
     return Sharding(level >= 1, level >= 2, level >= 3, parallel.optimizer_instances if outer else 1)
 

@@ -1,4 +1,7 @@
-"""What a rank holds under Megatron-FSDP: states, by the engine's own source on tensors without memory, and weights."""
+"""Counts the states, weights and gradients of a rank under Megatron-FSDP.
+
+States are counted by the engine's own source, on tensors without memory.
+"""
 
 from __future__ import annotations
 
