@@ -40,7 +40,7 @@ def run(folder, *args) -> int:
 
 
 def seen(folder):
-    """What a child that came to its end saw: numbers by step, and digests."""
+    """Return the numbers by step and the digests of a child that came to its end."""
     found = json.loads((folder / "seen.json").read_text())
     return found["numbers"], found["digests"]
 

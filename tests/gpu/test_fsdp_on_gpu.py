@@ -40,7 +40,7 @@ def test_30_steps_are_bitwise_equal_and_memory_falls_by_the_bytes_offloaded(tmp_
 def test_reserved_memory_falls_too_where_the_states_are_larger_than_the_holes_between_activations(
     tmp_path: Path,
 ) -> None:
-    # Of 1.5 GB of states 0.6 GB less was reserved on an H200: the allocator keeps some 0.9 GB that fit nothing.
+    # On an H200 the allocator kept 0.9 GB that fitted nothing: with 1.5 GB of states 0.6 GB less was reserved.
     resident, offloaded = both_arms(tmp_path, *LARGE_STATES, "--gbs", "4", *WHOLE, steps=8)
     assert_bitwise_equal(resident, offloaded, 8)
     assert_memory_falls("peak_reserved_bytes", resident, offloaded)
