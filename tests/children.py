@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bridge_fgo.harness.process_setup import ATTENTION_VARIABLES
+
 PRELOADED = ["fault_child", "rank_child", "restart_child", "rl_child"]
 
 PATIENCE = 300
@@ -23,6 +25,8 @@ def context() -> multiprocessing.context.ForkServerContext:
     with pytest.MonkeyPatch.context() as patch:  # the process that forks is started on the first call
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("OMP_NUM_THREADS", "1")
+        for name in ATTENTION_VARIABLES:  # of a model that an earlier test built
+            patch.delenv(name, raising=False)
         forkserver.ensure_running()
     return context
 

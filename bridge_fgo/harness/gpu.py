@@ -17,7 +17,12 @@ from pathlib import Path
 
 from bridge_fgo.harness.gpu_config import build_config
 from bridge_fgo.harness.phase_clock import PhaseClock
-from bridge_fgo.harness.process_setup import make_deterministic, skip_building_what_is_built, use_one_rank_by_default
+from bridge_fgo.harness.process_setup import (
+    forget_attention_backend,
+    make_deterministic,
+    skip_building_what_is_built,
+    use_one_rank_by_default,
+)
 from bridge_fgo.options import add_offload_options, offload_config
 from bridge_fgo.wiring.fsdp_refusals import STRATEGIES
 
@@ -186,6 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         HoldPolicy.plans_for = lambda policy, kind: []  # type: ignore[method-assign]
     skip_building_what_is_built()
+    forget_attention_backend()
     clock = PhaseClock(options.steps)
     config, recorder = build_config(options), Recorder(options, clock)
     config.model.register_post_wrap_hook(recorder.model_is_built)

@@ -6,6 +6,18 @@ import importlib.util
 import os
 from pathlib import Path
 
+ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+def forget_attention_backend() -> None:
+    """Remove Transformer Engine's choice of an attention kernel from the environment.
+
+    mcore compares it with the model's `attention_backend`, and ends the build where they differ. A container may have
+    set it, or a model that was built earlier in this process.
+    """
+    for name in ATTENTION_VARIABLES:
+        os.environ.pop(name, None)
+
 
 def use_one_rank_by_default() -> None:
     """Set what Bridge's initialization reads, where unset, so that one process runs without torchrun."""

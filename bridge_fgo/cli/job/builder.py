@@ -27,14 +27,12 @@ from unittest import mock
 import torch
 
 from bridge_fgo.cli.job.parallel import parallel_of
+from bridge_fgo.harness.process_setup import forget_attention_backend
 from bridge_fgo.standins import te_shapes
 from bridge_fgo.standins.cuda import without_gpu
 from bridge_fgo.wiring.fsdp_refusals import uses_fsdp
 
 PLAIN = (str, int, float, bool, type(None))
-# mcore compares them with the model's attention_backend and ends the build where they differ. They choose a kernel,
-# which changes no tensor of an estimate, and a container or a model built earlier in this process may have set them.
-ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -58,8 +56,7 @@ def begin(stack: contextlib.ExitStack, request: dict[str, Any]) -> dict[str, Any
     import bridge_fgo
     from bridge_fgo.wiring.compat import mcore_version, upstream_generation
 
-    for name in ATTENTION_VARIABLES:
-        os.environ.pop(name, None)
+    forget_attention_backend()  # a kernel changes no tensor of an estimate
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # deterministic configs ask for these two
     os.environ.setdefault("NCCL_ALGO", "Ring")
     installation = stack.enter_context(bridge_fgo.install(bridge_fgo.OffloadConfig(**request["offload"])))

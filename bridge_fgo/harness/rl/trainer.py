@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.harness.process_setup import skip_building_what_is_built
+from bridge_fgo.harness.process_setup import forget_attention_backend, skip_building_what_is_built
 from bridge_fgo.harness.rl.config import build_config
 from bridge_fgo.harness.rl.grpo import Rollouts, grpo_loss
 from bridge_fgo.harness.rl.options import RlOptions
@@ -32,6 +32,7 @@ class Trainer:
         self.options = options
         join(options.device)
         skip_building_what_is_built()
+        forget_attention_backend()
         cfg = build_config(options, vocab_size, torch.distributed.get_world_size())
         cfg.validate()
         self.state = GlobalState()
