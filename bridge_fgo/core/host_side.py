@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bridge_fgo.core.host_buffer import HostBuffer
-from bridge_fgo.core.layout import PAGED_BYTES, SlabPlace
+from bridge_fgo.core.layout import SlabPlace
 from bridge_fgo.core.shared_host_buffer import SharedHostBuffer
 
 
@@ -17,11 +17,6 @@ class HostSide:
     """
 
     def __init__(self, place: SlabPlace) -> None:
-        places = zip(place.layout.offsets, place.states, strict=True)
-        # In a home that others have laid out no tensor begins with a page.
-        self._spans = [
-            (offset, state.nbytes) for offset, state in places if state.home is None and state.nbytes >= PAGED_BYTES
-        ]
         self.host: HostBuffer = HostBuffer(place.layout.nbytes)
         """Copies out write it, and copies in read it."""
         self.spare: SharedHostBuffer | None = None
@@ -42,7 +37,7 @@ class HostSide:
         Raises:
             RuntimeError: as `HostBuffer`.
         """
-        return SharedHostBuffer(self.host.tensor.numel(), self._spans)
+        return SharedHostBuffer(self.host.tensor.numel())
 
     def share_host(self, buffer: SharedHostBuffer) -> None:
         """Copy the host buffer's bytes to a buffer that can be lent, and use that from now on.
@@ -63,11 +58,8 @@ class HostSide:
         """Whether the host buffer may be lent, for the first time or once more."""
         return self.spare is not None and not self.spare.is_lent
 
-    def lend(self, tensor: torch.Tensor, offset: int) -> torch.Tensor | None:
-        """Return the host memory of a tensor that lives at an offset in bytes, which nothing writes until it goes.
-
-        None where the tensor shares pages with others: it is below `PAGED_BYTES`, or has a home.
-        """
+    def lend(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        """Return the host memory of a tensor that lives at an offset in bytes, which nothing writes until it goes."""
         assert isinstance(self.host, SharedHostBuffer) and self.can_lend
         return self.host.lend(tensor, offset)
 

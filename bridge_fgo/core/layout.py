@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,10 +15,6 @@ from bridge_fgo.core.state import Bundle, Home, State
 ALIGNMENT = 256
 """Every tensor of a slab starts at a multiple of this many bytes: what cudaMalloc guarantees, so kernels
 take the same vectorised paths as on a tensor with an allocation of its own."""
-
-PAGED_BYTES = 64 * 2**10
-"""A tensor of this size or more has pages of the host for itself, so that a checkpoint's writer in another process can
-have them (`SharedHostBuffer`). It costs a sixteenth of it at most."""
 
 BYTES_WHILE_ENQUEUING = 8 * MIB
 """Bytes that the link moves while the host enqueues one part's moves and update: some 150 microseconds on an H200,
@@ -67,16 +62,12 @@ def select(bundle_bytes: Sequence[int], fraction: float) -> list[int]:
 def pack(sizes: Sequence[int], slab_bytes: int) -> list[SlabLayout]:
     """Pack tensors of these sizes (bytes, all positive) in order into slabs of `slab_bytes` at most.
 
-    A tensor is never split: one that is larger gets a slab of its own size. No two share a page of host memory where
-    one of them has `PAGED_BYTES` or more.
+    A tensor is never split: one that is larger gets a slab of its own size.
     """
     layouts: list[SlabLayout] = []
-    start = before = 0
+    start = 0
     for position, nbytes in enumerate(sizes):
         assert nbytes > 0, f"tensor {position} has no bytes"
-        if max(before, nbytes) >= PAGED_BYTES:
-            start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        before = nbytes
         if not layouts or start + nbytes > slab_bytes:
             layouts.append(SlabLayout())
             start = 0

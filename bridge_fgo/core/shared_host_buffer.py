@@ -1,4 +1,9 @@
-"""Host memory that another process reads as it is: single storages, and the host buffer of a slab made of them."""
+"""Host memory that another process reads as it is: single storages, and the host buffer of a slab, lent in storages.
+
+`torch.multiprocessing` hands a storage over by an open file of its own, for which the process that gets it connects to
+the one that sends it: some 0.5 ms each, as training waits. A lent storage goes as a place in its buffer, and with the
+first of them that is pickled the buffer's one file.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +12,17 @@ import mmap
 import os
 import resource
 import weakref
-from collections.abc import Sequence
 from functools import cache
+from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, override
 
 import torch
+from torch.multiprocessing.reductions import reduce_storage
 
 from bridge_fgo.core.host_buffer import HostBuffer
 
-MAP_FIXED = 0x10
-"""A flag of Linux's `mmap` that Python's module has no name for."""
-
 OTHER_FILES = 256
 """Open files that a process has beside those of memory that it shares, and some to spare."""
-
-Span = tuple[int, int]
-"""Offset and size in bytes of one tensor in a buffer; the offset is a multiple of the page size."""
 
 
 def hands_out_descriptors() -> bool:
@@ -30,9 +30,9 @@ def hands_out_descriptors() -> bool:
     return torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
 
 
-def has_files_for_buffers(tensors: int) -> bool:
-    """Return whether so many tensors may have two shared buffers each: a process keeps a file open for each of them."""
-    return hands_out_descriptors() and resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 2 * tensors + OTHER_FILES
+def has_files_for_buffers(slabs: int) -> bool:
+    """Return whether so many slabs may have two shared buffers each: a process keeps a file open for each of them."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 2 * slabs + OTHER_FILES
 
 
 def shared_storage(nbytes: int) -> torch.UntypedStorage:
@@ -48,7 +48,7 @@ def shared_storage(nbytes: int) -> torch.UntypedStorage:
         return torch.UntypedStorage._new_shared(nbytes)
     file = _memory_file(nbytes)
     try:
-        return _storage_of(file, nbytes)
+        return torch.UntypedStorage._new_shared_fd_cpu(file, nbytes)  # pyright: ignore[reportAttributeAccessIssue]
     finally:
         os.close(file)
 
@@ -66,51 +66,65 @@ def is_in_use(storage: torch.UntypedStorage) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 1
 
 
+class MemoryFile:
+    """A file of `nbytes` that is nothing but memory, open and mapped as long as anything refers to it.
+
+    Raises:
+        OSError: there are no open files, or no memory, left.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.file = _memory_file(nbytes)
+        weakref.finalize(self, os.close, self.file)
+        self.memory = _mapped(self.file, nbytes)
+
+
+class LentStorage(torch.UntypedStorage):
+    """Memory of one tensor in a `SharedHostBuffer`, which another process gets as it is. Made by `lend` alone."""
+
+    file: MemoryFile | None = None
+    """The buffer's; None of a storage that torch has made from one of these, with memory of its own."""
+    offset: int
+    """In the file, in bytes."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.UntypedStorage:
+        """Return a copy in ordinary memory: torch refuses to copy a storage to one that is of no class of its own."""
+        return memo.setdefault(id(self), torch.UntypedStorage(self.nbytes()).copy_(self))
+
+
 class SharedHostBuffer(HostBuffer):
-    """A slab's host buffer of which single tensors have shared memory of their own, and storages that are no more.
+    """A slab's host buffer of which single tensors are lent, each as a storage that is no larger than the tensor.
 
     mcore copies a tensor that is a part of its storage before it saves it, and torch copies one that is in no shared
-    memory before it hands it to the process that saves. These tensors both take as they are. Their memory is mapped
-    a second time, at its place in the buffer, so that for copies to and from the GPU the whole is one.
-
-    Args:
-        nbytes: of the buffer.
-        spans: of those tensors; no other shares a page with one.
+    memory before it hands it to the process that saves. These tensors both take as they are.
 
     Raises:
         RuntimeError: the memory could not be mapped; says how much was asked for.
     """
 
-    def __init__(self, nbytes: int, spans: Sequence[Span]) -> None:
-        self._spans = spans
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        """By the tensor's offset."""
+    def __init__(self, nbytes: int) -> None:
+        self._storages: dict[tuple[int, int], LentStorage] = {}
+        """By the tensor's offset and size in bytes."""
         super().__init__(nbytes)
 
     @override
     def _map(self, nbytes: int) -> torch.Tensor:
-        writable = mmap.PROT_READ | mmap.PROT_WRITE
-        base = _mmap(None, nbytes, writable, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        memory = (ctypes.c_uint8 * nbytes).from_address(base)
-        # With the last reference to the memory; at exit copies may be under way from and to it.
-        weakref.finalize(memory, _libc().munmap, base, nbytes).atexit = False
-        for offset, size in self._spans:
-            assert offset % mmap.PAGESIZE == 0, "a tensor's memory begins with a page"
-            file = _memory_file(size)
-            try:
-                _mmap(base + offset, size, writable, mmap.MAP_SHARED | MAP_FIXED, file)
-                self._storages[offset] = _storage_of(file, size)
-            finally:
-                os.close(file)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        self._file = MemoryFile(nbytes)
+        return torch.frombuffer(self._file.memory, dtype=torch.uint8)
 
-    def lend(self, like: torch.Tensor, offset: int) -> torch.Tensor | None:
-        """Return the tensor at `offset`, of the shape and dtype of `like`, where it has memory of its own, or None.
+    def lend(self, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """Return the tensor at `offset`, in bytes, of the shape and dtype of `like`.
 
         As long as it lives, the buffer is lent.
         """
-        storage = self._storages.get(offset)
-        return None if storage is None else tensor_of(storage, like)
+        place = (offset, like.nbytes)
+        if place not in self._storages:
+            storage: Any = _part(self._file.memory, offset, like.nbytes)
+            # torch makes storages over memory that is there of its own class only, and keeps the object by its storage.
+            storage.__class__ = LentStorage
+            storage.file, storage.offset = self._file, offset
+            self._storages[place] = storage
+        return tensor_of(self._storages[place], like)
 
     @property
     def is_lent(self) -> bool:
@@ -118,9 +132,44 @@ class SharedHostBuffer(HostBuffer):
         return any(is_in_use(storage) for storage in self._storages.values())
 
 
-def _storage_of(file: int, nbytes: int) -> torch.UntypedStorage:
-    """Return a storage over an open file, of which it keeps a descriptor of its own."""
-    return torch.UntypedStorage._new_shared_fd_cpu(file, nbytes)  # pyright: ignore[reportAttributeAccessIssue]
+def _reduce_storage(storage: LentStorage) -> tuple[Any, ...]:
+    """Return how another process makes the storage: pickled once, all storages of a file share it there."""
+    if storage.file is None:
+        return reduce_storage(storage)
+    return _part, (storage.file, storage.offset, storage.nbytes())
+
+
+def _reduce_file(file: MemoryFile) -> tuple[Any, ...]:
+    return _received, (DupFd(file.file), len(file.memory))
+
+
+def _received(handle: Any, nbytes: int) -> Any:
+    """Return the memory of a file of another process, as long as anything refers to it."""
+    file = handle.detach()
+    try:
+        return _mapped(file, nbytes)
+    finally:
+        os.close(file)
+
+
+def _part(memory: Any, offset: int, nbytes: int) -> torch.UntypedStorage:
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=nbytes).untyped_storage()
+
+
+ForkingPickler.register(LentStorage, _reduce_storage)
+ForkingPickler.register(MemoryFile, _reduce_file)
+
+
+def _mapped(file: int, nbytes: int) -> Any:
+    """Return a file's memory as bytes. Python's own mapping would keep another descriptor of it."""
+    base = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    if base == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    memory = (ctypes.c_uint8 * nbytes).from_address(base)
+    # With the last reference to the memory; at exit copies may be under way from and to it.
+    weakref.finalize(memory, _libc().munmap, base, nbytes).atexit = False
+    return memory
 
 
 def _memory_file(nbytes: int) -> int:
@@ -140,11 +189,3 @@ def _libc() -> Any:
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     return libc
-
-
-def _mmap(address: int | None, nbytes: int, protection: int, flags: int, file: int) -> int:
-    mapped = _libc().mmap(address, nbytes, protection, flags, file, 0)
-    if mapped == ctypes.c_void_p(-1).value:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    return mapped

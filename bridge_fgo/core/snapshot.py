@@ -59,8 +59,6 @@ class Snapshot:
         """Slabs that were released before, part by part."""
         self._here: list[Slab] = []
         """Slabs that were on the GPU before, and are copied out to be lent."""
-        self._small: list[tuple[torch.Tensor, Slab, int]] = []
-        """Memory for copies of states that cannot be lent, their slabs and offsets."""
         # Race: a copy out that is still under way would be read half done by the host.
         transfers.finish_out()
 
@@ -108,20 +106,13 @@ class Snapshot:
             return value
         _, slab, offset = places.get(id(value), (None, None, 0))
         if slab is not None and self._lends and slab.holds(value) and self._can_lend(slab):
-            return self._lent(value, slab, offset)
+            return slab.lend(value, offset)
         # A tensor that a load put in the place of another has memory of its own until the next offload. Of a slab that
         # is encoded, on its way out, what the host has is not the states.
         if slab is None or slab.state is Residency.RESIDENT or slab.is_encoded or not slab.holds(value):
             return self._copier.copy(value)
         host = slab.host_view(value, offset)
         return self._copier.copy(host) if self._copies else host
-
-    def _lent(self, value: torch.Tensor, slab: Slab, offset: int) -> torch.Tensor:
-        lent = slab.lend(value, offset)
-        if lent is None:  # it is small, and copied when the host has the slab for sure
-            lent = self._copier.place(value)
-            self._small.append((lent, slab, offset))
-        return lent
 
     def _can_lend(self, slab: Slab) -> bool:
         """Return whether a slab can lend its host buffer, which has the slab whole, or will by the end."""
@@ -137,10 +128,8 @@ class Snapshot:
 
     def _finish_lending(self) -> None:
         if self._lends:
-            # Race: the writer would read what has not landed, and so would the copies of what is small.
+            # Race: the writer would read what has not landed.
             self._transfers.finish_out()
-        for copy, slab, offset in self._small:
-            copy.copy_(slab.host_view(copy, offset))
         for slab in self._here:
             # Not those that were borrowed, nor one whose move was interrupted: what interrupted it is to come out.
             if not slab.interrupted and slab.state is Residency.OFFLOADING:

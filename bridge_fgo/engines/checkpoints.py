@@ -83,7 +83,7 @@ class Checkpoints:
         """Have saves get shared memory from now on, as a worker process writes them: lent buffers, or copies."""
         self._copier = SharedCopies(page_locks=self._pin_near is not None)
         slabs = [slab for share in self._shares.values() for slab in share.slabs]
-        self.lends = has_files_for_buffers(sum(len(slab.states) for slab in slabs))
+        self.lends = has_files_for_buffers(len(slabs))
         if self.lends:
             self._transfers.finish_out()
             for some in batched(slabs, PINNING_THREADS):  # so that few slabs have two buffers meanwhile
