@@ -12,6 +12,7 @@ import mmap
 import os
 import resource
 import weakref
+from collections.abc import Callable
 from functools import cache
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, override
@@ -59,10 +60,7 @@ def tensor_of(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor
 
 
 def is_in_use(storage: torch.UntypedStorage) -> bool:
-    """Return whether anything in this process refers to a storage's memory but `storage` itself.
-
-    mcore refers to what it saves until its writer is done on all ranks (`AsyncCallsQueue.maybe_finalize_async_calls`).
-    """
+    """Return whether anything in this process refers to a storage's memory but `storage` itself."""
     return torch._C._storage_Use_Count(storage._cdata) > 1
 
 
@@ -79,11 +77,21 @@ class MemoryFile:
         self.memory = _mapped(self.file, nbytes)
 
 
+class Loan:
+    """Lives as long as anything in this process refers to memory that a buffer has lent.
+
+    mcore refers to what it saves until its writer is done on all ranks (`AsyncCallsQueue.maybe_finalize_async_calls`).
+    """
+
+    def __init__(self, file: MemoryFile) -> None:
+        self.file = file
+
+
 class LentStorage(torch.UntypedStorage):
     """Memory of one tensor in a `SharedHostBuffer`, which another process gets as it is. Made by `lend` alone."""
 
-    file: MemoryFile | None = None
-    """The buffer's; None of a storage that torch has made from one of these, with memory of its own."""
+    loan: Loan | None = None
+    """None of a storage that torch has made from one of these, with memory of its own."""
     offset: int
     """In the file, in bytes."""
 
@@ -103,8 +111,7 @@ class SharedHostBuffer(HostBuffer):
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._storages: dict[tuple[int, int], LentStorage] = {}
-        """By the tensor's offset and size in bytes."""
+        self._loan: Callable[[], Loan | None] = lambda: None
         super().__init__(nbytes)
 
     @override
@@ -117,26 +124,26 @@ class SharedHostBuffer(HostBuffer):
 
         As long as it lives, the buffer is lent.
         """
-        place = (offset, like.nbytes)
-        if place not in self._storages:
-            storage: Any = _part(self._file.memory, offset, like.nbytes)
-            # torch makes storages over memory that is there of its own class only, and keeps the object by its storage.
-            storage.__class__ = LentStorage
-            storage.file, storage.offset = self._file, offset
-            self._storages[place] = storage
-        return tensor_of(self._storages[place], like)
+        loan = self._loan() or Loan(self._file)
+        self._loan = weakref.ref(loan)
+        storage: Any = _part(self._file.memory, offset, like.nbytes)
+        # torch makes a storage over memory that is there of its own class only. It keeps this object, and so the loan,
+        # as long as any tensor has the storage.
+        storage.__class__ = LentStorage
+        storage.loan, storage.offset = loan, offset
+        return tensor_of(storage, like)
 
     @property
     def is_lent(self) -> bool:
         """Whether somebody in this process has a tensor that was lent."""
-        return any(is_in_use(storage) for storage in self._storages.values())
+        return self._loan() is not None
 
 
 def _reduce_storage(storage: LentStorage) -> tuple[Any, ...]:
     """Return how another process makes the storage: pickled once, all storages of a file share it there."""
-    if storage.file is None:
+    if storage.loan is None:
         return reduce_storage(storage)
-    return _part, (storage.file, storage.offset, storage.nbytes())
+    return _part, (storage.loan.file, storage.offset, storage.nbytes())
 
 
 def _reduce_file(file: MemoryFile) -> tuple[Any, ...]:
