@@ -175,7 +175,7 @@ def uninstall() -> None:
         return
     _installation.check_undo()
     if "bridge_fgo.wiring.session" in sys.modules:
-        from bridge_fgo.wiring.session import close_all
+        from bridge_fgo.wiring.attaching import close_all
 
         close_all()
     _installation.undo()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
-
-import torch
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core import copy_queues
@@ -23,17 +20,17 @@ from bridge_fgo.phases.states import STATES, OptimizerStates
 from bridge_fgo.sources.choice import source_of
 from bridge_fgo.sources.megatron import McoreSource
 from bridge_fgo.sources.source import Source
-from bridge_fgo.wiring.compat import FLAG, check_flag, choose_engine, flag_is_set, mcore_version
+from bridge_fgo.wiring.compat import FLAG, choose_engine, mcore_version
 from bridge_fgo.wiring.finalize import reload_hook
+from bridge_fgo.wiring.messages import say, warn
 from bridge_fgo.wiring.optimizers import eligible, stage_of
 from bridge_fgo.wiring.points import ModelPoints
 from bridge_fgo.wiring.refusals import (
     captures_full_iteration,
-    copies_go_to_a_worker,
     refuse_full_iteration_graph,
     refuse_optimizer_config,
-    refuse_small_shared_memory,
 )
+from bridge_fgo.wiring.release_proof import ReleaseProof
 
 SESSION = "_bridge_fgo_session"
 _active: list[Session] = []
@@ -83,7 +80,6 @@ class Session:
         self.what = "Residency.training_step()"
         self._drive(model_config, states.config, states.engine, states.sources, states.meter)
         self._owner = states
-        _sessions.add(self)
         return self
 
     def _drive(
@@ -108,14 +104,12 @@ class Session:
         """Whether the model has its passes captured into a full-iteration CUDA graph."""
         self.began = False
         """Whether a training step has begun."""
-        # What the proof that the flag is no silent no-op needs; `_prove` reads it.
-        self._proven = False
+        self._proof = ReleaseProof()
         self._updates = 0
-        self._updates_before = 0
-        self._eligible = False
         self._over_budget = False
         self.updated = False
         """Whether the optimizer stepped in the newest training step; the wrapper of the step sets it."""
+        _sessions.add(self)
 
     # What the wrappers call, in the order of one training step.
 
@@ -133,7 +127,8 @@ class Session:
         engine = self.engine
         self._is_captured = is_captured = captures_full_iteration(self.model_config)
         self.figures.begin_step()
-        self._updates_before, self.updated = self._updates, False
+        self._proof.begin_step(self._updates)
+        self.updated = False
         _active.append(self)
         try:
             with (
@@ -153,7 +148,7 @@ class Session:
         engine.end_step(self.updated)
         self._watch_budget(engine.held_budget_bytes)
         self.publish()
-        self._prove()
+        self._proof.end_step(engine, self.what)
 
     def _watch_budget(self, budget: int | None) -> None:
         """Say once that a step needed more than the budget in bytes, as a longer sequence may."""
@@ -168,34 +163,13 @@ class Session:
             )
         self._over_budget = True
 
-    def _prove(self) -> None:
-        """Raise RuntimeError where the flag turns out to be a no-op, in whole or in part.
-
-        A step that had any state released at least something; and the first step after an update, when every
-        state exists, released what was planned.
-        """
-        if self._proven:
-            return
-        planned = self.engine.planned_bytes
-        complete = self._updates_before > 0
-        wanted = 0.95 * planned if complete else 1 if self._eligible else 0
-        freed = self.engine.traffic.most_released
-        if freed < wanted:
-            raise RuntimeError(
-                f"{self.what}, but a training step released {freed} bytes of the "
-                f"{planned} planned (engine {self.engine.name}): the flag would be a silent no-op. Please report this "
-                "with the output of the run, and train with the flag unset meanwhile"
-            )
-        self._proven = complete
-
     def begin_pass(self, is_replayed: bool = False) -> None:
         """Start the copies out: a forward-backward pass begins.
 
         Args:
             is_replayed: whether it replays a CUDA graph, where the model has its passes captured.
         """
-        if not self._proven:
-            self._eligible = self._eligible or self.engine.has_states()
+        self._proof.begin_pass(self.engine)
         if self._is_captured and not is_replayed:
             self.engine.begin_pass(is_like_others=False)
         else:
@@ -308,80 +282,11 @@ def _make_engine(
         )
     # Somebody has put them into another chain since they were built: masters that are away come back first.
     held = {id(to.engine) for leaf in leaves if (to := attachment_of(leaf)) is not None}
-    for session in _open_sessions():
+    for session in open_sessions():
         if id(session.engine) in held:
             session.close()
     sources = [source_of(leaf) for leaf in leaves]
     return sources, make_engine(name, sources, config, meter, stage_of(leaves), say, warn)
-
-
-def say(text: str) -> None:
-    """Print a line on rank 0."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        print(f"bridge_fgo: {text}", flush=True)
-
-
-def warn(text: str) -> None:
-    """Print a line on the rank that it concerns, whichever that is."""
-    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-    print(f"bridge_fgo: {f'rank {torch.distributed.get_rank()}: ' if several else ''}{text}", flush=True)
-
-
-def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:
-    """Return the session of a top-level optimizer, made and announced on the first call.
-
-    Raises:
-        ValueError: as `Session`; or the settings are others than at the first call.
-        RuntimeError: as `Session`.
-    """
-    session: Session | None = vars(optimizer).get(SESSION)
-    if session is not None and session.is_lost:
-        raise RuntimeError(
-            "the optimizer cannot be trained any more: something (Ctrl-C, a restart) came while a part of its state "
-            "was on its way between GPU and host; build it anew and resume from the last checkpoint"
-        )
-    if session is None or session.closed:
-        session = Session(optimizer, model_config, config)
-        setattr(optimizer, SESSION, session)
-        _sessions.add(session)
-        session.publish()
-        session.announce()
-    if session.settings != config:
-        raise ValueError(
-            f"{config} after {session.settings}: the offload's settings cannot change while an optimizer trains; build "
-            "it anew, from a checkpoint"
-        )
-    session.model_config = model_config
-    return session
-
-
-def _share_copies(engine: Engine, checkpoint: Any) -> None:
-    """Have a checkpoint worker get this rank's states by shared memory, once it is known that it can."""
-    refuse_small_shared_memory(checkpoint, engine.copied_for_a_save())
-    engine.share_copies()
-
-
-def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: OffloadConfig) -> Session | None:
-    """Return the session that drives a training step, or None where the flag is not set.
-
-    A flag that was unset in mid-run makes the states resident and closes the session.
-
-    Raises:
-        ValueError, RuntimeError: as `Session`, or as `refuse_small_shared_memory`.
-    """
-    check_flag(cfg.optimizer)
-    if flag_is_set(cfg.optimizer):
-        session = attach(optimizer, model_config, config)
-        if not session.began:
-            if copies_go_to_a_worker(cfg.checkpoint):
-                on_every_rank(partial(_share_copies, session.engine, cfg.checkpoint))
-            session.began = True
-        return session
-    session = None if optimizer is None else getattr(optimizer, "__dict__", {}).get(SESSION)
-    if session is not None:
-        session.close()
-        delattr(optimizer, SESSION)
-    return None
 
 
 def active_session() -> Session | None:
@@ -389,12 +294,19 @@ def active_session() -> Session | None:
     return _active[-1] if _active and not _active[-1].closed else None
 
 
+def forget_stats() -> None:
+    """Have `newest_stats` return None until a session publishes figures."""
+    global _newest_stats
+    _newest_stats = None
+
+
 def newest_stats() -> Stats | None:
     """Return the figures of the newest training step, also when its training is over."""
     return _newest_stats
 
 
-def _open_sessions() -> list[Session]:
+def open_sessions() -> list[Session]:
+    """Return the sessions whose optimizers are alive, but for those that were closed."""
     return [session for session in _sessions if not session.closed]
 
 
@@ -403,33 +315,5 @@ def all_sessions() -> list[Session]:
 
     A lost one may live for long, in the traceback of the error that a notebook keeps.
     """
-    opened = _open_sessions()
+    opened = open_sessions()
     return [session for session in opened if not session.is_lost] or opened
-
-
-def close_all() -> None:
-    """End every session, and forget the figures.
-
-    Raises:
-        RuntimeError: as `Session.close`; every session that can be closed is.
-    """
-    global _newest_stats
-    if _close_sessions():
-        gc.collect()  # of a training that is over only a cycle of references may be left
-        if failures := _close_sessions():
-            raise failures[0]
-    _newest_stats = None
-
-
-def _close_sessions() -> list[RuntimeError]:
-    failures = []
-    for session in _open_sessions():
-        if session.is_lost:  # and only to be thrown away: nothing can be brought back
-            say("states that an error had caught on their way are left as they are, with the optimizer to throw away")
-            session.closed = True
-            continue
-        try:
-            session.close()
-        except RuntimeError as error:
-            failures.append(error)
-    return failures

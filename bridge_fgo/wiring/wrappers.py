@@ -20,18 +20,13 @@ from bridge_fgo.config import without_measure
 from bridge_fgo.engines.ranks import on_every_rank
 from bridge_fgo.sources.late_masters import build_groups, masters_made_late
 from bridge_fgo.wiring import flag_use
+from bridge_fgo.wiring.attaching import attach, session_for_step
 from bridge_fgo.wiring.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
 from bridge_fgo.wiring.graphs import is_replayed
 from bridge_fgo.wiring.measuring import measured_peaks, measurement_of
 from bridge_fgo.wiring.refusals import refuse_config, refuse_optimizer_config
 from bridge_fgo.wiring.reporting import log_scalars
-from bridge_fgo.wiring.session import (
-    active_session,
-    all_sessions,
-    attach,
-    newest_stats,
-    session_for_step,
-)
+from bridge_fgo.wiring.session import active_session, all_sessions, newest_stats
 from bridge_fgo.wiring.settings import SETTINGS, given_settings, settings_of, write_settings
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ from bridge_fgo.core.host_memory import Need
 from bridge_fgo.engines import ranks
 from bridge_fgo.engines.attachment import ATTACHED
 from bridge_fgo.wiring import session, wrappers
-from bridge_fgo.wiring.session import SESSION, Session, attach
+from bridge_fgo.wiring.attaching import attach
+from bridge_fgo.wiring.session import SESSION, Session
 
 CONFIG = bridge_fgo.OffloadConfig(engine="native")
 

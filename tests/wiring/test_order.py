@@ -222,7 +222,7 @@ def test_a_rank_with_stub_optimizers_only_takes_part_in_what_ranks_agree_on(monk
     loop.step()
     session = vars(loop.optimizer)[SESSION]
     session.engine = native_engine()
-    session._proven = True  # that the mocked optimizer of the first step released something is no matter here
+    session._proof.is_given = True  # that the mocked optimizer of the first step released something is no matter here
     with session.training_step([], 1):
         session.begin_pass()
         session.release()
@@ -247,7 +247,7 @@ def test_a_skipped_step_is_no_update_to_the_schedule(monkeypatch, bridge_train, 
     loop.step()
     session = vars(loop.optimizer)[SESSION]
     session.engine = native_engine()
-    session._proven = True
+    session._proof.is_given = True
     loop.leaf.step = lambda: (not skipped, 1.0, None)
     loop.step()
     session.engine.schedule.end_step.assert_called_once_with(not skipped)
