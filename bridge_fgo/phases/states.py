@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.core.digest import Digester
 from bridge_fgo.core.meters import PeakMeter
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.slab import MOST_IN_TRANSIT, Slab
@@ -18,20 +16,17 @@ from bridge_fgo.core.state import WeightShard
 from bridge_fgo.engines.attachment import ATTACHED, Attachment, attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather, on_every_rank, pin_on_every_rank
+from bridge_fgo.phases.host_copies import HostCopies
+from bridge_fgo.phases.movable import STATES, attached_engine, movable_optimizers
 from bridge_fgo.phases.moved import return_to_driver
 from bridge_fgo.sources.choice import source_of
-from bridge_fgo.sources.float16 import is_muon
-from bridge_fgo.sources.leaves import leaves
-from bridge_fgo.sources.megatron import McoreSource, MegatronSource, is_adam, live_bytes
+from bridge_fgo.sources.megatron import McoreSource, MegatronSource, live_bytes
 
 WHOLE_MASTERS = OffloadConfig(engine="native", master_remainders=False)
 """Whole masters tell the weights, so that these need not be copied."""
 
 RETURNED_BYTES = 2 * 2**30
 """Bytes after which the driver gets back what has left: so few that copies of others go on meanwhile."""
-
-STATES = "_bridge_fgo_states"
-"""Attribute of an optimizer of mcore's that holds the `OptimizerStates` whose engine is its own."""
 
 
 class OptimizerStates:
@@ -52,7 +47,7 @@ class OptimizerStates:
         self.meter = PeakMeter()
         together = _on_this_rank if alone else on_every_rank
         self.optimizers = together(lambda: movable_optimizers(optimizer))
-        attached = together(lambda: _attached_engine(self.optimizers, config))
+        attached = together(lambda: attached_engine(self.optimizers, config))
         # Of all ranks alike: one whose optimizers are all stubs has none to be attached.
         self.is_owner = attached is None if alone else not any(gather(attached is not None))
         """Whether the engine serves nobody else, so that the optimizer's own methods know nothing of it."""
@@ -73,8 +68,9 @@ class OptimizerStates:
                 setattr(leaf, STATES, self)
         self.may_be_unchanged = True
         """Whether states may be what they were when they came back; not where whoever steps them says so."""
-        self._digests: dict[Slab, int] = {}
-        """Of slabs that only this class moves: the sum over their bytes when their host copy was made."""
+        keeps = self.is_owner and self.engine.schedule.transfers.keeps_host_copies
+        self._copies = HostCopies(self._slabs, self.sources[0].device) if keeps and self.sources else None
+        """Where only this class moves the slabs, and what is on the host stays there."""
         self.is_driven = False
         """Whether training steps drive an engine of its own too, which then stays attached."""
         self._serves = 0
@@ -126,8 +122,11 @@ class OptimizerStates:
         """
         before = self.engine.traffic.out
         self.engine.masters.locate_weights()  # they were asleep too, perhaps, and have come back to another address
-        unchanged = self._unchanged() if self.may_be_unchanged else set[Slab]()
-        self._digests.clear()  # until it is back: an attached engine may copy out anew
+        unchanged = set[Slab]()
+        if self._copies is not None:
+            if self.may_be_unchanged and not self.is_driven:  # steps by parts copy too
+                unchanged = self._copies.unchanged()
+            self._copies.forget()  # until it is back: an attached engine may copy out anew
         leaving: list[Slab] = []
         cached = 0
         for slab in self._slabs:
@@ -141,9 +140,8 @@ class OptimizerStates:
                     gone.release()
                     cached += gone.nbytes
                     if cached >= RETURNED_BYTES:
-                        return_to_driver(
-                            self.sources[0].device
-                        )  # waits for the stream, and so for the copies of what has gone
+                        # It waits for the stream, and so for the copies of what has gone.
+                        return_to_driver(self.sources[0].device)
                         cached = 0
         for slab in leaving:
             slab.release()
@@ -157,9 +155,12 @@ class OptimizerStates:
             RuntimeError: as `Engine.require_writable`.
         """
         before = self.engine.traffic.back
-        sums = self._bring_and_sum()
+        copies = None if self.is_driven or self.reads_weights else self._copies
+        if copies is not None:
+            copies.bring_back()
         self.engine.require_writable()
-        self._digests = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+        if copies is not None:
+            copies.came_back()
         self.may_be_unchanged = True
         self._detach()
         return self.engine.traffic.back - before
@@ -188,7 +189,8 @@ class OptimizerStates:
         """
         self.engine.require_writable()
         self.is_driven = False
-        self._digests.clear()
+        if self._copies is not None:
+            self._copies.forget()
         self._detach()
 
     @contextmanager
@@ -203,66 +205,6 @@ class OptimizerStates:
             self._serves -= 1
             if not was_attached:
                 self._detach()
-
-    # What has not changed is not copied again.
-
-    def _known(self) -> list[Slab]:
-        """Return the slabs on the GPU of which the host's copy may be what they are."""
-        if self.is_driven or not (self.is_owner and self.engine.schedule.transfers.keeps_host_copies):
-            return []  # steps by parts copy too
-        return [slab for slab in self._slabs if self._is_known(slab)]
-
-    @staticmethod
-    def _is_known(slab: Slab) -> bool:
-        return (
-            slab.state is Residency.RESIDENT
-            and slab.codec.family is None
-            and bool(slab.gpu_bytes)
-            and all((tensor := state.read()) is not None and slab.holds(tensor) for state in slab.states)
-        )
-
-    def _sums(self, slabs: Sequence[Slab]) -> dict[Slab, int]:
-        tensors = [slab.gpu for slab in slabs if slab.gpu is not None]
-        if not tensors:
-            return {}
-        digester = Digester(tensors[0].device, max(tensor.numel() for tensor in tensors))
-        return dict(zip(slabs, digester.of(tensors).tolist(), strict=True))
-
-    def _bring_and_sum(self) -> dict[Slab, torch.Tensor]:
-        """Bring back the slabs whose host copy stays what they are, each summed while others are copied.
-
-        Returns:
-            the sum over each slab's bytes, int64 scalars on the GPU; the host has waited for none.
-        """
-        keeps = self.is_owner and not self.is_driven and self.engine.schedule.transfers.keeps_host_copies
-        if not keeps or self.reads_weights:
-            return {}
-        sums: dict[Slab, torch.Tensor] = {}
-        digester = Digester(self.sources[0].device, max(slab.nbytes for slab in self._slabs)) if self._slabs else None
-
-        away: set[Slab] = set()
-        """Of the others the host may have what they were before somebody brought them back and wrote them."""
-
-        def land(slab: Slab) -> None:
-            slab.require_readable()
-            if digester is not None and slab in away and slab.gpu is not None and self._is_known(slab):
-                sums[slab] = digester.of([slab.gpu])[0]
-
-        coming: deque[Slab] = deque()
-        for slab in self._slabs:
-            if slab.state is Residency.RELEASED:
-                away.add(slab)
-                slab.reload()
-            coming.append(slab)
-            if len(coming) == MOST_IN_TRANSIT:  # the copies of the others go on while this one is summed
-                land(coming.popleft())
-        for slab in coming:
-            land(slab)
-        return sums
-
-    def _unchanged(self) -> set[Slab]:
-        known = [slab for slab in self._known() if slab in self._digests]
-        return {slab for slab, digest in self._sums(known).items() if digest == self._digests[slab]}
 
     # Weights that masters tell.
 
@@ -306,6 +248,7 @@ class OptimizerStates:
         """
         if self.is_owner:
             self.engine.close()
+            self._copies = None
             self.is_driven = False
             self._detach()
             for leaf in self.optimizers:
@@ -314,82 +257,3 @@ class OptimizerStates:
 
 def _on_this_rank[T](act: Callable[[], T]) -> T:
     return act()
-
-
-def movable_optimizers(optimizer: Any) -> list[Any]:
-    """Return mcore's optimizers with states under an optimizer; stubs are skipped.
-
-    DistributedOptimizers over Adam, and Float16OptimizerWithFloat16Params over Adam or Muon.
-
-    Raises:
-        ValueError: there is another kind of optimizer among them.
-    """
-    found = []
-    for leaf in leaves(optimizer):
-        if getattr(leaf, "is_stub_optimizer", False):
-            continue
-        if why := refusal_of(leaf):
-            inner = type(getattr(leaf, "optimizer", None)).__name__
-            raise ValueError(
-                f"Residency cannot offload the state of a {type(leaf).__name__} over a {inner}: {why}, or pass "
-                "optimizer=None to move parameters and gradients alone"
-            )
-        found.append(leaf)
-    return found
-
-
-def refusal_of(leaf: Any) -> str:
-    """Return why the states of an optimizer cannot be moved, and what to change; empty where they can be."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
-
-    inner = getattr(leaf, "optimizer", None)
-    is_distributed = isinstance(leaf, DistributedOptimizer)
-    if not is_distributed and not isinstance(leaf, Float16OptimizerWithFloat16Params):
-        return "set optimizer.use_distributed_optimizer=True"
-    if getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False):
-        return "Megatron-FSDP manages its states itself: set ddp.use_megatron_fsdp=False"
-    if type(inner).__name__ == "HybridDeviceOptimizer":
-        return "it keeps states on the CPU already: set optimizer.optimizer_cpu_offload=False"
-    if getattr(inner, "capturable", False) or getattr(leaf.config, "optimizer_cuda_graph", False):
-        return "its CUDA graph has the states' addresses baked in: set optimizer.optimizer_cuda_graph=False"
-    name = getattr(leaf.config, "optimizer", "adam")
-    if name != "adam" if is_distributed else not (is_adam(inner) or is_muon(inner)):
-        return f"optimizer.optimizer={name!r}: set optimizer.optimizer='adam'"
-    return ""
-
-
-def _attached_engine(optimizers: Sequence[Any], config: OffloadConfig | None) -> NativeEngine | None:
-    """Return the engine that is attached to the optimizers of this rank, if one is.
-
-    Raises:
-        ValueError: it is of another kind, or there are several, or settings do not reach it, or it is yet to come.
-    """
-    engines = {id(to.engine): to.engine for leaf in optimizers if (to := attachment_of(leaf)) is not None}
-    if not engines:
-        for leaf in optimizers:
-            if STATES in vars(leaf):
-                raise ValueError(
-                    "the optimizer has a Residency already, or mcore's offload_to_cpu has moved it: make one "
-                    "Residency, before the first sleep, and close() it before the next"
-                )
-            if getattr(leaf.config, "offload_optimizer_states", False):
-                raise ValueError(
-                    "optimizer.offload_optimizer_states=True, but no engine is attached to the optimizer yet: call "
-                    "bridge_fgo.install() before Bridge's setup and make Residency after it, or leave the flag unset"
-                )
-        return None
-    if len(engines) > 1 or any(attachment_of(leaf) is None for leaf in optimizers):
-        raise ValueError("the optimizers under one Residency have several engines: make one Residency for each")
-    (engine,) = engines.values()
-    if not isinstance(engine, NativeEngine):
-        raise ValueError(
-            f"Residency cannot offload optimizer state that engine {engine.name!r} moves: use "
-            "OffloadConfig(engine='native')"
-        )
-    if config is not None:
-        raise ValueError(
-            f"Residency(config={config!r}): the engine that is attached to the optimizer has settings of its own; "
-            "leave config out, and give the settings to bridge_fgo.install"
-        )
-    return engine

@@ -19,11 +19,12 @@ from bridge_fgo.engines.attachment import attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.phases.gradients import Gradients
 from bridge_fgo.phases.model import map_hosts
+from bridge_fgo.phases.movable import STATES, refusal_of
 from bridge_fgo.phases.moved import return_to_driver, wait_for_gpu
 from bridge_fgo.phases.parameters import Weights, digests_of
 from bridge_fgo.phases.quantized import ColumnwiseCopies
 from bridge_fgo.phases.refusals import buffer_refusals
-from bridge_fgo.phases.states import STATES, OptimizerStates, refusal_of
+from bridge_fgo.phases.states import OptimizerStates
 from bridge_fgo.sources.megatron import UPSTREAM_OFFLOADERS
 
 BUFFER = "_bridge_fgo_phases"

@@ -16,7 +16,8 @@ from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.making import make_engine
 from bridge_fgo.engines.ranks import on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
-from bridge_fgo.phases.states import STATES, OptimizerStates
+from bridge_fgo.phases.movable import STATES
+from bridge_fgo.phases.states import OptimizerStates
 from bridge_fgo.sources.choice import source_of
 from bridge_fgo.sources.megatron import McoreSource
 from bridge_fgo.sources.source import Source

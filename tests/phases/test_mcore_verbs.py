@@ -15,7 +15,7 @@ from bridge_fgo.core.storage_slab import StorageSlab
 from bridge_fgo.engines.attachment import attachment_of
 from bridge_fgo.harness import cpu_training
 from bridge_fgo.harness.cpu_training import CpuTraining
-from bridge_fgo.phases.states import STATES
+from bridge_fgo.phases.movable import STATES
 from bridge_fgo.wiring.attaching import attach
 
 pytestmark = [

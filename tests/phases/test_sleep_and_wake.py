@@ -151,8 +151,8 @@ def test_after_a_step_states_are_copied_without_a_look_and_else_only_those_that_
         training.step()
         res = residency(training)
         looked = []
-        unchanged = res._states._unchanged
-        monkeypatch.setattr(res._states, "_unchanged", lambda: looked.append(unchanged()) or looked[-1])
+        unchanged = res._states._copies.unchanged
+        monkeypatch.setattr(res._states._copies, "unchanged", lambda: looked.append(unchanged()) or looked[-1])
         res.offload()
         res.reload()
         training.step()

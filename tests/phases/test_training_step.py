@@ -12,7 +12,7 @@ from sleeping import KINDS, options, residency
 import bridge_fgo
 from bridge_fgo.engines.attachment import attachment_of
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
-from bridge_fgo.phases.states import STATES
+from bridge_fgo.phases.movable import STATES
 from bridge_fgo.wiring.session import active_session
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.usefixtures("poisoned")]
