@@ -13,7 +13,7 @@ from test_checkpoints import assert_same_shards, background, finish, session_of,
 from test_parity import DEFAULTS, SMALL_SLABS, numbers, released
 
 import bridge_fgo
-from bridge_fgo.core.schedule import Schedule
+from bridge_fgo.core.step_pipeline import StepPipeline
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining, run
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
@@ -257,9 +257,10 @@ def updates(monkeypatch, landed, options):
         # While a part is updated, the param groups of the optimizer itself have its parameters alone.
         whole = torch.optim.SGD([{"params": list(group["params"])} for group in muon.param_groups])
         patch.setattr(TensorParallelMuon, "orthogonalize", noted)
-        patch.setattr(Schedule, "_has_landed", lambda schedule, part: landed(schedule.parts.index(part)))
         if options.get("offload"):
-            for number, part in enumerate(session_of(training).engine.schedule.parts):
+            parts = session_of(training).engine.schedule.parts
+            patch.setattr(StepPipeline, "_has_landed", lambda pipeline, part: landed(parts.index(part)))
+            for number, part in enumerate(parts):
                 part.stays = number % 3 == 1
         for _ in range(3):
             training.step()

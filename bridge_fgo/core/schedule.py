@@ -20,9 +20,7 @@ step, one in which everything was released throughout (`HoldPolicy`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, takewhile
-from operator import attrgetter
+from collections.abc import Callable
 
 import torch
 
@@ -35,14 +33,11 @@ from bridge_fgo.core.policy import HoldPlan, HoldPolicy
 from bridge_fgo.core.profile import Mark, MemoryProfile
 from bridge_fgo.core.recorder import Recorder
 from bridge_fgo.core.residency import Residency
-from bridge_fgo.core.slab import Slab, decode_together, encode_together
+from bridge_fgo.core.slab import Slab
 from bridge_fgo.core.slab_queue import SlabQueue
+from bridge_fgo.core.step_pipeline import GROUPS_HELD, StepPipeline
 from bridge_fgo.core.transfers import Transfers
 from bridge_fgo.core.watch import Watch
-
-GROUPS_HELD = 8
-"""Groups of more than one part that the optimizer step has room for, at least: the one in hand, those that come, and
-enough that leave for the step not to wait for the copy out of what was updated just before."""
 
 
 class Schedule:
@@ -80,6 +75,7 @@ class Schedule:
         self._wants_points = False
         """Whether passes report their points though nothing moves: one of them was larger than any measured one."""
         self.queue = SlabQueue(transfers, self.ledger, lambda text: holding.warn(text))
+        self._pipeline = StepPipeline(self.queue, transfers)
         self._newest = 0
         """`Recorder.newest_others` at the end of a pass that went by a plan."""
         self._start()
@@ -271,66 +267,15 @@ class Schedule:
         together_bytes: int,
         in_order: bool = False,
     ) -> None:
-        """Bring back, update and send off the parts of one source, as a pipeline in both directions.
+        """Bring back, update and send off the parts of one source, as `StepPipeline.run` does.
 
-        Parts that are small go through it in groups: a call of the driver's takes the host twice as long after an
-        update as after another such call.
-
-        Args:
-            parts: in order.
-            update: called once for each of them.
-            keep_masters: whether states that are written back to the model stay on the GPU until the next pass; their
-                copy out starts all the same.
-            together_bytes: size of a group at most, but for one of a single part (`pipeline_bytes`).
-            in_order: whether parts are updated in their order, whatever has landed (`Source.keeps_order`).
+        `together_bytes` (`pipeline_bytes`) holds where the step has room for `GROUPS_HELD` groups of that size.
         """
         limit = self.step_limit
         together_bytes = min(together_bytes, (limit - self._bytes_in_any_case) // GROUPS_HELD)
         room_to_make = self._room_to_make()
         limit -= room_to_make
-        for run in self._runs(parts, in_order):
-            for group in _groups(run, together_bytes):
-                slabs = [slab for part in group for slab in part.slabs]
-                if room_to_make:
-                    self.queue.release_down_to(limit)
-                self.queue.bring_for(slabs, limit)
-                for slab in slabs:
-                    if slab.state is Residency.RELEASED:  # there was no room for it ahead of its turn
-                        self.queue.fetch(slab, limit)
-                decode_together(slabs)
-                for slab in reversed(slabs):  # the last lands last: for those before it nothing need wait
-                    slab.require_writable()
-                    self.queue.came(slab)
-                for part in group:
-                    update(part)
-                if not group[0].stays:
-                    self._send_off(slabs, keep_masters)
-
-    def _runs(self, parts: list[Part], in_order: bool) -> list[list[Part]]:
-        """Return the parts as they are updated, those that stay apart from those that move."""
-        if in_order:
-            return [list(run) for _, run in groupby(parts, key=attrgetter("stays"))]
-        # What has landed goes first, so that copies out begin. What stays needs no copy, and fills the time while
-        # the others come.
-        moving = [part for part in parts if not part.stays]
-        landed = list(takewhile(self._has_landed, moving))
-        return [landed, [part for part in parts if part.stays], moving[len(landed) :]]
-
-    def _has_landed(self, part: Part) -> bool:
-        if any(slab.state is Residency.RELEASED for slab in part.slabs):
-            return False
-        return all(slab.state is not Residency.RELOADING or self.transfers.has_landed(slab) for slab in part.slabs)
-
-    def _send_off(self, slabs: list[Slab], keep_masters: bool) -> None:
-        encoded = encode_together(slabs)
-        with self.transfers.back_to_back():
-            for slab in slabs:
-                if slab.exists():
-                    slab.offload(slab.start_encoded if slab in encoded else None)
-                    if keep_masters and slab.written_back:
-                        self.queue.keep(slab)  # from the offload that the update gave up
-                    else:
-                        self.queue.line_up(slab)
+        self._pipeline.run(parts, update, limit, together_bytes, keep_masters, room_to_make > 0, in_order)
 
     def release_everything(self) -> None:
         """Free every slab that may leave; for work between steps that needs the memory."""
@@ -378,17 +323,3 @@ class Schedule:
             if not (self.holding.runs_short() or is_exceeded):
                 return None
         return self.holding.plan(self.parts, recorder.expands)
-
-
-def _groups(parts: Sequence[Part], together_bytes: int) -> Iterator[list[Part]]:
-    """Yield the parts in order, as many at once as hold no more bytes on their way, but one at least."""
-    group: list[Part] = []
-    held = 0
-    for part in parts:
-        if group and held + part.transit_bytes > together_bytes:
-            yield group
-            group, held = [], 0
-        group.append(part)
-        held += part.transit_bytes
-    if group:
-        yield group

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from bridge_fgo.core import schedule
+from bridge_fgo.core import step_pipeline
 from bridge_fgo.core.packing_policy import (
     IN_A_ROW,
     MOST_TIMED,
@@ -158,7 +158,7 @@ def test_masters_that_are_made_alone_are_as_they_were_after_an_error_and_lost_af
 @given(st.lists(st.integers(1, 100), max_size=30), st.integers(0, 300))
 def test_groups_are_whole_in_order_and_no_larger_than_they_may_be(sizes, together):
     parts = [SimpleNamespace(transit_bytes=size) for size in sizes]
-    groups = list(schedule._groups(parts, together))
+    groups = list(step_pipeline._groups(parts, together))
     assert [part for group in groups for part in group] == parts
     held = [sum(part.transit_bytes for part in group) for group in groups]
     assert all(size <= together or len(group) == 1 for size, group in zip(held, groups, strict=True))
@@ -520,7 +520,7 @@ def test_masters_of_a_group_whose_copy_out_is_refused_are_here_whole(monkeypatch
     for seed in range(3):
         training.step(seed)
     training.run_pass()
-    encode, encoded = schedule.encode_together, []
+    encode, encoded = step_pipeline.encode_together, []
 
     def refuse(*args):
         raise RuntimeError("refused")
@@ -531,7 +531,7 @@ def test_masters_of_a_group_whose_copy_out_is_refused_are_here_whole(monkeypatch
             monkeypatch.setattr(type(training.schedule.transfers), "copy_out", refuse)
         return set(encoded)
 
-    monkeypatch.setattr(schedule, "encode_together", encodes)
+    monkeypatch.setattr(step_pipeline, "encode_together", encodes)
     with pytest.raises(RuntimeError, match="refused"):
         training.update(3)
     assert len(encoded) > 1 and not any(slab.is_encoded for slab in encoded)

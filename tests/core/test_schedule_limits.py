@@ -22,7 +22,7 @@ from fake_training import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from bridge_fgo.core import policy, schedule
+from bridge_fgo.core import policy, step_pipeline
 from bridge_fgo.core.layout import part_bytes
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.slab import MOST_IN_TRANSIT
@@ -312,12 +312,12 @@ def test_what_goes_together_leaves_room_for_what_is_held(monkeypatch, held):
         training.schedule.holding.masters_held_bytes = whole // 3 + 1024 * len(training.schedule.parts)
     for seed in range(3):
         training.step(seed)
-    groups, asked = schedule._groups, []
-    monkeypatch.setattr(schedule, "_groups", lambda run, together: asked.append(together) or groups(run, together))
+    groups, asked = step_pipeline._groups, []
+    monkeypatch.setattr(step_pipeline, "_groups", lambda run, together: asked.append(together) or groups(run, together))
     assert most_held_in(training, lambda: training.step(3)) <= training.schedule.step_limit
     staying = sum(part.nbytes for part in training.schedule.parts if part.stays)
     nbytes = staying + training.schedule.holding.masters_held_bytes
-    assert nbytes and asked and max(asked) <= (training.schedule._plan.step - nbytes) // schedule.GROUPS_HELD
+    assert nbytes and asked and max(asked) <= (training.schedule._plan.step - nbytes) // step_pipeline.GROUPS_HELD
 
 
 def test_a_few_slabs_at_a_time_are_on_their_way_packed(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from fake_training import MANY_SIZES, POINTS, SIZES, WHOLE, Training, mark, use_small_parts
 from stream_order import Race, install
 
-from bridge_fgo.core import schedule
+from bridge_fgo.core import step_pipeline
 from bridge_fgo.core.cuda_transfers import CudaTransfers, Lane
 from bridge_fgo.core.debug import DebugTransfers
 from bridge_fgo.core.slab import decode_together, encode_together
@@ -267,7 +267,7 @@ def with_masters_made_together_before_they_have_landed(patch):
             without_wait_for_what_landed(inside)
             decode_together(slabs)
 
-    patch.setattr(schedule, "decode_together", decodes)
+    patch.setattr(step_pipeline, "decode_together", decodes)
 
 
 def with_masters_packed_together_once_copies_are_ordered(patch):
@@ -281,7 +281,7 @@ def with_masters_packed_together_once_copies_are_ordered(patch):
         moves._is_ordered = bool(encoded)
         return encoded
 
-    patch.setattr(schedule, "encode_together", encodes)
+    patch.setattr(step_pipeline, "encode_together", encodes)
 
 
 @pytest.mark.parametrize(
