@@ -128,8 +128,11 @@ class PrecisionAwareAdam(FusedAdam):
         state = self.state[param]
         if not state:
             self.initialize_state(param)
+        grad = getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+        if grad is None:
+            return
+        grad = grad.float()
         moments = [self.get_unscaled_state(param, name) for name in ("exp_avg", "exp_avg_sq")]
-        grad = (param.decoupled_grad if self.use_decoupled_grad else param.grad).float()
         if not self.master_weights:
             adam(group, param, grad, *moments)
         elif self._has_remainders(param, "master_param"):
@@ -155,9 +158,10 @@ class PrecisionAwareAdam(FusedAdam):
 
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)
-        params = [param for group in self.param_groups for param in group["params"]]
-        for index, state in state_dict["state"].items():
-            param = params[index]
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]  # or numbers
+        params = dict(zip(names, (p for group in self.param_groups for p in group["params"]), strict=True))
+        for name_of_param, state in state_dict["state"].items():
+            param = params[name_of_param]
             self.state[param] = {}
             for name, value in state.items():
                 whole = value if self._has_remainders(param, name) else value.float()

@@ -7,6 +7,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from bridge_fgo.core.state import local
+
 WRITES = ("copy_", "set_scaled_state")
 """What follows at once where a storage that was emptied is filled anew, which no function of torch's tells."""
 
@@ -15,7 +17,8 @@ class StorageMeter(TorchFunctionMode):
     """Counts the bytes of live storages that were made on the device inside the block, or emptied before it.
 
     A tensor is on the host where it is made with `device="cpu"` or without a device, and where it comes of tensors that
-    are. All others are on the device, which is the CPU here: the stand-ins and the slabs name it by an object.
+    are. All others are on the device, which is the CPU here: the stand-ins and the slabs name it by an object. Of a
+    DTensor the local shard counts.
 
     Args:
         known: tensors on the device that are there for good, and do not count.
@@ -40,7 +43,8 @@ class StorageMeter(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         changed = getattr(func, "__name__", "") in WRITES
-        for tensor in tree_leaves(result):
+        for leaf in tree_leaves(result):
+            tensor = local(leaf)
             if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._on_device:
@@ -57,7 +61,7 @@ class StorageMeter(TorchFunctionMode):
     def _is_made_on_device(self, args, kwargs):
         if "device" in kwargs:
             return kwargs["device"] is not None and not isinstance(kwargs["device"], str)
-        of = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        of = [local(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         return any(self._on_device.get(one.untyped_storage()._cdata, False) for one in of)
 
     def look(self):

@@ -12,6 +12,7 @@ import torch
 from bridge_fgo.core.host_buffer import PINNING_THREADS
 from bridge_fgo.core.host_memory import available_bytes, ranks_of_this_node
 from bridge_fgo.core.loading import Loading
+from bridge_fgo.core.part import Part
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.shared_copies import OwnCopies, SharedCopies
 from bridge_fgo.core.shared_host_buffer import SharedHostBuffer, has_files_for_buffers
@@ -50,6 +51,8 @@ class Checkpoints:
         self._warn = warn
         self._snapshots: dict[Source, Snapshot] = {}
         self._copier = OwnCopies()
+        self._half_loaded: set[Source] = set()
+        """Sources some of whose states a load that has not come to its end may have overwritten."""
         self.lends = False
         """Whether a save gets host buffers lent in place of copies."""
 
@@ -147,8 +150,81 @@ class Checkpoints:
                 leaves = everything and not part.stays and slab.state is not Residency.RELEASED
                 if (is_new or leaves or slab.is_encoded) and slab.exists():
                     slab.send_away()
+                elif everything and slab.state is not Residency.RELEASED:
+                    slab.require_writable()  # it is loaded where it is
         for bundle in source.states():
             _make(bundle.states)  # of those that are not offloaded
+
+    def load_begins(self, source: Source) -> None:
+        """Note that states of a source are about to be overwritten; see `Engine.load_begins`."""
+        self._half_loaded.add(source)
+
+    def load_ends(self, source: Source) -> None:
+        """Note that the states of a source have been overwritten."""
+        self._half_loaded.discard(source)
+
+    def require_loaded(self, sources: Iterable[Source], what: str) -> None:
+        """Raise RuntimeError where a load of one of some sources has failed; `what` is to be done ("saved")."""
+        if not self._half_loaded.isdisjoint(sources):
+            raise RuntimeError(
+                f"the optimizer state cannot be {what}: the load of a checkpoint ended in an error after some states "
+                "were overwritten and before others were; load a checkpoint that is whole"
+            )
+
+    def make_states(self, source: Source, make: Callable[[], None]) -> None:
+        """Have states made part by part; see `Engine.make_states`."""
+        with source.making(make, self._shares[source].owners) as of_part:
+            self.by_part(source, of_part)
+
+    def rewrite_weights(self, source: Source, copy: Callable[[], object]) -> None:
+        """Have masters copied to the weights part by part; see `Engine.rewrite_weights`."""
+        self._copy_by_part(source, copy, writes=False)
+
+    def rewrite_masters(self, source: Source, copy: Callable[[], Any]) -> Any:
+        """Have masters made of the weights part by part; return what the last `copy` does."""
+        with self._masters.trusted(source), self._masters.copied_whole():
+            return self._copy_by_part(source, copy, writes=True)
+
+    def _copy_by_part(self, source: Source, copy: Callable[[], Any], writes: bool) -> Any:
+        parts = self._shares[source].parts
+        result = None
+
+        def of_part(part: Part | None) -> None:
+            nonlocal result
+            with source.rewriting(part, parts):
+                result = copy()
+
+        self.by_part(source, of_part, masters_only=True, writes=writes)
+        return result
+
+    def by_part(
+        self, source: Source, act: Callable[[Part | None], None], masters_only: bool = False, writes: bool = True
+    ) -> None:
+        """Call `act` for one part after another, whose states are on the GPU, and with None for what belongs to none.
+
+        States that were away, or that `act` has made, leave before the next part comes.
+
+        Args:
+            source: theirs.
+            act: reads states, or writes them.
+            masters_only: whether it does so with masters alone.
+            writes: whether the host's copies are stale after it.
+        """
+        with self._transfers.computing():  # whose memory slabs are
+            for part in self._shares[source].parts:
+                slabs = [slab for slab in part.slabs if slab.written_back or not masters_only]
+                leaving = [slab for slab in slabs if slab.state is Residency.RELEASED or not slab.exists()]
+                for slab in slabs:
+                    slab.require_writable()
+                act(part)
+                for slab in leaving:
+                    if not slab.exists():
+                        continue
+                    if writes:
+                        slab.send_away()
+                    else:
+                        slab.release_unchanged()
+            act(None)
 
     def loading_of(self, source: Source) -> Loading:
         """Return the load of a source that is under way."""

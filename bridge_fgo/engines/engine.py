@@ -177,11 +177,21 @@ class Engine(ABC):
         with self.overwriting_masters(source):
             return copy()
 
+    def rewrite_weights(self, source: Source, copy: Callable[[], Any]) -> None:
+        """Call `copy`, which makes the model's weights anew of every master."""
+        self.require_readable(source, masters_only=True)
+        copy()
+
+    def make_states(self, source: Source, make: Callable[[], None]) -> None:
+        """Call `make`, which makes every state that does not exist, and may write those that do (`Source.making`)."""
+        self.require_writable(source)
+        make()
+
     def states_replaced(self, source: Source) -> None:  # noqa: B027
         """Let go of the memory of states in whose place something may have put other tensors."""
 
     def require_whole(self, source: Source, what: str) -> None:  # noqa: B027
-        """Raise RuntimeError where an error ended an optimizer step half-way; `what` is to be done ("saved")."""
+        """Raise RuntimeError where an error ended a step, or a load, half-way; `what` is to be done ("saved")."""
 
     @property
     def is_lost(self) -> bool:
@@ -213,6 +223,13 @@ class Engine(ABC):
         """
         self.require_writable(source)
         yield
+
+    def load_begins(self, source: Source) -> None:  # noqa: B027
+        """Note that states are about to be overwritten one after another: nothing may use them before `load_ends`."""
+
+    def load_ends(self, source: Source) -> None:
+        """Note that every state has been overwritten that was to be."""
+        self.states_replaced(source)
 
     def put(
         self,

@@ -153,6 +153,7 @@ class NativeEngine(Engine):
     @override
     def require_whole(self, source: Source, what: str) -> None:
         self.masters.require(source, what)
+        self.checkpoints.require_loaded([source], what)
         self._require_untorn(what)
 
     def _require_untorn(self, what: str) -> None:
@@ -249,6 +250,7 @@ class NativeEngine(Engine):
     def updating(self) -> None:
         if self._stepped is None:
             self._require_untorn("updated")
+            self.checkpoints.require_loaded(self.sources, "updated")
             self.masters.require_restorable(self.sources)  # of all, before the first of them is updated
             self._stepped = set()
 
@@ -343,22 +345,35 @@ class NativeEngine(Engine):
     @override
     def rewrite_masters(self, source: Source, copy: Callable[[], Any]) -> Any:
         """Call `copy` for one part after another, so that masters that are away need not be there together."""
-        parts = self._shares[source].parts
         self.masters.give_up(source)
-        with self.masters.trusted(source), self.masters.copied_whole():
-            for part in parts:
-                masters = [slab for slab in part.slabs if slab.written_back]
-                away = [slab for slab in masters if slab.state is Residency.RELEASED]
-                for slab in masters:
-                    slab.require_writable()
-                with source.rewriting(part, parts):
-                    copy()
-                for slab in away:
-                    slab.send_away()
-        with source.rewriting(None, parts):
-            result = copy()
+        result = self.checkpoints.rewrite_masters(source, copy)
         self.masters.overwritten(source)
         return result
+
+    @override
+    def rewrite_weights(self, source: Source, copy: Callable[[], Any]) -> None:
+        """Call `copy` for one part after another, where that divides, so that masters need not be there together."""
+        if source.writes_back_by_part:
+            self.checkpoints.rewrite_weights(source, copy)
+        else:
+            super().rewrite_weights(source, copy)
+
+    @override
+    def make_states(self, source: Source, make: Callable[[], None]) -> None:
+        """Call `make` for one part after another, where the step divides, and have each leave as it is made."""
+        if self._is_whole(source):
+            super().make_states(source, make)
+        else:
+            self.checkpoints.make_states(source, make)
+
+    @override
+    def load_begins(self, source: Source) -> None:
+        self.checkpoints.load_begins(source)
+
+    @override
+    def load_ends(self, source: Source) -> None:
+        self.checkpoints.load_ends(source)
+        self.states_replaced(source)
 
     @override
     def states_replaced(self, source: Source) -> None:

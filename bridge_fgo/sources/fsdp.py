@@ -11,7 +11,7 @@ Reads only these attributes: the optimizer's `optimizer` and `model_chunks`, the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any, override
 
 import torch
 
+from bridge_fgo.core.part import Part
 from bridge_fgo.core.state import Bundle, Home, State, WeightShard, local
 from bridge_fgo.sources.master_copy import MasterCopy
 from bridge_fgo.sources.megatron import MOMENTS, McoreSource, adam_states, of_inner
@@ -105,7 +106,7 @@ class FsdpSource(McoreSource):
                 home = homes.setdefault(id(group), Home(buffer.data.nbytes))
                 bundle.states.append(_master(param, home))
             for state in adam_states(self.optimizer.optimizer, param):
-                # Upstream makes them all before a load, by a step of the Adam inside.
+                # mcore makes them before a load, by a step of the Adam inside: see `making`.
                 bundle.states.append(replace(state, read=partial(self._moment, param, state.name), make=None))
             result.append(bundle)
         return result
@@ -121,6 +122,41 @@ class FsdpSource(McoreSource):
         moment._local_tensor = shard.detach()
         return local(moment)
 
+    @contextmanager
+    @override
+    def making(self, make: Callable[[], None], owners: Mapping[int, Part]) -> Iterator[Callable[[Part | None], None]]:
+        adam = self.optimizer.optimizer
+
+        def of_part() -> None:
+            make()
+            for group in adam.param_groups:
+                for param in group["params"]:
+                    # mcore's zeros, which TE's `zero_grad` keeps where the gradients are decoupled.
+                    param.grad = None
+
+        with self._inner_step.divided(of_part, owners):
+            yield self._inner_step.update
+
+    def has_own(self, state_dict: Mapping[str, Any]) -> bool:
+        """Return whether a state dictionary has the very states of the Adam inside, which were loaded where they are.
+
+        Loaded once more they would be the same, but where Transformer Engine scales them: those in fp16.
+
+        Args:
+            state_dict: for the Adam inside: its `state` by the names that its `param_groups` have for the parameters.
+        """
+        adam = self.optimizer.optimizer
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        params = [param for group in adam.param_groups for param in group["params"]]
+        states: Mapping[Any, Any] = state_dict["state"]
+        if len(names) != len(params) or not states.keys() <= set(names):
+            return False
+        for name, param in zip(names, params, strict=True):
+            own, given = adam.state.get(param, {}), states.get(name, {})
+            if own.keys() != given.keys() or not all(_is_same(own[key], given[key]) for key in own):
+                return False
+        return True
+
     def of_param(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the local shards of what the optimizer has of a parameter: of its states, and of itself."""
         states = self.optimizer.optimizer.state.get(param, {})
@@ -130,6 +166,21 @@ class FsdpSource(McoreSource):
 
 PARAM = "param"
 """What `FsdpSource.of_param` calls the parameter: no state of Adam's has that name."""
+
+
+def place(shard: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor is, be its memory there or not: its storage, and its first byte in that."""
+    return shard.untyped_storage()._cdata, int(shard.storage_offset()) * shard.itemsize
+
+
+def _is_same(own: Any, given: Any) -> bool:
+    """Return whether a given state is one's own, and a load of it onto itself would leave every bit."""
+    if not isinstance(own, torch.Tensor) or not isinstance(given, torch.Tensor):
+        return own is given
+    mine, theirs = local(own), local(given)
+    if mine.dtype == torch.float16:
+        return False
+    return place(mine) == place(theirs) and (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
 
 
 def _master(param: torch.Tensor, home: Home) -> State:

@@ -90,6 +90,20 @@ class InnerStep:
             else:
                 self._adam.step = before  # type: ignore[method-assign]
 
+    @contextmanager
+    def divided(self, call: Callable[[], Any], owners: Mapping[int, Any]) -> Iterator[None]:
+        """Context in which `update` calls `call`, which steps Adam once for the parameters that it finds.
+
+        `owners` is as for `replaced`.
+        """
+        before, self._step = self._step, call
+        self._divide(owners)
+        try:
+            with _kinetos_hook_called_once(self._adam):
+                yield
+        finally:
+            self._step = before
+
     def _divide(self, owners: Mapping[int, Any]) -> None:
         self._shares = {}
         for group in self._adam.param_groups:

@@ -185,6 +185,13 @@ def adam_states(adam: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[St
         yield state("master", MASTER, torch.int16 if remainders else dtypes[MASTER])
 
 
+def load_groups(adam: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load the param groups of a state dictionary into an Adam, whose states stay as they are."""
+    state = adam.state
+    torch.optim.Optimizer.load_state_dict(adam, {**state_dict, "state": {}})
+    adam.state = state
+
+
 def _make(adam: Any, param: torch.Tensor, name: str, dtype: torch.dtype) -> None:
     """Make a state of TE's FusedAdam, as mcore does for all of them together before it loads a checkpoint."""
     if hasattr(adam, "set_scaled_state"):  # makes what goes with it, scales say; of integers or of fp32

@@ -72,11 +72,24 @@ class Source(ABC):
         """
 
     def rewriting(self, part: Part | None, parts: Iterable[Part]) -> AbstractContextManager[None]:
-        """Context in which the owner's copy of the model's weights to masters is that of a part's.
+        """Context in which the owner's copy of the model's weights to masters, or of masters to weights, is a part's.
 
         None is what belongs to none of `parts`, which are all of this source.
         """
         return nullcontext()
+
+    def making(
+        self, make: Callable[[], None], owners: Mapping[int, Part]
+    ) -> AbstractContextManager[Callable[[Part | None], None]]:
+        """Context that gives a function that makes the states of a part, or with None those that belong to no part.
+
+        For a source whose states are not made one by one (`State.make`).
+
+        Args:
+            make: the owner's, which makes the states of all parameters that it finds.
+            owners: as for `stepping`.
+        """
+        raise NotImplementedError
 
     def writing_back(self) -> AbstractContextManager[frozenset[int] | None]:
         """Context in which the owner's copy of masters to weights leaves out what `step` has copied.

@@ -18,7 +18,7 @@ import torch
 from bridge_fgo.engines.attachment import Attachment, attachment_of
 from bridge_fgo.sources.late_masters import whole_masters_made_late
 from bridge_fgo.sources.megatron import TORCH
-from bridge_fgo.wiring.state_wrappers import shadowed
+from bridge_fgo.wiring.shadowing import shadowed
 from bridge_fgo.wiring.wrappers import Args, Kwargs, Wrapped
 
 MASTER = "fp32_param"

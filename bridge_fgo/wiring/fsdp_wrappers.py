@@ -1,9 +1,10 @@
 """What the patched functions around `fsdp_dtensor` checkpoints do, in which masters are the model's own parameters.
 
 Megatron-FSDP gives the masters, as DTensors, in the model's state dictionary, and the optimizer its moments. Bridge
-makes views of them (a gated layer's matrix is two entries), which reads no bytes, and then writes them by torch's
-distributed checkpoint. So the entries are made of tensors without memory where states are away, and the writer gets
-views of host memory in their place. Each wrapper passes through where no Megatron-FSDP is offloaded.
+makes views of them (a gated layer's matrix is two entries), which reads no bytes, and then has torch's distributed
+checkpoint write them, or read into them. So the entries are made of tensors without memory where states are away, and
+the writer or reader gets views of host memory in their place. The rest of a load is in `fsdp_loads`. Each wrapper
+passes through where no Megatron-FSDP is offloaded.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from bridge_fgo.core.state import local
-from bridge_fgo.engines.attachment import Attachment, attachment_of
-from bridge_fgo.sources.fsdp import FsdpSource, is_fsdp, stepped_params
-from bridge_fgo.sources.leaves import leaves
+from bridge_fgo.engines.attachment import Attachment
+from bridge_fgo.sources.fsdp import FsdpSource, place, stepped_params
 from bridge_fgo.wiring.session import active_session, all_sessions
-from bridge_fgo.wiring.wrappers import Args, Kwargs, Wrapped, arguments_of
+from bridge_fgo.wiring.wrappers import Args, Kwargs, Wrapped
 
 CLOSURES = ("__create_chunk_list__", "__create_write_items__")
 """What Megatron-FSDP hangs on a local shard, by which torch's checkpoints know its place in the whole."""
@@ -30,9 +30,13 @@ CLOSURES = ("__create_chunk_list__", "__create_write_items__")
 _served = False
 """Whether a checkpoint is being made or loaded that finds the states by itself."""
 
+_loaded_into: list[Attachment] | None = None
+"""The sources whose states a checkpoint is being loaded into; None while none is."""
+
 
 @contextlib.contextmanager
-def _serving() -> Iterator[None]:
+def serving() -> Iterator[None]:
+    """Context in which nobody who asks for the model's parameters reads masters."""
     global _served
     before, _served = _served, True
     try:
@@ -41,7 +45,24 @@ def _serving() -> Iterator[None]:
         _served = before
 
 
-def _attachments() -> list[Attachment]:
+@contextlib.contextmanager
+def loading_into(found: list[Attachment]) -> Iterator[None]:
+    """Context in which a checkpoint is loaded into the states of some sources; inside another it is that other."""
+    global _loaded_into
+    if _loaded_into is not None:
+        yield
+        return
+    _loaded_into = found
+    try:
+        yield
+    finally:
+        _loaded_into = None
+    # Not after an error: what the reader had written by then stays, and nothing may use it.
+    for engine, source in found:
+        engine.load_ends(source)
+
+
+def attachments() -> list[Attachment]:
     """Return each source of Megatron-FSDP in an open session, with its engine."""
     engines = {id(session.engine): session.engine for session in all_sessions() if not session.is_lost}
     return [
@@ -54,19 +75,26 @@ def _attachments() -> list[Attachment]:
 
 def makes_state_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have a state dictionary made without bringing states to the GPU: nothing reads their bytes yet."""
-    with _serving() if _attachments() else contextlib.nullcontext():
+    with serving() if attachments() else contextlib.nullcontext():
         return wrapped(*args, **kwargs)
 
 
 def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have entries made of tensors without memory where states are away, and give the writer host memory for them."""
+    """Have entries made of tensors without memory where states are away, and then give them host memory.
+
+    From there a writer reads them, or a reader loads them there. What is on the GPU is loaded where it is.
+    """
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    found = [] if _served else _attachments()  # else it is to be loaded into
     hosts = _Hosts()
-    for engine, source in found:
+    for engine, source in attachments() if _loaded_into is None else _loaded_into:
         assert isinstance(source, FsdpSource)
-        engine.require_whole(source, "saved")
-        with engine.saving(source, copies=False):
+        if _loaded_into is None:
+            engine.require_whole(source, "saved")
+            handing_out = engine.saving(source, copies=False)
+        else:
+            engine.load_begins(source)
+            handing_out = engine.loading(source, everything=True)
+        with handing_out:
             for _, param in stepped_params(source.optimizer):
                 own = source.of_param(param)
                 handed = engine.hand_out(source, param, partial(dict, own))
@@ -107,13 +135,14 @@ class _Hosts:
     def add(self, shard: torch.Tensor, host: torch.Tensor) -> None:
         """Note what was handed out for a state; nothing where that is the state itself."""
         if host is not shard and shard.numel():
+            assert host.dtype == shard.dtype
             meta = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
-            self._metas[_place(shard)] = meta
+            self._metas[place(shard)] = meta
             self._hosts[meta.untyped_storage()._cdata] = host.view(-1).view(torch.uint8)
 
     def without_memory(self, tensor: DTensor) -> DTensor:
         """Return what stands for a DTensor of a state that was handed out; any other as it is."""
-        meta = self._metas.get(_place(local(tensor)))
+        meta = self._metas.get(place(local(tensor)))
         if meta is None or meta.shape != local(tensor).shape:
             return tensor
         # A view: of one state there are several entries where its parameter is shared, each with closures of its own.
@@ -134,10 +163,6 @@ class _Hosts:
         return _wrap(home, tensor)
 
 
-def _place(shard: torch.Tensor) -> tuple[int, int]:
-    return shard.untyped_storage()._cdata, int(shard.storage_offset()) * shard.itemsize
-
-
 def _wrap(shard: torch.Tensor, like: DTensor) -> DTensor:
     return DTensor(shard, like._spec, requires_grad=False)  # type: ignore[reportCallIssue]
 
@@ -147,39 +172,9 @@ def _of_shard(name: str, tensor: DTensor, *args: Any) -> Any:
     return closure(args[0], tensor) if args else closure()
 
 
-def loads_checkpoint(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have all states on the GPU while a checkpoint is loaded, as upstream writes them there, and away afterwards.
-
-    Host memory cannot be loaded into, as DistributedOptimizer's is. Four steps of a load want all states of a rank on
-    the parameters' device. mcore makes the moments by a step of the Adam inside, on gradients of zeros
-    (`_init_optimizer_states_with_dummy_values`). The reader writes into the DTensors. The model's `load_state_dict`
-    copies each master onto itself, and all of them to the weights. Transformer Engine's `load_state_dict` makes each
-    moment anew, beside the loaded ones. Each step would need a replacement that goes part by part.
-    """
-    optimizer = arguments_of(wrapped, args, kwargs).get("optimizer")
-    found = [to for leaf in leaves(optimizer) if is_fsdp(leaf) and (to := attachment_of(leaf)) is not None]
-    if not found:
-        return wrapped(*args, **kwargs)
-    for to in found:
-        to.engine.require_writable(to.source)
-    with _serving():
-        result = wrapped(*args, **kwargs)
-    for to in found:
-        to.engine.states_replaced(to.source)
-        to.engine.make_room()
-    return result
-
-
 def reads_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the masters readable where somebody is about to get them as the model's parameters, outside of a step."""
     if not _served and active_session() is None:
-        for engine, source in _attachments():
+        for engine, source in attachments():
             engine.require_readable(source, masters_only=True)
-    return wrapped(*args, **kwargs)
-
-
-def interleaves_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the masters readable: the layout of gated layers is changed by copies on the GPU."""
-    for engine, source in _attachments():
-        engine.require_readable(source, masters_only=True)
     return wrapped(*args, **kwargs)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from bridge_fgo.engines.attachment import Attachment, attachment_of
 from bridge_fgo.sources.fsdp import is_fsdp
-from bridge_fgo.sources.megatron import UPSTREAM_OFFLOADERS
+from bridge_fgo.sources.megatron import UPSTREAM_OFFLOADERS, load_groups
+from bridge_fgo.wiring import fsdp_loads
 from bridge_fgo.wiring.compat import FLAG, flag_is_set
 from bridge_fgo.wiring.session import active_session, all_sessions
+from bridge_fgo.wiring.shadowing import shadowed
 from bridge_fgo.wiring.wrappers import Args, Kwargs, Wrapped, arguments_of
 
 
@@ -114,7 +116,9 @@ def loads_parameters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
 def loads_state_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have a state dictionary loaded without bringing states to the GPU."""
     to = attachment_of(instance)
-    if to is None or is_fsdp(instance) or not _loads_by_parameter(instance):
+    if to is not None and is_fsdp(instance):
+        return fsdp_loads.loads_states(to, wrapped, instance, args, kwargs)
+    if to is None or not _loads_by_parameter(instance):
         return replaces_states(wrapped, instance, args, kwargs)
     with to.engine.loading(to.source), _adam_kept_from_states(to, instance):
         result = wrapped(*args, **kwargs)
@@ -137,9 +141,6 @@ def puts_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
     )
 
 
-_ABSENT = object()
-
-
 @contextlib.contextmanager
 def _adam_kept_from_states(to: Attachment, optimizer: Any) -> Iterator[None]:
     """Context in which the Adam inside neither reads nor replaces states that are away, where any may be.
@@ -152,37 +153,20 @@ def _adam_kept_from_states(to: Attachment, optimizer: Any) -> Iterator[None]:
         yield
         return
 
-    def load_groups(state_dict: dict[str, Any]) -> None:
+    def load(state_dict: dict[str, Any]) -> None:
         state = adam.state
-        torch.optim.Optimizer.load_state_dict(adam, {**state_dict, "state": {}})
-        adam.state = state
+        load_groups(adam, state_dict)
         params = [param for group in adam.param_groups for param in group["params"]]
         for index, values in state_dict["state"].items():
             counts = {n: v for n, v in values.items() if not isinstance(v, torch.Tensor) or v.dim() == 0}
             if counts:  # torch's `step`; an empty entry would count as made
                 state[params[index]].update(counts)
 
-    mine: dict[str, Callable[..., Any]] = {"load_state_dict": load_groups}
+    mine: dict[str, Callable[..., Any]] = {"load_state_dict": load}
     if hasattr(adam, "get_unscaled_state"):
         mine["get_unscaled_state"] = lambda param, name: adam.state[param][name]
     with shadowed(adam, mine):
         yield
-
-
-@contextlib.contextmanager
-def shadowed(instance: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which an object has other methods or attributes of its own."""
-    before = {name: vars(instance).get(name, _ABSENT) for name in attributes}
-    for name, value in attributes.items():
-        setattr(instance, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is _ABSENT:
-                delattr(instance, name)
-            else:
-                setattr(instance, name, value)
 
 
 COPIED_AT_ONCE = ("fully_reshardable", "dp_zero_gather_scatter")
@@ -199,7 +183,7 @@ def saves_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
         return wrapped(*args, **kwargs)
     asked = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     if is_fsdp(instance):
-        return _of_fsdp(wrapped, instance, args, kwargs, asked.get("is_loading", False))
+        return fsdp_loads.gives_states(to, wrapped, instance, args, kwargs, asked.get("is_loading", False))
     if asked.get("is_loading", False) and _loads_by_parameter(instance):
         with to.engine.loading(to.source, everything=True), _adam_kept_from_states(to, instance):
             return wrapped(*args, **kwargs)
@@ -210,20 +194,6 @@ def saves_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
     sharding = (asked.get("metadata") or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
     with to.engine.saving(to.source, copies=(asked.get("sharding_type") or sharding) not in COPIED_AT_ONCE):
         return wrapped(*args, **kwargs)
-
-
-def _of_fsdp(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs, is_loading: bool) -> Any:
-    """Return a state dictionary of the states themselves, whose bytes nothing reads yet; see `fsdp_wrappers`.
-
-    Its entries are in the order of the optimizer's parameters, as without offload, where states are made in that order:
-    what follows is a collective for each entry, and parts step in an order that differs from rank to rank.
-    """
-    if is_loading:
-        return writes_states(wrapped, instance, args, kwargs)
-    result = wrapped(*args, **kwargs)
-    names = [instance._param_name(param) for group in instance.optimizer.param_groups for param in group["params"]]
-    state = result["state"]
-    return {**result, "state": {name: state[name] for name in dict.fromkeys([*names, *state]) if name in state}}
 
 
 def reads_no_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

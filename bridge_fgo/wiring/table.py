@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from bridge_fgo.wiring import float16_wrappers, fsdp_wrappers, graphs, sleep_wrappers, state_wrappers, wrappers
+from bridge_fgo.wiring import (
+    float16_wrappers,
+    fsdp_loads,
+    fsdp_wrappers,
+    graphs,
+    sleep_wrappers,
+    state_wrappers,
+    wrappers,
+)
 from bridge_fgo.wiring.config_fields import ConfigFieldsPatch
 from bridge_fgo.wiring.patch import FunctionPatch, Patch
 from bridge_fgo.wiring.patched_bridge import StandAsidePatch
@@ -143,8 +151,8 @@ def patches() -> list[Patch]:
             "asks Megatron-FSDP for its masters as the model's parameters, whose bytes nothing reads yet",
         ),
         FunctionPatch(
-            CHECKPOINTING, "_process_state_dict_for_model_glu_interleaving", fsdp_wrappers.interleaves_masters, (),
-            "reads these masters before they are saved",
+            CHECKPOINTING, "_process_state_dict_for_model_glu_interleaving", fsdp_loads.interleaves_masters, (),
+            "reads these masters before they are saved, and is given them to be overwritten after they were loaded",
         ),
         FunctionPatch(
             CHECKPOINTING, "preprocess_fsdp_dtensor_state_dict", fsdp_wrappers.hands_out_states,
@@ -152,8 +160,18 @@ def patches() -> list[Patch]:
             "the last to look at the tensors of an fsdp_dtensor checkpoint before every writer of one gets them",
         ),
         FunctionPatch(
-            CHECKPOINTING, "_load_checkpoint_from_path", fsdp_wrappers.loads_checkpoint, ("optimizer",),
+            CHECKPOINTING, "_load_checkpoint_from_path", fsdp_loads.loads_checkpoint, ("optimizer",),
             "every road of a load, from the state dictionary that is loaded into to the optimizer's own",
+        ),
+        FunctionPatch(
+            CHECKPOINTING, "load_fsdp_dtensor_checkpoint", fsdp_loads.reads_checkpoint, (),
+            "reads into the entries that a save writes, from wherever it is called",
+        ),
+        FunctionPatch(
+            "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp",
+            "MegatronFSDP.install_optimized_model_weights", fsdp_loads.rewrites_weights, (),
+            "what the model's load_state_dict ends in: it copies every master, outside of any optimizer step",
+            distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
         ),
         FunctionPatch(
             "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp",
@@ -200,6 +218,10 @@ def patches() -> list[Patch]:
             "writes every master, from wherever it is called",
         ),
         (("load_state_dict",), state_wrappers.loads_state_dict, (), "replaces states, from wherever it is called"),
+        (
+            (fsdp_loads.MAKING,), fsdp_loads.makes_states, (),
+            "makes all moments before a load under Megatron-FSDP, and steps Adam past `step_with_ready_grads`",
+        ),
         (("offload_to_cpu",), sleep_wrappers.moves_states_to_cpu, (), "rebinds parameters, to make room"),
         (("restore_from_cpu",), sleep_wrappers.restores_states, (), "rebinds parameters, as the room is theirs again"),
     ):  # fmt: skip
