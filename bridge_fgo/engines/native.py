@@ -26,6 +26,7 @@ from bridge_fgo.engines.checkpoints import Checkpoints
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.packed_masters import PackedMasters
 from bridge_fgo.engines.share import Share, pin
+from bridge_fgo.engines.whole_steps import WholeSteps
 from bridge_fgo.sources.source import Source
 
 
@@ -92,9 +93,7 @@ class NativeEngine(Engine):
         self.checkpoints = Checkpoints(
             self._shares, transfers, self.masters, self._pin_near, warn=lambda text: schedule.holding.warn(text)
         )
-        self._whole: set[Source] = set()
-        """Sources whose steps are planned not to be divided."""
-        self._said: set[str] = set()
+        self._whole_steps = WholeSteps(self._shares, schedule.holding)
         self._is_saved_next = False
         self._stepped: set[Source] | None = None
         """Sources that have ended their step in the present training step; None before any has begun to step."""
@@ -183,32 +182,9 @@ class NativeEngine(Engine):
         finally:
             self._stepped = None
 
-    def _is_whole(self, source: Source) -> bool:
-        """Return whether a source's step is not divided; what keeps it whole is said once."""
-        why = source.kept_whole_by()
-        if why and self._shares[source].slabs and why not in self._said:
-            self._said.add(why)
-            self.schedule.holding.warn(
-                f"the optimizer step is not divided, because of {why}: it may need every state, so that all that is "
-                "offloaded is on the GPU in the optimizer step; take it away to save that memory there too"
-            )
-        return bool(why)
-
-    def _plan_for_whole_steps(self) -> None:
-        """Have plans count all states of a source whose step is not divided; where that changes, measure anew."""
-        whole = {source for source in self.sources if self._is_whole(source)}
-        if whole == self._whole:
-            return
-        holding = self.schedule.holding
-        for source in whole ^ self._whole:
-            more = self._shares[source].held_more_if_whole_bytes
-            holding.masters_held_bytes += more if source in whole else -more
-        self._whole = whole
-        holding.forget()
-
     @override
     def begin_pass(self, is_like_others: bool = True) -> None:
-        self._plan_for_whole_steps()
+        self._whole_steps.count()
         self.traffic.most_released = self.traffic.released
         self.masters.locate_weights()
         self.masters.begin_pass()
@@ -271,7 +247,7 @@ class NativeEngine(Engine):
             if self.checkpoints.lends and self._is_saved_next:
                 # More bytes leave, beside the update. A save would have to bring packed masters back and unpack them.
                 stack.enter_context(self.masters.copied_whole())
-            if self._is_whole(source):
+            if self._whole_steps.includes(source):
                 self.require_writable(source)
             else:
                 self.masters.require_restorable([source])
@@ -361,7 +337,7 @@ class NativeEngine(Engine):
     @override
     def make_states(self, source: Source, make: Callable[[], None]) -> None:
         """Call `make` for one part after another, where the step divides, and have each leave as it is made."""
-        if self._is_whole(source):
+        if self._whole_steps.includes(source):
             super().make_states(source, make)
         else:
             self.checkpoints.make_states(source, make)
