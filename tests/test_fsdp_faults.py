@@ -7,7 +7,7 @@ import signal
 
 import children
 import pytest
-from fault_child import FSDP_OPTIONS, FSDP_SAVED_AFTER, break_at, train_under_fsdp
+from fault_child import FSDP_OPTIONS, SAVED_AFTER_EACH, break_at, train_under_fsdp
 from saving import newest, save, send_all_away
 from test_checkpoints import assert_same_shards, training
 
@@ -80,7 +80,7 @@ def test_a_save_that_fails_in_its_write_leaves_the_last_checkpoint_and_training_
 @pytest.mark.parametrize(("point", "call"), KILLS)
 def test_a_run_killed_in_a_save_resumes_from_the_last_whole_checkpoint_bitwise(unbroken, tmp_path, point, call):
     assert run(tmp_path, True, point, call) == -signal.SIGKILL
-    last = FSDP_SAVED_AFTER[point == NAMED]
+    last = SAVED_AFTER_EACH[point == NAMED]
     assert newest(tmp_path).name == f"iter_{last:07d}"
     assert run(tmp_path, True) == 0
     numbers, digests = seen(tmp_path)
@@ -88,5 +88,5 @@ def test_a_run_killed_in_a_save_resumes_from_the_last_whole_checkpoint_bitwise(u
     assert numbers == {number: resident[number] for number in resident if int(number) > last} != {}
     assert digests == digests_of_resident
     # What the killed save had written is written over.
-    for step in FSDP_SAVED_AFTER:
+    for step in SAVED_AFTER_EACH:
         assert_same_shards(*(folder / f"iter_{step:07d}" for folder in (tmp_path, unbroken)))

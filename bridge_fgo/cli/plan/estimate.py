@@ -177,7 +177,7 @@ def _stage_estimate(
     if activations is None:
         activations = activation_bytes(job, stage)
     of_ranks = sorted(states, key=lambda state: state.total)
-    # In the optimizer step there are neither gathered weights nor activations.
+    # In the optimizer step there are no activations, and of gathered weights those that lie in no layer.
     other = WORKSPACES + max(weights.gathered, weights.in_step - (activations or 0))
     held = weights.parameters + weights.gradients + WORKSPACES
     return StageEstimate(
@@ -303,8 +303,8 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> li
         notes.append("activations: counted as 16-bit, without the FP8 copies of weights; not held against runs")
     if uses_fsdp(job.config):
         notes.append(
-            "Megatron-FSDP: `other` has gathered weights, and gradients that wait for their reduction, at most; not "
-            "held against runs"
+            "Megatron-FSDP: `other` has the most weights that are gathered and gradients that wait for their reduction "
+            "at a time; when activations are at their most, there may be fewer"
         )
     elif is_layer_wise(job.config.optimizer):
         notes.append("the layer-wise optimizer's all-gather of updated parameters is not counted")

@@ -15,22 +15,20 @@ import torch
 
 from bridge_fgo.cli.job.parallel import Parallel
 from bridge_fgo.cli.job.tensors import Chunk, Tensor
-from bridge_fgo.cli.plan.layout import bucket_size_of
 from bridge_fgo.wiring.fsdp_refusals import STRATEGIES
-
-LEAST_UNIT = 1_000_000_000
-"""Elements that may wait for their reduction at a time, and twice what is gathered ahead, where layers are smaller."""
 
 
 @dataclass(frozen=True)
 class Group:
     """One parameter group: its tensors in the order of its buffers, where each starts, and where the last ends.
 
+    places: of each tensor, in the order of the model chunk's parameters.
     row: elements of which a rank's part of a buffer is a multiple, so that no row is cut; is_padded: whether a buffer
     is filled up for that.
     """
 
     tensors: list[Tensor]
+    places: list[int]
     starts: list[int]
     end: int
     row: int
@@ -96,23 +94,21 @@ def sharding_of(ddp: Any, parallel: Parallel) -> Sharding:
     return Sharding(level >= 1, level >= 2, level >= 3, parallel.optimizer_instances if outer else 1)
 
 
-def groups_of(chunk: Chunk, is_first: bool, ddp: Any, parallel: Parallel, others: int = 0) -> list[Group]:
+def groups_of(chunk: Chunk, is_first: bool, ddp: Any, parallel: Parallel) -> list[Group]:
     """Return the parameter groups of a model chunk, frozen parameters among them.
 
     Args:
         chunk: its tensors, in the model's order, with `row` and `unit`.
-        is_first: whether it is the first of its rank: groups outside of layers end at `ddp.bucket_size` there.
+        is_first: whether it is the first of its rank: groups outside of layers end at `ddp.bucket_size` there, if set.
         ddp: Bridge's DistributedDataParallelConfig.
         parallel: how many ranks share what.
-        others: elements of the rank's other chunks, which `ddp.num_buckets` counts too.
     """
     is_padded = sharding_of(ddp, parallel).states
-    numel = sum(tensor.numel for tensor in chunk) + others
-    most = bucket_size_of(numel, ddp, parallel) if is_first else None
-    kinds: dict[Any, list[Tensor]] = {}
-    for tensor in chunk:
+    most = getattr(ddp, "bucket_size", None) if is_first else None
+    kinds: dict[Any, list[Placed]] = {}
+    for place, tensor in enumerate(chunk):
         kind = (tensor.dtype, tensor.quantized, is_expert(tensor), tensor.trainable, tensor.unit)
-        kinds.setdefault(kind, []).append(tensor)
+        kinds.setdefault(kind, []).append((place, tensor))
     return [
         _laid_out(bucket, is_padded) for alike in kinds.values() for bucket in _buckets(alike, most, alone=is_padded)
     ]
@@ -123,36 +119,41 @@ def is_expert(tensor: Tensor) -> bool:
     return ".experts." in tensor.name
 
 
-def _buckets(tensors: list[Tensor], most: int | None, alone: bool) -> Iterator[list[Tensor]]:
+Placed = tuple[int, Tensor]
+"""A tensor and its place in the model chunk."""
+
+
+def _buckets(tensors: list[Placed], most: int | None, alone: bool) -> Iterator[list[Placed]]:
     """Yield tensors of one kind as they share buffers.
 
     Outside of layers these end at `most` elements. A shared embedding is `alone` in one.
     """
-    together: list[Tensor] = []
-    for tensor in tensors:
+    together: list[Placed] = []
+    for place, tensor in tensors:
         if alone and tensor.own_bucket:
             if together:
                 yield together
-            yield [tensor]
+            yield [(place, tensor)]
             together = []
             continue
-        together.append(tensor)
-        if most and tensor.unit is None and sum(each.numel for each in together) >= most:
+        together.append((place, tensor))
+        if most and tensor.unit is None and sum(each.numel for _, each in together) >= most:
             yield together
             together = []
     if together:
         yield together
 
 
-def _laid_out(tensors: list[Tensor], is_padded: bool) -> Group:
-    ordered = sorted(tensors, key=lambda tensor: tensor.row, reverse=True)
+def _laid_out(placed: list[Placed], is_padded: bool) -> Group:
+    placed = sorted(placed, key=lambda each: each[1].row, reverse=True)
+    ordered = [tensor for _, tensor in placed]
     row = ordered[0].row
     for tensor in ordered:
         fits = row % tensor.row == 0 and tensor.numel % row == 0
         if not (tensor.row == row or fits or tensor.numel < row):
             row = math.lcm(row, tensor.row)
     starts, end = _places([tensor.numel for tensor in ordered], row)
-    return Group(ordered, starts, end, row, is_expert(ordered[0]), is_padded)
+    return Group(ordered, [place for place, _ in placed], starts, end, row, is_expert(ordered[0]), is_padded)
 
 
 def _places(sizes: list[int], row: int) -> tuple[list[int], int]:
@@ -198,3 +199,11 @@ def _up(value: int, multiple: int) -> int:
 def itemsize(tensor: Tensor) -> int:
     """Return the bytes of an element of a weight in its buffer: one where it is quantized."""
     return torch.uint8.itemsize if tensor.quantized else tensor.dtype.itemsize
+
+
+def gradients_dtype(group: Group, ddp: Any) -> torch.dtype:
+    """Return the dtype of a group's gradients in their buffer."""
+    dtype: torch.dtype | None = getattr(ddp, "megatron_fsdp_main_grads_dtype", None)
+    if dtype is not None:
+        return dtype
+    return torch.bfloat16 if group.kind.quantized else group.kind.dtype

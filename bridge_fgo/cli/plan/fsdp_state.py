@@ -5,7 +5,7 @@ States are counted by the engine's own source, on tensors without memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from bridge_fgo.cli.job.parallel import Parallel
-from bridge_fgo.cli.plan.fsdp_layout import LEAST_UNIT, Group, itemsize, sharding_of
+from bridge_fgo.cli.plan.fsdp_gathered import gathered_of
+from bridge_fgo.cli.plan.fsdp_layout import Group, gradients_dtype, itemsize, sharding_of
 from bridge_fgo.cli.plan.state import META, StateBytes, sum_of
 from bridge_fgo.cli.plan.weights import WeightBytes
 from bridge_fgo.config import OffloadConfig
@@ -58,13 +59,6 @@ def _masters_dtype(ddp: Any) -> torch.dtype | None:
     """Return the dtype of the masters; None where the weights are updated themselves."""
     dtype: torch.dtype | None = getattr(ddp, "megatron_fsdp_main_params_dtype", torch.float32)
     return dtype
-
-
-def _gradients_dtype(group: Group, ddp: Any) -> torch.dtype:
-    dtype: torch.dtype | None = getattr(ddp, "megatron_fsdp_main_grads_dtype", None)
-    if dtype is not None:
-        return dtype
-    return torch.bfloat16 if group.kind.quantized else group.kind.dtype
 
 
 def _optimizer(
@@ -126,50 +120,12 @@ def fsdp_weights(chunks: list[list[Group]], optimizer: Any, ddp: Any, parallel: 
                 parameters += whole * kinds // 32
             if not group.kind.trainable:
                 continue
-            dtype = _gradients_dtype(group, ddp)
+            dtype = gradients_dtype(group, ddp)
             gradients += whole // (parallel.shards(group.expert) if sharding.gradients else 1) * dtype.itemsize
             masters = _masters_dtype(ddp)
             if masters not in (None, dtype) and not optimizer.use_precision_aware_optimizer:
                 in_step += whole // (ranks if sharding.states else 1) * masters.itemsize
-        gathered += sum(_gathered(chunk, ddp, parallel))
+        of_chunk = gathered_of(chunk, ddp, parallel)
+        gathered += of_chunk.most
+        in_step += of_chunk.kept
     return WeightBytes(parameters, gradients, gathered, in_step)
-
-
-def _gathered(chunk: list[Group], ddp: Any, parallel: Parallel) -> Iterator[int]:
-    """Yield the most bytes of whole weights, and of whole gradients, that a chunk has at a time beside its parts.
-
-    Of layers those are the one at work and what is gathered ahead, or waits for its reduction: with double buffers one
-    more, else as many as `ddp.suggested_communication_unit_size` lets wait. What is in no layer stays gathered.
-    """
-    sharding = sharding_of(ddp, parallel)
-    spread = [group for group in chunk if parallel.shards(group.expert) > 1]
-    layers: dict[int | None, list[Group]] = {}
-    for group in spread:
-        layers.setdefault(group.kind.unit, []).append(group)
-    numbers = [number for number in layers if number is not None]
-
-    def most(sizes: Callable[[Group], tuple[int, int]], waiting: int) -> int:
-        """Return the most bytes; `sizes`: of a group its elements and its bytes."""
-        of_layers = [[sum(each) for each in zip(*map(sizes, layers[number]), strict=True)] for number in numbers]
-        outside = sum(sizes(group)[1] for group in layers.get(None, ()))
-        if not of_layers:
-            return outside
-        numel, nbytes = (sum(each) for each in zip(*of_layers, strict=True))
-        largest = max(size for _, size in of_layers)
-        if getattr(ddp, "fsdp_double_buffer", False) or getattr(ddp, "nccl_ub", False):
-            return outside + min(nbytes, 2 * largest)
-        return outside + min(nbytes, 2 * largest + waiting * nbytes // max(1, numel))
-
-    def weights(group: Group) -> tuple[int, int]:
-        numel = group.numel(sharding.ranks(parallel, group.expert))
-        return numel, numel * itemsize(group.kind)
-
-    def gradients(group: Group) -> tuple[int, int]:
-        numel = weights(group)[0] if group.kind.trainable else 0
-        return numel, numel * _gradients_dtype(group, ddp).itemsize
-
-    unit = getattr(ddp, "suggested_communication_unit_size", None) or LEAST_UNIT
-    if sharding.weights and spread:
-        yield most(weights, unit // 2)
-    if sharding.gradients and spread:
-        yield most(gradients, unit)

@@ -93,8 +93,7 @@ def _ddp_weights(job: Job, stage: int, buffers: list[Buffer]) -> WeightBytes:
 
 def _fsdp_stage(job: Job, stage: int, offload: OffloadConfig) -> tuple[WeightBytes, list[StateBytes]]:
     optimizer, ddp, parallel = job.config.optimizer, job.config.ddp, job.parallel
-    others = _others(job, stage)
-    chunks = [groups_of(chunk, i == 0, ddp, parallel, others) for i, chunk in enumerate(job.stages[stage])]
+    chunks = [groups_of(chunk, i == 0, ddp, parallel) for i, chunk in enumerate(job.stages[stage])]
     sharding = sharding_of(ddp, parallel)
 
     def states_of(rank: int, dense: int, expert: int) -> StateBytes:

@@ -20,7 +20,7 @@ class WeightBytes:
 
     parameters, gradients: of the buffers, with padding, and of parameters that have none. Under Megatron-FSDP also
     gathered: the most beside them in forward and backward, of weights that all ranks gather and of gradients that are
-    not reduced yet; in_step: gradients in the masters' dtype, which the optimizer step makes.
+    not reduced yet; in_step: what of these stays in the optimizer step, and the step's gradients in the masters' dtype.
     """
 
     parameters: int
