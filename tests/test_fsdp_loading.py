@@ -155,7 +155,7 @@ def test_what_mcore_makes_before_a_load_is_made_part_by_part_and_counts_and_deca
     assert_equal(seen[True][1], seen[False][1])
 
 
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("steps", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_checkpoint_without_states_leaves_what_mcore_made(tmp_path, steps):
     with training(False) as run:
         trained(run, 2)
@@ -272,6 +272,7 @@ def test_nothing_uses_states_that_are_half_loaded_until_a_whole_checkpoint_is_lo
     assert_equal(ends[True][1], ends[False][1])
 
 
+@pytest.mark.slow
 def test_states_that_are_not_the_optimizers_own_are_copied_into_it(tmp_path):
     ends = {}
     for offload in (False, True):
@@ -292,6 +293,7 @@ def test_states_that_are_not_the_optimizers_own_are_copied_into_it(tmp_path):
     assert_equal(ends[True][2], ends[False][2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", ["a hook on the step", "quantized weights"])
 def test_where_a_step_or_the_copy_to_weights_cannot_be_divided_every_bit_is_a_resident_runs(
     tmp_path, monkeypatch, whole
@@ -312,6 +314,7 @@ def test_where_a_step_or_the_copy_to_weights_cannot_be_divided_every_bit_is_a_re
         assert len(called) == 3 * (whole == "a hook on the step")
 
 
+@pytest.mark.slow
 def test_moments_in_fp16_are_scaled_anew_as_in_a_resident_run(tmp_path):
     half = dict.fromkeys(HALF_MOMENTS, torch.float16)
     saved_after_two_steps(tmp_path, adam=half)
@@ -325,6 +328,7 @@ def test_moments_in_fp16_are_scaled_anew_as_in_a_resident_run(tmp_path):
     assert_equal(ends[True][2], ends[False][2])
 
 
+@pytest.mark.slow
 def test_gated_layers_whose_layout_is_changed_are_loaded_as_in_a_resident_run(tmp_path, monkeypatch):
     from megatron.core.utils import get_model_config
 

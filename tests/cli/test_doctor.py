@@ -192,6 +192,14 @@ def test_each_strategy_of_megatron_fsdp_has_its_bytes_a_rank_and_a_node(no_megat
     assert 0.95 * link["pinned"] <= found["pinned_by_node"] <= link["pinned"]
 
 
+def test_where_there_are_no_gpus_a_jobs_node_is_not_taken_to_be_this_machine(no_megatron, of_fsdp):
+    of_node = {}
+    for more in ((), ("--gpus-per-node", "8")):
+        _, output = run("doctor", of_fsdp("optim"), "--gpus", "16", *more)
+        of_node[more] = "pinned by a node" in output
+    assert of_node == {(): False, ("--gpus-per-node", "8"): True}
+
+
 def test_doctor_and_plan_say_the_settings_with_the_memory_of_hybrid_device_optimizer_under_megatron_fsdp(
     no_megatron, of_fsdp, tmp_path
 ):

@@ -134,6 +134,16 @@ def test_what_bridge_refuses_and_what_cannot_be_found_are_told_apart(tmp_path):
         read_job("nowhere", None, {})
 
 
+def test_where_bridge_refuses_megatron_fsdp_what_it_takes_is_named():
+    from bridge_fgo.cli.job.job import read_job
+
+    refused = read_job("qwen3_30b_a3b_8gpu", None, {}, None, ["ddp.use_megatron_fsdp=true"]).bridge_refuses
+    assert refused is not None and refused.endswith(
+        "Set together ddp.use_megatron_fsdp=true checkpoint.ckpt_format=fsdp_dtensor "
+        "ddp.data_parallel_sharding_strategy=optim_grads_params"
+    )
+
+
 def test_settings_that_numbers_do_not_know_are_an_error(answers):
     job = job_of(answers["dense"])
     job.config.model.mtp_num_layers = 1

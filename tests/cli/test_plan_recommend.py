@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -67,6 +68,12 @@ def test_the_fastest_that_fits_is_advised_and_it_was_the_fastest_measured(cpu_st
     )
     assert found.change(found.advised) == pytest.approx(5.71 / 6.22 - 1, abs=0.02)  # as measured
     assert found.advised.peak <= found.room < choice(recommendation(TIGHT), "as it is").peak
+
+
+def test_what_is_compared_with_a_config_that_does_not_fit_says_so(cpu_standins):
+    found = recommendation(TIGHT)
+    assert not found.choices[0].fits and found.advised is not None
+    assert re.search(r"\(\d+% slower than as it is, which does not fit\): ", found.sentence)
 
 
 def test_each_system_that_is_planned_for_has_its_rates():

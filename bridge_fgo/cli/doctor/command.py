@@ -123,9 +123,11 @@ def _examine_installed(findings: Findings) -> None:
     if missing:
         findings.notes.append(f"{' and '.join(missing)} not installed here: nothing can be trained")
     elif findings.installed["transformer-engine"] is None:
-        # Where there are no GPUs nothing but the recipe `tiny` trains, and that does without.
-        ends = findings.refusals if findings.machine["gpus"] else findings.warnings
-        ends.append("transformer-engine is not installed: Megatron-Bridge does not import without it")
+        lacks = "transformer-engine is not installed: Megatron-Bridge does not import without it"
+        if findings.machine["gpus"]:
+            findings.refusals.append(lacks)
+        else:
+            findings.warnings.append(f"{lacks}; the recipe tiny trains with a stand-in, and nothing else trains here")
     if findings.installed["install"] is not None:
         findings.refusals.append(findings.installed["install"])
     if not findings.machine["gpus"]:
@@ -165,12 +167,15 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
         return None
     pinned = estimate.most_pinned
     assert findings.config is not None
+    # Of a job of several GPUs nobody knows, where there are none, how many of its ranks share a node.
+    is_known = ranks is not None or job.parallel.gpus == 1
     here = min(ranks or 1, job.parallel.gpus)
+    of_node = sum(estimate.fullest_node(here)) if is_known else None
     findings.config |= {
         "state_bytes": [stage.states.total for stage in estimate.stages],
         "pinned_by_rank": pinned if job.flag else 0,
-        "pinned_by_node": sum(estimate.fullest_node(here)) if job.flag else 0,
-        "ranks_of_node": here,
+        "pinned_by_node": of_node if job.flag else 0,
+        "ranks_of_node": here if is_known else None,
     }
     if job.gpus_note:
         findings.notes.append(job.gpus_note)
@@ -255,9 +260,10 @@ def _print(console: Console, findings: Findings) -> None:
         table.add_row("states, by stage", states)
         if config["flag"]:
             table.add_row("pinned by a rank", f"{readable_bytes(config['pinned_by_rank'])} at most")
-            node, host = config["pinned_by_node"], machine["host_bytes"]
-            of_node = f"{readable_bytes(node)} by {config['ranks_of_node']} rank(s), {node / host:.0%} of the host here"
-            table.add_row("pinned by a node", of_node)
+            if config["pinned_by_node"] is not None:
+                node, host, ranks = config["pinned_by_node"], machine["host_bytes"], config["ranks_of_node"]
+                of_node = f"{readable_bytes(node)} by {ranks} rank(s), {node / host:.0%} of the host here"
+                table.add_row("pinned by a node", of_node)
         else:
             table.add_row("pinned by a rank", "nothing, the flag is not set")
     console.print(table)

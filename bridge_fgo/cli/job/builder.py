@@ -32,6 +32,10 @@ from bridge_fgo.standins import te_shapes
 from bridge_fgo.standins.cuda import without_gpu
 from bridge_fgo.wiring.fsdp_refusals import uses_fsdp
 
+FSDP_SETTINGS = (
+    "ddp.use_megatron_fsdp=true checkpoint.ckpt_format=fsdp_dtensor "
+    "ddp.data_parallel_sharding_strategy=optim_grads_params"
+)
 PLAIN = (str, int, float, bool, type(None))
 
 
@@ -77,7 +81,10 @@ def examine(request: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         return {"error": str(error)}
     found: dict[str, Any] = {"gpus": gpus, "gpus_given": gpus_given is not None}
-    found["bridge_refuses"] = bridge_refuses = prepare(config, gpus)
+    bridge_refuses = prepare(config, gpus)
+    if bridge_refuses is not None and uses_fsdp(config) and "fsdp_dtensor" in bridge_refuses:
+        bridge_refuses += f" Set together {FSDP_SETTINGS}"
+    found["bridge_refuses"] = bridge_refuses
     try:
         found |= offload_of(config, request["offload"])
     except ValueError as error:

@@ -84,6 +84,8 @@ class Recommendation:
             return "Recommended: as it is; nothing needs to leave the GPU"
         change = self.change(self.advised)
         faster = f"{abs(change):.0%} {'faster' if change < 0 else 'slower'} than as it is"
+        if not self.choices[0].fits:
+            faster += ", which does not fit"
         return f"Recommended: {self.advised.name} ({faster}): {' '.join(self.advised.overrides)}"
 
 

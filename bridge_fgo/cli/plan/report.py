@@ -12,6 +12,7 @@ from bridge_fgo.cli.plan.activations import WORKSPACES
 from bridge_fgo.cli.plan.estimate import Estimate, StageEstimate, components, offloaded_bytes
 from bridge_fgo.cli.plan.recommend import Recommendation
 from bridge_fgo.cli.plan.verdict import lines, verdicts
+from bridge_fgo.wiring.fsdp_refusals import uses_fsdp
 
 GRID = 10**7
 """Bytes that printed figures are rounded to, before they are added up: so rows add up as printed."""
@@ -132,10 +133,11 @@ def _print_bridges_estimate(console: Console, estimate: Estimate) -> None:
     # With a budget the stage that offloads the most is the one whose figures differ.
     stage = max(estimate.stages, key=lambda stage: (away[stage.stage] if has_budget else 0, stage.fixed))
     ours = stage.fixed - WORKSPACES
+    unsharded = ", weights and gradients as without Megatron-FSDP" if uses_fsdp(estimate.job.config) else ""
     console.print(
         f"Weights, gradients and states of stage {stage.stage}: {gigabytes(ours)} GB, "
         f"{gigabytes(ours - away[stage.stage])} GB with the offload; Bridge's own estimator: "
-        f"{gigabytes(theirs['weights_gradients_states'])} GB (18 bytes a parameter, whatever the dtypes)"
+        f"{gigabytes(theirs['weights_gradients_states'])} GB (18 bytes a parameter, whatever the dtypes{unsharded})"
     )
 
 
