@@ -14,7 +14,6 @@ from storage_meter import StorageMeter
 from test_checkpoints import FORMATS, session_of
 
 import bridge_fgo
-from bridge_fgo.harness import cpu_training
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
 from bridge_fgo.harness.final_state import mcore_optimizers
 
@@ -77,21 +76,13 @@ def buffers(chunk):
 @contextlib.contextmanager
 def training(offload, config=PARTS, peaks=None, precision_aware=None, **options):
     """A CPU training; `peaks` gets what its build held of the device."""
-
-    def make_config(of):
-        cfg = original(of)
-        if precision_aware is not None:
-            cfg.optimizer.use_precision_aware_optimizer = True
-            for name, value in precision_aware.items():
-                setattr(cfg.optimizer, name, value)
-        return cfg
-
-    original = cpu_training.make_config
     with contextlib.ExitStack() as stack:
         if offload:
             remainders = None if precision_aware else config.master_remainders  # which it has, or not, of its own
             stack.enter_context(bridge_fgo.install(dataclasses.replace(config, master_remainders=remainders)))
-        with mock.patch.object(cpu_training, "make_config", make_config), measured_build() as built:
+        with pytest.MonkeyPatch.context() as patch, measured_build() as built:
+            if precision_aware is not None:
+                fused_adam.have_trainings_ask_for(precision_aware, patch.setattr)
             run = stack.enter_context(CpuTraining(CpuOptions(offload=offload, **SMALL | options)))
         if peaks is not None:
             peaks += built

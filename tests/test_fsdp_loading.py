@@ -15,7 +15,6 @@ from saving import load, save, send_all_away
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import bridge_fgo
-from bridge_fgo.harness import cpu_training
 from bridge_fgo.harness.cpu_model import microbatches
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
 from bridge_fgo.harness.final_state import mcore_optimizers
@@ -47,20 +46,10 @@ def small_parts(monkeypatch):
 @contextlib.contextmanager
 def training(offload, te=True, adam=None, config=CONFIG, **changes):
     """A CPU training whose Adam is like Transformer Engine's, precision-aware where `adam` says of what dtypes."""
-
-    def make_config(options):
-        cfg = original(options)
-        if adam is not None:
-            cfg.optimizer.use_precision_aware_optimizer = True
-            for name, value in adam.items():
-                setattr(cfg.optimizer, name, value)
-        return cfg
-
-    original = cpu_training.make_config
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(cpu_training, "make_config", make_config)
         if adam is not None:
+            fused_adam.have_trainings_ask_for(adam, patch.setattr)
             fused_adam.have_mcore_make_it_precision_aware(patch)
         elif te:
             fused_adam.have_mcore_take_it(patch.setattr)
