@@ -1,4 +1,4 @@
-"""What a load under Megatron-FSDP holds of the device, beside weights and gradients, on one rank or on several."""
+"""Measures the device memory of a load under Megatron-FSDP, without weights and gradients, on each rank."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from unittest import mock
 import fused_adam
 import pytest
 import torch
+from comparing import assert_equal, trained
 from saving import load, save
 from storage_meter import StorageMeter
 from test_checkpoints import FORMATS, session_of
@@ -166,16 +167,6 @@ def everything(run):
                 states = {"param": param, **leaf.optimizer.state.get(param, {})}
                 found |= {f"{number}.{index}.{place}.{name}": value.clone() for name, value in states.items()}
     return found
-
-
-def assert_equal(mine, theirs):
-    assert mine.keys() == theirs.keys()
-    assert [name for name in mine if mine[name].dtype != theirs[name].dtype] == []
-    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
-
-
-def trained(run, steps):
-    return [(record.loss, record.grad_norm) for record in (run.step() for _ in range(steps))]
 
 
 def measured_load(run, folder):

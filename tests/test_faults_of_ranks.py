@@ -17,12 +17,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
 
 NONE, PART, WHOLE, DESCRIBED = range(4)
-"""What there is of the killed save: nothing of the rank's shard, a part, all of it, and the metadata as well."""
+"""How far the killed save had come: no byte of the rank's shard, a part of it, the whole, or the metadata too."""
 
 
 @pytest.fixture(scope="module")
 def unbroken(cpu_standins, tmp_path_factory):
-    """What makes the checkpoints of two resident ranks that nothing broke, and returns them, and what each rank saw."""
+    """A function that trains two resident ranks to their end, once for each model.
+
+    It returns the folder of their checkpoints, and each rank's losses, gradient norms and digests.
+    """
 
     @functools.cache
     def make(*changes):
@@ -100,5 +103,5 @@ def test_ranks_of_which_one_is_killed_in_a_save_resume_from_the_last_checkpoint(
         to_come = {number: each for number, each in expected["numbers"].items() if int(number) > SAVED_AFTER_EACH[0]}
         assert seen["numbers"] == to_come != {}
         assert seen["digests"] == expected["digests"]
-    # What the killed save had written is written over.
+    # The resumed ranks have saved that step again, over the files of the killed save.
     assert tensor_bytes(saves / second) == tensor_bytes(theirs / second)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fused_adam
 import pytest
 import torch
+from comparing import assert_equal
 from saving import load, save
 from test_checkpoints import FORMATS, assert_same_shards
 from test_construction import everything, trained, training
@@ -44,12 +45,6 @@ def all_of(run):
             for name, scale in leaf.optimizer._scales.get(param, {}).items():
                 found[f"{number}.{place}.{name}.scale"] = scale.clone()
     return found
-
-
-def assert_equal(mine, theirs):
-    assert mine.keys() == theirs.keys()
-    assert [name for name in mine if mine[name].dtype != theirs[name].dtype] == []
-    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fp32 moments", "fp16 moments")]

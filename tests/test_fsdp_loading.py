@@ -10,6 +10,7 @@ import fused_adam
 import pytest
 import rank_child
 import torch
+from comparing import assert_equal, trained
 from fsdp_meter import SMALL, engine, metered, two_parts
 from saving import load, save, send_all_away
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -71,16 +72,6 @@ def everything(run):
     return found
 
 
-def assert_equal(mine, theirs):
-    assert mine.keys() == theirs.keys()
-    assert [name for name in mine if mine[name].dtype != theirs[name].dtype] == []
-    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
-
-
-def trained(run, steps):
-    return [(record.loss, record.grad_norm) for record in (run.step() for _ in range(steps))]
-
-
 def saved_after_two_steps(folder, **options):
     """Train, save, and train on; return what was saved, and the numbers and the end from there on."""
     with training(False, **options) as run:
@@ -117,6 +108,17 @@ def test_a_load_holds_no_more_of_the_states_than_two_parts_and_every_bit_is_a_re
         resume(run)
         assert trained(run, 2) == numbers
         assert_equal(everything(run), end)
+
+
+def test_a_load_trusts_no_host_copy_of_what_was_on_the_device_in_debug_mode(tmp_path, monkeypatch):
+    """There a host buffer is overwritten as soon as its slab has come back, also if nothing writes the slab."""
+    then, numbers, _ = saved_after_two_steps(tmp_path)
+    monkeypatch.setenv("BRIDGE_FGO_DEBUG", "1")
+    with training(True) as run:
+        load(run, tmp_path)
+        assert_equal(everything(run), then)
+        resume(run)
+        assert trained(run, 2) == numbers
 
 
 def made(run, steps):

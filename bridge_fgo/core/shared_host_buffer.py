@@ -32,8 +32,11 @@ def hands_out_descriptors() -> bool:
 
 
 def has_files_for_buffers(slabs: int) -> bool:
-    """Return whether so many slabs may have two shared buffers each: a process keeps a file open for each of them."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 2 * slabs + OTHER_FILES
+    """Return whether so many slabs may have two shared buffers each.
+
+    A process keeps a file open for each of them, and once more for each that it is handing over.
+    """
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 3 * slabs + OTHER_FILES
 
 
 def shared_storage(nbytes: int) -> torch.UntypedStorage:
@@ -97,7 +100,7 @@ class LentStorage(torch.UntypedStorage):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.UntypedStorage:
         """Return a copy in ordinary memory: torch refuses to copy a storage to one that is of no class of its own."""
-        return memo.setdefault(id(self), torch.UntypedStorage(self.nbytes()).copy_(self))
+        return torch.UntypedStorage(self.nbytes()).copy_(self)
 
 
 class SharedHostBuffer(HostBuffer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import override
 
 import torch
 
@@ -54,6 +55,13 @@ class Slab(SlabMemory, ResidencyMachine):
         with self.traffic:
             self.transfers.release(self)
         self.traffic.release(self.state_bytes)
+
+    @override
+    def release_unchanged(self) -> None:
+        if self.transfers.keeps_host_copies:
+            super().release_unchanged()
+        elif self.state is Residency.RESIDENT:  # debug mode has overwritten the host's copy
+            self.send_away()
 
     def _give_up_offload(self) -> None:
         if self.staging is not None:

@@ -77,8 +77,8 @@ class StepPipeline:
         """Return the parts as they are updated, those that stay apart from those that move."""
         if in_order:
             return [list(run) for _, run in groupby(parts, key=attrgetter("stays"))]
-        # What has landed goes first, so that copies out begin. What stays needs no copy, and fills the time while
-        # the others come.
+        # Parts that have landed are updated first, so that their copies out begin. Parts that stay need no copy: they
+        # are updated while the others come.
         moving = [part for part in parts if not part.stays]
         landed = list(takewhile(self._has_landed, moving))
         return [landed, [part for part in parts if part.stays], moving[len(landed) :]]

@@ -1,4 +1,4 @@
-"""What has not changed since it came back is not copied to the host again."""
+"""Finds the slabs that have not changed since they came back, which need not be copied to the host again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HostCopies:
         """Bring back every slab that is away, each summed while others are copied."""
         digester = Digester(self._device, max((slab.nbytes for slab in self._slabs), default=1))
         away: set[Slab] = set()
-        """Of the others the host may have what they were before somebody brought them back and wrote them."""
+        """Slabs that this call brings back. Others may have been written since, so that the host has old bytes."""
 
         def land(slab: Slab) -> None:
             slab.require_readable()

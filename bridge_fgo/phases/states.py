@@ -70,7 +70,7 @@ class OptimizerStates:
         """Whether states may be what they were when they came back; not where whoever steps them says so."""
         keeps = self.is_owner and self.engine.schedule.transfers.keeps_host_copies
         self._copies = HostCopies(self._slabs, self.sources[0].device) if keeps and self.sources else None
-        """Where only this class moves the slabs, and what is on the host stays there."""
+        """None where others move the slabs too, or where the host's copies are overwritten (debug mode)."""
         self.is_driven = False
         """Whether training steps drive an engine of its own too, which then stays attached."""
         self._serves = 0
@@ -232,11 +232,7 @@ class OptimizerStates:
             wanted -= {id(master) for master in of_slab}
             slab.require_readable()
             source.round_again(of_slab)
-            if self.engine.schedule.transfers.keeps_host_copies:
-                slab.release_unchanged()
-            else:
-                slab.offload()
-                slab.release()
+            slab.release_unchanged()
         source.round_again([master for master in masters if id(master) in wanted])
         return self.engine.traffic.back + self.engine.traffic.out - before
 

@@ -1,4 +1,4 @@
-"""What the patched functions around the load of an `fsdp_dtensor` checkpoint do: states are loaded into host memory.
+"""Loads the states of an `fsdp_dtensor` checkpoint into host memory, by wrappers of Bridge's and mcore's functions.
 
 Upstream has all states of a rank on the parameters' device in four steps of a load. Each goes part by part here, or
 without the bytes:

@@ -1,4 +1,4 @@
-"""What the plan says of Megatron-FSDP's temporary buckets, against the bytes in mcore's allocators in training."""
+"""The plan's bytes of Megatron-FSDP's temporary buckets are those in mcore's allocators during training."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
         return None
     pinned = estimate.most_pinned
     assert findings.config is not None
-    # Of a job of several GPUs nobody knows, where there are none, how many of its ranks share a node.
+    # This machine tells how many ranks share a node, unless it has no GPU and the job has several.
     is_known = ranks is not None or job.parallel.gpus == 1
     here = min(ranks or 1, job.parallel.gpus)
     of_node = sum(estimate.fullest_node(here)) if is_known else None

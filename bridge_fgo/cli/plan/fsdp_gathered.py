@@ -168,7 +168,7 @@ class _Buckets:
     """
 
     def __init__(self, chunk: _Chunk, sizes: list[int]) -> None:
-        self._sizes, self._unit_of = sizes, chunk.unit_of
+        self._unit_of = chunk.unit_of
         self.kept = _pool_bytes(chunk, sizes)
         self._taken = [0 if unit in chunk.pooled else size for unit, size in zip(chunk.unit_of, sizes, strict=True)]
         if chunk.doubled and getattr(chunk.ddp, "fsdp_db_use_persist_buf_on_alloc_fail", False):
