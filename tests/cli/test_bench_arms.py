@@ -72,7 +72,7 @@ def test_each_figure_of_the_table_is_beside_its_heading():
 def start(monkeypatch, tmp_path):
     """Returns what starts an arm by its name, and returns its options by name and its environment."""
 
-    def start(name, gpus=1, preset="short", megatron_lm=(), saves=False, steps=9):
+    def start(name, gpus=1, preset="short", megatron_lm=(), saves=False, steps=9, layers=None):
         seen = {}
 
         def run_arm(name, module, options, folder, launcher, environment, timeout):
@@ -96,6 +96,7 @@ def start(monkeypatch, tmp_path):
             arm_timeout=1.0,
             alone_steps=3,
             saves=saves,
+            layers=layers,
         )
         arms = presets.arms(list(dict.fromkeys(["resident", name])), list(megatron_lm), preset)
         command.run_one(settings, arms[-1], 0, arm("resident", RESIDENT, 40 * GB))
@@ -168,6 +169,11 @@ def test_mcores_offloaders_which_cannot_save_in_the_background_train_without_sav
 def test_every_gpu_gets_its_microbatches_and_the_experts_are_over_all(start):
     options, _ = start("native", gpus=8, preset="moe")
     assert (options["--gbs"], options["--ep"]) == (str(2 * 4 * 8), "8")
+
+
+def test_every_arm_has_the_layers_asked_for_or_the_presets(start):
+    assert [start(arm, layers=12)[0]["--layers"] for arm in ("resident", "native")] == ["12", "12"]
+    assert start("resident")[0]["--layers"] == "24"
 
 
 def test_tensor_parallel_gpus_share_their_microbatches():

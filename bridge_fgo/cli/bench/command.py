@@ -65,6 +65,8 @@ class Settings:
     tp: int = 1
     microbatches: int | None = None
     """How many microbatches a step has on each data-parallel rank; None for as many as the preset has."""
+    layers: int | None = None
+    """How many layers the model has; None for as many as the preset has."""
     optimizer: str = "adam"
     """Optimizer of every arm, a key of `presets.OPTIMIZERS`."""
     fsdp: str | None = None
@@ -130,7 +132,7 @@ def budget_gib(resident: ArmRun) -> float:
 
 def arm_options(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | None) -> list[str]:
     """Return the options of `bridge_fgo.harness.gpu` for one arm in one round, without those for saves and turns."""
-    options = size_options(settings.preset, settings.gpus, settings.tp, settings.microbatches)
+    options = size_options(settings.preset, settings.gpus, settings.tp, settings.microbatches, settings.layers)
     options += ["--steps", str(settings.train_steps), *arm.options]
     if arm.half and settings.half_budget_gib is not None:
         options += ["--gpu-memory-budget-gib", repr(settings.half_budget_gib)]

@@ -74,6 +74,10 @@ def bench(
         int | None,
         typer.Option(min=1, help="Microbatches of a step on each data-parallel rank; default: the preset's."),
     ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Layers of the model; default: the preset's. Fewer let arms fit side by side."),
+    ] = None,
     optimizer: Annotated[
         BenchOptimizer,
         typer.Option(
@@ -157,6 +161,7 @@ def bench(
         half_budget_gib=half_budget_gib,
         tp=tp,
         microbatches=microbatches,
+        layers=layers,
         optimizer=optimizer.value,
         fsdp=fsdp,
         full_graphs=full_graphs,

@@ -81,7 +81,9 @@ class BenchArm:
         return re.sub(r"[^\w.:=-]+", "_", self.name)
 
 
-def size_options(preset: str, gpus: int, tp: int = 1, microbatches: int | None = None) -> list[str]:
+def size_options(
+    preset: str, gpus: int, tp: int = 1, microbatches: int | None = None, layers: int | None = None
+) -> list[str]:
     """Return the arm's options for the sizes of a preset.
 
     Args:
@@ -89,6 +91,7 @@ def size_options(preset: str, gpus: int, tp: int = 1, microbatches: int | None =
         gpus: how many.
         tp: tensor-parallel ranks, with sequence parallelism; the rest is data-parallel.
         microbatches: of a step on each data-parallel rank; None for the preset's.
+        layers: of the model; None for the preset's.
 
     Raises:
         ValueError: the GPUs are no whole number of tensor-parallel groups.
@@ -96,6 +99,8 @@ def size_options(preset: str, gpus: int, tp: int = 1, microbatches: int | None =
     if gpus % tp:
         raise ValueError(f"--tp {tp}: --gpus {gpus} is not a multiple of it")
     options = PRESETS[preset].split()
+    if layers is not None:
+        options[options.index("--layers") + 1] = str(layers)
     # Jobs train without that mode. Dense arms were bitwise equal without it on H200, as their loss is not fused; a
     # mixture of experts adds up what its experts return in any order.
     options += ["--deterministic" if preset == "moe" else "--no-deterministic"]
