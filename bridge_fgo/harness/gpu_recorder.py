@@ -23,7 +23,7 @@ from bridge_fgo.harness.final_state import (
 )
 from bridge_fgo.harness.host_loop import host_loop_seconds
 from bridge_fgo.harness.moves_alone import MovesAlone
-from bridge_fgo.harness.phase_clock import PhaseClock
+from bridge_fgo.harness.phase_clock import FIRST_COUNTED_STEP, PhaseClock
 from bridge_fgo.harness.record import EventWriter
 from bridge_fgo.harness.step_trace import StepTrace
 from bridge_fgo.harness.turns import TurnTaker
@@ -120,6 +120,8 @@ class Recorder(Callback):
         elif self.step == min(FIRST_MEASURED_STEP, self._options.steps):
             torch.cuda.reset_peak_memory_stats()
             self.base = torch.cuda.memory_allocated()
+        if self.step == FIRST_COUNTED_STEP:
+            self.collector.forget_what_lives()
         self.collector.take()  # what came before the first step is of none
         self.started = time.perf_counter()
 

@@ -22,6 +22,30 @@ from bridge_fgo.standins.hollow import import_bridge
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
+HALVES = (torch.float16, torch.bfloat16)
+
+
+PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.addmm})
+"""What mcore's linear layers multiply with, forward and backward, and Muon's Newton-Schulz iterations."""
+
+
+def product(
+    func: Callable[..., torch.Tensor],
+    factors: tuple[torch.Tensor, ...],
+    out: torch.Tensor | None = None,
+    **scales: float,
+) -> torch.Tensor:
+    """Return `func` of matrices as a GPU computes it: 16-bit factors are added up in fp32, and the sum is rounded once.
+
+    PyTorch's own 16-bit products take 10 to 30 times as long on a CPU without AVX-512; they were a third of a training
+    by Adam in the tests, and two thirds of one by Muon. What autograd records stays as it is.
+    """
+    given = scales if out is None else {**scales, "out": out}
+    is_half = all(factor.dtype in HALVES and factor.device == CPU for factor in factors)
+    if not is_half or torch.is_grad_enabled():
+        return func(*factors, **given)
+    result = func(*(factor.float() for factor in factors), **scales)
+    return result.to(factors[0].dtype) if out is None else out.copy_(result)
 
 
 class CudaAsCpu(TorchFunctionMode):
@@ -42,10 +66,12 @@ class CudaAsCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
+        if func in PRODUCTS:
+            return product(func, args, **kwargs)
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
-            kwargs["device"] = self.device
+            kwargs = {**kwargs, "device": self.device}
         result = func(*args, **kwargs)
         asks_for_name = func is torch.Tensor.type and len(args) == 1 and not kwargs
         return result.replace("torch.", "torch.cuda.") if asks_for_name else result

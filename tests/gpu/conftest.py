@@ -14,6 +14,30 @@ import pytest
 from bridge_fgo.harness import runner
 
 NO_GPU = "no CUDA device; its arms would not be refused"
+MOST_SAID = 4000
+"""Characters that a test says as it ends."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has each test of this folder say at once what it measured, or why it failed: a machine may go before the end."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SaysAtOnce(config))
+
+
+class SaysAtOnce:
+    """Prints what a test has printed, and how it failed, when it ends."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called for each phase of a test, with pytest-xdist too."""
+        said = report.capstdout if report.when == "call" else ""
+        said += f"\n{report.longreprtext}" if report.failed else ""
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if said and terminal is not None and report.nodeid.startswith("tests/gpu/"):
+            terminal.ensure_newline()
+            terminal.write_line(f"{report.nodeid}\n{said[-MOST_SAID:]}")
 
 
 @pytest.fixture(autouse=True)

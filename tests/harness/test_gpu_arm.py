@@ -12,7 +12,7 @@ from bridge_fgo.core.meters import Traffic
 from bridge_fgo.harness import gpu, host_loop
 from bridge_fgo.harness.collector_clock import CollectorClock
 from bridge_fgo.harness.moves_alone import MovesAlone
-from bridge_fgo.harness.phase_clock import PhaseClock
+from bridge_fgo.harness.phase_clock import FIRST_COUNTED_STEP, PhaseClock
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -193,6 +193,23 @@ def test_a_collection_counts_in_the_step_that_it_falls_into(recorder, stream, mo
     result = json.loads(events.read_text().splitlines()[-1])
     assert result["collector_seconds"] == [0.0, 0.0, 0.5, 0.5, 0.0]
     assert not any(isinstance(getattr(call, "__self__", None), CollectorClock) for call in gc.callbacks)
+
+
+def test_no_collection_of_a_step_that_counts_looks_through_what_lived_before_it(recorder, stream, monkeypatch):
+    recorder, _ = recorder
+    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
+    recorder._options.steps = FIRST_COUNTED_STEP
+    gc.unfreeze()
+    lives = [[]]
+    looked_through = []
+    recorder.on_train_start(None)
+    for _ in range(FIRST_COUNTED_STEP):
+        recorder.on_train_step_start(CONTEXT)
+        looked_through.append(any(found is lives for found in gc.get_objects()))
+        recorder.on_train_step_end(CONTEXT)
+    recorder.on_train_end(CONTEXT)
+    assert looked_through == [True] * (FIRST_COUNTED_STEP - 1) + [False]
+    assert gc.get_freeze_count() == 0
 
 
 def test_the_loop_of_each_rank_is_timed_once_a_step_and_is_in_no_steps_seconds(recorder, stream, monkeypatch):
