@@ -237,7 +237,8 @@ def break_the_reader_at(call, patch):
     patch.setattr(DefaultLoadPlanner, "commit_tensor", broken)
 
 
-@pytest.mark.parametrize("call", [1, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [1, 40])
 def test_nothing_uses_states_that_are_half_loaded_until_a_whole_checkpoint_is_loaded(tmp_path, monkeypatch, call):
     from megatron.core.rerun_state_machine import RerunDataIterator
 
