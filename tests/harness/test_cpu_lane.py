@@ -285,3 +285,21 @@ def test_the_arm_writes_the_same_training(tmp_path: Path, monkeypatch: pytest.Mo
     assert result["digests"] == here.digests
     assert result["state_bytes"] == here.state_bytes > 0
     assert result["engine"] is None and result["released_bytes"] == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", cuda.HALVES)
+def test_products_of_16_bit_matrices_are_added_up_in_fp32_and_rounded_once(dtype):
+    left, right, added = torch.randn(8, 512).to(dtype), torch.randn(512, 8).to(dtype), torch.randn(8, 8).to(dtype)
+    whole = left.float() @ right.float()
+    assert torch.equal(left @ right, whole.to(dtype))
+    assert torch.equal(torch.matmul(left, right), whole.to(dtype))
+    assert torch.equal(torch.matmul(left, right, out=torch.empty(8, 8)), whole)  # fp32 gradients of mcore's layers
+    scaled = torch.addmm(added.float(), left.float(), right.float(), beta=0.5, alpha=2.0)
+    assert torch.equal(torch.addmm(added, left, right, beta=0.5, alpha=2.0), scaled.to(dtype))
+    assert (torch.matmul(input=left, other=right).float() - whole).abs().max() < 1  # as PyTorch adds up
+
+
+def test_what_autograd_records_of_a_product_is_pytorchs_own():
+    left = torch.randn(4, 4, dtype=torch.bfloat16, requires_grad=True)
+    assert type((left @ left).grad_fn).__name__ == "MmBackward0"
