@@ -24,9 +24,9 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 HALVES = (torch.float16, torch.bfloat16)
 
-
 PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.addmm})
-"""What mcore's linear layers multiply with, forward and backward, and Muon's Newton-Schulz iterations."""
+"""Functions that multiply matrices. mcore's linear layers call the first three in forward and backward, Muon's update the
+last two."""
 
 
 def product(
