@@ -25,7 +25,7 @@ META = torch.device("meta")
 HALVES = (torch.float16, torch.bfloat16)
 
 PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.addmm})
-"""Functions that multiply matrices. mcore's linear layers call the first three in forward and backward, Muon's update the
+"""Functions that multiply matrices. mcore's linear layers call the first two in forward and backward, Muon's update the
 last two."""
 
 
