@@ -139,6 +139,11 @@ class ArmProcess:
             self._on_event(event)
         return runs
 
+    def steps_of_turn(self, turn: int) -> list[Event]:
+        """Return the events of the steps in a turn that is over, see `bridge_fgo.harness.turns`."""
+        self.is_running()  # the last of them may not have been taken in
+        return [event for event in self._arm.steps if event.get("turn") == turn]
+
     def end(self) -> None:
         """End the process if it still runs."""
         if self._process.poll() is None:

@@ -72,7 +72,7 @@ def test_each_figure_of_the_table_is_beside_its_heading():
 def start(monkeypatch, tmp_path):
     """Returns what starts an arm by its name, and returns its options by name and its environment."""
 
-    def start(name, gpus=1, preset="short", megatron_lm=(), saves=False, steps=9, layers=None):
+    def start(name, gpus=1, preset="short", megatron_lm=(), saves=False, steps=9, layers=None, alone_steps=3):
         seen = {}
 
         def run_arm(name, module, options, folder, launcher, environment, timeout):
@@ -94,7 +94,7 @@ def start(monkeypatch, tmp_path):
             json_output=False,
             traces=False,
             arm_timeout=1.0,
-            alone_steps=3,
+            alone_steps=alone_steps,
             saves=saves,
             layers=layers,
         )
@@ -109,6 +109,12 @@ def start(monkeypatch, tmp_path):
         return values, seen["environment"]
 
     return start
+
+
+def test_a_step_follows_the_one_that_saves_last_whose_seconds_would_else_hold_the_writing(start):
+    assert start("native", saves=True, alone_steps=0)[0]["--alone-steps"] == "1"
+    assert start("native", saves=False, alone_steps=0)[0]["--alone-steps"] == "0"
+    assert start("native", saves=True)[0]["--alone-steps"] == "3"
 
 
 def test_an_arm_is_started_with_what_its_name_stands_for(start, tmp_path):

@@ -71,9 +71,11 @@ def test_where_time_runs_out_arms_end_after_the_round_under_way_with_one_step_mo
     ]
 
 
-def test_within_the_time_limit_all_rounds_are_done(turns):
-    _, lines = turns({"a": []}, time_limit=600)
+def test_within_the_time_limit_all_rounds_are_done_and_each_tells_how_long_its_steps_took(turns):
+    told = []
+    _, lines = turns({"a": []}, time_limit=600, tell=told.append)
     assert [turn for turn, _, _ in blocks(lines)] == [0, 1, 2, 3]
+    assert told[1:] == ["round 1 of 2: a 0.100 s", "round 2 of 2: a 0.100 s"]
 
 
 def test_both_ranks_of_an_arm_train_together_and_end_their_turn_before_the_next_begins(turns):
@@ -90,6 +92,7 @@ def test_an_arm_that_dies_is_told_of_and_the_others_go_on(turns, turn, left):
     taking, lines = turns({"a": [], "b": ["--die-in", str(turn)], "c": []}, tell=told.append)
     assert list(taking.results) == ["a", "c"] and list(taking.failures) == ["b"]
     assert any("it died" in line for line in told)
+    assert told[-1] == "round 2 of 2: a 0.100 s, c 0.100 s"
     assert [block for block in blocks(lines) if block[1] == "c"][-2:] == [(2, "c", STEPS), (3, "c", 1)]
     assert len([block for block in blocks(lines) if block[1] == "b" and block[0] > 0]) == left
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from bridge_fgo.harness import runner
 STEPS = 30
 EXPERTS = ("--experts", "4", "--topk", "2")
 WHOLE = ("--fsdp", "optim_grads_params")
-LARGE_STATES = ("--layers", "36", "--hidden", "2048", "--ffn", "8192", "--heads", "16", "--seq", "1024", "--mbs", "1")
-"""2.4 billion parameters with 29 GB of states: both arms fit in 80 GB side by side."""
+LARGE_STATES = ("--layers", "32", "--hidden", "2048", "--ffn", "8192", "--heads", "16", "--seq", "2048", "--mbs", "2")
+"""2.2 billion parameters with 26 GB of states, and as many bytes of activations: 60 GB, resident."""
 
 
 def assert_memory_falls(peak: str, resident: runner.ArmRun, offloaded: runner.ArmRun) -> None:
@@ -41,7 +42,8 @@ def test_reserved_memory_falls_too_where_the_states_are_larger_than_the_holes_be
     tmp_path: Path,
 ) -> None:
     # On an H100 and an H200 the allocator kept 0.9 to 1.1 GB that fitted nothing, with 1.5 GB of states as with 10.6.
-    resident, offloaded = both_arms(tmp_path, *LARGE_STATES, "--gbs", "2", *WHOLE, steps=8)
+    # Where the peak is in the optimizer step, for want of activations, it keeps two parts: 1.7 GB of 28 on an H100.
+    resident, offloaded = both_arms(tmp_path, *LARGE_STATES, "--gbs", "4", *WHOLE, steps=8, at_once=False)
     assert_bitwise_equal(resident, offloaded, 8)
     assert_memory_falls("peak_reserved_bytes", resident, offloaded)
 
@@ -81,10 +83,13 @@ def test_a_checkpoint_has_a_resident_runs_bytes_and_loads_as_it_does(tmp_path: P
     mine, theirs = shards(kept["on"]), shards(kept["off"])
     assert mine.keys() == theirs.keys() and mine
     assert not [name for name in mine if mine[name].read_bytes() != theirs[name].read_bytes()]
-    for where in ("on", "off"):
 
-        def load(offload: str, where: str = where) -> runner.ArmRun:
-            options = (*WHOLE, "--offload", offload, "--load", str(kept[where]), "--load-step", "4")
-            return run_arm(f"loaded_{where}_{offload}", tmp_path, loaded, *options, packed=())
+    def load(arm: tuple[str, str]) -> runner.ArmRun:
+        where, offload = arm
+        options = (*WHOLE, "--offload", offload, "--load", str(kept[where]), "--load-step", "4")
+        return run_arm(f"loaded_{where}_{offload}", tmp_path, loaded, *options, packed=())
 
-        assert_bitwise_equal(*side_by_side(load), steps=4)
+    off_to_off, off_to_on, on_to_off, on_to_on = side_by_side(load, list(product(("off", "on"), repeat=2)))
+    assert_bitwise_equal(off_to_off, off_to_on, steps=4)
+    assert_bitwise_equal(on_to_off, on_to_on, steps=4)
+    print(f"\npeak of setup with the load: {[arm.result['peak_setup_bytes'] for arm in (off_to_off, off_to_on)]}")

@@ -6,7 +6,7 @@ the other. Imports alone take about half a minute an arm.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,22 +36,22 @@ def torchrun(ranks: int) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
-def side_by_side(run: Callable[[str], runner.ArmRun]) -> list[runner.ArmRun]:
-    """Calls ``run`` with "off" and "on" at the same time."""
-    with ThreadPoolExecutor(2) as pool:
-        started = [pool.submit(run, offload) for offload in ("off", "on")]
+def side_by_side[T](run: Callable[[T], runner.ArmRun], arms: Sequence[T] = ("off", "on")) -> list[runner.ArmRun]:
+    """Calls ``run`` with each of ``arms`` at the same time."""
+    with ThreadPoolExecutor(len(arms)) as pool:
+        started = [pool.submit(run, arm) for arm in arms]
     return [future.result() for future in started]
 
 
-def both_arms(folder: Path, *options: str, steps: int, ranks: int = 1) -> list[runner.ArmRun]:
-    """Runs the resident and the offloaded arm, on the same GPUs."""
+def both_arms(folder: Path, *options: str, steps: int, ranks: int = 1, at_once: bool = True) -> list[runner.ArmRun]:
+    """Runs the resident and the offloaded arm, on the same GPUs; one after the other if they do not fit at once."""
 
     def run(offload: str) -> runner.ArmRun:
         name = {"off": "resident", "on": "offloaded"}[offload]
         all_options = [*options, "--steps", str(steps), "--offload", offload]
         return runner.run_arm(name, ARM, all_options, folder, launcher=torchrun(ranks), timeout=300)
 
-    return side_by_side(run)
+    return side_by_side(run) if at_once else [run("off"), run("on")]
 
 
 def assert_bitwise_equal(resident: runner.ArmRun, offloaded: runner.ArmRun, steps: int) -> None:

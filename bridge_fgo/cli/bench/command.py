@@ -140,7 +140,9 @@ def arm_options(settings: Settings, arm: BenchArm, number: int, resident: ArmRun
         assert resident is not None
         options += ["--gpu-memory-budget-gib", repr(budget_gib(resident))]
     options += ["--full-graphs"] if settings.full_graphs else []
-    options += ["--alone-steps", str(settings.alone_steps)]  # in every arm, as the profiled steps: they train too
+    # In every arm, as the profiled steps: they train too. The step that saves last lasts until another one begins.
+    alone_steps = max(settings.alone_steps, int(settings.saves and not settings.traces))
+    options += ["--alone-steps", str(alone_steps)]
     if settings.traces:
         options += ["--trace", str(trace_path(settings, arm, number))]
     return options

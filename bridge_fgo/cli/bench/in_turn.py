@@ -12,6 +12,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -109,7 +110,7 @@ class InTurn:
                     done += 1
                     self._take_turns(order_of(self.names, done), done, self._turn_steps)
                     longest = max(longest, time.monotonic() - before)
-                    self._tell(f"round {done} of {self._rounds}: done")
+                    self._tell(f"round {done} of {self._rounds}: {self._medians(done)}")
                 self._take_turns(self.names, done + 1, None, ends_early=done < self._rounds)
             finally:
                 for process in self._processes.values():  # Ctrl-C here must not leave a trainer on the GPU
@@ -118,6 +119,12 @@ class InTurn:
     def _is_late(self, started: float, longest: float) -> bool:
         """Return whether another round, as long as the longest so far, would leave no such time for the end."""
         return self._time_limit is not None and time.monotonic() - started + 2 * longest > self._time_limit
+
+    def _medians(self, turn: int) -> str:
+        """Return each arm's median seconds of the steps of a turn but its first: known also where no end is reached."""
+        steps = {name: process.steps_of_turn(turn)[1:] for name, process in self._processes.items()}
+        of_arms = {name: statistics.median(step["seconds"] for step in of_arm) for name, of_arm in steps.items()}
+        return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in of_arms.items())
 
     def _take_turns(self, names: list[str], turn: int, steps: int | None, ends_early: bool = False) -> None:
         for name in names:
