@@ -233,6 +233,13 @@ def test_the_bench_prints_a_table_and_leaves_json_and_pictures(made_up, tmp_path
         assert f"<p>{html.escape(heading)}: " in page, "each column is explained"
 
 
+def test_what_was_trained_is_said_with_its_number_of_layers_and_microbatches(made_up, tmp_path):
+    result = bench(tmp_path, "--arms", "resident,native", "--layers", "12", "--microbatches", "8")
+    size = json.loads((tmp_path / "bench.json").read_text())["size"]
+    assert "--layers 12 " in size and "--gbs 16" in size
+    assert size in " ".join(result.stdout.split()) and html.escape(size) in (tmp_path / "bench.html").read_text()
+
+
 def test_the_terminal_has_four_figures_an_arm_and_with_verbose_all_with_a_legend(made_up, tmp_path):
     short = bench(tmp_path, "--arms", "resident,native", "--no-traces").stdout
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in short.splitlines()]

@@ -130,9 +130,18 @@ def budget_gib(resident: ArmRun) -> float:
     return (resident.result["peak_allocated_bytes"] - resident.result["state_bytes"] / 2) / 2**30
 
 
+def size_of(settings: Settings) -> list[str]:
+    """Return the options of `bridge_fgo.harness.gpu` that say what every arm trains.
+
+    Raises:
+        ValueError: as many GPUs cannot train that.
+    """
+    return size_options(settings.preset, settings.gpus, settings.tp, settings.microbatches, settings.layers)
+
+
 def arm_options(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | None) -> list[str]:
     """Return the options of `bridge_fgo.harness.gpu` for one arm in one round, without those for saves and turns."""
-    options = size_options(settings.preset, settings.gpus, settings.tp, settings.microbatches, settings.layers)
+    options = size_of(settings)
     options += ["--steps", str(settings.train_steps), *arm.options]
     if arm.half and settings.half_budget_gib is not None:
         options += ["--gpu-memory-budget-gib", repr(settings.half_budget_gib)]
@@ -258,7 +267,7 @@ def run(settings: Settings) -> int:
         console.print("bridge-fgo bench: pictures need matplotlib: pip install 'bridge-fgo[bench]', or --no-traces")
         return FAILED
     chosen = arms(settings.arms, settings.megatron_lm, settings.preset, settings.optimizer, settings.fsdp)
-    size_options(settings.preset, settings.gpus, settings.tp)  # refuses what cannot be before anything starts
+    size_of(settings)  # refuses what cannot be before anything starts
     settings.folder.mkdir(parents=True, exist_ok=True)
     try:
         link = probe(settings.gpus)
@@ -323,6 +332,7 @@ def report(
     legend = legend_of(texts[0])
     result: dict[str, Any] = {
         "preset": settings.preset,
+        "size": " ".join(size_of(settings)),
         "optimizer": settings.optimizer,
         "gpus": settings.gpus,
         "where": {name: resident.start.get(name) for name in ("device", "bridge", "mcore", "torch")},
@@ -342,6 +352,7 @@ def report(
         parts = [page.table(cells) for cells in (summary, texts_of_rounds) if cells]
         parts += [page.picture(path) for path in pictures]
         parts += [page.heading("Every figure"), page.table(texts), *map(page.paragraph, legend)]
+        parts += [page.paragraph(f"Trained with {' '.join(size_of(settings))}")]
         page.write_page(settings.folder / "bench.html", title, parts)
     if settings.json_output:
         print(json.dumps(result))
@@ -354,7 +365,8 @@ def report(
         for line in legend:
             console.print(line, markup=False, highlight=False)
     console.print(
-        f"S = {resident.result['state_bytes'] / 1e9:.2f} GB; all files are in {settings.folder}", markup=False
+        f"S = {resident.result['state_bytes'] / 1e9:.2f} GB of {' '.join(size_of(settings))}; all files are in {settings.folder}",
+        markup=False,
     )
     if not settings.verbose:
         console.print("Every figure and what it tells: --verbose.", markup=False)
