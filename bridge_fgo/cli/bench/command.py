@@ -364,10 +364,8 @@ def report(
             print_table(console, texts_of_rounds)
         for line in legend:
             console.print(line, markup=False, highlight=False)
-    console.print(
-        f"S = {resident.result['state_bytes'] / 1e9:.2f} GB of {' '.join(size_of(settings))}; all files are in {settings.folder}",
-        markup=False,
-    )
+    trained = f"S = {resident.result['state_bytes'] / 1e9:.2f} GB of {' '.join(size_of(settings))}"
+    console.print(f"{trained}; all files are in {settings.folder}", markup=False)
     if not settings.verbose:
         console.print("Every figure and what it tells: --verbose.", markup=False)
 
