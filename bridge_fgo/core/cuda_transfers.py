@@ -63,6 +63,12 @@ class Lane:
         self._end_with(done)
         self._copies = done.place = self._copies + 1
 
+    def all_done(self) -> Event:
+        """Return an event that happens when every copy so far is over."""
+        if self._is_open:
+            self._end_with(self._ends[self._turn])
+        return self._last
+
     def delay(self, cycles: int) -> None:
         """Have the next copy, and so every later one, begin that many GPU cycles later."""
         with torch.cuda.stream(self._streams[self._turn]):
@@ -94,8 +100,8 @@ class CudaTransfers(Transfers):
         self._device = device
         self._compute = torch.cuda.current_stream(device)
         self._index = self._compute.device_index
-        self._is_back_to_back = self._is_ordered = False
-        """Inside `back_to_back`; and whether the lane waits already for what the training stream holds."""
+        self._is_back_to_back = self._is_ordered = self._yields = False
+        """Inside `back_to_back`; whether the lane waits already for what the training stream holds; `yielding`."""
         self._out = Lane(device, piece_bytes, Copier(to_gpu=False))
         self._in = Lane(device, piece_bytes, Copier(to_gpu=True))
         self._here = Event(), Event()
@@ -162,6 +168,15 @@ class CudaTransfers(Transfers):
         self._is_back_to_back = self._is_ordered = False
 
     @override
+    @contextmanager
+    def yielding(self) -> Iterator[None]:
+        self._yields = True
+        try:
+            yield
+        finally:
+            self._yields = False
+
+    @override
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
@@ -169,6 +184,8 @@ class CudaTransfers(Transfers):
     def copy_out(self, slab: SlabMemory, written: bool = True) -> None:
         # Race: optimizer.step() or the adoption, queued on the streams, still writes the states.
         after = self._now(self._streams()) if written or not self._is_ordered else ()
+        if self._yields:
+            after = (*after, self._in.all_done())  # for no race: both directions at once are slower
         moving = slab.moving
         self._memory[slab.host_address] = moving, slab.host.tensor
         self._out.copy(slab.host_address, moving.data_ptr(), moving.numel(), self._events(slab)[0], after)

@@ -55,7 +55,7 @@ class DebugTransfers(Transfers):
         self._cuda = transfers if isinstance(transfers, CudaTransfers) else None
         self.waits, self.capturing = transfers.waits, transfers.capturing
         self.computing, self.on_compute_stream = transfers.computing, transfers.on_compute_stream
-        self.back_to_back = transfers.back_to_back
+        self.back_to_back, self.yielding = transfers.back_to_back, transfers.yielding
         self._random = random.Random(seed)
         self._late_out, self._late_in, self._stale = (weakref.WeakSet[SlabMemory]() for _ in range(3))
         """Slabs whose copy out, or in, is put off; and whose host buffer nobody may read and is not poisoned yet."""

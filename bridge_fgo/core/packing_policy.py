@@ -63,7 +63,8 @@ class PackingPolicy:
         self._unplanned = 0
 
     @property
-    def _is_settled(self) -> bool:
+    def is_settled(self) -> bool:
+        """Whether masters are packed for good, or will never be: nothing is timed or watched any more."""
         return self.packs or self._is_off or not self.packable_bytes
 
     @property
@@ -74,7 +75,7 @@ class PackingPolicy:
     @property
     def can_decide(self) -> bool:
         """Whether packing pays, and the weights were watched for as long as it takes to `decide`."""
-        return self.pays and not self._is_settled and self._watched > WATCHED_STEPS
+        return self.pays and not self.is_settled and self._watched > WATCHED_STEPS
 
     def begin_pass(self, kind: object, by_plan: bool) -> None:
         """Judge by the newest step that was timed; time this one.
@@ -83,10 +84,10 @@ class PackingPolicy:
             kind: what passes have in common whose waits are alike.
             by_plan: whether states leave late and come early in this pass, as in the ones that follow.
         """
-        if not self._is_settled and not self.pays:
+        if not self.is_settled and not self.pays:
             self._time(kind, by_plan)
         may_follow = self.pays or not by_plan or self._timed[kind] < MOST_TIMED
-        self.is_watching = may_follow and not self._is_settled
+        self.is_watching = may_follow and not self.is_settled
 
     def _time(self, kind: object, by_plan: bool) -> None:
         if self._waits is None:
@@ -112,7 +113,7 @@ class PackingPolicy:
             updated: whether the optimizer stepped.
             by_plan: whether the plan held to the end.
         """
-        if self._is_settled:
+        if self.is_settled:
             return
         if updated:
             self._watched = self._watched + 1 if self.is_watching else 0

@@ -13,7 +13,8 @@ step, one in which everything was released throughout (`HoldPolicy`).
     forward      in place of `point` where every slab stays: only what goes into layers is compared. If it is too much,
                  everything goes for the rest of the pass, and the passes after it report their points again
     reload       the last backward is done: slabs come as far as the optimizer step has room for them
-    step         part by part, small ones in groups: wait for it, update it, send it off; meanwhile the next come
+    step         part by part, small ones in groups: wait for it, update it, send it off; meanwhile the next come. Once
+                 all are on their way, copies out may wait for them (`Precedence`)
     end_step     a step that was measured gives a plan for those that follow; the peak of one that went by a plan is
                  held against it
 """
@@ -30,6 +31,7 @@ from bridge_fgo.core.meters import Ledger, PeakMeter
 from bridge_fgo.core.packing_policy import PackingPolicy
 from bridge_fgo.core.part import Part
 from bridge_fgo.core.policy import HoldPlan, HoldPolicy
+from bridge_fgo.core.precedence import Precedence
 from bridge_fgo.core.profile import Mark, MemoryProfile
 from bridge_fgo.core.recorder import Recorder
 from bridge_fgo.core.residency import Residency
@@ -67,6 +69,7 @@ class Schedule:
         self.packing = PackingPolicy(
             transfers.waits, lambda text: holding.announce(text), lambda text: holding.warn(text)
         )
+        self.precedence = Precedence(transfers.waits, lambda text: holding.announce(text))
         self.recorder = Recorder(meter, self.ledger)
         self._fresh = self._warm = False
         self._is_like_others = True
@@ -122,7 +125,9 @@ class Schedule:
         plans = self.holding.plans_for(self.signature) if is_like_others else []
         self._watch = Watch(plans) if plans and self._nothing_moves() else None
         self._course = Course(() if self._watch else plans)
-        self.packing.begin_pass(self.signature, by_plan=self._plan is not None and not self._fresh)
+        by_plan = self._plan is not None and not self._fresh
+        self.packing.begin_pass(self.signature, by_plan)
+        self.precedence.begin_pass(self.signature, by_plan and self._watch is None, self.packing.is_settled)
         self._start()
 
     def _nothing_moves(self) -> bool:
@@ -275,7 +280,8 @@ class Schedule:
         together_bytes = min(together_bytes, (limit - self._bytes_in_any_case) // GROUPS_HELD)
         room_to_make = self._room_to_make()
         limit -= room_to_make
-        self._pipeline.run(parts, update, limit, together_bytes, keep_masters, room_to_make > 0, in_order)
+        ins_first = self.precedence.ins_first
+        self._pipeline.run(parts, update, limit, together_bytes, keep_masters, room_to_make > 0, in_order, ins_first)
 
     def release_everything(self) -> None:
         """Free every slab that may leave; for work between steps that needs the memory."""
@@ -306,6 +312,7 @@ class Schedule:
                 self._fresh, self._wants_points = True, False
         self.recorder.begin_pass()
         self.packing.end_step(updated, by_plan=self.is_planned)
+        self.precedence.end_step(updated, by_plan=self.is_planned)
         self._warm = self._warm or updated
 
     def _learn(self) -> set[int] | None:

@@ -48,9 +48,14 @@ class SlabQueue:
         return self.slabs[self._next :]
 
     @property
+    def is_through(self) -> bool:
+        """Whether all slabs have been brought back in this pass, or are on their way."""
+        return self._next >= len(self.slabs)
+
+    @property
     def has_more(self) -> bool:
         """Whether slabs may come back ahead of their time."""
-        return self._next < len(self.slabs) and not self.is_short
+        return not (self.is_through or self.is_short)
 
     def came(self, slab: Slab) -> None:
         """Note that a slab is back, and so are those before it."""

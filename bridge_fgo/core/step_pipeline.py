@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import groupby, takewhile
 from operator import attrgetter
 
@@ -41,6 +42,7 @@ class StepPipeline:
         keep_masters: bool,
         makes_states: bool,
         in_order: bool,
+        ins_first: bool,
     ) -> None:
         """Update the parts of one source.
 
@@ -53,6 +55,7 @@ class StepPipeline:
                 copy out starts all the same.
             makes_states: whether updates may make states, for which other slabs make room.
             in_order: whether parts are updated in their order, whatever has landed (`Source.keeps_order`).
+            ins_first: whether copies out wait for copies in, once none of those waits for the room that they make.
         """
         queue = self._queue
         for run in self._runs(parts, in_order):
@@ -71,7 +74,7 @@ class StepPipeline:
                 for part in group:
                     update(part)
                 if not group[0].stays:
-                    self._send_off(slabs, keep_masters)
+                    self._send_off(slabs, keep_masters, ins_first and queue.is_through)
 
     def _runs(self, parts: list[Part], in_order: bool) -> list[list[Part]]:
         """Return the parts as they are updated, those that stay apart from those that move."""
@@ -88,9 +91,9 @@ class StepPipeline:
             return False
         return all(slab.state is not Residency.RELOADING or self._transfers.has_landed(slab) for slab in part.slabs)
 
-    def _send_off(self, slabs: list[Slab], keep_masters: bool) -> None:
+    def _send_off(self, slabs: list[Slab], keep_masters: bool, yields: bool) -> None:
         encoded = encode_together(slabs)
-        with self._transfers.back_to_back():
+        with self._transfers.yielding() if yields else nullcontext(), self._transfers.back_to_back():
             for slab in slabs:
                 if slab.exists():
                     slab.offload(slab.start_encoded if slab in encoded else None)

@@ -43,6 +43,10 @@ class Transfers(ABC):
         """Context for a run of copies in one direction: waits are recorded once, for the first."""
         return nullcontext()
 
+    def yielding(self) -> AbstractContextManager[object]:
+        """Context for copies out that begin when all copies in that were started are over."""
+        return nullcontext()
+
     def capturing(self) -> bool:
         """Return whether the current stream is being captured into a CUDA graph, where nothing may move."""
         return False

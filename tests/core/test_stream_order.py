@@ -45,6 +45,8 @@ class RandomTraining(Training):
             together=choose([None, WHOLE // 2, 2 * WHOLE]),
         )
         self.schedule.packing._waits = None  # and whether masters are packed is chosen here
+        precedence = self.schedule.precedence  # and whether copies in go first
+        precedence.begin_pass = lambda *of_pass: setattr(precedence, "ins_first", choose([True, False]))
 
     def somewhere(self):
         return self.order.aside() if self.random.random() < 0.3 else nullcontext()
@@ -166,6 +168,31 @@ def test_debug_mode_goes_without_the_waits_that_training_goes_without(order, mon
         train(order, seed, debug=True)
     for to_gpu in (False, True):
         assert copies[to_gpu, False] > 20 and copies[to_gpu, True] > 20
+
+
+@pytest.mark.usefixtures("updates_are_seen")
+def test_copies_out_that_yield_come_after_every_copy_in_and_no_copy_in_waits_for_room(order, monkeypatch):
+    copy_out, yielding = CudaTransfers.copy_out, []
+
+    def watch(transfers, slab, written=True):
+        started = {handle.value: order.clock(handle.value).get(handle.value, 0) for handle in transfers._in._handles}
+        copy_out(transfers, slab, written)
+        if transfers._yields:
+            seen = order.clock(transfers._out._handles[transfers._out._turn].value)
+            assert all(seen.get(handle, 0) >= time for handle, time in started.items())
+            yielding.append(any(started.values()))
+
+    monkeypatch.setattr(CudaTransfers, "copy_out", watch)
+    send_off = step_pipeline.StepPipeline._send_off
+
+    def through(pipeline, slabs, keep_masters, yields):
+        assert pipeline._queue.is_through or not yields
+        send_off(pipeline, slabs, keep_masters, yields)
+
+    monkeypatch.setattr(step_pipeline.StepPipeline, "_send_off", through)
+    for seed in range(4):
+        train(order, seed)
+    assert sum(yielding) > 20
 
 
 class Nothing:

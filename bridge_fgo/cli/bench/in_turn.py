@@ -22,8 +22,9 @@ from bridge_fgo.harness.phase_clock import FIRST_COUNTED_STEP
 from bridge_fgo.harness.runner import POLL_SECONDS, ArmFailed, ArmProcess, ArmRun
 from bridge_fgo.harness.turns import WARM_UP, Turnstile
 
-WARM_UP_STEPS = FIRST_COUNTED_STEP + 3
-"""Steps of the turn that does not count: to the first that would count without turns, and a few more."""
+WARM_UP_STEPS = FIRST_COUNTED_STEP + 10
+"""Steps of the turn that does not count: to the first that would count without turns, and those in which an engine
+tries which copies go first (`bridge_fgo.core.precedence`)."""
 
 
 def order_of(names: list[str], number: int) -> list[str]:
