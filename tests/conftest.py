@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,20 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores; torch reads it when it is imported
 
 import bridge_fgo
+
+
+@pytest.fixture(scope="session", autouse=True)
+def builder_is_forked():
+    """Models that `plan`, `doctor` and the like have built come from a process that has Megatron imported."""
+    from forked_builder import ForkedBuilder
+
+    from bridge_fgo.cli.job import job
+
+    forked = ForkedBuilder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "subprocess", SimpleNamespace(run=forked.run, DEVNULL=subprocess.DEVNULL))
+        yield forked
+    forked.close()
 
 
 @pytest.fixture

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from bridge_fgo.cli.demo import missing_packages
-from bridge_fgo.cli.job import keep_answers, kept, names
+from bridge_fgo.cli.job import job, keep_answers, kept, names
 from bridge_fgo.cli.job.job import ask_builder, read_job
 from bridge_fgo.recipes.catalog import RECIPES
 
@@ -27,6 +28,15 @@ def test_a_kept_answer_is_what_the_builder_says(name):
     assert kept.kept_answer(name, None, {}, None, ()) == ask_builder(target=name) | {
         "kept_of": kept.installed_versions()
     }
+
+
+@needs_megatron
+@pytest.mark.slow
+def test_a_builder_that_imports_megatron_itself_says_the_same(builder_is_forked, monkeypatch):
+    forked = ask_builder(target="tiny"), builder_is_forked.answers
+    monkeypatch.setattr(job, "subprocess", subprocess)
+    assert ask_builder(target="tiny") == forked[0]
+    assert builder_is_forked.answers == forked[1] > 0
 
 
 @needs_megatron

@@ -38,10 +38,10 @@ def unit(elements):
 @pytest.mark.parametrize(
     ("ranks", "changes", "ddp", "model", "ratio"),
     [
-        pytest.param(1, WHOLE, {}, {}, 1, id="one rank"),
         *(
             pytest.param(*case[1:], marks=pytest.mark.slow, id=case[0])
             for case in [
+                ("one rank", 1, WHOLE, {}, {}, 1),
                 ("no_shard", 2, {"fsdp": "no_shard"}, {}, {}, 1),
                 ("optim", 2, {"fsdp": "optim", "experts": True}, {}, {}, 1),
                 ("layers wait", 2, WHOLE, unit(400_000), {}, 1),
