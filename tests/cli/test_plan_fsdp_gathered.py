@@ -35,58 +35,57 @@ def unit(elements):
     return {"suggested_communication_unit_size": elements}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "changes", "ddp", "model", "ratio"),
     [
-        *(
-            pytest.param(*case[1:], marks=pytest.mark.slow, id=case[0])
-            for case in [
-                ("one rank", 1, WHOLE, {}, {}, 1),
-                ("no_shard", 2, {"fsdp": "no_shard"}, {}, {}, 1),
-                ("optim", 2, {"fsdp": "optim", "experts": True}, {}, {}, 1),
-                ("layers wait", 2, WHOLE, unit(400_000), {}, 1),
-                ("all wait", 2, WHOLE, {}, {}, 1),
-                ("none waits", 2, WHOLE | {"swiglu": True}, unit(1), {}, 1),
-                ("experts wait", 2, WHOLE | {"experts": True}, unit(200_000), {}, 1),
-                ("dense layers, then experts", 2, WHOLE | {"experts": True}, unit(200_000), DENSE_THEN_EXPERTS, 1),
-                ("frozen", 2, WHOLE | {"frozen": True}, unit(400_000), {}, 1),
-                ("recomputed", 2, WHOLE, unit(400_000), RECOMPUTED, 1),
-                # Which bucket ends first within a layer the plan does not know.
-                ("buckets", 2, {"fsdp": "optim_grads"}, SMALL_BUCKETS | unit(400_000), {}, 1.2),
-                ("buckets of experts", 2, {"fsdp": "optim_grads", "experts": True}, SMALL_BUCKETS, {}, 1),
-                ("double buffers", 2, WHOLE | {"microbatches": 4}, DOUBLED, {}, 1),
-                ("double buffers of some", 2, WHOLE | {"experts": True}, DOUBLED, DENSE_THEN_EXPERTS, 1),
-                (
-                    "double buffers, the others persistent",
-                    2,
-                    WHOLE | {"experts": True},
-                    DOUBLED | {"fsdp_db_use_persist_buf_on_alloc_fail": True},
-                    DENSE_THEN_EXPERTS,
-                    1,
-                ),
-                (
-                    "largest double buffers",
-                    2,
-                    WHOLE | {"experts": True},
-                    DOUBLED | {"megatron_fsdp_max_pool_double_buffer": True},
-                    DENSE_THEN_EXPERTS,
-                    1,
-                ),
-                ("gradients in fp32", 2, WHOLE, FP32 | unit(400_000), {}, 1),
-                ("of one rank in fp32", 1, WHOLE, FP32, {}, 1),
-                ("no_shard in fp32", 2, SEVERAL | {"fsdp": "no_shard"}, FP32 | SMALL_BUCKETS | unit(400_000), {}, 1),
-                ("optim in fp32, at the end", 2, {"fsdp": "optim"}, FP32, {}, 1),
-                ("instances in fp32", 2, WHOLE | {"instances": 2, "microbatches": 4}, FP32, {}, 1),
-                (
-                    "states between instances",
-                    2,
-                    WHOLE | {"instances": 2, "outer_sharding": "optim", "microbatches": 4},
-                    FP32,
-                    {},
-                    1,
-                ),
-            ]
-        ),
+        pytest.param(*case[1:], id=case[0])
+        for case in [
+            ("one rank", 1, WHOLE, {}, {}, 1),
+            ("no_shard", 2, {"fsdp": "no_shard"}, {}, {}, 1),
+            ("optim", 2, {"fsdp": "optim", "experts": True}, {}, {}, 1),
+            ("layers wait", 2, WHOLE, unit(400_000), {}, 1),
+            ("all wait", 2, WHOLE, {}, {}, 1),
+            ("none waits", 2, WHOLE | {"swiglu": True}, unit(1), {}, 1),
+            ("experts wait", 2, WHOLE | {"experts": True}, unit(200_000), {}, 1),
+            ("dense layers, then experts", 2, WHOLE | {"experts": True}, unit(200_000), DENSE_THEN_EXPERTS, 1),
+            ("frozen", 2, WHOLE | {"frozen": True}, unit(400_000), {}, 1),
+            ("recomputed", 2, WHOLE, unit(400_000), RECOMPUTED, 1),
+            # Which bucket ends first within a layer the plan does not know.
+            ("buckets", 2, {"fsdp": "optim_grads"}, SMALL_BUCKETS | unit(400_000), {}, 1.2),
+            ("buckets of experts", 2, {"fsdp": "optim_grads", "experts": True}, SMALL_BUCKETS, {}, 1),
+            ("double buffers", 2, WHOLE | {"microbatches": 4}, DOUBLED, {}, 1),
+            ("double buffers of some", 2, WHOLE | {"experts": True}, DOUBLED, DENSE_THEN_EXPERTS, 1),
+            (
+                "double buffers, the others persistent",
+                2,
+                WHOLE | {"experts": True},
+                DOUBLED | {"fsdp_db_use_persist_buf_on_alloc_fail": True},
+                DENSE_THEN_EXPERTS,
+                1,
+            ),
+            (
+                "largest double buffers",
+                2,
+                WHOLE | {"experts": True},
+                DOUBLED | {"megatron_fsdp_max_pool_double_buffer": True},
+                DENSE_THEN_EXPERTS,
+                1,
+            ),
+            ("gradients in fp32", 2, WHOLE, FP32 | unit(400_000), {}, 1),
+            ("of one rank in fp32", 1, WHOLE, FP32, {}, 1),
+            ("no_shard in fp32", 2, SEVERAL | {"fsdp": "no_shard"}, FP32 | SMALL_BUCKETS | unit(400_000), {}, 1),
+            ("optim in fp32, at the end", 2, {"fsdp": "optim"}, FP32, {}, 1),
+            ("instances in fp32", 2, WHOLE | {"instances": 2, "microbatches": 4}, FP32, {}, 1),
+            (
+                "states between instances",
+                2,
+                WHOLE | {"instances": 2, "outer_sharding": "optim", "microbatches": 4},
+                FP32,
+                {},
+                1,
+            ),
+        ]
     ],
 )
 def test_the_plan_has_the_most_bytes_of_buckets_of_a_training(tmp_path, ranks, changes, ddp, model, ratio):
