@@ -110,6 +110,7 @@ def test_a_load_holds_no_more_of_the_states_than_two_parts_and_every_bit_is_a_re
         assert_equal(everything(run), end)
 
 
+@pytest.mark.slow
 def test_a_load_trusts_no_host_copy_of_what_was_on_the_device_in_debug_mode(tmp_path, monkeypatch):
     """There a host buffer is overwritten as soon as its slab has come back, also if nothing writes the slab."""
     then, numbers, _ = saved_after_two_steps(tmp_path)
@@ -164,6 +165,7 @@ def test_a_checkpoint_without_states_leaves_what_mcore_made(tmp_path, steps):
     assert_equal(seen[True][2], seen[False][2])
 
 
+@pytest.mark.slow
 def test_a_load_of_weights_alone_makes_no_moments_and_holds_two_parts(tmp_path):
     saved_after_two_steps(tmp_path)
     seen = {}
@@ -198,6 +200,7 @@ def test_a_load_that_is_given_no_optimizer_reaches_its_masters_and_holds_two_par
     assert weights and [name for name in weights if not torch.equal(loaded[name], then[name])] == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_somebody_else_reads_reaches_the_states_wherever_they_are(tmp_path):
     from megatron.bridge.training import checkpointing
 
@@ -374,6 +377,7 @@ def test_a_share_of_the_states_is_loaded_in_host_memory_and_the_rest_where_it_st
         assert_equal(everything(run), end)
 
 
+@pytest.mark.slow
 def test_no_state_is_on_the_device_while_a_checkpoint_is_read_wherever_they_were_before(tmp_path, monkeypatch):
     then, _, _ = saved_after_two_steps(tmp_path)
     commit, held = DefaultLoadPlanner.commit_tensor, []
