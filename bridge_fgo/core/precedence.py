@@ -86,6 +86,7 @@ class Precedence:
             return
         self._take(self._waits)
         if not by_plan:
+            self._before = None  # an evaluation, say, has waited for the copies out
             return
         trial = self._trials.setdefault(kind, _Trial())
         self.ins_first = trial.next_way
@@ -101,9 +102,9 @@ class Precedence:
         """Take the figures of the step that was timed, if they are here."""
         if self._timed is None:
             return
-        if waits.is_timing:  # an error has ended the step, or its pass is run again
+        if waits.is_timing:  # an error has ended the step, or its pass is run again, and has waited for the copies out
             waits.drop()
-            self._timed = None
+            self._timed = self._before = None
         elif (seconds := waits.take()) is not None:
             trial, way = self._timed
             trial.seconds[way].append(seconds)
