@@ -3,7 +3,8 @@
     python forked_builder.py
 
 It reads requests, a line of JSON each, and forks a child for each. The child has the caller's environment and folder,
-and is what `python -m bridge_fgo.cli.job.builder REQUEST` is once that has imported Megatron.
+and is what `python -m bridge_fgo.cli.job.builder REQUEST` is once that has imported Megatron. The processes of
+`children` will not do: they have another stand-in of Transformer Engine, and multiprocessing has one fork server.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class ForkedBuilder:
 
 
 def answer(asked: dict) -> None:
-    """Be the builder's process."""
+    """Run the builder on a request, with the caller's environment and folder; what it prints goes to the two files."""
     os.environ.clear()
     os.environ.update(asked["environment"])
     os.chdir(asked["folder"])

@@ -139,10 +139,10 @@ class ArmProcess:
             self._on_event(event)
         return runs
 
-    def steps_of_turn(self, turn: int) -> list[Event]:
-        """Return the events of the steps in a turn that is over, see `bridge_fgo.harness.turns`."""
+    def run_so_far(self) -> ArmRun:
+        """Return the events up to now; of an arm that has not ended there is no result."""
         self.is_running()  # the last of them may not have been taken in
-        return [event for event in self._arm.steps if event.get("turn") == turn]
+        return self._arm
 
     def end(self) -> None:
         """End the process if it still runs."""

@@ -12,12 +12,12 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bridge_fgo.cli.bench.presets import read_name
+from bridge_fgo.cli.bench.rounds import medians
 from bridge_fgo.harness.phase_clock import FIRST_COUNTED_STEP
 from bridge_fgo.harness.runner import POLL_SECONDS, ArmFailed, ArmProcess, ArmRun
 from bridge_fgo.harness.turns import WARM_UP, Turnstile
@@ -115,7 +115,7 @@ class InTurn:
                     done += 1
                     self._take_turns(order_of(self.names, done), done, self._turn_steps)
                     longest = max(longest, time.monotonic() - before)
-                    self._tell(f"round {done} of {self._rounds}: {self._medians(done)}")
+                    self._tell(f"round {done} of {self._rounds}: {self._newest_medians()}")
                 self._take_turns(self.names, done + 1, None, ends_early=done < self._rounds)
             finally:
                 for process in self._processes.values():  # Ctrl-C here must not leave a trainer on the GPU
@@ -127,11 +127,10 @@ class InTurn:
             return False
         return time.monotonic() - started + longest + END_SECONDS * len(self._processes) > self._time_limit
 
-    def _medians(self, turn: int) -> str:
-        """Return each arm's median seconds of the steps of a turn but its first: known also where no end is reached."""
-        steps = {name: process.steps_of_turn(turn)[1:] for name, process in self._processes.items()}
-        of_arms = {name: statistics.median(step["seconds"] for step in of_arm) for name, of_arm in steps.items()}
-        return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in of_arms.items())
+    def _newest_medians(self) -> str:
+        """Return each arm's median seconds in the round that is over, which are known also where no end is reached."""
+        newest = {name: medians(process.run_so_far())[0][-1] for name, process in self._processes.items()}
+        return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in newest.items())
 
     def _take_turns(self, names: list[str], turn: int, steps: int | None, ends_early: bool = False) -> None:
         for name in names:
