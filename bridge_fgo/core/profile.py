@@ -13,11 +13,13 @@ class Mark(NamedTuple):
     layer: number of the layer, or `~number` where its backward has ended.
     nbytes: of the tensors that go into it.
     live: bytes that went into layers whose backward has not ended, this one's included until its own has.
+    is_watched: whether passes in which nothing moves report it too; of a forward.
     """
 
     layer: int
     nbytes: int
     live: int
+    is_watched: bool = True
 
 
 @dataclass(eq=False)
@@ -44,8 +46,8 @@ class MemoryProfile:
 
     @cached_property
     def forwards(self) -> list[Mark]:
-        """Marks of the forwards, in their order; of a pass that is over."""
-        return [mark for mark in self.marks if mark.layer >= 0]
+        """Marks of the forwards that are watched, in their order; of a pass that is over."""
+        return [mark for mark in self.marks if mark.layer >= 0 and mark.is_watched]
 
     def covers(self, index: int, mark: Mark) -> bool:
         """Return whether the interval of point `index` is a bound for a pass that has `mark` there.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from bridge_fgo.core.profile import Mark
 
@@ -35,7 +36,7 @@ class ModelPoints:
         """Begin a forward-backward pass, perhaps anew: nothing is live.
 
         Args:
-            forward: called in place of the points; None where they are called.
+            forward: called in place of the points, for layers that are watched; None where points are called.
         """
         self._hook.begin_pass(forward)
 
@@ -43,21 +44,11 @@ class ModelPoints:
     def hooked(self, model: Any, point: Point | None) -> Iterator[None]:
         """Context in which `point` is called at the points of `model` (a chunk or a list of them)."""
         chunks = [chunk for chunk in (model if isinstance(model, list) else [model]) if isinstance(chunk, Module)]
-        handles = []
-        self._hook = hook = PointHook(point)
-        if point is not None:
-            every = [layer for chunk in chunks for layer in self._of(chunk)]
-            handles = [
-                layer.module.register_forward_pre_hook(
-                    partial(hook.before_forward, number, layer.is_sized), with_kwargs=True
-                )
-                for number, layer in enumerate(every)
-            ]
+        every = [] if point is None else [layer for chunk in chunks for layer in self._of(chunk)]
+        self._hook = hook = PointHook(point, every, is_watching=self._hook.is_watching)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
             hook.end()
 
     def _of(self, chunk: Module) -> list[Layer]:
@@ -67,24 +58,66 @@ class ModelPoints:
 
 
 class PointHook:
-    """The hooks of one training step."""
+    """The hooks of one training step.
 
-    def __init__(self, point: Point | None) -> None:
+    Args:
+        point: see `ModelPoints.hooked`.
+        every: all layers of the rank; their places are their numbers.
+        is_watching: whether the first pass is expected to be watched, so that hooks need not be hung anew.
+    """
+
+    def __init__(self, point: Point | None, every: Sequence[Layer] = (), is_watching: bool = False) -> None:
         self._point = point
-        self.begin_pass()
+        self._every = every
+        self._handles: list[RemovableHandle] = []
+        self.is_watching = is_watching
+        """Whether the newest pass has only the forwards of some layers reported."""
+        self._start()
+        self._hang()
 
-    def begin_pass(self, forward: Forward | None = None) -> None:
-        """Forget what was live in an earlier pass of the step."""
-        self._forward = forward
+    def _start(self) -> None:
+        self._forward: Forward | None = None
         self._live = 0
         self._recomputed: defaultdict[int, deque[int]] = defaultdict(deque)
         """Bytes of the forwards of a layer, by its number, that are run again before their backward."""
 
+    def begin_pass(self, forward: Forward | None = None) -> None:
+        """Forget what was live in an earlier pass of the step; `forward` as in `ModelPoints.begin_pass`."""
+        self._start()
+        self._forward = forward
+        if self.is_watching != (forward is not None):
+            self.is_watching = not self.is_watching
+            self._hang()
+
+    def _hang(self) -> None:
+        """Hang the hooks that a pass of this sort needs, in place of those that hang."""
+        self._take_down()
+        for number, layer in enumerate(self._every):
+            if self.is_watching and not layer.is_watched:
+                continue
+            hook = partial(self._watch, number) if self.is_watching else partial(self.before_forward, number, layer)
+            self._handles.append(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _take_down(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
     def end(self) -> None:
         """End the step, also for whoever has copied the hooks."""
-        self._point = None
+        self._take_down()
+        self._point, self._forward, self._every = None, None, ()
 
-    def before_forward(self, number: int, is_sized: bool, module: Module, args: Any, kwargs: Any) -> None:
+    def _watch(self, number: int, module: Module, args: Any, kwargs: Any) -> None:
+        if self._forward is None:
+            return
+        nbytes = 0
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                nbytes += value.nbytes
+        self._forward(number, nbytes)
+
+    def before_forward(self, number: int, layer: Layer, module: Module, args: Any, kwargs: Any) -> None:
         """Report that a layer's forward begins, and that its backward has ended once its input has a gradient.
 
         A hook on a tensor adds no node to the graph and changes no gradient.
@@ -94,17 +127,14 @@ class PointHook:
         nbytes, differentiable = 0, None
         for value in (*args, *kwargs.values()):  # one loop, as each layer of each microbatch runs it
             if isinstance(value, torch.Tensor):
-                if is_sized:
+                if layer.is_sized:
                     nbytes += value.nbytes
                 if differentiable is None and value.requires_grad:
                     differentiable = value
-        if self._forward is not None:
-            self._forward(number, nbytes)
-            return
         has_backward = differentiable is not None and torch.is_grad_enabled()
         earlier = self._recomputed[number]
         live = self._live if has_backward and earlier else self._live + nbytes
-        if not self._point(Mark(number, nbytes, live)):
+        if not self._point(Mark(number, nbytes, live, layer.is_watched)):
             return  # a layer that is captured into a graph runs only once in Python
         self._live = live
         if not has_backward:
@@ -122,13 +152,17 @@ class PointHook:
 
 
 class Layer(NamedTuple):
-    """A module that reports points. is_sized: whether the same shapes always go into it, where a batch's are the same.
+    """A module that reports points.
 
-    Of an expert they are not: each gets as many tokens as are routed to it.
+    is_sized: whether the same shapes always go into it, where a batch's are the same. Of an expert they are not: each
+        gets as many tokens as are routed to it.
+    is_watched: whether its forward is compared where nothing moves. What goes into an expert, or into a layer's child,
+        follows from what goes into the layer, and each call takes the host some microseconds.
     """
 
     module: Module
     is_sized: bool = True
+    is_watched: bool = True
 
 
 ENOUGH_LAYERS = 16
@@ -146,10 +180,12 @@ def layers(chunk: Module) -> list[Layer]:
     lists = [module for module in chunk.modules() if isinstance(module, torch.nn.ModuleList)]
     for members in lists:
         found.update((id(layer), layer) for layer in members)
+    beside = {id(module): module for module in _beside_lists(chunk)}
+    watched = found.keys() | beside.keys()
     if len(found) <= ENOUGH_LAYERS:
         for layer in [layer for layer in found.values() if layer is not chunk]:
             found.update((id(child), child) for child in layer.children() if _has_parameters(child))
-    found.update((id(module), module) for module in _beside_lists(chunk))
+    found |= beside
     # mcore's own CUDA graphs of layers (`cuda_graph_impl="local"`) take no hooks but DDP's on what they hold. Its fused
     # modules (`TEFusedMLP`, `TEFusedResidualRMSNorm`) warn of others than these, and copy them for good.
     unhookable = {
@@ -160,7 +196,11 @@ def layers(chunk: Module) -> list[Layer]:
     }
     within = {id(inner) for members in lists for layer in members for inner in layer.modules() if inner is not layer}
     routed = {id(inner) for members in lists if id(members) in within for layer in members for inner in layer.modules()}
-    return [Layer(module, id(module) not in routed) for module in found.values() if id(module) not in unhookable]
+    return [
+        Layer(module, is_sized := key not in routed, is_sized and key in watched)
+        for key, module in found.items()
+        if key not in unhookable
+    ]
 
 
 def _beside_lists(module: Module) -> Iterator[Module]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from bridge_fgo.core.profile import Mark
+from bridge_fgo.core.profile import Mark, MemoryProfile
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.wiring.points import ENOUGH_LAYERS, ModelPoints, layers
 
@@ -253,7 +253,7 @@ def test_what_is_routed_to_an_expert_is_no_shape_of_the_step():
     expert = model.decoder.layers[0].experts[1]
     with ModelPoints().hooked([model], point_of(schedule)):
         expert(torch.ones(7, 4, requires_grad=True)).sum().backward()
-    assert [mark[1:] for mark in schedule.marks] == [(0, 0), (0, 0)]
+    assert [(mark.nbytes, mark.live) for mark in schedule.marks] == [(0, 0), (0, 0)]
 
 
 def test_a_pass_that_is_run_again_begins_with_nothing_live():
@@ -271,12 +271,32 @@ def test_a_pass_that_is_run_again_begins_with_nothing_live():
 def test_where_forwards_are_enough_nothing_is_hung_on_tensors_and_no_point_is_passed():
     model, schedule, forwards = Model(2), Schedule(), []
     points, hidden = ModelPoints(), torch.ones(3, 4, requires_grad=True)
+    numbers = [number for number, layer in enumerate(layers(model)) if layer.is_watched]
     with points.hooked([model], point_of(schedule)):
         points.begin_pass(lambda layer, nbytes: forwards.append((layer, nbytes)))
         model(hidden).sum().backward()
         assert hidden._backward_hooks is None
-        assert sorted(forwards) == [(number, hidden.nbytes) for number in range(len(layers(model)))]
+        assert sorted(forwards) == [(number, hidden.nbytes) for number in numbers]
         assert not schedule.marks
         points.begin_pass()
         model(hidden).sum().backward()
-    assert schedule.points == 2 * len(forwards), "an attempt that is not watched reports its points again"
+    assert schedule.points == 2 * len(layers(model)), "an attempt that is not watched reports its points again"
+
+
+def test_a_watched_pass_hooks_neither_children_nor_experts_and_reports_what_was_measured_of_the_others():
+    model, schedule, points, forwards = Model(2), Schedule(), ModelPoints(), []
+    for layer in model.decoder.layers:
+        layer.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    watched = [model, *model.decoder.layers, model.decoder.norm]
+    with points.hooked([model], point_of(schedule)):
+        points.begin_pass()
+        model(torch.ones(3, 4)).sum().backward()
+    measured = MemoryProfile([0] * (schedule.points + 1), marks=schedule.marks)
+    for _ in range(2):  # in the second step of its kind they are not hung anew
+        with points.hooked([model], point_of(schedule)):
+            points.begin_pass(lambda layer, nbytes: forwards.append((layer, nbytes)))
+            assert {module for module in model.modules() if module._forward_pre_hooks} == set(watched)
+            model(torch.ones(3, 4))
+        assert not any(module._forward_pre_hooks for module in model.modules())
+    assert forwards == 2 * [mark[:2] for mark in measured.forwards]
+    assert len(measured.forwards) == len(watched)
