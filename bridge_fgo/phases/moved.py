@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from bridge_fgo.core.driver import Stream
 
 Kind = Literal["params", "grads", "optimizer"]
 KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")
@@ -114,6 +116,27 @@ class Tally:
             copied_by_kind=dict(self.copied),
             seconds_by_part=dict(self.parts),
         )
+
+
+class SideStream:
+    """A stream for copies beside what the current one computes; nothing without a GPU.
+
+    Nobody else has it: PyTorch hands the streams of its pool to others too, who would queue behind these copies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._owned = Stream()
+            self._stream = torch.cuda.ExternalStream(self._owned.handle.value, device)
+
+    def after_current(self) -> AbstractContextManager[object]:
+        """Context in which it is the current stream, ordered after what that one holds now."""
+        if self._stream is None:
+            return nullcontext()
+        # Race: an update or an all-gather that is queued may still write what is copied.
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return torch.cuda.stream(self._stream)
 
 
 def wait_for_gpu(device: torch.device) -> None:

@@ -142,20 +142,22 @@ class Residency:
                 tally.woke.append("params")
                 units = list(self._model.units)
             self._weights.wake(tally)
-        with tally.part("compare"):
-            self._weights.note_what_masters_tell(units, states)
         if gradients and not keep:  # first: the driver takes their memory back while others are copied
             # Race: as below; of the work that has used them, some may be on other streams.
             wait_for_gpu(self._model.device)
             tally.freed += self._drop(gradients)
-        if states is not None:
-            before = states.live_bytes()
-            with tally.part("optimizer"):
-                tally.copy("optimizer", states.offload())
-            tally.freed += before - states.live_bytes()
-        if units:
-            with tally.part("params"):
-                tally.copy("params", self._weights.copy_out(units))
+        try:
+            # Before the states: their copies follow at once, while the host lets go of what has been copied.
+            self._weights.leave(units, states, tally)
+            if states is not None:
+                before = states.live_bytes()
+                with tally.part("optimizer"):
+                    tally.copy("optimizer", states.offload())
+                tally.freed += before - states.live_bytes()
+        except BaseException:
+            # Race: weights that stay after all may be written while their copies still read them.
+            wait_for_gpu(self._model.device)
+            raise
         if gradients and keep:
             tally.copy("grads", sum(one.copy_out() for one in gradients))
         # Race: storages that are emptied go to whoever asks next on the stream that they were made on, and to the

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.phases.model import Model, Unit
-from bridge_fgo.phases.moved import Tally, wait_for_gpu
+from bridge_fgo.phases.moved import SideStream, Tally, wait_for_gpu
 from bridge_fgo.phases.parameters import digests_of
 from bridge_fgo.phases.rounding import round_again
 from bridge_fgo.phases.states import OptimizerStates
@@ -27,10 +27,31 @@ class WeightMoves:
         self, model: Model, states: OptimizerStates | None, alike: Callable[[Callable[[], None]], Any]
     ) -> None:
         self._model, self._states, self._alike = model, states, alike
+        self._beside = SideStream(model.device)
         self._wakes_alone = False
         """Whether parameters have come back without their masters: then a copy of the shard is what is cheapest."""
 
-    def note_what_masters_tell(self, units: Sequence[Unit], states: OptimizerStates | None) -> None:
+    def leave(self, units: Sequence[Unit], states: OptimizerStates | None, tally: Tally) -> None:
+        """Start the copies of what masters do not tell and the host does not have, and note what masters tell.
+
+        Masters are here still. The copies go on when it returns: until they are over nobody may write the weights, nor
+        let their memory go.
+
+        Args:
+            units: whose weights leave.
+            states: None where they do not leave.
+            tally: counts the bytes and the time.
+        """
+        if self._wakes_alone:  # what is copied does not depend on masters: they are compared meanwhile
+            with tally.part("params"):
+                tally.copy("params", self._copy_out(units))
+        with tally.part("compare"):
+            self._note_what_masters_tell(units, states)
+        if not self._wakes_alone:
+            with tally.part("params"):
+                tally.copy("params", self._copy_out(units))
+
+    def _note_what_masters_tell(self, units: Sequence[Unit], states: OptimizerStates | None) -> None:
         """Compare masters with their weights, where both are here and one of them leaves; the host waits once.
 
         Of weights that stay here as their masters leave, the sums are noted: they may change until they leave.
@@ -55,8 +76,8 @@ class WeightMoves:
         for weights, digests in digests_of([unit.weights for unit in staying]):
             next(unit for unit in staying if unit.weights is weights).told_digests = digests
 
-    def copy_out(self, units: Sequence[Unit]) -> int:
-        """Copy what masters do not tell and the host does not have; return the bytes."""
+    def _copy_out(self, units: Sequence[Unit]) -> int:
+        """Start the copies of what masters do not tell and the host does not have; return the bytes."""
         asked = [unit for unit in units if not self._is_told_now(unit) or self._wakes_alone]
         for weights, digests in digests_of([unit.weights for unit in asked]):
             weights.take_digests(digests)
@@ -68,7 +89,8 @@ class WeightMoves:
             # Masters that have left before tell what the weights were then.
             unit.is_told = unit.is_told and unit.told_digests in (None, unit.weights.digests)
             if not unit.is_told or self._wakes_alone or unit.weights.is_on_host:
-                copied += unit.weights.copy_out()
+                with self._beside.after_current():
+                    copied += unit.weights.copy_out()
                 unit.is_on_host = True
         return copied
 

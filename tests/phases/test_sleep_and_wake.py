@@ -15,7 +15,9 @@ import bridge_fgo
 from bridge_fgo.core.storage_slab import StorageSlab
 from bridge_fgo.harness.cpu_model import CpuOptions
 from bridge_fgo.harness.cpu_training import CpuTraining
+from bridge_fgo.phases import residency as phases_residency
 from bridge_fgo.phases import states
+from bridge_fgo.phases.rounding import Rounding
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.usefixtures("poisoned")]
 
@@ -197,6 +199,60 @@ def test_from_the_second_wake_of_parameters_alone_on_they_cross_in_16_bits():
             res.reload()
         assert copied[0] == (0, 2 * nbytes, nbytes)  # whole masters came, one slab at a time
         assert copied[1] == copied[2] == (nbytes, nbytes, 0)
+
+
+def test_weights_begin_to_leave_before_states_and_what_decides_nothing_is_compared_meanwhile(monkeypatch):
+    with CpuTraining(options()) as training:
+        training.step()
+        res = residency(training)
+        order = []
+        note(monkeypatch, order, StorageSlab, "copy_out", "weights")
+        note(monkeypatch, order, Rounding, "agrees", "compare")
+        note(monkeypatch, order, states.OptimizerStates, "offload", "states")
+        res.offload()
+        assert order == ["compare", "states"]  # masters tell the weights
+        res.reload("params")
+        res.reload()
+        training.step()
+        order.clear()
+        res.offload()
+        assert order == ["weights", "compare", "states"]  # they are copied in any case: they wake alone
+
+
+def note(monkeypatch, order, owner, name, word):
+    """Append a word whenever a method is called."""
+    method = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *of: (order.append(word), method(*of))[1])
+
+
+def test_where_states_cannot_leave_the_weights_stay_and_their_copies_are_waited_for(monkeypatch):
+    """Training may go on and write them, while a copy that is taken for theirs still reads them."""
+    with CpuTraining(options()) as training:
+        training.step()
+        res = residency(training)
+        res.offload()
+        res.reload("params")
+        res.reload()
+        training.step()
+        order = []
+
+        def fail(self):
+            order.append("states")
+            raise MemoryError("states")
+
+        with monkeypatch.context() as patch:
+            note(patch, order, StorageSlab, "copy_out", "weights")
+            patch.setattr(states.OptimizerStates, "offload", fail)
+            patch.setattr(phases_residency, "wait_for_gpu", lambda device: order.append("wait"))
+            with pytest.raises(MemoryError):
+                res.offload("params", "optimizer")
+        assert order == ["weights", "states", "wait"]
+        assert not res.away
+        training.step()
+        res.offload()
+        res.reload()
+        found = training.digests()
+    assert found == resident(3)[-1][1]
 
 
 def test_weights_that_were_changed_by_hand_are_copied_and_not_rounded_from_masters():

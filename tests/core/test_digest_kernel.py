@@ -1,0 +1,91 @@
+"""The kernel that sums over bytes, compiled for the CPU: every word counts once, at its place, whatever the grid."""
+
+import ctypes
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from bridge_fgo.core import digest
+from bridge_fgo.core.digest import Digester
+
+# One thread a block: the sum over a warp is that of its first thread.
+PRELUDE = """
+struct { unsigned x; } gridDim, blockDim, blockIdx, threadIdx;
+#define __device__ static
+#define __global__
+static unsigned long long __shfl_down_sync(unsigned, unsigned long long, int) { return 0; }
+static void atomicAdd(unsigned long long *sum, unsigned long long value) { *sum += value; }
+"""
+RUN = """
+extern "C" void run(unsigned blocks, const u64 *words, u64 count, u64 *sum) {
+    gridDim.x = blocks, blockDim.x = 1, threadIdx.x = 0;
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) digest(words, count, sum);
+}
+"""
+FIRST, SECOND = (np.uint64(factor) for factor in digest._FACTORS)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return a function that runs the kernel over an array of uint64 with some blocks, and returns the sum."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("kernel")
+    (folder / "kernel.cpp").write_text(PRELUDE + digest.SOURCE + RUN)
+    command = ["g++", "-O1", "-w", "-shared", "-fPIC", "-o", str(folder / "kernel.so"), str(folder / "kernel.cpp")]
+    subprocess.run(command, check=True)
+    function = ctypes.CDLL(str(folder / "kernel.so")).run
+
+    def run(words, blocks=3):
+        total = ctypes.c_uint64()
+        function(blocks, words.ctypes.data_as(ctypes.c_void_p), ctypes.c_uint64(len(words)), ctypes.byref(total))
+        return total.value
+
+    return run
+
+
+def formula(words):
+    """Return the sum as the kernel defines it."""
+    with np.errstate(over="ignore"):
+        x = words + np.arange(len(words), dtype=np.uint64) * FIRST
+        x ^= x >> np.uint64(32)
+        x *= SECOND
+        x ^= x >> np.uint64(29)
+        x *= FIRST
+        return int((x ^ x >> np.uint64(32)).sum())
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 11, 12, 13, 1000, 4097])
+def test_every_word_counts_once_at_its_place_whatever_the_grid(run, count):
+    words = np.random.default_rng(count).integers(2**64, size=count, dtype=np.uint64)
+    assert {run(words, blocks) for blocks in (1, 3, 7, 2000)} == {formula(words)}
+
+
+def test_each_bit_and_each_exchange_of_two_words_changes_the_sum(run):
+    words = np.random.default_rng(0).integers(2**64, size=9, dtype=np.uint64)
+    words[4] = 0
+    before = run(words)
+    for bit in range(64 * len(words)):
+        changed = words.copy()
+        changed[bit // 64] ^= np.uint64(1) << np.uint64(bit % 64)
+        assert run(changed) != before
+    for i in range(len(words) - 1):
+        changed = words.copy()
+        changed[[i, i + 1]] = changed[[i + 1, i]]
+        assert run(changed) != before
+
+
+def test_what_neither_begins_nor_ends_at_a_word_is_left_to_the_operators(monkeypatch):
+    launched = []
+    digester = Digester(torch.device("cpu"), 64)
+    by_operators = digester.of([torch.arange(12, dtype=torch.uint8)]).tolist()
+    digester._kernel = object()
+    monkeypatch.setattr(Digester, "_launch", staticmethod(lambda *of: launched.append(of)))
+    base = torch.arange(64, dtype=torch.uint8)
+    whole, begins_amid, ends_amid = base[8:48], base[4:12], base[:12]
+    sums = digester.of([whole, begins_amid, ends_amid])
+    assert [(of[1] is whole, of[2] - sums.data_ptr()) for of in launched] == [(True, 0)]
+    assert sums[0] == 0 and sums[1] != 0 and sums[2] == by_operators[0]

@@ -1,0 +1,75 @@
+"""Sums over GPU memory by the kernel: as its formula has them, and how fast."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from bridge_fgo.core import digest
+from bridge_fgo.core.digest import Digester
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+FIRST, SECOND = (factor - 2**64 for factor in digest._FACTORS)
+
+
+def shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return x >> bits of unsigned words."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def formula(data: torch.Tensor) -> int:
+    """Return the sum as the kernel defines it, by PyTorch's operators."""
+    words = data.view(torch.int64)
+    x = words + torch.arange(words.numel(), device=data.device) * FIRST
+    x = (x ^ shifted(x, 32)) * SECOND
+    x = (x ^ shifted(x, 29)) * FIRST
+    return int((x ^ shifted(x, 32)).sum())
+
+
+def random_bytes(nbytes: int) -> torch.Tensor:
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.parametrize("words", [0, 1, 31, 32, 33, 1023, 1024, 1025, 2**20 + 7, 2**23 - 1])
+def test_the_kernel_sums_as_its_formula_and_a_changed_bit_shows(words: int) -> None:
+    data = random_bytes(8 * words)
+    digester = Digester(data.device, 8 * words + 8)
+    assert digester._kernel is not None
+    (before,) = digester.of([data]).tolist()
+    assert before == formula(data)
+    for place in {0, 4 * words, 8 * words - 1} if words else ():
+        data[place] ^= 0x10
+        (after,) = digester.of([data]).tolist()
+        assert after == formula(data) != before
+        data[place] ^= 0x10
+
+
+def test_several_tensors_and_what_begins_amid_a_word_are_summed_in_one_call() -> None:
+    base = random_bytes(2**20)
+    tensors = [base, base[8:], base[4:100], base[:12]]
+    sums = Digester(base.device, base.numel()).of(tensors).tolist()
+    assert sums[:2] == [formula(base), formula(base[8:])]
+    assert Digester(base.device, base.numel()).of(tensors).tolist() == sums
+    base[9] ^= 1
+    changed = Digester(base.device, base.numel()).of(tensors).tolist()
+    assert all(before != after for before, after in zip(sums, changed, strict=True))
+
+
+def test_a_sum_over_4_gib_takes_little_longer_than_reading_them() -> None:
+    data = torch.zeros(2**32, dtype=torch.uint8, device="cuda")
+    digester = Digester(data.device, data.numel())
+    for _ in range(3):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        digester.of([data]).tolist()
+        seconds = time.perf_counter() - began
+    print(f"\n{data.numel() / seconds / 1e12:.2f} TB/s by the kernel")
+    digester._kernel = None
+    for _ in range(2):
+        began = time.perf_counter()
+        digester.of([data]).tolist()
+        seconds = time.perf_counter() - began
+    print(f"{data.numel() / seconds / 1e12:.2f} TB/s by PyTorch's operators")
