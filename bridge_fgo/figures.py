@@ -47,6 +47,11 @@ class Stats:
     failed_fetches: int = 0
     """Steps of the run in which there was no GPU memory for a copy ahead of its time. The rest of the states came back
     just when they were updated then, which takes longer."""
+    copies_in_first: bool | None = None
+    """Whether copies in go before copies out in the optimizer step. Each rank tries both ways in some steps and keeps
+    the one with less waiting (`bridge_fgo/core/precedence.py`); None until it knows."""
+    copy_wait_seconds: tuple[float, float] | None = None
+    """Time that the training stream waited for copies in those steps: as copies came, and with copies in first."""
     peak_forward_backward_bytes: int | None = None
     """Peak of allocated GPU memory from release to reload; the largest of the passes. None without a GPU.
 
@@ -135,7 +140,13 @@ class Figures:
     def snapshot(self) -> Stats:
         """Return the figures as they are now."""
         engine = self._engine
-        return replace(self._now, pinned_bytes=engine.pinned_bytes, failed_fetches=engine.failed_fetches)
+        return replace(
+            self._now,
+            pinned_bytes=engine.pinned_bytes,
+            failed_fetches=engine.failed_fetches,
+            copies_in_first=engine.copies_in_first,
+            copy_wait_seconds=engine.copy_wait_seconds,
+        )
 
     def begin_step(self) -> None:
         """Start a new training step."""

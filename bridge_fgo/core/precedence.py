@@ -5,8 +5,8 @@ the update waiting, copies out the next forward, once activations need their pla
 down depends on the link, and on how long a forward takes. So both are tried, and what training waited less with stays.
 
 On two H100 (DP=2, 5.3 GB of states a rank; 52.5 GB/s in one direction, 35.1 in each with both busy) a step got longer
-by 0.19 s as copies came, and by 0.07 s where copies in went first in every step. On two others (39.0 GB/s with both busy),
-where both were tried, both ranks kept copies as they came; a step got longer by 0.07 s.
+by 0.19 s as copies came, and by 0.07 s where copies in went first in every step. On two others (39.0 GB/s with both
+busy), where both ways were tried, rank 0 kept copies as they came (rank 1 did not say); a step got longer by 0.07 s.
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ class Precedence:
     def __init__(self, waits: WaitMeter | None, announce: Callable[[str], None]) -> None:
         self.ins_first = False
         """Whether copies in go first in the present step."""
+        self.is_better: bool | None = None
+        """Whether copies in go first in steps of the kind that was tried last; None until that is known of one."""
+        self.waited: tuple[float, float] | None = None
+        """Seconds that training waited in a step of that kind where copies went as they came, and where copies in went
+        first; None before."""
         self._waits, self._announce = waits, announce
         self._trials: dict[object, _Trial] = {}
         self._timed: tuple[_Trial, bool] | None = None
@@ -113,11 +118,14 @@ class Precedence:
             trial, way = self._timed
             trial.seconds[way].append(seconds)
             self._timed = None
-            if trial.is_over and trial.next_way:
-                self._announce(
-                    f"training waited {trial.waited(False) * 1e3:.1f} ms for copies in a step, and "
-                    f"{trial.waited(True) * 1e3:.1f} where copies in went first: from now on they do"
-                )
+            if trial.is_known:
+                self.waited = as_they_came, with_ins_first = trial.waited(False), trial.waited(True)
+                self.is_better = trial.next_way
+                if self.is_better:
+                    self._announce(
+                        f"training waited {as_they_came * 1e3:.1f} ms for copies in a step, and "
+                        f"{with_ins_first * 1e3:.1f} where copies in went first: from now on they do"
+                    )
 
     def end_step(self, updated: bool, by_plan: bool) -> None:
         """End the step's timing, if it is this one's.

@@ -230,9 +230,10 @@ class Recorder(Callback):
         digests, state_bytes = self.final_digests(context)
         phases = of_ranks(self._clock.medians())
         host_loops = of_ranks(self.host_loop_seconds)
+        stats = bridge_fgo.stats()
+        precedence = of_ranks(None if stats is None else (stats.copies_in_first, stats.copy_wait_seconds))
         if self.writer is None:
             return
-        stats = bridge_fgo.stats()
         if stats is None:  # nobody told the phases of a step apart
             self.peaks.update(forward_backward=None, step=None)
         self.writer.result(
@@ -256,6 +257,8 @@ class Recorder(Callback):
             enqueue_alone_seconds=self.enqueue_alone,
             phase_seconds=phases[0],
             phase_seconds_of_ranks=phases,
+            copies_in_first_of_ranks=[each and each[0] for each in precedence],
+            copy_wait_seconds_of_ranks=[each and each[1] for each in precedence],
             **{f"peak_{name}_bytes": value for name, value in self.peaks.items()},
         )
 

@@ -62,8 +62,10 @@ def test_each_figure_of_the_table_is_beside_its_heading():
     row = replace(figures.make_row(resident, mine, LINK, None, True), **values)
     shown = dict(zip(*command.table_of([row]), strict=True))
     assert {name: float(shown[name]) for name in HEADINGS} == {name: values[HEADINGS[name]] for name in HEADINGS}
-    assert shown["bitwise equal"] == "NO"
+    assert (shown["bitwise equal"], shown["ins first"]) == ("NO", "-")
     assert "save stall, s" not in shown
+    shown = dict(zip(*command.table_of([replace(row, copies_in_first_of_ranks=(True, None, False))]), strict=True))
+    assert shown["ins first"] == "1 of 2"
     shown = dict(zip(*command.table_of([replace(row, save_stall_seconds=0.25)], saves=True), strict=True))
     assert (shown["bitwise equal"], shown["save stall, s"]) == ("NO", "0.25")
 

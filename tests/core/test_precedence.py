@@ -69,6 +69,8 @@ def test_what_training_waits_less_with_stays(seconds, first, late):
     )
     waited = "training waited 100.0 ms for copies in a step, and 70.0 where copies in went first: from now on they do"
     assert steps.said == [waited] * first
+    assert steps.policy.is_better is first
+    assert steps.policy.waited == pytest.approx([ins[way] + outs[way] for way in (False, True)])
 
 
 def test_a_gain_as_small_as_noise_changes_nothing():
@@ -90,7 +92,7 @@ def test_steps_without_a_plan_or_while_somebody_else_times_are_not_tried():
     steps = Steps(*BETTER)
     assert not any(steps.step(by_plan=False) for _ in range(9))
     assert not any(steps.step(may_time=False) for _ in range(9))
-    assert not steps.timed
+    assert not steps.timed and steps.policy.is_better is steps.policy.waited is None
 
 
 def test_figures_that_somebody_else_has_taken_are_not_waited_for():

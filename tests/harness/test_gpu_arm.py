@@ -133,11 +133,14 @@ def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_on
         stats = SimpleNamespace(
             enqueue_seconds=traffic.seconds + step / 100, peak_forward_backward_bytes=1, peak_step_bytes=step,
             peak_reserved_bytes=1, engine="native", released_bytes=0, bytes_offloaded=0, pinned_bytes=0, pin_seconds=0,
+            copies_in_first=True, copy_wait_seconds=(0.5, 0.25),
         )  # fmt: skip
         monkeypatch.setattr(bridge_fgo, "stats", lambda stats=stats: stats)
         recorder.on_train_step_end(CONTEXT)
     recorder.on_train_end(CONTEXT)
     assert waited == [6, 7] and profiled == [8, 9]
+    result = json.loads(events.read_text().splitlines()[-1])
+    assert result["copies_in_first_of_ranks"] == [True] and result["copy_wait_seconds_of_ranks"] == [[0.5, 0.25]]
     written = [json.loads(line) for line in events.read_text().splitlines()]
     assert [event["step"] for event in written if event["event"] == "step"] == [1, 2, 3, 4, 5]
     result = written[-1]

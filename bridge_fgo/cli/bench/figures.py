@@ -61,6 +61,10 @@ class Row:
     """From the end of a step's last forward to the begin of the next step's first one."""
     rest_seconds_of_ranks: tuple[float, ...] = ()
     """`rest_seconds` of each rank. Where they differ, so do links or hosts, and the others wait for the slowest."""
+    copies_in_first_of_ranks: tuple[bool | None, ...] = ()
+    """Whether copies in go before copies out in the optimizer step, of each rank; None where it has not tried both."""
+    copy_wait_seconds_of_ranks: tuple[tuple[float, float] | None, ...] = ()
+    """What each rank waited for copies in a step as they came, and with copies in first."""
     hidden: float | None = None
     """Time in which copies ran without making the step longer, over what the floor leaves to hide. How much longer the
     step got is as `e_of_copies` has it, where that is known."""
@@ -170,6 +174,8 @@ def make_row(
         "forward_seconds": phase(runs, "forward"),
         "rest_seconds": phase(runs, "rest"),
         "rest_seconds_of_ranks": rest_of_ranks(runs),
+        "copies_in_first_of_ranks": tuple(mine.get("copies_in_first_of_ranks", ())),
+        "copy_wait_seconds_of_ranks": tuple(mine.get("copy_wait_seconds_of_ranks", ())),
         "collector_seconds": max(
             max(run.result["collector_seconds"][FIRST_COUNTED_STEP - 1 :], default=0.0) for run in runs
         ),

@@ -21,6 +21,7 @@ LEGEND = {
     "forward, s": "a microbatch's forward, without the step's first",
     "rest, s": "from the end of a step's last forward to the next step's first",
     "of ranks": "the least and the most `rest` of the ranks",
+    "ins first": "on how many ranks copies in go before copies out in the optimizer step; - none has tried both ways",
     "allocated, GB": "peak of allocated GPU memory",
     "reserved, GB": "peak of GPU memory that PyTorch reserved",
     "saved / S": "share of S by which the allocated peak is smaller",
@@ -83,11 +84,15 @@ def table_of(rows: list[Row], saves: bool = False) -> list[list[str]]:
     def percent(share: float | None) -> str:
         return "-" if share is None else f"{share:.1%}"
 
+    def how_many(ranks: Sequence[bool | None]) -> str:
+        known = [each for each in ranks if each is not None]
+        return f"{sum(known)} of {len(known)}" if known else "-"
+
     table = [
         [
             "arm", "step, s", "min-max", "steps counted", "host loop, ms", "host loop min-max", "GC, most, s",
             "added, s", "E", "E of copies", "floor E",
-            "forward, s", "rest, s", "of ranks",
+            "forward, s", "rest, s", "of ranks", "ins first",
             "allocated, GB", "reserved, GB", "saved / S",
             "saved reserved / S", "pinned, GB", "pin, s", "steps 1-2 added, s", "enqueue", "by the clock",
             "hidden / floor",
@@ -103,6 +108,7 @@ def table_of(rows: list[Row], saves: bool = False) -> list[list[str]]:
                 number(row.collector_seconds),
                 number(row.added_seconds, 3), number(row.e), number(row.e_of_copies), number(row.floor_e),
                 number(row.forward_seconds, 3), number(row.rest_seconds, 3), extent(row.rest_seconds_of_ranks),
+                how_many(row.copies_in_first_of_ranks),
                 number(row.peak_allocated_bytes / 1e9), number(row.peak_reserved_bytes / 1e9),
                 number(row.saved_allocated, 3), number(row.saved_reserved, 3), number(row.pinned_bytes / 1e9),
                 number(row.pin_seconds), number(row.first_two_steps_added_seconds),
