@@ -23,7 +23,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Returns the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sleep", choices=("never", "whole", "packed"), default="never", help="how masters leave")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--sharing", type=int, default=1, help="how many arms have the GPU at the same time")
     add_model_options(parser)
     return parser.parse_args(arguments)

@@ -38,8 +38,8 @@ MOVES = st.one_of(
 )
 
 
-def assert_as_resident(training, seen, changes):
-    expected = resident(6, **changes)
+def assert_as_resident(training, seen, changes, steps=6):
+    expected = resident(steps, **changes)
     assert seen == [each for each, _ in expected[: len(seen)]]
     if seen:
         assert training.digests() == expected[len(seen) - 1][1]
@@ -57,11 +57,12 @@ def gone(res):
     return found
 
 
+@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("changes", SCENARIOS.values(), ids=SCENARIOS)
-def test_training_that_sleeps_after_each_step_is_bitwise_a_resident_one(changes):
+def test_training_that_sleeps_after_each_step_is_bitwise_a_resident_one(changes, steps):
     with CpuTraining(options(**changes)) as training:
         res, seen = residency(training), []
-        for number in range(4):
+        for number in range(steps):
             seen.append(numbers(training.step()))
             res.offload()
             assert gone(res) == set(KINDS) == res.away
@@ -70,7 +71,7 @@ def test_training_that_sleeps_after_each_step_is_bitwise_a_resident_one(changes)
                 res.offload("params")
             res.reload()
             assert gone(res) == set() == res.away
-    assert_as_resident(training, seen, changes)
+    assert_as_resident(training, seen, changes, max(steps, 6))
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
