@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from bridge_fgo.core.state import WeightShard
 from bridge_fgo.phases.parameters import own_ranges
+from bridge_fgo.phases.rounding_kernel import differing, kernel_for
 from bridge_fgo.phases.states import OptimizerStates
 from bridge_fgo.sources.megatron import MegatronSource
 
@@ -19,10 +20,16 @@ Pair = tuple[MegatronSource, torch.Tensor, WeightShard]
 
 
 class Rounding:
-    """The masters of one parameter buffer, which are rounded to every weight of it that this rank owns."""
+    """The masters of one parameter buffer, which are rounded to every weight of it that this rank owns.
+
+    Args:
+        pairs: at least one; the weights are of the buffer's dtype, all on its device.
+    """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self.pairs = list(pairs)
+        weights = pairs[0][2].tensor()
+        self._kernel = kernel_for(weights.device) if weights.dtype is torch.bfloat16 else None
 
     def masters_are_here(self) -> bool:
         """Return whether every master is on the GPU and readable."""
@@ -33,12 +40,25 @@ class Rounding:
 
         It is not where somebody has loaded or changed weights since the optimizer wrote them.
         """
+        if self._kernel is not None:
+            return differing(self._kernel, self._addresses(), self.pairs[0][1].device) == 0
         differ = [
             (part.to(weights.dtype).view(torch.int16) != weights.view(torch.int16)).any()
             for _, master, shard in self.pairs
             for part, weights in zip(master.view(-1).split(CHUNK), shard.tensor().split(CHUNK), strict=True)
         ]
         return ~torch.stack(differ).any()
+
+    def _addresses(self) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Yield each master, the address of its weights, and their number."""
+        starts: dict[int, int] = {}  # of buckets: to make a tensor of each range takes the host longer
+        for _, master, shard in self.pairs:
+            start = starts.get(id(shard.buffer))
+            if start is None:
+                bucket = shard.buffer()
+                assert bucket.is_contiguous() and bucket.dtype is torch.bfloat16
+                start = starts[id(shard.buffer)] = bucket.data_ptr()
+            yield master, start + 2 * shard.first, shard.numel
 
 
 def round_again(roundings: Sequence[Rounding], states: OptimizerStates) -> int:

@@ -1,47 +1,27 @@
 """The kernel that sums over bytes, compiled for the CPU: every word counts once, at its place, whatever the grid."""
 
 import ctypes
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import torch
+from kernel_on_cpu import address, compiled
 
 from bridge_fgo.core import digest
 from bridge_fgo.core.digest import Digester
 
-# One thread a block: the sum over a warp is that of its first thread.
-PRELUDE = """
-struct { unsigned x; } gridDim, blockDim, blockIdx, threadIdx;
-#define __device__ static
-#define __global__
-static unsigned long long __shfl_down_sync(unsigned, unsigned long long, int) { return 0; }
-static void atomicAdd(unsigned long long *sum, unsigned long long value) { *sum += value; }
-"""
-RUN = """
-extern "C" void run(unsigned blocks, const u64 *words, u64 count, u64 *sum) {
-    gridDim.x = blocks, blockDim.x = 1, threadIdx.x = 0;
-    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) digest(words, count, sum);
-}
-"""
 FIRST, SECOND = (np.uint64(factor) for factor in digest._FACTORS)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Return a function that runs the kernel over an array of uint64 with some blocks, and returns the sum."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("kernel")
-    (folder / "kernel.cpp").write_text(PRELUDE + digest.SOURCE + RUN)
-    command = ["g++", "-O1", "-w", "-shared", "-fPIC", "-o", str(folder / "kernel.so"), str(folder / "kernel.cpp")]
-    subprocess.run(command, check=True)
-    function = ctypes.CDLL(str(folder / "kernel.so")).run
+    function = compiled(folder, digest.SOURCE, "const u64 *words, u64 count, u64 *sum", "digest(words, count, sum)")
 
     def run(words, blocks=3):
         total = ctypes.c_uint64()
-        function(blocks, words.ctypes.data_as(ctypes.c_void_p), ctypes.c_uint64(len(words)), ctypes.byref(total))
+        function(blocks, address(words), ctypes.c_uint64(len(words)), ctypes.byref(total))
         return total.value
 
     return run

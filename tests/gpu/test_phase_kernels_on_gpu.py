@@ -1,4 +1,4 @@
-"""Sums over GPU memory by the kernel: as its formula has them, and how fast."""
+"""Kernels that sum over GPU memory, and that compare masters with weights: as their formulas have it, and how fast."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from bridge_fgo.core import digest
 from bridge_fgo.core.digest import Digester
+from bridge_fgo.phases.rounding_kernel import differing, kernel_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -73,3 +74,21 @@ def test_a_sum_over_4_gib_takes_little_longer_than_reading_them() -> None:
         digester.of([data]).tolist()
         seconds = time.perf_counter() - began
     print(f"{data.numel() / seconds / 1e12:.2f} TB/s by PyTorch's operators")
+
+
+def test_a_kernel_finds_each_weight_that_is_not_what_its_master_is_rounded_to() -> None:
+    masters = torch.randn(2**22 + 3, device="cuda")
+    weights = torch.zeros(masters.numel() + 1, dtype=torch.bfloat16, device="cuda")[1:]  # begins amid four bytes
+    weights.copy_(masters)
+    kernel = kernel_for(masters.device)
+    assert kernel is not None
+
+    def found() -> int:
+        return int(differing(kernel, [(masters, weights.data_ptr(), masters.numel())] * 2, masters.device))
+
+    assert found() == 0
+    for place in (0, 1, 2**21, masters.numel() - 1):
+        weights.view(torch.int16)[place] ^= 1
+    assert found() == 8
+    masters[5] = torch.nan
+    assert found() == 10
