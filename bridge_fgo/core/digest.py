@@ -7,8 +7,7 @@ from functools import cached_property
 
 import torch
 
-from bridge_fgo.core.driver import Kernel, current_stream, make_grid
-from bridge_fgo.core.nvrtc import compile_for
+from bridge_fgo.core.strided_sums import StridedSum, compiled
 
 CHUNK_WORDS = 2**22
 """Words of 8 bytes that PyTorch's operators sum at once: 32 MiB, which an H200's L2 cache of 50 MB holds from one
@@ -19,56 +18,31 @@ _FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
 _SIGNED_FACTORS = tuple(factor - 2**64 for factor in _FACTORS)
 """The same as Python's integers of a signed word."""
 
-THREADS = 256
-MOST_BLOCKS = 1024
-"""Each goes on at its stride. An H200 has 132 multiprocessors of 2048 threads."""
-EACH = 4
-"""Words that a thread has under way at once."""
-
 SOURCE = f"""
 #define FIRST_FACTOR {_FACTORS[0]}ull
 #define SECOND_FACTOR {_FACTORS[1]}ull
-#define EACH {EACH}
 """
 SOURCE += r"""
-typedef unsigned long long u64;
-
 // Of one place another word always gives another value.
-__device__ u64 mixed(u64 place, u64 word) {
-    u64 x = word + place * FIRST_FACTOR;
-    x ^= x >> 32;
-    x *= SECOND_FACTOR;
-    x ^= x >> 29;
-    x *= FIRST_FACTOR;
-    return x ^ x >> 32;
-}
-
-extern "C" __global__ void digest(const u64 *words, u64 count, u64 *sum) {
-    const u64 stride = (u64)gridDim.x * blockDim.x;
-    u64 total = 0;
-    u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    for (; i + (EACH - 1) * stride < count; i += EACH * stride) {
-        u64 word[EACH];
-        #pragma unroll
-        for (int k = 0; k < EACH; ++k) word[k] = words[i + k * stride];
-        #pragma unroll
-        for (int k = 0; k < EACH; ++k) total += mixed(i + k * stride, word[k]);
+struct Mixed {
+    const u64 *words;
+    __device__ u64 operator()(u64 place) const {
+        u64 x = words[place] + place * FIRST_FACTOR;
+        x ^= x >> 32;
+        x *= SECOND_FACTOR;
+        x ^= x >> 29;
+        x *= FIRST_FACTOR;
+        return x ^ x >> 32;
     }
-    for (; i < count; i += stride) total += mixed(i, words[i]);
-    for (int distance = 16; distance; distance /= 2) total += __shfl_down_sync(~0u, total, distance);
-    if (threadIdx.x % 32 == 0 && total) atomicAdd(sum, total);
-}
+};
+
+extern "C" __global__ void digest(const u64 *words, u64 count, u64 *sum) { add_up(Mixed{words}, count, sum); }
 """
 
 
-def prepare(device: torch.device) -> None:
-    """Compile the kernel where it will be needed, once in a process: that takes the host half a second."""
-    if device.type == "cuda":
-        compile_for(SOURCE, _with_index(device))
-
-
-def _with_index(device: torch.device) -> torch.device:
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+def kernel_for(device: torch.device) -> StridedSum | None:
+    """Return the kernel; None where there is none for the device. To compile it takes the host half a second, once."""
+    return compiled(SOURCE, "digest", arrays=1, device=device)
 
 
 class Digester:
@@ -87,8 +61,7 @@ class Digester:
     def __init__(self, device: torch.device, most_bytes: int) -> None:
         self._device = device
         self._most_bytes = most_bytes
-        module = compile_for(SOURCE, _with_index(device)) if device.type == "cuda" else None
-        self._kernel = None if module is None else Kernel(module, "digest", (1, 1, 1), THREADS)
+        self._kernel = kernel_for(device)
 
     @cached_property
     def _weights(self) -> torch.Tensor:
@@ -110,17 +83,10 @@ class Digester:
         sums = torch.zeros(len(tensors), dtype=torch.int64, device=self._device)
         for place, tensor in enumerate(tensors):
             if self._kernel is not None and tensor.numel() % 8 == tensor.data_ptr() % 8 == 0:
-                self._launch(self._kernel, tensor, sums.data_ptr() + 8 * place)
+                self._kernel.add(sums, place, tensor.numel() // 8, tensor.data_ptr())
             else:
                 sums[place] = self._one(tensor)
         return sums
-
-    @staticmethod
-    def _launch(kernel: Kernel, data: torch.Tensor, target: int) -> None:
-        words = data.numel() // 8
-        if words:
-            grid = make_grid(min(MOST_BLOCKS, -(-words // (EACH * THREADS))), 1)
-            kernel.launch(grid, current_stream(data.get_device()), data.data_ptr(), words, target)
 
     def _one(self, data: torch.Tensor) -> torch.Tensor:
         total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)

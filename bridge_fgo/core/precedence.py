@@ -67,17 +67,24 @@ class Precedence:
     def __init__(self, waits: WaitMeter | None, announce: Callable[[str], None]) -> None:
         self.ins_first = False
         """Whether copies in go first in the present step."""
-        self.is_better: bool | None = None
-        """Whether copies in go first in steps of the kind that was tried last; None until that is known of one."""
-        self.waited: tuple[float, float] | None = None
-        """Seconds that training waited in a step of that kind where copies went as they came, and where copies in went
-        first; None before."""
+        self._known: _Trial | None = None
+        """The newest trial in which both ways were timed often enough."""
         self._waits, self._announce = waits, announce
         self._trials: dict[object, _Trial] = {}
         self._timed: tuple[_Trial, bool] | None = None
         """Trial and way of the step that was timed last, until its waits are added; None where there is none."""
         self._before: bool | None = None
         """The way of the step before, for whose copies out this one's forward waits; None where no plan held."""
+
+    @property
+    def is_better(self) -> bool | None:
+        """Whether copies in go first in steps of the kind that was tried last; None until that is known of one."""
+        return None if self._known is None else self._known.next_way
+
+    @property
+    def waited(self) -> tuple[float, float] | None:
+        """Seconds that training waited in a step of that kind, as copies came and with copies in first; None before."""
+        return None if self._known is None else (self._known.waited(False), self._known.waited(True))
 
     def begin_pass(self, kind: object, by_plan: bool, may_time: bool) -> None:
         """Choose the way of this step, and time it where the step before went the same way.
@@ -119,12 +126,11 @@ class Precedence:
             trial.seconds[way].append(seconds)
             self._timed = None
             if trial.is_known:
-                self.waited = as_they_came, with_ins_first = trial.waited(False), trial.waited(True)
-                self.is_better = trial.next_way
-                if self.is_better:
+                self._known = trial
+                if trial.next_way:
                     self._announce(
-                        f"training waited {as_they_came * 1e3:.1f} ms for copies in a step, and "
-                        f"{with_ins_first * 1e3:.1f} where copies in went first: from now on they do"
+                        f"training waited {trial.waited(False) * 1e3:.1f} ms for copies in a step, and "
+                        f"{trial.waited(True) * 1e3:.1f} where copies in went first: from now on they do"
                     )
 
     def end_step(self, updated: bool, by_plan: bool) -> None:

@@ -14,10 +14,7 @@ import torch
 
 from bridge_fgo.core.driver import Grid, Kernel, Module, current_stream, fill_with_zeros, make_grid
 from bridge_fgo.core.state import WeightShard
-
-THREADS = 256
-MOST_BLOCKS = 1024
-"""For one tensor; each goes on at its stride. An H200 has 132 multiprocessors of 2048 threads."""
+from bridge_fgo.core.strided_sums import THREADS, TYPES, blocks_over
 
 EACH = 8
 """Elements that a thread takes at once: 16 bytes of weights, the widest load, and one whole byte of the bits."""
@@ -28,16 +25,13 @@ HASH_FACTORS = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)
 MOST_TOGETHER = 16
 """Slabs of one launch: where each is takes three words of its arguments, of which old drivers take 4 KiB."""
 
-SOURCE = f"""
+SOURCE = f"""{TYPES}
 #define EACH {EACH}
 #define MOST_TOGETHER {MOST_TOGETHER}
 #define FIRST_FACTOR {HASH_FACTORS[0]}ull
 #define SECOND_FACTOR {HASH_FACTORS[1]}ull
 """
 SOURCE += r"""
-typedef unsigned long long u64;
-typedef unsigned short u16;
-
 __device__ u64 mixed(long long place, unsigned weight) {
     u64 x = (u64)place << 16 | weight;
     x *= FIRST_FACTOR;
@@ -65,11 +59,6 @@ __device__ Halves weights_at(const Segment &s, long long i, int count) {
     #pragma unroll
     for (int k = 0; k < EACH; ++k) found.one[k] = k < count ? s.weight[i + k] : 0;
     return found;
-}
-
-__device__ u64 over_warp(u64 value) {
-    for (int distance = 16; distance; distance /= 2) value += __shfl_down_sync(~0u, value, distance);
-    return value;
 }
 
 #define FOR_EACH_GROUP(s) \
@@ -276,4 +265,4 @@ class RemainderKernels:
 
 
 def _blocks(shards: Sequence[WeightShard]) -> int:
-    return min(MOST_BLOCKS, -(-max(shard.numel for shard in shards) // (EACH * THREADS)))
+    return blocks_over(max(shard.numel for shard in shards), EACH)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bridge_fgo.core.digest import Digester, prepare
+from bridge_fgo.core.digest import Digester, kernel_for
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.slab import MOST_IN_TRANSIT, Slab
 
@@ -21,7 +21,7 @@ class HostCopies:
     """
 
     def __init__(self, slabs: Sequence[Slab], device: torch.device) -> None:
-        prepare(device)
+        kernel_for(device)  # compiled before the first sleep
         self._slabs = slabs
         self._device = device
         self._digests: dict[Slab, int] = {}

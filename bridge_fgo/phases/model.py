@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.core.digest import prepare
+from bridge_fgo.core.digest import kernel_for
 from bridge_fgo.core.host_buffer import HostBuffer
 from bridge_fgo.core.storage_slab import StorageSlab
 from bridge_fgo.phases.gradients import Backwards, Gradients
@@ -57,7 +57,7 @@ class Model:
         self.ddps = [ddp for chunk in chunks for ddp in ddp_of(chunk)]
         buffers = [buffer for ddp in self.ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers]
         self.device = _device(chunks, buffers)
-        prepare(self.device)
+        kernel_for(self.device)  # compiled before the first sleep
         self.gradients = [Gradients(buffer, f"DDP buffer {i}") for i, buffer in enumerate(buffers)]
         with_weights = [(i, buffer) for i, buffer in enumerate(buffers) if buffer.param_data is not None]
         self.units = [

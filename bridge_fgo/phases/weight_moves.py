@@ -43,13 +43,11 @@ class WeightMoves:
             tally: counts the bytes and the time.
         """
         if self._wakes_alone:  # what is copied does not depend on masters: they are compared meanwhile
-            with tally.part("params"):
-                tally.copy("params", self._copy_out(units))
+            self._copy_out(units, tally)
         with tally.part("compare"):
             self._note_what_masters_tell(units, states)
         if not self._wakes_alone:
-            with tally.part("params"):
-                tally.copy("params", self._copy_out(units))
+            self._copy_out(units, tally)
 
     def _note_what_masters_tell(self, units: Sequence[Unit], states: OptimizerStates | None) -> None:
         """Compare masters with their weights, where both are here and one of them leaves; the host waits once.
@@ -76,7 +74,12 @@ class WeightMoves:
         for weights, digests in digests_of([unit.weights for unit in staying]):
             next(unit for unit in staying if unit.weights is weights).told_digests = digests
 
-    def _copy_out(self, units: Sequence[Unit]) -> int:
+    def _copy_out(self, units: Sequence[Unit], tally: Tally) -> None:
+        if units:
+            with tally.part("params"):
+                tally.copy("params", self._start_copies(units))
+
+    def _start_copies(self, units: Sequence[Unit]) -> int:
         """Start the copies of what masters do not tell and the host does not have; return the bytes."""
         asked = [unit for unit in units if not self._is_told_now(unit) or self._wakes_alone]
         for weights, digests in digests_of([unit.weights for unit in asked]):

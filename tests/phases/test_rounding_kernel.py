@@ -8,6 +8,8 @@ import torch
 from kernel_on_cpu import address, compiled
 from sleeping import options, residency
 
+from bridge_fgo.core import strided_sums
+from bridge_fgo.core.strided_sums import StridedSum
 from bridge_fgo.harness.cpu_training import CpuTraining
 from bridge_fgo.phases import rounding_kernel
 
@@ -67,13 +69,13 @@ def test_every_master_is_compared_with_its_own_weights_in_every_bucket(run, monk
         def launch(self, grid, stream, masters, weights, numel, found):
             run(3, *map(ctypes.c_uint64, (masters, weights, numel, found)))
 
-    monkeypatch.setattr(rounding_kernel, "current_stream", lambda index: 0)
+    monkeypatch.setattr(strided_sums, "current_stream", lambda index: 0)
     with CpuTraining(options(**changes)) as training:
         training.step()
         roundings = [unit.rounding for unit in residency(training)._model.units if unit.rounding is not None]
         assert roundings
         for rounding in roundings:
-            rounding._kernel = OnCpu()
+            rounding._kernel = StridedSum(OnCpu())
             assert rounding.agrees()
             for _, _, shard in rounding.pairs:
                 bits = shard.tensor().view(torch.int16)

@@ -64,7 +64,8 @@ class Row:
     copies_in_first_of_ranks: tuple[bool | None, ...] = ()
     """Whether copies in go before copies out in the optimizer step, of each rank; None where it has not tried both."""
     copy_wait_seconds_of_ranks: tuple[tuple[float, float] | None, ...] = ()
-    """What each rank waited for copies in a step as they came, and with copies in first."""
+    """Seconds that training waited for copies in a step, of each rank: where they went as they came, and where copies
+    in went first. None where a rank has not tried both."""
     hidden: float | None = None
     """Time in which copies ran without making the step longer, over what the floor leaves to hide. How much longer the
     step got is as `e_of_copies` has it, where that is known."""
