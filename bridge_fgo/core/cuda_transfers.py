@@ -210,6 +210,10 @@ class CudaTransfers(Transfers):
     def finish_out(self) -> None:
         self._out.synchronize()
 
+    @override
+    def await_out(self, slab: SlabMemory) -> None:
+        self._events(slab)[0].synchronize()
+
     def finish_in(self) -> None:
         """Return when every copy in that was started is over; this and the next two are for `bridge_fgo.core.debug`."""
         self._in.synchronize()

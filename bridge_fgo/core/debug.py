@@ -11,6 +11,8 @@ import random
 import weakref
 from typing import override
 
+import torch
+
 from bridge_fgo.core.cuda_transfers import CudaTransfers
 from bridge_fgo.core.slab_memory import SlabMemory
 from bridge_fgo.core.transfers import Transfers
@@ -126,6 +128,13 @@ class DebugTransfers(Transfers):
             self._catch_up_out(slab)
         self._transfers.finish_out()
         self._poison_stale()
+
+    @override
+    def await_out(self, slab: SlabMemory) -> None:
+        self._catch_up_out(slab)
+        self._transfers.await_out(slab)
+        if self._cuda is not None:
+            torch.cuda.synchronize()  # Race: the poison of its release would be written to memory that is unmapped
 
     @override
     def has_landed(self, slab: SlabMemory) -> bool:

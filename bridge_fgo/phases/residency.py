@@ -142,18 +142,24 @@ class Residency:
                 tally.woke.append("params")
                 units = list(self._model.units)
             self._weights.wake(tally)
+        # Race: memory goes to the driver from here on, while work on some stream may still use what is cached.
+        wait_for_gpu(self._model.device)
         if gradients and not keep:  # first: the driver takes their memory back while others are copied
-            # Race: as below; of the work that has used them, some may be on other streams.
-            wait_for_gpu(self._model.device)
-            tally.freed += self._drop(gradients)
+            with tally.part("grads"):
+                tally.freed += self._drop(gradients)
         try:
-            # Before the states: their copies follow at once, while the host lets go of what has been copied.
+            # Before the states, whose copies follow at once: the GPU is not done with theirs meanwhile.
             self._weights.leave(units, states, tally)
             if states is not None:
-                before = states.live_bytes()
+                before = states.released_bytes
                 with tally.part("optimizer"):
-                    tally.copy("optimizer", states.offload())
-                tally.freed += before - states.live_bytes()
+                    tally.copy("optimizer", states.start_offload())
+                if not states.reads_weights:  # while states are copied the driver takes these back too
+                    with tally.part("params"):
+                        tally.freed += self._weights.empty(units)
+                with tally.part("optimizer"):
+                    states.end_offload()
+                tally.freed += states.released_bytes - before
         except BaseException:
             # Race: weights that stay after all may be written while their copies still read them.
             wait_for_gpu(self._model.device)
@@ -164,9 +170,7 @@ class Residency:
         # driver, while copies on another stream still read them.
         with tally.part("wait"):
             wait_for_gpu(self._model.device)
-        if units:
-            self._model.columnwise.drop()
-        tally.freed += sum(unit.weights.empty() for unit in units)
+        tally.freed += self._weights.empty(units)
         if keep:
             tally.freed += sum(one.empty(keep) for one in gradients)
         with tally.part("driver"):
@@ -204,19 +208,22 @@ class Residency:
             if "params" in away - coming:
                 tally.woke.append("params")
             self._weights.wake(tally)
-        if "grads" in coming:
-            self._wake_gradients(tally)
-        if states is not None:
-            before = states.live_bytes()
+        if states is not None:  # first: the driver gives memory for the others while these are copied
+            before = states.released_bytes
             with tally.part("optimizer"):
                 tally.copy("optimizer", states.reload())
             for unit in self._model.units:
                 if not unit.weights.is_away:
                     unit.forget_masters()
-            tally.freed -= states.live_bytes() - before
+            tally.freed -= before - states.released_bytes
+        if "grads" in coming:
+            with tally.part("grads"):
+                self._wake_gradients(tally)
         if wakes and not needs_weights:
             self._weights.wake(tally)
         with tally.part("wait"):
+            if states is not None:
+                states.came_back()
             wait_for_gpu(self._model.device)  # whatever stream reads next
         return tally.moved()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,15 +19,12 @@ from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather, on_every_rank, pin_on_every_rank
 from bridge_fgo.phases.host_copies import HostCopies
 from bridge_fgo.phases.movable import STATES, attached_engine, movable_optimizers
-from bridge_fgo.phases.moved import return_to_driver
+from bridge_fgo.phases.moved import RETURNED_BYTES, return_to_driver
 from bridge_fgo.sources.choice import source_of
-from bridge_fgo.sources.megatron import McoreSource, MegatronSource, live_bytes
+from bridge_fgo.sources.megatron import McoreSource, MegatronSource
 
 WHOLE_MASTERS = OffloadConfig(engine="native", master_remainders=False)
 """Whole masters tell the weights, so that these need not be copied."""
-
-RETURNED_BYTES = 2 * 2**30
-"""Bytes after which the driver gets back what has left: so few that copies of others go on meanwhile."""
 
 
 class OptimizerStates:
@@ -71,6 +69,10 @@ class OptimizerStates:
         keeps = self.is_owner and self.engine.schedule.transfers.keeps_host_copies
         self._copies = HostCopies(self._slabs, self.sources[0].device) if keeps and self.sources else None
         """None where others move the slabs too, or where the host's copies are overwritten (debug mode)."""
+        self._leaving = deque[Slab]()
+        """Slabs whose copies out were started, and whose memory is there still."""
+        self._cached = 0
+        """Bytes that slabs have left to the allocator since the driver last got them."""
         self.is_driven = False
         """Whether training steps drive an engine of its own too, which then stays attached."""
         self._serves = 0
@@ -102,9 +104,10 @@ class OptimizerStates:
     def _slabs(self) -> list[Slab]:
         return self.engine.slabs
 
-    def live_bytes(self) -> int:
-        """Return the bytes of GPU memory that masters and moments take now."""
-        return sum(live_bytes(source.states(), source.device) for source in self.sources)
+    @property
+    def released_bytes(self) -> int:
+        """The bytes of masters and moments whose GPU memory is gone: a count, as each tensor's would take long."""
+        return self.engine.traffic.released
 
     def require_whole(self) -> None:
         """Raise RuntimeError where an error has ended an optimizer step, or a move, half-way."""
@@ -113,12 +116,10 @@ class OptimizerStates:
         for slab in self._slabs:
             _ = slab.state  # raises
 
-    def offload(self) -> int:
-        """Copy what has changed to the host and let all of it go, slab by slab; return the bytes that crossed.
+    def start_offload(self) -> int:
+        """Start to copy what has changed to the host, and let go of what has not; return the bytes that cross.
 
-        The GPU may be behind when it returns: memory is free on the engine's training stream. The driver has taken most
-        of it back by then: that takes the host a quarter of the time in which as much is copied (some 4 ms for a GB of
-        expandable segments on an H200), and is done while the next slabs are copied.
+        Packed masters read their weights as long as the GPU is behind. `end_offload` is to follow.
         """
         before = self.engine.traffic.out
         self.engine.masters.locate_weights()  # they were asleep too, perhaps, and have come back to another address
@@ -127,43 +128,58 @@ class OptimizerStates:
             if self.may_be_unchanged and not self.is_driven:  # steps by parts copy too
                 unchanged = self._copies.unchanged()
             self._copies.forget()  # until it is back: an attached engine may copy out anew
-        leaving: list[Slab] = []
-        cached = 0
+        self._leaving.clear()
+        self._cached = 0
         for slab in self._slabs:
             if slab in unchanged:
                 slab.release_unchanged()
             elif slab.exists():
                 slab.offload()
-                leaving.append(slab)
-                if len(leaving) == MOST_IN_TRANSIT:  # what is packed for it needs memory beside the slab
-                    gone = leaving.pop(0)
-                    gone.release()
-                    cached += gone.nbytes
-                    if cached >= RETURNED_BYTES:
-                        # It waits for the stream, and so for the copies of what has gone.
-                        return_to_driver(self.sources[0].device)
-                        cached = 0
-        for slab in leaving:
-            slab.release()
+                self._leaving.append(slab)
+                while sum(one.is_encoded for one in self._leaving) == MOST_IN_TRANSIT:
+                    self._let_go()  # what is packed for them needs memory beside the slabs
         return self.engine.traffic.out - before
 
+    def end_offload(self) -> None:
+        """Let go of all slabs; the driver gets most of their memory while others are copied.
+
+        The GPU may be behind when it returns: memory is free on the engine's training stream.
+        """
+        while self._leaving:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Let go of the slab whose copy was started first."""
+        gone = self._leaving.popleft()
+        gone.release()
+        self._cached += gone.nbytes
+        if self._cached >= RETURNED_BYTES:
+            # Race: the copies of what has gone would read memory that the driver has given to others.
+            gone.transfers.await_out(gone)
+            return_to_driver(self.sources[0].device)
+            self._cached = 0
+
     def reload(self) -> int:
-        """Bring all of it back; return the bytes that crossed.
+        """Bring all of it back; return the bytes that crossed. Work that the current stream gets finds it there.
+
+        The GPU may be behind when it returns. `came_back` is to follow when the host has nothing better to do.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for all; the rest is still away, and it may be called again.
             RuntimeError: as `Engine.require_writable`.
         """
         before = self.engine.traffic.back
-        copies = None if self.is_driven or self.reads_weights else self._copies
-        if copies is not None:
-            copies.bring_back()
+        if self._copies is not None and not self.is_driven and not self.reads_weights:
+            self._copies.bring_back()
         self.engine.require_writable()
-        if copies is not None:
-            copies.came_back()
         self.may_be_unchanged = True
         self._detach()
         return self.engine.traffic.back - before
+
+    def came_back(self) -> None:
+        """Note what came back by `reload`, so that what does not change need not be copied; the host waits for it."""
+        if self._copies is not None:
+            self._copies.came_back()
 
     def attach(self) -> None:
         """Have installed patches serve what reads or steps the optimizer by an engine of its own, until `reload`."""

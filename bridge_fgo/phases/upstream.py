@@ -127,7 +127,9 @@ def offload_states(optimizer: Any, config: OffloadConfig) -> None:
     """
     states = _states_of(optimizer, config)
     states.require_whole()
-    states.offload()
+    wait_for_gpu(states.sources[0].device)
+    states.start_offload()
+    states.end_offload()
     states.attach()
     wait_for_gpu(states.sources[0].device)
     return_to_driver(states.sources[0].device)
@@ -135,7 +137,9 @@ def offload_states(optimizer: Any, config: OffloadConfig) -> None:
 
 def restore_states(optimizer: Any) -> None:
     """Do what mcore's `restore_from_cpu` is for: all states are on the GPU."""
-    _states_of(optimizer, None).reload()
+    states = _states_of(optimizer, None)
+    states.reload()
+    states.came_back()
 
 
 def _states_of(optimizer: Any, config: OffloadConfig | None) -> OptimizerStates:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.phases.model import Model, Unit
-from bridge_fgo.phases.moved import SideStream, Tally, wait_for_gpu
+from bridge_fgo.phases.moved import RETURNED_BYTES, SideStream, Tally, return_to_driver, wait_for_gpu
 from bridge_fgo.phases.parameters import digests_of
 from bridge_fgo.phases.rounding import round_again
 from bridge_fgo.phases.states import OptimizerStates
@@ -34,8 +34,8 @@ class WeightMoves:
     def leave(self, units: Sequence[Unit], states: OptimizerStates | None, tally: Tally) -> None:
         """Start the copies of what masters do not tell and the host does not have, and note what masters tell.
 
-        Masters are here still. The copies go on when it returns: until they are over nobody may write the weights, nor
-        let their memory go.
+        Masters are here still, and the GPU does nothing. The copies go on when it returns: until `empty` nobody may
+        write the weights.
 
         Args:
             units: whose weights leave.
@@ -75,9 +75,14 @@ class WeightMoves:
             next(unit for unit in staying if unit.weights is weights).told_digests = digests
 
     def _copy_out(self, units: Sequence[Unit], tally: Tally) -> None:
-        if units:
-            with tally.part("params"):
-                tally.copy("params", self._start_copies(units))
+        if not units:
+            return
+        with tally.part("params"):
+            copied = self._start_copies(units)
+        tally.copy("params", copied)
+        if copied >= RETURNED_BYTES:  # meanwhile the driver takes back what has gone: gradients, and what was cached
+            with tally.part("driver"):
+                return_to_driver(self._model.device)
 
     def _start_copies(self, units: Sequence[Unit]) -> int:
         """Start the copies of what masters do not tell and the host does not have; return the bytes."""
@@ -96,6 +101,15 @@ class WeightMoves:
                     copied += unit.weights.copy_out()
                 unit.is_on_host = True
         return copied
+
+    def empty(self, units: Sequence[Unit]) -> int:
+        """Let the memory of weights go that `leave` has started to copy; return the bytes, 0 where it has gone."""
+        here = [unit for unit in units if not unit.weights.is_away]
+        if not here:
+            return 0
+        self._beside.synchronize()  # Race: their copies would read what is another's, or the driver's.
+        self._model.columnwise.drop()
+        return sum(unit.weights.empty() for unit in here)
 
     @staticmethod
     def _is_told_now(unit: Unit) -> bool:

@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 KINDS = {
     "plain": (),
+    "side_stream": ("--side-stream", "--layers", "4"),
     "precision_aware": ("--precision-aware", "--layers", "4"),
     "experts": ("--experts", "4", "--layers", "8"),
     "fp32_accumulation": ("--fp32-accumulation", "--layers", "4"),

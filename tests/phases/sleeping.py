@@ -9,6 +9,7 @@ import pytest
 import bridge_fgo
 from bridge_fgo.core.storage_slab import StorageSlab
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
+from bridge_fgo.sources.megatron import live_bytes
 
 SMALL = {"hidden": 64, "sequence": 16, "vocab": 64}
 KINDS = ("params", "grads", "optimizer")
@@ -59,6 +60,11 @@ def poisoned(monkeypatch):
 def residency(training, **how):
     """Return the residency of a training."""
     return bridge_fgo.Residency(training.model, training.optimizer, **how)
+
+
+def states_bytes(res):
+    """Return the bytes of memory that masters and moments take now, by the storages themselves."""
+    return sum(live_bytes(source.states(), source.device) for source in res._states.sources)
 
 
 def weights_bytes(training):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sleeping import KINDS, SMALL, numbers, residency, resident, weights_bytes
+from sleeping import KINDS, SMALL, numbers, residency, resident, states_bytes, weights_bytes
 
 import bridge_fgo
 from bridge_fgo.core.remainders import Remainders
@@ -25,7 +25,7 @@ def test_training_with_offload_that_sleeps_is_bitwise_a_resident_one(masters):
         for number in range(5):
             seen.append(numbers(training.step()))
             res.offload()
-            assert res.away == set(KINDS) and res._states.live_bytes() == 0
+            assert res.away == set(KINDS) and states_bytes(res) == 0
             with res.only("params"):
                 assert res.away == {"grads", "optimizer"}
             if number % 2:

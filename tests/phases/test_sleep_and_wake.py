@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sleeping import KINDS, numbers, options, poison, residency, resident, weights_bytes
+from sleeping import KINDS, numbers, options, poison, residency, resident, states_bytes, weights_bytes
 
 import bridge_fgo
+from bridge_fgo.core.slab import MOST_IN_TRANSIT
 from bridge_fgo.core.storage_slab import StorageSlab
 from bridge_fgo.harness.cpu_model import CpuOptions
 from bridge_fgo.harness.cpu_training import CpuTraining
@@ -52,7 +53,7 @@ def gone(res):
         found.add("params")
     if all(not slab.storage.nbytes() for slab in res._model.gradient_slabs):
         found.add("grads")
-    if res._states is not None and res._states.live_bytes() == 0:
+    if res._states is not None and states_bytes(res) == 0:
         found.add("optimizer")
     return found
 
@@ -148,6 +149,30 @@ def test_gradients_cross_no_link_and_unchanged_memory_crosses_once():
         assert res.offload("optimizer").copied_by_kind == {"optimizer": states}
 
 
+def test_the_freed_bytes_of_states_are_those_of_their_storages():
+    with CpuTraining(options(experts=True)) as training:
+        training.step()
+        res = residency(training)
+        for _ in range(2):  # the first time from tensors of their own, then from slabs
+            held = states_bytes(res)
+            assert held == res.offload("optimizer").freed and states_bytes(res) == 0
+            assert res.reload("optimizer").freed == -held == -states_bytes(res)
+
+
+def test_gradients_and_weights_get_their_memory_while_states_are_copied(monkeypatch):
+    """The driver takes time to give it; the host waits for the copies when it has nothing else to do."""
+    with CpuTraining(options()) as training:
+        training.step()
+        res = residency(training)
+        res.offload()
+        order = []
+        for name, owner in (("reload", res._states), ("came_back", res._states), ("fill", StorageSlab)):
+            act = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *a, name=name, act=act: order.append(name) or act(*a))
+        res.reload()
+        assert order[0] == "reload" and order[-1] == "came_back" and set(order[1:-1]) == {"fill"}
+
+
 def test_after_a_step_states_are_copied_without_a_look_and_else_only_those_that_have_changed(monkeypatch):
     """To sum over them before the first copy begins would take time for what is known."""
     with CpuTraining(options()) as training:
@@ -170,23 +195,45 @@ def test_after_a_step_states_are_copied_without_a_look_and_else_only_those_that_
         assert res.offload("optimizer").copied == 0
 
 
-def test_the_driver_gets_memory_back_while_other_slabs_are_copied(monkeypatch):
-    """It takes the host a quarter of the copies' time, in which the link would do nothing."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_driver_gets_what_has_left_while_other_slabs_are_copied(monkeypatch, packed):
+    """That takes a fifth of the copies' time. What it gets no copy may read any more: PyTorch does not wait."""
     monkeypatch.setattr(states, "RETURNED_BYTES", 1)
     with CpuTraining(CpuOptions(experts=True)) as training:
         training.step()
-        small = bridge_fgo.OffloadConfig(engine="native", master_remainders=False, slab_bytes=2**20)
+        small = bridge_fgo.OffloadConfig(engine="native", master_remainders=packed, slab_bytes=2**20)
         res = bridge_fgo.Residency(training.model, training.optimizer, small)
-        order = []
-        monkeypatch.setattr(states, "return_to_driver", lambda device: order.append("driver"))
         transfers = type(res._states.engine.schedule.transfers)
-        copy = transfers.copy_out
-        monkeypatch.setattr(
-            transfers, "copy_out", lambda self, slab, written=True: (order.append("copy"), copy(self, slab, written))
-        )
+        order = []
+        for name in ("copy_out", "release", "await_out"):
+            act = getattr(transfers, name)
+            monkeypatch.setattr(
+                transfers, name, lambda of, slab, *a, n=name, act=act: (order.append((n, slab)), act(of, slab, *a))
+            )
+        monkeypatch.setattr(states, "return_to_driver", lambda device: order.append(("driver", gone(res))))
         res.offload()
-        first, last = order.index("driver"), len(order) - 1 - order[::-1].index("copy")
-        assert first < last
+    names = [name for name, _ in order]
+    copies, returns = names.count("copy_out"), [i for i, name in enumerate(names) if name == "driver"]
+    assert len(returns) == names.count("release") == names.count("await_out") == copies > 4
+    for i in returns:  # the one that has gone last is waited for
+        assert order[i - 2] == ("release", order[i - 1][1]) and order[i - 1][0] == "await_out"
+    if packed:  # a few at a time, as each needs memory beside it; and the weights are read
+        assert max(in_transit(order)) == MOST_IN_TRANSIT < copies
+        assert all("params" not in what for name, what in order if name == "driver")
+    else:
+        assert names.index("driver") > len(names) - 1 - names[::-1].index("copy_out")
+        assert all("params" in what for name, what in order if name == "driver")
+
+
+def in_transit(order):
+    """Yield how many slabs whose masters are packed are on their way, after each copy that was started."""
+    leaving = set()
+    for name, slab in order:
+        if name == "copy_out" and slab.codec.family is not None:
+            leaving.add(slab)
+            yield len(leaving)
+        elif name == "release":
+            leaving.discard(slab)
 
 
 def test_from_the_second_wake_of_parameters_alone_on_they_cross_in_16_bits():
@@ -209,7 +256,7 @@ def test_weights_begin_to_leave_before_states_and_what_decides_nothing_is_compar
         order = []
         note(monkeypatch, order, StorageSlab, "copy_out", "weights")
         note(monkeypatch, order, Rounding, "agrees", "compare")
-        note(monkeypatch, order, states.OptimizerStates, "offload", "states")
+        note(monkeypatch, order, states.OptimizerStates, "start_offload", "states")
         res.offload()
         assert order == ["compare", "states"]  # masters tell the weights
         res.reload("params")
@@ -243,11 +290,11 @@ def test_where_states_cannot_leave_the_weights_stay_and_their_copies_are_waited_
 
         with monkeypatch.context() as patch:
             note(patch, order, StorageSlab, "copy_out", "weights")
-            patch.setattr(states.OptimizerStates, "offload", fail)
+            patch.setattr(states.OptimizerStates, "start_offload", fail)
             patch.setattr(phases_residency, "wait_for_gpu", lambda device: order.append("wait"))
             with pytest.raises(MemoryError):
                 res.offload("params", "optimizer")
-        assert order == ["weights", "states", "wait"]
+        assert order == ["wait", "weights", "states", "wait"]
         assert not res.away
         training.step()
         res.offload()
