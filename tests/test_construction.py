@@ -185,7 +185,8 @@ def measured_load(run, folder):
     return meter.peak
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["dense", "experts"])
+# An optimizer of experts is one of dense parameters too.
+@pytest.fixture(scope="module", params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["dense", "experts"])
 def saved(request, adam, tmp_path_factory):
     """A resident run that is saved: options, its folder by format, what there was then, and how it went on."""
     folders = {}

@@ -184,6 +184,7 @@ def test_a_load_of_weights_alone_makes_no_moments_and_holds_two_parts(tmp_path):
     assert_equal(seen[True][2], seen[False][2])
 
 
+@pytest.mark.slow
 def test_a_load_that_is_given_no_optimizer_reaches_its_masters_and_holds_two_parts(tmp_path):
     from megatron.bridge.training.checkpointing import load_checkpoint
 
@@ -359,7 +360,7 @@ def test_two_ranks_load_with_two_parts_each_and_go_on_as_resident_ones(tmp_path,
 @pytest.mark.parametrize(
     "some",
     [
-        {"fraction": 0.5},
+        pytest.param({"fraction": 0.5}, marks=pytest.mark.slow),
         pytest.param({"moments": False}, marks=pytest.mark.slow),
         pytest.param({"master_weights": False}, marks=pytest.mark.slow),
     ],

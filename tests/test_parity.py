@@ -82,7 +82,7 @@ def test_20_steps_are_bitwise_equal_to_resident(name, config):
     assert stats.steps == STEPS
 
 
-@pytest.mark.parametrize("fraction", [0.25, 0.5])
+@pytest.mark.parametrize("fraction", [0.25, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_a_fraction_is_bitwise_equal_and_keeps_the_rest(fraction):
     resident = run(CpuOptions(), STEPS)
     config = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, fraction=fraction)

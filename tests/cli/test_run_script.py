@@ -152,7 +152,7 @@ print(json.dumps([sys.argv[1:], installed_config().fraction, flag_use._sets_flag
 """
 
 
-@pytest.mark.parametrize("is_module", [False, True])
+@pytest.mark.parametrize("is_module", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_script_that_starts_itself_anew_has_the_package_again(script, is_module):
     """As Megatron-Bridge's scripts/training/run_recipe.py does, with the environment of its recipe."""
     how = '"-m", "train"' if is_module else "os.path.join(os.path.dirname(__file__), os.path.basename(__file__))"

@@ -101,6 +101,7 @@ def test_the_patchs_own_unit_test_fails_without_it_and_passes_with_it(patched):
     assert with_it.returncode == 0 and "2 passed" in with_it.stdout, with_it.stdout[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_gpu", "needed"), [(False, "a GPU: torch.cuda.is_available"), (True, "Transformer Engine's FusedAdam")]
 )
