@@ -103,16 +103,18 @@ def train_and_sleep(rank: int, job: Job, changes: dict) -> None:
         (job.folder / f"{rank}.json").write_text(json.dumps(seen))
 
 
-def sleep_with_errors(rank: int, job: Job) -> None:
+def sleep_with_errors(rank: int, job: Job, packs: bool) -> None:
     """Run as a rank of a training in which rank 1 alone fails to sleep and to wake, and alone packs its masters.
+
+    packs: whether it packs them.
 
     Leaves the numbers, the digests and the errors that were caught; `job.offload` says whether anything sleeps.
     """
     options, errors, numbers = CpuOptions(), [], []
     with Rank(options, rank, job) as run:
         run._batches.iterable = microbatches(dataclasses.replace(options, seed=options.seed + rank))
-        packs = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, master_remainders=rank == 1)
-        res = bridge_fgo.Residency(run.model, run.optimizer, packs) if job.offload else None
+        own = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, master_remainders=packs and rank == 1)
+        res = bridge_fgo.Residency(run.model, run.optimizer, own) if job.offload else None
         for _ in range(job.steps):
             record = run.step()
             numbers.append((record.loss, record.grad_norm))
@@ -133,6 +135,13 @@ def sleep_with_errors(rank: int, job: Job) -> None:
             assert res.away == {"params", "grads", "optimizer"}
             res.reload("optimizer")
             errors.append(sorted(res.away))
+            res.offload()
+            transfers = type(res._states.engine.schedule.transfers)
+            copy_in = transfers.copy_in
+            if rank == 1:
+                transfers.copy_in = _no_memory
+            errors.append(_error(lambda: res.reload()))
+            transfers.copy_in = copy_in
             res.reload()
             assert not res.away
         for ddp in run.model:
@@ -141,8 +150,8 @@ def sleep_with_errors(rank: int, job: Job) -> None:
         (job.folder / f"{rank}.json").write_text(json.dumps(seen))
 
 
-def _no_memory(slab: StorageSlab, *_: object, **__: object) -> int:
-    raise torch.OutOfMemoryError(f"no memory for {slab.nbytes} bytes")
+def _no_memory(*_: object, **__: object) -> int:
+    raise torch.OutOfMemoryError("no memory for it")
 
 
 def _error(act: Callable[[], object]) -> str:

@@ -211,8 +211,11 @@ class CudaTransfers(Transfers):
         self._out.synchronize()
 
     @override
-    def await_out(self, slab: SlabMemory) -> None:
-        self._events(slab)[0].synchronize()
+    def await_released(self) -> None:
+        # Race: the driver would give others what copies out still read: the training stream waits for those of released
+        # slabs. Or what the streams themselves still use: tensors that were moved into slabs, what packs masters.
+        for stream in (self._compute, torch.cuda.current_stream(self._device)):
+            stream.synchronize()
 
     def finish_in(self) -> None:
         """Return when every copy in that was started is over; this and the next two are for `bridge_fgo.core.debug`."""

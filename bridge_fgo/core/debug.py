@@ -11,8 +11,6 @@ import random
 import weakref
 from typing import override
 
-import torch
-
 from bridge_fgo.core.cuda_transfers import CudaTransfers
 from bridge_fgo.core.slab_memory import SlabMemory
 from bridge_fgo.core.transfers import Transfers
@@ -130,11 +128,8 @@ class DebugTransfers(Transfers):
         self._poison_stale()
 
     @override
-    def await_out(self, slab: SlabMemory) -> None:
-        self._catch_up_out(slab)
-        self._transfers.await_out(slab)
-        if self._cuda is not None:
-            torch.cuda.synchronize()  # Race: the poison of its release would be written to memory that is unmapped
+    def await_released(self) -> None:
+        self._transfers.await_released()
 
     @override
     def has_landed(self, slab: SlabMemory) -> bool:

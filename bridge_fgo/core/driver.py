@@ -31,7 +31,7 @@ def _library() -> Any:
     library.cuEventCreate.argtypes = (ctypes.POINTER(handle), ctypes.c_uint)
     library.cuEventDestroy_v2.argtypes = (handle,)
     library.cuEventRecord.argtypes = (handle, handle)
-    library.cuEventQuery.argtypes = library.cuEventSynchronize.argtypes = (handle,)
+    library.cuEventQuery.argtypes = (handle,)
     library.cuStreamWaitEvent.argtypes = (handle, handle, ctypes.c_uint)
     library.cuStreamCreate.argtypes = (ctypes.POINTER(handle), ctypes.c_uint)
     library.cuStreamDestroy_v2.argtypes = (handle,)
@@ -86,10 +86,6 @@ class Event:
         if error not in (0, NOT_READY):
             _check(error, "query an event")
         return error == 0
-
-    def synchronize(self) -> None:
-        """Have the host wait for everything that the event was last recorded after."""
-        _check(self._library.cuEventSynchronize(self._handle), "wait for an event on the host")
 
     def __del__(self) -> None:
         # Destroyed when it has happened. At exit the context may be gone, and its events with it: no error then.

@@ -75,8 +75,8 @@ class Transfers(ABC):
     def finish_out(self) -> None:  # noqa: B027
         """Return when every copy out that was started is over, so that the host may read the buffers."""
 
-    def await_out(self, slab: SlabMemory) -> None:  # noqa: B027
-        """Return when the newest copy out of a slab is over, so that the driver may have its memory."""
+    def await_released(self) -> None:  # noqa: B027
+        """Return when nothing uses the memory of slabs that were released, so that the driver may have it."""
 
     def has_landed(self, slab: SlabMemory) -> bool:
         """Return whether the newest copy in is over; the host does not wait for it."""

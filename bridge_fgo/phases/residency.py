@@ -151,7 +151,7 @@ class Residency:
             # Before the states, whose copies follow at once: the GPU is not done with theirs meanwhile.
             self._weights.leave(units, states, tally)
             if states is not None:
-                before = states.released_bytes
+                before = states.released_bytes + states.unmade_bytes
                 with tally.part("optimizer"):
                     tally.copy("optimizer", states.start_offload())
                 if not states.reads_weights:  # while states are copied the driver takes these back too
@@ -161,6 +161,11 @@ class Residency:
                     states.end_offload()
                 tally.freed += states.released_bytes - before
         except BaseException:
+            for unit in self._model.units:  # what masters told then may be written before it leaves again
+                if not unit.weights.is_away:
+                    unit.forget_masters()
+            if states is not None:
+                states.give_up_offload()
             # Race: weights that stay after all may be written while their copies still read them.
             wait_for_gpu(self._model.device)
             raise
@@ -208,19 +213,26 @@ class Residency:
             if "params" in away - coming:
                 tally.woke.append("params")
             self._weights.wake(tally)
-        if states is not None:  # first: the driver gives memory for the others while these are copied
-            before = states.released_bytes
-            with tally.part("optimizer"):
-                tally.copy("optimizer", states.reload())
-            for unit in self._model.units:
-                if not unit.weights.is_away:
-                    unit.forget_masters()
-            tally.freed -= before - states.released_bytes
-        if "grads" in coming:
-            with tally.part("grads"):
-                self._wake_gradients(tally)
+
+        def wake_others() -> None:
+            if states is not None:  # first: the driver gives memory for the others while these are copied
+                before = states.released_bytes
+                with tally.part("optimizer"):
+                    tally.copy("optimizer", states.reload())
+                for unit in self._model.units:
+                    if not unit.weights.is_away:
+                        unit.forget_masters()
+                tally.freed -= before - states.released_bytes
+            if "grads" in coming:
+                with tally.part("grads"):
+                    self._wake_gradients(tally)
+
         if wakes and not needs_weights:
-            self._weights.wake(tally)
+            self._weights.wake(tally, wake_others)
+        elif needs_weights:
+            self._alike(wake_others)
+        else:
+            wake_others()
         with tally.part("wait"):
             if states is not None:
                 states.came_back()

@@ -105,6 +105,12 @@ class OptimizerStates:
         return self.engine.slabs
 
     @property
+    def unmade_bytes(self) -> int:
+        """The bytes of states that are not made yet, of slabs that have no memory yet, and leave with room for them."""
+        new = (slab for slab in self._slabs if slab.gpu is None and slab.exists())
+        return sum(state.nbytes for slab in new for state in slab.states if state.read() is None)
+
+    @property
     def released_bytes(self) -> int:
         """The bytes of masters and moments whose GPU memory is gone: a count, as each tensor's would take long."""
         return self.engine.traffic.released
@@ -122,6 +128,8 @@ class OptimizerStates:
         Packed masters read their weights as long as the GPU is behind. `end_offload` is to follow.
         """
         before = self.engine.traffic.out
+        if self.is_owner and not self.is_driven:
+            self.give_up_offload()  # of a call that was interrupted: what was written since is not in its copies
         self.engine.masters.locate_weights()  # they were asleep too, perhaps, and have come back to another address
         unchanged = set[Slab]()
         if self._copies is not None:
@@ -133,11 +141,13 @@ class OptimizerStates:
         for slab in self._slabs:
             if slab in unchanged:
                 slab.release_unchanged()
-            elif slab.exists():
+            elif slab.exists() and slab.state is not Residency.RELEASED:
+                is_new = slab.gpu is None
                 slab.offload()
                 self._leaving.append(slab)
-                while sum(one.is_encoded for one in self._leaving) == MOST_IN_TRANSIT:
-                    self._let_go()  # what is packed for them needs memory beside the slabs
+                # What is packed for a slab, or moved into it the first time, needs memory beside what is there.
+                while (is_new or slab.is_encoded) and len(self._leaving) >= MOST_IN_TRANSIT:
+                    self._let_go()
         return self.engine.traffic.out - before
 
     def end_offload(self) -> None:
@@ -154,10 +164,19 @@ class OptimizerStates:
         gone.release()
         self._cached += gone.nbytes
         if self._cached >= RETURNED_BYTES:
-            # Race: the copies of what has gone would read memory that the driver has given to others.
-            gone.transfers.await_out(gone)
+            gone.transfers.await_released()
             return_to_driver(self.sources[0].device)
             self._cached = 0
+
+    def give_up_offload(self) -> None:
+        """Have every slab stay whose memory has not gone, after something failed between the two.
+
+        Training may go on and write them: their copies would be of what they were.
+        """
+        self._leaving.clear()
+        for slab in self._slabs:
+            if not slab.interrupted and slab.state is Residency.OFFLOADING:
+                slab.require_writable()
 
     def reload(self) -> int:
         """Bring all of it back; return the bytes that crossed. Work that the current stream gets finds it there.

@@ -128,9 +128,13 @@ def offload_states(optimizer: Any, config: OffloadConfig) -> None:
     states = _states_of(optimizer, config)
     states.require_whole()
     wait_for_gpu(states.sources[0].device)
-    states.start_offload()
-    states.end_offload()
-    states.attach()
+    states.attach()  # first: where it fails on the way, what has left is served too
+    try:
+        states.start_offload()
+        states.end_offload()
+    except BaseException:
+        states.give_up_offload()
+        raise
     wait_for_gpu(states.sources[0].device)
     return_to_driver(states.sources[0].device)
 

@@ -116,12 +116,20 @@ class WeightMoves:
         """Return whether the weights were compared with their masters in this very call."""
         return unit.is_told and unit.told_digests is None
 
-    def wake(self, tally: Tally) -> None:
-        """Bring the weights back that are away; a collective, of ranks that share them, also where none are away."""
+    def wake(self, tally: Tally, first: Callable[[], None] = lambda: None) -> None:
+        """Bring the weights back that are away; a collective, of ranks that share them, also where none are away.
+
+        first: what to do before it, where others would wait in the collective for a rank on which that fails.
+        """
         units = [unit for unit in self._model.units if unit.weights.is_away]
         filled: list[Unit] = []
 
         def wake() -> None:
+            first()
+            with tally.part("params"):
+                fill()
+
+        def fill() -> None:
             if not all(unit.is_told or unit.is_on_host for unit in units):
                 raise RuntimeError(
                     "parameters were sent off the GPU by something else than this Residency: bring them back the same "
@@ -133,8 +141,7 @@ class WeightMoves:
             tally.copy("params", self._write(units))
 
         try:
-            with tally.part("params"):
-                self._alike(wake)
+            self._alike(wake)
         except BaseException:
             # Nobody may take half-written weights for weights. What they come from is where it was.
             wait_for_gpu(self._model.device)

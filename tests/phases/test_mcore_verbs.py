@@ -11,11 +11,13 @@ from sleeping import numbers, options, residency, resident, weights_bytes
 
 import bridge_fgo
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.core.residency import StillShared
 from bridge_fgo.core.storage_slab import StorageSlab
 from bridge_fgo.engines.attachment import attachment_of
 from bridge_fgo.harness import cpu_training
 from bridge_fgo.harness.cpu_training import CpuTraining
-from bridge_fgo.phases.movable import STATES
+from bridge_fgo.phases import upstream
+from bridge_fgo.phases.movable import STATES, movable_optimizers
 from bridge_fgo.wiring.attaching import attach
 
 pytestmark = [
@@ -94,6 +96,39 @@ def test_a_step_and_a_save_find_states_that_mcores_verb_has_sent_away():
         digests = training.digests()
     expected = resident(6)
     assert seen == [each for each, _ in expected[:3]] and digests == expected[2][1]
+
+
+@pytest.mark.parametrize("where", ["copy_out", "release"])
+def test_a_step_after_a_verb_that_failed_half_way_finds_its_states_and_the_next_sleep_has_what_it_wrote(
+    monkeypatch, where
+):
+    changes = {"hidden": 128, "sequence": 32, "vocab": 128}  # several slabs
+    with CpuTraining(options(**changes)) as training:
+        seen = [numbers(training.step())]
+        (leaf,) = movable_optimizers(training.optimizer)
+        upstream.offload_states(leaf, OffloadConfig(slab_bytes=2**20))
+        upstream.restore_states(leaf)
+        transfers = type(vars(leaf)[STATES].engine.schedule.transfers)
+        act, calls = getattr(transfers, where), []
+
+        def fails(*of, **how):
+            calls.append(of)
+            if len(calls) == 2:
+                raise StillShared("another process has it")
+            return act(*of, **how)
+
+        seen.append(numbers(training.step()))
+        with monkeypatch.context() as patch:
+            patch.setattr(transfers, where, fails)
+            with pytest.raises(StillShared):
+                training.optimizer.offload_to_cpu()
+        for _ in range(2):
+            seen.append(numbers(training.step()))
+            training.optimizer.offload_to_cpu()
+            training.optimizer.restore_from_cpu()
+        found = training.digests()
+    expected = resident(4, **changes)
+    assert (seen, found) == ([each for each, _ in expected], expected[-1][1])
 
 
 def test_restore_without_offload_changes_nothing_and_an_uninstall_in_between_loses_no_weight():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sleeping import KINDS, numbers, options, poison, residency, resident, states_bytes, weights_bytes
 
 import bridge_fgo
+from bridge_fgo.core.residency import StillShared
 from bridge_fgo.core.slab import MOST_IN_TRANSIT
 from bridge_fgo.core.storage_slab import StorageSlab
 from bridge_fgo.harness.cpu_model import CpuOptions
@@ -205,35 +206,80 @@ def test_the_driver_gets_what_has_left_while_other_slabs_are_copied(monkeypatch,
         res = bridge_fgo.Residency(training.model, training.optimizer, small)
         transfers = type(res._states.engine.schedule.transfers)
         order = []
-        for name in ("copy_out", "release", "await_out"):
+        for name in ("copy_out", "release", "await_released"):
             act = getattr(transfers, name)
             monkeypatch.setattr(
-                transfers, name, lambda of, slab, *a, n=name, act=act: (order.append((n, slab)), act(of, slab, *a))
+                transfers, name, lambda of, *slab, n=name, act=act: (order.append((n, *slab[:1])), act(of, *slab))
             )
         monkeypatch.setattr(states, "return_to_driver", lambda device: order.append(("driver", gone(res))))
         res.offload()
-    names = [name for name, _ in order]
-    copies, returns = names.count("copy_out"), [i for i, name in enumerate(names) if name == "driver"]
-    assert len(returns) == names.count("release") == names.count("await_out") == copies > 4
-    for i in returns:  # the one that has gone last is waited for
-        assert order[i - 2] == ("release", order[i - 1][1]) and order[i - 1][0] == "await_out"
-    if packed:  # a few at a time, as each needs memory beside it; and the weights are read
-        assert max(in_transit(order)) == MOST_IN_TRANSIT < copies
-        assert all("params" not in what for name, what in order if name == "driver")
+        first = order[:]
+        res.reload()
+        training.step()
+        order.clear()
+        res.offload()
+    for one in (first, order):
+        names = [name for name, *_ in one]
+        copies, returns = names.count("copy_out"), [i for i, name in enumerate(names) if name == "driver"]
+        assert len(returns) == names.count("release") == names.count("await_released") == copies > MOST_IN_TRANSIT
+        assert all(names[i - 2 : i] == ["release", "await_released"] for i in returns)
+    # What is moved into slabs, or packed, needs memory beside it. Weights stay as long as masters are packed by them.
+    assert most_in_transit(first) == MOST_IN_TRANSIT
+    if packed:
+        assert 1 < most_in_transit(order, packed) <= MOST_IN_TRANSIT
     else:
-        assert names.index("driver") > len(names) - 1 - names[::-1].index("copy_out")
-        assert all("params" in what for name, what in order if name == "driver")
+        assert most_in_transit(order) == copies
+    assert all(("params" in kinds) != packed for _, kinds in (one for one in order if one[0] == "driver"))
 
 
-def in_transit(order):
-    """Yield how many slabs whose masters are packed are on their way, after each copy that was started."""
-    leaving = set()
-    for name, slab in order:
-        if name == "copy_out" and slab.codec.family is not None:
-            leaving.add(slab)
-            yield len(leaving)
+def most_in_transit(order, packed=False):
+    """Return how many slabs, or of those whose masters are packed, were on their way together."""
+    leaving, most = set(), 0
+    for name, *slab in order:
+        if name == "copy_out":
+            leaving.update(one for one in slab if not packed or one.codec.family is not None)
         elif name == "release":
-            leaving.discard(slab)
+            leaving.difference_update(slab)
+        most = max(most, len(leaving))
+    return most
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_before_the_first_step_a_sleep_frees_what_is_there(packed):
+    """Moments are not made yet; a sum that counts them would tell of memory that somebody keeps."""
+    with CpuTraining(options()) as training:
+        config = bridge_fgo.OffloadConfig(engine="native", master_remainders=packed)
+        res = residency(training, config=config)
+        held = states_bytes(res)
+        assert 0 < held == res.offload("optimizer").freed and states_bytes(res) == 0
+        res.reload()
+        seen = [numbers(training.step())]
+    assert seen == [each for each, _ in resident(1)]
+
+
+def test_weights_that_are_loaded_after_a_sleep_failed_half_way_are_copied_at_the_next(monkeypatch):
+    """Masters that were compared in the failed one may have gone, and tell nothing of what was loaded since."""
+    with CpuTraining(options()) as training:
+        training.step()
+        res = residency(training)
+        res.offload()
+        res.reload()
+
+        def fails(*of):
+            raise StillShared("another process has it")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(res._weights), "empty", fails)
+            with pytest.raises(StillShared):
+                res.offload("params", "optimizer")
+        assert res.away == {"optimizer"}  # unchanged, and so gone at once
+        weight = next(training.model[0].parameters())
+        with torch.no_grad():
+            weight.view(-1)[3] = 123.0
+        before = weight.detach().clone()
+        res.offload("params")
+        res.reload()
+        assert torch.equal(weight, before)
 
 
 def test_from_the_second_wake_of_parameters_alone_on_they_cross_in_16_bits():
@@ -301,6 +347,43 @@ def test_where_states_cannot_leave_the_weights_stay_and_their_copies_are_waited_
         res.reload()
         found = training.digests()
     assert found == resident(3)[-1][1]
+
+
+@pytest.mark.parametrize("where", ["copy out", "weights", "release"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_after_a_sleep_that_failed_half_way_training_goes_on_and_the_next_copies_what_it_wrote(
+    monkeypatch, where, packed
+):
+    """A slab whose copy was started before the update would else leave with what it was then."""
+    changes = {"experts": True, "hidden": 128, "sequence": 32, "vocab": 128}  # several slabs
+    with CpuTraining(options(**changes)) as training:
+        training.step()
+        small = bridge_fgo.OffloadConfig(engine="native", master_remainders=packed, slab_bytes=2**20)
+        res = residency(training, config=small)
+        assert len(res._states.engine.slabs) > MOST_IN_TRANSIT
+        transfers = type(res._states.engine.schedule.transfers)
+        owner, name = {
+            "copy out": (transfers, "copy_out"), "weights": (StorageSlab, "empty"), "release": (transfers, "release"),
+        }[where]  # fmt: skip
+        act, calls = getattr(owner, name), []
+
+        def fails(*of, **how):
+            calls.append(of)
+            if len(calls) == 2:
+                raise StillShared("another process has it")
+            return act(*of, **how)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fails)
+            with pytest.raises(StillShared):
+                res.offload("params", "optimizer")
+        res.reload()
+        for _ in range(2):
+            training.step()
+            res.offload()
+            res.reload()
+        found = training.digests()
+    assert found == resident(3, **changes)[-1][1]
 
 
 def test_weights_that_were_changed_by_hand_are_copied_and_not_rounded_from_masters():

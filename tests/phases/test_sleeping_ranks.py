@@ -32,16 +32,21 @@ def test_two_ranks_that_sleep_are_bitwise_resident_ones_and_copy_half_the_weight
             assert 2 * out == 2 * alone == wake and again == 0
 
 
-def test_what_fails_or_packs_on_one_rank_alone_neither_hangs_the_others_nor_changes_a_bit(tmp_path):
-    resident, sleeping = (run(tmp_path / str(sleeps), sleeps, rank_child.sleep_with_errors) for sleeps in (False, True))
+@pytest.mark.parametrize("packs", [False, True])
+def test_what_fails_or_packs_on_one_rank_alone_neither_hangs_the_others_nor_changes_a_bit(tmp_path, packs):
+    resident, sleeping = (
+        run(tmp_path / str(sleeps), sleeps, rank_child.sleep_with_errors, packs) for sleeps in (False, True)
+    )
     for rank, (mine, theirs) in enumerate(zip(sleeping, resident, strict=True)):
         assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
         own = ["RuntimeError: a backward has run", "OutOfMemoryError: no memory for"]
         told = [f"RuntimeError: rank 1 failed, and so every rank does: {error}" for error in own]
-        for asleep, awake, left in zip(*[iter(mine["errors"])] * 3, strict=True):
-            expected = own if rank == 1 else told
-            assert asleep.startswith(expected[0]) and awake.startswith(expected[1])
-            assert left == ["grads"], "the weights came with the masters that are packed on one rank"
+        expected = own if rank == 1 else told
+        for asleep, awake, left, states_awake in zip(*[iter(mine["errors"])] * 4, strict=True):
+            assert asleep.startswith(expected[0])
+            assert awake.startswith(expected[1]) and states_awake.startswith(expected[1])
+            # Weights come with masters that are packed, on one rank or on all.
+            assert left == (["grads"] if packs else ["grads", "params"])
 
 
 @pytest.mark.parametrize("changes", [{"experts": True}, {"found_inf_steps": (2,)}], ids=["experts", "a skipped step"])
