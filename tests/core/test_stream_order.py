@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from fake_training import MANY_SIZES, POINTS, SIZES, WHOLE, Training, mark, use_small_parts
-from stream_order import Race, install
+from stream_order import HOST, Race, install
 
 from bridge_fgo.core import step_pipeline
 from bridge_fgo.core.cuda_transfers import CudaTransfers, Lane
@@ -193,6 +193,37 @@ def test_copies_out_that_yield_come_after_every_copy_in_and_no_copy_in_waits_for
     for seed in range(4):
         train(order, seed)
     assert sum(yielding) > 20
+
+
+def release_some_and_wait(order, seed):
+    """Release some slabs, in any order and on any stream, whatever copies began first; return the clocks of theirs."""
+    training = RandomTraining(order, seed, debug=False)
+    training.step(0)
+    choose, moves = training.random, training.schedule.transfers
+    training.engine.require_writable()
+    slabs = [slab for slab in order.slabs if slab.exists()]
+    for slab in choose.sample(slabs, len(slabs)):
+        with training.somewhere():
+            slab.offload()
+    released = choose.sample(slabs, choose.randrange(1, len(slabs) + 1))
+    with training.somewhere():
+        for slab in released:
+            slab.release()
+        moves.await_released()
+    return {slab: moves._events(slab)[0].clock for slab in released}
+
+
+def test_what_was_released_may_go_to_the_driver_once_the_host_has_waited(order):
+    for seed in range(20):
+        for slab, copied in release_some_and_wait(order, seed).items():
+            order._require(HOST, copied, "the driver's use", slab)
+
+
+def test_without_that_wait_the_driver_gets_what_is_being_copied(order, monkeypatch):
+    monkeypatch.setattr(CudaTransfers, "await_released", lambda transfers: None)
+    with pytest.raises(Race):
+        for slab, copied in release_some_and_wait(order, 1).items():
+            order._require(HOST, copied, "the driver's use", slab)
 
 
 class Nothing:
