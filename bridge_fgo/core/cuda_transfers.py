@@ -212,8 +212,8 @@ class CudaTransfers(Transfers):
 
     @override
     def await_released(self) -> None:
-        # Race: the driver would give others what copies out still read: the training stream waits for those of released
-        # slabs. Or what the streams themselves still use: tensors that were moved into slabs, what packs masters.
+        # Race: copies out may still read released slabs, and the two streams may still move tensors into slabs or pack
+        # masters. The training stream waits for the copies of released slabs, so that both streams cover all of it.
         for stream in (self._compute, torch.cuda.current_stream(self._device)):
             stream.synchronize()
 

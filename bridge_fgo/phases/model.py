@@ -85,6 +85,12 @@ class Model:
         """Whether a backward has run since gradients were last used or zeroed."""
         return any(backwards.is_pending for backwards in self.backwards)
 
+    def forget_masters(self) -> None:
+        """Count weights that are here as told by no masters: either may be written from now on."""
+        for unit in self.units:
+            if not unit.weights.is_away:
+                unit.forget_masters()
+
     def gradients_are_used(self) -> None:
         """Note that an update is over: whatever gradients there are, nobody needs them."""
         for backwards in self.backwards:

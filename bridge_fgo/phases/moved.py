@@ -19,8 +19,8 @@ KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")
 
 
 RETURNED_BYTES = 2**30
-"""Bytes after which the driver gets back what has left, while others are copied: that takes a fifth of the time of as
-many bytes on the link (H200: 290 to 480 GB/s, 250 where segments are expandable)."""
+"""As soon as so many bytes have left, the driver gets them, while others are copied. It takes 290 to 480 GB/s on an
+H200, and 250 where segments are expandable: five times as many as the link."""
 
 LEAST_KEPT_BYTES = 64 * 2**20
 """Memory that is let go of and does not go, from which on it is said; less may be another thread's."""

@@ -148,7 +148,7 @@ class Residency:
             with tally.part("grads"):
                 tally.freed += self._drop(gradients)
         try:
-            # Before the states, whose copies follow at once: the GPU is not done with theirs meanwhile.
+            # Weights first: their copies run while masters are compared, and while the states' are queued.
             self._weights.leave(units, states, tally)
             if states is not None:
                 before = states.released_bytes + states.unmade_bytes
@@ -161,9 +161,7 @@ class Residency:
                     states.end_offload()
                 tally.freed += states.released_bytes - before
         except BaseException:
-            for unit in self._model.units:  # what masters told then may be written before it leaves again
-                if not unit.weights.is_away:
-                    unit.forget_masters()
+            self._model.forget_masters()
             if states is not None:
                 states.give_up_offload()
             # Race: weights that stay after all may be written while their copies still read them.
@@ -219,10 +217,8 @@ class Residency:
                 before = states.released_bytes
                 with tally.part("optimizer"):
                     tally.copy("optimizer", states.reload())
-                for unit in self._model.units:
-                    if not unit.weights.is_away:
-                        unit.forget_masters()
-                tally.freed -= before - states.released_bytes
+                self._model.forget_masters()
+                tally.freed += states.released_bytes - before
             if "grads" in coming:
                 with tally.part("grads"):
                     self._wake_gradients(tally)

@@ -106,7 +106,7 @@ class OptimizerStates:
 
     @property
     def unmade_bytes(self) -> int:
-        """The bytes of states that are not made yet, of slabs that have no memory yet, and leave with room for them."""
+        """Bytes of states that no step has made yet, in slabs that have never left; these leave with room for them."""
         new = (slab for slab in self._slabs if slab.gpu is None and slab.exists())
         return sum(state.nbytes for slab in new for state in slab.states if state.read() is None)
 
@@ -129,7 +129,7 @@ class OptimizerStates:
         """
         before = self.engine.traffic.out
         if self.is_owner and not self.is_driven:
-            self.give_up_offload()  # of a call that was interrupted: what was written since is not in its copies
+            self.give_up_offload()  # a call that was interrupted may have left copies, which lack later updates
         self.engine.masters.locate_weights()  # they were asleep too, perhaps, and have come back to another address
         unchanged = set[Slab]()
         if self._copies is not None:
@@ -145,7 +145,7 @@ class OptimizerStates:
                 is_new = slab.gpu is None
                 slab.offload()
                 self._leaving.append(slab)
-                # What is packed for a slab, or moved into it the first time, needs memory beside what is there.
+                # To pack a slab, or to move tensors into it the first time, takes more memory: few at a time.
                 while (is_new or slab.is_encoded) and len(self._leaving) >= MOST_IN_TRANSIT:
                     self._let_go()
         return self.engine.traffic.out - before

@@ -128,7 +128,7 @@ def offload_states(optimizer: Any, config: OffloadConfig) -> None:
     states = _states_of(optimizer, config)
     states.require_whole()
     wait_for_gpu(states.sources[0].device)
-    states.attach()  # first: where it fails on the way, what has left is served too
+    states.attach()  # first, so that a step finds what has left where the rest fails
     try:
         states.start_offload()
         states.end_offload()

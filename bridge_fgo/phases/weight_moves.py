@@ -119,7 +119,7 @@ class WeightMoves:
     def wake(self, tally: Tally, first: Callable[[], None] = lambda: None) -> None:
         """Bring the weights back that are away; a collective, of ranks that share them, also where none are away.
 
-        first: what to do before it, where others would wait in the collective for a rank on which that fails.
+        first: is called before. Where it fails on one rank, all raise: they would wait for that rank in the all-gather.
         """
         units = [unit for unit in self._model.units if unit.weights.is_away]
         filled: list[Unit] = []

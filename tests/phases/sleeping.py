@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 import bridge_fgo
+from bridge_fgo.core.residency import StillShared
 from bridge_fgo.core.storage_slab import StorageSlab
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
 from bridge_fgo.sources.megatron import live_bytes
@@ -60,6 +61,19 @@ def poisoned(monkeypatch):
 def residency(training, **how):
     """Return the residency of a training."""
     return bridge_fgo.Residency(training.model, training.optimizer, **how)
+
+
+def fail_once(patch, owner, name):
+    """Have the second call of a method fail. patch: a monkeypatch."""
+    act, calls = getattr(owner, name), []
+
+    def fails(*of, **how):
+        calls.append(of)
+        if len(calls) == 2:
+            raise StillShared("another process has it")
+        return act(*of, **how)
+
+    patch.setattr(owner, name, fails)
 
 
 def states_bytes(res):

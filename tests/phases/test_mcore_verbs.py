@@ -7,7 +7,7 @@ from unittest import mock
 import fused_adam
 import pytest
 import torch
-from sleeping import numbers, options, residency, resident, weights_bytes
+from sleeping import fail_once, numbers, options, residency, resident, weights_bytes
 
 import bridge_fgo
 from bridge_fgo.config import OffloadConfig
@@ -109,17 +109,9 @@ def test_a_step_after_a_verb_that_failed_half_way_finds_its_states_and_the_next_
         upstream.offload_states(leaf, OffloadConfig(slab_bytes=2**20))
         upstream.restore_states(leaf)
         transfers = type(vars(leaf)[STATES].engine.schedule.transfers)
-        act, calls = getattr(transfers, where), []
-
-        def fails(*of, **how):
-            calls.append(of)
-            if len(calls) == 2:
-                raise StillShared("another process has it")
-            return act(*of, **how)
-
         seen.append(numbers(training.step()))
         with monkeypatch.context() as patch:
-            patch.setattr(transfers, where, fails)
+            fail_once(patch, transfers, where)
             with pytest.raises(StillShared):
                 training.optimizer.offload_to_cpu()
         for _ in range(2):

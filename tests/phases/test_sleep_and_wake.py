@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sleeping import KINDS, numbers, options, poison, residency, resident, states_bytes, weights_bytes
+from sleeping import KINDS, fail_once, numbers, options, poison, residency, resident, states_bytes, weights_bytes
 
 import bridge_fgo
 from bridge_fgo.core.residency import StillShared
@@ -198,7 +198,7 @@ def test_after_a_step_states_are_copied_without_a_look_and_else_only_those_that_
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_driver_gets_what_has_left_while_other_slabs_are_copied(monkeypatch, packed):
-    """That takes a fifth of the copies' time. What it gets no copy may read any more: PyTorch does not wait."""
+    """The driver takes a fifth of the copies' time. The host waits first until no copy reads the memory any more."""
     monkeypatch.setattr(states, "RETURNED_BYTES", 1)
     with CpuTraining(CpuOptions(experts=True)) as training:
         training.step()
@@ -223,7 +223,7 @@ def test_the_driver_gets_what_has_left_while_other_slabs_are_copied(monkeypatch,
         copies, returns = names.count("copy_out"), [i for i, name in enumerate(names) if name == "driver"]
         assert len(returns) == names.count("release") == names.count("await_released") == copies > MOST_IN_TRANSIT
         assert all(names[i - 2 : i] == ["release", "await_released"] for i in returns)
-    # What is moved into slabs, or packed, needs memory beside it. Weights stay as long as masters are packed by them.
+    # Few slabs are under way where tensors are moved into them, or packed. Masters are packed by weights, which stay.
     assert most_in_transit(first) == MOST_IN_TRANSIT
     if packed:
         assert 1 < most_in_transit(order, packed) <= MOST_IN_TRANSIT
@@ -365,16 +365,8 @@ def test_after_a_sleep_that_failed_half_way_training_goes_on_and_the_next_copies
         owner, name = {
             "copy out": (transfers, "copy_out"), "weights": (StorageSlab, "empty"), "release": (transfers, "release"),
         }[where]  # fmt: skip
-        act, calls = getattr(owner, name), []
-
-        def fails(*of, **how):
-            calls.append(of)
-            if len(calls) == 2:
-                raise StillShared("another process has it")
-            return act(*of, **how)
-
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, fails)
+            fail_once(patch, owner, name)
             with pytest.raises(StillShared):
                 res.offload("params", "optimizer")
         res.reload()
