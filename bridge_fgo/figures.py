@@ -47,6 +47,9 @@ class Stats:
     failed_fetches: int = 0
     """Steps of the run in which there was no GPU memory for a copy ahead of its time. The rest of the states came back
     just when they were updated then, which takes longer."""
+    touched_bytes: int = 0
+    """States of the run, up to the end of the newest step, that came back to the GPU because something used a tensor of
+    them while it was offloaded; `reload_states()` before brings all of it in one go."""
     copies_in_first: bool | None = None
     """Whether copies in go before copies out in the optimizer step. Each rank tries both ways in some steps and keeps
     the one with less waiting (`bridge_fgo/core/precedence.py`); None until it knows."""
@@ -143,6 +146,7 @@ class Figures:
         return replace(
             self._now,
             pinned_bytes=engine.pinned_bytes,
+            touched_bytes=engine.traffic.touches.nbytes,
             failed_fetches=engine.failed_fetches,
             copies_in_first=engine.copies_in_first,
             copy_wait_seconds=engine.copy_wait_seconds,

@@ -114,7 +114,7 @@ class StreamOrder:
 
 
 def _is_in(tensor, memory):
-    return memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + memory.untyped_storage().nbytes()
+    return memory.untyped_storage()._cdata == tensor.untyped_storage()._cdata
 
 
 def install(monkeypatch):

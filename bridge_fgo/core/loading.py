@@ -7,6 +7,7 @@ from typing import Any, override
 
 import torch
 
+from bridge_fgo.core.guard import own
 from bridge_fgo.core.part import Part
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.slab import Slab
@@ -42,10 +43,11 @@ class Loading(Snapshot):
         What the host has is to be overwritten in place, and so is a tensor of which the host has nothing. A state that
         is loaded in another dtype than it has gets fp32 memory of its own.
         """
-        self._newest = found = read()
         part = self._owners.get(id(param))
-        places = {} if part is None else self._places(part, param)
-        return {name: self._target(value, places.get(id(value))) for name, value in found.items()}
+        with own():
+            self._newest = found = read()
+            places = {} if part is None else self._places(part, param)
+            return {name: self._target(value, places.get(id(value))) for name, value in found.items()}
 
     def _target(self, value: Any, place: Place | None) -> Any:
         if place is None:
@@ -71,18 +73,19 @@ class Loading(Snapshot):
             write: writes what it is given to the states; called where the host does not get all of them.
         """
         hand_out()
-        own = self._newest
+        mine = self._newest
         part = self._owners.get(id(param))
         if part is None:
             write(loaded)
             return
-        places = self._places(part, param)
         tensors = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
-        done = {
-            name: own[name]
-            for name, value in tensors.items()
-            if name in own and self._put_on_the_host(value, own[name], places.get(id(own[name])))
-        }
+        with own():
+            places = self._places(part, param)
+            done = {
+                name: mine[name]
+                for name, value in tensors.items()
+                if name in mine and self._put_on_the_host(value, mine[name], places.get(id(mine[name])))
+            }
         if done.keys() == tensors.keys():
             return
         self._borrow(part.slabs)
@@ -90,14 +93,14 @@ class Loading(Snapshot):
             slab.require_writable()
         write({**loaded, **done})  # a state that is right already is written onto itself: the owner wants them all
 
-    def _put_on_the_host(self, value: torch.Tensor, own: torch.Tensor, place: Place | None) -> bool:
+    def _put_on_the_host(self, value: torch.Tensor, mine: torch.Tensor, place: Place | None) -> bool:
         """Return whether the host has what was loaded of a state, or whether it has been brought from there since."""
-        if place is None or place[0].converts or value.dtype != own.dtype:  # the owner's to convert, or to refuse
+        if place is None or place[0].converts or value.dtype != mine.dtype:  # the owner's to convert, or to refuse
             return False
         _, slab, offset = place
-        home = slab.host_view(own, offset)
+        home = slab.host_view(mine, offset)
         is_there = value.data_ptr() == home.data_ptr()
-        if not _is_on_the_host(slab, own):
+        if not _is_on_the_host(slab, mine):
             return is_there and any(slab in slabs for slabs in self._borrowed)
         if not is_there:
             home.copy_(value)

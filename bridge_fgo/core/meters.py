@@ -9,6 +9,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
+from bridge_fgo.core.guard import Touches
+
 ALLOCATED = "allocated_bytes.all.peak"
 RESERVED = "reserved_bytes.all.peak"
 
@@ -140,6 +142,8 @@ class Traffic:
         """Off the GPU now; and the most that was at once since the newest pass began."""
         self.seconds = 0.0
         """Host time spent on the moves."""
+        self.touches = Touches()
+        """What came back beside them, because something used it."""
 
     def __enter__(self) -> None:
         for call in Traffic.before_block:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+
+from bridge_fgo.core.guard import Guard, Touches, own
 
 
 class Residency(enum.Enum):
@@ -35,12 +37,27 @@ class ResidencyMachine(ABC):
     is valid in. A verb that the present residency does not call for does nothing, so they may come in any order and
     any number of times: a second pass of the rerun loop, a skipped step and an early exit need no special case.
     After an action that was interrupted every verb raises RuntimeError, as `state` does.
+
+    In any residency but RESIDENT the tensors are guarded: what touches one has the states back, writable, so that no
+    list of readers and writers has to be complete.
+
+    Args:
+        touches: counts what touches bring back.
     """
 
-    def __init__(self) -> None:
+    state_bytes = 0
+    """Bytes of what moves."""
+
+    def __init__(self, touches: Touches | None = None) -> None:
         self._residency = Residency.RESIDENT
+        self.touches = touches or Touches()
+        self._guard = Guard(self._touched)
         self.interrupted = ""
         """The type of what came in the midst of an action, other than an error that leaves the slab as it was."""
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Return the tensors of the states that exist, as others hold them."""
+        return ()
 
     @abstractmethod
     def _start_offload(self) -> None:
@@ -90,14 +107,41 @@ class ResidencyMachine(ABC):
             failures: what the action raises where it fails (no memory, an error of the driver's) and leaves the slab as
                 it was; any RuntimeError by default.
         """
+        if self._residency is Residency.RESIDENT:
+            self._guard.put_on(self.tensors())
         try:
-            action()
+            with own():
+                action()
             self._residency = becomes
         except failures:
             raise
         except BaseException as error:
             self.interrupted = type(error).__name__
             raise
+        finally:
+            self._take_off_guard()
+
+    def _take_off_guard(self) -> None:
+        if self._residency is Residency.RESIDENT and not self.interrupted:
+            self._guard.take_off()
+
+    def _touched(self, tensor: torch.Tensor) -> None:
+        """Make the states readable and writable for whoever touches a tensor of them.
+
+        Raises:
+            RuntimeError: nothing may come back now; says what to call.
+        """
+        was_away = self.state is Residency.RELEASED
+        if refusal := self.touches.refusal():
+            raise RuntimeError(f"{self.name_of(tensor)} was used, and its memory is away: {refusal}")
+        with torch.inference_mode(False), torch.no_grad():  # else what is made for it could not be written outside
+            self.require_writable()
+        self._take_off_guard()  # also where something came between a move and its note
+        self.touches.count(self.state_bytes if was_away else 0)
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Return what to call one of the tensors in a message."""
+        return "optimizer state"
 
     def offload(self, start: Callable[[], None] | None = None) -> None:
         """Start towards the host, from RESIDENT or RELOADING.
@@ -140,6 +184,7 @@ class ResidencyMachine(ABC):
     def reloaded(self) -> None:
         """Note that what `_wait_reload` does for a RELOADING slab was done together with others'."""
         self._residency = Residency.RESIDENT
+        self._take_off_guard()
 
     def require_readable(self) -> None:
         """Make the states readable by work that the current stream gets from now on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import override
 
 import torch
@@ -22,9 +22,19 @@ class Slab(SlabMemory, ResidencyMachine):
         self, place: SlabPlace, device: torch.device, transfers: Transfers, ledger: Ledger, traffic: Traffic
     ) -> None:
         SlabMemory.__init__(self, place, device, ledger)
-        ResidencyMachine.__init__(self)
+        ResidencyMachine.__init__(self, traffic.touches)
         self.transfers = transfers
         self.traffic = traffic
+
+    @override
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for state in self.states:
+            yield from state.handles()
+
+    @override
+    def name_of(self, tensor: torch.Tensor) -> str:
+        names = (state.name for state in self.states if any(tensor is each for each in state.handles()))
+        return f"optimizer state {next(names, '')!r} of shape {tuple(tensor.shape)}"
 
     def _start_offload(self) -> None:
         self._copy_out(encoded=False)

@@ -9,10 +9,18 @@ from functools import partial
 import torch
 
 from bridge_fgo.core.codec import Codec, Move
+from bridge_fgo.core.guard import empty, fill
 from bridge_fgo.core.host_side import HostSide
 from bridge_fgo.core.layout import SlabPlace
 from bridge_fgo.core.meters import Ledger
 from bridge_fgo.core.residency import StillShared
+
+AWAY = (
+    "offloaded optimizer state was used in a way that does not bring it back (by a kernel of an extension, a "
+    "collective, or a view that was made before): call bridge_fgo.reload_states() first, or "
+    "Residency.reload('optimizer')"
+)
+"""What such code is told."""
 
 
 class SlabMemory(HostSide):
@@ -167,13 +175,13 @@ class SlabMemory(HostSide):
         assert storage is not None
         was_empty = not storage.nbytes()
         if was_empty:
-            self._ledger.change(self.nbytes, storage.resize_, self.nbytes)
+            self._ledger.change(self.nbytes, fill, storage, self.nbytes, AWAY)
         if self.is_encoded and self.staging is None:
             try:
                 self._take_staging()
             except torch.cuda.OutOfMemoryError:
                 if was_empty:  # else nobody would give it back: the slab is not on its way
-                    self._ledger.change(-self.nbytes, storage.resize_, 0)
+                    self._ledger.change(-self.nbytes, empty, storage, AWAY)
                 raise
 
     def _take_staging(self) -> None:
@@ -225,7 +233,7 @@ class SlabMemory(HostSide):
                     f"{self.states[0].name!r} cannot be emptied: something (numpy, another process) shares its memory"
                 )
             self._bind(torch.empty_like(self.gpu), copy=False)
-        self._storage.resize_(0)
+        empty(self._storage, AWAY)
         self._empty_staging()
 
     def close(self) -> None:

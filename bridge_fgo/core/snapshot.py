@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bridge_fgo.core.guard import own
 from bridge_fgo.core.part import Part
 from bridge_fgo.core.residency import Residency
 from bridge_fgo.core.shared_copies import OwnCopies
@@ -85,8 +86,9 @@ class Snapshot:
         encoded = [slab for slab in part.slabs if slab.is_encoded]
         converts = any(state.converts for slab in part.slabs for state in slab.states if state.param is param)
         self._borrow(part.slabs if converts else encoded)  # another dtype is made on the GPU
-        places = self._places(part, param)
-        safe = {name: self._safe(value, places) for name, value in read().items()}
+        with own():
+            places = self._places(part, param)
+            safe = {name: self._safe(value, places) for name, value in read().items()}
         # Race: what is borrowed goes back to the host, and a slab changes, while threads still copy from it.
         self._copier.finish()
         return safe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -57,6 +57,7 @@ class State:
     offset: where it starts there, in bytes.
     make: makes a tensor that is `late` before the optimizer's first step does, with any content; None where that is
         left to its source.
+    handle: returns what others hold of it where that is not the tensor itself but one around it (a DTensor).
     take_first: returns, once, what a tensor that was made without memory is to be copied from, in any dtype; None where
         it has memory.
     """
@@ -74,6 +75,15 @@ class State:
     offset: int = 0
     make: Callable[[], None] | None = None
     take_first: Callable[[], torch.Tensor | None] = lambda: None
+    handle: Callable[[], torch.Tensor | None] | None = None
+
+    def handles(self) -> Iterator[torch.Tensor]:
+        """Yield the tensor, where it exists, and what is around it."""
+        tensor = self.read()
+        if tensor is not None:
+            yield tensor
+            if self.handle is not None and (around := self.handle()) is not None:
+                yield around
 
     @property
     def nbytes(self) -> int:

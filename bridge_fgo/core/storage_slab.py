@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from bridge_fgo.core.guard import Aliases, Guard, empty, fill
 from bridge_fgo.core.host_buffer import HostBuffer
 from bridge_fgo.core.residency import StillShared
 
 Range = tuple[int, int]
 """First byte of a storage, and the one after the last."""
+
+Named = tuple[str, torch.Tensor]
+"""A tensor, and what to call it in a message."""
 
 
 class StorageSlab:
@@ -19,14 +23,29 @@ class StorageSlab:
     What is released (the storage) may be more than what is copied (`ranges`): of a buffer that all-gathers again a
     rank's own shard will do. The copies run on the current stream; whoever calls orders them.
 
+    While it is away its tensors are guarded: whatever touches one gets a RuntimeError that names it.
+
     Args:
         tensor: any view of the storage.
         name: what it is, for messages.
+        comes_by: what to call to have it back.
         ranges: what to copy, in order and disjoint; the whole storage when None.
+        named: tensors on it that have a name of their own. Others are looked for, see `find_aliases`.
     """
 
-    def __init__(self, tensor: torch.Tensor, name: str, ranges: Sequence[Range] | None = None) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        comes_by: str,
+        ranges: Sequence[Range] | None = None,
+        named: Iterable[Named] = (),
+    ) -> None:
         self.name = name
+        self._named = [*named, (name, tensor)]
+        self._aliases = Aliases()
+        self._guard = Guard(self._touched)
+        self._advice = f"used, and its memory is away: call {comes_by} first"
         self.storage = storage = tensor.untyped_storage()
         # Recorded once, while it is full: an emptied storage says 0.
         self.nbytes = storage.nbytes()
@@ -100,7 +119,9 @@ class StorageSlab:
         if self.is_away:
             return 0
         self.require_resizable()
-        self.storage.resize_(0)
+        self._guard.put_on(tensor for _, tensor in self._named)
+        self._guard.put_on(self._aliases.tensors())
+        empty(self.storage, f"{self.name} was {self._advice}")
         return self.nbytes
 
     def fill(self, zeroed: bool = False) -> int:
@@ -111,13 +132,29 @@ class StorageSlab:
         """
         if not self.is_away:
             return 0
-        self.storage.resize_(self.nbytes)
+        fill(self.storage, self.nbytes, f"{self.name} was {self._advice}")
+        self._guard.take_off()
         if zeroed:
             self._bytes.zero_()
         return self.nbytes
+
+    def _touched(self, tensor: torch.Tensor) -> None:
+        name = next((name for name, each in self._named if each is tensor), f"a view of {self.name}")
+        raise RuntimeError(f"{name}, of shape {tuple(tensor.shape)}, was {self._advice}")
+
+    def unguard(self) -> None:
+        """Leave the storage as it is to somebody else, who fills it."""
+        if self.is_away:
+            fill(self.storage, 0, "")
+            self._guard.take_off()
 
     def close(self) -> None:
         """Let go of the host memory."""
         if self.host is not None:
             self.host.close()
             self.host = self.host_digests = None
+
+
+def find_aliases(slabs: Iterable[StorageSlab]) -> None:
+    """Find the tensors on storages that are about to be emptied, whoever holds them: state dictionaries, say."""
+    Aliases.find([(slab.storage, slab._aliases) for slab in slabs if not slab.is_away])

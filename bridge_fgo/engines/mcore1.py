@@ -7,7 +7,10 @@ forgotten: only the inner optimizer step waits for it. The waits that are missin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, override
+
+import torch
 
 from bridge_fgo.core.meters import Traffic
 from bridge_fgo.core.residency import ResidencyMachine
@@ -37,13 +40,19 @@ class Generation1(ResidencyMachine, Member):
     verbs = ("offload_states", "release_offloaded_gpu_states", "reload_offloaded_states")
 
     def __init__(self, source: MegatronSource, traffic: Traffic) -> None:
-        ResidencyMachine.__init__(self)
+        ResidencyMachine.__init__(self, traffic.touches)
         Member.__init__(self, source, traffic)
         self._offloader: Any = self.optimizer._state_offloader
 
     @override
     def host_buffers(self) -> list[Any]:
         return host_buffers(self._offloader)
+
+    @override
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for bundle in self.states:
+            for state in bundle.states:
+                yield from state.handles()
 
     def _start_offload(self) -> None:
         offload(self.optimizer)

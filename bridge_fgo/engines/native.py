@@ -13,6 +13,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.cuda_transfers import CudaTransfers
 from bridge_fgo.core.debug import debugged
 from bridge_fgo.core.device_room import DeviceRoom
+from bridge_fgo.core.guard import own
 from bridge_fgo.core.layout import copied_whole
 from bridge_fgo.core.meters import PeakMeter, Traffic
 from bridge_fgo.core.part import Part
@@ -69,6 +70,7 @@ class NativeEngine(Engine):
         self._config = config
         device = sources[0].device if sources else torch.device("cpu")
         transfers = transfers or make_transfers(device, config)
+        self.traffic.touches.refusals.append(partial(_refuse_in_capture, transfers))
         self.schedule = schedule = Schedule(
             transfers, meter, config.gpu_memory_budget_bytes, DeviceRoom(meter) if budget == "auto" else None
         )
@@ -286,7 +288,8 @@ class NativeEngine(Engine):
             if written is not None:
                 left = [part for part in self._shares[source].parts if not part.ids <= written]
                 require_readable(slab for part in left for slab in part.slabs if slab.written_back)
-            return copy()
+            with own():  # what is on its way out is read, not touched: the copy out goes on
+                return copy()
 
     @override
     def settle(self) -> None:
@@ -411,7 +414,8 @@ class NativeEngine(Engine):
         part = self._shares[source].owners.get(id(param))
         if part is not None:
             require_readable(part.slabs)
-        return read()
+        with own():
+            return read()
 
     @override
     def share_copies(self) -> None:
@@ -433,6 +437,11 @@ class NativeEngine(Engine):
         self.schedule.forget_parts()
         self._shares.clear()
         self.sources = []
+
+
+def _refuse_in_capture(transfers: Transfers) -> str:
+    is_captured = transfers.capturing()
+    return "a CUDA graph is being captured: call bridge_fgo.reload_states() before" if is_captured else ""
 
 
 def make_transfers(device: torch.device, config: OffloadConfig) -> Transfers:

@@ -32,6 +32,7 @@ class Checks:
         guards = self._guards
         models = [module for chunk in chunks for module in wrapped_models(chunk)]
         guards.before_forward(models, self._require_for_forward)
+        guards.before_backward(models, lambda: self.require("params", "grads"))
         for module in models:
             guards.before(
                 module, ("state_dict", "load_state_dict", "sharded_state_dict"), lambda: self.require("params")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +15,23 @@ class Gradients:
 
     That is the buffer that every `main_grad` and bucket is a view of, and the fp32 tensors of
     `param_name_patterns_for_fp32_local_accumulation`.
+
+    Args:
+        buffer: theirs.
+        name: what to call it in messages.
+        names: of parameters, by their `id`.
+        comes_by: what to call to have them back.
     """
 
-    def __init__(self, buffer: Any, name: str) -> None:
-        self.slabs = [StorageSlab(buffer.grad_data, f"{name}'s gradient buffer")]
-        self.slabs += [StorageSlab(extra, f"{name}'s fp32 gradients") for extra in buffer.extra_main_grads]
+    def __init__(
+        self, buffer: Any, name: str, names: Mapping[int, str], comes_by: str = "Residency.reload('grads')"
+    ) -> None:
+        named = [
+            (f"the gradient of parameter {names.get(id(param), '')!r}", param.main_grad) for param in buffer.params
+        ]
+        named += [("a bucket of gradients", bucket.grad_data) for bucket in buffer.buckets]
+        self.slabs = [StorageSlab(buffer.grad_data, f"{name}'s gradient buffer", comes_by, named=named)]
+        self.slabs += [StorageSlab(extra, f"{name}'s fp32 gradients", comes_by) for extra in buffer.extra_main_grads]
         self._is_kept = False
         """Whether the host's copy is what they are to be when they return."""
 

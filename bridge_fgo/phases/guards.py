@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -90,6 +90,20 @@ class Guards:
             handle = module.register_forward_pre_hook(lambda module, args: check(), prepend=True)
             self._undo.append(handle.remove)
 
+    def before_backward(self, modules: Iterable[torch.nn.Module], check: Check) -> None:
+        """Have `check` called before the backward of what modules' forwards return.
+
+        By a hook on the newest node of the graph, which adds no node: kernels that add to gradients in C++ come later.
+        """
+
+        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+            for tensor in _tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(lambda grads: check())
+
+        for module in modules:
+            self._undo.append(module.register_forward_hook(hook).remove)
+
     def close(self) -> None:
         """Take everything off."""
         for undo in reversed(self._undo):
@@ -103,3 +117,11 @@ def wrapped_models(chunk: torch.nn.Module) -> list[torch.nn.Module]:
     while isinstance(inner := getattr(found[-1], "module", None), torch.nn.Module):
         found.append(inner)
     return found
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(each)

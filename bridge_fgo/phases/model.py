@@ -9,7 +9,7 @@ import torch
 
 from bridge_fgo.core.digest import kernel_for
 from bridge_fgo.core.host_buffer import HostBuffer
-from bridge_fgo.core.storage_slab import StorageSlab
+from bridge_fgo.core.storage_slab import StorageSlab, find_aliases
 from bridge_fgo.phases.gradients import Backwards, Gradients
 from bridge_fgo.phases.parameters import Weights, buffer_weights, other_weights
 from bridge_fgo.phases.quantized import ColumnwiseCopies
@@ -58,10 +58,12 @@ class Model:
         buffers = [buffer for ddp in self.ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers]
         self.device = _device(chunks, buffers)
         kernel_for(self.device)  # compiled before the first sleep
-        self.gradients = [Gradients(buffer, f"DDP buffer {i}") for i, buffer in enumerate(buffers)]
+        names = {id(param): name for chunk in chunks for name, param in chunk.named_parameters()}
+        self.gradients = [Gradients(buffer, f"DDP buffer {i}", names) for i, buffer in enumerate(buffers)]
         with_weights = [(i, buffer) for i, buffer in enumerate(buffers) if buffer.param_data is not None]
         self.units = [
-            Unit(buffer_weights(buffer, f"DDP buffer {i}"), rounding_of(buffer, states)) for i, buffer in with_weights
+            Unit(buffer_weights(buffer, f"DDP buffer {i}", names), rounding_of(buffer, states))
+            for i, buffer in with_weights
         ]
         in_buffers = {id(param) for _, buffer in with_weights for param in buffer.params}
         others = other_weights(chunks, in_buffers, self.device)
@@ -69,6 +71,7 @@ class Model:
             self.units.append(Unit(others))
         self.columnwise = ColumnwiseCopies(param for _, buffer in with_weights for param in buffer.params)
         self.backwards = [Backwards(ddp) for ddp in self.ddps]
+        find_aliases(self.weight_slabs + self.gradient_slabs)
 
     @property
     def weight_slabs(self) -> list[StorageSlab]:

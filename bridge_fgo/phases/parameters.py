@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bridge_fgo.core.digest import Digester
-from bridge_fgo.core.storage_slab import Range, StorageSlab
+from bridge_fgo.core.storage_slab import Named, Range, StorageSlab
 from bridge_fgo.phases.gradients import fill_all_or_none
 from bridge_fgo.phases.refusals import PLAIN
 
@@ -103,14 +103,23 @@ def digests_of(several: Sequence[Weights]) -> Iterator[tuple[Weights, list[tuple
         yield weights, [tuple(next(sums) for _ in slab.ranges) for slab in weights.slabs]
 
 
-def buffer_weights(buffer: Any, name: str) -> Weights:
+COME_BY = "Residency.reload('params')"
+
+
+def buffer_weights(buffer: Any, name: str, names: Mapping[int, str]) -> Weights:
     """Return the parameters of one of mcore's `_ParamAndGradBuffer`s that has them, of which a rank copies its shard.
 
     With the distributed optimizer each rank of the buffer's group owns a shard of each bucket, and that alone is
     current between an optimizer step and the all-gather that follows.
+
+    Args:
+        buffer: theirs.
+        name: what to call it in messages.
+        names: of parameters, by their `id`.
     """
     group = buffer.data_parallel_group
-    slab = StorageSlab(buffer.param_data, f"{name}'s parameter buffer", own_ranges(buffer, group.size(), group.rank()))
+    ranges = own_ranges(buffer, group.size(), group.rank())
+    slab = StorageSlab(buffer.param_data, f"{name}'s parameter buffer", COME_BY, ranges, named_weights(buffer, names))
 
     def gather() -> None:
         if group.size() == 1:
@@ -121,6 +130,12 @@ def buffer_weights(buffer: Any, name: str) -> Weights:
             torch.distributed.all_gather_into_tensor(bucket.param_data, own, group=group)
 
     return Weights([slab], gather, group.size())
+
+
+def named_weights(buffer: Any, names: Mapping[int, str]) -> list[Named]:
+    """Return a buffer's parameters and buckets; of quantized parameters the objects around what lies in it."""
+    params = [(f"parameter {names.get(id(param), '')!r}", param) for param in buffer.params]
+    return [*params, *(("a bucket of parameters", bucket.param_data) for bucket in buffer.buckets)]
 
 
 def own_ranges(buffer: Any, ranks: int, rank: int) -> list[Range]:
@@ -168,5 +183,5 @@ def other_weights(modules: Sequence[torch.nn.Module], in_buffers: set[int], devi
                 )
             storage = parameter.untyped_storage()._cdata  # tied weights share one
             if storage not in slabs:
-                slabs[storage] = StorageSlab(parameter, f"parameter {name!r}")
+                slabs[storage] = StorageSlab(parameter, f"parameter {name!r}", COME_BY)
     return Weights(list(slabs.values()))

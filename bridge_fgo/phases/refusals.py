@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from bridge_fgo.core.guard import class_of
+
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -41,7 +43,7 @@ def _refusals(chunk: torch.nn.Module) -> Iterator[str]:
         for buffer in ddp.buffers + ddp.expert_parallel_buffers:
             yield from buffer_refusals(buffer)
     for name, parameter in chunk.named_parameters():
-        if parameter.numel() and type(parameter) in PLAIN and not parameter.untyped_storage().nbytes():
+        if parameter.numel() and class_of(parameter) in PLAIN and not parameter.untyped_storage().nbytes():
             yield (
                 f"Residency over parameter {name!r}, whose memory is away: another Residency, or mcore's "
                 "offload_to_cpu, has it; bring it back first, and make one Residency for a model"

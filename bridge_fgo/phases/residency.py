@@ -10,8 +10,10 @@ from typing import Any, Concatenate, Literal
 import torch
 
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.core.guard import own
 from bridge_fgo.core.host_buffer import HostBuffer, page_lock
 from bridge_fgo.core.host_memory import local_cpus
+from bridge_fgo.core.storage_slab import find_aliases
 from bridge_fgo.engines.ranks import gather, on_every_rank, require_host_memory
 from bridge_fgo.phases.caches import Caches
 from bridge_fgo.phases.checks import Checks
@@ -30,7 +32,7 @@ def _outside_of_autograd[**P, R](
 
     @wraps(method)
     def run(self: Residency, *args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), own():
             return method(self, *args, **kwargs)
 
     return run
@@ -136,6 +138,8 @@ class Residency:
         goes_again = self._anywhere(states is not None and states.reads_weights and "params" in self.away)
         if not leaving and not goes_again:
             return Moved()
+        leaving_slabs = [slab for unit in units for slab in unit.weights.slabs]
+        find_aliases(leaving_slabs + [slab for one in gradients for slab in one.slabs])
         self._model.wait_for_collectives()
         if goes_again:
             if "params" in self.away:

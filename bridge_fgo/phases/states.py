@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +75,8 @@ class OptimizerStates:
         """Slabs whose copies out were started, and whose memory is there still."""
         self._cached = 0
         """Bytes that slabs have left to the allocator since the driver last got them."""
+        if self.is_owner and not alone:
+            self.engine.traffic.touches.refusals.append(partial(_refuse_asleep, weakref.ref(self)))
         self.is_driven = False
         """Whether training steps drive an engine of its own too, which then stays attached."""
         self._serves = 0
@@ -284,6 +288,14 @@ class OptimizerStates:
             self._detach()
             for leaf in self.optimizers:
                 vars(leaf).pop(STATES, None)
+
+
+def _refuse_asleep(states: weakref.ref[OptimizerStates]) -> str:
+    """Return what to call where states are touched that a `Residency` has sent away, and that nothing serves."""
+    owner = states()
+    if owner is None or owner.is_served:
+        return ""
+    return "call Residency.reload('optimizer') first, or save and load checkpoints in Residency.checkpointing()"
 
 
 def _on_this_rank[T](act: Callable[[], T]) -> T:

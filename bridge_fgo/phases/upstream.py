@@ -6,6 +6,7 @@ whole, and not a shard of it; `Residency` moves less.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +15,14 @@ import torch
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.core.host_buffer import page_lock
 from bridge_fgo.core.host_memory import local_cpus
-from bridge_fgo.core.storage_slab import StorageSlab
+from bridge_fgo.core.storage_slab import StorageSlab, find_aliases
 from bridge_fgo.engines.attachment import attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.phases.gradients import Gradients
 from bridge_fgo.phases.model import map_hosts
 from bridge_fgo.phases.movable import STATES, refusal_of
 from bridge_fgo.phases.moved import return_to_driver, wait_for_gpu
-from bridge_fgo.phases.parameters import Weights, digests_of
+from bridge_fgo.phases.parameters import Weights, digests_of, named_weights
 from bridge_fgo.phases.quantized import ColumnwiseCopies
 from bridge_fgo.phases.refusals import buffer_refusals
 from bridge_fgo.phases.states import OptimizerStates
@@ -29,6 +30,11 @@ from bridge_fgo.sources.megatron import UPSTREAM_OFFLOADERS
 
 BUFFER = "_bridge_fgo_phases"
 """Attribute of a `_ParamAndGradBuffer` that holds its `Buffer`."""
+
+
+COMES_BY = "the reload_from_cpu() of DDP's buffers"
+
+_buffers = weakref.WeakSet[Any]()
 
 
 class Buffer:
@@ -39,6 +45,13 @@ class Buffer:
         self._gradients: Gradients | None = None
         self._weights: Weights | None = None
         self._columnwise = ColumnwiseCopies(buffer.params)
+        _buffers.add(self)
+
+    def unguard(self) -> None:
+        """Leave what is away to mcore's own `reload_from_cpu`."""
+        for part in (self._gradients, self._weights):
+            for slab in () if part is None else part.slabs:
+                slab.unguard()
 
     @torch.no_grad()
     def offload(self, params: bool, grads: bool) -> None:
@@ -48,11 +61,15 @@ class Buffer:
             raise ValueError(refusal)
         leaving = []
         if grads and buffer.grad_data.untyped_storage().nbytes():
-            self._gradients = self._gradients or Gradients(buffer, "a DDP buffer")
+            self._gradients = self._gradients or Gradients(buffer, "a DDP buffer", {}, COMES_BY)
             leaving.append(self._gradients.slabs)
         if params and buffer.param_data is not None and buffer.param_data.untyped_storage().nbytes():
-            self._weights = self._weights or Weights([StorageSlab(buffer.param_data, "a DDP buffer's parameters")])
+            slab = StorageSlab(
+                buffer.param_data, "a DDP buffer's parameters", COMES_BY, named=named_weights(buffer, {})
+            )
+            self._weights = self._weights or Weights([slab])
             leaving.append(self._weights.slabs)
+        find_aliases(slab for slabs in leaving for slab in slabs)
         for slab in (slab for slabs in leaving for slab in slabs):
             slab.require_resizable()
         if self._weights is not None and self._weights.slabs in leaving:
@@ -94,6 +111,12 @@ class Buffer:
         if grads and self._gradients is not None and self._gradients.is_away:
             self._gradients.fill()
             self._buffer.grad_data_size = 0
+
+
+def leave_to_mcore() -> None:
+    """Have mcore's own methods bring back what is away, as after an uninstall."""
+    for buffer in list(_buffers):
+        buffer.unguard()
 
 
 def phases_of(buffer: Any, pins: bool) -> Buffer:

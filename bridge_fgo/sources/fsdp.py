@@ -107,9 +107,14 @@ class FsdpSource(McoreSource):
                 bundle.states.append(_master(param, home))
             for state in adam_states(self.optimizer.optimizer, param):
                 # mcore makes them before a load, by a step of the Adam inside: see `making`.
-                bundle.states.append(replace(state, read=partial(self._moment, param, state.name), make=None))
+                read, held = partial(self._moment, param, state.name), partial(self._held, param, state.name)
+                bundle.states.append(replace(state, read=read, make=None, handle=held))
             result.append(bundle)
         return result
+
+    def _held(self, param: torch.Tensor, name: str) -> torch.Tensor | None:
+        held: torch.Tensor | None = self.optimizer.optimizer.state.get(param, {}).get(name)
+        return held
 
     def _moment(self, param: torch.Tensor, name: str) -> torch.Tensor | None:
         """Return the local shard of a moment, which nothing else keeps in the memory that it has."""
@@ -187,4 +192,7 @@ def _master(param: torch.Tensor, home: Home) -> State:
     shard = local(param)
     offset = int(shard.storage_offset()) * shard.itemsize
     read = partial(local, param)
-    return State("master", "master weight", param, shard.dtype, read, written_back=True, home=home, offset=offset)
+    return State(
+        "master", "master weight", param, shard.dtype, read, written_back=True, home=home, offset=offset,
+        handle=lambda: param,
+    )  # fmt: skip

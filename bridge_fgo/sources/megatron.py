@@ -13,6 +13,7 @@ from typing import Any, override
 
 import torch
 
+from bridge_fgo.core.guard import class_of
 from bridge_fgo.core.part import Part
 from bridge_fgo.core.state import Bundle, State, WeightShard, local
 from bridge_fgo.sources.inner_step import InnerStep
@@ -152,7 +153,7 @@ def bundles(optimizer: Any, rounded: Mapping[int, WeightShard] | None = None) ->
     result = [Bundle(param) for group in adam.param_groups for param in group["params"] if param.numel()]
     for bundle in result:
         param = bundle.param
-        if id(param) in masters and param.untyped_storage().data_ptr() not in owned_by_ddp:
+        if id(param) in masters and param.untyped_storage()._cdata not in owned_by_ddp:
             to = (rounded or {}).get(id(param))
             state = State(
                 "master", "master weight", param, param.dtype, lambda p=param: p, written_back=True, rounds_to=to,
@@ -212,7 +213,7 @@ def of_inner(adam: torch.optim.Optimizer, param: torch.Tensor, name: str) -> tor
     tensor = adam.state.get(param, {}).get(name)
     if tensor is not None:
         tensor = local(tensor)
-    if tensor is None or type(tensor) in PLAIN:
+    if tensor is None or class_of(tensor) in PLAIN:
         return tensor
     raise ValueError(
         f"optimizer state {name!r} is a {type(tensor).__name__}: only plain tensors can be offloaded; set "
@@ -221,9 +222,9 @@ def of_inner(adam: torch.optim.Optimizer, param: torch.Tensor, name: str) -> tor
 
 
 def ddp_storages(optimizer: Any) -> set[int]:
-    """Return the addresses of the DDP parameter and gradient buffers behind a DistributedOptimizer."""
+    """Return the storages (`_cdata`) of the DDP parameter and gradient buffers behind a DistributedOptimizer."""
     data = (getattr(buffer, name, None) for buffer in optimizer.buffers for name in ("param_data", "grad_data"))
-    return {tensor.untyped_storage().data_ptr() for tensor in data if tensor is not None} - {0}
+    return {tensor.untyped_storage()._cdata for tensor in data if tensor is not None}
 
 
 def live_bytes(states: Iterable[Bundle], home: torch.device) -> int:

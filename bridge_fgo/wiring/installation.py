@@ -178,5 +178,9 @@ def uninstall() -> None:
         from bridge_fgo.wiring.attaching import close_all
 
         close_all()
+    if "bridge_fgo.phases.upstream" in sys.modules:
+        from bridge_fgo.phases import upstream
+
+        upstream.leave_to_mcore()
     _installation.undo()
     _installation = None

@@ -171,6 +171,8 @@ class Session:
             is_replayed: whether it replays a CUDA graph, where the model has its passes captured.
         """
         self._proof.begin_pass(self.engine)
+        if news := self.engine.traffic.touches.news():
+            warn(news)
         if self._is_captured and not is_replayed:
             self.engine.begin_pass(is_like_others=False)
         else:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bridge_fgo.core.guard import own, touch_all
 from bridge_fgo.engines.attachment import Attachment, attachment_of
 from bridge_fgo.sources.fsdp import is_fsdp
 from bridge_fgo.sources.megatron import UPSTREAM_OFFLOADERS, load_groups
@@ -20,7 +21,7 @@ from bridge_fgo.wiring import fsdp_loads
 from bridge_fgo.wiring.compat import FLAG, flag_is_set
 from bridge_fgo.wiring.session import active_session, all_sessions
 from bridge_fgo.wiring.shadowing import shadowed
-from bridge_fgo.wiring.wrappers import Args, Kwargs, Wrapped, arguments_of
+from bridge_fgo.wiring.wrappers import Args, Kwargs, Wrapped
 
 
 def _require_readable(instance: Any, masters_only: bool = False) -> None:
@@ -35,13 +36,15 @@ def reads_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
     if to is not None:
         to.engine.require_whole(to.source, "read")
     _require_readable(instance)
-    return wrapped(*args, **kwargs)
+    with own():
+        return wrapped(*args, **kwargs)
 
 
 def reads_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the masters readable first."""
     _require_readable(instance, masters_only=True)
-    return wrapped(*args, **kwargs)
+    with own():  # in each pass, before the forward: masters that are on their way out are read, not touched
+        return wrapped(*args, **kwargs)
 
 
 def copies_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -273,24 +276,9 @@ def replaces_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     return result
 
 
-def clip_qk(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the masters writable for QK-clip, which scales them also after a step that was skipped.
-
-    From mcore 0.20 on Bridge calls it in every step, with `log_max_only` where nothing is clipped: that writes none.
-    """
-    session = active_session()
-    if session is not None and not arguments_of(wrapped, args, kwargs).get("log_max_only", False):
-        session.engine.require_writable(masters_only=True)
-    return wrapped(*args, **kwargs)
-
-
-def reads_all_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the masters of a model readable first, for a reader that knows parameters and no optimizer."""
-    model = arguments_of(wrapped, args, kwargs)["model"]
-    chunks = model if isinstance(model, list) else [model]
-    # Of all sessions where the model is wrapped once more than its optimizers know.
-    for session in [one for one in all_sessions() if one.trains(chunks)] or all_sessions():
-        session.engine.require_readable(masters_only=True)
+def touches_lists(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Bring back what is away of the tensors in the lists first."""
+    touch_all((args, kwargs))
     return wrapped(*args, **kwargs)
 
 

@@ -109,14 +109,6 @@ def patches() -> list[Patch]:
             "the last reader of the masters before forward; called in every pass, also where it does nothing",
         ),
         FunctionPatch(
-            TRAIN, "clip_qk", state_wrappers.clip_qk, (),
-            "writes the masters after the optimizer step, also one that was skipped with a reload in flight",
-        ),
-        FunctionPatch(
-            TRAIN, "calc_params_l2_norm", state_wrappers.reads_all_masters, ("model",),
-            "reads `param.main_param` between steps, when masters may be released",
-        ),
-        FunctionPatch(
             "megatron.bridge.training.eval", "evaluate", state_wrappers.make_room, ("model",),
             "both loops evaluate through it, with states on the GPU that had not left yet",
         ),
@@ -178,6 +170,17 @@ def patches() -> list[Patch]:
             "MegatronFSDP._replace_param_with_distributed_if_needed", fsdp_wrappers.reads_masters, (),
             "makes the masters the model's parameters, for whoever asks for a state dictionary",
             distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
+        ),
+        *(
+            FunctionPatch(
+                module, "MultiTensorApply.__call__", state_wrappers.touches_lists, (),
+                "hands lists of tensors to kernels in C++, from norms and copies of anybody's, which no tensor can see",
+                distribution=distribution, series=((0, 0), end), optional=True,
+            )
+            for module, distribution, end in (
+                ("transformer_engine.pytorch.optimizers.multi_tensor_apply", "transformer-engine", (3, 0)),
+                ("apex.multi_tensor_apply.multi_tensor_apply", "apex", (1, 0)),
+            )
         ),
         FunctionPatch(
             "megatron.bridge.training.utils.train_utils", "report_memory", wrappers.report_memory, (),

@@ -20,7 +20,7 @@ def sums(*tensors):
 def test_views_of_an_emptied_storage_are_valid_again_and_ranges_come_back():
     buffer = torch.arange(100, dtype=torch.int16)
     view = buffer[10:20].view(2, 5)
-    slab = StorageSlab(view, "it", [(0, 40), (60, 80)])
+    slab = StorageSlab(view, "it", "reload()", [(0, 40), (60, 80)])
     slab.map_host()
     assert slab.copy_out() == 60
     assert slab.empty() == 200 and slab.empty() == 0 and view.untyped_storage().nbytes() == 0
@@ -34,7 +34,7 @@ def test_views_of_an_emptied_storage_are_valid_again_and_ranges_come_back():
 
 def test_memory_that_numpy_shares_is_not_emptied():
     tensor = torch.zeros(8)
-    slab = StorageSlab(tensor, "it")
+    slab = StorageSlab(tensor, "it", "reload()")
     shared = tensor.numpy()
     with pytest.raises(StillShared, match="it cannot be emptied"):
         slab.empty()
