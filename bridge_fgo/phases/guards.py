@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,10 +51,24 @@ class Checked:
             self._after()
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the method of the owner's copy: a reference model may be a copy of the model that trains."""
-        owner = memo[id(self._owner)]
-        return getattr(type(owner), self._name).__get__(owner)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have a copy of the owner, or what is loaded of it, hold the method: a reference model may be such a copy."""
+        return (getattr, (self._owner, self._name)) if self._own is None else (partial, (self._own,))
+
+
+class ForwardCheck:
+    """A module's forward pre-hook that calls a check."""
+
+    def __init__(self, check: Check) -> None:
+        self._check = check
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        """Check."""
+        self._check()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have a copy of the module hold a hook that returns the arguments as they are, and needs no package."""
+        return getattr, ({}, "get")
 
 
 class Guards:
@@ -87,7 +102,7 @@ class Guards:
         """Have `check` called before modules' forwards."""
         for module in modules:
             # First of all hooks: DDP's own would gather parameters.
-            handle = module.register_forward_pre_hook(lambda module, args: check(), prepend=True)
+            handle = module.register_forward_pre_hook(ForwardCheck(check), prepend=True)
             self._undo.append(handle.remove)
 
     def close(self) -> None:
