@@ -90,10 +90,11 @@ class Residency(residency.Residency):
 
     @override
     def close(self) -> None:
-        if self._session is not None and not self._session.closed:
-            self.reload()
-            self._session.close()
-        super().close()
+        with self._turn:
+            if self._session is not None and not self._session.closed:
+                self.reload()
+                self._session.close()
+            super().close()
 
     # Checkpoints.
 
