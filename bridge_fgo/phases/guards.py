@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,10 +52,37 @@ class Checked:
             self._after()
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the method of the owner's copy: a reference model may be a copy of the model that trains."""
-        owner = memo[id(self._owner)]
-        return getattr(type(owner), self._name).__get__(owner)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have a copy of the owner, or what is loaded of it, hold the method: a reference model may be such a copy."""
+        return (getattr, (self._owner, self._name)) if self._own is None else (partial, (self._own,))
+
+
+class ForwardCheck:
+    """A module's forward pre-hook that calls a check."""
+
+    def __init__(self, check: Check) -> None:
+        self._check = check
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        """Check."""
+        self._check()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have a copy of the module hold a hook that does nothing, and needs no package."""
+        return getattr, (nullcontext(), "__exit__")
+
+
+class BackwardCheck(ForwardCheck):
+    """A module's forward hook that has a check called before the backward of what the forward returns.
+
+    By a hook on the newest node of the graph, which adds no node: kernels that add to gradients in C++ come later.
+    """
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
+        """Register it."""
+        for tensor in _tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda grads: self._check())
 
 
 class Guards:
@@ -87,22 +116,13 @@ class Guards:
         """Have `check` called before modules' forwards."""
         for module in modules:
             # First of all hooks: DDP's own would gather parameters.
-            handle = module.register_forward_pre_hook(lambda module, args: check(), prepend=True)
+            handle = module.register_forward_pre_hook(ForwardCheck(check), prepend=True)
             self._undo.append(handle.remove)
 
     def before_backward(self, modules: Iterable[torch.nn.Module], check: Check) -> None:
-        """Have `check` called before the backward of what modules' forwards return.
-
-        By a hook on the newest node of the graph, which adds no node: kernels that add to gradients in C++ come later.
-        """
-
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            for tensor in _tensors_in(output):
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(lambda grads: check())
-
+        """Have `check` called before the backward of what modules' forwards return."""
         for module in modules:
-            self._undo.append(module.register_forward_hook(hook).remove)
+            self._undo.append(module.register_forward_hook(BackwardCheck(check)).remove)
 
     def close(self) -> None:
         """Take everything off."""

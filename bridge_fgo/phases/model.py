@@ -11,7 +11,7 @@ from bridge_fgo.core.digest import kernel_for
 from bridge_fgo.core.host_buffer import HostBuffer
 from bridge_fgo.core.storage_slab import StorageSlab, find_aliases
 from bridge_fgo.phases.gradients import Backwards, Gradients
-from bridge_fgo.phases.parameters import Weights, buffer_weights, other_weights
+from bridge_fgo.phases.parameters import Weights, buffer_weights, other_weights, outside_of_buffers
 from bridge_fgo.phases.quantized import ColumnwiseCopies
 from bridge_fgo.phases.refusals import ddp_of
 from bridge_fgo.phases.rounding import Rounding, rounding_of
@@ -65,8 +65,13 @@ class Model:
             Unit(buffer_weights(buffer, f"DDP buffer {i}", names), rounding_of(buffer, states))
             for i, buffer in with_weights
         ]
-        in_buffers = {id(param) for _, buffer in with_weights for param in buffer.params}
-        others = other_weights(chunks, in_buffers, self.device)
+        self._chunks = chunks
+        self._in_buffers = {
+            id(param): buffer.param_data.untyped_storage()._cdata
+            for _, buffer in with_weights
+            for param in buffer.params
+        }
+        others = other_weights(chunks, self._in_buffers, self.device)
         if others.slabs:
             self.units.append(Unit(others))
         self.columnwise = ColumnwiseCopies(param for _, buffer in with_weights for param in buffer.params)
@@ -82,6 +87,20 @@ class Model:
     def gradient_slabs(self) -> list[StorageSlab]:
         """The storages of all gradients."""
         return [slab for gradients in self.gradients for slab in gradients.slabs]
+
+    def require_parameters(self) -> None:
+        """Raise RuntimeError where the model has a parameter that would not leave with the others.
+
+        Raises:
+            ValueError: as `outside_of_buffers`.
+        """
+        known = {slab.storage._cdata for slab in self.weight_slabs}
+        for name, storage, _ in outside_of_buffers(self._chunks, self._in_buffers, self.device):
+            if storage not in known:
+                raise RuntimeError(
+                    f"parameter {name!r} was added, or given other memory (`param.data =`, load_state_dict(assign="
+                    "True)), since this Residency was made, and would stay on the GPU: close() it and make another"
+                )
 
     @property
     def has_backward(self) -> bool:

@@ -22,10 +22,17 @@ def movable_optimizers(optimizer: Any) -> list[Any]:
     DistributedOptimizers over Adam, and Float16OptimizerWithFloat16Params over Adam or Muon.
 
     Raises:
-        ValueError: there is another kind of optimizer among them.
+        ValueError: there is another kind of optimizer among them, or something else.
     """
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
     found = []
-    for leaf in leaves(optimizer):
+    for leaf in leaves(optimizer) if hasattr(optimizer, "__dict__") else [optimizer]:
+        if not isinstance(leaf, MegatronOptimizer):
+            raise ValueError(
+                f"Residency(optimizer={type(leaf).__name__}): pass mcore's optimizer, which get_megatron_optimizer "
+                "returned and the training loop steps, or optimizer=None to move parameters and gradients alone"
+            )
         if getattr(leaf, "is_stub_optimizer", False):
             continue
         if why := refusal_of(leaf):

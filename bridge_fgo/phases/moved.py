@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +17,8 @@ Kind = Literal["params", "grads", "optimizer"]
 KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")
 """What leaves and returns apart."""
 
+Kinds = Kind | Literal["all"] | Iterable[Kind]
+"""What a verb is asked to move: a name, or names. No names are nothing."""
 
 RETURNED_BYTES = 2**30
 """As soon as so many bytes have left, the driver gets them, while others are copied. It takes 290 to 480 GB/s on an

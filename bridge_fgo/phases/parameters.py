@@ -160,28 +160,50 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
     return result
 
 
-def other_weights(modules: Sequence[torch.nn.Module], in_buffers: set[int], device: torch.device) -> Weights:
-    """Return the parameters of modules that lie in storages of their own: frozen ones, and models without DDP.
+def outside_of_buffers(
+    modules: Sequence[torch.nn.Module], in_buffers: Mapping[int, int], device: torch.device
+) -> Iterator[tuple[str, int, torch.nn.Parameter]]:
+    """Yield the parameters that lie in storages of their own, each with its name and the `_cdata` of its storage.
 
     Args:
         modules: the model chunks.
-        in_buffers: the `id`s of the parameters that lie in DDP's buffers.
+        in_buffers: of the parameters that lie in DDP's buffers their `id`s, and the `_cdata`s of the storages.
         device: parameters on another one stay where they are.
 
     Raises:
-        ValueError: a parameter is of a class with several tensors inside (FP8).
+        ValueError: a parameter was taken out of DDP's buffer.
     """
-    slabs: dict[int, StorageSlab] = {}
     for module in modules:
         for name, parameter in module.named_parameters():
-            if id(parameter) in in_buffers or not parameter.numel() or parameter.device != device:
+            if not parameter.numel() or parameter.device != device:
                 continue
-            if type(parameter) not in PLAIN or type(parameter.data) not in PLAIN:
+            if id(parameter) not in in_buffers:
+                yield name, parameter.untyped_storage()._cdata, parameter
+            elif type(parameter) in PLAIN and parameter.untyped_storage()._cdata != in_buffers[id(parameter)]:
                 raise ValueError(
-                    f"parameter {name!r} outside of DDP's buffers is a {type(parameter.data).__name__}: only plain "
-                    "tensors can be offloaded there; leave this model out, or keep its weights in 16 or 32 bits"
+                    f"parameter {name!r} was given other memory than DDP's buffer, where the optimizer updates it and "
+                    "Residency moves it: write into it (param.data.copy_()) in place of `param.data =`"
                 )
-            storage = parameter.untyped_storage()._cdata  # tied weights share one
-            if storage not in slabs:
-                slabs[storage] = StorageSlab(parameter, f"parameter {name!r}", COME_BY)
+
+
+def other_weights(modules: Sequence[torch.nn.Module], in_buffers: Mapping[int, int], device: torch.device) -> Weights:
+    """Return the parameters that lie in storages of their own: frozen ones, and models without DDP.
+
+    Args:
+        modules: the model chunks.
+        in_buffers: as for `outside_of_buffers`.
+        device: as there.
+
+    Raises:
+        ValueError: as there; or a parameter is of a class with several tensors inside (FP8).
+    """
+    slabs: dict[int, StorageSlab] = {}
+    for name, storage, parameter in outside_of_buffers(modules, in_buffers, device):
+        if type(parameter) not in PLAIN or type(parameter.data) not in PLAIN:
+            raise ValueError(
+                f"parameter {name!r} outside of DDP's buffers is a {type(parameter.data).__name__}: only plain "
+                "tensors can be offloaded there; leave this model out, or keep its weights in 16 or 32 bits"
+            )
+        if storage not in slabs:  # tied weights share one
+            slabs[storage] = StorageSlab(parameter, f"parameter {name!r}", COME_BY)
     return Weights(list(slabs.values()))

@@ -16,8 +16,10 @@ def refuse_models(chunks: Sequence[torch.nn.Module]) -> None:
     """Check model chunks, wrapped in DDP or not.
 
     Raises:
-        ValueError: their buffers cannot be emptied; names the setting to change.
+        ValueError: they are none, or their buffers cannot be emptied; names the setting to change.
     """
+    if not chunks:
+        raise ValueError("Residency(model=[]): pass the model chunks, as get_model returned them")
     for chunk in chunks:
         for refusal in _refusals(chunk):
             raise ValueError(refusal)
@@ -25,7 +27,10 @@ def refuse_models(chunks: Sequence[torch.nn.Module]) -> None:
 
 def _refusals(chunk: torch.nn.Module) -> Iterator[str]:
     if not isinstance(chunk, torch.nn.Module):
-        yield f"Residency(model={type(chunk).__name__}): pass a module, or a list of model chunks"
+        yield (
+            f"Residency(model={type(chunk).__name__}): pass a module, or a list of model chunks, and then the "
+            "optimizer: Residency(model, optimizer)"
+        )
         return
     for module in chunk.modules():
         if "FullyShardedDataParallel" in type(module).__name__:
@@ -42,7 +47,13 @@ def _refusals(chunk: torch.nn.Module) -> Iterator[str]:
     for ddp in ddp_of(chunk):
         for buffer in ddp.buffers + ddp.expert_parallel_buffers:
             yield from buffer_refusals(buffer)
+    in_ddp = {id(parameter) for ddp in ddp_of(chunk) for parameter in ddp.parameters()}
     for name, parameter in chunk.named_parameters():
+        if hasattr(parameter, "main_grad") and id(parameter) not in in_ddp:
+            yield (
+                f"Residency(model={type(chunk).__name__}): parameter {name!r} is in a DDP that was not "
+                "passed, which has its gradients: pass the DDP, as get_model returned it"
+            )
         if parameter.numel() and class_of(parameter) in PLAIN and not parameter.untyped_storage().nbytes():
             yield (
                 f"Residency over parameter {name!r}, whose memory is away: another Residency, or mcore's "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, Literal
@@ -18,21 +20,28 @@ from bridge_fgo.engines.ranks import gather, on_every_rank, require_host_memory
 from bridge_fgo.phases.caches import Caches
 from bridge_fgo.phases.checks import Checks
 from bridge_fgo.phases.gradients import Gradients, drop_shard_gradients
+from bridge_fgo.phases.guards import wrapped_models
 from bridge_fgo.phases.model import Model, Unit, map_hosts
-from bridge_fgo.phases.moved import KINDS, Kind, Moved, Tally, return_to_driver, wait_for_gpu
+from bridge_fgo.phases.moved import KINDS, Kind, Kinds, Moved, Tally, return_to_driver, wait_for_gpu
 from bridge_fgo.phases.refusals import refuse_models
 from bridge_fgo.phases.states import OptimizerStates
 from bridge_fgo.phases.weight_moves import WeightMoves
 
+_open = weakref.WeakSet["Residency"]()
+"""Those that are not closed. What one has hung on its model keeps it alive as long as the model is."""
 
-def _outside_of_autograd[**P, R](
+
+def _verb[**P, R](
     method: Callable[Concatenate[Residency, P], R],
 ) -> Callable[Concatenate[Residency, P], R]:
-    """Have a method record nothing, also where an inference engine has left its inference mode on."""
+    """Have a method wait for those that other threads are in, and record nothing for autograd.
+
+    Nor is it in the inference mode that an inference engine has left on.
+    """
 
     @wraps(method)
     def run(self: Residency, *args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.inference_mode(False), torch.no_grad(), own():
+        with self._turn, torch.inference_mode(False), torch.no_grad(), own():
             return method(self, *args, **kwargs)
 
     return run
@@ -42,10 +51,11 @@ class Residency:
     """Parameters, gradients and optimizer state that leave a shared GPU, and come back, each by itself.
 
     Between steps only, and on every rank alike: parameters of several data-parallel ranks return by an all-gather.
-    Making one is a collective of all ranks.
+    Making one is a collective of all ranks. A model has one at a time, which `of` finds. Verbs that several threads
+    call run one after another.
 
     Args:
-        model: a model chunk or a list of them, wrapped in mcore's DDP or not.
+        model: a model chunk or a list of them: mcore's DDP where there is one, not the model inside.
         optimizer: what the training loop steps, over DistributedOptimizers; None for a reference model.
         config: settings of the offload where no engine is attached to the optimizer; masters are copied whole unless
             it says otherwise.
@@ -61,19 +71,32 @@ class Residency:
         optimizer: Any = None,
         config: OffloadConfig | None = None,
     ) -> None:
-        chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-        on_every_rank(lambda: refuse_models(chunks))
+        self._turn = threading.RLock()
+        self._chunks = chunks = _chunks_of(model)
+        on_every_rank(lambda: _refuse(chunks, config))
         with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
             self._states = None if optimizer is None else OptimizerStates(optimizer, config)
-            self._model = on_every_rank(lambda: Model(chunks, self._states))
-        self._pins = self._model.device.type == "cuda" and (config is None or config.pin_memory)
-        buffers = on_every_rank(lambda: map_hosts(self._model.weight_slabs))
-        require_host_memory(sum(buffer.tensor.numel() for buffer in buffers) if self._pins else 0)
-        on_every_rank(lambda: self._lock(buffers))
+            try:
+                self._model = on_every_rank(lambda: Model(chunks, self._states))
+                self._pins = self._model.device.type == "cuda" and (config is None or config.pin_memory)
+                buffers = on_every_rank(lambda: map_hosts(self._model.weight_slabs))
+                require_host_memory(sum(buffer.tensor.numel() for buffer in buffers) if self._pins else 0)
+                on_every_rank(lambda: self._lock(buffers))
+            except BaseException:
+                if self._states is not None:
+                    self._states.close()
+                raise
         self._caches = Caches(chunks, self._model.device)
         self._weights = WeightMoves(self._model, self._states, lambda act: self._alike(act))
         self._checks = Checks(self._model, self._states, lambda: self.away)
         self._checks.put_on(chunks, optimizer)
+        _open.add(self)
+
+    @classmethod
+    def of(cls, model: torch.nn.Module | Sequence[torch.nn.Module]) -> Residency | None:
+        """Return the Residency of a model, of what wraps it, or of a part of it; None where there is none."""
+        chunks = _chunks_of(model)
+        return next((each for each in list(_open) if not _ids(each._chunks).isdisjoint(_ids(chunks))), None)
 
     def _lock(self, buffers: Sequence[HostBuffer]) -> None:
         if self._pins and buffers:
@@ -102,14 +125,16 @@ class Residency:
 
     # The verbs.
 
-    @_outside_of_autograd
-    def offload(self, *what: Kind, grads: Literal["drop", "keep"] = "drop") -> Moved:
-        """Have "params", "grads" or "optimizer" leave the GPU, and its memory go to the driver; all without arguments.
+    @_verb
+    def offload(self, kinds: Kinds = "all", *more: Kind, grads: Literal["drop", "keep"] = "drop") -> Moved:
+        """Have "params", "grads" or "optimizer" leave the GPU, and its memory go to the driver.
 
         What is away stays away. At the end every copy is done.
 
         Args:
-            what: any of the three, in any order.
+            kinds: any of the three, in any order, by one name or a list of names; "all" for all of them. An empty list
+                moves nothing.
+            more: further names.
             grads: "drop" lets gradients go, and they return as zeros. "keep" copies them.
 
         Returns:
@@ -118,9 +143,10 @@ class Residency:
         Raises:
             ValueError: a word is not one of these. Nothing has moved.
             RuntimeError: a backward has run since the last update, and its gradients would be dropped; or the state
-                cannot be offloaded as it is. Nothing has moved.
+                cannot be offloaded as it is; or a parameter is not one of those that the Residency was made with, or
+                it is closed. Nothing has moved.
         """
-        asked = self._asked(what, self._model.device)
+        asked = self._asked(kinds, more)
         leaving = asked & self._here()
         states = self._states if "optimizer" in leaving else None
         units = [unit for unit in self._model.units if not unit.weights.is_away] if "params" in leaving else []
@@ -190,9 +216,9 @@ class Residency:
         tally.note_what_stays()
         return tally.moved()
 
-    @_outside_of_autograd
-    def reload(self, *what: Kind) -> Moved:
-        """Have "params", "grads" or "optimizer" back on the GPU; all without arguments.
+    @_verb
+    def reload(self, kinds: Kinds = "all", *more: Kind) -> Moved:
+        """Have "params", "grads" or "optimizer" back on the GPU, named as for `offload`.
 
         Where masters left packed they need their weights: "optimizer" brings "params" too, and `Moved.woke` says so.
         Parameters of several ranks are all-gathered, so that every rank has to ask for the same.
@@ -201,8 +227,9 @@ class Residency:
             ValueError: a word is not one of these. Nothing has moved.
             torch.OutOfMemoryError: there is no memory. What has not come back is away as before.
             RuntimeError: there is none on another rank that shares the parameters. They are away as before, here too.
+                Or the Residency is closed.
         """
-        asked = self._asked(what, self._model.device)
+        asked = self._asked(kinds, more)
         away = self.away
         coming = asked & away
         states = self._states if "optimizer" in coming else None
@@ -240,38 +267,39 @@ class Residency:
         return tally.moved()
 
     @contextmanager
-    def only(self, *what: Kind, grads: Literal["drop", "keep"] = "drop") -> Iterator[Moved]:
+    def only(self, kinds: Kinds = (), *more: Kind, grads: Literal["drop", "keep"] = "drop") -> Iterator[Moved]:
         """Context in which these are on the GPU and nothing else is; afterwards it is as it was before.
 
-        Gives what leaving has moved. Raises as `offload` and `reload`.
+        They are named as for `offload`. Gives what leaving has moved. Raises as `offload` and `reload`.
         """
-        wanted = self._asked(what, self._model.device) if what else frozenset[Kind]()
+        wanted = self._asked(kinds, more)
         before = self.away
         leaving = frozenset(self._kinds()) - wanted
         # First out, so that what comes finds room; but for packed masters, which bring their weights.
-        moved = self.offload(*leaving, grads=grads) if leaving else Moved()
+        moved = self.offload(leaving, grads=grads)
         try:
-            if wanted:
-                self.reload(*wanted)
+            self.reload(wanted)
             yield moved
         finally:
             if gone := before - self.away:
-                self.offload(*gone, grads=grads)
+                self.offload(gone, grads=grads)
             if back := self.away - before:
-                self.reload(*back)
+                self.reload(back)
 
     def asleep(self, grads: Literal["drop", "keep"] = "drop") -> Any:
         """Context in which nothing is on the GPU; afterwards it is as it was before. Gives what leaving has moved."""
-        return self.only(grads=grads)
+        return self.only((), grads=grads)
 
-    @_outside_of_autograd
+    @_verb
     def close(self) -> None:
-        """Bring everything back, and take off all hooks and host memory. Idempotent.
+        """Bring everything back, and take off all hooks and host memory. Idempotent; other verbs raise from then on.
 
         Raises:
             torch.OutOfMemoryError, RuntimeError: it cannot be brought back. It may be called again.
         """
-        self.reload(*self._kinds())
+        if self not in _open:
+            return
+        self.reload()
         self._checks.close()
         self._caches.close()
         self._weights.close()
@@ -279,6 +307,7 @@ class Residency:
         if self._states is not None:
             self._states.close()
             self._states = None
+        _open.discard(self)
 
     # What ranks that share parameters do alike: those that went on would wait for the others in the all-gather.
 
@@ -310,15 +339,25 @@ class Residency:
             found.add("optimizer")
         return frozenset(found)
 
-    def _asked(self, what: Sequence[Kind], device: torch.device) -> frozenset[Kind]:
-        for word in what:
-            if word not in KINDS:
-                raise ValueError(f"{word!r}: use any of {', '.join(map(repr, KINDS))}")
+    def _require_open(self) -> None:
+        if self not in _open:
+            raise RuntimeError("a Residency was used after close(): make another by Residency(model, optimizer)")
+
+    def _asked(self, kinds: Kinds, more: Sequence[Kind]) -> frozenset[Kind]:
+        self._require_open()
+        # No dictionary of booleans: all its keys would be asked for.
+        is_list = isinstance(kinds, Iterable) and not isinstance(kinds, str | Mapping)
+        asked = [*(kinds if is_list else [kinds]), *more]
+        for word in asked:
+            if word not in ("all", *KINDS):
+                raise ValueError(
+                    f"{word!r}: use 'all' or any of {', '.join(map(repr, KINDS))}, as names or as one list of names"
+                )
             if word == "optimizer" and self._states is None:
                 raise ValueError("'optimizer' of a Residency that was made with optimizer=None: give it the optimizer")
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("nothing can move while the current stream is captured into a CUDA graph")
-        return frozenset(what or self._kinds())
+        return frozenset(self._kinds() if "all" in asked else asked)
 
     def _keeps(self, asked: frozenset[Kind], grads: str) -> bool:
         if grads not in ("drop", "keep"):
@@ -326,12 +365,15 @@ class Residency:
         drops = grads == "drop" and "grads" in asked & self._here()
         if drops and self._model.has_backward:
             raise RuntimeError(
-                "a backward has run since the last optimizer step, and offload() would drop its gradients: step or "
-                "zero them first, or use offload(..., grads='keep')"
+                "a backward has run since the last optimizer step, and offload() would drop its gradients: step, or "
+                "zero them by each model chunk's zero_grad_buffer() (the optimizer's zero_grad() does not), or use "
+                "offload(..., grads='keep')"
             )
         return grads == "keep"
 
     def _require_leave(self, units: Sequence[Unit], states: OptimizerStates | None, gradients: bool) -> None:
+        if units:
+            self._model.require_parameters()
         slabs = [slab for unit in units for slab in unit.weights.slabs]
         for slab in slabs + (self._model.gradient_slabs if gradients else []):
             slab.require_resizable()
@@ -358,3 +400,27 @@ class Residency:
                 one.empty_again()
             raise
         tally.copy("grads", sum(one.copy_in() for one in gradients))
+
+
+def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return model chunks as a list, of whatever type they are."""
+    return list(model) if isinstance(model, Sequence) else [model]
+
+
+def _ids(chunks: Sequence[torch.nn.Module]) -> set[int]:
+    """Return the `id`s of chunks, of what they wrap, and of their parameters."""
+    return {id(each) for chunk in chunks for each in (*wrapped_models(chunk), *chunk.parameters())}
+
+
+def _refuse(chunks: Sequence[torch.nn.Module], config: OffloadConfig | None) -> None:
+    refuse_models(chunks)
+    if config is not None and config.engine == "mcore":
+        raise ValueError(
+            "Residency(config=OffloadConfig(engine='mcore')): this package's engine alone can move states between "
+            "steps; use engine='native'"
+        )
+    if Residency.of(chunks) is not None:
+        raise ValueError(
+            "the model has a Residency already, or shares parameters with one that has: Residency.of(model) returns "
+            "it, close() ends it"
+        )

@@ -26,7 +26,6 @@ class Residency(residency.Residency):
         config: OffloadConfig | None = None,
     ) -> None:
         super().__init__(model, optimizer, config)
-        self._chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self._session: Session | None = None
         self._checks.before_gradients_are_finished(self._gradients_ready)
 
@@ -61,6 +60,7 @@ class Residency(residency.Residency):
             session.updated = session.updates > updates
 
     def _begin(self, microbatches: int) -> Session:
+        self._require_open()
         states = self._states
         if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
             raise ValueError(f"training_step(microbatches={microbatches!r}): give how many the step runs, at least 1")
@@ -90,10 +90,11 @@ class Residency(residency.Residency):
 
     @override
     def close(self) -> None:
-        if self._session is not None and not self._session.closed:
-            self.reload()
-            self._session.close()
-        super().close()
+        with self._turn:
+            if self._session is not None and not self._session.closed:
+                self.reload()
+                self._session.close()
+            super().close()
 
     # Checkpoints.
 
@@ -108,6 +109,7 @@ class Residency(residency.Residency):
         Raises:
             torch.OutOfMemoryError, RuntimeError: as `reload`, before the block, and `offload`, after it.
         """
+        self._require_open()
         before = self.away
         states = self._states
         serves = states is not None and is_installed()
@@ -115,11 +117,11 @@ class Residency(residency.Residency):
         if states is not None and serves:
             states.require_whole()
         try:
-            self.reload(*needed)
+            self.reload(needed)
             with states.served() if states is not None and serves else nullcontext():
                 yield
         finally:
             if gone := before - self.away:
-                self.offload(*gone)
+                self.offload(gone)
             if back := self.away - before:  # what is loaded is loaded to the host
-                self.reload(*back)
+                self.reload(back)

@@ -150,10 +150,12 @@ def test_a_residency_and_mcores_verbs_share_one_engine():
         buffers(training)[0].offload_to_cpu()
         with pytest.raises(RuntimeError, match="by something else"):
             res.reload("params")
+        buffers(training)[0].reload_from_cpu()
+        res.close()
+        buffers(training)[0].offload_to_cpu()
         with pytest.raises(ValueError, match="whose memory is away"):
             bridge_fgo.Residency(training.model)
         buffers(training)[0].reload_from_cpu()
-        res.close()
         assert STATES not in vars(training.optimizer.chained_optimizers[0])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from sleeping import options, residency
@@ -55,8 +53,11 @@ def test_what_cannot_leave_is_refused_by_name(training, monkeypatch, named):
 
 
 def test_an_optimizer_that_is_not_distributed_is_refused_and_parameters_move_without_it(training):
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    fp32 = object.__new__(FP32Optimizer)
     with pytest.raises(ValueError, match=r"use_distributed_optimizer=True, or pass optimizer=None"):
-        bridge_fgo.Residency(training.model, SimpleNamespace(optimizer=None))
+        bridge_fgo.Residency(training.model, fp32)
     res = bridge_fgo.Residency(training.model)
     res.offload()
     assert res.away == {"params", "grads"}
