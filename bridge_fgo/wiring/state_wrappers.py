@@ -21,7 +21,7 @@ from bridge_fgo.wiring import fsdp_loads
 from bridge_fgo.wiring.compat import FLAG, flag_is_set
 from bridge_fgo.wiring.session import active_session, all_sessions
 from bridge_fgo.wiring.shadowing import shadowed
-from bridge_fgo.wiring.wrappers import Args, Kwargs, Wrapped
+from bridge_fgo.wiring.wrappers import Args, Kwargs, Wrapped, arguments_of
 
 
 def _require_readable(instance: Any, masters_only: bool = False) -> None:
@@ -274,6 +274,27 @@ def replaces_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     if (to := attachment_of(instance)) is not None:
         to.engine.states_replaced(to.source)
     return result
+
+
+def clip_qk(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the masters writable for QK-clip, which scales them also after a step that was skipped.
+
+    From mcore 0.20 on Bridge calls it in every step, with `log_max_only` where nothing is clipped: that writes none.
+    """
+    session = active_session()
+    if session is not None and not arguments_of(wrapped, args, kwargs).get("log_max_only", False):
+        session.engine.require_writable(masters_only=True)
+    return wrapped(*args, **kwargs)
+
+
+def reads_all_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the masters of a model readable first, for a reader that knows parameters and no optimizer."""
+    model = arguments_of(wrapped, args, kwargs)["model"]
+    chunks = model if isinstance(model, list) else [model]
+    # Of all sessions where the model is wrapped once more than its optimizers know.
+    for session in [one for one in all_sessions() if one.trains(chunks)] or all_sessions():
+        session.engine.require_readable(masters_only=True)
+    return wrapped(*args, **kwargs)
 
 
 def touches_lists(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -109,6 +109,14 @@ def patches() -> list[Patch]:
             "the last reader of the masters before forward; called in every pass, also where it does nothing",
         ),
         FunctionPatch(
+            TRAIN, "clip_qk", state_wrappers.clip_qk, (),
+            "writes the masters after the optimizer step; those that mcore's own offloaders have moved have no guard",
+        ),
+        FunctionPatch(
+            TRAIN, "calc_params_l2_norm", state_wrappers.reads_all_masters, ("model",),
+            "reads `param.main_param` between steps; those that mcore's own offloaders have moved have no guard",
+        ),
+        FunctionPatch(
             "megatron.bridge.training.eval", "evaluate", state_wrappers.make_room, ("model",),
             "both loops evaluate through it, with states on the GPU that had not left yet",
         ),
