@@ -108,4 +108,4 @@ def _adam_states(adam: Any, param: torch.Tensor) -> Iterator[State]:
 
 
 def _make_zeros(adam: torch.optim.Optimizer, state: State) -> None:
-    adam.state[state.param][state.name] = torch.zeros_like(state.param.data)
+    adam.state[state.param][state.name] = torch.zeros_like(state.param)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from bridge_fgo.core.guard import own
 from bridge_fgo.core.state import local
 from bridge_fgo.engines.attachment import Attachment
 from bridge_fgo.sources.fsdp import FsdpSource, place, stepped_params
@@ -36,11 +37,12 @@ _loaded_into: list[Attachment] | None = None
 
 @contextlib.contextmanager
 def serving() -> Iterator[None]:
-    """Context in which nobody who asks for the model's parameters reads masters."""
+    """Context in which nobody who asks for the model's parameters reads masters, so that none counts as touched."""
     global _served
     before, _served = _served, True
     try:
-        yield
+        with own():
+            yield
     finally:
         _served = before
 

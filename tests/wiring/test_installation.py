@@ -90,6 +90,8 @@ def test_the_table_has_every_binding_that_a_training_goes_through():
             f"megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params.{name}"
             for name in FLOAT16_OPTIMIZER.split()
         ),
+        "transformer_engine.pytorch.optimizers.multi_tensor_apply.MultiTensorApply.__call__",
+        "apex.multi_tensor_apply.multi_tensor_apply.MultiTensorApply.__call__",
     }
 
 
@@ -97,10 +99,12 @@ def test_every_patch_of_the_table_is_applied(cpu_standins):
     import megatron.bridge.training.pretrain_megatron_mimo
     import megatron.core.models.mimo.optimizer
     import megatron.core.transformer.moe.paged_stash  # noqa: F401
+
+    optional = {patch.name for patch in patches() if patch.module.split(".")[0] in ("transformer_engine", "apex")}
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     handle = bridge_fgo.install()
-    assert {patch.name for patch, _ in handle._applied} == {patch.name for patch in patches()}
+    assert {patch.name for patch, _ in handle._applied} == {patch.name for patch in patches()} - optional
     assert hasattr(DistributedOptimizer.state_dict, "__wrapped__")
     bridge_fgo.uninstall()
 
