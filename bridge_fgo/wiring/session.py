@@ -81,6 +81,8 @@ class Session:
         self.what = "Residency.training_step()"
         self._drive(model_config, states.config, states.engine, states.sources, states.meter)
         self._owner = states
+        holding = states.engine.schedule.holding
+        holding.announce, holding.warn = say, warn
         return self
 
     def _drive(
