@@ -1,4 +1,4 @@
-"""The sum over bytes: the kernel, compiled for the CPU, and PyTorch's operators have one formula, blind to no change."""
+"""The sum over bytes: the kernel, compiled for the CPU, and PyTorch's operators, by one formula, blind to no change."""
 
 import ctypes
 from types import SimpleNamespace
