@@ -19,10 +19,13 @@ class FusedAdam(torch.optim.Optimizer):
         names = "exp_avg", "exp_avg_sq", "master_param"
         self.name_to_dtype_map = dict.fromkeys(names, torch.float32)
 
+    counts_empty_groups = True
+    """As from Transformer Engine 2.19 on; until 2.18 a group without parameters has no steps."""
+
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            if not group["params"]:
+            if not group["params"] and not self.counts_empty_groups:
                 continue
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
@@ -176,6 +179,10 @@ def have_mcore_take_it(set_attribute, adam=FusedAdam):
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
+    from bridge_fgo.sources import known_steps
+
+    set_attribute(known_steps, "KNOWN", known_steps.KNOWN | {f"{__name__}.FusedAdam.step"})
+    set_attribute(known_steps, "UPSTREAM", known_steps.UPSTREAM | {__name__})
     set_attribute(optimizer, "Adam", adam)
     set_attribute(optimizer, "USING_PYTORCH_OPTIMIZER", False)
     set_attribute(distrib_optimizer, "Adam", adam)

@@ -15,7 +15,7 @@ operator to the next."""
 
 _FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
 """Odd 64-bit constants with well-mixed bits."""
-_SIGNED_FACTORS = tuple(factor - 2**64 for factor in _FACTORS)
+_FIRST, _SECOND = (factor - 2**64 for factor in _FACTORS)
 """The same as Python's integers of a signed word."""
 
 SOURCE = f"""
@@ -30,7 +30,7 @@ struct Mixed {
         u64 x = words[place] + place * FIRST_FACTOR;
         x ^= x >> 32;
         x *= SECOND_FACTOR;
-        x ^= x >> 29;
+        x ^= x >> 32;
         x *= FIRST_FACTOR;
         return x ^ x >> 32;
     }
@@ -49,13 +49,12 @@ class Digester:
     """Sums over bytes, each word mixed with its place.
 
     A change of one word always changes the sum. Changes of several cancel each other with a probability of 2**-64,
-    unless somebody who knows the factors makes them. Sums are compared with sums of the same process only: where there
-    is no kernel, or a tensor does not begin and end at a word, PyTorch's operators take another sum, and hold 32 MiB of
-    weights on the device as long as this lives.
+    unless somebody who knows the factors makes them. Where there is no kernel, or a tensor does not begin and end at a
+    word, PyTorch's operators take the same sum, and hold 32 MiB on the device as long as this lives.
 
     Args:
         device: of the memory.
-        most_bytes: size of the largest tensor that will be summed; smaller ones need fewer weights.
+        most_bytes: size of the largest tensor that will be summed; smaller ones need less of that.
     """
 
     def __init__(self, device: torch.device, most_bytes: int) -> None:
@@ -64,12 +63,9 @@ class Digester:
         self._kernel = kernel_for(device)
 
     @cached_property
-    def _weights(self) -> torch.Tensor:
+    def _places(self) -> torch.Tensor:
         words = min(CHUNK_WORDS, -(-self._most_bytes // 8))
-        places = torch.arange(words, dtype=torch.int64, device=self._device).mul_(_SIGNED_FACTORS[0])
-        places.bitwise_xor_(places >> 32).mul_(_SIGNED_FACTORS[1])
-        # Odd, so that no bit of a word is lost.
-        return places.bitwise_xor_(places >> 29).bitwise_or_(1)
+        return torch.arange(words, dtype=torch.int64, device=self._device).mul_(_FIRST)
 
     def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of each tensor's bytes, on the current stream; the host waits for nothing.
@@ -89,13 +85,29 @@ class Digester:
         return sums
 
     def _one(self, data: torch.Tensor) -> torch.Tensor:
-        total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
-        for chunk in data.split(8 * CHUNK_WORDS):
+        # Padded by zeros it is another sum than that of zeros.
+        total = torch.full((), data.numel() % 8, dtype=torch.int64, device=data.device)
+        for number, chunk in enumerate(data.split(8 * CHUNK_WORDS)):
             words = _words(chunk)
-            # The high bit of a word alone would add 2**63 whatever the weight, and two such changes would cancel.
-            mixed = (words >> 31).bitwise_xor_(words)
-            total = total.mul(_SIGNED_FACTORS[0]).add_(mixed.mul_(self._weights[: words.numel()]).sum())
+            mixed = words.add(self._places[: words.numel()])
+            if number:
+                mixed.add_(_signed(number * CHUNK_WORDS * _FIRST))
+            _shift_into(mixed).mul_(_SECOND)
+            _shift_into(mixed).mul_(_FIRST)
+            total = total.add_(_shift_into(mixed).sum())
         return total
+
+
+def _shift_into(words: torch.Tensor) -> torch.Tensor:
+    """Do the kernel's `x ^= x >> 32`, of words without a sign: PyTorch's shift would copy the sign, and lose words."""
+    low, high = words.view(torch.int32).view(-1, 2).unbind(1)
+    low.bitwise_xor_(high)
+    return words
+
+
+def _signed(word: int) -> int:
+    """Return what a word of 64 bits holds of an integer."""
+    return (word + 2**63) % 2**64 - 2**63
 
 
 def _words(chunk: torch.Tensor) -> torch.Tensor:

@@ -27,13 +27,17 @@ class WholeSteps:
     def includes(self, source: Source) -> bool:
         """Return whether a source's step is not divided; what keeps it whole is said once."""
         why = source.kept_whole_by()
-        if why and self._shares[source].slabs and why not in self._said:
+        if not why or why in self._said:
+            return bool(why)
+        alike = [share for each, share in self._shares.items() if each.kept_whole_by() == why]
+        if held := sum(slab.nbytes for share in alike for slab in share.slabs):
             self._said.add(why)
             self._holding.warn(
-                f"the optimizer step is not divided, because of {why}: it may need every state, so that all that is "
-                "offloaded is on the GPU in the optimizer step; take it away to save that memory there too"
+                f"the optimizer step is not divided, because of {why}: it may need every state, so that all "
+                f"{held / 2**30:.2f} GiB that are offloaded are on the GPU in the optimizer step; take it away to save "
+                "that memory there too"
             )
-        return bool(why)
+        return True
 
     def count(self) -> None:
         """Have plans count all states of these sources; where they have changed, measure anew."""

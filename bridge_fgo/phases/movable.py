@@ -82,8 +82,9 @@ def attached_engine(optimizers: Sequence[Any], config: OffloadConfig | None) -> 
                 )
             if getattr(leaf.config, "offload_optimizer_states", False):
                 raise ValueError(
-                    "optimizer.offload_optimizer_states=True, but no engine is attached to the optimizer yet: call "
-                    "bridge_fgo.install() before Bridge's setup and make Residency after it, or leave the flag unset"
+                    "optimizer.offload_optimizer_states=True, but no engine is attached to the optimizer: in a loop of "
+                    "your own unset the flag and use `res.training_step()` of this Residency; in Bridge's call "
+                    "bridge_fgo.install() before its setup, and make Residency after it"
                 )
         return None
     if len(engines) > 1 or any(attachment_of(leaf) is None for leaf in optimizers):

@@ -32,8 +32,8 @@ SECOND_MOMENT = "moment2_buffer"
 
 
 def is_muon(inner: Any) -> bool:
-    """Return whether the optimizer inside is one of mcore's Muons."""
-    return type(inner).__name__ in MUONS
+    """Return whether the optimizer inside is one of mcore's Muons, or of a subclass."""
+    return any(each.__name__ in MUONS for each in type(inner).__mro__)
 
 
 class WholeMasterCopy(MasterCopy):
@@ -88,17 +88,21 @@ class Float16Source(McoreSource):
                         rounds_to=rounded.get(id(param)), take_first=partial(take_first, param),
                     )
                 )  # fmt: skip
-            bundle.states += _muon_states(inner, param) if is_muon(inner) else _adam_states(inner, param)
+            bundle.states += self._muon_states(param) if is_muon(inner) else _adam_states(inner, param)
         return result
 
+    def _muon_states(self, param: torch.Tensor) -> Iterator[State]:
+        muon = self.optimizer.optimizer
+        # A second moment of another shape is small, and stays.
+        is_whole = getattr(muon, "moment2_method", None) == "adamuon"
+        make = partial(self._init_muon, param)
+        for name in (MOMENTUM, SECOND_MOMENT) if is_whole else (MOMENTUM,):
+            yield State("moment", name, param, param.dtype, partial(of_inner, muon, param, name), late=True, make=make)
 
-def _muon_states(muon: Any, param: torch.Tensor) -> Iterator[State]:
-    # A second moment of another shape is small, and stays.
-    is_whole = getattr(muon, "moment2_method", None) == "adamuon"
-    # mcore makes them so before it loads a checkpoint.
-    make = partial(muon._init_group, {"params": [param]}, skip_non_grad_params=False)
-    for name in (MOMENTUM, SECOND_MOMENT) if is_whole else (MOMENTUM,):
-        yield State("moment", name, param, param.dtype, partial(of_inner, muon, param, name), late=True, make=make)
+    def _init_muon(self, param: torch.Tensor) -> None:
+        """Make the states of a parameter, as mcore does of all before it loads; left to it where that may matter."""
+        if not self.kept_whole_by():
+            self.optimizer.optimizer._init_group({"params": [param]}, skip_non_grad_params=False)
 
 
 def _adam_states(adam: Any, param: torch.Tensor) -> Iterator[State]:

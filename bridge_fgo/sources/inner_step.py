@@ -10,6 +10,8 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 import torch.profiler
 
+from bridge_fgo.sources.known_steps import KnownStep, is_upstreams, name_of
+
 _ABSENT = object()
 
 
@@ -45,12 +47,21 @@ class InnerStep:
         self._step: Callable[[], Any] = adam.step
         self._shares: dict[Any, list[tuple[dict[str, Any], list[Any], Any]]] = {}
         """Param groups of each owner, its parameters in them, and the groups' counts before the present step."""
+        self._known: tuple[Any, KnownStep] | None = None
+
+    def _known_step(self) -> KnownStep:
+        """Return what the step's class runs; judged anew only where its `step` is another, as that takes 0.1 ms."""
+        cls = type(self._adam)
+        if self._known is None or self._known[0] is not cls.step:
+            self._known = cls.step, KnownStep(cls)
+        return self._known[1]
 
     def kept_whole_by(self) -> str:
         """Return the name of what forbids to divide the step: it must run once a step, with everything there.
 
-        That is a hook, and a function of somebody else's in the place of `step` (an average of the weights, a counter),
-        but for the two that only count: that of torch's schedulers, and torch's hook for Kineto's daemon.
+        That is a hook, a method that is not known (see `KnownStep`), and a function of somebody else's in the place of
+        one (an average of the weights, a counter); not what only counts: torch's schedulers, and torch's hook for
+        Kineto's daemon.
         """
         registries = (
             getattr(self._adam, "_optimizer_step_pre_hooks", {}),
@@ -58,10 +69,12 @@ class InnerStep:
             torch_optimizer._global_optimizer_pre_hooks,
             torch_optimizer._global_optimizer_post_hooks,
         )
-        found = [f"a hook on it, {_name(h)}" for hooks in registries for h in hooks.values() if not _is_kinetos(h)]
-        step = vars(self._adam).get("step")
-        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-            found.append(f"a function in its place, {_name(step)}")
+        found = [f"a hook on it, {name_of(h)}" for hooks in registries for h in hooks.values() if not _is_kinetos(h)]
+        known, own, cls = self._known_step(), vars(self._adam), type(self._adam)
+        if known.unknown:
+            found.append(f"a method that {name_of(cls)} has of its own, {known.unknown}")
+        instead = [own[name] for name in sorted(known.methods & own.keys()) if callable(getattr(cls, name, None))]
+        found += [f"a function in its place, {name_of(each)}" for each in instead if not is_upstreams(each)]
         return "; ".join(found)
 
     @contextmanager
@@ -110,7 +123,8 @@ class InnerStep:
             of_group: dict[Any, list[Any]] = {}
             for param in group["params"]:
                 of_group.setdefault(owners.get(id(param)), []).append(param)
-            for owner, params in of_group.items():
+            # Of no parameters it is None's: TE counts its steps, from 2.19 on.
+            for owner, params in of_group.items() or [(None, [])]:
                 self._shares.setdefault(owner, []).append((group, params, group.get("step", _ABSENT)))
 
     def update(self, owner: Any) -> None:
@@ -133,9 +147,3 @@ class InnerStep:
             self._adam.param_groups = groups
             for (group, _, _), params in zip(shares, whole, strict=True):
                 group["params"] = params
-
-
-def _name(function: Any) -> str:
-    function = getattr(function, "func", function)  # of a partial
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"

@@ -143,7 +143,20 @@ class PointHook:
         if earlier:
             earlier.popleft()
         assert differentiable is not None
-        differentiable.register_hook(partial(self._after_backward, number, nbytes))
+        if differentiable.is_leaf:
+            self._hang_on_leaf(differentiable, partial(self._after_backward, number, nbytes))
+        else:
+            differentiable.register_hook(partial(self._after_backward, number, nbytes))
+
+    def _hang_on_leaf(self, leaf: torch.Tensor, after: Callable[[torch.Tensor], None]) -> None:
+        """Have it called in one backward: a weight that goes into a layer outlives that, and the step."""
+
+        def once(grad: torch.Tensor) -> None:
+            handle.remove()
+            after(grad)
+
+        handle = leaf.register_hook(once)
+        self._handles.append(handle)
 
     def _after_backward(self, number: int, nbytes: int, grad: torch.Tensor) -> None:
         if self._point is not None:

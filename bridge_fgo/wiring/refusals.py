@@ -98,6 +98,17 @@ def master_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
             "OffloadConfig.moments=False with model.bf16=False and model.fp16=False: fp32 weights have no masters, so "
             "that nothing would be offloaded; set moments=True or leave the flag unset"
         )
+    is_mxfp8 = getattr(model, "fp8_recipe", None) == "mxfp8" and (
+        getattr(ddp, "fp8_param_gather", False) is True or getattr(model, "fp8_param", False) is True
+    )
+    overlaps = getattr(ddp, "overlap_param_gather", False) is True
+    if settings.master_weights and is_mxfp8 and overlaps and optimizer.optimizer in LAYER_WISE:
+        yield (
+            f"ddp.overlap_param_gather=True with {FLAG_TEXT}, optimizer.optimizer={optimizer.optimizer!r} and MXFP8 "
+            "weights (model.fp8_recipe='mxfp8', ddp.fp8_param_gather=True): mcore gathers these from the masters in "
+            "forward, where they are away; set ddp.overlap_param_gather=False, or "
+            "OffloadConfig(master_weights=False), which offloads the moments alone"
+        )
     if not settings.master_remainders:
         return
     if is_fp32 or fp16 is True:

@@ -81,6 +81,8 @@ class Session:
         self.what = "Residency.training_step()"
         self._drive(model_config, states.config, states.engine, states.sources, states.meter)
         self._owner = states
+        holding = states.engine.schedule.holding
+        holding.announce, holding.warn = say, warn
         return self
 
     def _drive(
@@ -265,6 +267,12 @@ class Session:
         )
         if shortage := copy_queues.shortage():
             say(shortage)
+        if getattr(self.model_config, "fine_grained_activation_offloading", False) is True:
+            say(
+                "model.fine_grained_activation_offloading=True: the copies of mcore's activation offload race (seen "
+                "with mcore 0.19.2), so that two runs of one job may differ, with the offload of optimizer state or "
+                "without; set it to False where runs must be equal"
+            )
 
 
 def _make_engine(

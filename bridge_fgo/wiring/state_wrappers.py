@@ -262,9 +262,10 @@ def _refuse_unwired(optimizer: Any) -> None:
     if steps > 1:
         raise RuntimeError(
             f"optimizer.{FLAG}=True, but the optimizer steps outside of Bridge's train_step as bridge_fgo.install() "
-            "has patched it, and nothing would be offloaded: call install() before training takes train_step (before "
-            "`from megatron.bridge.training.train import train_step` and before train(), not in a callback of it), "
-            "or unset the flag"
+            "has patched it, and nothing would be offloaded. In a loop of your own unset the flag and use "
+            "`res.training_step()`, with res = bridge_fgo.Residency(model, optimizer). In Bridge's call install() "
+            "before training takes train_step (before `from megatron.bridge.training.train import train_step` and "
+            "before train(), not in a callback of it)"
         )
 
 

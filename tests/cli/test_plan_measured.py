@@ -181,6 +181,16 @@ def test_without_activations_no_floor_is_given_but_the_bare_one(cpu_standins):
     assert any("--activations-gb" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize("provides", [False, True])
+def test_an_optimizer_that_the_config_builds_itself_is_noted_as_it_may_step_whole(cpu_standins, monkeypatch, provides):
+    from megatron.bridge.training.config import OptimizerConfig
+
+    if provides:
+        monkeypatch.setattr(OptimizerConfig, "provide", lambda *args, **kwargs: None, raising=False)
+    notes = make_estimate(job(SMALL, 1), OffloadConfig(), [], None, None).notes
+    assert any(note.startswith("optimizer.provide:") for note in notes) == provides
+
+
 def test_a_share_that_upstreams_offloader_chooses_is_not_counted_as_everything(cpu_standins):
     of_job = replace(job(SMALL, 1), engine="mcore generation 2")
     of_job.config.optimizer.optimizer_state_offload_fraction = 0.5

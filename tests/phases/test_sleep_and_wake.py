@@ -196,6 +196,21 @@ def test_after_a_step_states_are_copied_without_a_look_and_else_only_those_that_
         assert res.offload("optimizer").copied == 0
 
 
+def test_states_whose_words_were_complemented_since_the_last_wake_are_copied():
+    with CpuTraining(options()) as training:
+        res = residency(training)
+        training.step()
+        res.offload()
+        res.reload()
+        moment = next(iter(training.optimizer.chained_optimizers[0].optimizer.state.values()))["exp_avg"]
+        moment.view(torch.int32).view(-1)[:8].bitwise_not_()
+        written = moment.clone()
+        assert res.offload().copied > 0
+        res.reload()
+        assert torch.equal(moment.view(torch.int32), written.view(torch.int32))
+        res.close()
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_driver_gets_what_has_left_while_other_slabs_are_copied(monkeypatch, packed):
     """The driver takes a fifth of the copies' time. The host waits first until no copy reads the memory any more."""

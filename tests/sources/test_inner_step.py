@@ -1,23 +1,28 @@
 """Stepping an Adam in parts: bits, group counters, and what forbids it."""
 
+import functools
 from functools import partial
+from types import MethodType
 
 import pytest
 import torch
 import torch.optim.optimizer as every_optimizer
 
+from bridge_fgo.sources import known_steps
 from bridge_fgo.sources.inner_step import InnerStep
 
 
 class GroupCountingAdam(torch.optim.Optimizer):
-    """Counts steps in the param group and skips empty groups, as TE's FusedAdam does; the update depends on both."""
+    """Counts steps in the param group, as TE's FusedAdam does, and skips empty groups, as it does until TE 2.18."""
+
+    skips_empty_groups = True
 
     def __init__(self, groups):
         super().__init__(groups, {"lr": 0.1})
 
     def step(self, closure=None, grad_scaler=None):
         for group in self.param_groups:
-            if not group["params"]:
+            if not group["params"] and self.skips_empty_groups:
                 continue
             group["step"] = group["step"] + 1 if "step" in group else 1
             for param in group["params"]:
@@ -26,6 +31,16 @@ class GroupCountingAdam(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(param)
                 state["exp_avg"].mul_(0.9).add_(param.grad, alpha=0.1)
                 param.data.addcdiv_(state["exp_avg"], torch.full_like(param, 1.0 + group["step"]), value=-group["lr"])
+
+
+class CountsEmptyGroupsToo(GroupCountingAdam):
+    skips_empty_groups = False
+
+
+@pytest.fixture(autouse=True)
+def group_counting_adam_is_known(monkeypatch):
+    monkeypatch.setattr(known_steps, "KNOWN", known_steps.KNOWN | {f"{__name__}.GroupCountingAdam.step"})
+    monkeypatch.setattr(known_steps, "UPSTREAM", known_steps.UPSTREAM | {__name__})
 
 
 def make(cls=GroupCountingAdam):
@@ -53,7 +68,7 @@ def in_parts(adam, params, parts):
         adam.step()
 
 
-@pytest.mark.parametrize("cls", [GroupCountingAdam, torch.optim.AdamW])
+@pytest.mark.parametrize("cls", [GroupCountingAdam, CountsEmptyGroupsToo, torch.optim.AdamW])
 @pytest.mark.parametrize("parts", [[[0], [1], [2], [3], [4]], [[0, 3], [1, 2, 4]], [[2, 4]], []])
 def test_parts_have_the_bits_of_the_whole(cls, parts):
     whole_params, whole = make(cls)
@@ -150,13 +165,69 @@ def test_kinetos_hook_is_not_called_after_a_step_that_failed_and_stays(kinetos_h
     assert len(kinetos_hook) == 1
 
 
-def test_somebody_elses_function_in_the_place_of_step_forbids_its_division_and_torchs_counter_does_not():
-    _, adam = make()
+def elsewhere(code, **names):
+    """Return what a module that is not upstream's defines as `it`."""
+    names = {"__name__": "somebodys", "torch": torch, "functools": functools, **names}
+    exec(code, names)
+    return names["it"]
+
+
+WRAPPED = """
+def it(step):
+    @functools.wraps(step)
+    def wrapper(*args, **kwargs):
+        return step(*args, **kwargs)
+    return wrapper
+"""
+SUBCLASS = """
+class it(torch.optim.AdamW):
+    def {}(self, *args, **kwargs):
+        return super().{}(*args, **kwargs)
+"""
+
+
+@pytest.mark.parametrize("cls", [GroupCountingAdam, torch.optim.AdamW])
+def test_somebody_elses_function_in_the_place_of_step_forbids_its_division_and_torchs_counter_does_not(cls):
+    _, adam = make(cls)
     inner, step = InnerStep(adam), adam.step
     torch.optim.lr_scheduler.ConstantLR(adam)  # counts calls by a function of its own
     assert "step" in vars(adam) and not inner.kept_whole_by()
-    adam.step = lambda *args: step(*args)
-    assert inner.kept_whole_by().startswith(f"a function in its place, {__name__}.test_somebody")
+    for function in (elsewhere("it = lambda *args: 0"), elsewhere(WRAPPED)(step), torch.compile(step), partial(step)):
+        adam.step = function
+        assert inner.kept_whole_by().startswith("a function in its place, ")
+    adam.step = MethodType(elsewhere("it = lambda *args: 0"), adam)
+    torch.optim.lr_scheduler.ConstantLR(adam)  # counts the calls of that
+    assert inner.kept_whole_by() == "a function in its place, somebodys.<lambda>"
+
+
+@pytest.mark.parametrize("name", ["step", "_init_group"])
+def test_a_method_that_a_subclass_overrides_forbids_the_steps_division_where_the_step_calls_it(name):
+    _, adam = make(elsewhere(SUBCLASS.format(name, name)))
+    assert InnerStep(adam).kept_whole_by() == f"a method that somebodys.it has of its own, somebodys.it.{name}"
+
+
+@pytest.mark.parametrize("name", ["state_dict", "load_state_dict", "zero_grad", "another"])
+def test_a_method_that_no_step_calls_leaves_it_divided(name):
+    _, adam = make(elsewhere(SUBCLASS.format(name, name)))
+    assert InnerStep(adam).kept_whole_by() == ""
+
+
+def test_a_method_that_somebody_replaces_forbids_the_steps_division(monkeypatch):
+    _, adam = make(torch.optim.AdamW)
+    inner = InnerStep(adam)
+    assert inner.kept_whole_by() == ""
+    adam._init_group = elsewhere("it = lambda *args: 0")
+    assert inner.kept_whole_by() == "a function in its place, somebodys.<lambda>"
+    del adam._init_group
+    assert inner.kept_whole_by() == ""
+    monkeypatch.setattr(torch.optim.AdamW, "step", elsewhere(WRAPPED)(torch.optim.AdamW.step))
+    assert inner.kept_whole_by() == "a method that torch.optim.adamw.AdamW has of its own, torch.optim.adam.Adam.step"
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.NAdam])
+def test_a_step_of_torchs_that_is_not_known_is_not_divided(cls):
+    params = make()[0]
+    assert InnerStep(cls(params, lr=0.1)).kept_whole_by()
 
 
 def test_torchs_counter_is_there_after_a_divided_step():

@@ -133,6 +133,37 @@ def test_every_chunk_of_the_model_reports():
     assert len({mark.layer for mark in schedule.marks}) == schedule.points, "no two of them have the same number"
 
 
+class Shared(torch.nn.Module):
+    """A layer that gets a weight of another's, as an output layer does that shares the embedding's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 4))
+        self.layers = torch.nn.ModuleList([Output()])
+
+    def forward(self, x):
+        return self.layers[0](self.weight, x)
+
+
+class Output(torch.nn.Module):
+    def forward(self, weight, x):
+        return x @ weight
+
+
+def test_a_weight_that_goes_into_a_layer_reports_each_backward_once_and_keeps_no_hook():
+    model, points, seen = Shared(), ModelPoints(), []
+    for _ in range(3):
+        schedule = Schedule()
+        with points.hooked(model, point_of(schedule)):
+            for _ in range(2):
+                model(torch.ones(1, 4)).sum().backward()
+            model(torch.ones(1, 4))  # whose backward does not come
+        seen.append([mark.layer for mark in schedule.marks])
+        assert not model.weight._backward_hooks
+    model(torch.ones(1, 4)).sum().backward()
+    assert seen == [[0, 1, ~1, 0, 1, ~1, 0, 1]] * 3
+
+
 def test_hooks_are_gone_after_a_step_that_failed():
     model = Model(2)
     with pytest.raises(MemoryError), ModelPoints().hooked([model], point_of(Schedule())):

@@ -113,6 +113,31 @@ def test_settings_of_masters_that_could_not_be_honoured_are_refused(cfg, setting
     refuse_config(cfg, OffloadConfig(engine="native"))
 
 
+MXFP8_LAYER_WISE = {
+    "optimizer.optimizer": "dist_muon",
+    "ddp.overlap_param_gather": True,
+    "model.fp8_recipe": "mxfp8",
+    "ddp.fp8_param_gather": True,
+}
+
+
+def test_mxfp8_weights_that_are_gathered_from_masters_in_forward_are_refused(cfg):
+    from bridge_fgo.config import OffloadConfig
+    from bridge_fgo.wiring.refusals import refuse_config
+
+    cfg.optimizer.use_distributed_optimizer = cfg.ddp.use_distributed_optimizer = False
+    cfg.model.bf16 = True
+    for path, value in MXFP8_LAYER_WISE.items():
+        refuse_config(cfg, OffloadConfig(engine="native"))
+        set_path(cfg, path, value)
+    names = r"overlap_param_gather=True.*optimizer='dist_muon'.*MXFP8.*overlap_param_gather=False.*master_weights=False"
+    with pytest.raises(ValueError, match=names):
+        refuse_config(cfg, OffloadConfig(engine="native"))
+    refuse_config(cfg, OffloadConfig(engine="native", master_weights=False))
+    cfg.ddp.overlap_param_gather = False
+    refuse_config(cfg, OffloadConfig(engine="native"))
+
+
 def test_a_recipe_that_is_not_validated_yet_is_not_refused_for_its_masters(cfg):
     from bridge_fgo.config import OffloadConfig
     from bridge_fgo.wiring.refusals import refuse_config

@@ -245,6 +245,14 @@ def test_the_start_line_says_what_will_happen(monkeypatch, bridge_train, install
     assert "engine native" in line and "pinned" in line and "stays resident" in line
 
 
+def test_mcores_activation_offload_beside_is_warned_of_once(monkeypatch, bridge_train, installed, capsys):
+    loop = Loop(monkeypatch, bridge_train)
+    loop.model_config.fine_grained_activation_offloading = True
+    loop.step()
+    loop.step()
+    assert capsys.readouterr().out.count("model.fine_grained_activation_offloading=True: the copies of mcore's") == 1
+
+
 def test_stats_is_a_snapshot_of_the_newest_step(monkeypatch, bridge_train, installed):
     loop = Loop(monkeypatch, bridge_train)
     loop.step()

@@ -283,10 +283,13 @@ def plain_config(config: Any) -> dict[str, dict[str, Any]]:
     """Return the settings of each section that JSON can carry."""
     from bridge_fgo.cli.job.saved_config import SECTIONS
 
-    return {
+    found = {
         section: {name: plain(value) for name, value in vars(getattr(config, section)).items() if is_plain(value)}
         for section in SECTIONS
     }
+    if hasattr(config.optimizer, "provide"):  # a method, perhaps, that Bridge calls to build the optimizer
+        found["optimizer"]["provide"] = plain(config.optimizer.provide)
+    return found
 
 
 def is_plain(value: Any) -> bool:

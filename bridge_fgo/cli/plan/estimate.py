@@ -310,6 +310,11 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> li
         notes.append("the layer-wise optimizer's all-gather of updated parameters is not counted")
     elif updates_whole_parameters(job.config.optimizer, job.config.ddp):
         notes.append("each data-parallel rank has all states of its parameters: no DistributedOptimizer shards them")
+    if hasattr(job.config.optimizer, "provide"):
+        notes.append(
+            "optimizer.provide: what it builds is not known here; where its step is not Adam's or Muon's own, all that "
+            "is offloaded is on the GPU in the optimizer step too, which is not counted"
+        )
     if getattr(job.config.dist, "use_tp_pp_dp_mapping", False):
         notes.append("dist.use_tp_pp_dp_mapping: pinned bytes per node are of ranks in the default order")
     return notes

@@ -31,9 +31,6 @@ class TensorParallelMuon:
         self.state: dict[torch.Tensor, Any] = {}
         self.moment2_method = moment2_method
 
-    def _init_group(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("an estimate makes no states")
-
 
 def updates_whole_parameters(optimizer: Any, ddp: Any) -> bool:
     """Return whether a job's states are of whole parameters.
