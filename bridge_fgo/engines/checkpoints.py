@@ -114,6 +114,9 @@ class Checkpoints:
                 pin(buffers, self._pin_near)
         except (ValueError, RuntimeError) as error:
             self.lends = False
+            for share in self._shares.values():
+                for slab in share.slabs:
+                    slab.drop_spare()
             self._warn(f"a background save gets copies of the states, which takes longer: {error}")
             return []
         return buffers
