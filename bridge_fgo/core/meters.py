@@ -118,6 +118,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self.block_bytes: Callable[[int], int] = lambda nbytes: nbytes
+        """Returns what an allocation takes; see `block_rounding`."""
         self.observer: weakref.WeakMethod[Callable[[bool], None]] | None = None
         """Called with True before slabs take or give back memory, and with False after, when `nbytes` is up to date.
         Weak: a slab that a copy keeps alive must not keep alive whoever looks on."""
