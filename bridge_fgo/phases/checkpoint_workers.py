@@ -27,7 +27,8 @@ _CACHES = (
 """What a trainer knows of its worker, and a worker of its trainer: module, class, and the method that forgets it."""
 
 _movers = weakref.WeakSet[Any]()
-_undo: list[Callable[[], None]] = []
+_undo: dict[Any, Callable[[], None]] = {}
+"""By the class whose method is wrapped."""
 
 
 class Staging:
@@ -56,10 +57,9 @@ def let_go_for(mover: Any) -> None:
     """Have workers let go of what they have copied, as long as `mover` lives, or until `stop_for` it."""
     forget_sent()
     _movers.add(mover)
-    if _undo:
-        return
     for module in _QUEUES:
-        if (queue := of_module(module, "AsyncCallsQueue")) is not None:
+        queue = of_module(module, "AsyncCallsQueue")
+        if queue is not None and queue not in _undo:
             _wrap(queue)
 
 
@@ -67,7 +67,7 @@ def stop_for(mover: Any) -> None:
     """Undo `let_go_for`."""
     _movers.discard(mover)
     while _undo and not _movers:
-        _undo.pop()()
+        _undo.popitem()[1]()
 
 
 def _wrap(queue: Any) -> None:
@@ -91,4 +91,4 @@ def _wrap(queue: Any) -> None:
             queue.schedule_async_request = schedule
 
     queue.schedule_async_request = scheduled
-    _undo.append(undo)
+    _undo[queue] = undo
