@@ -59,8 +59,9 @@ class OffloadConfig:
     gpu_memory_budget_gib: float | Literal["auto"] | None = None
     """Peak of GPU memory to stay under, in GiB, while offloading as little as possible. The peak is of the memory that
     PyTorch allocates on a rank; the CUDA context and NCCL come on top. The first steps offload everything and
-    measure. "auto" is what the GPU has, less what is not PyTorch's and a margin for holes between blocks, which grows
-    where PyTorch's allocator turns out to need it. Nothing leaves where everything fits."""
+    measure. "auto" is what the GPU has, or PyTorch may have of it (`torch.cuda.set_per_process_memory_fraction`, from
+    PyTorch 2.8 on), less what is not PyTorch's and a margin for holes between blocks, which grows where PyTorch's
+    allocator turns out to need it. Nothing leaves where everything fits."""
 
     slab_bytes: int = 1024 * MIB
     """Most optimizer state that is updated in one go, in bytes. Where that is less, the geometric mean of the

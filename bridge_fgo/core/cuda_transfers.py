@@ -217,6 +217,14 @@ class CudaTransfers(Transfers):
         for stream in (self._compute, torch.cuda.current_stream(self._device)):
             stream.synchronize()
 
+    @override
+    def forget(self, host_address: int) -> None:
+        # Race: of a copy that is under way nobody would know any more, neither who waits for it nor `_memory`.
+        self._out.synchronize()
+        self._in.synchronize()
+        self._done.pop(host_address, None)
+        self._memory.pop(host_address, None)
+
     def finish_in(self) -> None:
         """Return when every copy in that was started is over; this and the next two are for `bridge_fgo.core.debug`."""
         self._in.synchronize()

@@ -128,6 +128,10 @@ class DebugTransfers(Transfers):
         self._poison_stale()
 
     @override
+    def forget(self, host_address: int) -> None:
+        self._transfers.forget(host_address)
+
+    @override
     def await_released(self) -> None:
         self._transfers.await_released()
 

@@ -16,7 +16,7 @@ GROWTH = 1.25
 
 
 class DeviceRoom:
-    """All memory of a GPU but what others have, and a margin.
+    """All memory of a GPU that PyTorch may have, but what others have, and a margin.
 
     Others are the CUDA context, NCCL, libraries' workspaces and other processes. The margin is for holes: memory that
     PyTorch's allocator has reserved and that fits nothing. Where it was too small, the allocator has to give back what
@@ -39,7 +39,7 @@ class DeviceRoom:
             self._margin = max(memory.whole // LEAST_MARGIN, holes)
             self._retries = self._meter.retries
         others = memory.whole - memory.free - memory.reserved
-        return memory.whole - others - self._margin
+        return min(memory.whole - others, memory.allowed) - self._margin
 
     def runs_short(self) -> bool:
         """Return whether the allocator had to give back what it caches since the last call; then the margin grows."""

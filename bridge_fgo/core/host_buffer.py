@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import platform
 import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
+from bridge_fgo.core.driver import PageLock
 from bridge_fgo.core.host_memory import available_bytes
 
 PINNING_THREADS = 16
@@ -45,22 +46,23 @@ class HostBuffer:
     def _map(self, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
-    def lock(self) -> int:
-        """Touch every page and page-lock the buffer; return CUDA's error code, 0 for none."""
+    def lock(self) -> None:
+        """Touch every page and page-lock the buffer.
+
+        Raises:
+            RuntimeError: CUDA refuses; says with which error.
+        """
         nbytes, address = self.tensor.numel(), self.address
         ctypes.memset(address, 0, nbytes)  # without the GIL; registering touches pages too, many times slower
-        error = int(_runtime().cudaHostRegister(address, nbytes, 0))
-        if error == 0:
-            self.pinned_bytes = nbytes
-            self._unregister = weakref.finalize(self, _unregister, address, torch.cuda.current_device())
-            # At interpreter exit the CUDA context may be gone already, and the driver unlocks the pages itself.
-            self._unregister.atexit = False
-        return error
+        self._unlock = weakref.finalize(self, _unlock, PageLock(address, nbytes), torch.cuda.current_device())
+        # At interpreter exit the CUDA context may be gone already, and the driver unlocks the pages itself.
+        self._unlock.atexit = False
+        self.pinned_bytes = nbytes
 
     def close(self) -> None:
         """Unlock the pages; the memory goes with the last reference to the tensor."""
         if self.pinned_bytes:
-            self._unregister()
+            self._unlock()
             self.pinned_bytes = 0
 
 
@@ -81,6 +83,7 @@ def page_lock(buffers: Sequence[HostBuffer], local_cpus: set[int] | None = None)
 
     def begin() -> None:
         torch.cuda.set_device(device)  # a thread's own setting
+        torch.cuda.mem_get_info(device)  # the runtime makes its context the thread's, for the driver
         if local_cpus:
             os.sched_setaffinity(0, local_cpus)  # 0 is the calling thread
 
@@ -111,25 +114,23 @@ class _Room:
                 self._changes.wait()
             self._touched += nbytes
         try:
-            error = buffer.lock()
+            buffer.lock()
+        except RuntimeError as error:
+            raise RuntimeError(f"{_what_helps()}: {error}, of {self._total} bytes for optimizer state") from error
         finally:
             with self._changes:
                 self._touched -= nbytes
                 self._locked += nbytes
                 self._changes.notify_all()
-        if error:
-            raise RuntimeError(
-                f"bridge_fgo could not page-lock {nbytes} of {self._total} bytes of host memory for optimizer "
-                f"state (CUDA error {error}): raise `ulimit -l`, lower OffloadConfig.fraction, or set "
-                "OffloadConfig.pin_memory=False (slower)"
-            )
 
 
-def _unregister(address: int, device: int) -> None:
+def _what_helps() -> str:
+    if "microsoft" in platform.release().lower():
+        return "set OffloadConfig.pin_memory=False (slower), as WSL page-locks little memory"
+    return "raise `ulimit -l`, lower OffloadConfig.fraction, or set OffloadConfig.pin_memory=False (slower)"
+
+
+def _unlock(lock: PageLock, device: int) -> None:
     # Race: a copy may be under way from or to pages that are being unlocked. Python may collect a buffer in any thread.
     torch.cuda.synchronize(device)
-    _runtime().cudaHostUnregister(address)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()
+    lock.close()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,20 +17,29 @@ CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PCI = Path("/sys/bus/pci/devices")
+NODES = Path("/sys/devices/system/node")
+STATUS = Path("/proc/self/status")
+NUMA_MAPS = Path("/proc/self/numa_maps")
+MAPPING_BYTES = 256
+"""A line of `NUMA_MAPS` at the most. For each one the kernel walks the pages of a mapping, so that no more is read."""
 
 
 class Pool(NamedTuple):
-    """Memory that processes share: the host's, or what a cgroup may have of it.
+    """Memory that processes share: the host's, some of its NUMA nodes', or what a cgroup may have of it.
 
     Attributes:
         identity: the same for all processes that share it.
         whole: bytes.
         free: bytes that can be had now.
+        name: what it is of, for messages.
+        part: of the ranks of this host, the part that shares it.
     """
 
     identity: str
     whole: int
     free: int
+    name: str = "node"
+    part: float = 1.0
 
 
 class Need(NamedTuple):
@@ -61,11 +71,13 @@ def host_memory_refusal(needs: Sequence[Need], rank: int) -> str:
         return ""
     *_, needed, free, ranks = min(lacking, key=lambda each: each[:2])  # of this rank's own, and of those the least
     told = rank if rank in ranks else next(iter(ranks))
+    name = ranks[told].name
+    more = "give the job more host memory" if name == "node" else "bind its ranks to more nodes (numactl --membind)"
     return (
         f"offloading the optimizer state pins {needs[told].nbytes} bytes of host memory for rank {told}, {needed} for "
-        f"the {len(ranks)} rank(s) of its node, but the node has {ranks[told].whole} bytes, {free} of them free now: "
-        f"lower OffloadConfig.fraction (at most {100 * free // needed / 100:.2f} times what it is now), set "
-        "moments=False or master_weights=False, or give the job more host memory"
+        f"the {len(ranks)} rank(s) of its {name}, but the {name} has {ranks[told].whole} bytes, {free} of them free "
+        f"now: lower OffloadConfig.fraction (at most {100 * free // needed / 100:.2f} times what it is now), set "
+        f"moments=False or master_weights=False, or {more}"
     )
 
 
@@ -79,17 +91,23 @@ def ranks_of_this_node() -> int:
 
 
 def available_bytes() -> int:
-    """Return the bytes that can be had now: the kernel's estimate, or what the cgroup has left if less."""
+    """Return the bytes that can be had now: the kernel's estimate, or what NUMA nodes or a cgroup have left if less."""
     return min(pool.free for pool in pools())
 
 
+def free_for_each_rank() -> int:
+    """Return the bytes that each rank of this node can have now where all take as many."""
+    ranks = ranks_of_this_node()
+    return min(pool.free // math.ceil(ranks * pool.part) for pool in pools())
+
+
 def total_bytes() -> int:
-    """Return the bytes of the host, or of a cgroup if less."""
+    """Return the bytes of the host, or of NUMA nodes or a cgroup if less."""
     return min(pool.whole for pool in pools())
 
 
 def pools() -> list[Pool]:
-    """Return the host's memory, and that of every cgroup of this process that has a limit.
+    """Return the host's memory, that of its NUMA nodes where this process may not have all, and that of its cgroups.
 
     Containers of a host have names of their own but share its memory and the kernel's boot id; virtual machines, which
     have memory of their own, boot for themselves. A cgroup is known by its inode, which is the same under whatever path
@@ -98,7 +116,45 @@ def pools() -> list[Pool]:
     """
     host = _read(BOOT_ID).strip() or platform.node()
     own = Pool(host, _meminfo("MemTotal"), _meminfo("MemAvailable"))
-    return [own, *(Pool(f"{host} {inode}", limit, free) for inode, limit, free in _cgroups())]
+    return [own, *_of_nodes(host), *(Pool(f"{host} {inode}", limit, free) for inode, limit, free in _cgroups())]
+
+
+def numa_nodes() -> set[int]:
+    """Return the NUMA nodes that have CPUs: the memory of others may be a GPU's (eight of a GH200's nine nodes)."""
+    return {node for node in _all_nodes() if _read(NODES / f"node{node}" / "cpulist").strip()}
+
+
+def _all_nodes() -> set[int]:
+    return {int(folder.name.removeprefix("node")) for folder in NODES.glob("node[0-9]*")}
+
+
+def _of_nodes(host: str) -> Iterator[Pool]:
+    """Yield the memory of the NUMA nodes that this process takes pages from, where these are not all."""
+    with_cpus, bound = numa_nodes(), _bound_nodes()
+    nodes = bound & with_cpus or bound
+    if not nodes or nodes == _all_nodes():
+        return
+    name = f"NUMA node{'s' * (len(nodes) > 1)} {', '.join(map(str, sorted(nodes)))}"
+    texts = [_read(NODES / f"node{node}" / "meminfo").replace(f"Node {node} ", "") for node in nodes]
+
+    def total(field: str) -> int:
+        return sum(1024 * (_field(text, f"{field}:") or 0) for text in texts)
+
+    free = total("MemFree") + _reclaimable(total, _NODE)
+    yield Pool(f"{host} {name}", total("MemTotal"), free, name, len(nodes) / max(1, len(with_cpus)))
+
+
+def _bound_nodes() -> set[int]:
+    """Return the NUMA nodes that this process may have pages of, by its cgroups and by its policy (`numactl`)."""
+    allowed = next((line for line in _read(STATUS).splitlines() if line.startswith("Mems_allowed_list:")), "")
+    nodes = parse_cpulist(allowed.partition(":")[2]) & _all_nodes()
+    try:
+        with NUMA_MAPS.open("rb", buffering=0) as file:
+            policy = file.read(MAPPING_BYTES).decode().split()[1]
+    except (OSError, IndexError):  # a kernel without NUMA, or nothing said
+        return nodes
+    mode, _, bound = policy.partition(":")
+    return nodes & parse_cpulist(bound) if mode.startswith("bind") else nodes  # others fall back to any node
 
 
 def power_of_two_at_least(nbytes: int) -> int:
@@ -130,7 +186,7 @@ def _meminfo(name: str) -> int:
 
 
 class _Names(NamedTuple):
-    """Names of a cgroup's files, and of lines of its `memory.stat`.
+    """Names of a cgroup's files, and of lines of its `memory.stat`, or of the `meminfo` of a NUMA node.
 
     Attributes:
         limit: the file with the most bytes.
@@ -147,6 +203,7 @@ class _Names(NamedTuple):
     slab: tuple[str, ...]
 
 
+_NODE = _Names("", "", ("Inactive(file)", "Active(file)"), ("Dirty", "Writeback"), ("SReclaimable",))
 _V2 = _Names(
     "memory.max",
     "memory.current",
@@ -179,19 +236,18 @@ def _cgroups() -> Iterator[tuple[int, int, int]]:
             folder = root.joinpath(*parts[:count])
             limit, used = _number(folder / names.limit), _number(folder / names.used)
             if limit is not None and used is not None:
-                free = limit - used + _reclaimable(_read(folder / "memory.stat"), names)
+                stat = _read(folder / "memory.stat")
+                free = limit - used + _reclaimable(lambda name, stat=stat: _field(stat, name) or 0, names)
                 yield folder.stat().st_ino, limit, max(0, free)
 
 
-def _reclaimable(stat: str, names: _Names) -> int:
-    """Return the bytes of a cgroup that count as used and go when memory is asked for.
+def _reclaimable(nbytes: Callable[[str], int], names: _Names) -> int:
+    """Return the bytes of a cgroup, or of NUMA nodes, that count as used and go when memory is asked for.
 
     What waits for a disk does not count: pinning touches pages by the gigabyte a second, and where the kernel finds
     nothing but pages that it has to write first, it gives up and kills.
     """
-    cache, unwritten, slab = (
-        sum(_field(stat, name) or 0 for name in kind) for kind in (names.cache, names.unwritten, names.slab)
-    )
+    cache, unwritten, slab = (sum(nbytes(name) for name in kind) for kind in (names.cache, names.unwritten, names.slab))
     return max(0, cache - unwritten) + slab
 
 

@@ -26,11 +26,12 @@ Waits = list[tuple[torch.cuda.Event, torch.cuda.Event]]
 
 
 class DeviceMemory(NamedTuple):
-    """A GPU's memory in bytes: the whole, what nobody has, and what PyTorch has reserved."""
+    """A GPU's memory in bytes: the whole, what nobody has, what PyTorch has reserved, and the most that it may."""
 
     whole: int
     free: int
     reserved: int
+    allowed: int
 
 
 class PeakMeter:
@@ -72,7 +73,11 @@ class PeakMeter:
     def device_memory(self) -> DeviceMemory:
         """Return the memory of the current GPU as it is now."""
         free, whole = torch.cuda.mem_get_info()
-        return DeviceMemory(whole, free, torch.cuda.memory_reserved())
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # from PyTorch 2.8 on
+        allowed = whole
+        if fraction is not None and torch.cuda.get_allocator_backend() == "native":
+            allowed = int(whole * fraction())
+        return DeviceMemory(whole, free, torch.cuda.memory_reserved(), allowed)
 
     def end_phase(self) -> int | None:
         """Return the peak of allocated bytes since the last call of this method; None without a GPU."""
@@ -113,6 +118,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self.block_bytes: Callable[[int], int] = lambda nbytes: nbytes
+        """Returns what an allocation takes; see `block_rounding`."""
         self.observer: weakref.WeakMethod[Callable[[bool], None]] | None = None
         """Called with True before slabs take or give back memory, and with False after, when `nbytes` is up to date.
         Weak: a slab that a copy keeps alive must not keep alive whoever looks on."""

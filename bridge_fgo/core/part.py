@@ -12,7 +12,7 @@ class Part(PartBytes):
     """Parameters that are updated in one go, and the slabs of their states (masters, moments, or one of them)."""
 
     def __init__(self, params: list[torch.Tensor], slabs: list[Slab]) -> None:
-        super().__init__(sum(slab.nbytes for slab in slabs), sum(slab.transit_bytes for slab in slabs))
+        super().__init__(sum(slab.block_bytes for slab in slabs), sum(slab.transit_bytes for slab in slabs))
         self.params, self.slabs = params, slabs
         self.packable_bytes = 0
         """Bytes of its masters that are packed if training is seen to wait for copies (`PackingPolicy`)."""

@@ -31,7 +31,7 @@ GB 0.6 to 0.75 GB more was reserved than allocated (9.8 GB of states); with 1.3 
 class PartBytes:
     """Size of one part.
 
-    nbytes: of its slabs; transit_bytes: the most GPU memory that they hold, which is while they are on their way.
+    nbytes: GPU memory of its slabs; transit_bytes: the most that they hold, which is while they are on their way.
     stays: whether the part stays on the GPU for good, because the memory budget has room for it.
     """
 

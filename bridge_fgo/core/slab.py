@@ -11,6 +11,7 @@ import torch
 from bridge_fgo.core.layout import SlabPlace
 from bridge_fgo.core.meters import Ledger, Traffic
 from bridge_fgo.core.residency import Residency, ResidencyMachine
+from bridge_fgo.core.shared_host_buffer import SharedHostBuffer
 from bridge_fgo.core.slab_memory import SlabMemory, decode, encode
 from bridge_fgo.core.transfers import Transfers
 
@@ -35,6 +36,22 @@ class Slab(SlabMemory, ResidencyMachine):
     def name_of(self, tensor: torch.Tensor) -> str:
         names = (state.name for state in self.states if any(tensor is each for each in state.handles()))
         return f"optimizer state {next(names, '')!r} of shape {tuple(tensor.shape)}"
+
+    @override
+    def share_host(self, buffer: SharedHostBuffer) -> None:
+        before = self.host_address
+        super().share_host(buffer)
+        self.transfers.forget(before)
+
+    def drop_spare(self) -> None:
+        """Let go of the second host buffer, as none is lent any more. What a writer has stays with the writer."""
+        if self.spare is None:
+            return
+        self.transfers.finish_out()  # Race: of a buffer that is lent, what has not landed would not be in the other.
+        self.own_host(keep=True)
+        self.transfers.forget(self.spare.address)
+        self.spare.close()
+        self.spare = None
 
     def _start_offload(self) -> None:
         self._copy_out(encoded=False)

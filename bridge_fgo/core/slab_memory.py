@@ -41,6 +41,8 @@ class SlabMemory(HostSide):
         self.layout = place.layout
         self.nbytes = place.layout.nbytes
         """Size of the slab in bytes, on the GPU and on the host alike."""
+        self.block_bytes = ledger.block_bytes(self.nbytes)
+        """Bytes of GPU memory that it takes."""
         self.states = place.states
         self.state_bytes = sum(state.nbytes for state in place.states)
         """Bytes of its states, without what lies between them."""
@@ -52,7 +54,8 @@ class SlabMemory(HostSide):
         one allocation with the slab the allocator reserved 0.75 GB more on an H200 (of 19.7 GB of states)."""
         self.is_encoded = False
         """Whether `staging` was in the newest copy out, until it is decoded."""
-        self.transit_bytes = self.nbytes + place.codec.staging_bytes
+        self._staging_bytes = ledger.block_bytes(place.codec.staging_bytes)
+        self.transit_bytes = self.block_bytes + self._staging_bytes
         """Most bytes of GPU memory that the slab holds: while it is on its way."""
         self._ledger = ledger
         self._make = partial(torch.empty, dtype=torch.uint8, device=device)
@@ -65,8 +68,8 @@ class SlabMemory(HostSide):
     @property
     def gpu_bytes(self) -> int:
         """Bytes of GPU memory that the slab holds now."""
-        whole = 0 if self._storage is None else self._storage.nbytes()
-        return whole if self.staging is None else whole + self.staging.numel()
+        whole = self.block_bytes if self._storage is not None and self._storage.nbytes() else 0
+        return whole if self.staging is None else whole + self._staging_bytes
 
     @property
     def move(self) -> Move:
@@ -96,7 +99,7 @@ class SlabMemory(HostSide):
             return self._take_in_place()
         gpu = self.gpu
         if gpu is None:
-            gpu = self._ledger.change(self.nbytes, self._make, self.nbytes)
+            gpu = self._ledger.change(self.block_bytes, self._make, self.nbytes)
             self._live_in(gpu)
         return self._bind(gpu, copy=True)
 
@@ -152,7 +155,7 @@ class SlabMemory(HostSide):
                     "a whole storage can be emptied in place"
                 )
         if not self.holds(first):
-            self._ledger.change(self.nbytes - self.gpu_bytes, self._live_in, self._make(0).set_(storage))
+            self._ledger.change(self.block_bytes - self.gpu_bytes, self._live_in, self._make(0).set_(storage))
         return False
 
     def _live_in(self, gpu: torch.Tensor | None) -> None:
@@ -175,22 +178,22 @@ class SlabMemory(HostSide):
         assert storage is not None
         was_empty = not storage.nbytes()
         if was_empty:
-            self._ledger.change(self.nbytes, fill, storage, self.nbytes, AWAY)
+            self._ledger.change(self.block_bytes, fill, storage, self.nbytes, AWAY)
         if self.is_encoded and self.staging is None:
             try:
                 self._take_staging()
             except torch.cuda.OutOfMemoryError:
                 if was_empty:  # else nobody would give it back: the slab is not on its way
-                    self._ledger.change(-self.nbytes, empty, storage, AWAY)
+                    self._ledger.change(-self.block_bytes, empty, storage, AWAY)
                 raise
 
     def _take_staging(self) -> None:
         nbytes = self.codec.staging_bytes
         if self._staging_home is None:
-            memory = self._ledger.change(nbytes, self._make, nbytes)
+            memory = self._ledger.change(self._staging_bytes, self._make, nbytes)
             self._staging_home = memory, memory.untyped_storage()
         else:
-            self._ledger.change(nbytes, self._staging_home[1].resize_, nbytes)
+            self._ledger.change(self._staging_bytes, self._staging_home[1].resize_, nbytes)
         self.staging = self._staging_home[0]
 
     def _empty_staging(self) -> None:
@@ -201,7 +204,7 @@ class SlabMemory(HostSide):
     @property
     def stepping_bytes(self) -> int:
         """Bytes of GPU memory that the slab holds from when it comes for the optimizer step until it has left."""
-        return self.transit_bytes if self.codec.encodes else self.nbytes
+        return self.transit_bytes if self.codec.encodes else self.block_bytes
 
     def reserve(self) -> bool:
         """Take the staging memory that `encode` needs, and return whether there was as much.
@@ -215,7 +218,7 @@ class SlabMemory(HostSide):
     def drop_staging(self) -> None:
         """Give back the staging memory; what reads or writes it must be ordered before."""
         if self.staging is not None:
-            self._ledger.change(-self.staging.numel(), self._empty_staging)
+            self._ledger.change(-self._staging_bytes, self._empty_staging)
 
     def free(self) -> None:
         """Give the GPU memory back; the tensors keep their shape and device and must not be read.

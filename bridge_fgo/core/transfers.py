@@ -78,6 +78,9 @@ class Transfers(ABC):
     def await_released(self) -> None:  # noqa: B027
         """Return when nothing uses the memory of slabs that were released, so that the driver may have it."""
 
+    def forget(self, host_address: int) -> None:  # noqa: B027
+        """Let go of a host buffer that no slab uses any more; return when the copies from and to it are over."""
+
     def has_landed(self, slab: SlabMemory) -> bool:
         """Return whether the newest copy in is over; the host does not wait for it."""
         return True

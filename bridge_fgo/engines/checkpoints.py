@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.core.host_buffer import PINNING_THREADS
-from bridge_fgo.core.host_memory import available_bytes, ranks_of_this_node
+from bridge_fgo.core.host_memory import free_for_each_rank
 from bridge_fgo.core.loading import Loading
 from bridge_fgo.core.part import Part
 from bridge_fgo.core.residency import Residency
@@ -105,15 +105,18 @@ class Checkpoints:
 
         None where that cannot be. From then on saves get copies, which takes longer; it is said.
         """
-        needed, ranks = sum(slab.nbytes for slab in slabs), ranks_of_this_node()
+        needed = sum(slab.nbytes for slab in slabs)
         try:
-            if ranks * needed > (free := available_bytes()):
-                raise ValueError(f"{ranks} rank(s) of this node need {needed} bytes of host memory each, of {free}")
+            if needed > (free := free_for_each_rank()):
+                raise ValueError(f"each rank of this node needs {needed} bytes of host memory, and can have {free}")
             buffers = [slab.make_shared_host() for slab in slabs]
             if self._pin_near is not None:
                 pin(buffers, self._pin_near)
         except (ValueError, RuntimeError) as error:
             self.lends = False
+            for share in self._shares.values():
+                for slab in share.slabs:
+                    slab.drop_spare()
             self._warn(f"a background save gets copies of the states, which takes longer: {error}")
             return []
         return buffers

@@ -10,6 +10,7 @@ from typing import Any, override
 import torch
 
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.core.blocks import block_rounding
 from bridge_fgo.core.cuda_transfers import CudaTransfers
 from bridge_fgo.core.debug import debugged
 from bridge_fgo.core.device_room import DeviceRoom
@@ -74,6 +75,7 @@ class NativeEngine(Engine):
         self.schedule = schedule = Schedule(
             transfers, meter, config.gpu_memory_budget_bytes, DeviceRoom(meter) if budget == "auto" else None
         )
+        schedule.ledger.block_bytes = block_rounding(device)
         packing = schedule.packing  # not the schedule itself, which would go only when Python looks for cycles
         remainders = Remainders(device, wanted=lambda: config.master_remainders or packing.packs)
         codec_of = copied_whole if config.master_remainders is False else remainders.codec_of

@@ -46,9 +46,9 @@ class Share:
         """Bytes of all states of the source, offloaded or not."""
         self.planned_bytes = sum(bundle.nbytes for bundle in chosen)
         self.margin_bytes = min(MARGIN_PARTS * target, self.planned_bytes // MARGIN_OF_STATES)
-        masters = [slab.nbytes for slab in self.slabs if slab.written_back]
+        masters = [slab.block_bytes for slab in self.slabs if slab.written_back]
         self.masters_held_bytes = 0 if source.writes_back_by_part else sum(masters)
-        self.held_more_if_whole_bytes = sum(slab.nbytes for slab in self.slabs) - self.masters_held_bytes
+        self.held_more_if_whole_bytes = sum(slab.block_bytes for slab in self.slabs) - self.masters_held_bytes
         """What the step holds to its end beside these where it is not divided."""
 
     @property

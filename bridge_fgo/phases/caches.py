@@ -84,23 +84,23 @@ def has_graph_memory(device: torch.device) -> bool:
     return any(tuple(each["segment_pool_id"]) != (0, 0) for each in segments if each["device"] == index)
 
 
-def _of_module(module: str, name: str) -> Any:
+def of_module(module: str, name: str) -> Any:
     """Return an attribute of a module that somebody has imported; None where nobody has, or it is another version's."""
     return vars(sys.modules[module]).get(name) if module in sys.modules else None
 
 
 def _clear(dictionaries: Iterable[tuple[str, str]]) -> None:
     for module, name in dictionaries:
-        if isinstance(found := _of_module(module, name), dict):
+        if isinstance(found := of_module(module, name), dict):
             found.clear()
 
 
 def _clear_workspaces(device: torch.device) -> None:
     for module, name in _WORKSPACES:
-        clear: Callable[[], None] | None = getattr(_of_module(module, name), "cache_clear", None)
+        clear: Callable[[], None] | None = getattr(of_module(module, name), "cache_clear", None)
         if clear is not None:
             clear()
-    of_mcore = _of_module("megatron.core.parallel_state", "_GLOBAL_MEMORY_BUFFER")
+    of_mcore = of_module("megatron.core.parallel_state", "_GLOBAL_MEMORY_BUFFER")
     if isinstance(tensors := getattr(of_mcore, "buffer", None), dict):
         tensors.clear()
     if device.type == "cuda":

@@ -104,7 +104,7 @@ class Tally:
         if kept > LEAST_KEPT_BYTES:
             warnings.warn(
                 f"{kept / 1e9:.2f} GB that were sent off the GPU are still taken there: another process has handles of "
-                "them (a background checkpoint worker, a weight sync by CUDA IPC); let it finish before the next sleep",
+                "them, as of a weight sync by CUDA IPC; have it let go of them before the next sleep",
                 stacklevel=2,
             )
 

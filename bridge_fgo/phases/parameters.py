@@ -9,6 +9,7 @@ import torch
 
 from bridge_fgo.core.digest import Digester
 from bridge_fgo.core.storage_slab import Named, Range, StorageSlab
+from bridge_fgo.phases.checkpoint_workers import let_go_for, stop_for
 from bridge_fgo.phases.gradients import fill_all_or_none
 from bridge_fgo.phases.refusals import PLAIN
 
@@ -27,6 +28,7 @@ class Weights:
         self.gather = gather
         self.ranks = ranks
         self._digests: list[tuple[int, ...]] | None = None
+        let_go_for(self)
 
     @property
     def is_away(self) -> bool:
@@ -87,6 +89,7 @@ class Weights:
 
     def close(self) -> None:
         """Let go of the host memory."""
+        stop_for(self)
         for slab in self.slabs:
             slab.close()
 

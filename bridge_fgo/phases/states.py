@@ -19,6 +19,7 @@ from bridge_fgo.core.state import WeightShard
 from bridge_fgo.engines.attachment import ATTACHED, Attachment, attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather, on_every_rank, pin_on_every_rank
+from bridge_fgo.phases.checkpoint_workers import let_go_for, stop_for
 from bridge_fgo.phases.host_copies import HostCopies
 from bridge_fgo.phases.movable import STATES, attached_engine, movable_optimizers
 from bridge_fgo.phases.moved import RETURNED_BYTES, return_to_driver
@@ -77,6 +78,7 @@ class OptimizerStates:
         """Bytes that slabs have left to the allocator since the driver last got them."""
         if self.is_owner and not alone:
             self.engine.traffic.touches.refusals.append(partial(_refuse_asleep, weakref.ref(self)))
+        let_go_for(self)
         self.is_driven = False
         """Whether training steps drive an engine of its own too, which then stays attached."""
         self._serves = 0
@@ -281,6 +283,7 @@ class OptimizerStates:
         Raises:
             RuntimeError: as `Engine.close`.
         """
+        stop_for(self)
         if self.is_owner:
             self.engine.close()
             self._copies = None

@@ -1,6 +1,7 @@
 """A budget that is found out: what the device has, less what others have and a margin that grows where it is needed."""
 
 import pytest
+import torch
 from fake_training import WHOLE, Meter, Training, use_small_parts
 
 from bridge_fgo.core.device_room import GROWTH, LEAST_MARGIN, MOST_HOLES, DeviceRoom
@@ -14,19 +15,41 @@ class Device(PeakMeter):
     """A meter of a GPU of 140 GiB, of which others have two."""
 
     works = True
+    allowed = 140 * GIB
 
     def __init__(self, allocated=50 * GIB, reserved=51 * GIB):
         super().__init__()
         self.run_peaks = {"allocated_bytes.all.peak": allocated, "reserved_bytes.all.peak": reserved}
 
     def device_memory(self):
-        return DeviceMemory(140 * GIB, 140 * GIB - 2 * GIB - 51 * GIB, 51 * GIB)
+        return DeviceMemory(140 * GIB, 140 * GIB - 2 * GIB - 51 * GIB, 51 * GIB, self.allowed)
 
 
 def test_the_budget_is_all_but_what_others_have_and_the_margin():
     assert DeviceRoom(Device()).budget_bytes() == 138 * GIB - 140 * GIB // LEAST_MARGIN
     assert DeviceRoom(Device(reserved=56 * GIB)).budget_bytes() == 138 * GIB - 6 * GIB
     assert DeviceRoom(Device(reserved=90 * GIB)).budget_bytes() == 138 * GIB - 140 * GIB // MOST_HOLES
+
+
+def test_the_budget_is_no_more_than_pytorch_may_take():
+    meter = Device()
+    meter.allowed = 42 * GIB
+    assert DeviceRoom(meter).budget_bytes() == 42 * GIB - 140 * GIB // LEAST_MARGIN
+
+
+@pytest.mark.parametrize(
+    ("backend", "fraction", "allowed"),
+    [("native", lambda: 0.3, 42 * GIB), ("native", None, 140 * GIB), ("cudaMallocAsync", lambda: 0.3, 140 * GIB)],
+    ids=["a fraction", "PyTorch before 2.8", "an allocator that does not tell"],
+)
+def test_what_pytorch_may_take_is_asked_for_where_it_tells(monkeypatch, backend, fraction, allowed):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * GIB, 140 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 30 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", fraction, raising=False)
+    if fraction is None:
+        monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
+    assert PeakMeter().device_memory() == (140 * GIB, 100 * GIB, 30 * GIB, allowed)
 
 
 def test_the_margin_grows_where_the_allocator_had_to_give_back_what_it_caches():
@@ -47,14 +70,14 @@ def test_the_margin_grows_where_the_allocator_had_to_give_back_what_it_caches():
 class MeterOfADevice(Meter):
     """Made-up peaks on a GPU that has `whole` bytes; others have a tenth."""
 
-    retries = holes = 0
+    retries = holes = allowed = 0
 
     def __init__(self, whole, layer, step=0):
         super().__init__(layer, step)
         self.whole = whole
 
     def device_memory(self):
-        return DeviceMemory(self.whole, self.whole - self.whole // 10, 0)
+        return DeviceMemory(self.whole, self.whole - self.whole // 10, 0, self.allowed or self.whole)
 
 
 def automatic(monkeypatch, whole, **how):
@@ -87,6 +110,15 @@ def test_just_what_is_needed_leaves_where_it_does_not(monkeypatch):
     room = 2 * WHOLE - 2 * WHOLE // 10 - 2 * WHOLE // LEAST_MARGIN - WHOLE
     part = max(part.nbytes for part in training.schedule.parts)
     assert room - part < staying <= room
+    training.check()
+
+
+def test_just_what_pytorch_may_take_is_used(monkeypatch):
+    training = automatic(monkeypatch, whole=4 * WHOLE, sizes=[340] * 20)
+    training.meter.allowed = 2 * WHOLE
+    run(training, 4)
+    staying = sum(part.nbytes for part in training.schedule.parts if part.stays)
+    assert 0 < staying <= 2 * WHOLE - 4 * WHOLE // LEAST_MARGIN - WHOLE
     training.check()
 
 

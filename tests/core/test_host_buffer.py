@@ -1,4 +1,4 @@
-"""Page-locking by CUDA, mocked: what is locked, what is unlocked, and what a refusal says."""
+"""Page-locking by CUDA's driver, mocked: what is locked, what is unlocked, and what a refusal says."""
 
 import gc
 import threading
@@ -8,28 +8,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_fgo.core import host_buffer
+from bridge_fgo.core import driver, host_buffer
 from bridge_fgo.core.host_buffer import HostBuffer, page_lock
 
-MEMORY_ALLOCATION = 2
-"""cudaErrorMemoryAllocation."""
+OUT_OF_MEMORY = 2
+"""CUDA_ERROR_OUT_OF_MEMORY."""
 
 
 @pytest.fixture
 def locked(monkeypatch):
-    """A CUDA runtime that locks at most three buffers; returns the addresses that are locked, with their bytes."""
+    """A driver that locks at most three buffers; returns the addresses that are locked, with their bytes."""
     locked = {}
 
     def register(address, nbytes, flags):
         if len(locked) == 3:
-            return MEMORY_ALLOCATION
+            return OUT_OF_MEMORY
         locked[address] = nbytes
         return 0
 
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=locked.pop)
-    monkeypatch.setattr(host_buffer, "_runtime", lambda: runtime)
+    library = SimpleNamespace(cuMemHostRegister_v2=register, cuMemHostUnregister=locked.pop)
+    monkeypatch.setattr(driver, "_library", lambda: library)
     monkeypatch.setattr(host_buffer, "PINNING_THREADS", 1)
-    for name in ("current_device", "set_device", "synchronize"):
+    for name in ("current_device", "set_device", "synchronize", "mem_get_info"):
         monkeypatch.setattr(torch.cuda, name, lambda *args: 0)
     return locked
 
@@ -47,12 +47,27 @@ def test_buffers_are_locked_to_the_byte_and_unlocked_when_they_go(locked):
 
 def test_a_refusal_says_how_much_was_asked_for_and_leaves_nothing_locked(locked):
     buffers = [HostBuffer(4096) for _ in range(4)]
-    with pytest.raises(RuntimeError, match=r"4096 of 16384 bytes .*CUDA error 2.*ulimit -l"):
+    with pytest.raises(RuntimeError, match=r"^raise `ulimit -l`.*page-lock 4096 bytes .*CUresult 2.*of 16384 bytes"):
         page_lock(buffers)
     assert buffers[3].pinned_bytes == 0
     buffers.clear()
     gc.collect()
     assert locked == {}
+
+
+def test_a_refusal_under_wsl_begins_with_what_helps_there(locked, monkeypatch):
+    monkeypatch.setattr(host_buffer.platform, "release", lambda: "5.15.153.1-microsoft-standard-WSL2")
+    with pytest.raises(RuntimeError, match=r"^set OffloadConfig\.pin_memory=False .*WSL.*4096 bytes.*of 16384 bytes"):
+        page_lock([HostBuffer(4096) for _ in range(4)])
+
+
+def test_a_refusal_leaves_no_error_in_cudas_runtime_which_the_next_kernels_launch_would_raise(locked, monkeypatch):
+    errors = []
+    runtime = SimpleNamespace(cudaHostRegister=lambda *args: errors.append(OUT_OF_MEMORY) or OUT_OF_MEMORY)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with pytest.raises(RuntimeError):
+        page_lock([HostBuffer(4096) for _ in range(4)])
+    assert not errors
 
 
 def test_a_host_that_runs_out_of_memory_meanwhile_is_an_error_before_a_page_is_touched(locked, monkeypatch):
@@ -129,4 +144,4 @@ def test_threads_lock_for_the_gpu_of_the_caller_from_the_cpus_near_it(locked, mo
 def test_at_exit_pages_are_left_to_the_driver(locked):
     buffer = HostBuffer(4096)
     buffer.lock()
-    assert buffer._unregister.atexit is False
+    assert buffer._unlock.atexit is False

@@ -26,6 +26,8 @@ def host(monkeypatch, tmp_path):
     monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
     monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(host_memory, "BOOT_ID", tmp_path / "boot_id")
+    for name in ("NODES", "STATUS", "NUMA_MAPS"):
+        monkeypatch.setattr(host_memory, name, tmp_path / name.lower(), raising=False)
     (tmp_path / "own").write_text("0::/\n")
     (tmp_path / "boot_id").write_text("the boot\n")
 
@@ -36,6 +38,28 @@ def host(monkeypatch, tmp_path):
         (tmp_path / "memory.stat").write_text("".join(f"{name} {value}\n" for name, value in lines))
 
     return limit
+
+
+@pytest.fixture
+def numa(host, tmp_path):
+    """A host of 2 NUMA nodes; returns a function that makes others, and says which are allowed and of what policy."""
+
+    def nodes(*free, without_cpus=(), allowed="", policy="default", **fields):
+        for node, kib in enumerate(free):
+            folder = tmp_path / "nodes" / f"node{node}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "cpulist").write_text("\n" if node in without_cpus else f"{node}-{node}\n")
+            lines = {"MemTotal": 50, "MemFree": kib, **fields}.items()
+            text = "".join(f"Node {node} {name}: {value * 2**20} kB\n" for name, value in lines)
+            (folder / "meminfo").write_text(text)
+        (tmp_path / "status").write_text(f"Name:\tpython\nMems_allowed_list:\t{allowed or f'0-{len(free) - 1}'}\n")
+        (tmp_path / "numa_maps").write_text(
+            f"00400000 {policy} file=/usr/bin/python mapped=2 N0=2\n7f00 default heap\n"
+        )
+        return pools()
+
+    nodes(30, 45)
+    return nodes
 
 
 def on_one_host(*needs, free=80, whole=100):
@@ -153,6 +177,62 @@ def test_the_least_limit_counts_of_the_cgroups_that_the_process_is_in(host, tmp_
     assert available_bytes() == 15 * GIB
     refusal = host_memory_refusal([Need(16 * GIB, pools())], 0)
     assert f"the node has {50 * GIB} bytes, {15 * GIB} of them free" in refusal
+
+
+def test_a_process_that_is_bound_to_no_node_has_the_whole_host(numa):
+    assert numa(30, 45) == numa(30, 45, policy="interleave:0") == numa(30, 45, policy="prefer:0") == pools()[:1]
+
+
+@pytest.mark.parametrize("bound", [{"policy": "bind:0"}, {"policy": "bind=static:0"}, {"allowed": "0"}])
+def test_a_process_that_is_bound_to_a_node_has_that_nodes_memory(numa, bound):
+    host, node = numa(30, 45, **bound)
+    assert (host.whole, host.free, node.whole, node.free) == (100 * GIB, 80 * GIB, 50 * GIB, 30 * GIB)
+    assert (total_bytes(), available_bytes()) == (50 * GIB, 30 * GIB)
+
+
+def test_a_process_that_is_bound_to_some_nodes_has_theirs_together(numa):
+    assert numa(20, 15, 40, policy="bind:0-1")[1][1:3] == (100 * GIB, 35 * GIB)
+
+
+def test_what_the_kernel_gives_back_of_a_nodes_memory_counts_as_free(numa):
+    clean = {"Active(file)": 8, "Inactive(file)": 4, "Dirty": 2, "Writeback": 1, "SReclaimable": 3}
+    assert numa(10, 20, policy="bind:0", **clean)[1].free == (10 + 8 + 4 - 2 - 1 + 3) * GIB
+
+
+def test_ranks_of_a_node_are_counted_against_its_memory_and_those_of_another_are_not(numa):
+    first, second = numa(30, 45, policy="bind:0"), numa(30, 45, policy="bind:1")
+
+    def refused(*needs):
+        at = (first, first, second, second)
+        return host_memory_refusal([Need(n * GIB, where) for n, where in zip(needs, at, strict=True)], 0)
+
+    assert refused(15, 15, 22, 22) == ""
+    refusal = refused(20, 15, 10, 10)
+    assert f"rank 0, {35 * GIB} for the 2 rank(s) of its NUMA node 0, " in refusal
+    assert f"has {50 * GIB} bytes, {30 * GIB} of them free now" in refusal and "--membind" in refusal
+    assert "rank 2" in refused(15, 15, 23, 23)
+
+
+def test_a_gpus_memory_that_is_a_node_is_no_host_memory(numa, tmp_path):
+    (tmp_path / "meminfo").write_text(f"MemTotal: {200 * 2**20} kB\nMemAvailable: {190 * 2**20} kB\n")
+    numa(40, 45, 50, 50, without_cpus=(2, 3))
+    assert (total_bytes(), available_bytes()) == (100 * GIB, 85 * GIB)
+    assert host_memory.numa_nodes() == {0, 1}
+    numa(40, 45, 50, 50, without_cpus=(2, 3), policy="bind:2")  # as of memory beside the CPUs' own
+    assert (total_bytes(), available_bytes()) == (50 * GIB, 50 * GIB)
+
+
+@pytest.mark.parametrize(("policy", "each"), [("default", 20), ("bind:0", 15), ("bind:1", 20)])
+def test_each_rank_has_its_part_of_what_it_shares_with_others(numa, monkeypatch, policy, each):
+    monkeypatch.setattr(host_memory, "ranks_of_this_node", lambda: 4)
+    numa(30, 45, policy=policy)
+    assert host_memory.free_for_each_rank() == each * GIB
+
+
+def test_this_machines_own_nodes_are_read():
+    nodes = host_memory.numa_nodes()
+    assert all((host_memory.NODES / f"node{node}").exists() for node in nodes)
+    assert 0 < available_bytes() <= total_bytes()
 
 
 def test_a_pinned_block_of_pytorchs_is_a_power_of_two():

@@ -221,7 +221,7 @@ def test_without_host_memory_for_a_second_buffer_a_checkpoint_gets_copies_and_it
     optimizer, engine, source, before = lending()
     said = []
     monkeypatch.setattr(engine.schedule.holding, "warn", said.append)
-    monkeypatch.setattr(checkpoints, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(checkpoints, "free_for_each_rank", lambda: 1000)
     handed = save(optimizer, engine, source)
     assert not any(is_lent(engine, tensor) for tensor in tensors(handed))
     assert are_equal(handed, [before[id(param)] for param in params(optimizer)])

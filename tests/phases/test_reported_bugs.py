@@ -123,7 +123,7 @@ def test_fp32_gradients_beside_16_bit_buffers_leave_and_return(monkeypatch):
 
 @pytest.mark.parametrize(("left", "warns"), [(0, False), (10**9, True)])
 def test_memory_of_which_another_process_has_handles_is_said(monkeypatch, left, warns):
-    """As a persistent checkpoint worker has them: what is let go of stays on the GPU, and no count of our own tells."""
+    """As an inference engine has them: what is let go of stays on the GPU, and no count of our own tells."""
     allocated = [4 * 10**9, left]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 10**9, 9 * 10**9))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated.pop(0))
@@ -133,7 +133,5 @@ def test_memory_of_which_another_process_has_handles_is_said(monkeypatch, left, 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         tally.note_what_stays()
-    assert [("1.00 GB" in str(each.message) and "checkpoint worker" in str(each.message)) for each in said] == [
-        True
-    ] * warns
+    assert [("1.00 GB" in str(each.message) and "weight sync" in str(each.message)) for each in said] == [True] * warns
     assert tally.stays == {"allocated": left, "cached": 3 * 10**9 - left, "outside": 10**9}

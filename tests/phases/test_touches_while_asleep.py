@@ -59,7 +59,7 @@ USES = {
         "deepcopy_of_the_model": lambda held: copy.deepcopy(held.model),
         "forward": lambda held: forward(held.training),
         "adapters_saved_as_skyrl_does": lambda held: to_a_file({n: p.data for n, p in held.model.named_parameters()}),
-        "state_dict_of_a_layer_is_saved": lambda held: to_a_file(next(held.model.module.decoder.children()).state_dict()),
+        "state_dict_of_a_layer_is_saved": lambda held: to_a_file(held.model.module.decoder.state_dict()),
         "state_dict_from_before_is_saved": lambda held: to_a_file(held.state_dict),
         "parameter_itself_is_saved": lambda held: to_a_file(held.param),
         "view_from_before": lambda held: held.kept_view.sum(),

@@ -10,9 +10,7 @@ from pathlib import Path
 import torch
 
 from bridge_fgo.cli.demo import readable_bytes
-from bridge_fgo.core.host_memory import available_bytes, local_cpus, total_bytes
-
-NODES = Path("/sys/devices/system/node")
+from bridge_fgo.core.host_memory import available_bytes, local_cpus, numa_nodes, total_bytes
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def look() -> Machine:
     lockable, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Machine(
         gpus=gpus,
-        numa_nodes=len(list(NODES.glob("node[0-9]*"))),
+        numa_nodes=len(numa_nodes()),
         cpus=len(os.sched_getaffinity(0)),
         host_bytes=total_bytes(),
         free_bytes=available_bytes(),
