@@ -54,7 +54,7 @@ def to_the_cpu_and_back(training):
     for state in inner(training).state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
-                state[name] = value.to("cpu", copy=True)
+                state[name] = value.to("cpu", copy=True).to(value.device)
 
 
 def other_memory(training):

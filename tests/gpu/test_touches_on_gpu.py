@@ -1,0 +1,42 @@
+"""States that callbacks touch between the steps of Bridge's own ``pretrain()``: bitwise as resident."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_pretrain import MANY_ACTIVATIONS, PACKED, SMALL
+
+from bridge_fgo.harness import comparator, runner
+
+STEPS = ("--steps", "20")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [SMALL, (*SMALL, *PACKED), (*MANY_ACTIVATIONS, *PACKED)], ids=["whole", "packed", "held_by_a_plan"]
+)
+def test_what_callbacks_touch_between_steps_is_bitwise_as_resident(tmp_path: Path, options: tuple[str, ...]) -> None:
+    def run(name: str, offload: str) -> tuple[runner.ArmRun, list]:
+        file = tmp_path / f"{name}.touched"
+        arm = runner.run_arm(
+            name,
+            "touches_arm",
+            [*(o for o in options if offload == "on" or o not in PACKED), *STEPS, "--offload", offload],
+            tmp_path,
+            environment={"TOUCHED": str(file)},
+            timeout=300,
+        )
+        return arm, [json.loads(line) for line in file.read_text().splitlines()]
+
+    resident, expected = run("resident", "off")
+    offloaded, found = run("offloaded", "on")
+    assert len(expected) > 10
+    for mine, of_resident in zip(found, expected, strict=True):
+        assert mine == of_resident, mine[0]
+    same = comparator.compare(resident, offloaded)
+    assert same.bitwise_equal, same.parts
+    said = [line for line in (tmp_path / "offloaded.log").read_text().splitlines() if "came back" in line]
+    print("\n".join(said))
+    assert said
