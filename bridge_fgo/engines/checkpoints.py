@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bridge_fgo.core.guard import own
 from bridge_fgo.core.host_buffer import PINNING_THREADS
 from bridge_fgo.core.host_memory import free_for_each_rank
 from bridge_fgo.core.loading import Loading
@@ -243,4 +244,5 @@ class Checkpoints:
 def _make(states: Iterable[State]) -> None:
     for state in states:
         if state.make is not None and state.read() is None:
-            state.make()
+            with own():  # of a master that is away its shape is enough
+                state.make()

@@ -19,7 +19,7 @@ from bridge_fgo.core.storage_slab import find_aliases
 from bridge_fgo.engines.ranks import gather, on_every_rank, require_host_memory
 from bridge_fgo.phases.caches import Caches
 from bridge_fgo.phases.checks import Checks
-from bridge_fgo.phases.gradients import Gradients, drop_shard_gradients
+from bridge_fgo.phases.gradients import drop_shard_gradients
 from bridge_fgo.phases.guards import wrapped_models
 from bridge_fgo.phases.model import Model, Unit, map_hosts
 from bridge_fgo.phases.moved import KINDS, Kind, Kinds, Moved, Tally, return_to_driver, wait_for_gpu
@@ -165,7 +165,8 @@ class Residency:
         if not leaving and not goes_again:
             return Moved()
         leaving_slabs = [slab for unit in units for slab in unit.weights.slabs]
-        find_aliases(leaving_slabs + [slab for one in gradients for slab in one.slabs])
+        dropped = self._drop_shard_gradients() if gradients and not keep else 0
+        find_aliases(leaving_slabs + [slab for one in gradients for slab in one.slabs])  # after views of gradients went
         self._model.wait_for_collectives()
         if goes_again:
             if "params" in self.away:
@@ -176,7 +177,7 @@ class Residency:
         wait_for_gpu(self._model.device)
         if gradients and not keep:  # first: the driver takes their memory back while others are copied
             with tally.part("grads"):
-                tally.freed += self._drop(gradients)
+                tally.freed += dropped + sum(one.empty(keep=False) for one in gradients)
         try:
             # Weights first: their copies run while masters are compared, and while the states' are queued.
             self._weights.leave(units, states, tally)
@@ -380,9 +381,9 @@ class Residency:
         if states is not None:
             states.require_whole()
 
-    def _drop(self, gradients: Sequence[Gradients]) -> int:
-        """Let gradients go, and what mcore has left of them at its parameters; return the bytes."""
-        freed = sum(one.empty(keep=False) for one in gradients)
+    def _drop_shard_gradients(self) -> int:
+        """Let go of what mcore has left of gradients at its parameters; return the bytes."""
+        freed = 0
         for leaf in () if self._states is None else self._states.optimizers:
             groups = leaf.optimizer.param_groups
             freed += drop_shard_gradients(param for group in groups for param in group["params"])
