@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import queue
 import threading
 import weakref
@@ -14,6 +13,7 @@ from caching_writer import AsyncCallsQueue, Block, FileSystemWriterAsync, cachin
 from sleeping import options, residency
 
 from bridge_fgo.harness.cpu_training import CpuTraining
+from bridge_fgo.phases import checkpoint_workers
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
@@ -110,9 +110,9 @@ def test_what_was_saved_before_there_was_a_residency_is_sent_anew(caching_writer
         res.close()
 
 
-def test_nvrx_sends_handles_once_where_nothing_moves(caching_writer):  # noqa: F811
+def test_nvrx_sends_handles_once_where_nothing_moves(monkeypatch, caching_writer):  # noqa: F811
+    monkeypatch.setattr(checkpoint_workers, "_movers", weakref.WeakSet())  # other tests' models may live
     with CpuTraining(options()) as training:
-        gc.collect()  # other tests' models
         residency(training).close()
         saves = Saves(training, caching_writer, constant_structure=True)
         for _ in range(2):
