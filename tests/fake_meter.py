@@ -1,6 +1,11 @@
 """A peak meter for the CPU: what a GPU would hold beside the slabs grows and shrinks with the model's points."""
 
+from contextlib import nullcontext
+
+from bridge_fgo import figures
+from bridge_fgo.core import policy
 from bridge_fgo.core.meters import PeakMeter
+from bridge_fgo.engines import share
 from bridge_fgo.wiring import session
 
 
@@ -46,5 +51,16 @@ class FakeClock:
     def begin_step(self):
         pass
 
+    def measure(self):
+        return nullcontext()
+
     def seconds(self):
         return None
+
+
+def have_sessions_take_it(set_attribute) -> None:
+    """Have sessions measure by it, and plan without margins. set_attribute: `setattr`, or a monkeypatch's."""
+    set_attribute(session, "PeakMeter", FakeMeter)
+    set_attribute(figures, "StepClock", FakeClock)
+    set_attribute(share, "MARGIN_PARTS", 0)
+    set_attribute(policy, "MARGIN_SHARE", 0)

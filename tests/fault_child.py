@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
 import queue
 import shutil
 import signal
+import sys
+import time
 from pathlib import Path
 
 import fused_adam
+import pytest
+import torch
+from fake_meter import have_sessions_take_it
 from saving import load, save, send_all_away
 
 from bridge_fgo.standins.cuda import install_standins
@@ -29,13 +33,17 @@ from torch.distributed.checkpoint.utils import _DistWrapper  # noqa: E402
 
 import bridge_fgo  # noqa: E402
 from bridge_fgo.core.remainders import Remainders  # noqa: E402
+from bridge_fgo.core.residency import StillShared  # noqa: E402
 from bridge_fgo.core.snapshot import Snapshot  # noqa: E402
 from bridge_fgo.core.transfers import HostTransfers  # noqa: E402
-from bridge_fgo.harness.cpu_model import microbatches  # noqa: E402
+from bridge_fgo.engines.native import NativeEngine  # noqa: E402
+from bridge_fgo.engines.ranks import gather  # noqa: E402
+from bridge_fgo.figures import Figures  # noqa: E402
 from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining  # noqa: E402
+from bridge_fgo.phases.moved import KINDS  # noqa: E402
 from bridge_fgo.sources.inner_step import InnerStep  # noqa: E402
 from bridge_fgo.sources.master_copy import MasterCopy  # noqa: E402
-from bridge_fgo.wiring.session import Session  # noqa: E402
+from bridge_fgo.wiring.session import SESSION, Session  # noqa: E402
 
 POINTS = {
     "the offload begins": (Session, "begin_pass"),
@@ -144,7 +152,6 @@ def train_as_rank(rank: int, job: Job, saves: Path, killed: tuple[int, str, int]
     options = CpuOptions(offload=job.offload, **job.changes)
     point, call = (None, 0) if killed is None or killed[0] != rank else killed[1:]
     with bridge_fgo.install(config) if job.offload else contextlib.nullcontext(), Rank(options, rank, job) as run:
-        run._batches.iterable = microbatches(dataclasses.replace(options, seed=options.seed + rank))
         try:
             seen = _train_on(run, saves, point, call)
         except BaseException as error:
@@ -172,3 +179,258 @@ def _train_on(run: CpuTraining, folder: Path, point: str | None, call: int) -> d
                 break_at(point, call, "SIGKILL")
             save(run, folder)
     return {"numbers": numbers, "digests": run.digests()}
+
+
+# Ranks of which one fails beside the others: at each place of each verb, in each context's block, with the flag.
+
+SMALL = {"hidden": 64, "sequence": 16, "vocab": 64}
+PARALLEL = {"DP": {}, "TP": {"tp": 2}, "PP": {"pp": 2}}
+VERBS = {
+    "offload": ((), lambda res: res.offload()),
+    "offload, gradients kept": ((), lambda res: res.offload("grads", "optimizer", grads="keep")),
+    "reload": (KINDS, lambda res: res.reload()),
+    "reload of parameters": (KINDS, lambda res: res.reload("params")),
+    "reload of states and gradients": (KINDS, lambda res: res.reload("optimizer", "grads")),
+    "only, asleep": (KINDS, lambda res: _enter(res.only("params"))),
+    "only, awake": ((), lambda res: _enter(res.only("optimizer"))),
+    "asleep": (("grads",), lambda res: _enter(res.asleep())),
+    "checkpointing": (KINDS, lambda res: _enter(res.checkpointing())),
+    "close": (KINDS, lambda res: res.close()),
+}
+"""What is away before, and the verb."""
+
+FALLIBLE = ("phases", "wiring/residency.py", "core/storage_slab.py", "core/transfers.py", "core/host_buffer.py")
+"""Where in the package the functions are that a verb calls, each of which may fail."""
+
+VERBS_OWN = {
+    *(f"Residency.{name}" for name in ("__init__", "offload", "_offload", "reload", "_reload", "close")),
+    *(f"Residency.{name}" for name in ("only", "asleep", "checkpointing", "_as_before")),
+    "OptimizerStates.__init__",
+    "WeightMoves.wake",
+    "Weights.gather",
+    "buffer_weights.<locals>.gather",
+    "Unit.came_back",
+    "Unit.forget_masters",
+    "_verb.<locals>.run",
+}
+"""Functions that have the collectives in them or call those that do; and two that set attributes between them."""
+
+
+def _enter(context) -> None:
+    with context:
+        pass
+
+
+def _is_fallible(code) -> bool:
+    name = Path(code.co_filename).as_posix().partition("bridge_fgo/")[2]
+    return name.startswith(FALLIBLE) and code.co_qualname not in VERBS_OWN and not code.co_name.startswith("<")
+
+
+def places_of(act) -> list:
+    """Return the code of each function that `act` calls and that may fail, in their order."""
+    found = {}
+
+    def note(frame, event, _) -> None:
+        if event == "call" and _is_fallible(frame.f_code):
+            found[frame.f_code] = None
+
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return list(found)
+
+
+@contextlib.contextmanager
+def failing_at(place):
+    """Context in which the first call of a function fails; None for none."""
+
+    def fail(frame, event, _) -> None:
+        if event == "call" and frame.f_code is place:
+            sys.setprofile(None)
+            raise StillShared(f"in {place.co_qualname}")  # the error that each move leaves its slab whole at
+
+    sys.setprofile(None if place is None else fail)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+class OneFails:
+    """A training as one of several ranks of which the last fails, while the others do what it was about to do."""
+
+    def __init__(self, run: Rank, job: Job) -> None:
+        self.run, self.fails = run, run.rank == job.ranks - 1
+        self.before = self._bytes()
+        self.seen: list[tuple[str, str | None, str | None]] = []
+        """Of each attempt: of what, at which place, and the error that came out on this rank."""
+
+    def _bytes(self) -> list[bytes]:
+        # Of copies: of the tensors themselves numpy would keep the memory from leaving.
+        found = [tensor for pairs in self.run.state_tensors().values() for _, tensor in pairs]
+        return [tensor.detach().clone().view(torch.uint8).numpy().tobytes() for tensor in found]
+
+    def at_each_place(self, name: str, act, prepare=lambda: None, recover=lambda: None) -> None:
+        """Have each place of `act` fail, after `prepare`, and `recover`: all is bitwise what it was."""
+        prepare()
+        places = places_of(act)
+        recover()
+        for number in range(gather(len(places))[-1]):
+            prepare()
+            place = places[number] if self.fails else None
+            with failing_at(place):
+                error = _error_of(act)
+            self.seen.append((name, place and place.co_qualname, error))
+            recover()
+            assert self._bytes() == self.before
+            assert len(set(gather(len(self.seen)))) == 1, f"a rank is a collective ahead of another: {self.seen[-1]}"
+
+
+def _error_of(act) -> str | None:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def fail_at_each_place(rank: int, job: Job) -> None:
+    """Run as a rank of which the last one fails at each place of each verb of a Residency; all of them go on.
+
+    Leaves what was seen, as `OneFails` has it.
+    """
+    with Rank(CpuOptions(**SMALL, **job.changes), rank, job) as run:
+        run.step()
+        one = OneFails(run, job)
+        for packs in (False,) if job.changes else (False, True):
+            made: list[bridge_fgo.Residency] = []
+
+            def make(packs=packs, made=made) -> None:
+                config = bridge_fgo.OffloadConfig(engine="native", master_remainders=packs)
+                made[:] = [bridge_fgo.Residency(run.model, run.optimizer, config)]
+
+            def let_go(made=made) -> None:
+                while made:
+                    made.pop().close()
+
+            one.at_each_place("making one", make, recover=let_go)
+            make()
+            for name, (away, verb) in VERBS.items():
+
+                def prepare(away=away, made=made) -> None:
+                    if away:
+                        made[0].offload(*away)
+
+                def recover(name=name, make=make, made=made) -> None:
+                    if name == "close":
+                        made[0].close()
+                        make()
+                    made[0].reload()
+                    assert not made[0].away
+
+                one.at_each_place(name, lambda verb=verb, made=made: verb(made[0]), prepare, recover)
+            made[0].close()
+        (job.folder / f"{rank}.json").write_text(json.dumps(one.seen))
+
+
+CONTEXTS = {
+    "only": (KINDS, lambda res: res.only("params")),
+    "asleep": (("grads",), lambda res: res.asleep()),
+    "checkpointing": (KINDS, lambda res: res.checkpointing()),
+    "training_step": ((), lambda res: res.training_step()),
+}
+"""What is away before a context, and the context."""
+
+
+def fail_in_a_block(rank: int, job: Job, context: str, alone: bool) -> None:
+    """Run as a rank of a training in which the block of a context raises: on the last rank, or on all of them.
+
+    alone: the others do in the block what ranks do together, and end by its error. Else all go on: they wake and train.
+
+    Leaves what came out last, its notes, what is away after it, and the seconds since the block began; of all that go
+    on the numbers and digests of the steps, too.
+    """
+    away, enter = CONTEXTS[context]
+    numbers, seen = [], {}
+    with bridge_fgo.install(CONFIG), Rank(CpuOptions(**SMALL, **job.changes), rank, job) as run:
+        res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
+        for _ in range(job.steps):
+            record = run.step()
+            numbers.append((record.loss, record.grad_norm))
+            if res is None:
+                continue
+            if away:
+                res.offload(*away)
+            try:
+                with enter(res):
+                    began = time.monotonic()
+                    if not alone or rank == job.ranks - 1:
+                        raise Injected("in the block")
+                    if context == "training_step":
+                        run.step()
+                    torch.distributed.all_reduce(torch.zeros(1))
+            except Exception as error:
+                notes = getattr(error, "__notes__", [])
+                took = time.monotonic() - began
+                seen = {"error": repr(error), "notes": notes, "away": sorted(res.away), "took": took}
+            if alone:
+                (job.folder / f"{rank}.json").write_text(json.dumps(seen))
+                os._exit(0)
+            res.reload()
+        seen |= {"numbers": numbers, "digests": run.digests()}
+        (job.folder / f"{rank}.json").write_text(json.dumps(seen))
+
+
+ATTACHING = [(NativeEngine, "__init__"), (NativeEngine, "pin"), (NativeEngine, "take_in")]
+ENDING = [(NativeEngine, "settle"), (Figures, "end_step")]
+"""Where one rank can fail with the flag, before all attach, and before all choose what stays on the GPU."""
+
+
+def fail_with_the_flag(rank: int, job: Job) -> None:
+    """Run as a rank of a training with the flag and a budget, of which the last one fails where all attach and choose.
+
+    Then that rank alone says of a step that it was skipped. Leaves the errors that came out, the numbers of the steps
+    that none did of, the digests, and which parts stay on the GPU.
+    """
+    have_sessions_take_it(setattr)
+    fails, errors, numbers = rank == job.ranks - 1, [], []
+    options = CpuOptions(offload=job.offload, **SMALL, **job.changes)
+    config = bridge_fgo.OffloadConfig(engine="native", gpu_memory_budget_gib=1.0)
+
+    def attempt(owner, name: str, act) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if fails:
+                patch.setattr(owner, name, functools.partial(_fail, name))
+            errors.append(_error_of(act))
+
+    with bridge_fgo.install(config) if job.offload else contextlib.nullcontext():
+        for owner, name in ATTACHING if job.offload else ():
+            attempt(owner, name, lambda name=name: Rank(options, rank, job, name))
+        with Rank(options, rank, job) as run:
+            run.cfg.train.check_optimizer_step_success = False  # so that each rank believes its own optimizer
+
+            def act() -> None:
+                record = run.step()
+                numbers.append((record.loss, record.grad_norm))
+
+            act()
+            for owner, name in ENDING:
+                attempt(owner, name, act) if job.offload else run.step()
+            with pytest.MonkeyPatch.context() as patch:
+                if fails:
+                    step = run.optimizer.step
+                    patch.setattr(run.optimizer, "step", lambda: (False, *step()[1:]))
+                act()
+            for _ in range(job.steps):
+                act()
+            seen = {"errors": errors, "numbers": numbers, "digests": run.digests()}
+            if job.offload:
+                parts = vars(run.optimizer)[SESSION].engine.schedule.parts
+                seen["stays"] = [part.stays for part in parts]
+        (job.folder / f"{rank}.json").write_text(json.dumps(seen))
+
+
+def _fail(name: str, *args: object, **kwargs: object) -> None:
+    raise Injected(f"in {name}")

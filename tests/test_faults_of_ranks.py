@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
+import json
 import signal
 
 import children
 import pytest
-from fault_child import FSDP_OPTIONS, SAVED_AFTER_EACH, train_as_rank
+from fault_child import (
+    ATTACHING,
+    CONTEXTS,
+    ENDING,
+    FSDP_OPTIONS,
+    PARALLEL,
+    SAVED_AFTER_EACH,
+    VERBS,
+    fail_at_each_place,
+    fail_in_a_block,
+    fail_with_the_flag,
+    train_as_rank,
+)
 from rank_child import Job
 from saving import newest
 from test_checkpoints import assert_same_shards
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from bridge_fgo.phases.moved import KINDS
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
 
@@ -105,3 +121,74 @@ def test_ranks_of_which_one_is_killed_in_a_save_resume_from_the_last_checkpoint(
         assert seen["digests"] == expected["digests"]
     # The resumed ranks have saved that step again, over the files of the killed save.
     assert tensor_bytes(saves / second) == tensor_bytes(theirs / second)
+
+
+SOON = datetime.timedelta(seconds=20)
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_what_fails_on_one_rank_in_a_verb_fails_on_all_of_them_and_all_can_be_brought_back(tmp_path, parallel):
+    job = Job(tmp_path / "ranks", 2, True, None, 1, PARALLEL[parallel], timeout=SOON)
+    others, failing = children.run_ranks(fail_at_each_place, job)
+    reached = {}
+    for (verb, _, theirs), (_, place, own) in zip(others, failing, strict=True):
+        if own is None:  # it is called the first time only
+            assert theirs is None
+            continue
+        assert own == f"StillShared: in {place}"
+        assert theirs == f"RuntimeError: rank 1 failed, and so every rank does: {own}"
+        reached.setdefault(verb, set()).add(place)
+    assert reached.keys() == {"making one", *VERBS}
+    assert {"StorageSlab.copy_out", "HostTransfers.copy_out", "StorageSlab.empty"} <= reached["offload"]
+    assert {"StorageSlab.fill", "HostTransfers.copy_in", "OptimizerStates.came_back"} <= reached["reload"]
+
+
+def run_in_a_block(folder, context, alone, offload, changes):
+    """Run both ranks through blocks of a context that raise; return what each has left, and how it ended."""
+    folder.mkdir()
+    job = Job(folder, 2, offload, None, 2, changes, timeout=SOON)
+    started = [children.start(fail_in_a_block, rank, job, context, alone) for rank in range(2)]
+    assert [children.join(child, f"in a block of {context}") for child in started] == [0, 0]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_no_rank_waits_for_one_whose_block_has_raised_and_its_own_error_is_seen(tmp_path, context, parallel):
+    others, failing = run_in_a_block(tmp_path / "ranks", context, True, True, PARALLEL[parallel])
+    assert failing["error"] == "Injected('in the block')"
+    assert "peer" in others["error"]
+    assert max(failing["took"], others["took"]) < SOON.total_seconds()
+    left = [note for note in failing["notes"] if "stay off the GPU" in note]
+    stays = {"asleep": ["grads", "optimizer", "params"], "training_step": ["optimizer"]}.get(context, sorted(KINDS))
+    assert failing["away"] == stays and len(failing["notes"]) == len(left) == (context == "asleep")
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_ranks_whose_blocks_have_raised_wake_and_train_on_bitwise(tmp_path, context, parallel):
+    resident, raised = (
+        run_in_a_block(tmp_path / str(offload), context, False, offload, PARALLEL[parallel])
+        for offload in (False, True)
+    )
+    for mine, theirs in zip(raised, resident, strict=True):
+        assert mine["error"] == "Injected('in the block')"
+        assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_what_fails_on_one_rank_with_the_flag_fails_on_all_and_a_step_that_one_skips_alone_waits_for_none(
+    tmp_path, parallel
+):
+    resident, offloaded = (
+        children.run_ranks(
+            fail_with_the_flag, Job(tmp_path / str(offload), 2, offload, None, 3, PARALLEL[parallel], timeout=SOON)
+        )
+        for offload in (False, True)
+    )
+    own = [f"Injected: in {name}" for _, name in ATTACHING + ENDING]
+    told = [f"RuntimeError: rank 1 failed, and so every rank does: {error}" for error in own]
+    assert [seen["errors"] for seen in offloaded] == [told, own]
+    for mine, theirs in zip(offloaded, resident, strict=True):
+        assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
+        assert all(mine["stays"]) and mine["stays"]

@@ -1,14 +1,10 @@
 """Full-iteration CUDA graphs in Bridge's real train_step on the CPU, with a stand-in for the graph."""
 
-from contextlib import nullcontext
-
 import pytest
-from fake_meter import FakeClock, FakeMeter
+from fake_meter import FakeMeter, have_sessions_take_it
 from graph_standin import CapturedSchedule
 
 import bridge_fgo
-from bridge_fgo import figures
-from bridge_fgo.core import policy
 from bridge_fgo.harness.cpu_model import CpuOptions
 from bridge_fgo.harness.cpu_training import CpuTraining, run
 from bridge_fgo.wiring import session
@@ -67,11 +63,7 @@ def test_states_are_on_their_way_back_when_the_schedule_returns(monkeypatch):
 @pytest.fixture
 def meter(monkeypatch):
     """Have sessions use a fake meter, by which nothing but slabs needs memory."""
-    monkeypatch.setattr(session, "PeakMeter", FakeMeter)
-    monkeypatch.setattr(figures, "StepClock", FakeClock)
-    monkeypatch.setattr(FakeClock, "measure", nullcontext, raising=False)
-    monkeypatch.setattr("bridge_fgo.engines.share.MARGIN_PARTS", 0)
-    monkeypatch.setattr(policy, "MARGIN_SHARE", 0)
+    have_sessions_take_it(monkeypatch.setattr)
     monkeypatch.setattr(FakeMeter, "count_graphs", lambda meter: None)
     monkeypatch.setattr(FakeMeter, "step", 2**30)
     return FakeMeter

@@ -7,12 +7,10 @@ import fused_adam
 import pytest
 import torch
 from bridge_loop import train
-from fake_meter import FakeClock, FakeMeter
+from fake_meter import FakeMeter, have_sessions_take_it
 from test_parity import SMALL_SLABS
 
 import bridge_fgo
-from bridge_fgo import figures
-from bridge_fgo.core import policy
 from bridge_fgo.harness.cpu_model import CpuOptions
 from bridge_fgo.harness.cpu_training import CpuTraining, run
 from bridge_fgo.wiring import session, state_wrappers
@@ -24,11 +22,7 @@ STEPS = 8
 @pytest.fixture
 def meter(monkeypatch):
     """Have sessions use a fake meter; its class attributes set the sizes."""
-    monkeypatch.setattr(FakeClock, "measure", nullcontext, raising=False)
-    monkeypatch.setattr(session, "PeakMeter", FakeMeter)
-    monkeypatch.setattr(figures, "StepClock", FakeClock)
-    monkeypatch.setattr("bridge_fgo.engines.share.MARGIN_PARTS", 0)
-    monkeypatch.setattr(policy, "MARGIN_SHARE", 0)
+    have_sessions_take_it(monkeypatch.setattr)
     for name in ("activation", "step", "forward_points"):
         monkeypatch.setattr(FakeMeter, name, getattr(FakeMeter, name))
     return FakeMeter

@@ -118,6 +118,8 @@ class HoldPolicy:
         all states of a source whose step is not divided."""
         self.agree: Callable[[int, int], tuple[int, int]] = lambda room, least: (room, least)
         """Takes this rank's bytes that may stay and its least possible budget; returns what all ranks can keep to."""
+        self.all_can: Callable[[bool], bool] | None = None
+        """Takes whether this rank can choose now, and returns whether all of them can; None where nobody else does."""
         self.announce: Callable[[str], None] = lambda text: None
         self.warn: Callable[[str], None] = lambda text: None
         """Like `announce`, for what concerns this rank alone."""
@@ -136,6 +138,12 @@ class HoldPolicy:
     def plans_for(self, kind: object) -> list[HoldPlan]:
         """Return the plans for passes of one kind (`MemoryProfile.kind`)."""
         return [plan for plan in self.plans if plan.profile.kind == kind]
+
+    @property
+    def awaits_ranks(self) -> bool:
+        """Whether the choice of what stays is still to come, which all ranks make at the end of the same step."""
+        has_budget = self.budget_bytes is not None or self._room is not None
+        return self.all_can is not None and has_budget and not self._chosen
 
     def forget(self) -> None:
         """Let every kind of pass be measured anew."""

@@ -301,9 +301,14 @@ class Schedule:
         """Make the plan, or raise as `HoldPolicy.add`, if the training step that is over was the measured one.
 
         Args:
-            updated: whether the optimizer stepped, on this rank and on the others.
+            updated: whether the optimizer stepped. On a rank that has no parts it may say that it has not.
         """
-        if self.recorder.in_step and updated:
+        updated = updated or not self.parts
+        learns = self.recorder.in_step and updated
+        if self.holding.awaits_ranks:  # a rank that reached `agree` alone would wait for the others
+            assert self.holding.all_can is not None
+            learns = self.holding.all_can(learns and self.recorder.profile is not None)
+        if learns:
             staying = self._learn()
             if staying is not None:
                 for position, part in enumerate(self.parts):

@@ -37,6 +37,8 @@ class Engine(ABC):
     """Whether `point` is of use."""
     is_watching = False
     """Whether nothing moves in this pass as long as it needs no more than others, so that `forward` is enough."""
+    awaits_ranks = False
+    """Whether `end_step` is a collective of all ranks."""
     is_torn = False
     """Whether an error ended an optimizer step after some parameters were updated and before others were."""
     limits: str

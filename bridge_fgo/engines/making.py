@@ -61,6 +61,7 @@ def make_engine(
     engine = NativeEngine(sources, config, meter)
     holding = engine.schedule.holding
     holding.agree, holding.announce, holding.warn = partial(agree, stage), announce, warn
+    holding.all_can = lambda own: all(gather(own))
     return engine
 
 

@@ -227,6 +227,11 @@ class NativeEngine(Engine):
     def is_watching(self) -> bool:
         return self.schedule.is_watching
 
+    @property
+    @override
+    def awaits_ranks(self) -> bool:
+        return self.schedule.holding.awaits_ranks
+
     @override
     def forward(self, layer: int, nbytes: int) -> None:
         if not self.schedule.transfers.capturing():

@@ -21,30 +21,39 @@ def gather[T](own: T) -> list[T]:
     return answers
 
 
-def on_every_rank[T](act: Callable[[], T]) -> T:
-    """Do something that has no collective in it and may fail, and raise on every rank where it fails on one.
+def told_by_ranks[T, Told](act: Callable[[], tuple[T, Told]]) -> tuple[T, list[Told]]:
+    """Do something that has no collective in it and may fail; raise on every rank where it fails on one.
 
     The others would go on, and wait in their next collective for a rank that has raised. An interruption is not told:
     whoever interrupts a rank ends the job.
+
+    Args:
+        act: returns something for this rank, and what the others are told.
+
+    Returns:
+        the first, and what every rank of the job tells, in their order.
 
     Raises:
         ValueError: somewhere it failed with one; names the rank.
         RuntimeError: somewhere it failed with anything else; names the rank.
     """
     try:
-        result = act()
+        own, told = act()
     except Exception as error:
-        _tell((isinstance(error, ValueError), f"{type(error).__name__}: {error}"))
+        gather((None, (isinstance(error, ValueError), f"{type(error).__name__}: {error}")))
         raise
-    for rank, failure in enumerate(_tell(None)):
+    answers: list[tuple[Any, tuple[bool, str] | None]] = gather((told, None))
+    for rank, (_, failure) in enumerate(answers):
         if failure is not None:
             is_value, text = failure
             raise (ValueError if is_value else RuntimeError)(f"rank {rank} failed, and so every rank does: {text}")
-    return result
+    return own, [answer for answer, _ in answers]
 
 
-def _tell(failure: tuple[bool, str] | None) -> list[tuple[bool, str] | None]:
-    return gather(failure)
+def on_every_rank[T](act: Callable[[], T]) -> T:
+    """Do as `told_by_ranks`, with nothing to tell; return what `act` returns."""
+    own, _ = told_by_ranks(lambda: (act(), None))
+    return own
 
 
 def require_host_memory(nbytes: int) -> None:
@@ -63,7 +72,7 @@ def require_host_memory(nbytes: int) -> None:
 
 
 def _needs(nbytes: int) -> list[Need]:
-    return gather(Need(nbytes, on_every_rank(lambda: pools() if nbytes else [])))
+    return told_by_ranks(lambda: (None, Need(nbytes, pools() if nbytes else [])))[1]
 
 
 def pin_on_every_rank(engine: Engine) -> None:

@@ -59,6 +59,10 @@ class CpuOptions:
     """Gated layers, whose first matrix `fsdp_dtensor` checkpoints split in two."""
     tp: int = 1
     """Ranks of tensor parallelism."""
+    pp: int = 1
+    """Pipeline stages."""
+    frozen_stage: int | None = None
+    """The pipeline stage of which nothing trains."""
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "blockwise"
     """How those orthogonalize a matrix that they share; all but the first have collectives in the update."""
     moment2: Literal["adamuon", "normuon"] = "adamuon"
@@ -89,8 +93,8 @@ class CpuOptions:
     def __post_init__(self) -> None:
         if self.chunks not in (1, 2):
             raise ValueError(f"chunks={self.chunks}: use 1 or 2")
-        if self.layers % self.chunks:
-            raise ValueError(f"layers={self.layers}: use a multiple of chunks={self.chunks}")
+        if self.layers % (self.chunks * self.pp):
+            raise ValueError(f"layers={self.layers}: use a multiple of chunks={self.chunks} x pp={self.pp}")
         if self.precision not in get_args(Precision):
             one_of = ", ".join(get_args(Precision))
             raise ValueError(f"precision={self.precision!r}: use one of {one_of}")
@@ -140,6 +144,7 @@ def make_config(options: CpuOptions) -> Any:
         ffn_hidden_size=4 * options.hidden,
         num_attention_heads=4,
         tensor_model_parallel_size=options.tp,
+        pipeline_model_parallel_size=options.pp,
         vocab_size=options.vocab,
         seq_length=options.sequence,
         virtual_pipeline_model_parallel_size=options.chunks if options.chunks > 1 else None,
@@ -235,7 +240,8 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Return mcore's layers of plain torch for one model chunk."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, pp_rank=0)
+    stage = config._pg_collection.pp.rank()
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, pp_rank=stage)
 
 
 def make_model(options: CpuOptions, cfg: Any, groups: Any) -> list[torch.nn.Module]:
@@ -258,6 +264,8 @@ def make_model(options: CpuOptions, cfg: Any, groups: Any) -> list[torch.nn.Modu
                 parameter.allreduce = False  # type: ignore[reportAttributeAccessIssue]
             if options.frozen:
                 parameter.requires_grad_(".linear_proj." in name)
+            if options.frozen_stage == groups.pp.rank():
+                parameter.requires_grad_(False)
         if options.precision == "fp32_params":
             for layer in module.modules():
                 if isinstance(layer, torch.nn.LayerNorm):

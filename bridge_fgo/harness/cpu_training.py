@@ -82,6 +82,7 @@ class CpuTraining:
         from megatron.bridge.training.state import GlobalState
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.rerun_state_machine import RerunDataIterator
@@ -89,7 +90,9 @@ class CpuTraining:
         options = self.options
         self._join()
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=options.tp, num_distributed_optimizer_instances=options.instances
+            tensor_model_parallel_size=options.tp,
+            pipeline_model_parallel_size=options.pp,
+            num_distributed_optimizer_instances=options.instances,
         )
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         random.seed(options.seed)
@@ -119,7 +122,8 @@ class CpuTraining:
         )
         self._batches = RerunDataIterator(microbatches(options))
         several = options.chunks > 1
-        self._schedule = forward_backward_chunks if several else get_forward_backward_func(pp_size=1)
+        self._schedule = forward_backward_chunks if several else get_forward_backward_func(pp_size=options.pp)
+        self._p2p: Any = P2PCommunicator(self.groups.pp, self.cfg.model) if options.pp > 1 else None
         shape = (options.micro_batch_size, options.sequence)
         self._positions = torch.arange(options.sequence).expand(shape)
         # True where a position must not look: (1, 1, sequence, sequence).
@@ -147,7 +151,7 @@ class CpuTraining:
                 self.state,
                 self.groups,
                 self._schedule,
-                None,  # type: ignore[reportArgumentType] (no pipeline, no communicator)
+                self._p2p,
             )
             seconds = time.perf_counter() - began
         losses, skipped, should_checkpoint, self.exited, exit_code, grad_norm, *_ = outcome

@@ -91,11 +91,11 @@ def fill_all_or_none(slabs: Iterable[StorageSlab], zeroed: bool) -> int:
             if slab.is_away:
                 slab.fill(zeroed)
                 taken.append(slab)
+        return sum(slab.nbytes for slab in taken)
     except BaseException:
         for slab in taken:
             slab.empty()
         raise
-    return sum(slab.nbytes for slab in taken)
 
 
 class Backwards:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -23,6 +25,9 @@ Kinds = Kind | Literal["all"] | Iterable[Kind]
 RETURNED_BYTES = 2**30
 """As soon as so many bytes have left, the driver gets them, while others are copied. It takes 290 to 480 GB/s on an
 H200, and 250 where segments are expandable: five times as many as the link."""
+
+PATIENCE = 5.0
+"""Seconds to wait for the GPU after an error; what is queued in a training step takes less."""
 
 LEAST_KEPT_BYTES = 64 * 2**20
 """Memory that is let go of and does not go, from which on it is said; less may be another thread's."""
@@ -154,6 +159,29 @@ def wait_for_gpu(device: torch.device) -> None:
     """Have the host wait for everything on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def wait_for_a_while(wait: Callable[[], object]) -> None:
+    """Wait for what may not end: another rank may have failed before a collective of it.
+
+    Raises:
+        TimeoutError: it has not ended.
+    """
+    ended: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            wait()
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        ended.result(PATIENCE)
+    except TimeoutError:
+        raise TimeoutError(f"work on the GPU, a collective perhaps, has not ended in {PATIENCE:g} seconds") from None
 
 
 def return_to_driver(device: torch.device) -> None:

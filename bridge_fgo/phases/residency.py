@@ -16,16 +16,27 @@ from bridge_fgo.core.guard import own
 from bridge_fgo.core.host_buffer import HostBuffer, page_lock
 from bridge_fgo.core.host_memory import local_cpus
 from bridge_fgo.core.storage_slab import find_aliases
-from bridge_fgo.engines.ranks import gather, on_every_rank, require_host_memory
+from bridge_fgo.engines.ranks import on_every_rank, require_host_memory, told_by_ranks
 from bridge_fgo.phases.caches import Caches
 from bridge_fgo.phases.checks import Checks
 from bridge_fgo.phases.gradients import drop_shard_gradients
 from bridge_fgo.phases.guards import wrapped_models
-from bridge_fgo.phases.model import Model, Unit, map_hosts
-from bridge_fgo.phases.moved import KINDS, Kind, Kinds, Moved, Tally, return_to_driver, wait_for_gpu
+from bridge_fgo.phases.model import Model, map_hosts
+from bridge_fgo.phases.moved import (
+    KINDS,
+    Kind,
+    Kinds,
+    Moved,
+    Tally,
+    return_to_driver,
+    wait_for_a_while,
+    wait_for_gpu,
+)
 from bridge_fgo.phases.refusals import refuse_models
 from bridge_fgo.phases.states import OptimizerStates
 from bridge_fgo.phases.weight_moves import WeightMoves
+
+PARAMS = frozenset[Kind](("params",))
 
 _open = weakref.WeakSet["Residency"]()
 """Those that are not closed. What one has hung on its model keeps it alive as long as the model is."""
@@ -50,9 +61,9 @@ def _verb[**P, R](
 class Residency:
     """Parameters, gradients and optimizer state that leave a shared GPU, and come back, each by itself.
 
-    Between steps only, and on every rank alike: parameters of several data-parallel ranks return by an all-gather.
-    Making one is a collective of all ranks. A model has one at a time, which `of` finds. Verbs that several threads
-    call run one after another.
+    Between steps only. Making one is a collective of all ranks of the job, and so is each verb: parameters of several
+    data-parallel ranks return by an all-gather, and what fails on one rank fails on all. A model has one at a time,
+    which `of` finds. Verbs that several threads call run one after another.
 
     Args:
         model: a model chunk or a list of them: mcore's DDP where there is one, not the model inside.
@@ -72,8 +83,7 @@ class Residency:
         config: OffloadConfig | None = None,
     ) -> None:
         self._turn = threading.RLock()
-        self._chunks = chunks = _chunks_of(model)
-        on_every_rank(lambda: _refuse(chunks, config))
+        self._chunks = chunks = on_every_rank(lambda: _accepted(model, config))
         with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
             self._states = None if optimizer is None else OptimizerStates(optimizer, config)
             try:
@@ -81,15 +91,19 @@ class Residency:
                 self._pins = self._model.device.type == "cuda" and (config is None or config.pin_memory)
                 buffers = on_every_rank(lambda: map_hosts(self._model.weight_slabs))
                 require_host_memory(sum(buffer.tensor.numel() for buffer in buffers) if self._pins else 0)
-                on_every_rank(lambda: self._lock(buffers))
+
+                def finish() -> tuple[Caches, WeightMoves, Checks]:
+                    self._lock(buffers)
+                    caches, weights = Caches(chunks, self._model.device), WeightMoves(self._model, self._states)
+                    checks = Checks(self._model, self._states, lambda: self.away)
+                    self._put_on(checks, optimizer)
+                    return caches, weights, checks
+
+                self._caches, self._weights, self._checks = on_every_rank(finish)
             except BaseException:
                 if self._states is not None:
                     self._states.close()
                 raise
-        self._caches = Caches(chunks, self._model.device)
-        self._weights = WeightMoves(self._model, self._states, lambda act: self._alike(act))
-        self._checks = Checks(self._model, self._states, lambda: self.away)
-        self._checks.put_on(chunks, optimizer)
         _open.add(self)
 
     @classmethod
@@ -97,6 +111,9 @@ class Residency:
         """Return the Residency of a model, of what wraps it, or of a part of it; None where there is none."""
         chunks = _chunks_of(model)
         return next((each for each in list(_open) if not _ids(each._chunks).isdisjoint(_ids(chunks))), None)
+
+    def _put_on(self, checks: Checks, optimizer: Any) -> None:
+        checks.put_on(self._chunks, optimizer)
 
     def _lock(self, buffers: Sequence[HostBuffer]) -> None:
         if self._pins and buffers:
@@ -123,9 +140,8 @@ class Residency:
         own = sum(slab.host.pinned_bytes for slab in slabs if slab.host is not None)
         return own + (self._states.engine.pinned_bytes if self._states is not None else 0)
 
-    # The verbs.
+    # The verbs. What one rank decides by itself leads to no collective: every rank does each of them, until one fails.
 
-    @_verb
     def offload(self, kinds: Kinds = "all", *more: Kind, grads: Literal["drop", "keep"] = "drop") -> Moved:
         """Have "params", "grads" or "optimizer" leave the GPU, and its memory go to the driver.
 
@@ -144,40 +160,48 @@ class Residency:
             ValueError: a word is not one of these. Nothing has moved.
             RuntimeError: a backward has run since the last update, and its gradients would be dropped; or the state
                 cannot be offloaded as it is; or a parameter is not one of those that the Residency was made with, or
-                it is closed. Nothing has moved.
+                it is closed. Nothing has moved. Or it has failed on another rank in the midst of it.
         """
-        asked = self._asked(kinds, more)
-        leaving = asked & self._here()
-        states = self._states if "optimizer" in leaving else None
-        units = [unit for unit in self._model.units if not unit.weights.is_away] if "params" in leaving else []
-        gradients = self._model.gradients if "grads" in leaving else []
+        return self._offload(lambda: self._asked(kinds, more), grads)
 
-        def prepare() -> bool:
-            keep = self._keeps(asked, grads)
-            self._require_leave(units, states, bool(gradients))
-            if gradients and keep:
-                self._lock(map_hosts(self._model.gradient_slabs))
-            return keep
+    @_verb
+    def _offload(self, asked: Callable[[], frozenset[Kind]], grads: str) -> Moved:
+        def prepare() -> tuple[tuple[frozenset[Kind], Tally], bool]:
+            leaving = asked() & self._here()
+            self._require_no_backward(leaving, grads)
+            self._require_leave(leaving, grads)
+            self._model.wait_for_collectives()
+            return (leaving, Tally(self._model.device)), "optimizer" in leaving and self._lacks_weights
 
-        keep = self._alike(prepare)
-        tally = Tally(self._model.device)
-        goes_again = self._anywhere(states is not None and states.reads_weights and "params" in self.away)
-        if not leaving and not goes_again:
-            return Moved()
-        leaving_slabs = [slab for unit in units for slab in unit.weights.slabs]
-        dropped = self._drop_shard_gradients() if gradients and not keep else 0
-        find_aliases(leaving_slabs + [slab for one in gradients for slab in one.slabs])  # after views of gradients went
-        self._model.wait_for_collectives()
+        (leaving, tally), votes = told_by_ranks(prepare)
+        goes_again = any(votes)
         if goes_again:
             if "params" in self.away:
                 tally.woke.append("params")
-                units = list(self._model.units)
+                leaving |= PARAMS
             self._weights.wake(tally)
+
+        def leave() -> Moved:
+            if goes_again:
+                self._model.columnwise.make()
+            return self._leave(leaving, grads, tally) if leaving else Moved()
+
+        return on_every_rank(leave)
+
+    def _leave(self, leaving: frozenset[Kind], grads: str, tally: Tally) -> Moved:
+        """Have kinds leave that are here; no other rank takes part in it."""
+        states = self._states if "optimizer" in leaving else None
+        units = [unit for unit in self._model.units if not unit.weights.is_away] if "params" in leaving else []
+        gradients, keep = self._model.gradients if "grads" in leaving else [], grads == "keep"
+        dropped = self._drop_shard_gradients() if gradients and not keep else 0
+        slabs = [slab for unit in units for slab in unit.weights.slabs]
+        find_aliases(slabs + [slab for one in gradients for slab in one.slabs])  # after views of gradients went
         # Race: memory goes to the driver from here on, while work on some stream may still use what is cached.
         wait_for_gpu(self._model.device)
         if gradients and not keep:  # first: the driver takes their memory back while others are copied
             with tally.part("grads"):
                 tally.freed += dropped + sum(one.empty(keep=False) for one in gradients)
+                self._model.gradients_are_used()
         try:
             # Weights first: their copies run while masters are compared, and while the states' are queued.
             self._weights.leave(units, states, tally)
@@ -217,7 +241,6 @@ class Residency:
         tally.note_what_stays()
         return tally.moved()
 
-    @_verb
     def reload(self, kinds: Kinds = "all", *more: Kind) -> Moved:
         """Have "params", "grads" or "optimizer" back on the GPU, named as for `offload`.
 
@@ -227,20 +250,25 @@ class Residency:
         Raises:
             ValueError: a word is not one of these. Nothing has moved.
             torch.OutOfMemoryError: there is no memory. What has not come back is away as before.
-            RuntimeError: there is none on another rank that shares the parameters. They are away as before, here too.
-                Or the Residency is closed.
+            RuntimeError: it has failed on another rank. Parameters are away as before, here too. Or the Residency is
+                closed.
         """
-        asked = self._asked(kinds, more)
-        away = self.away
-        coming = asked & away
-        states = self._states if "optimizer" in coming else None
-        wakes = self._anywhere("params" in coming)
-        needs_weights = self._anywhere(states is not None and states.reads_weights and "params" in away)
-        if not coming and not wakes and not needs_weights:
+        return self._reload(lambda: self._asked(kinds, more))
+
+    @_verb
+    def _reload(self, asked: Callable[[], frozenset[Kind]]) -> Moved:
+        def look() -> tuple[tuple[frozenset[Kind], Tally], tuple[bool, bool, bool]]:
+            coming = asked() & self.away
+            votes = bool(coming), "params" in coming, "optimizer" in coming and self._lacks_weights
+            return (coming, Tally(self._model.device)), votes
+
+        (coming, tally), votes = told_by_ranks(look)
+        comes, wakes, needs_weights = (any(each) for each in zip(*votes, strict=True))
+        if not comes:
             return Moved()
-        tally = Tally(self._model.device)
+        states = self._states if "optimizer" in coming else None
         if needs_weights:
-            if "params" in away - coming:
+            if "params" in self.away - coming:
                 tally.woke.append("params")
             self._weights.wake(tally)
 
@@ -257,39 +285,71 @@ class Residency:
 
         if wakes and not needs_weights:
             self._weights.wake(tally, wake_others)
-        elif needs_weights:
-            self._alike(wake_others)
-        else:
-            wake_others()
-        with tally.part("wait"):
-            if states is not None:
-                states.came_back()
-            wait_for_gpu(self._model.device)  # whatever stream reads next
-        return tally.moved()
+
+        def finish() -> Moved:
+            if needs_weights or not wakes:
+                wake_others()
+            if needs_weights or wakes:
+                self._model.columnwise.make()
+            with tally.part("wait"):
+                if states is not None:
+                    states.came_back()
+                wait_for_gpu(self._model.device)  # whatever stream reads next
+            return tally.moved()
+
+        return on_every_rank(finish)
 
     @contextmanager
     def only(self, kinds: Kinds = (), *more: Kind, grads: Literal["drop", "keep"] = "drop") -> Iterator[Moved]:
         """Context in which these are on the GPU and nothing else is; afterwards it is as it was before.
 
         They are named as for `offload`. Gives what leaving has moved. Raises as `offload` and `reload`.
+
+        Where the block raises, what has come leaves again, and what has left stays away, as its return may be a
+        collective: a note on the error says so. `reload` on every rank brings it back.
         """
-        wanted = self._asked(kinds, more)
-        before = self.away
-        leaving = frozenset(self._kinds()) - wanted
-        # First out, so that what comes finds room; but for packed masters, which bring their weights.
-        moved = self.offload(leaving, grads=grads)
-        try:
-            self.reload(wanted)
+        with self._as_before(grads):
+            # First out, so that what comes finds room; but for packed masters, which bring their weights.
+            moved = self._offload(lambda: frozenset(self._kinds()) - self._asked(kinds, more), grads)
+            self._reload(lambda: self._asked(kinds, more))
             yield moved
-        finally:
-            if gone := before - self.away:
-                self.offload(gone, grads=grads)
-            if back := self.away - before:
-                self.reload(back)
 
     def asleep(self, grads: Literal["drop", "keep"] = "drop") -> Any:
-        """Context in which nothing is on the GPU; afterwards it is as it was before. Gives what leaving has moved."""
+        """Context in which nothing is on the GPU; afterwards it is as it was before, as with `only`."""
         return self.only((), grads=grads)
+
+    @contextmanager
+    def _as_before(self, grads: Literal["drop", "keep"] = "drop") -> Iterator[None]:
+        def look() -> frozenset[Kind]:
+            self._require_open()
+            return self.away
+
+        before = on_every_rank(look)
+        try:
+            yield
+        except BaseException as error:
+            # No collective: other ranks may be in the midst of the block, or have failed elsewhere.
+            self._leave_again(before, grads, error)
+            raise
+        self._offload(lambda: before - self.away, grads)
+        self._reload(lambda: self.away - before)
+
+    @_verb
+    def _leave_again(self, before: frozenset[Kind], grads: str, error: BaseException) -> None:
+        """Have this rank send away what was away before an error; note on the error what is not as it was."""
+        try:
+            if gone := self.away - before:
+                words = ", ".join(map(repr, sorted(gone)))
+                error.add_note(f"bridge_fgo: {words} stay off the GPU after this error: call reload() on every rank")
+            come = before & self._here()
+            if "optimizer" in come and self._lacks_weights:
+                come -= {"optimizer"}
+            if come:
+                wait_for_a_while(lambda: (self._model.wait_for_collectives(), wait_for_gpu(self._model.device)))
+                self._require_leave(come, grads)
+                self._leave(come, grads, Tally(self._model.device))
+        except Exception as failure:
+            error.add_note(f"bridge_fgo: what has come in the block may be on the GPU still: {failure}")
 
     @_verb
     def close(self) -> None:
@@ -300,7 +360,11 @@ class Residency:
         """
         if self not in _open:
             return
-        self.reload()
+        self._reload(lambda: frozenset(self._kinds()))
+        on_every_rank(self._let_go)
+        _open.discard(self)
+
+    def _let_go(self) -> None:
         self._checks.close()
         self._caches.close()
         self._weights.close()
@@ -308,21 +372,6 @@ class Residency:
         if self._states is not None:
             self._states.close()
             self._states = None
-        _open.discard(self)
-
-    # What ranks that share parameters do alike: those that went on would wait for the others in the all-gather.
-
-    @property
-    def _is_shared(self) -> bool:
-        return any(unit.weights.ranks > 1 for unit in self._model.units)
-
-    def _alike[T](self, act: Callable[[], T]) -> T:
-        """Do something that may fail; where it fails on one of the ranks, raise on all."""
-        return on_every_rank(act) if self._is_shared else act()
-
-    def _anywhere(self, own: bool) -> bool:
-        """Return whether something is so on any of the ranks: packing, and an error before, may make them differ."""
-        return any(gather(own)) if self._is_shared else own
 
     # Parts of the verbs.
 
@@ -339,6 +388,11 @@ class Residency:
         if self._states is not None and self._states.is_here:
             found.add("optimizer")
         return frozenset(found)
+
+    @property
+    def _lacks_weights(self) -> bool:
+        """Whether states cannot move before weights have come back: packed masters need them."""
+        return self._states is not None and self._states.reads_weights and "params" in self.away
 
     def _require_open(self) -> None:
         if self not in _open:
@@ -360,26 +414,27 @@ class Residency:
             raise RuntimeError("nothing can move while the current stream is captured into a CUDA graph")
         return frozenset(self._kinds() if "all" in asked else asked)
 
-    def _keeps(self, asked: frozenset[Kind], grads: str) -> bool:
+    def _require_no_backward(self, leaving: frozenset[Kind], grads: str) -> None:
         if grads not in ("drop", "keep"):
             raise ValueError(f"grads={grads!r}: use 'drop' or 'keep'")
-        drops = grads == "drop" and "grads" in asked & self._here()
-        if drops and self._model.has_backward:
+        if grads == "drop" and "grads" in leaving and self._model.has_backward:
             raise RuntimeError(
                 "a backward has run since the last optimizer step, and offload() would drop its gradients: step, or "
                 "zero them by each model chunk's zero_grad_buffer() (the optimizer's zero_grad() does not), or use "
                 "offload(..., grads='keep')"
             )
-        return grads == "keep"
 
-    def _require_leave(self, units: Sequence[Unit], states: OptimizerStates | None, gradients: bool) -> None:
-        if units:
+    def _require_leave(self, leaving: frozenset[Kind], grads: str) -> None:
+        slabs = self._model.gradient_slabs if "grads" in leaving else []
+        if "params" in leaving:
             self._model.require_parameters()
-        slabs = [slab for unit in units for slab in unit.weights.slabs]
-        for slab in slabs + (self._model.gradient_slabs if gradients else []):
+            slabs += [slab for slab in self._model.weight_slabs if not slab.is_away]
+        for slab in slabs:
             slab.require_resizable()
-        if states is not None:
-            states.require_whole()
+        if "optimizer" in leaving and self._states is not None:
+            self._states.require_whole()
+        if "grads" in leaving and grads == "keep":
+            self._lock(map_hosts(self._model.gradient_slabs))
 
     def _drop_shard_gradients(self) -> int:
         """Let go of what mcore has left of gradients at its parameters; return the bytes."""
@@ -413,7 +468,11 @@ def _ids(chunks: Sequence[torch.nn.Module]) -> set[int]:
     return {id(each) for chunk in chunks for each in (*wrapped_models(chunk), *chunk.parameters())}
 
 
-def _refuse(chunks: Sequence[torch.nn.Module], config: OffloadConfig | None) -> None:
+def _accepted(
+    model: torch.nn.Module | Sequence[torch.nn.Module], config: OffloadConfig | None
+) -> list[torch.nn.Module]:
+    """Return the chunks of a model, or raise ValueError where they, or the settings, are refused."""
+    chunks = _chunks_of(model)
     refuse_models(chunks)
     if config is not None and config.engine == "mcore":
         raise ValueError(
@@ -425,3 +484,4 @@ def _refuse(chunks: Sequence[torch.nn.Module], config: OffloadConfig | None) -> 
             "the model has a Residency already, or shares parameters with one that has: Residency.of(model) returns "
             "it, close() ends it"
         )
+    return chunks

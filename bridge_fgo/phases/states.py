@@ -64,24 +64,28 @@ class OptimizerStates:
             self.engine.pin()
         else:
             pin_on_every_rank(self.engine)
-        if self.is_owner:
-            for leaf in self.optimizers:
-                setattr(leaf, STATES, self)
         self.may_be_unchanged = True
         """Whether states may be what they were when they came back; not where whoever steps them says so."""
-        keeps = self.is_owner and self.engine.schedule.transfers.keeps_host_copies
-        self._copies = HostCopies(self._slabs, self.sources[0].device) if keeps and self.sources else None
+        self._copies: HostCopies | None = None
         """None where others move the slabs too, or where the host's copies are overwritten (debug mode)."""
         self._leaving = deque[Slab]()
         """Slabs whose copies out were started, and whose memory is there still."""
         self._cached = 0
         """Bytes that slabs have left to the allocator since the driver last got them."""
-        if self.is_owner and not alone:
-            self.engine.traffic.touches.refusals.append(partial(_refuse_asleep, weakref.ref(self)))
-        let_go_for(self)
         self.is_driven = False
         """Whether training steps drive an engine of its own too, which then stays attached."""
         self._serves = 0
+        together(lambda: self._finish(refuses=not alone))
+        if self.is_owner:
+            for leaf in self.optimizers:
+                setattr(leaf, STATES, self)
+
+    def _finish(self, refuses: bool) -> None:
+        let_go_for(self)
+        if self.is_owner and self.sources and self.engine.schedule.transfers.keeps_host_copies:
+            self._copies = HostCopies(self._slabs, self.sources[0].device)
+        if self.is_owner and refuses:
+            self.engine.traffic.touches.refusals.append(partial(_refuse_asleep, weakref.ref(self)))
 
     def _make(self) -> NativeEngine:
         return NativeEngine(self.sources, self.config, self.meter)

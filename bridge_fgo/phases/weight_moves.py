@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
+from bridge_fgo.engines.ranks import on_every_rank
 from bridge_fgo.phases.model import Model, Unit
 from bridge_fgo.phases.moved import RETURNED_BYTES, SideStream, Tally, return_to_driver, wait_for_gpu
 from bridge_fgo.phases.parameters import digests_of
@@ -20,13 +20,10 @@ class WeightMoves:
     Args:
         model: theirs.
         states: the optimizer's, whose masters may tell the weights; None without an optimizer.
-        alike: calls something that may fail; where it fails on one of the ranks that share parameters, raises on all.
     """
 
-    def __init__(
-        self, model: Model, states: OptimizerStates | None, alike: Callable[[Callable[[], None]], Any]
-    ) -> None:
-        self._model, self._states, self._alike = model, states, alike
+    def __init__(self, model: Model, states: OptimizerStates | None) -> None:
+        self._model, self._states = model, states
         self._beside = SideStream(model.device)
         self._wakes_alone = False
         """Whether parameters have come back without their masters: then a copy of the shard is what is cheapest."""
@@ -117,7 +114,7 @@ class WeightMoves:
         return unit.is_told and unit.told_digests is None
 
     def wake(self, tally: Tally, first: Callable[[], None] = lambda: None) -> None:
-        """Bring the weights back that are away; a collective, of ranks that share them, also where none are away.
+        """Bring the weights back that are away, but for columnwise copies; a collective, also where none are away.
 
         first: is called before. Where it fails on one rank, all raise: they would wait for that rank in the all-gather.
         """
@@ -141,7 +138,7 @@ class WeightMoves:
             tally.copy("params", self._write(units))
 
         try:
-            self._alike(wake)
+            on_every_rank(wake)
         except BaseException:
             # Nobody may take half-written weights for weights. What they come from is where it was.
             wait_for_gpu(self._model.device)
@@ -152,7 +149,6 @@ class WeightMoves:
             unit.came_back()
         for unit in self._model.units:  # where weights had stayed, they are what the others have
             unit.weights.gather()
-        self._model.columnwise.make()
 
     def _write(self, units: Sequence[Unit]) -> int:
         """Write this rank's weights of some units; return the bytes that crossed the link."""

@@ -22,7 +22,7 @@ import torch
 from bridge_fgo.core.part import Part
 from bridge_fgo.core.state import Bundle, Home, State, WeightShard, local
 from bridge_fgo.sources.master_copy import MasterCopy
-from bridge_fgo.sources.megatron import MOMENTS, McoreSource, adam_states, of_inner
+from bridge_fgo.sources.megatron import MOMENTS, McoreSource, adam_states, home_device, of_inner
 
 BUFFER = "param_and_grad_buffer"
 """Attribute of a model chunk with what Megatron-FSDP keeps of it."""
@@ -93,7 +93,7 @@ class FsdpSource(McoreSource):
     @property
     @override
     def device(self) -> torch.device:
-        return next(local(p).device for group in self.optimizer.optimizer.param_groups for p in group["params"])
+        return home_device(self.optimizer)
 
     @override
     def states(self) -> list[Bundle]:

@@ -238,5 +238,10 @@ def live_bytes(states: Iterable[Bundle], home: torch.device) -> int:
 
 
 def home_device(optimizer: Any) -> torch.device:
-    """Return the device on which the states of a DistributedOptimizer are when resident: its DDP buffers'."""
-    return optimizer.buffers[0].grad_data.device
+    """Return the device on which the states of a DistributedOptimizer are when resident: its DDP buffers'.
+
+    The model's under Megatron-FSDP, and of a pipeline stage in which nothing trains: these have no such buffers.
+    """
+    for buffer in getattr(optimizer, "buffers", ()):
+        return buffer.grad_data.device
+    return next(param.device for chunk in optimizer.model_chunks for param in chunk.parameters())

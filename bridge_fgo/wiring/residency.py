@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, override
 
-import torch
-
-from bridge_fgo.config import OffloadConfig
 from bridge_fgo.phases import residency
+from bridge_fgo.phases.checks import Checks
 from bridge_fgo.phases.moved import Kind
 from bridge_fgo.wiring.compat import FLAG
 from bridge_fgo.wiring.session import Session, active_session
@@ -19,15 +17,13 @@ from bridge_fgo.wiring.settings import is_installed
 class Residency(residency.Residency):
     """As `bridge_fgo.phases.residency.Residency`, which see for its arguments and for the errors."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module | Sequence[torch.nn.Module],
-        optimizer: Any = None,
-        config: OffloadConfig | None = None,
-    ) -> None:
-        super().__init__(model, optimizer, config)
-        self._session: Session | None = None
-        self._checks.before_gradients_are_finished(self._gradients_ready)
+    _session: Session | None = None
+    """What drives training steps; None before the first."""
+
+    @override
+    def _put_on(self, checks: Checks, optimizer: Any) -> None:
+        super()._put_on(checks, optimizer)
+        checks.before_gradients_are_finished(self._gradients_ready)
 
     # Training steps.
 
@@ -89,18 +85,16 @@ class Residency(residency.Residency):
             session.reload()
 
     @override
-    def close(self) -> None:
-        with self._turn:
-            if self._session is not None and not self._session.closed:
-                self.reload()
-                self._session.close()
-            super().close()
+    def _let_go(self) -> None:
+        if self._session is not None and not self._session.closed:
+            self._session.close()
+        super()._let_go()
 
     # Checkpoints.
 
     @contextmanager
     def checkpointing(self) -> Iterator[None]:
-        """Context in which a checkpoint may be saved or loaded, asleep or not; afterwards it is as it was before.
+        """Context in which a checkpoint may be saved or loaded, asleep or not; afterwards, as with `only`, as before.
 
         Parameters are on the GPU inside: they come back if they are away, so every rank has to take part. Optimizer
         state stays where it is with `bridge_fgo.install()`: it is saved from the host, and loaded to there. Without,
@@ -109,19 +103,15 @@ class Residency(residency.Residency):
         Raises:
             torch.OutOfMemoryError, RuntimeError: as `reload`, before the block, and `offload`, after it.
         """
-        self._require_open()
-        before = self.away
-        states = self._states
-        serves = states is not None and is_installed()
-        needed: set[Kind] = {"params"} if serves or states is None else {"params", "optimizer"}
-        if states is not None and serves:
+        states = self._states if is_installed() else None
+
+        def needed() -> frozenset[Kind]:
+            if states is None:
+                return frozenset(self._kinds()) - {"grads"}
             states.require_whole()
-        try:
-            self.reload(needed)
-            with states.served() if states is not None and serves else nullcontext():
+            return frozenset({"params"})
+
+        with self._as_before():  # what is loaded is loaded to the host
+            self._reload(needed)
+            with nullcontext() if states is None else states.served():
                 yield
-        finally:
-            if gone := before - self.away:
-                self.offload(gone)
-            if back := self.away - before:  # what is loaded is loaded to the host
-                self.reload(back)

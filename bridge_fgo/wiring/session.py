@@ -144,10 +144,14 @@ class Session:
             _active.pop()
         if self.closed:  # by an uninstall within the step
             return
-        # A skipped step and an early exit leave a reload in flight: whatever reads the states next (a save,
-        # a callback) does so on the current stream.
-        engine.settle()
-        self.figures.end_step()
+
+        def settle() -> None:
+            # A skipped step and an early exit leave a reload in flight: whatever reads the states next (a save,
+            # a callback) does so on the current stream.
+            engine.settle()
+            self.figures.end_step()
+
+        on_every_rank(settle) if engine.awaits_ranks else settle()
         engine.end_step(self.updated)
         self._watch_budget(engine.held_budget_bytes)
         self.publish()

@@ -100,5 +100,5 @@ def test_a_rank_whose_memory_cannot_be_read_tells_it(alone, monkeypatch):
     monkeypatch.setattr(ranks, "pools", lambda: fails(RuntimeError))
     with pytest.raises(RuntimeError, match="the reason"):
         ranks.require_host_memory(1)
-    assert told == [(False, "RuntimeError: the reason")]
+    assert told == [(None, (False, "RuntimeError: the reason"))]
     ranks.require_host_memory(0)  # nothing to ask for, as where states are in host memory

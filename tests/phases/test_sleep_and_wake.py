@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 
 import pytest
 import torch
@@ -505,7 +506,7 @@ def test_a_copy_of_a_guarded_model_is_not_guarded_and_is_its_own():
         res.close()
 
 
-def test_contexts_put_everything_back_also_after_an_error():
+def test_contexts_put_everything_back():
     with CpuTraining(options()) as training:
         seen = [numbers(training.step())]
         res = residency(training)
@@ -516,13 +517,52 @@ def test_contexts_put_everything_back_also_after_an_error():
                 assert res.away == set(KINDS)
             assert res.away == {"grads", "optimizer"}
         assert res.away == {"grads"}
-        with pytest.raises(ZeroDivisionError), res.only("grads"):
-            assert res.away == {"params", "optimizer"}
-            _ = 1 / 0
-        assert res.away == {"grads"}
         res.reload()
         seen.append(numbers(training.step()))
     assert_as_resident(training, seen, {})
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("away", [(), ("grads",), ("params", "optimizer"), KINDS])
+def test_after_an_error_in_a_block_what_was_away_is_away_again_and_what_has_left_waits_for_a_reload(away, packs):
+    with CpuTraining(options()) as training:
+        seen = [numbers(training.step())]
+        res = residency(training, config=bridge_fgo.OffloadConfig(engine="native", master_remainders=packs))
+        for kinds in (("grads",), ("params",), ("params", "grads")):
+            if away:
+                res.offload(*away)
+            with pytest.raises(ZeroDivisionError) as caught, res.only(*kinds):
+                if len(kinds) == 2:
+                    sum(weight.float().sum() for weight in training.model[0].parameters()).backward()
+                    assert res._model.has_backward
+                _ = 1 / 0
+            stays = sorted({*KINDS} - {*kinds, *away})
+            assert res.away == {*away, *stays}
+            words = ", ".join(map(repr, stays))
+            notes = [f"bridge_fgo: {words} stay off the GPU after this error: call reload() on every rank"]
+            assert getattr(caught.value, "__notes__", []) == (notes if stays else [])
+            res.reload()
+            assert not res.away
+            training.model[0].zero_grad_buffer()
+        seen.append(numbers(training.step()))
+    assert_as_resident(training, seen, {})
+
+
+def test_what_cannot_leave_again_after_an_error_is_told_beside_it(monkeypatch):
+    with CpuTraining(options()) as training:
+        res = residency(training)
+        res.offload()
+        monkeypatch.setattr("bridge_fgo.phases.residency.wait_for_gpu", lambda device: time.sleep(2))
+        monkeypatch.setattr("bridge_fgo.phases.moved.PATIENCE", 0.1)
+        with pytest.raises(ZeroDivisionError) as caught, res.only("params"):
+            _ = 1 / 0
+        assert res.away == {"grads", "optimizer"}
+        assert caught.value.__notes__ == [
+            "bridge_fgo: what has come in the block may be on the GPU still: work on the GPU, a collective perhaps, "
+            "has not ended in 0.1 seconds"
+        ]
+        monkeypatch.undo()
+        res.close()
 
 
 def test_a_model_without_ddp_leaves_and_returns_and_is_copied_once():

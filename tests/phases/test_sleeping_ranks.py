@@ -11,12 +11,12 @@ import rank_child
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
 
 
-def run(folder, sleeps, act, *args):
+def run(folder, sleeps, act, *args, ranks=2):
     folder.mkdir()
-    job = rank_child.Job(folder, 2, sleeps, None, steps=3)
-    started = [children.start(act, rank, job, *args) for rank in range(2)]
-    assert [children.join(child, "as one of 2 ranks") for child in started] == [0, 0]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    job = rank_child.Job(folder, ranks, sleeps, None, steps=3)
+    started = [children.start(act, rank, job, *args) for rank in range(ranks)]
+    assert [children.join(child, f"as one of {ranks} ranks") for child in started] == [0] * ranks
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("changes", [{}, {"overlap_grad_reduce": True, "overlap_param_gather": True, "experts": True}])
@@ -57,3 +57,30 @@ def test_two_ranks_that_step_in_the_context_are_bitwise_resident_ones(tmp_path, 
     for mine, theirs in zip(driven, resident, strict=True):
         assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
         assert max(mine["held"]) == 0 < max(theirs["held"])
+
+
+@pytest.mark.parametrize(("stage", "dp"), [(0, 1), (1, 1), (0, 2)])
+def test_a_stage_in_which_nothing_trains_sleeps_and_the_ranks_are_bitwise_resident_ones(tmp_path, stage, dp):
+    changes = {"pp": 2, "frozen_stage": stage}
+    resident, sleeping = (
+        run(tmp_path / str(sleeps), sleeps, rank_child.train_and_sleep, changes, ranks=2 * dp)
+        for sleeps in (False, True)
+    )
+    for mine, theirs in zip(sleeping, resident, strict=True):
+        assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_in_which_nothing_trains_trains_saves_and_loads_with_the_flag_as_without(tmp_path, stage):
+    seen = {}
+    for offload in (False, True):
+        for loads in (None, tmp_path / f"{offload}-None" / "trained"):
+            folder = tmp_path / f"{offload}-{loads and loads.name}"
+            # mcore itself saves no stage without states in the fully reshardable kind.
+            job = rank_child.Job(folder, 2, offload, loads, 3, {"pp": 2, "frozen_stage": stage}, "dp_reshardable")
+            seen[offload, loads is None] = children.run_ranks(rank_child.train, job)
+    for is_first in (True, False):
+        for mine, theirs in zip(seen[True, is_first], seen[False, is_first], strict=True):
+            assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
+        assert [max(mine["held"]) for mine in seen[True, is_first]] == [0, 0]
+        assert sum(max(theirs["held"]) for theirs in seen[False, is_first]) > 0

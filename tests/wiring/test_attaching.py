@@ -25,15 +25,16 @@ class PinningEngine(RecordingEngine):
 
 @pytest.fixture
 def told(monkeypatch):
-    """What this rank has told, one entry for each collective; `told.others` is what a second rank tells in each."""
+    """What this rank has told, one entry for each collective; `told.others` is how a second rank fails in each."""
 
     class Told(list):
         others = ()
 
     def gather(own):
         theirs = told.others[len(told)] if len(told) < len(told.others) else None
-        told.append(own.nbytes if isinstance(own, Need) else own)
-        return [own] if theirs is None else [own, theirs]
+        need, failure = own
+        told.append(need.nbytes if isinstance(need, Need) else failure)
+        return [own] if theirs is None else [own, (None, theirs)]
 
     told = Told()
     monkeypatch.setattr(ranks, "gather", gather)
@@ -48,8 +49,8 @@ def loop(monkeypatch, bridge_train):
     return loop
 
 
-ALIKE = [None, None, 100, None]
-"""That the engine could be made, that the host could be asked, the bytes that are pinned, and that they are."""
+ALIKE = [None, 100, None]
+"""That the engine could be made, the bytes that are to be pinned, as the host could be asked, and that they are."""
 
 
 def test_a_rank_tells_what_it_needs_before_it_pins(loop, told):
@@ -63,7 +64,7 @@ def test_a_rank_tells_what_it_needs_before_it_pins(loop, told):
 def test_a_rank_that_pins_nothing_takes_part_in_as_many_collectives(monkeypatch, told, cpu_standins, engine):
     monkeypatch.setattr(session, "choose_engine", lambda *how: engine)
     made = Session(make_chain([SimpleNamespace(is_stub_optimizer=True)], None), SimpleNamespace(), CONFIG)
-    assert made.engine.name == engine and told == [None, None, 0, None]
+    assert made.engine.name == engine and told == [None, 0, None]
 
 
 def test_a_rank_with_a_refusal_of_its_own_tells_it_once_and_goes(loop, told):
@@ -78,7 +79,7 @@ def test_a_rank_with_a_refusal_of_its_own_tells_it_once_and_goes(loop, told):
     ("others", "events"),
     [
         ([(True, "ValueError: theirs")], []),
-        ([None, None, None, (True, "ValueError: theirs")], ["pin"]),
+        ([None, None, (True, "ValueError: theirs")], ["pin"]),
     ],
     ids=["making", "pinning"],
 )
@@ -109,4 +110,4 @@ def test_a_rank_that_trains_nothing_attaches_when_the_others_do(told, installed)
 
     optimizer, _ = wrappers.build_optimizer(build, None, (config,), {})
     wrappers.after_model_hooks(update, None, (optimizer, SimpleNamespace()), {})
-    assert told == [None, None, 0, None]
+    assert told == [None, 0, None]
