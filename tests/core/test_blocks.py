@@ -83,3 +83,10 @@ def test_a_budget_holds_also_where_blocks_are_larger_than_slabs(monkeypatch, sha
     assert max(peaks) <= budget
     assert any(part.stays for part in training.schedule.parts)
     training.check()
+
+
+def test_a_block_that_must_not_be_split_counts_with_what_may_be_left_of_it(settings):
+    settings["max_split_size"] = 64 * MIB
+    assert [block_rounding(GPU)(mib * MIB) for mib in (63, 64, 100)] == [63 * MIB, 84 * MIB, 120 * MIB]
+    settings["expandable_segments"] = True  # whose blocks may be split at any size
+    assert block_rounding(GPU)(100 * MIB) == 100 * MIB
