@@ -36,9 +36,9 @@ def __getattr__(name: str) -> Any:
 def reload_states() -> None:
     """Make every offloaded state of this rank readable and writable, until the next training step or evaluation.
 
-    For code that reads or changes `optimizer.state` or `param.main_param` itself between steps, when the memory behind
-    them may be released. Bridge's own readers (checkpoints, `log_params_norm`) need no such call. The work that
-    uses them goes to the current stream, after this call.
+    Code that reads or changes `optimizer.state` or `param.main_param` between steps is right without it: a tensor that
+    is offloaded brings its slab back when it is used. This brings all slabs in one go, and serves code that no tensor
+    can see: views that were made before, and calls into C++. The work that uses them goes to the current stream.
 
     Raises:
         RuntimeError: states cannot be brought back: there is no memory for them, weights were changed while their

@@ -213,7 +213,8 @@ class Aliases:
 
     def is_current(self, storage: torch.UntypedStorage) -> bool:
         """Return whether nobody has made a tensor on the storage since they were found."""
-        return self._count == _users(storage) and all(ref() is not None for ref in self._found)
+        gone = sum(ref() is None for ref in self._found)  # as many as that fewer, or others are in their place
+        return self._count - gone == _users(storage)
 
     @staticmethod
     def find(of: Collection[tuple[torch.UntypedStorage, Aliases]]) -> None:

@@ -24,7 +24,8 @@ STATE_METHODS = (
     "_copy_model_params_to_main_params",
 )
 """Methods of a DistributedOptimizer by which training and checkpoints get to its states. Those that are not there, in
-another mcore, are left out."""
+another mcore, are left out. The check saves what they would do before they touch a tensor: the guard of the tensors
+would raise in their midst, and kernels in C++ do not ask it before PyTorch 2.12."""
 
 
 class Checked:

@@ -176,7 +176,7 @@ def patches() -> list[Patch]:
         FunctionPatch(
             "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp",
             "MegatronFSDP._replace_param_with_distributed_if_needed", fsdp_wrappers.reads_masters, (),
-            "makes the masters the model's parameters, for whoever asks for a state dictionary",
+            "makes the masters the model's parameters, for whoever asks for a state dictionary: they come in one go",
             distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
         ),
         *(
@@ -203,7 +203,8 @@ def patches() -> list[Patch]:
         ),
         (
             ("_copy_main_params_to_param_buffer",),
-            state_wrappers.reads_masters, (), "reads masters, from wherever it is called",
+            state_wrappers.reads_masters, (),
+            "reads masters in each pass, beside their copies out, which a touch would give up",
         ),
         (
             ("sharded_state_dict",), state_wrappers.saves_states, ("is_loading", "metadata"),
@@ -214,7 +215,10 @@ def patches() -> list[Patch]:
             ("_get_main_param_and_optimizer_states",), state_wrappers.hands_out_states, ("model_param",),
             "the one place where checkpoints of every format get the states from",
         ),
-        (READERS, state_wrappers.reads_states, (), "reads states, from wherever it is called"),
+        (
+            READERS, state_wrappers.reads_states, (),
+            "reads all states: they come in one go, not slab by slab, and those of a step that failed are refused",
+        ),
         (LOADERS, state_wrappers.loads_parameters, (), "writes states, from wherever it is called"),
         (
             ("load_parameter_state_from_dp_zero_legacy",), state_wrappers.overwrites_masters, (),
