@@ -49,7 +49,7 @@ METADATA = frozenset(
     + [getattr(torch, name) for name in (*_LIKE, "numel", "is_floating_point", "is_complex", "result_type")]
     + [_T.grad.__set__, _T.requires_grad.__set__, _T._backward_hooks.__set__]  # type: ignore[attr-defined]
 )
-"""What may be asked of a tensor, as `__torch_function__` gets it, that neither reads nor writes its memory."""
+"""Functions, as `__torch_function__` gets them, that neither read nor write a tensor's memory."""
 
 
 class Guard:
@@ -163,7 +163,7 @@ def toucher() -> str:
 
 
 class Touches:
-    """What a rank's touches of offloaded states have brought back."""
+    """Counts the bytes that came back because code used offloaded states, and says where that code is."""
 
     def __init__(self) -> None:
         self.nbytes = 0

@@ -150,7 +150,7 @@ class Traffic:
         self.seconds = 0.0
         """Host time spent on the moves."""
         self.touches = Touches()
-        """What came back beside them, because something used it."""
+        """Counts states that came back because code used them."""
 
     def __enter__(self) -> None:
         for call in Traffic.before_block:

@@ -20,7 +20,7 @@ AWAY = (
     "collective, or a view that was made before): call bridge_fgo.reload_states() first, or "
     "Residency.reload('optimizer')"
 )
-"""What such code is told."""
+"""The error that such code gets."""
 
 
 class SlabMemory(HostSide):
