@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import wraps
 
 import fused_adam
 import pytest
@@ -13,6 +14,7 @@ from test_parity import SMALL_SLABS
 import bridge_fgo
 from bridge_fgo.harness.cpu_model import CpuOptions
 from bridge_fgo.harness.cpu_training import CpuTraining, run
+from bridge_fgo.sources import known_steps
 from bridge_fgo.wiring import session, state_wrappers
 from bridge_fgo.wiring.session import SESSION
 
@@ -79,7 +81,8 @@ def test_a_step_of_which_nothing_is_away_is_divided_only_where_it_needs_memory_o
 ):
     fused_adam.have_mcore_take_it(monkeypatch.setattr)
     called, step = [], fused_adam.FusedAdam.step
-    monkeypatch.setattr(fused_adam.FusedAdam, "step", lambda self: called.append(1) or step(self))
+    monkeypatch.setattr(fused_adam.FusedAdam, "step", wraps(step)(lambda self: called.append(1) or step(self)))
+    monkeypatch.setattr(known_steps, "UPSTREAM", known_steps.UPSTREAM | {__name__})  # where that wrapper is
     resident = run(CpuOptions(), STEPS)
     config = replace(SMALL_SLABS, gpu_memory_budget_gib=budget_gib)
     with bridge_fgo.install(config), CpuTraining(CpuOptions(offload=True)) as training:

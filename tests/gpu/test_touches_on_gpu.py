@@ -18,20 +18,21 @@ STEPS = ("--steps", "20")
     "options", [SMALL, (*SMALL, *PACKED), (*MANY_ACTIVATIONS, *PACKED)], ids=["whole", "packed", "held_by_a_plan"]
 )
 def test_what_callbacks_touch_between_steps_is_bitwise_as_resident(tmp_path: Path, options: tuple[str, ...]) -> None:
-    def run(name: str, offload: str) -> tuple[runner.ArmRun, list]:
-        file = tmp_path / f"{name}.touched"
-        arm = runner.run_arm(
+    def run(name: str, offload: str) -> runner.ArmRun:
+        return runner.run_arm(
             name,
             "touches_arm",
             [*(o for o in options if offload == "on" or o not in PACKED), *STEPS, "--offload", offload],
             tmp_path,
-            environment={"TOUCHED": str(file)},
+            environment={"TOUCHED": str(tmp_path / f"{name}.touched")},
             timeout=300,
         )
-        return arm, [json.loads(line) for line in file.read_text().splitlines()]
 
-    resident, expected = run("resident", "off")
-    offloaded, found = run("offloaded", "on")
+    resident, offloaded = run("resident", "off"), run("offloaded", "on")
+    expected, found = (
+        [json.loads(line) for line in (tmp_path / f"{name}.touched").read_text().splitlines()]
+        for name in ("resident", "offloaded")
+    )
     assert len(expected) > 10
     for mine, of_resident in zip(found, expected, strict=True):
         assert mine == of_resident, mine[0]
