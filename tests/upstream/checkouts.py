@@ -27,7 +27,7 @@ TESTS = [
 ]
 
 BINDINGS = """
-import importlib.util
+import importlib
 import json
 
 from bridge_fgo.standins.cuda import install_standins

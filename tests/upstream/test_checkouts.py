@@ -55,7 +55,7 @@ def test_a_binding_that_no_longer_fits_is_named_and_fails_the_run(checkouts):
     done = run(bridge, megatron_lm, "--version")  # of pytest, in place of the tests
     assert done.returncode == 1, done.stdout + done.stderr
     assert str(bridge) in done.stdout and str(megatron_lm) in done.stdout
-    count = sum(find_spec(patch.module.partition(".")[0]) is not None for patch in patches())
+    count = sum(patch.module.startswith("megatron.") for patch in patches())
     assert f"{count - 2} of {count} bindings fit" in done.stdout
     assert "  megatron.bridge.training.train.train_step: bridge_fgo cannot patch" in done.stdout
     assert "it has no parameter model, optimizer any more" in done.stdout
