@@ -11,7 +11,7 @@ test *ARGS:
 test-gpu PYTHON="python3" *ARGS="":
     {{PYTHON}} -m pytest -m gpu tests/gpu {{ARGS}}
 
-# The same with late copies and poisoned memory; see bridge_fgo/core/debug.py.
+# The same with late copies and poisoned memory; see bridge_fgo/offload/debug.py.
 test-gpu-debug PYTHON="python3" *ARGS="":
     BRIDGE_FGO_DEBUG=1 {{PYTHON}} -m pytest -m gpu tests/gpu {{ARGS}}
 
@@ -24,7 +24,7 @@ check:
 
 # What is said of every config that the installed Bridge ships, by reason; `--verbose` names them. No GPU.
 reach *ARGS:
-    uv run python -m bridge_fgo.cli.reach {{ARGS}}
+    uv run python -m bridge_fgo.tools.reach {{ARGS}}
 
 # The CPU lane on a Megatron-LM checkout (generation 1 or 2 of mcore's offloader) instead of the released mcore.
 mcore-dev PATH:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from bridge_fgo.bridge.installation import Installation, install, uninstall
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.wiring.installation import Installation, install, uninstall
 
 if TYPE_CHECKING:
     from typing import Any
 
+    from bridge_fgo.bridge.residency import Residency
     from bridge_fgo.figures import Stats
-    from bridge_fgo.wiring.residency import Residency
 
 __version__ = "0.1.0"
 __all__ = ["Installation", "OffloadConfig", "Residency", "install", "reload_states", "stats", "uninstall"]
@@ -27,7 +27,7 @@ __all__ = ["Installation", "OffloadConfig", "Residency", "install", "reload_stat
 
 def __getattr__(name: str) -> Any:
     if name == "Residency":  # only when it is asked for, because it imports torch
-        from bridge_fgo.wiring.residency import Residency
+        from bridge_fgo.bridge.residency import Residency
 
         return Residency
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -44,8 +44,8 @@ def reload_states() -> None:
         RuntimeError: states cannot be brought back: there is no memory for them, weights were changed while their
             masters were offloaded in part, or an error had come while a part of them was on its way.
     """
-    if "bridge_fgo.wiring.session" in sys.modules:
-        from bridge_fgo.wiring.session import all_sessions
+    if "bridge_fgo.bridge.session" in sys.modules:
+        from bridge_fgo.bridge.session import all_sessions
 
         for session in all_sessions():
             session.engine.require_readable()
@@ -58,8 +58,8 @@ def stats() -> Stats | None:
     A snapshot: it does not change as training goes on, and is there after training too, until `uninstall`. See
     `bridge_fgo.figures.Stats`.
     """
-    if "bridge_fgo.wiring.session" not in sys.modules:
+    if "bridge_fgo.bridge.session" not in sys.modules:
         return None  # nothing was installed yet, and torch need not be imported to say so
-    from bridge_fgo.wiring.session import newest_stats
+    from bridge_fgo.bridge.session import newest_stats
 
     return newest_stats()

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from bridge_fgo.core.meters import PeakMeter
 from bridge_fgo.engines.engine import Engine
+from bridge_fgo.memory.meters import PeakMeter
 
 COUNTERS = ("out", "back", "seconds")
 """What an engine's traffic counts up."""
@@ -52,7 +52,7 @@ class Stats:
     them while it was offloaded; `reload_states()` before brings all of it in one go."""
     copies_in_first: bool | None = None
     """Whether copies in go before copies out in the optimizer step. Each rank tries both ways in some steps and keeps
-    the one with less waiting (`bridge_fgo/core/precedence.py`); None until it knows."""
+    the one with less waiting (`bridge_fgo/offload/precedence.py`); None until it knows."""
     copy_wait_seconds: tuple[float, float] | None = None
     """Time that the training stream waited for copies in those steps: as copies came, and with copies in first."""
     peak_forward_backward_bytes: int | None = None

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bridge_fgo.bridge.compat import FLAG
 from bridge_fgo.recipes import catalog, hf_config
 from bridge_fgo.recipes.overrides import overridden
-from bridge_fgo.wiring.compat import FLAG
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
@@ -86,7 +86,7 @@ def import_bridge() -> None:
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
         raise ValueError("a recipe's configuration needs megatron-bridge: pip install 'megatron-bridge>=0.6,<0.7'")
     if "megatron.bridge" not in sys.modules and importlib.util.find_spec("transformer_engine") is None:
-        from bridge_fgo.standins import hollow
+        from bridge_fgo.tools.standins import hollow
 
         hollow.import_bridge()
 

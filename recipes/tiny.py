@@ -20,8 +20,8 @@ SIZE = ("--layers", "4", "--hidden", "256", "--heads", "8", "--vocab", "1024", "
 
 def gpu_config() -> ConfigContainer:
     """Return the configuration for Bridge's `pretrain()`: 4 layers, hidden size 256, `STEPS` steps."""
-    from bridge_fgo.harness import gpu
-    from bridge_fgo.harness.gpu_config import build_config
+    from bridge_fgo.tools.arms import gpu
+    from bridge_fgo.tools.arms.gpu_config import build_config
 
     as_in_jobs = ("--no-deterministic", "--fused-loss")
     return build_config(gpu.parse([*SIZE, "--steps", str(STEPS), *as_in_jobs, "--events", "unused"]))
@@ -51,12 +51,12 @@ def cpu_overrides(overrides: Sequence[str]) -> tuple[int, dict[str, Any]]:
 
 
 def train_on_cpu(offload: OffloadConfig | None, steps: int) -> None:
-    """Train through Bridge's real `train_step` on the CPU, with what `bridge_fgo.standins` stands in.
+    """Train through Bridge's real `train_step` on the CPU, with what `bridge_fgo.tools.standins` stands in.
 
     `offload` is None for a resident run. Prints a line a step.
     """
-    from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
-    from bridge_fgo.standins.cuda import install_standins
+    from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
+    from bridge_fgo.tools.standins.cuda import install_standins
 
     install_standins()
     import bridge_fgo

@@ -16,7 +16,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from bridge_fgo.config import OffloadConfig, without_measure
-from bridge_fgo.core import copy_queues
+from bridge_fgo.memory import copy_queues
 from bridge_fgo.options import takes_offload_options
 from bridge_fgo.recipes import catalog, hf_config
 from bridge_fgo.recipes.hf_config import Choice
@@ -79,8 +79,8 @@ def prepare(
         return prepare_pretrain(recipe, config, cast("Choice", hf), overrides, offload)
     if recipe.builder:
         raise ValueError(f"recipe={name!r} needs GPUs and torch sees none: run it in a job, or try recipe='tiny'")
+    from bridge_fgo.bridge.settings import settings_of
     from bridge_fgo.recipes.tiny import cpu_overrides, train_on_cpu
-    from bridge_fgo.wiring.settings import settings_of
 
     steps, of_config = cpu_overrides(overrides)
     in_force = settings_of(SimpleNamespace(offload=of_config), config) if config is not None else None
@@ -109,8 +109,8 @@ def prepare_pretrain(
     from megatron.bridge.utils.common_utils import print_rank_0
 
     import bridge_fgo
-    from bridge_fgo.harness.process_setup import skip_building_what_is_built, use_one_rank_by_default
     from bridge_fgo.recipes.config import build
+    from bridge_fgo.tools.arms.process_setup import skip_building_what_is_built, use_one_rank_by_default
 
     if settings is not None:
         bridge_fgo.install(settings)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_fgo.harness.process_setup import ATTENTION_VARIABLES
+from bridge_fgo.tools.arms.process_setup import ATTENTION_VARIABLES
 
 PRELOADED = ["fault_child", "rank_child", "restart_child", "rl_child"]
 

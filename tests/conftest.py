@@ -19,7 +19,7 @@ def builder_is_forked():
     """Models that `plan`, `doctor` and the like have built come from a process that has Megatron imported."""
     from forked_builder import ForkedBuilder
 
-    from bridge_fgo.cli.job import job
+    from bridge_fgo.tools.job import job
 
     forked = ForkedBuilder()
     with pytest.MonkeyPatch.context() as patch:
@@ -41,7 +41,7 @@ def cpu_standins():
     """Bridge runs on the CPU for the tests of a module."""
     import shared_gloo
 
-    from bridge_fgo.standins.cuda import install_standins, remove_standins
+    from bridge_fgo.tools.standins.cuda import install_standins, remove_standins
 
     install_standins()
     gc.collect()
@@ -84,7 +84,7 @@ def leaves_no_environment():
 def leaves_nothing_installed():
     """Fail a test that leaves the package installed, and clean up for the next."""
     yield
-    from bridge_fgo.wiring import installation
+    from bridge_fgo.bridge import installation
 
     left = installation._installation
     try:

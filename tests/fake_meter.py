@@ -3,10 +3,10 @@
 from contextlib import nullcontext
 
 from bridge_fgo import figures
-from bridge_fgo.core import policy
-from bridge_fgo.core.meters import PeakMeter
+from bridge_fgo.bridge import session
 from bridge_fgo.engines import share
-from bridge_fgo.wiring import session
+from bridge_fgo.memory.meters import PeakMeter
+from bridge_fgo.offload import policy
 
 
 class FakeMeter(PeakMeter):

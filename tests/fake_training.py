@@ -7,11 +7,11 @@ import torch
 from fake_optimizer import make_distributed_optimizer, state_bytes, with_model
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.core.meters import Ledger
-from bridge_fgo.core.profile import Mark
 from bridge_fgo.engines.native import NativeEngine
-from bridge_fgo.sources.inner_step import InnerStep
-from bridge_fgo.sources.megatron import MegatronSource
+from bridge_fgo.memory.meters import Ledger
+from bridge_fgo.offload.profile import Mark
+from bridge_fgo.states.inner_step import InnerStep
+from bridge_fgo.states.megatron import MegatronSource
 
 SIZES = [1000, 300, 2000, 64, 1500, 700, 1200]
 POINTS = 8
@@ -23,10 +23,10 @@ MANY_SIZES = [60 + 4 * i for i in range(40)]  # several to a part
 
 def use_small_parts(monkeypatch):
     """Has parts of a few kilobytes, and no margin."""
-    monkeypatch.setattr("bridge_fgo.core.layout.BYTES_WHILE_ENQUEUING", 200)
-    monkeypatch.setattr("bridge_fgo.core.layout.LEAST_PART_BYTES", 4096)
+    monkeypatch.setattr("bridge_fgo.memory.layout.BYTES_WHILE_ENQUEUING", 200)
+    monkeypatch.setattr("bridge_fgo.memory.layout.LEAST_PART_BYTES", 4096)
     monkeypatch.setattr("bridge_fgo.engines.share.MARGIN_PARTS", 0)
-    monkeypatch.setattr("bridge_fgo.core.policy.MARGIN_SHARE", 0)
+    monkeypatch.setattr("bridge_fgo.offload.policy.MARGIN_SHARE", 0)
 
 
 def mark(index, layer):

@@ -20,7 +20,7 @@ import torch
 from fake_meter import have_sessions_take_it
 from saving import load, save, send_all_away
 
-from bridge_fgo.standins.cuda import install_standins
+from bridge_fgo.tools.standins.cuda import install_standins
 
 install_standins()
 
@@ -33,18 +33,18 @@ from torch.distributed.checkpoint import filesystem  # noqa: E402
 from torch.distributed.checkpoint.utils import _DistWrapper  # noqa: E402
 
 import bridge_fgo  # noqa: E402
-from bridge_fgo.core.remainders import Remainders  # noqa: E402
-from bridge_fgo.core.residency import StillShared  # noqa: E402
-from bridge_fgo.core.snapshot import Snapshot  # noqa: E402
-from bridge_fgo.core.transfers import HostTransfers  # noqa: E402
+from bridge_fgo.bridge.session import SESSION, Session  # noqa: E402
 from bridge_fgo.engines.native import NativeEngine  # noqa: E402
 from bridge_fgo.engines.ranks import gather  # noqa: E402
 from bridge_fgo.figures import Figures  # noqa: E402
-from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining  # noqa: E402
-from bridge_fgo.phases.moved import KINDS  # noqa: E402
-from bridge_fgo.sources.inner_step import InnerStep  # noqa: E402
-from bridge_fgo.sources.master_copy import MasterCopy  # noqa: E402
-from bridge_fgo.wiring.session import SESSION, Session  # noqa: E402
+from bridge_fgo.memory.remainders import Remainders  # noqa: E402
+from bridge_fgo.memory.residency import StillShared  # noqa: E402
+from bridge_fgo.memory.transfers import HostTransfers  # noqa: E402
+from bridge_fgo.offload.snapshot import Snapshot  # noqa: E402
+from bridge_fgo.sleep.moved import KINDS  # noqa: E402
+from bridge_fgo.states.inner_step import InnerStep  # noqa: E402
+from bridge_fgo.states.master_copy import MasterCopy  # noqa: E402
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 
 POINTS = {
     "the offload begins": (Session, "begin_pass"),
@@ -203,7 +203,13 @@ VERBS = {
 PACKED = ("offload", "reload", "reload of states and gradients")
 """Verbs that do something else where masters are packed."""
 
-FALLIBLE = ("phases", "wiring/residency.py", "core/storage_slab.py", "core/transfers.py", "core/host_buffer.py")
+FALLIBLE = (
+    "sleep",
+    "bridge/residency.py",
+    "memory/storage_slab.py",
+    "memory/transfers.py",
+    "memory/host_buffer.py",
+)
 """Where in the package the functions are that a verb calls, each of which may fail."""
 
 VERBS_OWN = {

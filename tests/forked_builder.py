@@ -3,7 +3,7 @@
     python forked_builder.py
 
 It reads requests, a line of JSON each, and forks a child for each. The child has the caller's environment and folder,
-and is what `python -m bridge_fgo.cli.job.builder REQUEST` is once that has imported Megatron. The processes of
+and is what `python -m bridge_fgo.tools.job.builder REQUEST` is once that has imported Megatron. The processes of
 `children` will not do: they have another stand-in of Transformer Engine, and multiprocessing has one fork server.
 """
 
@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-MODULE = "bridge_fgo.cli.job.builder"
+MODULE = "bridge_fgo.tools.job.builder"
 PRELOADED = (
     "megatron.bridge.recipes",
     "megatron.bridge.training.pretrain",
@@ -74,8 +74,8 @@ def answer(asked: dict) -> None:
     for number, file in enumerate(asked["files"], start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    from bridge_fgo.cli.job import builder
-    from bridge_fgo.standins import te_shapes
+    from bridge_fgo.tools.job import builder
+    from bridge_fgo.tools.standins import te_shapes
 
     te_shapes.install = lambda: None  # it was, before Megatron was imported
     sys.argv = [MODULE, asked["request"]]
@@ -86,7 +86,7 @@ def main() -> None:
     """Fork a child for each request, and print how it ended."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from bridge_fgo.standins import te_shapes
+    from bridge_fgo.tools.standins import te_shapes
 
     te_shapes.install()
     for module in PRELOADED:

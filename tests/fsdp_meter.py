@@ -13,13 +13,13 @@ from saving import load
 from storage_meter import StorageMeter
 
 import bridge_fgo
-from bridge_fgo.core import layout
-from bridge_fgo.core.state import local
-from bridge_fgo.harness.cpu_model import microbatches
-from bridge_fgo.harness.cpu_training import CpuOptions
-from bridge_fgo.harness.final_state import mcore_optimizers
-from bridge_fgo.sources.fsdp import parameter_groups
-from bridge_fgo.wiring.session import all_sessions
+from bridge_fgo.bridge.session import all_sessions
+from bridge_fgo.memory import layout
+from bridge_fgo.memory.state import local
+from bridge_fgo.states.fsdp import parameter_groups
+from bridge_fgo.tools.arms.cpu_model import microbatches
+from bridge_fgo.tools.arms.cpu_training import CpuOptions
+from bridge_fgo.tools.arms.final_state import mcore_optimizers
 
 SMALL = {"fsdp": "optim_grads_params", "layers": 8, "hidden": 64}
 """A part is a layer: ten of them and more, of which no two are a fifth of the states."""

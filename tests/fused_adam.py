@@ -179,7 +179,7 @@ def have_mcore_take_it(set_attribute, adam=FusedAdam):
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    from bridge_fgo.sources import known_steps
+    from bridge_fgo.states import known_steps
 
     set_attribute(known_steps, "KNOWN", known_steps.KNOWN | {f"{__name__}.FusedAdam.step"})
     set_attribute(known_steps, "UPSTREAM", known_steps.UPSTREAM | {__name__})
@@ -204,7 +204,7 @@ def have_mcore_make_it_precision_aware(patch):
 
 def have_trainings_ask_for(dtypes, set_attribute):
     """Have CPU trainings ask for a precision-aware Adam; dtypes: fields of OptimizerConfig, by name."""
-    from bridge_fgo.harness import cpu_training
+    from bridge_fgo.tools.arms import cpu_training
 
     make_config = cpu_training.make_config
 

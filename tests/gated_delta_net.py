@@ -5,7 +5,7 @@ from __future__ import annotations
 import rank_child
 import torch
 
-from bridge_fgo.harness import cpu_model
+from bridge_fgo.tools.arms import cpu_model
 
 PARTS = {"in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"), "conv1d.weight": ("query", "key", "value")}
 """Into what `fsdp_dtensor` checkpoints split its fused parameters."""

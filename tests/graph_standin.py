@@ -2,8 +2,8 @@
 
 from contextlib import contextmanager
 
-from bridge_fgo.wiring.finalize import ReloadThenFinalize
-from bridge_fgo.wiring.points import PointHook
+from bridge_fgo.bridge.finalize import ReloadThenFinalize
+from bridge_fgo.bridge.points import PointHook
 
 WARM_UP = 2
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from bridge_fgo.core import strided_sums
+from bridge_fgo.memory import strided_sums
 
 # The sum over a warp is that of its first thread, as there is no other.
 PRELUDE = """

@@ -13,16 +13,16 @@ from pathlib import Path
 import fused_adam
 from saving import load, save
 
-from bridge_fgo.standins.cuda import install_standins
+from bridge_fgo.tools.standins.cuda import install_standins
 
 install_standins()
 
 import torch  # noqa: E402
 
 import bridge_fgo  # noqa: E402
-from bridge_fgo.core.storage_slab import StorageSlab  # noqa: E402
-from bridge_fgo.harness.cpu_model import microbatches  # noqa: E402
-from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining  # noqa: E402
+from bridge_fgo.memory.storage_slab import StorageSlab  # noqa: E402
+from bridge_fgo.tools.arms.cpu_model import microbatches  # noqa: E402
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 
 CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, master_remainders=True)
 

@@ -13,13 +13,13 @@ import fused_adam
 from bridge_loop import train as train_loop
 from saving import load
 
-from bridge_fgo.standins.cuda import install_standins
+from bridge_fgo.tools.standins.cuda import install_standins
 
 install_standins()
 
 import bridge_fgo  # noqa: E402
-from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining  # noqa: E402
-from bridge_fgo.wiring.session import SESSION  # noqa: E402
+from bridge_fgo.bridge.session import SESSION  # noqa: E402
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 
 SAVED_AFTER, BREAKS_IN, STEPS = 2, 4, 6
 

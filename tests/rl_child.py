@@ -7,16 +7,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bridge_fgo.standins.cuda import install_standins
+from bridge_fgo.tools.standins.cuda import install_standins
 
 install_standins()
 
 import torch  # noqa: E402
 
-from bridge_fgo.harness.final_state import final_state, joined_digests  # noqa: E402
-from bridge_fgo.harness.rl.grpo import Rollouts  # noqa: E402
-from bridge_fgo.harness.rl.loop import Loop  # noqa: E402
-from bridge_fgo.harness.rl.options import RlOptions  # noqa: E402
+from bridge_fgo.tools.arms.final_state import final_state, joined_digests  # noqa: E402
+from bridge_fgo.tools.arms.rl.grpo import Rollouts  # noqa: E402
+from bridge_fgo.tools.arms.rl.loop import Loop  # noqa: E402
+from bridge_fgo.tools.arms.rl.options import RlOptions  # noqa: E402
 
 SMALL: dict[str, Any] = {"hidden": 32, "prompts": 4, "group": 4, "micro_batch_size": 8, "length": 3}
 

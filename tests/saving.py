@@ -29,7 +29,7 @@ def load(run, folder, context=None):
 
 def send_all_away():
     """Have every state leave the GPU, in what is offloaded."""
-    from bridge_fgo.wiring.session import all_sessions
+    from bridge_fgo.bridge.session import all_sessions
 
     for session in all_sessions():
         session.engine.make_room()

@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from bridge_fgo.core.state import local
+from bridge_fgo.memory.state import local
 
 WRITES = ("copy_", "set_scaled_state")
 """What follows at once where a storage that was emptied is filled anew, which no function of torch's tells."""

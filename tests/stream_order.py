@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import torch
 
-from bridge_fgo.core import cuda_transfers, debug
-from bridge_fgo.core.remainders import Remainders
-from bridge_fgo.core.residency import Residency
-from bridge_fgo.core.shared_copies import OwnCopies
-from bridge_fgo.core.slab import Slab
+from bridge_fgo.memory import cuda_transfers
+from bridge_fgo.memory.remainders import Remainders
+from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.shared_copies import OwnCopies
+from bridge_fgo.memory.slab import Slab
+from bridge_fgo.offload import debug
 
 TRAINING, SIDE, HOST = 1000, 2000, 3000
 

@@ -14,10 +14,10 @@ from saving import load, save
 from torch.distributed.checkpoint.api import CheckpointException
 
 import bridge_fgo
+from bridge_fgo.bridge.session import SESSION
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.core.residency import Residency
-from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
-from bridge_fgo.wiring.session import SESSION
+from bridge_fgo.memory.residency import Residency
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from bridge_fgo import OffloadConfig
-from bridge_fgo.wiring import compat
+from bridge_fgo.bridge import compat
 
 GENERATIONS = [None, "mcore generation 1", "mcore generation 2"]
 

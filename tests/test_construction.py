@@ -15,8 +15,8 @@ from storage_meter import StorageMeter
 from test_checkpoints import FORMATS, session_of
 
 import bridge_fgo
-from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
-from bridge_fgo.harness.final_state import mcore_optimizers
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
+from bridge_fgo.tools.arms.final_state import mcore_optimizers
 
 KIB = 1024
 PARTS = bridge_fgo.OffloadConfig(engine="native", master_remainders=True)
@@ -40,7 +40,7 @@ PRECISION_AWARE = {
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr("bridge_fgo.core.layout.LEAST_PART_BYTES", 64 * KIB)
+    monkeypatch.setattr("bridge_fgo.memory.layout.LEAST_PART_BYTES", 64 * KIB)
 
 
 pytestmark = pytest.mark.usefixtures("small_parts", "cpu_standins")
@@ -328,7 +328,7 @@ def test_a_build_that_fails_leaves_a_model_that_can_be_given_another_optimizer(m
                     raise KeyError("no")
 
                 name = {"building": "megatron.bridge.training.optim._get_scheduler"}.get(fails)
-                patch.setattr(name or "bridge_fgo.wiring.wrappers.attach", fail)
+                patch.setattr(name or "bridge_fgo.bridge.wrappers.attach", fail)
                 with pytest.raises(KeyError, match="no"):
                     setup.setup_optimizer(*how)
             weights = [p for chunk in run.model for p in chunk.parameters() if p.dtype == torch.bfloat16]

@@ -18,7 +18,7 @@ from saving import newest, save
 from test_checkpoints import assert_same_shards, resumed, training
 from test_loop import configured
 
-from bridge_fgo.core import host_buffer
+from bridge_fgo.memory import host_buffer
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

@@ -28,7 +28,7 @@ from test_checkpoints import assert_same_shards
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from bridge_fgo.phases.moved import KINDS
+from bridge_fgo.sleep.moved import KINDS
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
 

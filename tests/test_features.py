@@ -8,9 +8,9 @@ import pytest
 from test_parity import SMALL_SLABS, numbers
 
 import bridge_fgo
-from bridge_fgo.harness import cpu_model, cpu_training
-from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
-from bridge_fgo.harness.record import RunRecord
+from bridge_fgo.tools.arms import cpu_model, cpu_training
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
+from bridge_fgo.tools.arms.record import RunRecord
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

@@ -13,8 +13,8 @@ from test_checkpoints import assert_same_shards, background, finish, session_of,
 from test_parity import DEFAULTS, SMALL_SLABS, numbers, released
 
 import bridge_fgo
-from bridge_fgo.core.step_pipeline import StepPipeline
-from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining, run
+from bridge_fgo.offload.step_pipeline import StepPipeline
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining, run
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -270,7 +270,7 @@ def updates(monkeypatch, landed, options):
 @pytest.mark.parametrize("changes", [{}, {"fraction": 0.7}])
 def test_the_order_of_muons_updates_is_that_of_its_parameters_whatever_stays_and_has_landed(monkeypatch, changes):
     # With tensor parallelism each update may wait for the same update of other ranks.
-    monkeypatch.setattr("bridge_fgo.core.layout.LEAST_PART_BYTES", 2**17)
+    monkeypatch.setattr("bridge_fgo.memory.layout.LEAST_PART_BYTES", 2**17)
     resident = updates(monkeypatch, lambda number: True, MUON)
     config = dataclasses.replace(DEFAULTS, **changes)
     with bridge_fgo.install(config):

@@ -11,7 +11,7 @@ from test_checkpoints import FORMATS, assert_same_shards
 from test_construction import everything, trained, training
 
 import bridge_fgo
-from bridge_fgo.harness.final_state import mcore_optimizers
+from bridge_fgo.tools.arms.final_state import mcore_optimizers
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "precision_aware_adam")
 

@@ -11,8 +11,8 @@ from saving import load, newest, save, send_all_away
 from test_checkpoints import assert_same_shards
 
 import bridge_fgo
-from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining, run
-from bridge_fgo.sources.fsdp import GroupCopy
+from bridge_fgo.states.fsdp import GroupCopy
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining, run
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -77,7 +77,7 @@ def test_the_step_goes_part_by_part_and_copies_each_part_to_the_weights(monkeypa
     monkeypatch.setattr(ParamAndGradBuffer, "copy_main_weights_to_model_weights", counted)
     with bridge_fgo.install(CONFIG), CpuTraining(CpuOptions(offload=True, **WHOLE)) as training:
         training.step()
-        (engine,) = {session.engine for session in bridge_fgo.wiring.session.all_sessions()}
+        (engine,) = {session.engine for session in bridge_fgo.bridge.session.all_sessions()}
         assert len(engine.schedule.parts) == 3
     assert copied == [1, 1, 1, 0], "each group once, and nothing is left"
 

@@ -16,10 +16,10 @@ from saving import load, save, send_all_away
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import bridge_fgo
-from bridge_fgo.harness.cpu_model import microbatches
-from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
-from bridge_fgo.harness.final_state import mcore_optimizers
-from bridge_fgo.sources.fsdp import GroupCopy
+from bridge_fgo.states.fsdp import GroupCopy
+from bridge_fgo.tools.arms.cpu_model import microbatches
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
+from bridge_fgo.tools.arms.final_state import mcore_optimizers
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "small_parts")
 
@@ -41,7 +41,7 @@ FEW_PARTS = ("optim", "no_shard", "optim_grads")
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr("bridge_fgo.core.layout.LEAST_PART_BYTES", fsdp_meter.PART_BYTES)
+    monkeypatch.setattr("bridge_fgo.memory.layout.LEAST_PART_BYTES", fsdp_meter.PART_BYTES)
 
 
 @contextlib.contextmanager

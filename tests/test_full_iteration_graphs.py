@@ -5,10 +5,10 @@ from fake_meter import FakeMeter, have_sessions_take_it
 from graph_standin import CapturedSchedule
 
 import bridge_fgo
-from bridge_fgo.harness.cpu_model import CpuOptions
-from bridge_fgo.harness.cpu_training import CpuTraining, run
-from bridge_fgo.wiring import session
-from bridge_fgo.wiring.session import SESSION, active_session
+from bridge_fgo.bridge import session
+from bridge_fgo.bridge.session import SESSION, active_session
+from bridge_fgo.tools.arms.cpu_model import CpuOptions
+from bridge_fgo.tools.arms.cpu_training import CpuTraining, run
 
 STEPS = 8
 MODES = ["eager", "eager", "capture and replay", *["replay"] * (STEPS - 3)]

@@ -15,7 +15,7 @@ from bridge_loop import train
 from saving import load, newest
 from test_checkpoints import assert_same_shards, background, training
 
-from bridge_fgo.harness.cpu_model import microbatches
+from bridge_fgo.tools.arms.cpu_model import microbatches
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

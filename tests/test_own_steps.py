@@ -14,9 +14,9 @@ from test_checkpoints import session_of
 from test_parity import DEFAULTS, SMALL_SLABS, numbers
 
 import bridge_fgo
-from bridge_fgo.harness import cpu_training
-from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining, run
-from bridge_fgo.sources.inner_step import InnerStep
+from bridge_fgo.states.inner_step import InnerStep
+from bridge_fgo.tools.arms import cpu_training
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining, run
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

@@ -10,11 +10,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import bridge_fgo
-from bridge_fgo.core.slab import Slab
-from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining, run
-from bridge_fgo.phases import upstream
-from bridge_fgo.sources.inner_step import InnerStep
-from bridge_fgo.wiring.session import SESSION
+from bridge_fgo.bridge.session import SESSION
+from bridge_fgo.memory.slab import Slab
+from bridge_fgo.sleep import upstream
+from bridge_fgo.states.inner_step import InnerStep
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining, run
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -397,7 +397,7 @@ def test_an_uninstall_in_a_pass_that_is_run_again_is_bitwise_equal():
 
 
 def test_the_norm_of_one_model_leaves_the_masters_of_another_where_they_are():
-    from bridge_fgo.wiring import state_wrappers
+    from bridge_fgo.bridge import state_wrappers
 
     with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
         for _ in range(2):

@@ -9,10 +9,10 @@ import torch
 from saving import save
 from test_checkpoints import SMALL_SLABS, session_of, training
 
-from bridge_fgo.core.meters import WaitMeter
-from bridge_fgo.core.packing_policy import MOST_UNPLANNED, WATCHED_STEPS
-from bridge_fgo.core.residency import Residency
-from bridge_fgo.core.transfers import HostTransfers
+from bridge_fgo.memory.meters import WaitMeter
+from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.transfers import HostTransfers
+from bridge_fgo.offload.packing_policy import MOST_UNPLANNED, WATCHED_STEPS
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

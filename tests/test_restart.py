@@ -15,8 +15,8 @@ from test_checkpoints import SMALL_SLABS, assert_same_shards, session_of, traini
 from test_loop import configured
 
 import bridge_fgo
-from bridge_fgo.harness import cpu_training
-from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
+from bridge_fgo.tools.arms import cpu_training
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 RESUME_TO_DISAMBIGUATE, FAILED_ON_RESULT_VALIDATION = 16, 17
 """Exit codes of mcore's rerun state machine."""

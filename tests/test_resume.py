@@ -9,7 +9,7 @@ from saving import load, save
 from test_checkpoints import FORMATS, SMALL_SLABS, session_of, training
 
 import bridge_fgo
-from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 SAVED_AFTER, STEPS = 3, 6
 

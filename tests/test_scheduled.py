@@ -12,11 +12,11 @@ from fake_meter import FakeMeter, have_sessions_take_it
 from test_parity import SMALL_SLABS
 
 import bridge_fgo
-from bridge_fgo.harness.cpu_model import CpuOptions
-from bridge_fgo.harness.cpu_training import CpuTraining, run
-from bridge_fgo.sources import known_steps
-from bridge_fgo.wiring import session, state_wrappers
-from bridge_fgo.wiring.session import SESSION
+from bridge_fgo.bridge import session, state_wrappers
+from bridge_fgo.bridge.session import SESSION
+from bridge_fgo.states import known_steps
+from bridge_fgo.tools.arms.cpu_model import CpuOptions
+from bridge_fgo.tools.arms.cpu_training import CpuTraining, run
 
 STEPS = 8
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import bridge_fgo
-from bridge_fgo.core.guard import is_guarded
-from bridge_fgo.harness.cpu_training import CpuOptions, CpuTraining
-from bridge_fgo.wiring import state_wrappers
+from bridge_fgo.bridge import state_wrappers
+from bridge_fgo.memory.guard import is_guarded
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

@@ -19,8 +19,8 @@ from test_loop import configured
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bridge_fgo.core.shared_copies import OwnCopies, SharedCopies
-from bridge_fgo.core.shared_host_buffer import SharedHostBuffer, is_in_use
+from bridge_fgo.memory.shared_copies import OwnCopies, SharedCopies
+from bridge_fgo.memory.shared_host_buffer import SharedHostBuffer, is_in_use
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins", "deadline"), pytest.mark.slow]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from bridge_fgo.engines.engine import Engine
-from bridge_fgo.sources.source import Source
+from bridge_fgo.states.source import Source
 
 ATTACHED = "_bridge_fgo_attached"
 """Attribute of an optimizer that holds its `Attachment`."""

@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.core.guard import own
-from bridge_fgo.core.host_buffer import PINNING_THREADS
-from bridge_fgo.core.host_memory import free_for_each_rank
-from bridge_fgo.core.loading import Loading
-from bridge_fgo.core.part import Part
-from bridge_fgo.core.residency import Residency
-from bridge_fgo.core.shared_copies import OwnCopies, SharedCopies
-from bridge_fgo.core.shared_host_buffer import SharedHostBuffer, has_files_for_buffers
-from bridge_fgo.core.slab import Slab
-from bridge_fgo.core.snapshot import Snapshot
-from bridge_fgo.core.state import State
-from bridge_fgo.core.transfers import Transfers
 from bridge_fgo.engines.packed_masters import PackedMasters
 from bridge_fgo.engines.share import Share, pin
-from bridge_fgo.sources.source import Source
+from bridge_fgo.memory.guard import own
+from bridge_fgo.memory.host_buffer import PINNING_THREADS
+from bridge_fgo.memory.host_memory import free_for_each_rank
+from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.shared_copies import OwnCopies, SharedCopies
+from bridge_fgo.memory.shared_host_buffer import SharedHostBuffer, has_files_for_buffers
+from bridge_fgo.memory.slab import Slab
+from bridge_fgo.memory.state import State
+from bridge_fgo.memory.transfers import Transfers
+from bridge_fgo.offload.loading import Loading
+from bridge_fgo.offload.part import Part
+from bridge_fgo.offload.snapshot import Snapshot
+from bridge_fgo.states.source import Source
 
 
 class Checkpoints:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.core.meters import Traffic
-from bridge_fgo.core.profile import Mark
-from bridge_fgo.sources.source import Source
+from bridge_fgo.memory.meters import Traffic
+from bridge_fgo.offload.profile import Mark
+from bridge_fgo.states.source import Source
 
 
 class Engine(ABC):

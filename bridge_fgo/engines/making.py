@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.core.meters import PeakMeter
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.mcore import McoreEngine, Member
 from bridge_fgo.engines.mcore1 import Generation1
@@ -14,7 +13,8 @@ from bridge_fgo.engines.mcore1_chunks import Generation1InChunks
 from bridge_fgo.engines.mcore2 import Generation2
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather
-from bridge_fgo.sources.megatron import McoreSource, MegatronSource
+from bridge_fgo.memory.meters import PeakMeter
+from bridge_fgo.states.megatron import McoreSource, MegatronSource
 
 MEMBERS: tuple[type[Member], ...] = (Generation1, Generation1InChunks, Generation2)
 

@@ -9,12 +9,12 @@ from typing import Any, override
 
 import torch
 
-from bridge_fgo.core.host_memory import power_of_two_at_least
-from bridge_fgo.core.meters import Traffic
-from bridge_fgo.core.state import Bundle
 from bridge_fgo.engines.engine import Engine
-from bridge_fgo.sources.megatron import MegatronSource, live_bytes
-from bridge_fgo.sources.source import Source
+from bridge_fgo.memory.host_memory import power_of_two_at_least
+from bridge_fgo.memory.meters import Traffic
+from bridge_fgo.memory.state import Bundle
+from bridge_fgo.states.megatron import MegatronSource, live_bytes
+from bridge_fgo.states.source import Source
 
 
 class Member(ABC):

@@ -12,10 +12,10 @@ from typing import Any, override
 
 import torch
 
-from bridge_fgo.core.meters import Traffic
-from bridge_fgo.core.residency import ResidencyMachine
 from bridge_fgo.engines.mcore import Member
-from bridge_fgo.sources.megatron import MegatronSource
+from bridge_fgo.memory.meters import Traffic
+from bridge_fgo.memory.residency import ResidencyMachine
+from bridge_fgo.states.megatron import MegatronSource
 
 
 def host_buffers(offloader: Any) -> list[Any]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any, override
 
-from bridge_fgo.core.meters import Traffic
 from bridge_fgo.engines.mcore import Member
 from bridge_fgo.engines.mcore1 import Generation1, host_buffers, offload
-from bridge_fgo.sources.megatron import MegatronSource
+from bridge_fgo.memory.meters import Traffic
+from bridge_fgo.states.megatron import MegatronSource
 
 
 class Generation1InChunks(Member):

@@ -11,9 +11,9 @@ from typing import Any, override
 
 import torch
 
-from bridge_fgo.core.meters import Traffic
 from bridge_fgo.engines.mcore import Member
-from bridge_fgo.sources.megatron import MegatronSource
+from bridge_fgo.memory.meters import Traffic
+from bridge_fgo.states.megatron import MegatronSource
 
 
 class Generation2(Member):

@@ -10,26 +10,26 @@ from typing import Any, override
 import torch
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.core.blocks import block_rounding
-from bridge_fgo.core.cuda_transfers import CudaTransfers
-from bridge_fgo.core.debug import debugged
-from bridge_fgo.core.device_room import DeviceRoom
-from bridge_fgo.core.guard import own
-from bridge_fgo.core.layout import copied_whole
-from bridge_fgo.core.meters import PeakMeter, Traffic
-from bridge_fgo.core.part import Part
-from bridge_fgo.core.profile import Mark
-from bridge_fgo.core.remainders import Remainders
-from bridge_fgo.core.residency import Residency
-from bridge_fgo.core.schedule import Schedule
-from bridge_fgo.core.slab import Slab, require_readable, send_off
-from bridge_fgo.core.transfers import HostTransfers, Transfers
 from bridge_fgo.engines.checkpoints import Checkpoints
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.packed_masters import PackedMasters
 from bridge_fgo.engines.share import Share, pin
 from bridge_fgo.engines.whole_steps import WholeSteps
-from bridge_fgo.sources.source import Source
+from bridge_fgo.memory.blocks import block_rounding
+from bridge_fgo.memory.cuda_transfers import CudaTransfers
+from bridge_fgo.memory.device_room import DeviceRoom
+from bridge_fgo.memory.guard import own
+from bridge_fgo.memory.layout import copied_whole
+from bridge_fgo.memory.meters import PeakMeter, Traffic
+from bridge_fgo.memory.remainders import Remainders
+from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.slab import Slab, require_readable, send_off
+from bridge_fgo.memory.transfers import HostTransfers, Transfers
+from bridge_fgo.offload.debug import debugged
+from bridge_fgo.offload.part import Part
+from bridge_fgo.offload.profile import Mark
+from bridge_fgo.offload.schedule import Schedule
+from bridge_fgo.states.source import Source
 
 
 class NativeEngine(Engine):

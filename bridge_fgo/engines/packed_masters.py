@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from bridge_fgo.core.codec import Codec
-from bridge_fgo.core.packing_policy import PackingPolicy
-from bridge_fgo.core.remainders import Remainders, WeightWatch
-from bridge_fgo.core.transfers import Transfers
 from bridge_fgo.engines.share import Share
-from bridge_fgo.sources.source import Source
+from bridge_fgo.memory.codec import Codec
+from bridge_fgo.memory.remainders import Remainders, WeightWatch
+from bridge_fgo.memory.transfers import Transfers
+from bridge_fgo.offload.packing_policy import PackingPolicy
+from bridge_fgo.states.source import Source
 
 
 class PackedMasters:

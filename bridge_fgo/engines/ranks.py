@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.core.host_memory import Need, host_memory_refusal, pools
 from bridge_fgo.engines.engine import Engine
+from bridge_fgo.memory.host_memory import Need, host_memory_refusal, pools
 
 
 def gather[T](own: T) -> list[T]:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.core.host_buffer import HostBuffer, page_lock
-from bridge_fgo.core.host_memory import local_cpus
-from bridge_fgo.core.layout import ChooseCodec, SlabPlace, lay_out, offloaded_bundles, part_bytes, pipeline_bytes
-from bridge_fgo.core.part import Part
-from bridge_fgo.core.residency import Residency
-from bridge_fgo.core.slab import Slab
-from bridge_fgo.sources.source import Source
+from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
+from bridge_fgo.memory.host_memory import local_cpus
+from bridge_fgo.memory.layout import ChooseCodec, SlabPlace, lay_out, offloaded_bundles, part_bytes, pipeline_bytes
+from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.slab import Slab
+from bridge_fgo.offload.part import Part
+from bridge_fgo.states.source import Source
 
 MARGIN_PARTS = 4
 """The least margin of the schedule, in parts (`HoldPolicy.margin_bytes`)."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bridge_fgo.core.policy import HoldPolicy
 from bridge_fgo.engines.share import Share
-from bridge_fgo.sources.source import Source
+from bridge_fgo.offload.policy import HoldPolicy
+from bridge_fgo.states.source import Source
 
 
 class WholeSteps:

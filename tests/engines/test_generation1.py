@@ -10,7 +10,7 @@ from fake_optimizer import make_distributed_optimizer, step
 
 from bridge_fgo.engines.mcore import McoreEngine
 from bridge_fgo.engines.mcore1 import Generation1
-from bridge_fgo.sources.megatron import MegatronSource, bundles, home_device, live_bytes
+from bridge_fgo.states.megatron import MegatronSource, bundles, home_device, live_bytes
 
 
 class FakeStateOffloader:

@@ -7,10 +7,10 @@ import torch
 from fake_optimizer import make_distributed_optimizer, step
 
 import bridge_fgo
+from bridge_fgo.bridge.session import Session
 from bridge_fgo.engines.mcore import McoreEngine
 from bridge_fgo.engines.mcore2 import Generation2
-from bridge_fgo.sources.megatron import MegatronSource
-from bridge_fgo.wiring.session import Session
+from bridge_fgo.states.megatron import MegatronSource
 
 
 class FakeGeneration2:
@@ -95,7 +95,7 @@ def test_reload_states_waits_for_the_copies_out_too(optimizer, monkeypatch):
     # Moments are bound to host memory while these go on: they would be torn, and what is written overwritten.
     session = Session.__new__(Session)
     session.engine, session.closed = engine_of(optimizer), False
-    monkeypatch.setattr("bridge_fgo.wiring.session._sessions", {session})
+    monkeypatch.setattr("bridge_fgo.bridge.session._sessions", {session})
     bridge_fgo.reload_states()
     assert "wait for copies out" in optimizer.events
 

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.core.debug import VARIABLE
-from bridge_fgo.core.host_memory import Pool
-from bridge_fgo.core.meters import PeakMeter
-from bridge_fgo.core.profile import Mark
-from bridge_fgo.core.residency import Residency
-from bridge_fgo.core.transfers import HostTransfers
 from bridge_fgo.engines import native, ranks
 from bridge_fgo.engines.native import NativeEngine
-from bridge_fgo.sources.megatron import MegatronSource, bundles, home_device, live_bytes
+from bridge_fgo.memory.host_memory import Pool
+from bridge_fgo.memory.meters import PeakMeter
+from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.transfers import HostTransfers
+from bridge_fgo.offload.debug import VARIABLE
+from bridge_fgo.offload.profile import Mark
+from bridge_fgo.states.megatron import MegatronSource, bundles, home_device, live_bytes
 
 SIZES = [1000, 3, 70_000, 256, 400_000, 12, 64]
 MIB = 2**20

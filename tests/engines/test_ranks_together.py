@@ -9,8 +9,8 @@ import pytest
 import torch
 from children import join, start
 
-from bridge_fgo.core.host_memory import Pool
 from bridge_fgo.engines import ranks
+from bridge_fgo.memory.host_memory import Pool
 
 
 def fails(kind):

@@ -7,10 +7,10 @@ import torch
 from toy_source import TorchSource
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.core.meters import PeakMeter
-from bridge_fgo.core.profile import Mark
-from bridge_fgo.core.state import Bundle, Home, State
 from bridge_fgo.engines.native import NativeEngine
+from bridge_fgo.memory.meters import PeakMeter
+from bridge_fgo.memory.state import Bundle, Home, State
+from bridge_fgo.offload.profile import Mark
 
 CONFIG = OffloadConfig(engine="native", piece_bytes=65536)
 

@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from bridge_fgo.core.state import Bundle, State
-from bridge_fgo.sources.inner_step import InnerStep
-from bridge_fgo.sources.source import Source
+from bridge_fgo.memory.state import Bundle, State
+from bridge_fgo.states.inner_step import InnerStep
+from bridge_fgo.states.source import Source
 
 
 class TorchSource(Source):

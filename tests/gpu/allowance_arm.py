@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from bridge_fgo.harness import gpu
+from bridge_fgo.tools.arms import gpu
 
 if __name__ == "__main__":
     whole = torch.cuda.mem_get_info()[1]

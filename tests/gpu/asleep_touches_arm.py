@@ -16,7 +16,7 @@ from typing import Any
 
 from phases_arm import Trainer, parse
 
-sys.path.append(str(Path(__file__).parents[1] / "phases"))
+sys.path.append(str(Path(__file__).parents[1] / "sleep"))
 
 
 def run(sleeps: bool) -> dict[str, Any]:

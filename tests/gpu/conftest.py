@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bridge_fgo.harness import runner
+from bridge_fgo.tools.arms import runner
 
 NO_GPU = "no CUDA device; its arms would not be refused"
 MOST_SAID = 4000
@@ -78,10 +78,10 @@ def fused_adam(params, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, use
 
 def check_arm(name: str, module: str, options: list[str], folder: Path, **how: Any) -> runner.ArmRun:
     """Stands in for ``runner.run_arm``."""
-    from bridge_fgo.harness import gpu
-    from bridge_fgo.harness.gpu_config import build_config
+    from bridge_fgo.bridge.refusals import refuse_config
     from bridge_fgo.options import offload_config
-    from bridge_fgo.wiring.refusals import refuse_config
+    from bridge_fgo.tools.arms import gpu
+    from bridge_fgo.tools.arms.gpu_config import build_config
 
     arm = gpu.parse([*options, "--events", str(folder / name)])
     if arm.offload == "off":

@@ -6,12 +6,12 @@ import os
 import signal
 from typing import Any
 
-from bridge_fgo.core.cuda_transfers import CudaTransfers, Lane
-from bridge_fgo.core.snapshot import Snapshot
-from bridge_fgo.harness import gpu
-from bridge_fgo.sources.inner_step import InnerStep
-from bridge_fgo.sources.master_copy import MasterCopy
-from bridge_fgo.wiring.session import Session
+from bridge_fgo.bridge.session import Session
+from bridge_fgo.memory.cuda_transfers import CudaTransfers, Lane
+from bridge_fgo.offload.snapshot import Snapshot
+from bridge_fgo.states.inner_step import InnerStep
+from bridge_fgo.states.master_copy import MasterCopy
+from bridge_fgo.tools.arms import gpu
 
 POINTS = {
     "the_offload_begins": (Session, "begin_pass"),

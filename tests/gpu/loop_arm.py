@@ -1,4 +1,4 @@
-"""An arm of `bridge_fgo.harness.gpu` whose training steps are driven by `Residency.training_step`, without the flag.
+"""An arm of `bridge_fgo.tools.arms.gpu` whose training steps are driven by `Residency.training_step`, without the flag.
 
     python -m loop_arm --layers 16 --steps 20 --events FILE
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bridge_fgo.harness import gpu
+from bridge_fgo.tools.arms import gpu
 
 
 def drive(train: Any, config: Any = None) -> Callable[[], None]:
@@ -44,7 +44,7 @@ def drive(train: Any, config: Any = None) -> Callable[[], None]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the arm."""
-    from bridge_fgo.harness.process_setup import make_deterministic, use_one_rank_by_default
+    from bridge_fgo.tools.arms.process_setup import make_deterministic, use_one_rank_by_default
 
     use_one_rank_by_default()
     if gpu.parse(arguments).deterministic:

@@ -17,16 +17,16 @@ from tempfile import TemporaryDirectory
 
 import phases_arm
 
-from bridge_fgo.cli.bench.in_turn import WARM_UP_STEPS, InTurn
-from bridge_fgo.harness.runner import ArmProcess, ArmRun
+from bridge_fgo.tools.arms.runner import ArmProcess, ArmRun
+from bridge_fgo.tools.bench.in_turn import WARM_UP_STEPS, InTurn
 
 HERE = Path(__file__).parent
 MOST_APART = 0.1
 """By how much E may differ between the loops."""
 SIZE = "--hidden 2048 --ffn 8192 --heads 16 --seq 2048 --mbs 2 --gbs 8 --no-deterministic"
 ARMS = {
-    "resident": ("bridge_fgo.harness.gpu", ["--offload", "off"]),
-    "flag": ("bridge_fgo.harness.gpu", ["--offload", "on", "--engine", "native"]),
+    "resident": ("bridge_fgo.tools.arms.gpu", ["--offload", "off"]),
+    "flag": ("bridge_fgo.tools.arms.gpu", ["--offload", "on", "--engine", "native"]),
     "own loop": ("loop_arm", ["--offload", "off"]),
 }
 

@@ -39,7 +39,7 @@ PLAIN = (*OF_ADAM, "memory_saver", "memory_saver+retained", "skyrl+ours", "verl+
 VARIANTS = {"precision_aware": "--precision-aware", "fp32_accumulation": "--fp32-accumulation"}
 """Options of trainings in which `OF_ADAM` are told apart by bytes and bits."""
 OURS = ("ours", "mcore+ours", "skyrl+ours", "verl+ours", "nemo_rl+ours")
-"""With "+ours": a peer's functions with the lines changed that `bridge_fgo/phases/PEERS.md` names."""
+"""With "+ours": a peer's functions with the lines changed that `bridge_fgo/sleep/PEERS.md` names."""
 FIVE_TIMES = ("mcore", "nemo_rl", "memory_saver")
 """Those whose cycle takes at least five times as long as ours; the others' only longer."""
 LEAST_RETURNED, MOST_DRIFT = 0.98, 0.01

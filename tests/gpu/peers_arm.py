@@ -46,7 +46,7 @@ LINES = {
         "move_optimizer": "self.optimizer.offload_to_cpu() if device == 'cpu' else self.optimizer.restore_from_cpu()",
     },
 }
-"""What `bridge_fgo/phases/PEERS.md` changes in a peer's functions: the new body of the function, or of its loop over
+"""What `bridge_fgo/sleep/PEERS.md` changes in a peer's functions: the new body of the function, or of its loop over
 `buffer` where it has one."""
 
 Verb = Callable[[], int | None]

@@ -50,11 +50,11 @@ class Trainer:
 
         self.is_cuda = torch.cuda.is_available()
         if not self.is_cuda:
-            from bridge_fgo.standins.cuda import install_standins
+            from bridge_fgo.tools.standins.cuda import install_standins
 
             install_standins()
         else:
-            from bridge_fgo.harness.process_setup import make_deterministic
+            from bridge_fgo.tools.arms.process_setup import make_deterministic
 
             make_deterministic()
         from megatron.core import parallel_state, tensor_parallel

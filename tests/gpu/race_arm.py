@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from bridge_fgo.core.cuda_transfers import CudaTransfers
-from bridge_fgo.harness import gpu
+from bridge_fgo.memory.cuda_transfers import CudaTransfers
+from bridge_fgo.tools.arms import gpu
 
 
 def no_wait(transfers: CudaTransfers, slab: Any) -> None:

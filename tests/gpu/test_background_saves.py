@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_pretrain import ARM, MANY_ACTIVATIONS, PACKED, PRECISION_AWARE
 
-from bridge_fgo.harness import comparator, runner
+from bridge_fgo.tools.arms import comparator, runner
 
 STEPS = ("--steps", "12", "--save-interval", "4")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_pretrain import ARM, MANY_ACTIVATIONS
 
-from bridge_fgo.harness import comparator, runner
+from bridge_fgo.tools.arms import comparator, runner
 
 # 1.1 billion parameters, 13.7 GB of masters and moments.
 LARGE = ("--layers", "16", "--hidden", "2048", "--heads", "16", "--seq", "2048", "--mbs", "2", "--gbs", "8")
@@ -43,7 +43,7 @@ def test_auto_keeps_to_what_pytorch_may_take_of_the_gpu(tmp_path: Path) -> None:
 
 BLOCKS = """
 import torch
-from bridge_fgo.core.blocks import block_rounding
+from bridge_fgo.memory.blocks import block_rounding
 torch.empty(1, device="cuda")
 rounded = block_rounding(torch.device("cuda", 0))
 for mib in (3, 5, 9, 33, 100, 129, 256, 300, 513, 700, 1025):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from test_pretrain import ARM, PRECISION_AWARE
 
-from bridge_fgo.core.layout import BYTES_WHILE_ENQUEUING
-from bridge_fgo.harness import comparator, runner
+from bridge_fgo.memory.layout import BYTES_WHILE_ENQUEUING
+from bridge_fgo.tools.arms import comparator, runner
 
 VOCABULARY = 32000
 # 1.64B parameters, 19.7 GB of masters and moments. A checkpoint has 23 GB.

@@ -10,7 +10,7 @@ from test_background_saves import shards
 from test_parallelism import run_arm
 from test_pretrain import needs_gpus
 
-from bridge_fgo.harness import runner
+from bridge_fgo.tools.arms import runner
 
 
 def newest(folder: Path) -> Path:

@@ -10,7 +10,7 @@ from test_background_saves import shards
 from test_parallelism import run_arm
 from test_pretrain import MANY_ACTIVATIONS, SMALL, assert_bitwise_equal, both_arms, needs_gpus, side_by_side
 
-from bridge_fgo.harness import runner
+from bridge_fgo.tools.arms import runner
 
 STEPS = 30
 EXPERTS = ("--experts", "4", "--topk", "2")

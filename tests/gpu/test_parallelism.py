@@ -8,7 +8,7 @@ import pytest
 from test_background_saves import shards
 from test_pretrain import ARM, PACKED, SMALL, assert_bitwise_equal, both_arms, needs_gpus, side_by_side, torchrun
 
-from bridge_fgo.harness import runner
+from bridge_fgo.tools.arms import runner
 
 EXPERTS = ("--experts", "4", "--topk", "2")
 CASES = {

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from bridge_fgo.harness import comparator, runner
+from bridge_fgo.tools.arms import comparator, runner
 
-ARM = "bridge_fgo.harness.gpu"
+ARM = "bridge_fgo.tools.arms.gpu"
 
 # 128M parameters, 1.5 GB of masters and moments; four microbatches a step.
 SMALL = ("--layers", "4", "--hidden", "1024", "--heads", "16", "--seq", "1024", "--mbs", "2", "--gbs", "8")

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from bridge_fgo.core.copy_queues import OF_ALL, OF_COPIES
+from bridge_fgo.memory.copy_queues import OF_ALL, OF_COPIES
 
 SMALL_COPY_BESIDE_A_GIB = """
 import json, os, sys, time
@@ -19,9 +19,9 @@ if "late" in sys.argv:
 if len(sys.argv) > 1:
     import bridge_fgo
     bridge_fgo.install()
-from bridge_fgo.core.copy_queues import shortage
-from bridge_fgo.core.cuda_transfers import Lane
-from bridge_fgo.core.driver import Copier, Event
+from bridge_fgo.memory.copy_queues import shortage
+from bridge_fgo.memory.cuda_transfers import Lane
+from bridge_fgo.memory.driver import Copier, Event
 nbytes = 2**30
 gpu = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
 host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

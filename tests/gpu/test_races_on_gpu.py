@@ -8,7 +8,7 @@ import pytest
 from race_arm import RACES
 from test_pretrain import ARM, PACKED, SMALL
 
-from bridge_fgo.harness import comparator, runner
+from bridge_fgo.tools.arms import comparator, runner
 
 
 @pytest.mark.gpu

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from bridge_fgo.core.layout import pack
-from bridge_fgo.core.remainder_kernels import MOST_TOGETHER
-from bridge_fgo.core.remainders import Remainders
-from bridge_fgo.core.state import State, WeightShard
+from bridge_fgo.memory.layout import pack
+from bridge_fgo.memory.remainder_kernels import MOST_TOGETHER
+from bridge_fgo.memory.remainders import Remainders
+from bridge_fgo.memory.state import State, WeightShard
 
 pytestmark = [
     pytest.mark.gpu,

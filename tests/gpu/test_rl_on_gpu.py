@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from bridge_fgo.cli import rl_demo
-from bridge_fgo.cli.rl_report import MOVES
+from bridge_fgo.tools import rl_demo
+from bridge_fgo.tools.rl_report import MOVES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

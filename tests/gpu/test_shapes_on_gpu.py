@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_pretrain import ARM, SMALL
 
-from bridge_fgo.harness import comparator, runner
+from bridge_fgo.tools.arms import comparator, runner
 
 STEPS = 24
 # Attention scores of 4096 tokens hold many times what the states do; those of 512 a fraction of them.

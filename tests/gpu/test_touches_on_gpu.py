@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_pretrain import MANY_ACTIVATIONS, PACKED, SMALL
 
-from bridge_fgo.harness import comparator, runner
+from bridge_fgo.tools.arms import comparator, runner
 
 STEPS = ("--steps", "20")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.harness import gpu, gpu_recorder
+from bridge_fgo.tools.arms import gpu, gpu_recorder
 
 sys.path.append(str(Path(__file__).parents[1]))
 FIRST = 3

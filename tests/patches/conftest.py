@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "wiring"), str(TESTS.parent / "patches")]
+sys.path[:0] = [str(TESTS / "bridge"), str(TESTS.parent / "patches")]

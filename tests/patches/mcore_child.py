@@ -13,7 +13,7 @@ import fused_adam
 import pytest
 from two_devices import TwoDevices
 
-from bridge_fgo.standins.cuda import install_standins
+from bridge_fgo.tools.standins.cuda import install_standins
 
 
 class Utils:

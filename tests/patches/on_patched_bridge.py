@@ -5,7 +5,7 @@ from loop import Loop
 from test_order import ONE_PASS
 
 import bridge_fgo
-from bridge_fgo.harness.cpu_model import CpuOptions, make_config
+from bridge_fgo.tools.arms.cpu_model import CpuOptions, make_config
 
 
 @pytest.fixture

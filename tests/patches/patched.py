@@ -28,9 +28,9 @@ def run_tests(repository, path):
     """Run the series' tests and the wiring tests with a patched Bridge first on the path; return how many passed."""
     what = [
         "tests/patches/on_patched_bridge.py",
-        "tests/wiring",
+        "tests/bridge",
         # What it says is no longer so: the flag is a field of the patched Bridge.
-        "--deselect=tests/wiring/test_flag.py::test_without_the_package_released_mcore_refuses_it",
+        "--deselect=tests/bridge/test_flag.py::test_without_the_package_released_mcore_refuses_it",
         str(repository / SERIES_TESTS),
     ]
     path = [*map(str, path), str(PROJECT / "tests/upstream"), str(PROJECT), os.environ.get("PYTHONPATH", "")]

@@ -1,6 +1,6 @@
 """A host beside the device, where CUDA stands in on a CPU: by `cpu()` a tensor leaves, and by `cuda()` it comes back.
 
-The stand-ins of `bridge_fgo.standins` have one memory for both, so that what mcore sends to the CPU is where it was.
+The stand-ins of `tools.standins` have one memory for both, so that what mcore sends to the CPU is where it was.
 """
 
 import torch

@@ -27,8 +27,8 @@ def launched(monkeypatch):
     """The configs that `train` hands to Bridge."""
     from megatron.bridge.training import pretrain as bridge_pretrain
 
-    from bridge_fgo.harness import process_setup
     from bridge_fgo.recipes import train
+    from bridge_fgo.tools.arms import process_setup
 
     configs = []
     monkeypatch.setattr(bridge_pretrain, "pretrain", lambda config, forward_step: configs.append(config))

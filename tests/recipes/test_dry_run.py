@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_fgo.cli.demo import missing_packages
 from bridge_fgo.recipes import catalog, dry_run
+from bridge_fgo.tools.demo import missing_packages
 
 pytest.importorskip("nemo_run")
 

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 from upstream_configs import UPSTREAMS
 
 import bridge_fgo
+from bridge_fgo.bridge import installation
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes import catalog, config, hf_config, train
 from bridge_fgo.recipes.tiny import cpu_overrides, train_on_cpu
-from bridge_fgo.wiring import installation
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -184,7 +184,7 @@ def test_a_rank_of_slurm_is_left_to_bridge_to_find(launched, monkeypatch, slurm,
 
 def test_a_rank_does_not_have_bridge_build_what_the_wheel_brings(launched, monkeypatch):
     """`make` in mcore's datasets, without a Makefile there, would end the process."""
-    from bridge_fgo.harness import process_setup
+    from bridge_fgo.tools.arms import process_setup
 
     kept = []
     monkeypatch.setattr(process_setup, "skip_building_what_is_built", lambda: kept.append(len(launched)))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from upstream_configs import UPSTREAMS, upstream
 
+from bridge_fgo.bridge.refusals import captures_full_iteration, refuse_config
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes import catalog, config
-from bridge_fgo.wiring.refusals import captures_full_iteration, refuse_config
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 
 TESTS = [
-    "tests/wiring",
+    "tests/bridge",
     "tests/test_parity.py",
     "tests/test_checkpoints.py",
     "tests/test_resharding.py",
@@ -30,8 +30,8 @@ BINDINGS = """
 import importlib
 import json
 
-from bridge_fgo.standins.cuda import install_standins
-from bridge_fgo.wiring.table import patches
+from bridge_fgo.tools.standins.cuda import install_standins
+from bridge_fgo.bridge.table import patches
 
 install_standins()
 import megatron.bridge

@@ -1,6 +1,6 @@
 """A CPU arm with an Adam that mcore takes for Transformer Engine's, on a checkout's mcore with an offloader of its own.
 
-    python fused_child.py CHUNK_NUMEL [OPTIONS OF bridge_fgo.harness.cpu]
+    python fused_child.py CHUNK_NUMEL [OPTIONS OF bridge_fgo.tools.arms.cpu]
 
 CHUNK_NUMEL: `optimizer.offload_optimizer_states_chunk_numel` of Megatron-LM #6544; 0 leaves it unset. What upstream
 asks of a tensor's device before it moves or checks its memory is answered as on a GPU; the rest is upstream's code.
@@ -15,8 +15,8 @@ import fused_adam
 import pytest
 import torch
 
-from bridge_fgo.harness import cpu, cpu_training
-from bridge_fgo.standins.cuda import install_standins
+from bridge_fgo.tools.arms import cpu, cpu_training
+from bridge_fgo.tools.standins.cuda import install_standins
 
 
 class FusedAdam(fused_adam.FusedAdam):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not CHECKOUT, reason="BRIDGE_FGO_MEGATRON_LM nam
 
 def run_arm(tmp_path, offload, *options):
     events = tmp_path / f"{offload}.jsonl"
-    arm = [sys.executable, "-m", "bridge_fgo.harness.cpu", "--steps", "6", "--offload", offload]
+    arm = [sys.executable, "-m", "bridge_fgo.tools.arms.cpu", "--steps", "6", "--offload", offload]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     subprocess.run([*arm, "--events", str(events), *options], check=True, env=environment, timeout=300)
     return [json.loads(line) for line in events.read_text().splitlines()]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_fgo.wiring.table import patches
+from bridge_fgo.bridge.table import patches
 
 CHECKOUTS = Path(__file__).with_name("checkouts.py")
 

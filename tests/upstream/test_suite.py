@@ -19,7 +19,7 @@ def test_not_the_same():
     assert os.environ["BRIDGE_FGO_INSTALL"] == "0"
 
 def test_it_is_installed_where_asked():
-    from bridge_fgo.wiring.settings import is_installed
+    from bridge_fgo.bridge.settings import is_installed
     assert is_installed() == (os.environ["BRIDGE_FGO_INSTALL"] == "1")
 """
 

@@ -43,8 +43,8 @@ def scale_before_the_sum() -> None:
 
 def stand_in_for_mcores_tests() -> None:
     """Have mcore's tests, which ask for NCCL and a GPU each, run on the CPU by gloo, and download nothing."""
-    from bridge_fgo.standins.cuda import install_standins
-    from bridge_fgo.standins.fsdp import fsdp_on_cpu
+    from bridge_fgo.tools.standins.cuda import install_standins
+    from bridge_fgo.tools.standins.fsdp import fsdp_on_cpu
 
     install_standins()
     _until_the_end.enter_context(fsdp_on_cpu())
@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 if not torch.cuda.is_available():
-    from bridge_fgo.standins.hollow import import_bridge
+    from bridge_fgo.tools.standins.hollow import import_bridge
 
     import_bridge()
     if os.path.isdir("megatron/core"):  # a checkout of Megatron-LM

@@ -1,0 +1,171 @@
+"""Makes `offload_optimizer_states` and `offload` real fields of OptimizerConfig.
+
+On released mcore the constructor raises TypeError on the flag, a command-line override OverridesError, and a saved run
+config is loaded with a warning and without the setting. As dataclass fields with constructor parameters, the flag and
+the settings of the offload are reachable by every road that Bridge offers, and are saved with the run config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, override
+
+from bridge_fgo.bridge.compat import FLAG
+from bridge_fgo.bridge.patch import Patch
+from bridge_fgo.bridge.settings import SETTINGS, nothing_set
+
+_ABSENT = object()
+
+
+def _own_fields() -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields as `dataclasses` itself makes them."""
+    flag: Any = (FLAG, bool, dataclasses.field(default=False, kw_only=True))
+    settings: Any = (SETTINGS, dict[str, Any], dataclasses.field(default_factory=nothing_set, kw_only=True))
+    holder = dataclasses.make_dataclass("_Holder", [flag, settings])
+    return {field.name: field for field in dataclasses.fields(holder)}
+
+
+def _class_default(name: str) -> Any:
+    """Return the class attribute that serves instances made before the package was installed.
+
+    Each gets a dict of its own: `optimizer.offload` is made to be written to.
+    """
+    if name == FLAG:
+        return False
+    default = functools.cached_property(lambda _: nothing_set())
+    default.__set_name__(object, name)
+    return default
+
+
+class ConfigFieldsPatch(Patch):
+    """Adds the fields to mcore's OptimizerConfig and to every dataclass derived from it so far.
+
+    Why in place: recipes, YAML files and checkpoints name these classes, so a class of our own would not be
+    found by them. Waits for Bridge's config module, where the last class of interest is made. Where mcore has the
+    flag, adds the settings alone.
+    """
+
+    module = "megatron.bridge.training.config"
+    name = f"megatron.core.optimizer.optimizer_config.OptimizerConfig.{FLAG}"
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[type, str, Any, Any]] = []  # class, attribute, before, ours
+        self._added: list[tuple[type, list[str]]] = []
+
+    @staticmethod
+    def _classes(module: ModuleType) -> Iterator[type]:
+        base = next(cls for cls in module.OptimizerConfig.__mro__ if cls.__module__.startswith("megatron.core"))
+        pending = [base]
+        while pending:
+            cls = pending.pop()
+            yield cls
+            pending += cls.__subclasses__()
+
+    @override
+    def check(self, module: ModuleType) -> None:
+        if not dataclasses.is_dataclass(getattr(module, "OptimizerConfig", None)):
+            raise RuntimeError(f"bridge_fgo cannot patch {self.name}: OptimizerConfig is not a dataclass any more")
+
+    @override
+    def apply(self, module: ModuleType) -> None:
+        for position, cls in enumerate(dict.fromkeys(self._classes(module))):
+            fields = vars(cls).get("__dataclass_fields__")
+            added = {} if fields is None else {name: f for name, f in _own_fields().items() if name not in fields}
+            if fields is None or not added:
+                continue
+            fields.update(added)
+            names = list(added)
+            self._added.append((cls, names))
+            if position == 0:
+                for name, field in added.items():
+                    self._set(cls, name, _class_default(name))
+                    cls.__annotations__[name] = field.type
+            for name, wrap in (("__init__", _with_parameters), ("__repr__", _with_repr), ("__eq__", _with_eq)):
+                if name in vars(cls):
+                    self._set(cls, name, wrap(vars(cls)[name], names))
+
+    def _set(self, cls: type, name: str, value: Any) -> None:
+        self._undo.append((cls, name, vars(cls).get(name, _ABSENT), value))
+        setattr(cls, name, value)
+
+    @override
+    def check_undo(self, module: ModuleType) -> None:
+        for cls, name, _, ours in self._undo:
+            if vars(cls).get(name, _ABSENT) is not ours:
+                raise RuntimeError(
+                    f"bridge_fgo cannot uninstall: {cls.__module__}.{cls.__qualname__}.{name} was replaced after "
+                    "bridge_fgo.install(); undo that first"
+                )
+
+    @override
+    def undo(self, module: ModuleType) -> None:
+        for cls, name, before, _ in reversed(self._undo):
+            if before is _ABSENT:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, before)
+        for cls, names in self._added:
+            for name in names:
+                del vars(cls)["__dataclass_fields__"][name]
+                vars(cls).get("__annotations__", {}).pop(name, None)
+        self._undo.clear()
+        self._added.clear()
+
+
+def _with_parameters(init: Callable[..., None], names: list[str]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = {name: kwargs.pop(name) for name in names if name in kwargs}
+        settings = given.get(SETTINGS)
+        if isinstance(settings, Mapping):  # with every name, because Bridge's overrides change what is there alone
+            given[SETTINGS] = nothing_set() | dict(settings)
+        elif settings is None:
+            given.pop(SETTINGS, None)
+        for name, value in given.items():
+            setattr(self, name, value)
+        init(self, *args, **kwargs)
+
+    signature = inspect.signature(init)
+    fields = _own_fields()
+    added = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False if name == FLAG else None,
+            annotation=fields[name].type,
+        )
+        for name in names
+    ]
+    parameters = [*signature.parameters.values(), *added]
+    parameters.sort(key=lambda parameter: parameter.kind)  # `**kwargs` of a class's own constructor comes last
+    vars(__init__)["__signature__"] = signature.replace(parameters=parameters)
+    return __init__
+
+
+def _with_repr(original: Callable[[Any], str], names: list[str]) -> Callable[[Any], str]:
+    @functools.wraps(original)
+    def __repr__(self: Any) -> str:
+        text = original(self)
+        for name in names:
+            # Not where it is there: a class's own text, perhaps with that of its base in it.
+            if not re.search(rf"\b{name}=", text) and text.endswith(")"):
+                text = f"{text[:-1]}, {name}={getattr(self, name)!r})"
+        return text
+
+    return __repr__
+
+
+def _with_eq(original: Callable[[Any, Any], Any], names: list[str]) -> Callable[[Any, Any], Any]:
+    @functools.wraps(original)
+    def __eq__(self: Any, other: Any) -> Any:
+        result = original(self, other)
+        if result is NotImplemented:
+            return result
+        return result and all(getattr(self, name) == getattr(other, name) for name in names)
+
+    return __eq__

@@ -1,0 +1,229 @@
+"""Telling the engine how far forward and backward have come: hooks on the model's layers, within a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from bridge_fgo.offload.profile import Mark
+
+Point = Callable[[Mark], bool]
+"""Passes a point; returns False where nothing may move, and so its backward is none either (`Engine.point`)."""
+Forward = Callable[[int, int], None]
+"""Takes the number of a layer whose forward begins, and the bytes of what goes into it (`Engine.forward`)."""
+
+
+class ModelPoints:
+    """Reports a point where a layer begins its forward, and where its backward has ended.
+
+    Layers are the model chunk itself, the members of its module lists and what stands beside these; see `layers`. The
+    hooks are there only within a training step: nothing of them is in a saved, copied or evaluated model.
+    """
+
+    def __init__(self) -> None:
+        self._layers: weakref.WeakKeyDictionary[Module, list[Layer]] = weakref.WeakKeyDictionary()
+        self._hook = PointHook(None)
+
+    def begin_pass(self, forward: Forward | None = None) -> None:
+        """Begin a forward-backward pass, perhaps anew: nothing is live.
+
+        Args:
+            forward: called in place of the points, for layers that are watched; None where points are called.
+        """
+        self._hook.begin_pass(forward)
+
+    @contextmanager
+    def hooked(self, model: Any, point: Point | None) -> Iterator[None]:
+        """Context in which `point` is called at the points of `model` (a chunk or a list of them)."""
+        chunks = [chunk for chunk in (model if isinstance(model, list) else [model]) if isinstance(chunk, Module)]
+        every = [] if point is None else [layer for chunk in chunks for layer in self._of(chunk)]
+        self._hook = hook = PointHook(point, every, is_watching=self._hook.is_watching)
+        try:
+            yield
+        finally:
+            hook.end()
+
+    def _of(self, chunk: Module) -> list[Layer]:
+        if chunk not in self._layers:
+            self._layers[chunk] = layers(chunk)
+        return self._layers[chunk]
+
+
+class PointHook:
+    """The hooks of one training step.
+
+    Args:
+        point: see `ModelPoints.hooked`.
+        every: all layers of the rank; their places are their numbers.
+        is_watching: whether the first pass is expected to be watched, so that hooks need not be hung anew.
+    """
+
+    def __init__(self, point: Point | None, every: Sequence[Layer] = (), is_watching: bool = False) -> None:
+        self._point = point
+        self._every = every
+        self._handles: list[RemovableHandle] = []
+        self.is_watching = is_watching
+        """Whether the newest pass has only the forwards of some layers reported."""
+        self._start()
+        self._hang()
+
+    def _start(self) -> None:
+        self._forward: Forward | None = None
+        self._live = 0
+        self._recomputed: defaultdict[int, deque[int]] = defaultdict(deque)
+        """Bytes of the forwards of a layer, by its number, that are run again before their backward."""
+
+    def begin_pass(self, forward: Forward | None = None) -> None:
+        """Forget what was live in an earlier pass of the step; `forward` as in `ModelPoints.begin_pass`."""
+        self._start()
+        self._forward = forward
+        if self.is_watching != (forward is not None):
+            self.is_watching = not self.is_watching
+            self._hang()
+
+    def _hang(self) -> None:
+        """Hang the hooks that a pass of this sort needs, in place of those that hang."""
+        self._take_down()
+        for number, layer in enumerate(self._every):
+            if self.is_watching and not layer.is_watched:
+                continue
+            hook = partial(self._watch, number) if self.is_watching else partial(self.before_forward, number, layer)
+            self._handles.append(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _take_down(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def end(self) -> None:
+        """End the step, also for whoever has copied the hooks."""
+        self._take_down()
+        self._point, self._forward, self._every = None, None, ()
+
+    def _watch(self, number: int, module: Module, args: Any, kwargs: Any) -> None:
+        if self._forward is None:
+            return
+        nbytes = 0
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                nbytes += value.nbytes
+        self._forward(number, nbytes)
+
+    def before_forward(self, number: int, layer: Layer, module: Module, args: Any, kwargs: Any) -> None:
+        """Report that a layer's forward begins, and that its backward has ended once its input has a gradient.
+
+        A hook on a tensor adds no node to the graph and changes no gradient.
+        """
+        if self._point is None:
+            return
+        nbytes, differentiable = 0, None
+        for value in (*args, *kwargs.values()):  # one loop, as each layer of each microbatch runs it
+            if isinstance(value, torch.Tensor):
+                if layer.is_sized:
+                    nbytes += value.nbytes
+                if differentiable is None and value.requires_grad:
+                    differentiable = value
+        has_backward = differentiable is not None and torch.is_grad_enabled()
+        earlier = self._recomputed[number]
+        live = self._live if has_backward and earlier else self._live + nbytes
+        if not self._point(Mark(number, nbytes, live, layer.is_watched)):
+            return  # a layer that is captured into a graph runs only once in Python
+        self._live = live
+        if not has_backward:
+            earlier.append(nbytes)
+            return
+        if earlier:
+            earlier.popleft()
+        assert differentiable is not None
+        if differentiable.is_leaf:
+            self._hang_on_leaf(differentiable, partial(self._after_backward, number, nbytes))
+        else:
+            differentiable.register_hook(partial(self._after_backward, number, nbytes))
+
+    def _hang_on_leaf(self, leaf: torch.Tensor, after: Callable[[torch.Tensor], None]) -> None:
+        """Have it called in one backward: a weight that goes into a layer outlives that, and the step."""
+
+        def once(grad: torch.Tensor) -> None:
+            handle.remove()
+            after(grad)
+
+        handle = leaf.register_hook(once)
+        self._handles.append(handle)
+
+    def _after_backward(self, number: int, nbytes: int, grad: torch.Tensor) -> None:
+        if self._point is not None:
+            self._live -= nbytes
+            self._point(Mark(~number, nbytes, self._live))
+
+
+class Layer(NamedTuple):
+    """A module that reports points.
+
+    is_sized: whether the same shapes always go into it, where a batch's are the same. Of an expert they are not: each
+        gets as many tokens as are routed to it.
+    is_watched: whether its forward is compared where nothing moves. What goes into an expert, or into a layer's child,
+        follows from what goes into the layer, and each call takes the host some microseconds.
+    """
+
+    module: Module
+    is_sized: bool = True
+    is_watched: bool = True
+
+
+ENOUGH_LAYERS = 16
+"""With so many layers or more, their children report no points: each point costs the host some microseconds."""
+
+
+def layers(chunk: Module) -> list[Layer]:
+    """Return a model chunk, its layers, and their children with parameters where layers are few; each once.
+
+    The chunk itself, whose forward gets the batch, is one because its embeddings come before any layer. And so is what
+    stands beside the outermost lists (the norm after the last layer): once its backward has ended, the logits are gone,
+    which are the largest of all activations.
+    """
+    found: dict[int, Module] = {id(chunk): chunk}
+    lists = [module for module in chunk.modules() if isinstance(module, torch.nn.ModuleList)]
+    for members in lists:
+        found.update((id(layer), layer) for layer in members)
+    beside = {id(module): module for module in _beside_lists(chunk)}
+    watched = found.keys() | beside.keys()
+    if len(found) <= ENOUGH_LAYERS:
+        for layer in [layer for layer in found.values() if layer is not chunk]:
+            found.update((id(child), child) for child in layer.children() if _has_parameters(child))
+    found |= beside
+    # mcore's own CUDA graphs of layers (`cuda_graph_impl="local"`) take no hooks but DDP's on what they hold. Its fused
+    # modules (`TEFusedMLP`, `TEFusedResidualRMSNorm`) warn of others than these, and copy them for good.
+    unhookable = {
+        id(inner)
+        for module in chunk.modules()
+        if hasattr(module, "cudagraph_manager") or hasattr(module, "_fused_impl")
+        for inner in module.modules()
+    }
+    within = {id(inner) for members in lists for layer in members for inner in layer.modules() if inner is not layer}
+    routed = {id(inner) for members in lists if id(members) in within for layer in members for inner in layer.modules()}
+    return [
+        Layer(module, is_sized := key not in routed, is_sized and key in watched)
+        for key, module in found.items()
+        if key not in unhookable
+    ]
+
+
+def _beside_lists(module: Module) -> Iterator[Module]:
+    children = [child for child in module.children() if not isinstance(child, torch.nn.ModuleList)]
+    if len(children) < len(list(module.children())):
+        yield from (child for child in children if _has_parameters(child))
+        return
+    for child in children:
+        yield from _beside_lists(child)
+
+
+def _has_parameters(module: Module) -> bool:
+    return next(module.parameters(), None) is not None

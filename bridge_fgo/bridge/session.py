@@ -1,0 +1,334 @@
+"""One session for each top-level optimizer: translates Bridge's events into verbs of the rank's engine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from bridge_fgo.bridge.compat import FLAG, choose_engine, mcore_version
+from bridge_fgo.bridge.finalize import reload_hook
+from bridge_fgo.bridge.messages import say, warn
+from bridge_fgo.bridge.optimizers import eligible, stage_of
+from bridge_fgo.bridge.points import ModelPoints
+from bridge_fgo.bridge.refusals import (
+    captures_full_iteration,
+    refuse_full_iteration_graph,
+    refuse_optimizer_config,
+)
+from bridge_fgo.bridge.release_proof import ReleaseProof
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engines.attachment import ATTACHED, Attachment, attachment_of
+from bridge_fgo.engines.engine import Engine
+from bridge_fgo.engines.making import make_engine
+from bridge_fgo.engines.ranks import on_every_rank, pin_on_every_rank
+from bridge_fgo.figures import Figures, Stats
+from bridge_fgo.memory import copy_queues
+from bridge_fgo.memory.meters import PeakMeter
+from bridge_fgo.sleep.movable import STATES
+from bridge_fgo.sleep.states import OptimizerStates
+from bridge_fgo.states.choice import source_of
+from bridge_fgo.states.megatron import McoreSource
+from bridge_fgo.states.source import Source
+
+SESSION = "_bridge_fgo_session"
+_active: list[Session] = []
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_newest_stats: Stats | None = None  # a snapshot, so that it holds no state of a training that is over
+
+
+class Session:
+    """The engine of one top-level optimizer, and where that stands in the training step.
+
+    It hangs on the optimizer, so it goes when the optimizer goes. Every rank of the job makes its own at the same time:
+    they tell each other whether it can be made, and what host memory it takes.
+
+    Args:
+        optimizer: what Bridge hands to `train_step`: a chain of optimizers, a MimoOptimizer, a DistributedOptimizer or
+            a Float16OptimizerWithFloat16Params.
+        model_config: the model config that holds `finalize_model_grads_func`.
+        config: the settings in force.
+
+    Raises:
+        ValueError: the optimizer or a setting is refused, on this rank or another.
+        RuntimeError: host memory could not be had, on this rank or another.
+    """
+
+    def __init__(self, optimizer: Any, model_config: Any, config: OffloadConfig) -> None:
+        meter = PeakMeter()
+        sources, engine = on_every_rank(partial(_make_engine, optimizer, model_config, config, meter))
+        pin_on_every_rank(engine)
+        # Only now, so that a refusal leaves nothing half attached, on any rank.
+        for source in sources:
+            if engine.name == "native":
+                source.drop_other_offloader()
+            setattr(source.optimizer, ATTACHED, Attachment(engine, source))
+        self.what = f"optimizer.{FLAG}=True"
+        """What asked for the offload, for messages."""
+        self._drive(model_config, config, engine, sources, meter)
+
+    @classmethod
+    def over(cls, states: OptimizerStates, model_config: Any) -> Session:
+        """Return a session that drives an engine that is there, and whose owner closes it.
+
+        Args:
+            states: the owner, attached.
+            model_config: as for a session.
+        """
+        self = cls.__new__(cls)
+        self.what = "Residency.training_step()"
+        self._drive(model_config, states.config, states.engine, states.sources, states.meter)
+        self._owner = states
+        holding = states.engine.schedule.holding
+        holding.announce, holding.warn = say, warn
+        return self
+
+    def _drive(
+        self,
+        model_config: Any,
+        config: OffloadConfig,
+        engine: Engine,
+        sources: Sequence[McoreSource],
+        meter: PeakMeter,
+    ) -> None:
+        self.model_config = model_config
+        self.settings = config
+        self._meter = meter
+        self.engine = engine
+        self._owner: OptimizerStates | None = None
+        """Whose the engine is where it is not this session's."""
+        self._leaves = weakref.WeakSet[Any](source.optimizer for source in sources)
+        self.figures = Figures(self.engine, mcore_version(), meter)
+        self._points = ModelPoints()
+        self.closed = False
+        self._is_captured = False
+        """Whether the model has its passes captured into a full-iteration CUDA graph."""
+        self.began = False
+        """Whether a training step has begun."""
+        self._proof = ReleaseProof()
+        self._updates = 0
+        self._over_budget = False
+        self.updated = False
+        """Whether the optimizer stepped in the newest training step; the wrapper of the step sets it."""
+        _sessions.add(self)
+
+    # What the wrappers call, in the order of one training step.
+
+    @contextmanager
+    def training_step(self, model: Any, microbatches: int, is_saved_next: bool = False) -> Iterator[None]:
+        """Context of a training step, in which this session is the active one.
+
+        Afterwards no reload is in flight, on every way out but an exception.
+
+        Args:
+            model: the model chunk, or a list of them.
+            microbatches: how many the step runs.
+            is_saved_next: whether a checkpoint is to be saved when the step is done.
+        """
+        engine = self.engine
+        self._is_captured = is_captured = captures_full_iteration(self.model_config)
+        self.figures.begin_step()
+        self._proof.begin_step(self._updates)
+        self.updated = False
+        _active.append(self)
+        try:
+            with (
+                nullcontext() if is_captured else reload_hook(self.model_config, self.reload),
+                self._points.hooked(model, engine.point if engine.watches_points and not is_captured else None),
+                engine.training_step(microbatches, is_saved_next),
+            ):
+                yield
+        finally:
+            _active.pop()
+        if self.closed:  # by an uninstall within the step
+            return
+
+        def settle() -> None:
+            # A skipped step and an early exit leave a reload in flight: whatever reads the states next (a save,
+            # a callback) does so on the current stream.
+            engine.settle()
+            self.figures.end_step()
+
+        on_every_rank(settle) if engine.awaits_ranks else settle()
+        engine.end_step(self.updated)
+        self._watch_budget(engine.held_budget_bytes)
+        self.publish()
+        self._proof.end_step(engine, self.what)
+
+    def _watch_budget(self, budget: int | None) -> None:
+        """Say once that a step needed more than the budget in bytes, as a longer sequence may."""
+        peak = self.figures.peak_allocated_bytes or 0
+        if budget is None or peak <= budget:
+            return
+        if not self._over_budget:
+            warn(
+                f"a training step allocated {peak / 2**30:.2f} GiB, more than "
+                f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g}: it needed more than the "
+                "measured one; set a lower budget to keep room for such steps"
+            )
+        self._over_budget = True
+
+    def begin_pass(self, is_replayed: bool = False) -> None:
+        """Start the copies out: a forward-backward pass begins.
+
+        Args:
+            is_replayed: whether it replays a CUDA graph, where the model has its passes captured.
+        """
+        self._proof.begin_pass(self.engine)
+        if news := self.engine.traffic.touches.news():
+            warn(news)
+        if self._is_captured and not is_replayed:
+            self.engine.begin_pass(is_like_others=False)
+        else:
+            self.engine.begin_pass()
+        self._points.begin_pass(self.engine.forward if self.engine.is_watching else None)
+
+    def release(self) -> None:
+        """Let GPU memory go: grads are zeroed and nothing reads the states any more."""
+        self.engine.release()
+        self.figures.released()
+
+    def graphs_changed(self) -> None:
+        """Take into account what CUDA graphs keep: one was captured, or is gone."""
+        self._meter.count_graphs()
+
+    def reload(self) -> None:
+        """Take GPU memory again and start the copies in: backward is done."""
+        if self.closed:  # within the step, for whose length the hook is bound
+            return
+        self.figures.reloading()
+        self.engine.reload()
+
+    def updating(self) -> None:
+        """Note that an optimizer is about to step, so that every state will exist.
+
+        Raises:
+            RuntimeError: an error ended an earlier step half-way, or states cannot be brought back.
+        """
+        self._updates += 1
+        self.engine.updating()
+
+    @contextmanager
+    def stepping(self, source: Source) -> Iterator[None]:
+        """Context of one optimizer's step, with its states where it needs them."""
+        with self.figures.step_clock.measure(), self.engine.stepping(source):
+            yield
+
+    @property
+    def updates(self) -> int:
+        """Steps of optimizers so far; one that is skipped is none."""
+        return self._updates
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether something came in the midst of a move of its states, so that they cannot be used any more."""
+        return hasattr(self, "engine") and self.engine.is_lost  # one that was closed has let go of it
+
+    def trains(self, chunks: list[Any]) -> bool:
+        """Return whether one of its optimizers updates one of these model chunks, as DDP wraps them."""
+        own = {id(chunk) for leaf in self._leaves for chunk in getattr(leaf, "model_chunks", ())}
+        return any(id(chunk) in own for chunk in chunks)
+
+    def close(self) -> None:
+        """Make the states resident for good and undo what the session hung on the optimizers.
+
+        Raises:
+            RuntimeError: states cannot be brought back; the session stays open, and may be closed once they can.
+        """
+        if self.closed and not self.is_lost:  # by an uninstall
+            return
+        if self._owner is None:
+            self.engine.close()
+        else:
+            self._owner.leave()
+        if self.engine.is_torn:
+            say("an error ended the newest optimizer step half-way: its state is no more fit to be saved or trained on")
+        for leaf in self._leaves:
+            vars(leaf).pop(ATTACHED, None)
+        self.closed = True
+        del self.engine, self.figures  # the engine's transfers know every slab that was copied, and its host memory
+
+    def publish(self) -> None:
+        """Make the figures as they are now what `bridge_fgo.stats` returns."""
+        global _newest_stats
+        _newest_stats = self.figures.snapshot()
+
+    def announce(self) -> None:
+        """Say in one line, on rank 0, what will happen."""
+        gib, engine = 2**30, self.engine
+        stays = engine.resident_note() or "no state"
+        pinned = f"{engine.pinned_bytes / gib:.2f} GiB of host memory pinned"
+        if engine.name != "native":
+            pinned = "host memory pinned by mcore in the first steps"
+        if not engine.sources:
+            stays = "everything: this rank has only stub optimizers"
+        say(
+            f"optimizer-state offload on, engine {engine.name}, mcore {mcore_version()}: "
+            f"{engine.planned_bytes / gib:.2f} of {engine.state_bytes / gib:.2f} GiB a rank offloaded, "
+            f"{pinned}, stays resident: {stays}"
+        )
+        if shortage := copy_queues.shortage():
+            say(shortage)
+        if getattr(self.model_config, "fine_grained_activation_offloading", False) is True:
+            say(
+                "model.fine_grained_activation_offloading=True: the copies of mcore's activation offload race (seen "
+                "with mcore 0.19.2), so that two runs of one job may differ, with the offload of optimizer state or "
+                "without; set it to False where runs must be equal"
+            )
+
+
+def _make_engine(
+    optimizer: Any, model_config: Any, config: OffloadConfig, meter: PeakMeter
+) -> tuple[list[McoreSource], Engine]:
+    """Return this rank's sources and their engine; raise as `Session`."""
+    optimizer_config = getattr(optimizer, "config", None)  # an empty chain has none
+    if optimizer_config is not None:
+        refuse_optimizer_config(optimizer_config)
+    name = choose_engine(config, optimizer_config)
+    refuse_full_iteration_graph(model_config, name)
+    leaves = eligible(optimizer)
+    if any(STATES in vars(leaf) for leaf in leaves):
+        raise ValueError(
+            f"optimizer.{FLAG}=True, but a bridge_fgo.Residency or mcore's offload_to_cpu() has moved the states of "
+            "this optimizer before it was attached, by an engine of their own: close() the Residency, or build the "
+            "optimizer anew, and have the states move only when training is set up"
+        )
+    # Somebody has put them into another chain since they were built: masters that are away come back first.
+    held = {id(to.engine) for leaf in leaves if (to := attachment_of(leaf)) is not None}
+    for session in open_sessions():
+        if id(session.engine) in held:
+            session.close()
+    sources = [source_of(leaf) for leaf in leaves]
+    return sources, make_engine(name, sources, config, meter, stage_of(leaves), say, warn)
+
+
+def active_session() -> Session | None:
+    """Return the session whose training step is running; None where an uninstall within the step has closed it."""
+    return _active[-1] if _active and not _active[-1].closed else None
+
+
+def forget_stats() -> None:
+    """Have `newest_stats` return None until a session publishes figures."""
+    global _newest_stats
+    _newest_stats = None
+
+
+def newest_stats() -> Stats | None:
+    """Return the figures of the newest training step, also when its training is over."""
+    return _newest_stats
+
+
+def open_sessions() -> list[Session]:
+    """Return the sessions whose optimizers are alive, but for those that were closed."""
+    return [session for session in _sessions if not session.closed]
+
+
+def all_sessions() -> list[Session]:
+    """Return the open sessions whose optimizers are alive; without those that are lost, where there are others.
+
+    A lost one may live for long, in the traceback of the error that a notebook keeps.
+    """
+    opened = open_sessions()
+    return [session for session in opened if not session.is_lost] or opened

@@ -1,4 +1,0 @@
-"""The `bridge-fgo` command line.
-
-Kept free of imports: `bridge-fgo --help` has to answer without loading torch.
-"""

@@ -1,0 +1,213 @@
+"""Meters of GPU memory peaks, of bytes and host time of moves, and of the training stream's waits."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+
+from bridge_fgo.memory.guard import Touches
+
+ALLOCATED = "allocated_bytes.all.peak"
+RESERVED = "reserved_bytes.all.peak"
+
+COMMON_POOL = (0, 0)
+"""The allocator's pool of whatever no graph has for itself."""
+
+LEAST_SECONDS = 50e-6
+"""Shorter ones are no waits, but the time that two events take."""
+
+Result = TypeVar("Result")
+MakeEvent = Callable[[], torch.cuda.Event]
+Waits = list[tuple[torch.cuda.Event, torch.cuda.Event]]
+
+
+class DeviceMemory(NamedTuple):
+    """A GPU's memory in bytes: the whole, what nobody has, what PyTorch has reserved, and the most that it may."""
+
+    whole: int
+    free: int
+    reserved: int
+    allowed: int
+
+
+class PeakMeter:
+    """Reads and resets the allocator's peak counters. Without a GPU there is nothing to read.
+
+    Everybody in this package who wants the peak of an interval asks the one meter of the rank, because a reset
+    by one would rob the others: the figures of a phase, the schedule's record, and Bridge's own report.
+    """
+
+    def __init__(self) -> None:
+        self.run_peaks: dict[str, int] = {}
+        """Highest of each `*.all.peak` in `torch.cuda.memory_stats`: resets must not lower what Bridge reports."""
+        self.reserved_bytes = 0
+        """Highest reservation since this was last set to 0, in bytes."""
+        self.retries = 0
+        """How often in this process the allocator had to give back what it caches, for lack of memory."""
+        self.kept_by_graphs = 0
+        """Bytes that CUDA graphs keep for their replays, and that nobody has allocated."""
+        self._phase = 0
+        self._interval = 0
+
+    @property
+    def works(self) -> bool:
+        """Whether there are counters to read: CUDA is up in this process."""
+        return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+    @property
+    def expands(self) -> bool:
+        """Whether the allocator's segments can grow (`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`)."""
+        if not self.works or torch.cuda.get_allocator_backend() != "native":
+            return False  # PyTorch raises for a snapshot of another allocator
+        return any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+
+    @property
+    def holes(self) -> int:
+        """Bytes that were reserved beside all that was allocated, where both were highest."""
+        return max(0, self.run_peaks.get(RESERVED, 0) - self.run_peaks.get(ALLOCATED, 0))
+
+    def device_memory(self) -> DeviceMemory:
+        """Return the memory of the current GPU as it is now."""
+        free, whole = torch.cuda.mem_get_info()
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # from PyTorch 2.8 on
+        allowed = whole
+        if fraction is not None and torch.cuda.get_allocator_backend() == "native":
+            allowed = int(whole * fraction())
+        return DeviceMemory(whole, free, torch.cuda.memory_reserved(), allowed)
+
+    def end_phase(self) -> int | None:
+        """Return the peak of allocated bytes since the last call of this method; None without a GPU."""
+        if not self.works:
+            return None
+        self._read()
+        peak, self._phase = self._phase, 0
+        return peak
+
+    def end_interval(self) -> int:
+        """Return the peak of allocated bytes since the last call of this method, and what graphs keep."""
+        self._read()
+        peak, self._interval = self._interval, 0
+        return peak + self.kept_by_graphs
+
+    def count_graphs(self) -> None:
+        """Find out anew what CUDA graphs keep: their pools are closed to all others as long as the graphs are there."""
+        if self.works and torch.cuda.get_allocator_backend() == "native":
+            segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != COMMON_POOL]
+            self.kept_by_graphs = sum(segment["total_size"] - segment["active_size"] for segment in segments)
+
+    def _read(self) -> None:
+        # `memory_stats` takes the host five times as long: it makes some two hundred names of this, and sorts them.
+        stats = torch.cuda.memory_stats_as_nested_dict()
+        pools = {name: each["all"] for name, each in stats.items() if isinstance(each, dict) and "all" in each}
+        peaks = {f"{name}.all.peak": int(all_pools["peak"]) for name, all_pools in pools.items()}
+        for key, value in peaks.items():
+            self.run_peaks[key] = max(value, self.run_peaks.get(key, 0))
+        torch.cuda.reset_peak_memory_stats()
+        self.reserved_bytes = max(peaks.get(RESERVED, 0), self.reserved_bytes)
+        self.retries = stats.get("num_alloc_retries", 0)
+        peak = peaks.get(ALLOCATED, 0)
+        self._phase, self._interval = max(peak, self._phase), max(peak, self._interval)
+
+
+class Ledger:
+    """Counts the bytes of GPU memory that all slabs of the rank hold now."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.block_bytes: Callable[[int], int] = lambda nbytes: nbytes
+        """Returns what an allocation takes; see `block_rounding`."""
+        self.observer: weakref.WeakMethod[Callable[[bool], None]] | None = None
+        """Called with True before slabs take or give back memory, and with False after, when `nbytes` is up to date.
+        Weak: a slab that a copy keeps alive must not keep alive whoever looks on."""
+
+    def change(self, difference: int, action: Callable[..., Result], *args: Any) -> Result:
+        """Call what takes (or, negative, gives back) that many bytes; they count if it succeeds."""
+        told = None if self.observer is None else self.observer()
+        if told is not None:
+            told(True)
+        result = action(*args)
+        self.nbytes += difference
+        if told is not None:
+            told(False)
+        return result
+
+
+class Traffic:
+    """Counts what a rank has moved, in bytes, and what it cost the host: the host time inside its blocks."""
+
+    before_block: ClassVar[list[Callable[[], None]]] = []
+    """Called before each block, and not counted; for the bench, which lets the driver's queue of launches drain."""
+
+    def __init__(self) -> None:
+        self.out = 0
+        self.back = 0
+        self.released = self.most_released = 0
+        """Off the GPU now; and the most that was at once since the newest pass began."""
+        self.seconds = 0.0
+        """Host time spent on the moves."""
+        self.touches = Touches()
+        """Counts states that came back because code used them."""
+
+    def __enter__(self) -> None:
+        for call in Traffic.before_block:
+            call()
+        self.seconds -= time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self.seconds += time.perf_counter()
+
+    def release(self, nbytes: int) -> None:
+        """Count bytes of state whose GPU memory went."""
+        self.released += nbytes
+        self.most_released = max(self.most_released, self.released)
+
+
+class WaitMeter:
+    """Times the training stream's waits for copies in one training step after another. The host waits for nothing.
+
+    The figures of a step come when the GPU is done with it, and the step that is timed next begins after that.
+    """
+
+    def __init__(self, make_event: MakeEvent = lambda: torch.cuda.Event(enable_timing=True)) -> None:
+        self._make_event = make_event
+        self._waits: Waits | None = None
+        self._ended: Waits | None = None
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether waits are timed now."""
+        return self._waits is not None
+
+    def begin(self) -> None:
+        """Time the waits from here on, if the figures of the step before have been taken."""
+        self._waits = [] if self._ended is None else None
+
+    def end(self) -> None:
+        """End the step that is timed; `take` gives its figures."""
+        if self._waits is not None:
+            self._ended, self._waits = self._waits, None
+
+    def drop(self) -> None:
+        """End the step, whose waits say nothing."""
+        self._waits = None
+
+    def around(self, wait: Callable[[], None], stream: torch.cuda.Stream) -> None:
+        """Have the training stream wait, by `wait`, and time it."""
+        assert self._waits is not None
+        events = self._make_event(), self._make_event()
+        events[0].record(stream)
+        wait()
+        events[1].record(stream)
+        self._waits.append(events)
+
+    def take(self) -> float | None:
+        """Return the seconds that the training stream has waited in the newest timed step, once; None before."""
+        if self._ended is None or (self._ended and not self._ended[-1][1].query()):
+            return None
+        waits = [begin.elapsed_time(end) / 1e3 for begin, end in self._ended]
+        self._ended = None
+        return sum(seconds for seconds in waits if seconds > LEAST_SECONDS)

@@ -1,0 +1,160 @@
+"""A storage that others hold views of: emptied and filled in place, with some of its byte ranges kept on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from bridge_fgo.memory.guard import Aliases, Guard, empty, fill
+from bridge_fgo.memory.host_buffer import HostBuffer
+from bridge_fgo.memory.residency import StillShared
+
+Range = tuple[int, int]
+"""First byte of a storage, and the one after the last."""
+
+Named = tuple[str, torch.Tensor]
+"""A tensor, and what to call it in a message."""
+
+
+class StorageSlab:
+    """One storage, which is never rebound: every view of it is the same object, at its place, when it is back.
+
+    What is released (the storage) may be more than what is copied (`ranges`): of a buffer that all-gathers again a
+    rank's own shard will do. The copies run on the current stream; whoever calls orders them.
+
+    While it is away its tensors are guarded: whatever touches one gets a RuntimeError that names it.
+
+    Args:
+        tensor: any view of the storage.
+        name: what it is, for messages.
+        comes_by: what to call to have it back.
+        ranges: what to copy, in order and disjoint; the whole storage when None.
+        named: tensors on it that have a name of their own. Others are looked for, see `find_aliases`.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        comes_by: str,
+        ranges: Sequence[Range] | None = None,
+        named: Iterable[Named] = (),
+    ) -> None:
+        self.name = name
+        self._named = [*named, (name, tensor)]
+        self._aliases = Aliases()
+        self._guard = Guard(self._touched)
+        self._advice = f"used, and its memory is away: call {comes_by} first"
+        self.storage = storage = tensor.untyped_storage()
+        # Recorded once, while it is full: an emptied storage says 0.
+        self.nbytes = storage.nbytes()
+        assert self.nbytes, f"{name} is empty already"
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # uint8 [nbytes]
+        self.ranges = tuple(ranges) if ranges is not None else ((0, self.nbytes),)
+        self.copied_nbytes = sum(end - start for start, end in self.ranges)
+        self.host: HostBuffer | None = None
+        """Made by `map_host`; its page-locking is its owner's."""
+        self.host_digests: tuple[int, ...] | None = None
+        """`Digester.of(parts)` when the host copy was made; None where there is none, or nobody took them."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the storage is."""
+        return self.storage.device
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the storage is empty."""
+        return not self.storage.nbytes()
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """The ranges that are copied, uint8 [end - start] each; views that are valid while it is not away."""
+        return [self._bytes[start:end] for start, end in self.ranges]
+
+    def map_host(self) -> list[HostBuffer]:
+        """Map the host memory of the ranges; return the buffer where it is new and yet to be page-locked, or nothing.
+
+        Raises:
+            RuntimeError: as `HostBuffer`.
+        """
+        if self.host is not None or not self.copied_nbytes:
+            return []
+        self.host = HostBuffer(self.copied_nbytes)
+        return [self.host]
+
+    def require_resizable(self) -> None:
+        """Raise StillShared where somebody else holds the memory, so that it cannot be emptied."""
+        if not self.storage.resizable():
+            raise StillShared(f"{self.name} cannot be emptied: something (numpy, another process) shares its memory")
+
+    def copy_out(self) -> int:
+        """Copy the ranges to the host, on the current stream; return their bytes."""
+        for part, home in self._pairs():
+            home.copy_(part, non_blocking=True)
+        return self.copied_nbytes
+
+    def copy_in(self) -> int:
+        """Copy the ranges from the host, on the current stream; return their bytes."""
+        for part, home in self._pairs():
+            part.copy_(home, non_blocking=True)
+        return self.copied_nbytes
+
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if not self.copied_nbytes:
+            return []
+        assert self.host is not None
+        homes = self.host.tensor.split([end - start for start, end in self.ranges])
+        return list(zip(self.parts, homes, strict=True))
+
+    def empty(self) -> int:
+        """Give the memory back; return its bytes, 0 where it is away already.
+
+        Nothing on any stream may read or write it any more: PyTorch knows of the stream alone that it was made on.
+
+        Raises:
+            StillShared: as `require_resizable`; nothing has changed then.
+        """
+        if self.is_away:
+            return 0
+        self.require_resizable()
+        self._guard.put_on(tensor for _, tensor in self._named)
+        self._guard.put_on(self._aliases.tensors())
+        empty(self.storage, f"{self.name} was {self._advice}")
+        return self.nbytes
+
+    def fill(self, zeroed: bool = False) -> int:
+        """Take memory again, of undefined content or `zeroed`, on the current stream; return its bytes.
+
+        Raises:
+            torch.OutOfMemoryError: there is none; it stays away then.
+        """
+        if not self.is_away:
+            return 0
+        fill(self.storage, self.nbytes, f"{self.name} was {self._advice}")
+        self._guard.take_off()
+        if zeroed:
+            self._bytes.zero_()
+        return self.nbytes
+
+    def _touched(self, tensor: torch.Tensor) -> None:
+        name = next((name for name, each in self._named if each is tensor), f"a view of {self.name}")
+        raise RuntimeError(f"{name}, of shape {tuple(tensor.shape)}, was {self._advice}")
+
+    def unguard(self) -> None:
+        """Leave the storage as it is to somebody else, who fills it."""
+        if self.is_away:
+            fill(self.storage, 0, "")
+            self._guard.take_off()
+
+    def close(self) -> None:
+        """Let go of the host memory."""
+        if self.host is not None:
+            self.host.close()
+            self.host = self.host_digests = None
+
+
+def find_aliases(slabs: Iterable[StorageSlab]) -> None:
+    """Find the tensors on storages that are about to be emptied, whoever holds them: state dictionaries, say."""
+    Aliases.find([(slab.storage, slab._aliases) for slab in slabs if not slab.is_away])

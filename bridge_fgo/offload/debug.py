@@ -1,0 +1,159 @@
+"""A debug mode that makes races visible: late copies, and poison wherever nobody may read.
+
+Set BRIDGE_FGO_DEBUG to a seed (an integer) in the environment of every rank. Training is slower and, where the
+wiring and the schedule are right, bitwise the same; a read that comes too early or too late meets NaNs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import weakref
+from typing import override
+
+from bridge_fgo.memory.cuda_transfers import CudaTransfers
+from bridge_fgo.memory.slab_memory import SlabMemory
+from bridge_fgo.memory.transfers import Transfers
+
+VARIABLE = "BRIDGE_FGO_DEBUG"
+POISON = 0xFF
+"""Every byte of it: a NaN in fp32, bf16 and fp16, -1 in int16."""
+MOST_CYCLES = 2_000_000
+"""The longest delay of a copy on a GPU, in cycles of its clock: about a millisecond."""
+
+
+def debugged(transfers: Transfers) -> Transfers:
+    """Return the transfers, in debug mode where the environment asks for it.
+
+    Raises:
+        ValueError: BRIDGE_FGO_DEBUG is no integer.
+    """
+    seed = os.environ.get(VARIABLE, "")
+    if not seed:
+        return transfers
+    if not seed.removeprefix("-").isdecimal():
+        raise ValueError(f"{VARIABLE}={seed!r}: set it to an integer, the seed of the delays, or leave it unset")
+    return DebugTransfers(transfers, int(seed))
+
+
+class DebugTransfers(Transfers):
+    """Transfers that make races visible.
+
+    - Copies are late by a random time. On a GPU a kernel that only waits goes before them; in host memory, where copies
+      are done at once, they are put off until something asks for their end, which is as late as a GPU could be.
+    - GPU memory is poisoned before it is given back, and after it is taken, before the copy in. With CUDA a random half
+      of the copies in go without: what was poisoned just now cannot take the shortcut of `back_to_back`.
+    - The host buffer is poisoned when its slab is readable again: the only valid bytes are on the GPU from then on.
+      With CUDA not before the next pass, or the next save: the host would have to wait for the copy in, which would
+      hide a wait that is missing.
+    """
+
+    keeps_host_copies = False
+
+    def __init__(self, transfers: Transfers, seed: int) -> None:
+        self._transfers = transfers
+        self._cuda = transfers if isinstance(transfers, CudaTransfers) else None
+        self.waits, self.capturing = transfers.waits, transfers.capturing
+        self.computing, self.on_compute_stream = transfers.computing, transfers.on_compute_stream
+        self.back_to_back, self.yielding = transfers.back_to_back, transfers.yielding
+        self._random = random.Random(seed)
+        self._late_out, self._late_in, self._stale = (weakref.WeakSet[SlabMemory]() for _ in range(3))
+        """Slabs whose copy out, or in, is put off; and whose host buffer nobody may read and is not poisoned yet."""
+
+    @override
+    def begin_pass(self) -> None:
+        self._poison_stale()
+        self._transfers.begin_pass()
+
+    @override
+    def copy_out(self, slab: SlabMemory, written: bool = True) -> None:
+        self._late_out.discard(slab)  # of an offload that was given up
+        self._stale.discard(slab)
+        if self._is_put_off(out=True):
+            self._late_out.add(slab)
+        else:
+            self._transfers.copy_out(slab, written)
+
+    @override
+    def release(self, slab: SlabMemory) -> None:
+        self.wait_out(slab)
+        with self.on_compute_stream():  # whose memory it is
+            _poison(slab)
+        self._transfers.release(slab)
+
+    @override
+    def copy_in(self, slab: SlabMemory) -> None:
+        self._catch_up_out(slab)
+        if self._cuda is None or self._random.random() < 0.5:
+            with self.on_compute_stream():  # as in `CudaTransfers.copy_in`
+                slab.allocate()
+                _poison(slab)
+            if self._cuda is not None:
+                # Race: the poison would overwrite what was copied in, where the lane waits for nothing newer than what
+                # the copy before it needed.
+                self._cuda.order_anew()
+        if self._is_put_off(out=False):
+            self._late_in.add(slab)
+        else:
+            self._transfers.copy_in(slab)
+
+    @override
+    def wait_in(self, slab: SlabMemory) -> None:
+        if slab in self._late_in:
+            self._late_in.discard(slab)
+            self._transfers.copy_in(slab)
+        self._transfers.wait_in(slab)
+        self._stale.add(slab)
+        if self._cuda is None:
+            self._poison_stale()
+
+    def _poison_stale(self) -> None:
+        if self._cuda is not None and self._stale:
+            self._cuda.finish_in()
+        for slab in self._stale:
+            if not slab.is_lent:
+                slab.host.tensor.fill_(POISON)
+        self._stale.clear()
+
+    @override
+    def wait_out(self, slab: SlabMemory) -> None:
+        self._catch_up_out(slab)
+        self._transfers.wait_out(slab)
+
+    @override
+    def finish_out(self) -> None:
+        for slab in list(self._late_out):
+            self._catch_up_out(slab)
+        self._transfers.finish_out()
+        self._poison_stale()
+
+    @override
+    def forget(self, host_address: int) -> None:
+        self._transfers.forget(host_address)
+
+    @override
+    def await_released(self) -> None:
+        self._transfers.await_released()
+
+    @override
+    def has_landed(self, slab: SlabMemory) -> bool:
+        return slab not in self._late_in and self._transfers.has_landed(slab)
+
+    def _catch_up_out(self, slab: SlabMemory) -> None:
+        if slab in self._late_out:
+            self._transfers.copy_out(slab)
+            self._late_out.discard(slab)  # last: an interruption leaves it to be done
+
+    def _is_put_off(self, out: bool) -> bool:
+        """Return whether to do a copy later; on a GPU it is enqueued now, behind a delay."""
+        if self._cuda is None:
+            return self._random.random() < 0.5
+        self._cuda.delay(out, self._random.randrange(MOST_CYCLES))
+        return False
+
+
+def _poison(slab: SlabMemory) -> None:
+    """Fill the slab's GPU memory, and that of what is copied in its place, on the current stream."""
+    for memory in (slab.gpu, slab.staging):
+        if memory is not None:
+            memory.fill_(POISON)

@@ -1,0 +1,304 @@
+"""How much state the GPU may hold at each point of a training step, and which parts never leave: pure arithmetic.
+
+A **point** is a moment of the forward-backward pass that the model's hooks report: a layer begins its forward,
+or ends its backward. Point 0 is the release before the first forward. The interval of a point lasts until the
+next one; the optimizer step is an interval of its own. All sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from bridge_fgo.memory.device_room import DeviceRoom
+from bridge_fgo.offload.profile import MemoryProfile
+
+MOST_PROFILES = 8
+"""Measured passes that are kept. Each point of a pass is compared with one of each."""
+
+MOST_LOST = 32
+"""Passes in the midst of which no plan held any more that are measured; of those that follow each 32nd is."""
+
+MARGIN_SHARE = 1 / 12
+"""Share of the bytes that activations take and give back to stay below. On H200, 15.4 GB of them: with a margin of 0.6
+GB 0.6 to 0.75 GB more was reserved than allocated (9.8 GB of states); with 1.3 GB 0.5 to 0.8 GB, and 0.2 to 1.2 GB
+(19.7 GB). A margin that grew by what was reserved above, up to three times, left it at 0.65 GB (9.8 GB)."""
+
+
+@dataclass(eq=False)
+class PartBytes:
+    """Size of one part.
+
+    nbytes: GPU memory of its slabs; transit_bytes: the most that they hold, which is while they are on their way.
+    stays: whether the part stays on the GPU for good, because the memory budget has room for it.
+    """
+
+    nbytes: int
+    transit_bytes: int
+    stays: bool = False
+
+
+@dataclass(frozen=True)
+class HoldPlan:
+    """The most bytes of state that the GPU may hold.
+
+    leave[i]: in the interval of point i. Whatever is above has to leave at the point.
+    come[i]: from point i to the end of the optimizer step. Up to that much may come back at the point, and stay.
+    step: while the optimizer steps.
+    profile: the pass that it was made from.
+    """
+
+    leave: tuple[int, ...]
+    come: tuple[int, ...]
+    step: int
+    profile: MemoryProfile
+
+
+def plan_holding(
+    profile: MemoryProfile, limit: int, staying: int, part_bytes: Sequence[int], masters_held: int = 0
+) -> HoldPlan:
+    """Return what may be held so that the peak of everything stays at or below `limit` bytes where it can.
+
+    Args:
+        profile: what there is beside the slabs.
+        limit: in bytes.
+        staying: bytes of slabs that stay for good, and are held in any case.
+        part_bytes: sizes of all parts; two of them are held in the optimizer step in any case.
+        masters_held: bytes of masters that are held to the end of the optimizer step in any case.
+    """
+    leave = [max(staying, limit - peak) for peak in profile.intervals]
+    step = max(staying + masters_held + 2 * max(part_bytes, default=0), limit - profile.step)
+    least_until = list(accumulate([step, *reversed(leave)], min))  # from the end on
+    return HoldPlan(tuple(leave), tuple(least_until[:0:-1]), step, profile)
+
+
+def choose_staying(part_bytes: Sequence[int], room: int) -> set[int]:
+    """Return the positions of parts that fit into `room` bytes together and need never leave, from the last on."""
+    staying = set()
+    for position in range(len(part_bytes) - 1, -1, -1):
+        if part_bytes[position] <= room:
+            room -= part_bytes[position]
+            staying.add(position)
+    return staying
+
+
+def least_budget(profile: MemoryProfile, part_bytes: Sequence[int], masters_held: int = 0) -> int:
+    """Return the least peak in bytes that any choice can reach: everything leaves, two parts step in turn."""
+    return max(profile.peak, profile.step + masters_held + 2 * max(part_bytes, default=0))
+
+
+def budget_refusal(budget: int, least: int, about: str = "") -> str:
+    """Return why a budget (bytes) below the least possible one is refused, with one that will do: rounded up."""
+    enough = math.ceil(least / 2**30 * 100) / 100
+    return (
+        f"OffloadConfig.gpu_memory_budget_gib={round(budget / 2**30, 6):g} cannot be met: with all of the optimizer "
+        f"state offloaded the fullest rank needs {about}{enough:.2f} GiB; set it to at least that, or make the rest of "
+        "the step smaller (micro batch, recompute, parallelism)"
+    )
+
+
+class HoldPolicy:
+    """The plans of one rank, one for each pass that was measured, and the parts that stay under a budget.
+
+    Args:
+        budget_bytes: peak of allocated bytes to stay under while offloading as little as possible; None
+            to offload everything.
+        room: finds out such a budget in training.
+    """
+
+    def __init__(self, budget_bytes: int | None = None, room: DeviceRoom | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self._room = room
+        self.margin_bytes = 0
+        """The least margin below the limit, a few parts; see `_margin`."""
+        self.masters_held_bytes = 0
+        """Bytes that cannot leave before the optimizer step is over: masters that are copied to the model at once, and
+        all states of a source whose step is not divided."""
+        self.agree: Callable[[int, int], tuple[int, int]] = lambda room, least: (room, least)
+        """Takes this rank's bytes that may stay and its least possible budget; returns what all ranks can keep to."""
+        self.all_can: Callable[[bool], bool] | None = None
+        """Takes whether this rank can choose now, and returns whether all of them can; None where nobody else does."""
+        self.announce: Callable[[str], None] = lambda text: None
+        self.warn: Callable[[str], None] = lambda text: None
+        """Like `announce`, for what concerns this rank alone."""
+        self.plans: list[HoldPlan] = []
+        self.limit = 0
+        """The peak that all plans keep under: the budget, or the highest that releasing throughout would reach."""
+        self._profiles: list[MemoryProfile] = []
+        """The newest used last."""
+        self._outdated: list[MemoryProfile] = []
+        """Profiles that steps have exceeded: the next pass that is like one of them is measured anew."""
+        self._lost = 0
+        self._chosen = False
+        self._said = ""
+        self._least_said = 0
+
+    def plans_for(self, kind: object) -> list[HoldPlan]:
+        """Return the plans for passes of one kind (`MemoryProfile.kind`)."""
+        return [plan for plan in self.plans if plan.profile.kind == kind]
+
+    @property
+    def awaits_ranks(self) -> bool:
+        """Whether the choice of what stays is still to come, which all ranks make at the end of the same step."""
+        has_budget = self.budget_bytes is not None or self._room is not None
+        return self.all_can is not None and has_budget and not self._chosen
+
+    def forget(self) -> None:
+        """Let every kind of pass be measured anew."""
+        self.plans, self._profiles, self._outdated = [], [], []
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a pass for which there is a plan may be measured all the same, as it is much smaller."""
+        return len(self._profiles) < MOST_PROFILES
+
+    def is_worth_measuring(self) -> bool:
+        """Return whether a pass that has just lost its plan is to be measured; it counts those that have.
+
+        Where each is of a kind of its own, as with images in some microbatches, no number of profiles covers the next,
+        and to measure takes the host some 100 microseconds a point: so later on only some are.
+        """
+        self._lost += 1
+        return self._lost <= MOST_LOST or self._lost % MOST_LOST == 0
+
+    def add(self, profile: MemoryProfile) -> None:
+        """Keep the profile of a pass that was measured.
+
+        Where there are too many, the least recently used goes. One that is like it takes the maximum of both.
+        """
+        for outdated in [one for one in self._outdated if one.is_like(profile)]:
+            self._outdated.remove(outdated)
+            profile = profile.merged(outdated)
+        self._profiles.append(profile)
+        if len(self._profiles) > MOST_PROFILES:
+            oldest = self._profiles.pop(0)
+            alike = next((i for i, one in enumerate(self._profiles) if one.is_like(oldest)), None)
+            if alike is not None:
+                self._profiles[alike] = self._profiles[alike].merged(oldest)
+
+    def is_exceeded(self, plan: HoldPlan, peak: int, parts: Sequence[PartBytes]) -> bool:
+        """Compare the peak of a step with what its plan keeps under; return whether to plan anew, as it was above.
+
+        More than one part above, that is: so much may be there twice for a moment. At first such steps hold as much
+        less. Where that is not enough, because what is beside the states has grown, they are measured anew; and where
+        they are above even then, they hold less each time, until there is nothing left to hold.
+
+        Args:
+            plan: the one that was followed.
+            peak: of all that was allocated in the step, in bytes.
+            parts: as `plan`.
+        """
+        profile = plan.profile
+        self._profiles.remove(profile)
+        self._profiles.append(profile)  # the newest used last
+        above = peak - self.limit
+        if above <= max((part.transit_bytes for part in parts), default=0):
+            return False
+        if profile.beyond >= self.limit:
+            return False
+        if profile.beyond and not profile.is_anew:
+            profile.beyond, profile.is_anew = 0, True
+            self._profiles.remove(profile)
+            self._outdated = [*self._outdated, profile][-MOST_PROFILES:]
+            return True
+        if not profile.is_anew:
+            gib = 2**30
+            self.warn(
+                f"a training step allocated {peak / gib:.2f} GiB, though what went through its layers was no larger "
+                f"than in a step that was measured, by which it should have stayed under {self.limit / gib:.2f} GiB: "
+                f"from now on such steps hold {above / gib:.2f} GiB less of the optimizer state"
+            )
+        profile.beyond += above
+        return True
+
+    def runs_short(self) -> bool:
+        """Return whether the budget that was found out has turned out to be too large, and is to be found out anew."""
+        if self._room is None or not self._room.runs_short():
+            return False
+        self.warn(
+            "PyTorch's allocator had to give back memory that it caches, for lack of GPU memory: more of the optimizer "
+            "state leaves from now on (OffloadConfig.gpu_memory_budget_gib='auto')"
+        )
+        return True
+
+    def plan(self, parts: Sequence[PartBytes], expands: bool) -> set[int]:
+        """Plan anew for all passes that were measured.
+
+        Args:
+            parts: of all sources of the rank.
+            expands: whether the allocator's segments can grow.
+
+        Returns:
+            the positions of the parts that stay on the GPU for good.
+
+        Raises:
+            ValueError: the budget cannot be met; gives the least one that can.
+        """
+        profiles = self._profiles
+        if not profiles:  # the only one is outdated
+            self.plans = []
+            return {position for position, part in enumerate(parts) if part.stays}
+        sizes = [part.transit_bytes for part in parts]
+        peak = max(each.peak for each in profiles)
+        least = max(least_budget(each, sizes, self.masters_held_bytes) for each in profiles)
+        wanted = max(least_budget(each, sizes, self.masters_held_bytes) + each.beyond for each in profiles)
+        if self._room is not None:
+            self.budget_bytes = max(self._room.budget_bytes(), wanted)  # what ran fits, with everything offloaded
+        staying = set() if self.budget_bytes is None else self._choose(parts, self.budget_bytes, least, wanted)
+        self.limit = least if self.budget_bytes is None else self.budget_bytes
+        kept = sum(parts[position].nbytes for position in staying)
+        self.plans = [
+            plan_holding(
+                each, self.limit - each.beyond - self._margin(each, expands), kept, sizes, self.masters_held_bytes
+            )
+            for each in profiles
+        ]
+        whole = sum(part.nbytes for part in parts)
+        gib = 2**30
+        said = (
+            f"measured {peak / gib:.2f} GiB beside the states; {(whole - kept) / gib:.2f} of {whole / gib:.2f} "
+            f"GiB leave the GPU, and the peak stays under {self.limit / gib:.2f} GiB"
+        )
+        if said != self._said:
+            self.announce(said)
+            self._said = said
+        return staying
+
+    def _margin(self, profile: MemoryProfile, expands: bool) -> int:
+        """Return how far below the limit to stay, in bytes, while slabs come and go.
+
+        Slabs and activations that share memory leave holes between them, which the allocator has reserved all the
+        same: the more, the larger either are. Three times as much where its segments cannot expand.
+        """
+        activations = max(profile.intervals) - min(profile.intervals)
+        margin = max(self.margin_bytes, int(MARGIN_SHARE * activations))
+        return margin if expands else 3 * margin
+
+    def _choose(self, parts: Sequence[PartBytes], budget: int, least: int, wanted: int) -> set[int]:
+        """Choose the parts that stay under the budget.
+
+        The ranks agree when the first choice is made. Later, when another kind of pass has been measured, each
+        rank looks after itself: it lets fewer parts stay, or says that the budget does not hold.
+
+        Args:
+            parts: of all sources of the rank.
+            budget: in bytes.
+            least: the least possible budget by what was measured.
+            wanted: that and what steps went above their plans, which is kept free too.
+        """
+        if not self._chosen:
+            room, least = self.agree(budget - least, least)
+            if least > budget and self._room is None:
+                raise ValueError(budget_refusal(budget, least))
+            self._chosen = True
+        else:
+            room = min(budget - wanted, sum(part.nbytes for part in parts if part.stays))
+            if least > max(budget, self._least_said):
+                self._least_said = least
+                self.warn(
+                    f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g} holds no more: this kind "
+                    f"of step needs {least / 2**30:.2f} GiB with everything offloaded"
+                )
+        return choose_staying([part.nbytes for part in parts], room)

@@ -1,0 +1,337 @@
+"""What moves when: all slabs of a rank, through one training step.
+
+The time line of a step. How much the GPU may hold at each moment comes from peaks that were measured in an earlier
+step, one in which everything was released throughout (`HoldPolicy`).
+
+    begin_pass   every slab that is to leave is on its way out, or gone
+    release      point 0: nothing reads the states any more; slabs go as far as activations need their place
+    point        a layer begins its forward: activations grow, and slabs go, those first that began to leave first
+    point        a layer's backward has ended: activations shrink, and in the last microbatch slabs come back, those
+                 first that step first
+    (a point that no measured pass covers, a larger sequence say: everything goes for the rest of the pass, which is
+                 measured from there on)
+    forward      in place of `point` where every slab stays: only what goes into layers is compared. If it is too much,
+                 everything goes for the rest of the pass, and the passes after it report their points again
+    reload       the last backward is done: slabs come as far as the optimizer step has room for them
+    step         part by part, small ones in groups: wait for it, update it, send it off; meanwhile the next come. Once
+                 all are on their way, copies out may wait for them (`Precedence`)
+    end_step     a step that was measured gives a plan for those that follow; the peak of one that went by a plan is
+                 held against it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bridge_fgo.memory.device_room import DeviceRoom
+from bridge_fgo.memory.meters import Ledger, PeakMeter
+from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.slab import Slab
+from bridge_fgo.memory.transfers import Transfers
+from bridge_fgo.offload.course import Course
+from bridge_fgo.offload.packing_policy import PackingPolicy
+from bridge_fgo.offload.part import Part
+from bridge_fgo.offload.policy import HoldPlan, HoldPolicy
+from bridge_fgo.offload.precedence import Precedence
+from bridge_fgo.offload.profile import Mark, MemoryProfile
+from bridge_fgo.offload.recorder import Recorder
+from bridge_fgo.offload.slab_queue import SlabQueue
+from bridge_fgo.offload.step_pipeline import GROUPS_HELD, StepPipeline
+from bridge_fgo.offload.watch import Watch
+
+
+class Schedule:
+    """The order of all moves on one rank. Without measured peaks everything is released throughout.
+
+    Args:
+        transfers: the copies.
+        meter: the allocator's peaks; where it does not work (no GPU), nothing is ever measured.
+        budget_bytes: see `HoldPolicy`.
+        room: see `HoldPolicy`.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        meter: PeakMeter,
+        budget_bytes: int | None = None,
+        room: DeviceRoom | None = None,
+    ) -> None:
+        self.ledger = Ledger()
+        self.transfers = transfers
+        self.parts: list[Part] = []
+        """Parts of all sources of the rank, in the order in which they step."""
+        self.holding = holding = HoldPolicy(budget_bytes, room)
+        self.signature: object = None
+        """What a pass must have in common with the measured one: set before a pass; the number of microbatches."""
+        self.packing = PackingPolicy(
+            transfers.waits, lambda text: holding.announce(text), lambda text: holding.warn(text)
+        )
+        self.precedence = Precedence(transfers.waits, lambda text: holding.announce(text))
+        self.recorder = Recorder(meter, self.ledger)
+        self._fresh = self._warm = False
+        self._is_like_others = True
+        self._course = Course()
+        self._watch: Watch | None = None
+        self._wants_points = False
+        """Whether passes report their points though nothing moves: one of them was larger than any measured one."""
+        self.queue = SlabQueue(transfers, self.ledger, lambda text: holding.warn(text))
+        self._pipeline = StepPipeline(self.queue, transfers)
+        self._newest = 0
+        """`Recorder.newest_others` at the end of a pass that went by a plan."""
+        self._start()
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the newest pass went by measured peaks."""
+        return self._plan is not None
+
+    @property
+    def _plan(self) -> HoldPlan | None:
+        return self._course.plan if self._watch is None else self._watch.plan
+
+    def forget_parts(self) -> None:
+        """Forget all parts: they are no more offloaded."""
+        self.parts.clear()
+        self.count_packable()
+        self._start()
+
+    def _start(self) -> None:
+        """Go to point 0, with the parts that there are now."""
+        self._index = 0
+        self.queue.start(self._slabs(stay=False))
+
+    def _slabs(self, stay: bool) -> list[Slab]:
+        return [slab for part in self.parts if part.stays == stay for slab in part.slabs]
+
+    def count_packable(self) -> None:
+        """Tell the packing policy of the parts that move, as those that there are, or that stay, have changed."""
+        self.packing.packable_bytes = sum(part.packable_bytes for part in self.parts if not part.stays)
+
+    # The pass.
+
+    def begin_pass(self, is_like_others: bool = True) -> None:
+        """Begin a forward-backward pass; every slab that is to leave is on its way, or gone.
+
+        Args:
+            is_like_others: whether it needs the same memory as others of its signature; else it is not measured, and
+                goes by no plan.
+        """
+        self._is_like_others = is_like_others
+        self.transfers.begin_pass()
+        self.recorder.begin_pass()
+        plans = self.holding.plans_for(self.signature) if is_like_others else []
+        self._watch = Watch(plans) if plans and self._nothing_moves() else None
+        self._course = Course(() if self._watch else plans)
+        by_plan = self._plan is not None and not self._fresh
+        self.packing.begin_pass(self.signature, by_plan)
+        self.precedence.begin_pass(self.signature, by_plan and self._watch is None, self.packing.is_settled)
+        self._start()
+
+    def _nothing_moves(self) -> bool:
+        return not (self._wants_points or self._fresh) and all(part.stays for part in self.parts)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether this pass need not report points, but `forward` alone."""
+        return self._watch is not None
+
+    def release(self) -> None:
+        """Pass point 0: nothing reads the states any more until the optimizer steps."""
+        for slab in self.queue.to_come:  # what is back was kept by an earlier call of this pass
+            # A reader since the pass began (MXFP8's copy of the masters) has had it brought back.
+            if slab.state is Residency.RESIDENT and slab.exists():
+                slab.offload()
+                self.queue.line_up(slab)
+        if self._plan is None:
+            self._send_all()
+        else:
+            self._hold_to(self._plan)
+        self.recorder.release()  # only now: what a skipped step or a reader between steps left here is not the pass's
+        if self._plan is None and self._is_like_others and self._warm:  # else states are made in the step
+            self.recorder.record(MemoryProfile([0], marks=self._course.marks, kind=self.signature))
+
+    def point(self, mark: Mark) -> None:
+        """Pass a point: a layer begins its forward or has ended its backward."""
+        recorder = self.recorder
+        if recorder.in_step or self.is_watching:
+            return  # what comes for the update stays, whatever passes late
+        recorder.point()
+        self._index += 1
+        before = self._course.point(mark)
+        plan = self._plan
+        if before is not None:
+            is_lost = plan is None and recorder.profile is None
+            newest = recorder.newest_others() if is_lost else 0
+            with self.transfers.on_compute_stream():
+                self._change_plan(plan)
+            if is_lost and self.holding.is_worth_measuring():
+                recorder.record(self._known(before, newest))
+        elif plan is not None:
+            if recorder.profile is None and self._course.is_loose and self.holding.has_room:
+                recorder.record(self._known(plan, newest=0))
+            held = self.ledger.nbytes
+            if held > plan.leave[self._index] or (held < plan.come[self._index] and self.queue.has_more):
+                with self.transfers.on_compute_stream():
+                    self._hold_to(plan)
+
+    def forward(self, layer: int, nbytes: int) -> None:
+        """Note that a layer's forward begins in a pass in which nothing moves, and send all away if it is too large.
+
+        What it needs is not measured: that takes all of its points, so those of the passes after it are reported.
+
+        Args:
+            layer: its number, as in `Mark`.
+            nbytes: of the tensors that go into it.
+        """
+        if self._watch is not None and self._watch.forward(layer, nbytes):
+            self._wants_points = True
+            with self.transfers.on_compute_stream():
+                self._change_plan(None)
+
+    def _known(self, plan: HoldPlan, newest: int) -> MemoryProfile:
+        """Return a profile for the rest of the pass: up to here by a plan that held, and `Course.known`."""
+        profile = self._course.known(plan, self._index, newest)
+        profile.intervals.append(0)
+        return profile
+
+    def _hold_to(self, plan: HoldPlan) -> None:
+        self.queue.release_down_to(plan.leave[self._index])
+        if not self._fresh:
+            self.queue.bring_ahead(plan.come[self._index])
+
+    def _change_plan(self, plan: HoldPlan | None) -> None:
+        """Keep to another plan from this point on, or to none: then everything leaves."""
+        self.queue.send_back(0 if plan is None else plan.come[self._index], self._slabs(stay=True))
+        if plan is None:
+            self._send_all()
+        else:
+            self.queue.release_down_to(plan.leave[self._index])
+
+    def _send_all(self) -> None:
+        """Release what has begun to leave, and what stays for good with it: nothing says that there is room."""
+        self.queue.release_down_to(0)
+        for slab in self._slabs(stay=True):
+            if slab.state is not Residency.RELEASED and slab.exists():
+                slab.offload()
+                slab.release()
+
+    def reload(self) -> None:
+        """End the pass: bring back what the optimizer step has room for."""
+        if self.recorder.in_step:
+            return
+        is_told = self._plan is not None and self.recorder.profile is None
+        self._newest = self.recorder.newest_others() if is_told else 0
+        self.recorder.end_pass()
+        if self._fresh and self._plan is not None:
+            # Blocks that the allocator cut to the sizes of activations do not fit slabs, and what it has reserved it
+            # does not give back by itself. From here on activations take their memory from slabs that went.
+            torch.cuda.empty_cache()
+            self._fresh = False
+        self.queue.ahead_of_time(self._bring_what_stays)
+        limit = self.step_limit - self._room_to_make()
+        self.queue.release_last_down_to(limit)
+        self.queue.bring_ahead(limit)
+
+    def _bring_what_stays(self) -> None:
+        for slab in self._slabs(stay=True):  # from now on; they were away when that was decided
+            slab.require_writable()  # one at a time: what is copied for it needs memory beside it
+            slab.drop_staging()  # where it came whole, and memory to encode it was reserved
+
+    @property
+    def step_limit(self) -> int:
+        """Bytes of state that the GPU may hold while the optimizer steps; two parts where that is not known."""
+        if self._plan is not None:
+            return self._plan.step
+        moving = max((part.transit_bytes for part in self.parts if not part.stays), default=0)
+        return 2 * moving + self._bytes_in_any_case
+
+    @property
+    def _bytes_in_any_case(self) -> int:
+        """Bytes that stay for good, or are held to the end of the optimizer step."""
+        return sum(part.nbytes for part in self.parts if part.stays) + self.holding.masters_held_bytes
+
+    def _room_to_make(self) -> int:
+        """Return the bytes to keep free in the first step, for the states that the update of a part makes.
+
+        They ask for no room themselves, and are there twice while their slab takes them in. A group has fewer than the
+        largest part: as nothing is planned yet, it is a quarter of that at most.
+        """
+        to_make = (sum(s.nbytes for s in part.slabs if s.gpu is None and not s.exists()) for part in self.parts)
+        return 0 if self._warm else 2 * max(to_make, default=0)
+
+    # The optimizer step.
+
+    def step(
+        self,
+        parts: list[Part],
+        update: Callable[[Part], None],
+        keep_masters: bool,
+        together_bytes: int,
+        in_order: bool = False,
+    ) -> None:
+        """Bring back, update and send off the parts of one source, as `StepPipeline.run` does.
+
+        `together_bytes` (`pipeline_bytes`) holds where the step has room for `GROUPS_HELD` groups of that size.
+        """
+        limit = self.step_limit
+        together_bytes = min(together_bytes, (limit - self._bytes_in_any_case) // GROUPS_HELD)
+        room_to_make = self._room_to_make()
+        limit -= room_to_make
+        ins_first = self.precedence.ins_first
+        self._pipeline.run(parts, update, limit, together_bytes, keep_masters, room_to_make > 0, in_order, ins_first)
+
+    def release_everything(self) -> None:
+        """Free every slab that may leave; for work between steps that needs the memory."""
+        leaving = [slab for slab in self._slabs(stay=False) if slab.state is not Residency.RELEASED]
+        for family in {slab.codec.family for slab in leaving}:
+            if family is not None:
+                family.locate()  # weights may have been let go of and taken again since the pass
+        with self.transfers.computing():
+            for slab in leaving:
+                if slab.exists():
+                    slab.offload()  # where a reader between steps has had it brought back
+                    slab.release()
+
+    # What follows from a step.
+
+    def end_step(self, updated: bool) -> None:
+        """Make the plan, or raise as `HoldPolicy.add`, if the training step that is over was the measured one.
+
+        Args:
+            updated: whether the optimizer stepped. On a rank that has no parts it may say that it has not.
+        """
+        updated = updated or not self.parts
+        learns = self.recorder.in_step and updated
+        if self.holding.awaits_ranks:  # a rank that reached `agree` alone would wait for the others
+            assert self.holding.all_can is not None
+            learns = self.holding.all_can(learns and self.recorder.profile is not None)
+        if learns:
+            staying = self._learn()
+            if staying is not None:
+                for position, part in enumerate(self.parts):
+                    part.stays = position in staying
+                self.count_packable()
+                self._fresh, self._wants_points = True, False
+        self.recorder.begin_pass()
+        self.packing.end_step(updated, by_plan=self.is_planned)
+        self.precedence.end_step(updated, by_plan=self.is_planned)
+        self._warm = self._warm or updated
+
+    def _learn(self) -> set[int] | None:
+        """Return the positions of the parts that stay from now on; None where nothing was learned from the step."""
+        plan, recorder = self._plan, self.recorder
+        if recorder.profile is not None:
+            recorder.measure()
+            self.holding.add(recorder.profile)
+        elif plan is None:
+            return None
+        elif self._course.is_shorter:  # else states would come as late in every such pass as before what it lacks
+            self.holding.add(self._course.known(plan, self._index + 1, self._newest))
+        else:
+            is_exceeded = self.holding.is_exceeded(plan, recorder.peak(), self.parts)
+            if not (self.holding.runs_short() or is_exceeded):
+                return None
+        return self.holding.plan(self.parts, recorder.expands)

@@ -1,0 +1,183 @@
+"""The slabs that move, in the order in which they leave and come back; as far as there is memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from bridge_fgo.memory.meters import Ledger
+from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.slab import Slab, decode_together
+from bridge_fgo.memory.transfers import Transfers
+
+LOOKAHEAD = 2
+"""Groups of parts that are brought back before the one in hand, where room has to be made for them first."""
+
+
+class SlabQueue:
+    """Brings slabs back in the order in which they step, and releases them in the order in which they began to leave.
+
+    Args:
+        transfers: the copies.
+        ledger: the bytes that all slabs of the rank hold.
+        warn: gets a line when memory runs out for the first time.
+    """
+
+    def __init__(self, transfers: Transfers, ledger: Ledger, warn: Callable[[str], None]) -> None:
+        self._transfers, self._ledger, self._warn = transfers, ledger, warn
+        self.failed_fetches = 0
+        """Passes of the whole run in which there was no GPU memory for a copy ahead of its time."""
+        self.start([])
+
+    def start(self, slabs: Sequence[Slab]) -> None:
+        """Begin a pass with these slabs, in the order in which they step."""
+        self.slabs = slabs
+        self._next = 0
+        self._position = {slab: i for i, slab in enumerate(slabs)}
+        self.leaving = OrderedDict.fromkeys(slab for slab in slabs if slab.state is Residency.OFFLOADING)
+        """Slabs that may be released, in the order in which they began to leave."""
+        self.is_short = False
+        """Whether there was no memory for a copy in this pass: nothing more comes ahead of its time."""
+
+    @property
+    def to_come(self) -> Sequence[Slab]:
+        """The slabs that have not been brought back in this pass."""
+        return self.slabs[self._next :]
+
+    @property
+    def is_through(self) -> bool:
+        """Whether all slabs have been brought back in this pass, or are on their way."""
+        return self._next >= len(self.slabs)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether slabs may come back ahead of their time."""
+        return not (self.is_through or self.is_short)
+
+    def came(self, slab: Slab) -> None:
+        """Note that a slab is back, and so are those before it."""
+        self._next = max(self._next, self._position.get(slab, -1) + 1)
+
+    # Leaving.
+
+    def line_up(self, slab: Slab) -> None:
+        """Put a slab that has begun to leave, perhaps anew, after those that began before."""
+        self.leaving[slab] = None
+        self.leaving.move_to_end(slab)
+
+    def keep(self, slab: Slab) -> None:
+        """Have a slab not be released in this pass, though a copy out of it may have begun."""
+        self.leaving.pop(slab, None)
+
+    def release_down_to(self, limit: int) -> None:
+        """Release what has begun to leave until all slabs hold no more than `limit` bytes, or none is left."""
+        going: list[Slab] = []
+        held = self._ledger.nbytes
+        while held > limit and self.leaving:
+            slab, _ = self.leaving.popitem(last=False)
+            if slab.state is Residency.OFFLOADING:  # not given up since
+                held -= slab.gpu_bytes
+                going.append(slab)
+        for slab in reversed(going):  # the last has left last: for those before it nothing need wait
+            slab.release()
+
+    def release_last_down_to(self, limit: int) -> None:
+        """Do as `release_down_to`, with those first that began to leave last: they are needed last."""
+        while self._ledger.nbytes > limit and self.leaving:
+            self.leaving.popitem()[0].release()
+
+    def send_back(self, limit: int, staying: Sequence[Slab]) -> None:
+        """Start the copies out of slabs that have come back, the last first, until `limit` bytes stay at most.
+
+        Args:
+            limit: in bytes, of what has come back and of what stays for good.
+            staying: what stays for good.
+        """
+        here = [slab for slab in self.slabs if slab.state in (Residency.RESIDENT, Residency.RELOADING)]
+        held = sum(slab.gpu_bytes for slab in (*here, *staying))
+        going: list[Slab] = []
+        while here and held > limit:
+            slab = here.pop()
+            held -= slab.gpu_bytes
+            self._next = min(self._next, self._position[slab])
+            if slab.exists():
+                going.append(slab)
+        decode_together(going[::-1])  # one check of the weights, which the host waits for, and not one for each
+        for slab in going:
+            slab.offload()
+            self.line_up(slab)
+
+    # Coming back.
+
+    def bring_ahead(self, limit: int) -> None:
+        """Have slabs here for the optimizer step, as long as no more than `limit` bytes are held by all."""
+        self.ahead_of_time(partial(self._bring_up_to, limit))
+
+    def bring_for(self, slabs: list[Slab], limit: int) -> None:
+        """Bring back slabs from those of a group on, making room for the nearest only.
+
+        To make room is to have the current stream wait for a copy out, and the updates that it gets next with
+        it: so it is not done for slabs whose turn is far off.
+        """
+        self.bring_ahead(limit)
+        until = self._position.get(slabs[-1], -1) + 1 + LOOKAHEAD * len(slabs)
+        while self._next < min(until, len(self.slabs)):
+            before = self._next
+            self.release_down_to(limit - self.slabs[self._next].transit_bytes)
+            self.bring_ahead(limit)
+            if self._next == before:
+                return
+
+    def _bring_up_to(self, limit: int) -> None:
+        with self._transfers.back_to_back():
+            while self._next < len(self.slabs):
+                slab = self.slabs[self._next]
+                state = slab.state
+                if state is Residency.RELEASED or state is Residency.OFFLOADING:
+                    held = slab.gpu_bytes if state is Residency.OFFLOADING else 0
+                    if self._ledger.nbytes + slab.stepping_bytes - held > limit:
+                        return
+                    slab.reload()  # of a slab that has not left: it need not leave any more
+                    if slab.staging is None and slab.codec.encodes:
+                        with self._transfers.on_compute_stream():  # whose memory it is
+                            slab.reserve()
+                self._next += 1
+
+    def ahead_of_time(self, bring: Callable[[], None]) -> None:
+        """Bring back what could wait, unless memory has run out in this pass, or does so now."""
+        if self.is_short:
+            return
+        try:
+            bring()
+        except torch.OutOfMemoryError as error:
+            self.is_short = True
+            self.failed_fetches += 1
+            if self.failed_fetches == 1:
+                self._warn(
+                    "there was no GPU memory for a copy of optimizer state ahead of its time, so in this step the "
+                    "rest comes just when it is updated; bridge_fgo.stats().failed_fetches counts such passes. Set "
+                    f"OffloadConfig.gpu_memory_budget_gib to keep more room. {error}"
+                )
+            self.give_back()
+
+    def fetch(self, slab: Slab, limit: int) -> None:
+        """Bring back a slab that the update needs now, and make room for it; where there is no memory, twice.
+
+        Args:
+            slab: that was released. It may be one of those that stay, for which there was no memory before.
+            limit: in bytes, of all slabs, as far as it takes no more than releasing what has begun to leave.
+        """
+        self.release_down_to(limit - slab.transit_bytes)
+        try:
+            slab.reload()
+        except torch.OutOfMemoryError:
+            self.give_back()
+            slab.reload()
+
+    def give_back(self) -> None:
+        """Release what has begun to leave, and have the allocator give back what is free in blocks of other sizes."""
+        self.release_down_to(0)
+        torch.cuda.empty_cache()

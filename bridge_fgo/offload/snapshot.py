@@ -1,0 +1,152 @@
+"""Reading states for a checkpoint: the bytes of what is offloaded come from the host, where they are already."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bridge_fgo.memory.guard import own
+from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.shared_copies import OwnCopies
+from bridge_fgo.memory.slab import Slab, require_readable
+from bridge_fgo.memory.state import State
+from bridge_fgo.memory.transfers import Transfers
+from bridge_fgo.offload.part import Part
+
+Place = tuple[State, Slab, int]
+"""Where a tensor is: its state, the slab, and the offset in it in bytes."""
+
+
+class Snapshot:
+    """Hands out the states of one optimizer as host tensors, and leaves slabs where they are.
+
+    What a writer gets is its own: no tensor that it may hold on to (a background writer for minutes, a cache of CUDA
+    handles for the whole run) shares memory with a slab, or that memory is lent and nothing writes it. So nothing has
+    to wait for a writer, no later step can tear what it reads, and a released slab is gone (NeMo-RL #3312 and #4183,
+    MLM #6544 tell what happens otherwise).
+
+    Args:
+        owners: the part that offloads a parameter's states, by the `id` of the parameter as the optimizer has it.
+        transfers: the copies.
+        copies: whether every tensor that is handed out is a copy, or lent. Without, a state that is on the host already
+            may be handed out as a view of its page-locked buffer, for a reader that copies it at once.
+        copier: makes the copies; by default ordinary memory.
+        lends: whether a slab that can lend its host buffer does. What leaves the GPU leaves whole then.
+    """
+
+    most_borrowed = 4
+    """Parts that are back on the GPU at once, for states that are read in another dtype and masters whose remainders
+    are all that the host has: mcore asks in the order of its buffers and parts are in the order of param groups, so
+    that two or three take turns."""
+
+    def __init__(
+        self,
+        owners: Mapping[int, Part],
+        transfers: Transfers,
+        copies: bool,
+        copier: OwnCopies | None = None,
+        lends: bool = False,
+    ) -> None:
+        self._owners = owners
+        self._transfers = transfers
+        self._copies = copies
+        self._copier = copier or OwnCopies()
+        self._lends = lends
+        self._borrowed: deque[list[Slab]] = deque()
+        """Slabs that were released before, part by part."""
+        self._here: list[Slab] = []
+        """Slabs that were on the GPU before, and are copied out to be lent."""
+        # Race: a copy out that is still under way would be read half done by the host.
+        transfers.finish_out()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Context in which a checkpoint is made; at its end parts that were borrowed go back to the host."""
+        try:
+            yield
+        finally:
+            self._copier.finish()
+            self._send_back(0)
+            self._finish_lending()
+
+    def hand_out(self, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what `read` returns, the states of an optimizer parameter by name, each tensor safe to keep.
+
+        Args:
+            param: the parameter as the optimizer has it.
+            read: returns state tensors themselves, or copies of another dtype of those that convert.
+        """
+        part = self._owners.get(id(param))
+        if part is None:
+            return read()
+        encoded = [slab for slab in part.slabs if slab.is_encoded]
+        converts = any(state.converts for slab in part.slabs for state in slab.states if state.param is param)
+        self._borrow(part.slabs if converts else encoded)  # another dtype is made on the GPU
+        with own():
+            places = self._places(part, param)
+            safe = {name: self._safe(value, places) for name, value in read().items()}
+        # Race: what is borrowed goes back to the host, and a slab changes, while threads still copy from it.
+        self._copier.finish()
+        return safe
+
+    def _places(self, part: Part, param: torch.Tensor) -> dict[int, Place]:
+        """Return the places of a parameter's states that exist, by the `id` of the tensor."""
+        return {
+            id(tensor): (state, slab, offset)
+            for slab in part.slabs
+            for state, offset in zip(slab.states, slab.layout.offsets, strict=True)
+            if state.param is param and (tensor := state.read()) is not None
+        }
+
+    def _safe(self, value: Any, places: dict[int, Place]) -> Any:
+        """Return a state that is safe to keep; `places`: what `_places` returned."""
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:  # a count of steps is nobody's slab
+            return value
+        _, slab, offset = places.get(id(value), (None, None, 0))
+        if slab is not None and self._lends and slab.holds(value) and self._can_lend(slab):
+            return slab.lend(value, offset)
+        # A tensor that a load put in the place of another has memory of its own until the next offload. Of a slab that
+        # is encoded, on its way out, what the host has is not the states.
+        if slab is None or slab.state is Residency.RESIDENT or slab.is_encoded or not slab.holds(value):
+            return self._copier.copy(value)
+        host = slab.host_view(value, offset)
+        return self._copier.copy(host) if self._copies else host
+
+    def _can_lend(self, slab: Slab) -> bool:
+        """Return whether a slab can lend its host buffer, which has the slab whole, or will by the end."""
+        if not slab.is_encoded and slab.state in (Residency.OFFLOADING, Residency.RELEASED):
+            return slab.can_lend
+        if slab.is_lent or not slab.can_lend:  # the copy out would go to the one buffer that is not lent
+            return False
+        if slab.state is Residency.RESIDENT:
+            self._here.append(slab)
+        slab.require_writable()  # gives up a copy out that is encoded
+        slab.offload()
+        return True
+
+    def _finish_lending(self) -> None:
+        if self._lends:
+            # Race: the writer would read what has not landed.
+            self._transfers.finish_out()
+        for slab in self._here:
+            # Not those that were borrowed, nor one whose move was interrupted: what interrupted it is to come out.
+            if not slab.interrupted and slab.state is Residency.OFFLOADING:
+                slab.require_writable()
+
+    def _borrow(self, slabs: list[Slab]) -> None:
+        away = [slab for slab in slabs if slab.state is Residency.RELEASED]
+        if away:
+            self._send_back(self.most_borrowed - 1)
+            self._borrowed.append(away)  # before it can fail, so that what has come goes back
+        require_readable(slabs)
+
+    def _send_back(self, left: int) -> None:
+        while len(self._borrowed) > left:
+            for slab in self._borrowed.popleft():
+                if not slab.interrupted:  # by what is on its way to the caller, whom a refusal would keep it from
+                    slab.offload()
+                    slab.release()

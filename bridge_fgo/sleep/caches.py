@@ -1,0 +1,107 @@
+"""Caches and workspaces of Transformer Engine, mcore and cuBLAS, which are made again by whoever needs them next.
+
+They hold no state of training, and nothing else empties them. Each is dropped once nothing that is on the GPU can need
+it: what a forward makes of parameters with "params", what a backward writes to with "grads", and the workspaces of the
+process once both are away.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from bridge_fgo.sleep.moved import Kind
+
+_WEIGHT_CACHE = "_fp8_workspaces"
+"""Attribute of Transformer Engine's modules: a dictionary of weights in FP8, made in the first microbatch of a step."""
+
+_FOR_BACKWARD = (("transformer_engine.pytorch.module.base", "_dummy_wgrads"),)
+"""Dictionaries of tensors of weights' shapes, which autograd takes for gradients where the real ones are fused."""
+
+_FOR_BOTH = (("transformer_engine.pytorch.attention.dot_product_attention.softmax", "_default_causal_mask"),)
+"""Dictionaries of tensors that a pass looks up by shape."""
+
+_WORKSPACES = (("transformer_engine.pytorch.cpp_extensions.gemm", "get_cublas_workspace"),)
+"""Cached functions that return workspaces."""
+
+
+class Caches:
+    """The caches of model chunks, and those of the process.
+
+    Args:
+        chunks: the model chunks.
+        device: where they are.
+    """
+
+    def __init__(self, chunks: Iterable[torch.nn.Module], device: torch.device) -> None:
+        self._modules = [module for chunk in chunks for module in chunk.modules()]
+        self._device = device
+        # RotaryEmbedding's forward, and those like it, keep what they have returned, and the module with it.
+        forwards = {vars(cls).get("forward") for cls in {type(module) for module in self._modules}}
+        self._cached_forwards: list[Any] = [forward for forward in forwards if hasattr(forward, "cache_clear")]
+
+    def drop(self, away: frozenset[Kind], is_mid_step: bool) -> int:
+        """Drop what nobody can need; return the bytes of GPU memory. All work on the GPU must be over.
+
+        Args:
+            away: what is off the GPU.
+            is_mid_step: whether a backward has run since the last update. Weights that are quantized again within a
+                step may get another scale.
+        """
+        before = self._allocated()
+        if "params" in away:
+            for forward in self._cached_forwards:
+                forward.cache_clear()
+            for module in () if is_mid_step else self._modules:
+                if isinstance(cache := getattr(module, _WEIGHT_CACHE, None), dict):
+                    cache.clear()
+        if "grads" in away:
+            _clear(_FOR_BACKWARD)
+        if away >= {"params", "grads"} and not has_graph_memory(self._device):
+            _clear(_FOR_BOTH)
+            _clear_workspaces(self._device)
+        return before - self._allocated()
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+    def close(self) -> None:
+        """Let go of the modules, and of what their forwards keep of them."""
+        for forward in self._cached_forwards:
+            forward.cache_clear()
+        self._modules, self._cached_forwards = [], []
+
+
+def has_graph_memory(device: torch.device) -> bool:
+    """Return whether PyTorch has memory in pools of their own: a CUDA graph may have a workspace's address baked in."""
+    if device.type != "cuda":
+        return False
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    segments = torch.cuda.memory_snapshot()
+    return any(tuple(each["segment_pool_id"]) != (0, 0) for each in segments if each["device"] == index)
+
+
+def of_module(module: str, name: str) -> Any:
+    """Return an attribute of a module that somebody has imported; None where nobody has, or it is another version's."""
+    return vars(sys.modules[module]).get(name) if module in sys.modules else None
+
+
+def _clear(dictionaries: Iterable[tuple[str, str]]) -> None:
+    for module, name in dictionaries:
+        if isinstance(found := of_module(module, name), dict):
+            found.clear()
+
+
+def _clear_workspaces(device: torch.device) -> None:
+    for module, name in _WORKSPACES:
+        clear: Callable[[], None] | None = getattr(of_module(module, name), "cache_clear", None)
+        if clear is not None:
+            clear()
+    of_mcore = of_module("megatron.core.parallel_state", "_GLOBAL_MEMORY_BUFFER")
+    if isinstance(tensors := getattr(of_mcore, "buffer", None), dict):
+        tensors.clear()
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()

@@ -1,0 +1,194 @@
+"""What one sleep or wake has moved, and the clock and the driver's figures around it."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from bridge_fgo.memory.driver import Stream
+
+Kind = Literal["params", "grads", "optimizer"]
+KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")
+"""What leaves and returns apart."""
+
+Kinds = Kind | Literal["all"] | Iterable[Kind]
+"""What a verb is asked to move: a name, or names. No names are nothing."""
+
+RETURNED_BYTES = 2**30
+"""As soon as so many bytes have left, the driver gets them, while others are copied. It takes 290 to 480 GB/s on an
+H200, and 250 where segments are expandable: five times as many as the link."""
+
+PATIENCE = 5.0
+"""Seconds to wait for the GPU after an error; what is queued in a training step takes less."""
+
+LEAST_KEPT_BYTES = 64 * 2**20
+"""Memory that is let go of and does not go, from which on it is said; less may be another thread's."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one call of `Residency` has moved on this rank; all zeros where there was nothing to do.
+
+    After a reload `freed` and `returned` are negative: memory was taken.
+    """
+
+    copied: int = 0
+    """Bytes that crossed the link between GPU and host, in either direction."""
+    freed: int = 0
+    """Bytes of GPU memory of parameters, gradients and states that were let go of."""
+    returned: int = 0
+    """Bytes that the driver has free more than before, by `cudaMemGetInfo`; other processes' too. 0 without a GPU."""
+    seconds: float = 0.0
+    """Host time of the call, at whose end every copy is done."""
+    woke: tuple[str, ...] = ()
+    """What came back though nobody had asked: packed masters need the weights that they round to."""
+    caches: int = 0
+    """Bytes of GPU memory of caches and workspaces that were dropped (`phases.caches`), beside `freed`."""
+    stays: dict[str, int] | None = None
+    """Bytes of GPU memory that are still taken after a sleep: by tensors ("allocated"), by PyTorch's allocator beside
+    them ("cached"), and by all others ("outside"): the CUDA context, NCCL, libraries, other processes."""
+    copied_by_kind: dict[str, int] | None = None
+    """`copied` for each of "params", "grads" and "optimizer" that moved."""
+    seconds_by_part: dict[str, float] | None = None
+    """Host time of the call's parts, waits for the GPU included: "compare" (masters with weights), "optimizer",
+    "params" and "grads" (sums, copies and memory), "wait" (for the last copies), "driver" (memory that it takes back)
+    and "caches" (those that are dropped)."""
+
+
+class Tally:
+    """Counts what a call moves; `moved` gives the figures at its end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._device = device
+        self._free = self._driver_free()
+        self._allocated = self._tensor_bytes()
+        self._began = time.perf_counter()
+        self.copied: dict[str, int] = {}
+        self.parts: dict[str, float] = {}
+        self.freed = 0
+        self.caches = 0
+        self.stays: dict[str, int] | None = None
+        self.woke: list[str] = []
+
+    def _driver_free(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0] if self._is_cuda else 0
+
+    def _tensor_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._is_cuda else 0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time of the block as that of a part."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - began
+
+    def copy(self, kind: str, nbytes: int) -> None:
+        """Count bytes that crossed the link."""
+        self.copied[kind] = self.copied.get(kind, 0) + nbytes
+
+    def note_what_stays(self) -> None:
+        """Take the figures of what is still on the GPU; warn where memory that was let go of is among it."""
+        if not self._is_cuda:
+            return
+        free, total = torch.cuda.mem_get_info(self._device)
+        allocated, reserved = self._tensor_bytes(), torch.cuda.memory_reserved(self._device)
+        self.stays = {"allocated": allocated, "cached": reserved - allocated, "outside": total - free - reserved}
+        kept = self.freed + self.caches - (self._allocated - allocated)
+        if kept > LEAST_KEPT_BYTES:
+            warnings.warn(
+                f"{kept / 1e9:.2f} GB that were sent off the GPU are still taken there: another process has handles of "
+                "them, as of a weight sync by CUDA IPC; have it let go of them before the next sleep",
+                stacklevel=2,
+            )
+
+    def moved(self) -> Moved:
+        """Return the figures up to now."""
+        seconds = time.perf_counter() - self._began
+        return Moved(
+            copied=sum(self.copied.values()),
+            freed=self.freed,
+            caches=self.caches,
+            stays=self.stays,
+            returned=self._driver_free() - self._free,
+            seconds=seconds,
+            woke=tuple(self.woke),
+            copied_by_kind=dict(self.copied),
+            seconds_by_part=dict(self.parts),
+        )
+
+
+class SideStream:
+    """A stream for copies beside what the current one computes; nothing without a GPU.
+
+    Nobody else has it: PyTorch hands the streams of its pool to others too, who would queue behind these copies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._owned = Stream()
+            self._stream = torch.cuda.ExternalStream(self._owned.handle.value, device)
+
+    def after_current(self) -> AbstractContextManager[object]:
+        """Context in which it is the current stream, ordered after what that one holds now."""
+        if self._stream is None:
+            return nullcontext()
+        # Race: an update or an all-gather that is queued may still write what is copied.
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return torch.cuda.stream(self._stream)
+
+    def synchronize(self) -> None:
+        """Have the host wait for the copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def wait_for_gpu(device: torch.device) -> None:
+    """Have the host wait for everything on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wait_for_a_while(wait: Callable[[], object]) -> None:
+    """Wait for what may not end: another rank may have failed before a collective of it.
+
+    Raises:
+        TimeoutError: it has not ended.
+    """
+    ended: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            wait()
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        ended.result(PATIENCE)
+    except TimeoutError:
+        raise TimeoutError(f"work on the GPU, a collective perhaps, has not ended in {PATIENCE:g} seconds") from None
+
+
+def return_to_driver(device: torch.device) -> None:
+    """Give what the allocator caches back to the driver.
+
+    What used it must be over, and the host must know: PyTorch waits for nothing here, and where `cudaFree` does is not
+    documented. On an H200 it did not wait for a copy on another stream.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

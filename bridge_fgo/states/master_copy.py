@@ -1,0 +1,139 @@
+"""mcore's copy of updated masters to the model's weights, for some of the masters at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from bridge_fgo.memory.state import WeightShard
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+Buffers = dict[int, Callable[[], torch.Tensor]]
+"""What reads each weight buffer, by the `id` of its bucket: one callable for each buffer."""
+
+
+class MasterCopy:
+    """Divides `DistributedOptimizer._copy_main_params_to_model_params`, so that masters may leave early.
+
+    The method copies each master of `shard_fp32_from_float16_groups` into the range of the parameter buffer that
+    belongs to the parameter at the same place of `model_float16_groups`; with shorter lists it copies fewer.
+    """
+
+    masters = ("shard_fp32_from_float16_groups", "model_float16_groups")
+    """The optimizer's lists of masters, and of the parameters that they are copied to."""
+    native = ("shard_fp32_groups", "model_fp32_groups")
+    """Its lists of native fp32 parameters that the method copies too."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._copied: frozenset[int] | None = frozenset()
+        """`id` of each master that was copied in the present optimizer step; None while a part is."""
+        self._pairs: dict[int, tuple[Any, Any]] = {}
+
+    def divides(self) -> bool:
+        """Return whether the copy may be divided.
+
+        Not for FP8 and FP4 weights: quantizing is one collective over all of them. And not where masters are
+        staged in the gradient buffer (`reuse_grad_buf_for_mxfp8_param_ag`), which later parts still need.
+        """
+        config, ddp = (getattr(self._optimizer, name, None) for name in ("config", "ddp_config"))
+        quantized = any(getattr(ddp, name, False) for name in ("fp8_param_gather", "fp4_param_gather"))
+        return not (quantized or getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False))
+
+    def rounded_weights(self, dtypes: Collection[torch.dtype] = (torch.bfloat16,)) -> dict[int, WeightShard]:
+        """Return where each fp32 master is rounded to a weight, by the `id` of the master.
+
+        Not for quantized weights (a class of their own), and not where the copy does not divide.
+
+        Args:
+            dtypes: of the weights that are asked for.
+        """
+        if not self.divides() or not hasattr(self._optimizer, self.masters[1]):
+            return {}
+        found = {}
+        buffers: Buffers = {}
+        for master, model in self._all_pairs():
+            rounds = master is not None and master.dtype == torch.float32 and model.dtype in dtypes
+            if not rounds or type(model) not in PLAIN:
+                continue
+            if (shard := self._shard(model, buffers)) is not None:
+                found[id(master)] = shard
+        return found
+
+    def _shard(self, model: torch.Tensor, buffers: Buffers) -> WeightShard | None:
+        """Return where the master of a parameter is rounded to; None where its elements lie in another order."""
+        index, _, bucket = self._optimizer.model_param_gbuf_map[model]
+        place = self._optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+        of_bucket = self._optimizer.buffers[index].buckets[bucket]
+        buffer = buffers.setdefault(id(of_bucket), partial(getattr, of_bucket, "param_data"))
+        return WeightShard(buffer, place.start, place.size)
+
+    def copy_again(self, ids: frozenset[int]) -> None:
+        """Round the masters with the given `id`s to the model's weights, outside of any optimizer step."""
+        with self.one_step():
+            self.copy_part(ids)
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Context of one optimizer step, at whose end nothing counts as copied any more."""
+        try:
+            yield
+        finally:
+            self._copied, self._pairs = frozenset(), {}
+
+    def copy_part(self, ids: frozenset[int]) -> None:
+        """Copy the masters with the given `id`s to the model, by the optimizer's own method."""
+        if not self._pairs:
+            self._pairs = {id(main): (main, model) for main, model in self._all_pairs()}
+        copied, self._copied = self._copied or frozenset(), None
+        try:
+            # Native fp32 parameters are no masters: the call for the rest has them.
+            with self._only([self._pairs[i] for i in ids if i in self._pairs], native=False):
+                self._optimizer._copy_main_params_to_model_params()
+            copied |= ids
+        finally:
+            self._copied = copied
+
+    @contextmanager
+    def of_the_rest(self) -> Iterator[frozenset[int] | None]:
+        """Context in which the method copies what was not copied part by part; gives `Source.writing_back`'s ids."""
+        if copied := self._copied:
+            with self.of_all_but(copied):
+                yield copied
+        else:
+            yield copied
+
+    def of_some(self, ids: frozenset[int]) -> AbstractContextManager[None]:
+        """Context in which the lists hold the masters with these `id`s, and no native fp32 parameters."""
+        return self._only([pair for pair in self._all_pairs() if id(pair[0]) in ids], native=False)
+
+    def of_all_but(self, ids: frozenset[int]) -> AbstractContextManager[None]:
+        """Context in which the lists hold the masters without these `id`s, and the native fp32 parameters."""
+        return self._only([pair for pair in self._all_pairs() if id(pair[0]) not in ids], native=True)
+
+    def _all_pairs(self) -> Iterator[tuple[Any, Any]]:
+        for groups in zip(*(getattr(self._optimizer, name) for name in self.masters), strict=True):
+            yield from zip(*groups, strict=True)
+
+    @contextmanager
+    def _only(self, pairs: list[tuple[Any, Any]], native: bool) -> Iterator[None]:
+        """Context in which the optimizer's lists hold these masters and their parameters only.
+
+        The lists of native fp32 parameters stay as they are (`native`), or are empty.
+        """
+        lists = dict(zip(self.masters, ([[main for main, _ in pairs]], [[model for _, model in pairs]]), strict=True))
+        if not native:
+            lists |= {name: [] for name in self.native}
+        before = {name: getattr(self._optimizer, name) for name in lists}
+        try:
+            for name, value in lists.items():
+                setattr(self._optimizer, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self._optimizer, name, value)

@@ -1,0 +1,247 @@
+"""mcore's DistributedOptimizer with an Adam inside, as a source of states.
+
+Reads only attributes that every mcore from 0.15 on has: `optimizer` (the Adam inside), its `param_groups`
+and `state`, `shard_fp32_from_float16_groups` and `buffers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, override
+
+import torch
+
+from bridge_fgo.memory.guard import class_of
+from bridge_fgo.memory.state import Bundle, State, WeightShard, local
+from bridge_fgo.offload.part import Part
+from bridge_fgo.states.inner_step import InnerStep
+from bridge_fgo.states.late_masters import take_first
+from bridge_fgo.states.master_copy import PLAIN, MasterCopy
+from bridge_fgo.states.source import Source
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What Adam calls its moments."""
+
+MASTER = "master_param"
+"""What TE's FusedAdam calls a master weight that it keeps itself."""
+
+UPSTREAM_OFFLOADERS = ("_state_offloader", "_optimizer_state_offloader")
+"""Attributes in which generation 1 and 2 of mcore keep their offloader."""
+
+TORCH = (torch.optim.Adam, torch.optim.AdamW)
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def is_adam(inner: Any) -> bool:
+    """Return whether an inner optimizer is an Adam whose states the package knows: mcore's choice, or torch's."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    return isinstance(inner, (distrib_optimizer.Adam, *TORCH))
+
+
+class McoreSource(Source):
+    """The states of an optimizer of mcore's that copies fp32 masters to the model's weights after its step.
+
+    Args:
+        optimizer: no stub.
+        master_copy: divides that copy.
+    """
+
+    def __init__(self, optimizer: Any, master_copy: MasterCopy) -> None:
+        self.optimizer = optimizer
+        self._inner_step = InnerStep(optimizer.optimizer)
+        self._master_copy = master_copy
+        self._copies_parts = False
+
+    @property
+    @override
+    def writes_back_by_part(self) -> bool:
+        return self._master_copy.divides()
+
+    @property
+    @override
+    def updates_in_place(self) -> bool:
+        # TE's FusedAdam alone says of what dtypes its states are: it makes fp32 of others, for the length of its step.
+        # torch's Adam makes several temporaries of each parameter, and Muon some of each matrix.
+        dtypes = getattr(self.optimizer.optimizer, "name_to_dtype_map", {})
+        return set(dtypes.values()) == {torch.float32}
+
+    @override
+    def kept_whole_by(self) -> str:
+        return self._inner_step.kept_whole_by()
+
+    @contextmanager
+    @override
+    def stepping(self, run: Callable[[], None], owners: Mapping[int, Part]) -> Iterator[None]:
+        self._copies_parts = self.writes_back_by_part  # asked once, not for each part
+        with self._inner_step.replaced(run, owners), self._master_copy.one_step():
+            yield
+
+    @override
+    def step(self, part: Part | None) -> None:
+        self._inner_step.update(part)
+        if part is not None and part.written_back and self._copies_parts:
+            # Part by part the copy to the model's weights hides behind the copies of the parts that follow, and the
+            # masters may leave at once.
+            self._master_copy.copy_part(part.ids)
+            part.made_exact()
+
+    @override
+    def writing_back(self) -> AbstractContextManager[frozenset[int] | None]:
+        return self._master_copy.of_the_rest()
+
+    @override
+    def rewriting(self, part: Part | None, parts: Iterable[Part]) -> AbstractContextManager[None]:
+        if part is not None:
+            return self._master_copy.of_some(part.ids)
+        return self._master_copy.of_all_but(frozenset().union(*(each.ids for each in parts)))
+
+    def upstream_offloader(self) -> Any:
+        """Return the offloader that mcore has built into the optimizer, or None."""
+        found = [vars(self.optimizer).get(name) for name in UPSTREAM_OFFLOADERS]
+        return next((offloader for offloader in found if offloader is not None), None)
+
+    def drop_other_offloader(self) -> None:
+        """Take mcore's own offloader off the optimizer, as another engine serves it."""
+        for name in UPSTREAM_OFFLOADERS:
+            if vars(self.optimizer).get(name) is not None:
+                setattr(self.optimizer, name, None)
+
+
+class MegatronSource(McoreSource):
+    """The states of a DistributedOptimizer that is no stub, with Adam inside: the moments, and the fp32 masters."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, MasterCopy(optimizer))
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return home_device(self.optimizer)
+
+    @override
+    def states(self) -> list[Bundle]:
+        return bundles(self.optimizer, self._master_copy.rounded_weights())
+
+    def rounded_masters(self) -> list[tuple[torch.Tensor, WeightShard]]:
+        """Return each fp32 master that mcore keeps, and the 16-bit weights of this rank that it is rounded to.
+
+        None of precision-aware Adam's: Transformer Engine keeps those, and rounds them itself.
+        """
+        shards = self._master_copy.rounded_weights(HALF)
+        masters = (master for group in self.optimizer.shard_fp32_from_float16_groups for master in group)
+        return [(master, shards[id(master)]) for master in masters if id(master) in shards]
+
+    def round_again(self, masters: Iterable[torch.Tensor]) -> None:
+        """Write the weights that some masters are rounded to, by mcore's own copy; the masters are on the GPU."""
+        self._master_copy.copy_again(frozenset(id(master) for master in masters))
+
+
+def bundles(optimizer: Any, rounded: Mapping[int, WeightShard] | None = None) -> list[Bundle]:
+    """Return the states of every parameter of a DistributedOptimizer, in the order of its param groups.
+
+    Parameters of no elements are left out. A master weight that shares memory with a DDP buffer (native
+    fp32 parameters) is left out: it is the model's weight, and must never be moved, resized or rebound.
+    `rounded` is what `MasterCopy.rounded_weights` returned.
+    """
+    adam = optimizer.optimizer
+    masters = {id(p) for group in optimizer.shard_fp32_from_float16_groups for p in group if p is not None}
+    owned_by_ddp = ddp_storages(optimizer)
+    result = [Bundle(param) for group in adam.param_groups for param in group["params"] if param.numel()]
+    for bundle in result:
+        param = bundle.param
+        if id(param) in masters and param.untyped_storage()._cdata not in owned_by_ddp:
+            to = (rounded or {}).get(id(param))
+            state = State(
+                "master", "master weight", param, param.dtype, lambda p=param: p, written_back=True, rounds_to=to,
+                take_first=partial(take_first, param),
+            )  # fmt: skip
+            bundle.states.append(state)
+        bundle.states += adam_states(adam, param)
+    return result
+
+
+def adam_states(adam: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[State]:
+    """Yield what an Adam keeps of a parameter: the moments, and a master where it is FusedAdam that has it."""
+    has_masters = getattr(adam, "master_weights", False)
+
+    def state(kind: str, name: str, dtype: torch.dtype) -> State:
+        read = partial(of_inner, adam, param, name)
+        # mcore cannot load into torch's Adam before it has stepped.
+        make = None if isinstance(adam, TORCH) else partial(_make, adam, param, name, dtype)
+        # Of TE's FusedAdam with masters of its own mcore reads states by `get_unscaled_state`, which makes fp32 of one
+        # in 16 bits, on the GPU. Of any other Adam it takes them as they are.
+        converts = has_masters and dtype in HALF
+        return State(kind, name, param, dtype, read, late=True, converts=converts, make=make)
+
+    dtypes = getattr(adam, "name_to_dtype_map", {})  # TE FusedAdam; torch's Adam keeps the dtype of the param
+    for name in MOMENTS:
+        yield state("moment", name, dtypes.get(name, param.dtype))
+    if has_masters:
+        # TE keeps the low 16 bits of a bf16 parameter's fp32 master alone (store_param_remainders).
+        remainders = getattr(adam, "store_param_remainders", False) and param.dtype == torch.bfloat16
+        yield state("master", MASTER, torch.int16 if remainders else dtypes[MASTER])
+
+
+def load_groups(adam: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load the param groups of a state dictionary into an Adam, whose states stay as they are."""
+    state = adam.state
+    torch.optim.Optimizer.load_state_dict(adam, {**state_dict, "state": {}})
+    adam.state = state
+
+
+def _make(adam: Any, param: torch.Tensor, name: str, dtype: torch.dtype) -> None:
+    """Make a state of TE's FusedAdam, as mcore does for all of them together before it loads a checkpoint."""
+    if hasattr(adam, "set_scaled_state"):  # makes what goes with it, scales say; of integers or of fp32
+        dtype = dtype if dtype == torch.int16 else torch.float32
+        adam.set_scaled_state(param, name, torch.zeros(param.shape, dtype=dtype, device=param.device))
+    else:
+        adam.state[param][name] = torch.zeros(param.shape, dtype=dtype, device=param.device)
+
+
+def of_inner(adam: torch.optim.Optimizer, param: torch.Tensor, name: str) -> torch.Tensor | None:
+    """Return a tensor of `adam.state` as it is now, or None before the first step made it.
+
+    Raises:
+        ValueError: the tensor is a subclass with scales of its own (FP8 moments).
+    """
+    # Not states[param]: `optimizer.state` is a defaultdict, and Adam takes an empty entry for a made one. And not kept:
+    # load_state_dict puts another dictionary there.
+    tensor = adam.state.get(param, {}).get(name)
+    if tensor is not None:
+        tensor = local(tensor)
+    if tensor is None or class_of(tensor) in PLAIN:
+        return tensor
+    raise ValueError(
+        f"optimizer state {name!r} is a {type(tensor).__name__}: only plain tensors can be offloaded; set "
+        f"optimizer.{name}_dtype to torch.float32 or torch.bfloat16"
+    )
+
+
+def ddp_storages(optimizer: Any) -> set[int]:
+    """Return the storages (`_cdata`) of the DDP parameter and gradient buffers behind a DistributedOptimizer."""
+    data = (getattr(buffer, name, None) for buffer in optimizer.buffers for name in ("param_data", "grad_data"))
+    return {tensor.untyped_storage()._cdata for tensor in data if tensor is not None}
+
+
+def live_bytes(states: Iterable[Bundle], home: torch.device) -> int:
+    """Return the bytes of memory on the device `home` that states hold now.
+
+    Released states count as nothing; states that an upstream offloader turned into host tensors neither.
+    """
+    tensors = (state.read() for bundle in states for state in bundle.states)
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None and tensor.device == home]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def home_device(optimizer: Any) -> torch.device:
+    """Return the device on which the states of a DistributedOptimizer are when resident: its DDP buffers'.
+
+    The model's under Megatron-FSDP, and of a pipeline stage in which nothing trains: these have no such buffers.
+    """
+    for buffer in getattr(optimizer, "buffers", ()):
+        return buffer.grad_data.device
+    return next(param.device for chunk in optimizer.model_chunks for param in chunk.parameters())

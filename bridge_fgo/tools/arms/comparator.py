@@ -1,0 +1,133 @@
+"""The bitwise comparator: whether the numbers and the final states of two runs are the same to the last bit.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bridge_fgo.tools.arms.runner import ArmRun, Event, exact_number
+
+DIGESTS = ("params", "masters", "moments")
+"""Parts of the final state of which an arm leaves a digest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """One part of two runs: a scalar over the steps that both logged, or a digest of the final state."""
+
+    part: str
+    equal: bool
+    steps: int | None = None
+    """How many steps both logged; None for a digest."""
+    different: tuple[int, ...] = ()
+    """The steps that differ, in order."""
+    values: tuple[float | None, float | None] | None = None
+    """Both values at the first different step."""
+    largest: float | None = None
+    """Largest absolute difference; NaN where one of the two is, or is missing."""
+
+    @property
+    def first_different(self) -> int | None:
+        """The first step that differs."""
+        return self.different[0] if self.different else None
+
+
+def bits(value: float | None, as_fp32: bool = False) -> bytes:
+    """Return bytes that are equal for two numbers exactly when their bits are; none for None.
+
+    `==` would not do: it holds 0.0 and -0.0 for equal, and a NaN for different from itself.
+    """
+    if value is None:
+        return b""
+    return struct.pack("<d", ctypes.c_float(value).value if as_fp32 else value)
+
+
+def number_bits(event: Event, name: str) -> bytes:
+    """Return the `bits` of a number of an event."""
+    return bits(exact_number(event, name))
+
+
+def compare_scalar(
+    part: str, first: Mapping[int, float | None], second: Mapping[int, float | None], as_fp32: bool = False
+) -> Parity:
+    """Compare a scalar of two runs, by step, in the steps that both have.
+
+    Args:
+        part: what to call it.
+        first: the values of one run by step.
+        second: those of the other.
+        as_fp32: whether to compare 32 bits of each, because one of the runs kept no more.
+    """
+    steps = sorted(first.keys() & second.keys())
+    different = tuple(step for step in steps if bits(first[step], as_fp32) != bits(second[step], as_fp32))
+    return Parity(
+        part=part,
+        equal=not different,
+        steps=len(steps),
+        different=different,
+        values=(first[different[0]], second[different[0]]) if different else None,
+        # A NaN makes no order; sorted last by being told apart from itself.
+        largest=max((_apart(first[step], second[step]) for step in different), key=lambda d: (d != d, d), default=0.0),
+    )
+
+
+def _apart(first: float | None, second: float | None) -> float:
+    return math.nan if first is None or second is None else abs(first - second)
+
+
+def compare_digests(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, bool]:
+    """Compare the digests of two final states, by name.
+
+    One that is missing on either side counts as different: equality has to be shown.
+    """
+    return {name: bool(first.get(name)) and first.get(name) == second.get(name) for name in DIGESTS}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The parts of two arms that are equal to the last bit. `steps[i]` is the i-th step's loss."""
+
+    steps: tuple[bool, ...]
+    same_steps: bool
+    grad_norms: bool
+    digests: dict[str, bool]
+
+    @property
+    def parts(self) -> dict[str, bool]:
+        """Every part that was compared, by name."""
+        losses = self.same_steps and all(self.steps)
+        return {"losses": losses, "grad norms": self.grad_norms, **self.digests}
+
+    @property
+    def bitwise_equal(self) -> bool:
+        """Whether all parts are equal."""
+        return all(self.parts.values())
+
+
+def compare(resident: ArmRun, offloaded: ArmRun) -> Comparison:
+    """Compare losses, gradient norms, skipped steps and the digests of the final state of two arms."""
+    pairs = list(zip(resident.steps, offloaded.steps, strict=False))
+    whole = len(resident.steps) == len(offloaded.steps) > 0
+
+    def scalar(name: str) -> Parity:
+        first, second = (
+            {place: exact_number(event, name) for place, event in enumerate(arm.steps)} for arm in (resident, offloaded)
+        )
+        return compare_scalar(name, first, second)
+
+    def ran_alike(a: Event, b: Event) -> bool:
+        return a["step"] == b["step"] and bool(a["skipped"]) == bool(b["skipped"])
+
+    different = scalar("loss").different
+    return Comparison(
+        steps=tuple(place not in different for place in range(len(pairs))),
+        same_steps=whole and all(ran_alike(a, b) for a, b in pairs),
+        grad_norms=whole and scalar("grad_norm").equal,
+        digests=compare_digests(resident.result.get("digests", {}), offloaded.result.get("digests", {})),
+    )

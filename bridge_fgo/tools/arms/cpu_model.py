@@ -1,0 +1,368 @@
+"""What the CPU arm trains: options, Bridge's config, a small GPT in mcore's DDP, data, and a schedule."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+
+from bridge_fgo.tools.arms.lengths import cut, length_of
+
+Precision = Literal["bf16", "fp16", "fp32_params"]
+Optimizer = Literal["adam", "muon", "adaptive_muon", "dist_muon"]
+Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+CONSTANT_LOSS_SCALE = 128.0
+"""Gives bf16 the grad scaler without which mcore does not look for infs; a power of two, so that scaling and
+unscaling are exact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuOptions:
+    """What to train and what to let happen. Steps count from 1.
+
+    Raises:
+        ValueError: an option that cannot be had; the message names it.
+    """
+
+    offload: bool = False
+    """`cfg.optimizer.offload_optimizer_states`."""
+    chunks: int = 1
+    """Model chunks (virtual pipeline stages) on the one rank: 1 or 2."""
+    experts: bool = False
+    """Mixture of experts, so that the ChainedOptimizer has a DistributedOptimizer for dense parameters and
+    another for expert parameters."""
+    frozen: bool = False
+    """Train the attention's output projections only, as PEFT trains adapters."""
+    precision: Precision = "bf16"
+    """"fp16" scales the loss dynamically, from so high that the first steps overflow and are skipped.
+    "fp32_params" is bf16 with native fp32 layer norms, whose "masters" are views of DDP's buffers."""
+    adam: Literal["torch"] = "torch"
+    """The Adam inside: mcore's fallback, torch.optim.AdamW."""
+    optimizer: Optimizer = "adam"
+    """`cfg.optimizer.optimizer`. Muons need emerging-optimizers, and `distributed=False`."""
+    distributed: bool = True
+    """`use_distributed_optimizer`; without it each rank updates whole parameters, under mcore's
+    Float16OptimizerWithFloat16Params."""
+    fsdp: Sharding | None = None
+    """Megatron-FSDP, and what it shards; None for mcore's DDP."""
+    instances: int = 1
+    """Distributed optimizer instances: groups of ranks among which the states are sharded."""
+    outer_sharding: Literal["no_shard", "optim"] = "no_shard"
+    """Megatron-FSDP's sharding between the instances."""
+    swiglu: bool = False
+    """Gated layers, whose first matrix `fsdp_dtensor` checkpoints split in two."""
+    tp: int = 1
+    """Ranks of tensor parallelism."""
+    pp: int = 1
+    """Pipeline stages."""
+    frozen_stage: int | None = None
+    """The pipeline stage of which nothing trains."""
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "blockwise"
+    """How those orthogonalize a matrix that they share; all but the first have collectives in the update."""
+    moment2: Literal["adamuon", "normuon"] = "adamuon"
+    """Second moments of AdaptiveMuon: of each element, or of each row or column."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients during backward, as soon as they are ready."""
+    overlap_param_gather: bool = False
+    """Gather parameters in the next forward, by hooks before each module; needs `overlap_grad_reduce`."""
+    found_inf_steps: frozenset[int] = frozenset()
+    """Steps whose gradients are infinite, so that the optimizer skips them."""
+    grad_norm_skip_steps: frozenset[int] = frozenset()
+    """Steps that the optimizer skips because of `grad_norm_skip_threshold`."""
+    rerun_steps: frozenset[int] = frozenset()
+    """Steps with a transient fault in the first forward-backward pass, so that there is a second one."""
+    checkpoint_exit_step: int | None = None
+    """Step with a fault in both passes, after which Bridge's loop would save a checkpoint and exit."""
+    layers: int = 2
+    """Transformer layers of each chunk: mcore does not divide them on a single pipeline rank."""
+    hidden: int = 128
+    vocab: int = 256
+    sequence: int = 32
+    lengths: tuple[int, ...] = ()
+    """Lengths up to `sequence` that sequences take in turn, in steps and within them; see `harness.lengths`."""
+    microbatches: int = 2
+    micro_batch_size: int = 2
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if self.chunks not in (1, 2):
+            raise ValueError(f"chunks={self.chunks}: use 1 or 2")
+        if self.layers % (self.chunks * self.pp):
+            raise ValueError(f"layers={self.layers}: use a multiple of chunks={self.chunks} x pp={self.pp}")
+        if self.precision not in get_args(Precision):
+            one_of = ", ".join(get_args(Precision))
+            raise ValueError(f"precision={self.precision!r}: use one of {one_of}")
+        if self.optimizer not in get_args(Optimizer):
+            raise ValueError(f"optimizer={self.optimizer!r}: use one of {', '.join(get_args(Optimizer))}")
+        if self.optimizer != "adam" and self.distributed:
+            raise ValueError(f"optimizer={self.optimizer!r}: set distributed=False, as mcore asks for")
+        if self.fsdp is not None:
+            if self.fsdp not in get_args(Sharding):
+                raise ValueError(f"fsdp={self.fsdp!r}: use one of {', '.join(get_args(Sharding))}")
+            if self.chunks != 1 or self.precision != "bf16" or not self.distributed:
+                raise ValueError(f"fsdp={self.fsdp!r}: use chunks=1, precision='bf16' and distributed=True")
+        if self.adam != "torch":
+            raise ValueError(f"adam={self.adam!r}: only 'torch' runs on the CPU")
+        if any(not 0 < length <= self.sequence for length in self.lengths):
+            raise ValueError(f"lengths={self.lengths}: use lengths up to sequence={self.sequence}")
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError("overlap_param_gather=True: set overlap_grad_reduce=True too, as mcore asks for")
+        exits = set() if self.checkpoint_exit_step is None else {self.checkpoint_exit_step}
+        for name, steps in (("rerun_steps", self.rerun_steps), ("checkpoint_exit_step", exits)):
+            if any(step < 2 for step in steps):
+                raise ValueError(f"{name}: use steps from 2 on; Bridge does not validate the first step")
+        if exits & self.rerun_steps:
+            raise ValueError(f"checkpoint_exit_step={self.checkpoint_exit_step} is one of rerun_steps")
+
+
+def make_config(options: CpuOptions) -> Any:
+    """Return Bridge's ConfigContainer, not validated yet.
+
+    Nothing in it depends on how many steps will run, so that a shorter run is the beginning of a longer one.
+    """
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.training import config as bridge
+
+    half = torch.float16 if options.precision == "fp16" else torch.bfloat16
+    is_fp16 = half == torch.float16
+    variants: dict[str, Any] = {}
+    if options.experts:
+        variants.update(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=options.hidden)
+    if options.swiglu:
+        variants.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+    if options.fsdp is not None:
+        variants.update(calculate_per_token_loss=True)  # else gradients are averaged by a reduction that gloo lacks
+    model = GPTModelProvider(
+        num_layers=options.layers,
+        hidden_size=options.hidden,
+        ffn_hidden_size=4 * options.hidden,
+        num_attention_heads=4,
+        tensor_model_parallel_size=options.tp,
+        pipeline_model_parallel_size=options.pp,
+        vocab_size=options.vocab,
+        seq_length=options.sequence,
+        virtual_pipeline_model_parallel_size=options.chunks if options.chunks > 1 else None,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        hidden_dropout=0.1,  # so that a rerun that did not restore the random state would differ
+        attention_dropout=0.0,
+        add_bias_linear=not options.experts,  # mcore's plain-torch experts cannot differentiate a bias
+        fp16=is_fp16,
+        bf16=not is_fp16,
+        params_dtype=half,
+        pipeline_dtype=half,
+        autocast_dtype=half,
+        use_cpu_initialization=True,
+        # Everything fused is a CUDA kernel.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        cross_entropy_loss_fusion=False,
+        persist_layer_norm=False,
+        transformer_layer_spec=layer_spec,
+        **variants,
+    )
+    optimizer: Any = bridge.OptimizerConfig(
+        optimizer=options.optimizer,
+        muon_tp_mode=options.muon_tp_mode,
+        adaptive_muon_moment2_method=options.moment2,
+        lr=2e-3,
+        min_lr=1e-4,
+        clip_grad=1.0,
+        fp16=is_fp16,
+        bf16=not is_fp16,
+        params_dtype=half,
+        use_distributed_optimizer=options.distributed,
+        loss_scale=CONSTANT_LOSS_SCALE if options.found_inf_steps and not is_fp16 else None,
+        initial_loss_scale=2.0**20,
+        loss_scale_window=4,
+        hysteresis=1,
+    )
+    # An attribute and no argument: mcore releases without an offloader have no such field.
+    optimizer.offload_optimizer_states = options.offload
+    fsdp: dict[str, Any] = {}
+    if options.fsdp is not None:
+        fsdp.update(
+            use_megatron_fsdp=True,
+            data_parallel_sharding_strategy=options.fsdp,
+            outer_dp_sharding_strategy=options.outer_sharding,
+        )
+    validates = options.rerun_steps or options.checkpoint_exit_step is not None
+    rerun_mode = "validate_results" if validates else "disabled"
+    return bridge.ConfigContainer(
+        model=model,
+        train=bridge.TrainingConfig(
+            micro_batch_size=options.micro_batch_size,
+            global_batch_size=options.micro_batch_size * options.microbatches,
+            train_iters=1000,
+        ),
+        optimizer=optimizer,
+        scheduler=bridge.SchedulerConfig(
+            lr_decay_style="cosine",
+            lr_decay_iters=1000,
+            lr_warmup_iters=0,  # with a warm-up the first step's learning rate is 0 and updates nothing
+            start_weight_decay=0.01,
+            end_weight_decay=0.01,
+            weight_decay_incr_style="constant",
+        ),
+        ddp=bridge.DistributedDataParallelConfig(
+            use_distributed_optimizer=options.distributed,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=options.overlap_grad_reduce,
+            overlap_param_gather=options.overlap_param_gather,
+            check_for_nan_in_grad=False,  # would raise where the optimizer is to find the infs
+            num_distributed_optimizer_instances=options.instances,
+            **fsdp,
+        ),
+        dataset=bridge.MockGPTDatasetConfig(
+            seq_length=options.sequence,
+            random_seed=options.seed,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+        ),
+        rerun_state_machine=bridge.RerunStateMachineConfig(rerun_mode=rerun_mode),
+        logger=bridge.LoggerConfig(),
+        tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=options.vocab),
+        checkpoint=bridge.CheckpointConfig(ckpt_format="torch_dist" if options.fsdp is None else "fsdp_dtensor"),
+    )
+
+
+def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Return mcore's layers of plain torch for one model chunk."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    stage = config._pg_collection.pp.rank()
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, pp_rank=stage)
+
+
+def make_model(options: CpuOptions, cfg: Any, groups: Any) -> list[torch.nn.Module]:
+    """Return the model chunks, each as DDP(Float16Module(GPTModel)), or in Megatron-FSDP, like Bridge's `get_model`.
+
+    Not through `get_model`, because it makes several chunks only on several pipeline ranks.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.transformer.module import Float16Module
+
+    provider = cfg.model
+    provider._pg_collection = groups
+    model = []
+    for chunk in range(options.chunks):
+        module = Float16Module(provider, provider.provide(vp_stage=chunk if options.chunks > 1 else None))
+        for name, parameter in module.named_parameters():
+            if ".experts." in name:
+                # mcore says so itself only where expert parallelism spans several ranks.
+                parameter.allreduce = False  # type: ignore[reportAttributeAccessIssue]
+            if options.frozen:
+                parameter.requires_grad_(".linear_proj." in name)
+            if options.frozen_stage == groups.pp.rank():
+                parameter.requires_grad_(False)
+        if options.precision == "fp32_params":
+            for layer in module.modules():
+                if isinstance(layer, torch.nn.LayerNorm):
+                    layer.float()
+        wrapper: Any = DistributedDataParallel
+        if options.fsdp is not None:
+            wrapper = partial(FullyShardedDataParallel, device=torch.device("cpu"))
+        model.append(
+            wrapper(
+                config=provider,
+                ddp_config=cfg.ddp,
+                module=module,
+                disable_bucketing=chunk > 0,
+                pg_collection=groups,
+            )
+        )
+    return model
+
+
+def microbatches(options: CpuOptions) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield microbatches for ever: "tokens" and "labels", int64 of (micro_batch_size, sequence).
+
+    Each row counts up by a stride of its own, which a small model can learn.
+    """
+    generator = torch.Generator().manual_seed(options.seed)
+    rows = (options.micro_batch_size, 1)
+    for number in itertools.count():
+        start = torch.randint(options.vocab, rows, generator=generator)
+        stride = torch.randint(1, 4, rows, generator=generator)
+        row = (start + stride * torch.arange(options.sequence + 1)) % options.vocab
+        length = length_of(*divmod(number, options.microbatches), options.lengths or (options.sequence,))
+        yield cut({"tokens": row[:, :-1], "labels": row[:, 1:]}, length)
+
+
+def forward_backward_chunks(
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: list[Iterator[dict[str, torch.Tensor]]],
+    model: list[torch.nn.Module],
+    num_microbatches: int,
+    pg_collection: Any,
+    forward_only: bool = False,
+    force_all_reduce: bool = False,
+    **unused: Any,
+) -> list[dict[str, torch.Tensor]]:
+    """Run forward and backward of several model chunks that lie on one rank; return the microbatches' losses.
+
+    mcore's interleaved schedule cannot do this: with one pipeline rank it plans no warm-up, so that its first
+    backward comes before the last chunk's first forward. This one is built of the same parts: mcore's
+    forward_step and backward_step for one chunk, and one call of `finalize_model_grads_func` for all chunks.
+    Each microbatch goes forward through all chunks and back before the next.
+    """
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.utils import get_model_config
+
+    assert not forward_only, "this schedule is for training"
+    config = get_model_config(model[0])
+    last = len(model) - 1
+    losses: list[dict[str, torch.Tensor]] = []
+    tokens = torch.zeros([], dtype=torch.int)
+    for microbatch in range(num_microbatches):
+        with contextlib.ExitStack() as no_sync:
+            if config.no_sync_func is not None and microbatch < num_microbatches - 1:
+                for chunk_no_sync in config.no_sync_func:
+                    no_sync.enter_context(chunk_no_sync())
+            inputs: list[torch.Tensor | None] = [None]
+            outputs: list[Any] = []
+            for chunk, module in enumerate(model):
+                output: Any
+                output, count = schedules.forward_step(
+                    forward_step_func,
+                    data_iterator[chunk],
+                    module,
+                    num_microbatches,
+                    inputs[chunk],
+                    losses,
+                    config,
+                    pg_collection.cp.size(),
+                    is_first_microbatch=microbatch == 0,
+                    current_microbatch=microbatch,
+                    vp_stage=chunk,
+                    is_last_stage=chunk == last,
+                )
+                tokens += count
+                outputs.append(output)
+                if chunk < last:
+                    # What the next stage would receive: the values, without the graph.
+                    inputs.append(output.detach().clone().requires_grad_())
+                    schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
+            gradient = None
+            for chunk in reversed(range(len(model))):
+                gradient = schedules.backward_step(inputs[chunk], outputs[chunk], gradient, config)
+    if config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func(
+            model,
+            tokens if config.calculate_per_token_loss else None,
+            pg_collection=pg_collection,
+            force_all_reduce=force_all_reduce,
+        )
+    return losses

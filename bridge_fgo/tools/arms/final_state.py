@@ -1,0 +1,190 @@
+"""What training left behind on a GPU rank: parameters, master weights and moments, and their digests."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from bridge_fgo.engines.attachment import attachment_of
+from bridge_fgo.states.fsdp import is_fsdp
+from bridge_fgo.tools.arms.record import digest, digest_each, joined
+
+if TYPE_CHECKING:
+    import torch
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "moment2_buffer")
+"""What Adam and Muon call theirs."""
+
+
+def mcore_optimizers(optimizer: Any) -> Iterator[Any]:
+    """Yield every optimizer that has masters and an optimizer inside, in the order of the chain."""
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+    if isinstance(optimizer, MixedPrecisionOptimizer):  # DistributedOptimizer, or Float16OptimizerWithFloat16Params
+        yield optimizer
+    for child in getattr(optimizer, "chained_optimizers", ()):
+        yield from mcore_optimizers(child)
+
+
+def _groups(chunk: Any) -> list[Any]:
+    return chunk.param_and_grad_buffer.parameter_groups
+
+
+def fsdp_weights(model: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Return this rank's weights of a model under Megatron-FSDP, by name: what it has of them between two steps.
+
+    Its shard, which it keeps, or whole weights where it keeps no buffer of them.
+    """
+    found = {}
+    for number, chunk in enumerate(model):
+        for index, group in enumerate(_groups(chunk)):
+            buffer = group.model_weight_buffer
+            for place, param in enumerate(group.params):
+                # Not the buffer's data: between and after the weights are bytes that nobody has written.
+                weight = param if buffer is None else buffer.get_item(place, only_shard=True)
+                found[f"{number}.{index}.{place}"] = weight
+    return found
+
+
+def fsdp_states(leaf: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield (kind, name, tensor) of this rank's masters and moments under Megatron-FSDP: the local shards.
+
+    A weight without a master is what the optimizer inside steps itself, and is none.
+    """
+    names = {
+        id(p): name for chunk in leaf.model_chunks for name, p in chunk.param_and_grad_buffer.optimizer_named_parameters
+    }
+    buffers = [group.main_weight_buffer for chunk in leaf.model_chunks for group in _groups(chunk)]
+    masters = {buffer.data.untyped_storage()._cdata for buffer in buffers if buffer is not None}
+    for group in leaf.optimizer.param_groups:
+        for param in group["params"]:
+            name, local = names[id(param)], param._local_tensor
+            if local.untyped_storage()._cdata in masters:
+                yield "masters", name, local
+            for key in MOMENTS:
+                if key in leaf.optimizer.state.get(param, {}):
+                    yield "moments", f"{name}.{key}", leaf.optimizer.state[param][key]._local_tensor
+
+
+def _stepped(optimizer: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what each optimizer inside steps: a name, mcore's optimizer, the parameter."""
+    for number, leaf in enumerate(mcore_optimizers(optimizer)):
+        if leaf.optimizer is None:  # a rank with nothing to train
+            continue
+        for group, parameters in enumerate(leaf.optimizer.param_groups):
+            for index, parameter in enumerate(parameters["params"]):
+                yield f"{number}.{group}.{index}", leaf, parameter
+
+
+def _state_of(leaf: Any, parameter: Any) -> dict[str, torch.Tensor]:
+    """Return the master and the moments of a parameter that the optimizer inside steps, the master first."""
+    states = leaf.optimizer.state.get(parameter, {})
+    return {"master": states.get("master_param", parameter), **{key: states[key] for key in MOMENTS if key in states}}
+
+
+def _weights(model: Sequence[Any]) -> dict[str, torch.Tensor]:
+    named = ((chunk, *pair) for chunk, module in enumerate(model) for pair in module.named_parameters())
+    return {f"{chunk}.{name}": parameter for chunk, name, parameter in named}
+
+
+def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Return this rank's parameters, master weights and moments, each by name.
+
+    Masters are the inner optimizer's parameters, or their `master_param` states (fp32,
+    or int16 remainders) where the precision-aware optimizer holds them. Looks for them
+    itself instead of asking the package: what is compared should not depend on what is
+    being tested.
+
+    Raises:
+        RuntimeError: a tensor's memory is released, or there are no masters or moments: equal digests of nothing would
+            prove nothing.
+    """
+    state: dict[str, dict[str, torch.Tensor]] = {"params": _weights(model), "masters": {}, "moments": {}}
+    for leaf in mcore_optimizers(optimizer):
+        if hasattr(leaf, "synchronize_optimizer_state_for_checkpoint"):
+            leaf.synchronize_optimizer_state_for_checkpoint()  # mcore generation 2
+    if any(is_fsdp(leaf) for leaf in mcore_optimizers(optimizer)):
+        state["params"] = fsdp_weights(model)
+        for number, leaf in enumerate(mcore_optimizers(optimizer)):
+            for kind, name, tensor in fsdp_states(leaf):
+                state[kind][f"{number}.{name}"] = tensor
+    else:
+        for name, leaf, parameter in _stepped(optimizer):
+            moments = _state_of(leaf, parameter)
+            state["masters"][name] = moments.pop("master")
+            state["moments"] |= {f"{name}.{key}": moment for key, moment in moments.items()}
+    for part, tensors in state.items():
+        if not tensors:
+            raise RuntimeError(f"found no {part} to compare after training")
+        for name, tensor in tensors.items():
+            end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+            if tensor.untyped_storage().nbytes() < end:
+                raise RuntimeError(f"{part} {name} has no memory after training: it is still released")
+    return state
+
+
+Read = Callable[[], dict[str, Any]]
+
+
+@contextmanager
+def _handed_out(leaf: Any) -> Iterator[Callable[[Any, Read], dict[str, Any]]]:
+    """Context in which states are to be had, a parameter at a time, without bringing those that are away to the GPU.
+
+    It gives a function of a parameter and of what reads its states.
+    """
+    to = attachment_of(leaf)
+    if to is None:
+        yield lambda parameter, read: read()
+        return
+    with to.engine.saving(to.source, copies=False):
+        yield partial(to.engine.hand_out, to.source)
+
+
+def digests_by_parameter(model: Sequence[Any], optimizer: Any) -> tuple[dict[str, str], int]:
+    """Return the digests of what `final_state` returns, and the bytes of masters and moments.
+
+    States are read where they are, on the GPU or the host, and those of one parameter at a time: they need not fit the
+    GPU together, nor the host twice. With an engine of mcore's all of them come to the GPU.
+
+    Raises:
+        RuntimeError: as `final_state`, for masters or moments that there are none of.
+    """
+    found: dict[str, list[bytes]] = {"masters": [], "moments": []}
+    nbytes = 0
+    for each in mcore_optimizers(optimizer):
+        with _handed_out(each) as hand_out:
+            for _, leaf, parameter in _stepped(each):
+                states = hand_out(parameter, partial(_state_of, leaf, parameter))
+                master, *moments = digest_each(states.values())
+                found["masters"].append(master)
+                found["moments"] += moments
+                nbytes += sum(tensor.numel() * tensor.element_size() for tensor in states.values())
+    for part, digests in found.items():
+        if not digests:
+            raise RuntimeError(f"found no {part} to compare after training")
+    return {"params": digest(_weights(model)), **{part: joined(digests) for part, digests in found.items()}}, nbytes
+
+
+def of_ranks(mine: Any) -> list[Any]:
+    """Gather an object of each rank; return them in the order of ranks. Collective; all ranks get them."""
+    import torch
+
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, mine)
+    return every
+
+
+def joined_digests(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, str]:
+    """Return one digest for each part of the state, over all ranks. Collective; all ranks get it."""
+    return digests_of_ranks({part: digest(tensors) for part, tensors in state.items()})
+
+
+def digests_of_ranks(mine: dict[str, str]) -> dict[str, str]:
+    """Return one digest for each part, over those of all ranks. Collective; all ranks get it."""
+    every = of_ranks(mine)
+    if len(every) == 1:
+        return mine
+    return {part: hashlib.sha256("".join(rank[part] for rank in every).encode()).hexdigest() for part in mine}

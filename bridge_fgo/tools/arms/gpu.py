@@ -1,0 +1,203 @@
+"""One training arm on GPUs: a small GPT through Bridge's own `pretrain()`, on mock data.
+
+    python -m bridge_fgo.tools.arms.gpu --steps 50 --offload on --events events.jsonl
+    torchrun --nproc-per-node 2 -m bridge_fgo.tools.arms.gpu --tp 2 ...
+
+Rank 0 writes the events that `bridge_fgo.tools.demo` and the tests read. Digests cover
+every rank; bytes and times are rank 0's. Two runs with the same options are bitwise
+equal, but with `--fused-loss`, and experts with `--no-deterministic`; so whatever else differs between two arms comes
+from what sets them apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from bridge_fgo.bridge.fsdp_refusals import STRATEGIES
+from bridge_fgo.options import add_offload_options, offload_config
+from bridge_fgo.tools.arms.gpu_config import build_config
+from bridge_fgo.tools.arms.phase_clock import PhaseClock
+from bridge_fgo.tools.arms.process_setup import (
+    forget_attention_backend,
+    make_deterministic,
+    skip_building_what_is_built,
+    use_one_rank_by_default,
+)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the options; a combination that makes no sense ends the process with status 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bridge_fgo.tools.arms.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    size = parser.add_argument_group("size")
+    size.add_argument("--layers", type=int, default=8)
+    size.add_argument("--hidden", type=int, default=2048)
+    size.add_argument("--ffn", type=int, help="default: 4 times hidden")
+    size.add_argument("--heads", type=int, default=16)
+    size.add_argument("--groups", type=int, help="of heads that share keys and values; default: half of the heads")
+    size.add_argument("--vocab", type=int, default=32000)
+    size.add_argument("--seq", type=int, default=1024)
+    size.add_argument(
+        "--lengths",
+        type=lambda text: [int(length) for length in text.split(",")],
+        help="comma-separated lengths, no longer than --seq, that sequences take in turn, in steps and within them",
+    )
+    size.add_argument("--mbs", type=int, default=2, help="sequences of a microbatch")
+    size.add_argument("--gbs", type=int, default=8, help="sequences of a step, over all ranks")
+    size.add_argument("--experts", type=int, help="of a mixture of experts in every layer; default: none")
+    size.add_argument("--topk", type=int, default=2, help="experts a token")
+    size.add_argument("--steps", type=int, default=20)
+    spread = parser.add_argument_group("parallelism")
+    spread.add_argument("--tp", type=int, default=1)
+    spread.add_argument("--pp", type=int, default=1)
+    spread.add_argument("--vpp", type=int, help="model chunks of a pipeline stage; default: one, not interleaved")
+    spread.add_argument("--cp", type=int, default=1)
+    spread.add_argument("--ep", type=int, default=1)
+    spread.add_argument("--instances", type=int, default=1, help="distributed optimizer instances")
+    spread.add_argument(
+        "--dp-overlap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="overlap gradient reduction and parameter gathering with computation",
+    )
+    optimizer = parser.add_argument_group("optimizer")
+    optimizer.add_argument(
+        "--optimizer",
+        choices=("adam", "muon", "adaptive_muon", "dist_muon"),
+        default="adam",
+        help="Muons need emerging-optimizers, and --no-distributed",
+    )
+    optimizer.add_argument(
+        "--distributed",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="mcore's DistributedOptimizer; without, each rank updates whole parameters",
+    )
+    optimizer.add_argument(
+        "--layer-wise",
+        action="store_true",
+        help="the peer arm: Muon's matrices under a layer-wise optimizer, the rest under a DistributedOptimizer, and "
+        "mcore's own offload of both. Needs Megatron-LM's dev branch and a Bridge with the patches of patches/",
+    )
+    optimizer.add_argument(
+        "--fsdp",
+        choices=STRATEGIES,
+        help="Megatron-FSDP, and what it shards; default: mcore's DDP",
+    )
+    optimizer.add_argument("--precision-aware", action="store_true")
+    optimizer.add_argument("--moments-dtype", choices=("fp32", "bf16"), default="fp32")
+    optimizer.add_argument("--hybrid", action="store_true", help="the peer arm: Adam on the CPU")
+    parser.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Bridge's deterministic mode; without it two resident runs of a mixture of experts may differ already",
+    )
+    parser.add_argument("--fused-loss", action="store_true", help="two resident runs may differ already")
+    offload = parser.add_argument_group("offload")
+    offload.add_argument("--offload", choices=("on", "off"), default="off")
+    offload.add_argument("--no-install", action="store_true", help="set the flag, leave this package out")
+    offload.add_argument("--released-throughout", action="store_true", help="measure, but go by no plan")
+    offload.add_argument(
+        "--chunk-numel", type=int, default=0, help="elements of a chunk of the step of Megatron-LM #6544; default: none"
+    )
+    add_offload_options(offload)
+    checkpoint = parser.add_argument_group("checkpoints")
+    checkpoint.add_argument("--save", type=Path, help="folder to save into every --save-interval steps, and at the end")
+    checkpoint.add_argument("--save-interval", type=int, default=4)
+    checkpoint.add_argument("--async-save", action="store_true", help="by mcore's persistent worker")
+    checkpoint.add_argument(
+        "--finish-saves", action="store_true", help="wait for the background writer after a save, in no step's time"
+    )
+    checkpoint.add_argument("--fully-reshardable", action="store_true", help="default: dp_reshardable")
+    checkpoint.add_argument("--load", type=Path, help="folder to resume from")
+    checkpoint.add_argument("--load-step", type=int, help="default: the newest")
+    checkpoint.add_argument("--load-optim", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--recompute",
+        choices=("none", "attention", "full"),
+        default="none",
+        help="what to recompute in backward: attention scores, or all of a layer",
+    )
+    graphs = parser.add_mutually_exclusive_group()
+    graphs.add_argument("--te-graphs", action="store_true", help="capture the MLP of each layer into CUDA graphs")
+    graphs.add_argument("--full-graphs", action="store_true", help="capture forward and backward of a step into one")
+    parser.add_argument(
+        "--alone-steps", type=int, default=0, help="so many steps more, for the host's work for copies by itself"
+    )
+    parser.add_argument(
+        "--digest-by-parameter",
+        action="store_true",
+        help="read the final state where it is: it need not fit the GPU; with the package's own engine",
+    )
+    parser.add_argument("--trace", type=Path, help="profile two steps more, not among the figures, into this file")
+    parser.add_argument(
+        "--turns", type=Path, help="socket at which to wait for turns on the GPU; see bridge_fgo.tools.arms.turns"
+    )
+    parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
+    options = parser.parse_args(arguments)
+    if options.fused_loss and options.deterministic:
+        parser.error("--fused-loss is not deterministic: give --no-deterministic too")
+    if any(length > options.seq for length in options.lengths or ()):
+        parser.error(f"--lengths {options.lengths}: none may be above --seq {options.seq}")
+    if options.lengths and (options.pp > 1 or options.cp > 1):
+        parser.error("--lengths goes without --pp and --cp: their ranks agree on one length for the run")
+    if options.ffn is None:
+        options.ffn = 4 * options.hidden
+    if options.groups is None:
+        options.groups = options.heads // 2 if options.heads % 2 == 0 else options.heads
+    if options.moments_dtype != "fp32" and not options.precision_aware:
+        parser.error("--moments-dtype bf16 needs --precision-aware")
+    if options.layer_wise and not (
+        options.optimizer == "muon" and options.distributed and options.offload == "on" and options.no_install
+    ):
+        parser.error("--layer-wise goes with --optimizer muon --offload on --no-install alone")
+    if options.optimizer != "adam" and options.distributed and not options.layer_wise:
+        parser.error(f"--optimizer {options.optimizer} is not distributed by its elements: give --no-distributed")
+    if options.fsdp is not None and not options.distributed:
+        parser.error("--fsdp has a distributed optimizer: leave out --no-distributed")
+    if options.fsdp is not None and options.digest_by_parameter:
+        parser.error("--digest-by-parameter does not know the states of --fsdp")
+    if options.hybrid and options.offload == "on":
+        parser.error("--hybrid keeps the states on the CPU for good: it does not go with --offload on")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one arm. What goes wrong ends the process with a traceback and a status other than 0."""
+    options = parse(arguments)
+    use_one_rank_by_default()
+    if options.deterministic:
+        make_deterministic()
+    import bridge_fgo
+
+    if options.offload == "on" and not options.no_install:
+        bridge_fgo.install(offload_config(options))
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    from bridge_fgo.tools.arms.gpu_recorder import Recorder
+    from bridge_fgo.tools.arms.lengths import in_turn
+
+    if options.lengths:
+        forward_step = in_turn(forward_step, options.lengths)
+    if options.released_throughout:
+        from bridge_fgo.offload.policy import HoldPolicy
+
+        HoldPolicy.plans_for = lambda policy, kind: []  # type: ignore[method-assign]
+    skip_building_what_is_built()
+    forget_attention_backend()
+    clock = PhaseClock(options.steps)
+    config, recorder = build_config(options), Recorder(options, clock)
+    config.model.register_post_wrap_hook(recorder.model_is_built)
+    # Events that are captured tell no time, and a replay calls no forward step.
+    pretrain(config, forward_step if options.full_graphs else clock.timed(forward_step), callbacks=[recorder])
+
+
+if __name__ == "__main__":
+    main()

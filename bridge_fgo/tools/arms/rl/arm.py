@@ -1,0 +1,134 @@
+"""One run of the GRPO loop, which sleeps between updates or does not.
+
+    python -m bridge_fgo.tools.arms.rl.arm --device cpu --sleep on --steps 20 --events events.jsonl
+    torchrun --nproc-per-node 4 -m bridge_fgo.tools.arms.rl.arm --device cuda --tp 2 --pp 2 ...
+
+Rank 0 writes the events that `bridge-fgo demo --rl` reads. Digests cover every rank; bytes and seconds are rank 0's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge_fgo.tools.arms.rl.options import RlOptions
+
+if TYPE_CHECKING:
+    from bridge_fgo.tools.arms.record import EventWriter
+    from bridge_fgo.tools.arms.rl.loop import Iteration, Loop
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[RlOptions, Path]:
+    """Return the options and the file of events; what cannot be parsed ends the process with status 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bridge_fgo.tools.arms.rl.arm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
+    kinds = {"str": str, "int": int, "float": float, "bool": _switch}
+    for option in fields(RlOptions):
+        parser.add_argument(f"--{option.name.replace('_', '-')}", type=kinds[str(option.type)], default=option.default)
+    given = vars(parser.parse_args(arguments))
+    events = given.pop("events")
+    try:
+        return RlOptions(**given), events
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _switch(word: str) -> bool:
+    """Parse "on" and "off"."""
+    if word not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"{word!r}: use on or off")
+    return word == "on"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one arm. What goes wrong ends the process with a traceback and a status other than 0."""
+    options, events = parse(arguments)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # mcore's engine has a bar for each call
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: nothing may take a GPU that is there
+        from bridge_fgo.tools.standins.cuda import install_standins
+
+        install_standins()
+    else:
+        from bridge_fgo.tools.arms.process_setup import make_deterministic
+
+        make_deterministic()
+    from bridge_fgo.tools.arms.record import EventWriter
+    from bridge_fgo.tools.arms.rl.loop import Loop
+    from bridge_fgo.tools.arms.rl.neighbour import Neighbour
+
+    rank = int(os.environ.get("RANK", "0"))
+    with contextlib.ExitStack() as stack:
+        writer = None
+        if rank == 0:
+            writer = EventWriter(events)
+            stack.callback(writer.close)
+            writer.start(_device(options))
+        neighbour = None
+        if options.device == "cuda" and options.sleep:
+            neighbour = stack.enter_context(Neighbour(f"cuda:{os.environ.get('LOCAL_RANK', '0')}"))
+        loop = Loop(options, neighbour)
+        stack.callback(loop.close)
+        iterations = []
+        for number in range(1, options.steps + 1):
+            iterations.append(loop.iterate(number))
+            if writer is not None:
+                _write(writer, iterations[-1])
+        _end(writer, loop, [phase for iteration in iterations for phase in iteration.phases])
+
+
+def _device(options: RlOptions) -> str:
+    import torch
+
+    return "cpu" if options.device == "cpu" else torch.cuda.get_device_name()
+
+
+def _write(writer: EventWriter, iteration: Iteration) -> None:
+    writer.step(
+        step=iteration.number,
+        loss=iteration.loss,
+        grad_norm=iteration.grad_norm,
+        skipped=iteration.skipped,
+        passes=1,
+        seconds=iteration.phases[-1]["at"],
+        reward=iteration.reward,
+        kl=iteration.kl,
+        held=iteration.held,
+        phases=iteration.phases,
+    )
+
+
+def _end(writer: EventWriter | None, loop: Loop, phases: list[dict[str, Any]]) -> None:
+    """Write the final state of all ranks, and the most of what was in the phases. A collective."""
+    from bridge_fgo.tools.arms.final_state import final_state, joined_digests
+
+    digests = joined_digests(final_state(loop.trainer.model, loop.trainer.optimizer))
+    if writer is None:
+        return
+    memory = loop.memory.now()
+    writer.result(
+        digests=digests,
+        engine="native" if loop.options.sleep else None,
+        state_bytes=memory["optimizer"],
+        released_bytes=max(phase.get("freed", 0) for phase in phases),
+        pinned_bytes=loop.policy.pinned_bytes + loop.reference.pinned_bytes if loop.options.sleep else 0,
+        peak_allocated_bytes=max(phase["memory"].get("peak", 0) for phase in phases),
+        peak_reserved_bytes=max(phase["memory"].get("reserved", 0) for phase in phases),
+        peak_forward_backward_bytes=None,
+        peak_step_bytes=None,
+        step_seconds=[],
+        bytes_by_kind=memory,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Notes the phases of an iteration: when each ended, the bytes that it moved, and the memory then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from bridge_fgo.sleep.moved import Moved
+from bridge_fgo.tools.arms.final_state import mcore_optimizers
+
+KINDS = ("params", "grads", "optimizer", "reference")
+
+
+class Memory:
+    """Bytes of a device that a policy, its optimizer and the reference model take, by kind.
+
+    Looks for the memory itself: what is shown should not depend on what has moved it.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, reference: Any) -> None:
+        self._model, self._optimizer, self._reference = model, optimizer, reference
+        self._device = next(model[0].parameters()).device
+
+    def now(self) -> dict[str, int]:
+        """Return the bytes of `KINDS`."""
+        parameters = [parameter for chunk in self._model for parameter in chunk.parameters()]
+        tensors: dict[str, Iterable[torch.Tensor]] = {
+            "params": parameters,
+            "grads": [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")],
+            "optimizer": self._states(),
+            "reference": [parameter for chunk in self._reference for parameter in chunk.parameters()],
+        }
+        counted: set[int] = set()  # masters of fp32 parameters, say, are these parameters
+        return {kind: self._bytes(tensors[kind], counted) for kind in KINDS}
+
+    def allocated(self) -> dict[str, int]:
+        """Return what PyTorch's allocator has in use on a GPU, and most of it since the last call; else nothing."""
+        if self._device.type != "cuda":
+            return {}
+        found = {
+            "allocated": torch.cuda.memory_allocated(self._device),
+            "peak": torch.cuda.max_memory_allocated(self._device),
+            "reserved": torch.cuda.memory_reserved(self._device),
+        }
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return found
+
+    def _states(self) -> list[torch.Tensor]:
+        found = []
+        for leaf in mcore_optimizers(self._optimizer):
+            if leaf.optimizer is None:  # a rank with nothing to train
+                continue
+            found += [param for group in leaf.optimizer.param_groups for param in group["params"]]
+            states = [value for state in leaf.optimizer.state.values() for value in state.values()]
+            found += [value for value in states if isinstance(value, torch.Tensor)]
+        return found
+
+    def _bytes(self, tensors: Iterable[torch.Tensor], counted: set[int]) -> int:
+        total = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device == self._device and storage._cdata not in counted:
+                counted.add(storage._cdata)
+                total += storage.nbytes()
+        return total
+
+
+class Diary:
+    """The phases of one iteration."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._began = time.perf_counter()
+        self.phases: list[dict[str, Any]] = []
+        self.note("begins")
+
+    def note(self, phase: str, moved: Moved | None = None) -> None:
+        """Note that a phase is over, and where it moved anything, what."""
+        figures: dict[str, Any] = {"phase": phase, "at": time.perf_counter() - self._began}
+        if moved is not None:
+            figures |= {name: getattr(moved, name) for name in ("copied", "freed", "returned", "seconds")}
+        self.phases.append(figures | {"memory": self._memory.now() | self._memory.allocated()})

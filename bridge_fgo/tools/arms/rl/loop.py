@@ -1,0 +1,124 @@
+"""The loop: sleep, wake the weights, sample and judge, wake the rest, train.
+
+Everything that is particular to a shared GPU is in `iterate`: five calls of `bridge_fgo.Residency`. Nothing else
+changes where the trainer does not sleep, and the weights end bitwise the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import bridge_fgo
+from bridge_fgo.sleep.moved import Moved
+from bridge_fgo.tools.arms.final_state import of_ranks
+from bridge_fgo.tools.arms.rl.diary import Diary, Memory
+from bridge_fgo.tools.arms.rl.grpo import advantages
+from bridge_fgo.tools.arms.rl.neighbour import Neighbour
+from bridge_fgo.tools.arms.rl.options import RlOptions
+from bridge_fgo.tools.arms.rl.rollouts import Sampler
+from bridge_fgo.tools.arms.rl.task import Copying
+from bridge_fgo.tools.arms.rl.trainer import Trainer
+
+
+class Awake:
+    """Stands in for a Residency where nothing leaves the GPU."""
+
+    def offload(self, *what: str) -> Moved:
+        """Move nothing."""
+        return Moved()
+
+    reload = offload
+
+
+@dataclass
+class Iteration:
+    """Figures of one iteration. Rewards and losses are of all ranks, phases of this one."""
+
+    number: int
+    reward: float
+    loss: float
+    kl: float
+    grad_norm: float
+    skipped: bool
+    held: int
+    """Bytes that the second process held while the trainer slept; 0 where there is none."""
+    phases: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Loop:
+    """GRPO on the copying task.
+
+    Args:
+        options: what to train.
+        neighbour: a second process that takes the memory while the trainer sleeps; None for none.
+    """
+
+    def __init__(self, options: RlOptions, neighbour: Neighbour | None = None) -> None:
+        self.options, self.neighbour = options, neighbour
+        self.task = Copying(options.symbols, options.length)
+        self.trainer = Trainer(options, self.task.vocab_size)
+        self.sampler = Sampler(self.trainer.inner, options, self.task)
+        trainer = self.trainer
+        self.memory = Memory(trainer.model, trainer.optimizer, trainer.reference)
+        self.policy: Any = bridge_fgo.Residency(trainer.model, trainer.optimizer) if options.sleep else Awake()
+        self.reference: Any = bridge_fgo.Residency(trainer.reference) if options.sleep else Awake()
+        self.reference.offload()
+
+    def iterate(self, number: int) -> Iteration:
+        """Run an iteration; iterations count from 1."""
+        options, trainer, policy, reference = self.options, self.trainer, self.policy, self.reference
+        diary = Diary(self.memory)
+
+        # Asleep. In a job with an inference engine of its own this is where that one has the GPU.
+        moved = policy.offload()
+        diary.note("asleep", moved)
+        held = 0
+        if self.neighbour is not None:
+            held = self.neighbour.take(moved.returned)
+            self.neighbour.give_back()
+            diary.note("lent")
+
+        # The weights alone: mcore's engine samples with them, and log-probabilities need no more.
+        diary.note("params wake", policy.reload("params"))
+        prompts = self.task.prompts(options.prompts, seed=self._seed(number))
+        rollouts = self.sampler.generate([prompt for prompt in prompts for _ in range(options.group)])
+        diary.note("rollouts")
+        old = trainer.log_probs(trainer.model, rollouts)
+        diary.note("reference wakes", reference.reload())
+        near = trainer.log_probs(trainer.reference, rollouts)
+        diary.note("reference sleeps", reference.offload())
+
+        # Awake: gradients are zeros, masters and moments what they were.
+        diary.note("awake", policy.reload())
+        batch = rollouts.inputs() | {
+            "answers": rollouts.answers,
+            "advantages": advantages(rollouts.rewards, options.group),
+            "old": old,
+            "reference": near,
+        }
+        figures: dict[str, Any] = {}
+        for _ in range(options.updates):
+            figures = trainer.update(batch)
+        diary.note("trained")
+        if self.neighbour is not None and options.crowd and number == 1:  # the allocator has what training needs
+            self.neighbour.crowd()
+        return Iteration(number, **self._of_all(rollouts.rewards, figures), held=held, phases=diary.phases)
+
+    def _seed(self, number: int) -> int:
+        """Return what prompts are drawn by: another number in each iteration and on each data-parallel rank."""
+        return self.options.seed + 1000 * number + self.trainer.data_rank
+
+    def _of_all(self, rewards: torch.Tensor, figures: dict[str, Any]) -> dict[str, Any]:
+        """Return the mean reward of all ranks, and the figures of the last, whose pipeline stage has the loss."""
+        ranks = of_ranks((float(rewards.mean()), figures))
+        return {"reward": sum(reward for reward, _ in ranks) / len(ranks), **ranks[-1][1]}
+
+    def close(self) -> None:
+        """Bring everything back and tear down what Bridge has set up."""
+        if self.options.sleep:
+            self.reference.close()
+            self.policy.close()
+        self.trainer.close()

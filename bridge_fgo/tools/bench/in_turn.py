@@ -1,0 +1,165 @@
+"""Runs all arms at once, which train in turn on the same GPUs, so that a host that changes its speed slows all alike.
+
+    start     all arms start and build side by side, until each waits before its first step
+    warm-up   each trains `WARM_UP_STEPS` in a turn of its own: moments come to exist, and engines make their plans
+    rounds    in each round every arm has a turn of some steps; the order rotates from round to round
+    end       one arm after another takes what is left of its steps, and writes its result
+
+Where time runs out before all rounds are done, the end begins earlier, and arms leave out what steps they have left.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from bridge_fgo.tools.arms.phase_clock import FIRST_COUNTED_STEP
+from bridge_fgo.tools.arms.runner import POLL_SECONDS, ArmFailed, ArmProcess, ArmRun
+from bridge_fgo.tools.arms.turns import WARM_UP, Turnstile
+from bridge_fgo.tools.bench.presets import read_name
+from bridge_fgo.tools.bench.rounds import medians
+
+WARM_UP_STEPS = FIRST_COUNTED_STEP + 10
+"""Steps of the turn that does not count: to the first that would count without turns, and those in which an engine
+tries which copies go first (`bridge_fgo.offload.precedence`)."""
+
+END_SECONDS = 15
+"""From the last round to the end of an arm's process, one after another: mostly digests of what it has trained. Those
+of five arms of 0.8 billion parameters took more than 73 s on two H100."""
+
+
+def order_of(names: list[str], number: int) -> list[str]:
+    """Return the order of arms in round `number`, counted from 1: each round begins with another arm."""
+    first = (number - 1) % len(names)
+    return names[first:] + names[:first]
+
+
+def squeezed_arms(runs: Mapping[str, list[ArmRun]]) -> dict[str, str]:
+    """Return why arms with a budget of "auto" tell nothing, by name: others held memory that would have been theirs.
+
+    Where all of an arm's states stay on the GPU, the others took nothing from it.
+
+    Args:
+        runs: of each arm, by its name.
+    """
+    left = {name: run.result["released_bytes"] for name, of_arm in runs.items() for run in of_arm}
+    return {
+        name: f"{name}: {nbytes / 1e9:.2f} GB of states left the GPU, whose memory the other arms shared; run it "
+        "without --in-turn, or beside fewer arms"
+        for name, nbytes in left.items()
+        if nbytes and read_name(name)[0] == "auto"
+    }
+
+
+class InTurn:
+    """Arms that take turns.
+
+    Args:
+        names: of the arms.
+        start: starts the arm of a name, which is to wait for its turns at the address that it is given.
+        rounds: how many turns of each arm count.
+        turn_steps: steps of such a turn.
+        timeout: seconds after which an arm is given up that does not come up, or does not end its turn.
+        is_needed: whether without the arm of that name the others are not worth running.
+        tell: called with a line to show whenever something has happened.
+        time_limit: seconds from the start of `run`, after which it should have ended; None for no limit.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        start: Callable[[str, Path], ArmProcess],
+        rounds: int,
+        turn_steps: int,
+        timeout: float,
+        is_needed: Callable[[str], bool] = lambda name: False,
+        tell: Callable[[str], None] = lambda line: None,
+        time_limit: float | None = None,
+    ) -> None:
+        self.names = names
+        self._start = start
+        self._rounds = rounds
+        self._turn_steps = turn_steps
+        self._timeout = timeout
+        self._is_needed = is_needed
+        self._tell = tell
+        self._time_limit = time_limit
+        self._turnstile = Turnstile()
+        self._processes: dict[str, ArmProcess] = {}
+        self.results: dict[str, ArmRun] = {}
+        """Events and results of the arms that ended well, by name."""
+        self.failures: dict[str, ArmFailed] = {}
+        """Why the others did not, by name."""
+
+    def run(self) -> None:
+        """Run all arms to their end.
+
+        Raises:
+            ArmFailed: an arm has failed that is needed.
+        """
+        started = time.monotonic()
+        with self._turnstile:
+            try:
+                for name in self.names:
+                    self._processes[name] = self._start(name, self._turnstile.add(name))
+                for name in self.names:
+                    self._await(name, "its start", until_it_waits=True)
+                self._tell("all arms wait for their turns: warm-up")
+                self._take_turns(self.names, WARM_UP, WARM_UP_STEPS)
+                done, longest = 0, 0.0
+                while not done or (done < self._rounds and not self._is_late(started, longest)):
+                    before = time.monotonic()
+                    done += 1
+                    self._take_turns(order_of(self.names, done), done, self._turn_steps)
+                    longest = max(longest, time.monotonic() - before)
+                    self._tell(f"round {done} of {self._rounds}: {self._newest_medians()}")
+                self._take_turns(self.names, done + 1, None, ends_early=done < self._rounds)
+            finally:
+                for process in self._processes.values():  # Ctrl-C here must not leave a trainer on the GPU
+                    process.end()
+
+    def _is_late(self, started: float, longest: float) -> bool:
+        """Return whether another round, as long as the longest so far, would leave no time for the ends of the arms."""
+        if self._time_limit is None:
+            return False
+        return time.monotonic() - started + longest + END_SECONDS * len(self._processes) > self._time_limit
+
+    def _newest_medians(self) -> str:
+        """Return each arm's median seconds in the round that is over, which are known also where no end is reached."""
+        newest = {name: medians(process.run_so_far())[0][-1] for name, process in self._processes.items()}
+        return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in newest.items())
+
+    def _take_turns(self, names: list[str], turn: int, steps: int | None, ends_early: bool = False) -> None:
+        for name in names:
+            self._await(name, "its wait for a turn", until_it_waits=True)  # it may have died in another's
+            if name in self._processes:
+                self._turnstile.grant(name, turn, steps, ends_early)
+                self._await(name, f"turn {turn}", until_it_waits=steps is not None)
+
+    def _await(self, name: str, what: str, until_it_waits: bool) -> None:
+        """Return when the arm's process has ended, and before that when it waits for its next turn."""
+        process = self._processes.get(name)
+        if process is None:
+            return
+        deadline, late = time.monotonic() + self._timeout, ""
+        while not (until_it_waits and self._turnstile.is_waiting(name)):
+            self._turnstile.poll(POLL_SECONDS)
+            if not process.is_running():
+                break
+            if time.monotonic() >= deadline:
+                late = f"{what} took longer than {self._timeout:g} s"
+                break
+        else:
+            return
+        process.end()
+        del self._processes[name]
+        try:
+            self.results[name] = process.result(late)
+        except ArmFailed as failure:
+            if self._is_needed(name):
+                raise
+            self.failures[name] = failure
+            self._tell(f"{failure}\n{failure.log_tail}")

@@ -1,0 +1,235 @@
+"""What the bench trains, and which arms there are."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from bridge_fgo.bridge.fsdp_refusals import STRATEGIES
+
+PRESETS = {
+    # 1.64B parameters; 4 microbatches of 2 x 2048 tokens on one GPU, far too short to hide the copies behind.
+    "short": "--layers 24 --hidden 2048 --ffn 8192 --heads 16 --seq 2048 --mbs 2",
+    # The same model with six times the tokens in a microbatch, in sequences four times as long: its forward takes
+    # longer than the states take over the link, and its activations are larger than they.
+    "long": "--layers 24 --hidden 2048 --ffn 8192 --heads 16 --seq 8192 --mbs 3 --recompute attention",
+    # A mixture of experts: a ChainedOptimizer of dense and expert parameters, experts over all GPUs.
+    "moe": "--layers 12 --hidden 1024 --ffn 4096 --heads 16 --seq 2048 --mbs 2 --experts 16 --topk 2",
+    # As many states as the first in narrower layers, each tensor's updated on its own: more than 400 slabs.
+    "slabs": "--layers 51 --hidden 1408 --ffn 5632 --heads 16 --seq 2048 --mbs 2",
+    # 5.93B parameters, of which states and activations together need 148 GB: more than an H200 has.
+    "tight": "--layers 32 --hidden 4096 --ffn 11008 --heads 32 --groups 8 --seq 2048 --mbs 2",
+}
+MICROBATCHES = {"short": 4, "long": 2, "moe": 4, "slabs": 4, "tight": 16}
+RESIDENT = {"tight": ("--recompute", "attention")}
+"""Options that make the resident arm fit the GPU, by preset; a preset that fits without has none."""
+RECOMPUTED = ("--recompute", "full", "--mbs", "4")
+"""Options of the arm that recomputes every layer. That saves the most memory without offload, which larger microbatches
+then use."""
+SLAB_BYTES = {"slabs": 4 * 2**20}
+"""Size of a slab of this package's engine, in MiB; where there is none, the default."""
+OPTIMIZERS = ("adam", "muon", "dist_muon")
+CHUNK_NUMEL = 2**25
+"""Elements of a chunk of the step of Megatron-LM #6544, whose states are 0.4 GB: about as much as a part of this
+package's step has."""
+NAMES = ("resident", "recomputed", "native", "whole", "half", "auto", "mcore", "fsdp_resident", "fsdp", "hybrid")
+RESIDENTS = ("resident", "fsdp_resident")
+"""Arms that others are compared with: those of Megatron-FSDP with a resident one of its own."""
+
+
+@dataclass(frozen=True)
+class BenchArm:
+    """One arm. options: of `bridge_fgo.tools.arms.gpu`; python_path: comes first in PYTHONPATH.
+
+    name: with variables of its own it is `native:CUDA_DEVICE_MAX_CONNECTIONS=1`.
+    """
+
+    name: str
+    options: tuple[str, ...]
+    python_path: str = ""
+    bitwise: bool = True
+    """Whether it has to be bitwise equal to the resident arm: Adam on the CPU rounds otherwise, and so do microbatches
+    of another size."""
+    half: bool = False
+    """Whether it gets a budget that asks for half of the saving, from the resident arm's peak."""
+    saves: bool = True
+    """Whether it can save in the background: with mcore's offloaders that is refused."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that set it apart from another arm of its kind."""
+
+    @property
+    def kind(self) -> str:
+        """One of `NAMES`, but for `mcore` arms of several checkouts."""
+        return self.name.partition(":")[0]
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether others are compared with it."""
+        return self.kind in RESIDENTS
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether Megatron-FSDP shards its model."""
+        return self.kind.startswith("fsdp")
+
+    @property
+    def file_name(self) -> str:
+        """The arm's name in a form that file names may have."""
+        return re.sub(r"[^\w.:=-]+", "_", self.name)
+
+
+def size_options(
+    preset: str, gpus: int, tp: int = 1, microbatches: int | None = None, layers: int | None = None
+) -> list[str]:
+    """Return the arm's options for the sizes of a preset.
+
+    Args:
+        preset: of `PRESETS`.
+        gpus: how many.
+        tp: tensor-parallel ranks, with sequence parallelism; the rest is data-parallel.
+        microbatches: of a step on each data-parallel rank; None for the preset's.
+        layers: of the model; None for the preset's.
+
+    Raises:
+        ValueError: the GPUs are no whole number of tensor-parallel groups.
+    """
+    if gpus % tp:
+        raise ValueError(f"--tp {tp}: --gpus {gpus} is not a multiple of it")
+    options = PRESETS[preset].split()
+    if layers is not None:
+        options[options.index("--layers") + 1] = str(layers)
+    # Jobs train without that mode. Dense arms were bitwise equal without it on H200, as their loss is not fused; a
+    # mixture of experts adds up what its experts return in any order.
+    options += ["--deterministic" if preset == "moe" else "--no-deterministic"]
+    microbatch = int(options[options.index("--mbs") + 1])
+    options += ["--gbs", str(microbatch * (microbatches or MICROBATCHES[preset]) * (gpus // tp))]
+    if tp > 1:
+        options += ["--tp", str(tp)]
+    if preset == "moe":
+        options += ["--ep", str(gpus // tp)]
+    return options
+
+
+def save_options(steps: int, folder: str) -> list[str]:
+    """Return the arm's options for two background saves into `folder`, the second in the steps that count."""
+    return ["--save", folder, "--save-interval", str(steps // 2), "--async-save", "--finish-saves"]
+
+
+def read_name(text: str) -> tuple[str, dict[str, str]]:
+    """Return the kind of an arm and its variables: of `native:A=1:B=2`, "native" and {"A": "1", "B": "2"}."""
+    kind, *variables = re.split(r":(?=[A-Za-z_]\w*=)", text)
+    return kind, dict(variable.split("=", 1) for variable in variables)
+
+
+def resident_of(arm: BenchArm, among: list[BenchArm]) -> BenchArm:
+    """Return the resident arm with the same variables as `arm`; the first resident one where there is none.
+
+    Arms with Megatron-FSDP have resident ones of their own, of which one has to be there.
+    """
+    residents = [other for other in among if other.is_resident and other.is_fsdp is arm.is_fsdp]
+    return next((other for other in residents if other.environment == arm.environment), residents[0])
+
+
+def arms(
+    names: list[str], megatron_lm: list[str], preset: str, optimizer: str = "adam", fsdp: str | None = None
+) -> list[BenchArm]:
+    """Return the arms of the given names, in that order.
+
+    Args:
+        names: of `NAMES`, each with variables of its environment where it has some: `native:A=1:B=2`.
+        megatron_lm: checkouts of Megatron-LM's `dev` branch; each gives an `mcore` arm of its own. With none the
+            installed mcore is taken.
+        preset: of `PRESETS`.
+        optimizer: of `OPTIMIZERS`.
+        fsdp: of `STRATEGIES`, of the arms with Megatron-FSDP; None where there are none.
+
+    Raises:
+        ValueError: a name is unknown or given twice, or the resident arm, which all others are compared with, is not
+            the first; or a checkout is not whole; or an arm cannot train with the optimizer.
+    """
+    read = [read_name(name) for name in names]
+    unknown = [kind for kind, _ in read if kind not in NAMES]
+    if unknown or not names or names[0] != "resident":
+        near = [other for kind in unknown for other in difflib.get_close_matches(kind, NAMES, n=1)]
+        meant = f"{', '.join(unknown)} is no arm: did you mean {', '.join(near)}? " if near else ""
+        raise ValueError(f"--arms {','.join(names)}: {meant}use resident first, then any of {', '.join(NAMES[1:])}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"--arms {','.join(names)}: an arm is there twice; --rounds says how often each runs")
+    _check_fsdp([kind for kind, _ in read], optimizer, fsdp)
+    found: list[BenchArm] = []
+    for kind, environment in read:
+        suffix = "".join(f":{name}={value}" for name, value in environment.items())
+        for arm in _arms_of(kind, megatron_lm, preset, optimizer, fsdp):
+            found.append(replace(arm, name=arm.name + suffix, environment=environment))
+    return found
+
+
+def _check_fsdp(kinds: list[str], optimizer: str, fsdp: str | None) -> None:
+    """Raise ValueError where arms with Megatron-FSDP and what it is to shard do not go together."""
+    has_arms = {kind: kind in kinds for kind in ("fsdp_resident", "fsdp")}
+    if fsdp is None and not any(has_arms.values()):
+        return
+    if fsdp not in STRATEGIES:
+        raise ValueError(f"the arms fsdp_resident and fsdp: say what it shards, --fsdp {', '.join(STRATEGIES)}")
+    if not all(has_arms.values()):
+        raise ValueError(
+            f"--fsdp {fsdp} with --arms {','.join(kinds)}: the arms of Megatron-FSDP are two, fsdp_resident and fsdp, "
+            "which is compared with it; name both"
+        )
+    if optimizer != "adam":
+        raise ValueError(f"--fsdp {fsdp} with --optimizer {optimizer}: its arms train with Adam alone; leave one out")
+
+
+def _arms_of(kind: str, megatron_lm: list[str], preset: str, optimizer: str, fsdp: str | None) -> list[BenchArm]:
+    muon = () if optimizer == "adam" else ("--no-distributed", "--optimizer", optimizer)
+    native = (*muon, "--offload", "on", "--engine", "native")
+    if preset in SLAB_BYTES:
+        native += ("--slab-bytes", str(SLAB_BYTES[preset]))
+    if fsdp is not None and kind.startswith("fsdp"):
+        # Its checkpoints are not written in the background.
+        resident = ("--offload", "off", *RESIDENT.get(preset, ()))
+        return [BenchArm(kind, ("--fsdp", fsdp, *(resident if kind in RESIDENTS else native)), saves=False)]
+    if kind == "resident":
+        return [BenchArm(kind, (*muon, "--offload", "off", *RESIDENT.get(preset, ())))]
+    if kind == "recomputed":
+        return [BenchArm(kind, (*muon, "--offload", "off", *RECOMPUTED), bitwise=False)]
+    if kind == "native":
+        return [BenchArm(kind, native)]
+    if kind == "whole":
+        return [BenchArm(kind, (*native, "--no-master-remainders"))]
+    if kind == "half":
+        return [BenchArm(kind, native, half=True)]
+    if kind == "auto":
+        return [BenchArm(kind, (*native, "--gpu-memory-budget-gib", "auto"))]
+    if kind == "hybrid" and muon:
+        raise ValueError(f"--optimizer {optimizer} with the hybrid arm: HybridDeviceOptimizer is Adam; leave it out")
+    if kind == "hybrid":
+        return [BenchArm(kind, ("--hybrid",), bitwise=False)]
+    for path in megatron_lm:
+        # Bridge imports `megatron.training` too, and that of the wheel does not go with the checkout's `megatron.core`.
+        missing = [part for part in ("core", "training") if not Path(path, "megatron", part, "__init__.py").exists()]
+        if missing:
+            raise ValueError(
+                f"--megatron-lm {path}: there is no megatron/{missing[0]} in it; give the top of a checkout of "
+                "Megatron-LM's dev branch with its whole `megatron` folder"
+            )
+    if muon:
+        # Its parameters are in other optimizers than the resident arm's, so that digests would be of other lists.
+        upstream, is_bitwise = ("--optimizer", "muon", "--layer-wise", "--offload", "on", "--no-install"), False
+    else:
+        upstream, is_bitwise = ("--offload", "on", "--engine", "mcore"), True
+    return [
+        BenchArm(f"mcore{i or ''}", (*upstream, *_chunks(path, muon)), path, bitwise=is_bitwise, saves=False)
+        for i, path in enumerate(megatron_lm or [""])
+    ]
+
+
+def _chunks(megatron_lm: str, muon: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the options that have a checkout with Megatron-LM #6544 step in chunks."""
+    config = Path(megatron_lm, "megatron", "core", "optimizer", "optimizer_config.py")
+    if muon or not config.is_file() or "offload_optimizer_states_chunk_numel" not in config.read_text(encoding="utf-8"):
+        return ()
+    return ("--chunk-numel", str(CHUNK_NUMEL))

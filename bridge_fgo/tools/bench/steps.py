@@ -1,0 +1,130 @@
+"""Which steps of an arm count: those in which nothing is saved and the host was as fast as in every other arm's.
+
+A host that others use, too, changes its speed by a factor of two within seconds, and with it the time of a step. So
+each arm times a fixed loop of Python before each step, on every rank (`tools.arms.host_loop`). The loop time of
+a step is that of its slowest rank, for which the others wait. The first quartile of all arms' loop times is the
+reference; a step counts if its loop took at most `SLOWER` times that. Where fewer than half of an arm's steps would be
+left, all count, and the table says so.
+
+A step with a save does not count, nor does the one after it. Bridge empties the allocator's cache for a save, so the
+next step allocates anew. And the background writer is waited for between the two, in no step's time, so the copies that
+would run on into the next step come to their end.
+
+Of arms that train in turn the first turn does not count, and of the others not the first step: it begins on a GPU at
+rest, with no copies of a step before it, and allocates anew what was given back for the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bridge_fgo.tools.arms.phase_clock import FIRST_COUNTED_STEP
+from bridge_fgo.tools.arms.runner import ArmRun, Event
+from bridge_fgo.tools.arms.turns import WARM_UP
+
+SLOWER = 1.25
+"""A choice, not a measurement: well above what the loop varies by on a quiet host, well below the factor of two between
+a quiet host and a busy one."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. host_loop: seconds of its slowest rank's loop; None where nobody timed it."""
+
+    seconds: float
+    host_loop: float | None
+
+
+@dataclass(frozen=True)
+class CountedSteps:
+    """The steps of an arm that count.
+
+    of: how many there are, with those at another host speed.
+    at_equal_speed: False where too few steps were, so that all count; None where no loop was timed.
+    """
+
+    seconds: list[float]
+    of: int
+    at_equal_speed: bool | None
+
+    def __str__(self) -> str:
+        text = f"{len(self.seconds)} of {self.of}"
+        return f"{text}, uneven host" if self.at_equal_speed is False else text
+
+
+def warm_steps(runs: Iterable[ArmRun]) -> list[Step]:
+    """Return the steps of all rounds of an arm that are neither cold nor disturbed by a save."""
+    return [step for run in runs for _, step in _warm_steps(run)]
+
+
+def warm_steps_of_turns(run: ArmRun) -> dict[int, list[Step]]:
+    """Return the same steps of an arm that trained in turns, by the number of the turn."""
+    turns: dict[int, list[Step]] = {}
+    for event, step in _warm_steps(run):
+        turns.setdefault(event["turn"], []).append(step)
+    return turns
+
+
+def _warm_steps(run: ArmRun) -> list[tuple[Event, Step]]:
+    saves = set(_save_steps(run))
+    steps = list(zip(run.steps, _host_loops(run), strict=True))
+    return [
+        (event, Step(event["seconds"], loop))
+        for (before, _), (event, loop) in itertools.pairwise(steps)
+        if event["step"] >= FIRST_COUNTED_STEP
+        and not {event["step"], event["step"] - 1} & saves
+        and event.get("turn") == before.get("turn") != WARM_UP
+    ]
+
+
+def _save_steps(run: ArmRun) -> list[int]:
+    return run.result.get("save_steps", [])
+
+
+def save_stall_seconds(runs: Iterable[ArmRun], step_seconds: float) -> float | None:
+    """Return how long a background save stalls `train()`: what a step with a save takes beyond one without.
+
+    The median over all saves but the first of each process, which also makes the plan of what goes where, and may wait
+    for the writer's process to start. A step lasts until the next one begins, so nothing of the stall is missed but the
+    end of the writing, which is waited for outside of all steps. None where there is no such save.
+
+    Args:
+        runs: the rounds of an arm.
+        step_seconds: median of the arm's steps that count.
+    """
+    stalls = [
+        event["seconds"] - step_seconds for run in runs for event in run.steps if event["step"] in _save_steps(run)[1:]
+    ]
+    return statistics.median(stalls) if stalls else None
+
+
+def _host_loops(run: ArmRun) -> list[float | None]:
+    """Return the loop time of each step's slowest rank; None for each where the arm's package times none."""
+    of_ranks = run.result.get("host_loop_seconds_of_ranks")
+    return [None] * len(run.steps) if of_ranks is None else [max(loops) for loops in zip(*of_ranks, strict=True)]
+
+
+def reference_loop(runs: Iterable[ArmRun]) -> float | None:
+    """Return the first quartile of the loop times of all runs of all arms; None where no loop was timed."""
+    loops = sorted(step.host_loop for step in warm_steps(runs) if step.host_loop is not None)
+    return loops[(len(loops) - 1) // 4] if loops else None
+
+
+def counted_steps(steps: list[Step], reference: float | None) -> CountedSteps:
+    """Return which of an arm's steps count, by the rule on top of this file.
+
+    Args:
+        steps: of all rounds of the arm.
+        reference: see `reference_loop`.
+    """
+    every = [step.seconds for step in steps]
+    loops = [step.host_loop for step in steps if step.host_loop is not None]
+    if reference is None or len(loops) < len(steps):
+        return CountedSteps(every, len(steps), None)
+    fast = [second for second, loop in zip(every, loops, strict=True) if loop <= SLOWER * reference]
+    if 2 * len(fast) < len(steps):
+        return CountedSteps(every, len(steps), False)
+    return CountedSteps(fast, len(steps), True)

@@ -1,0 +1,274 @@
+"""`bridge-fgo doctor`: what is installed, what will happen with the flag on a config, and what is in the way."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bridge_fgo.bridge.refusals import refuse_small_shared_memory
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.memory.host_memory import Need, available_bytes, host_memory_refusal, pools, total_bytes
+from bridge_fgo.tools.arms.runner import ArmFailed
+from bridge_fgo.tools.bench.command import probe
+from bridge_fgo.tools.demo import missing_packages, readable_bytes
+from bridge_fgo.tools.doctor.installed import installed
+from bridge_fgo.tools.doctor.machine import Machine, look, warnings
+from bridge_fgo.tools.job.job import Job, ask_builder, read_job
+from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, make_estimate
+from bridge_fgo.tools.plan.rank_layout import is_upstreams
+
+REFUSED = 1
+CONFIG_NOT_READ = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One examination. target: a recipe or a saved run config, or None; offload: OffloadConfig's arguments."""
+
+    target: str | None = None
+    overrides: tuple[str, ...] = ()
+    gpus: int | None = None
+    gpus_per_node: int | None = None
+    vocab_size: int | None = None
+    offload: dict[str, Any] = field(default_factory=dict)
+    probe: bool = True
+    json_output: bool = False
+
+
+@dataclass
+class Findings:
+    """What came out, as `--json` prints it.
+
+    refusals end training before it starts; warnings do not. verdict: whether this machine can train. error: why the
+    config cannot be read, or "".
+    """
+
+    installed: dict[str, Any]
+    machine: dict[str, Any]
+    link_bytes_per_second: dict[str, float] | None = None
+    config: dict[str, Any] | None = None
+    refusals: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    target: str | None = None
+    error: str = ""
+    verdict: str = ""
+
+
+def run(settings: Settings) -> int:
+    """Print the findings; return 1 where this machine cannot train or not this config, 2 where it cannot be read.
+
+    Raises:
+        ValueError: a setting is wrong.
+    """
+    OffloadConfig(**settings.offload)
+    if settings.target is None:
+        of_a_job = ("gpus", "gpus_per_node", "vocab_size")
+        asked = {name: getattr(settings, name) for name in of_a_job if getattr(settings, name) is not None}
+        if asked := {**asked, **settings.offload}:
+            told = ", ".join(f"{name}={value}" for name, value in asked.items())
+            raise ValueError(f"{told}: of a job, and none is named; give its recipe or saved config too")
+    machine = look()
+    answer = {} if missing_packages() else _ask(settings)
+    findings = Findings(installed(answer), asdict(machine), target=settings.target)
+    _examine_installed(findings)
+    if settings.target is not None:
+        try:
+            _examine_config(findings, settings, machine, answer)
+        except ValueError as error:  # what is known of the machine is printed all the same
+            findings.error = str(error)
+    if machine.gpus and settings.probe:
+        try:
+            findings.link_bytes_per_second = probe(len(machine.gpus))
+        except ArmFailed as error:
+            findings.warnings.append(f"the link was not measured: {error}")
+    reason = findings.error or lacking(findings) or next(iter(findings.refusals), "")
+    findings.verdict = f"Cannot train here: {reason}" if reason else "Can train here."
+    if settings.json_output:
+        print(json.dumps(asdict(findings)))
+    else:
+        _print(Console(), findings)
+    if findings.error:
+        print(f"bridge-fgo doctor: {findings.error}", file=sys.stderr)
+        return CONFIG_NOT_READ
+    return REFUSED if reason else 0
+
+
+def lacking(findings: Findings) -> str:
+    """Return what this machine lacks to train at all; "" for nothing. The recipe `tiny` trains without a GPU."""
+    if missing := missing_packages():
+        return f"{' and '.join(missing)} not installed (pip install 'megatron-bridge>=0.6,<0.7')"
+    if not findings.machine["gpus"] and findings.target != "tiny":
+        return "torch sees no GPU; the recipe tiny trains without one"
+    return ""
+
+
+def _ask(settings: Settings) -> dict[str, Any]:
+    """Return the builder's answer on what is installed and, in the same go, on the config."""
+    asked = {name: getattr(settings, name) for name in ("target", "gpus", "offload", "vocab_size", "overrides")}
+    try:
+        return ask_builder(**asked, patches=True)
+    except RuntimeError as error:
+        return {"install_refuses": str(error)}
+
+
+def _examine_installed(findings: Findings) -> None:
+    missing = missing_packages()
+    if missing:
+        findings.notes.append(f"{' and '.join(missing)} not installed here: nothing can be trained")
+    elif findings.installed["transformer-engine"] is None:
+        lacks = "transformer-engine is not installed: Megatron-Bridge does not import without it"
+        if findings.machine["gpus"]:
+            findings.refusals.append(lacks)
+        else:
+            findings.warnings.append(f"{lacks}; the recipe tiny trains with a stand-in, and nothing else trains here")
+    if findings.installed["install"] is not None:
+        findings.refusals.append(findings.installed["install"])
+    if not findings.machine["gpus"]:
+        findings.notes.append("no GPU here: links and host memory are not those of a job")
+
+
+def _examine_config(findings: Findings, settings: Settings, machine: Machine, answer: dict[str, Any]) -> None:
+    assert settings.target is not None
+    if findings.installed["install"] is not None:
+        findings.notes.append("the config was not looked at, because this Megatron-Bridge is refused")
+        return
+    job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size, settings.overrides, answer)
+    findings.config = {"flag": job.flag, "engine": job.engine, "gpus": job.parallel.gpus, "source": job.source}
+    if job.bridge_refuses is not None:
+        findings.refusals.append(f"Megatron-Bridge refuses the config: {job.bridge_refuses}")
+    if job.flag:
+        findings.refusals += job.refusals
+    else:
+        findings.notes.append("optimizer.offload_optimizer_states is not set: trains as without the package")
+        findings.notes += [f"with the flag set, refused: {refusal}" for refusal in job.refusals]
+    if findings.installed["mcore"] is None:
+        findings.notes.append("without mcore here, it is taken to have what the config asks for")
+    pinned = _examine_memory(findings, settings, machine, job)
+    findings.warnings += warnings(machine, pinned)
+
+
+def _examine_memory(findings: Findings, settings: Settings, machine: Machine, job: Job) -> int | None:
+    """Note what will be offloaded and pinned; return the most bytes that a rank pins, None where not known."""
+    if job.refusals or job.bridge_refuses is not None:
+        return None
+    ranks = settings.gpus_per_node or len(machine.gpus) or None
+    try:
+        # Memory is pinned for all that may leave, before training measures what a budget leaves.
+        estimate = make_estimate(job, replace(job.offload, gpu_memory_budget_gib=None), [], None, None)
+    except ValueError as error:
+        findings.notes.append(f"bytes are not known: {error}")
+        return None
+    pinned = estimate.most_pinned
+    assert findings.config is not None
+    # This machine tells how many ranks share a node, unless it has no GPU and the job has several.
+    is_known = ranks is not None or job.parallel.gpus == 1
+    here = min(ranks or 1, job.parallel.gpus)
+    of_node = sum(estimate.fullest_node(here)) if is_known else None
+    findings.config |= {
+        "state_bytes": [stage.states.total for stage in estimate.stages],
+        "pinned_by_rank": pinned if job.flag else 0,
+        "pinned_by_node": of_node if job.flag else 0,
+        "ranks_of_node": here if is_known else None,
+    }
+    if job.gpus_note:
+        findings.notes.append(job.gpus_note)
+    of_budget = budget_refusals(job, estimate.stages, job.offload)
+    if job.flag:
+        findings.refusals += of_budget
+    else:
+        findings.notes += [f"with the flag set, refused: {refusal}" for refusal in of_budget]
+    if machine.gpus and job.flag and is_upstreams(job, estimate.offload):
+        findings.warnings += _upstream_memory(estimate, here)
+    elif machine.gpus and job.flag:
+        refusals = _memory_refusals(job, estimate, here)
+        if job.gpus_given:
+            findings.refusals += refusals
+        else:  # on more, each rank has less
+            findings.notes += [f"refused on so few: {refusal}" for refusal in refusals]
+    return pinned if job.flag else 0
+
+
+def _upstream_memory(estimate: Estimate, ranks: int) -> Iterator[str]:
+    """Yield what the memory of this machine means for mcore's own offloader, which does not ask for it."""
+    needed, free, whole = sum(estimate.fullest_node(ranks)), available_bytes(), total_bytes()
+    if needed > free:
+        yield (
+            f"mcore's offloader pins {estimate.most_pinned} bytes a rank in the first steps, about {needed} on this "
+            f"node with its {ranks} rank(s), but the node has {whole} bytes, {free} of them free now: Linux kills who "
+            "takes more; OffloadConfig.engine='native' pins less, and says so before training"
+        )
+
+
+def _memory_refusals(job: Job, estimate: Estimate, ranks: int) -> Iterator[str]:
+    """Yield what training would say of this machine as the node of `ranks` ranks that needs the most."""
+    here = pools()
+    if refusal := host_memory_refusal([Need(nbytes, here) for nbytes in estimate.fullest_node(ranks)], rank=0):
+        yield refusal
+    # Only the native engine saves in the background.
+    copies = [of_rank.saved for of_stage in estimate.states for of_rank in of_stage]
+    try:
+        for fullest in (max(copies, key=sum), max(copies, key=len)):
+            refuse_small_shared_memory(job.config.checkpoint, list(fullest), ranks)
+    except ValueError as error:
+        yield str(error)
+
+
+def _judged(lockable: int | None, pinned: int | None) -> str:
+    """Return the limit on page-locked memory, and whether what a rank pins is within it."""
+    if lockable is None:
+        return "unlimited: enough"
+    if pinned is None:
+        return f"{readable_bytes(lockable)}: name a config to have it judged"
+    verdict = "enough" if pinned <= lockable else f"less than the {readable_bytes(pinned)} that a rank pins"
+    return f"{readable_bytes(lockable)}: {verdict}"
+
+
+def _print(console: Console, findings: Findings) -> None:
+    console.print(findings.verdict, markup=False, style="bold")
+    table = Table(show_header=False)
+    for name, value in findings.installed.items():
+        if name != "install":
+            table.add_row(name, "-" if value is None else str(value))
+    machine = findings.machine
+    for gpu in machine["gpus"]:
+        near = "not known" if gpu["near_cpus"] is None else str(gpu["near_cpus"])
+        table.add_row("GPU", f"{gpu['name']}, {readable_bytes(gpu['memory_bytes'])}, CPUs near it: {near}")
+    table.add_row("NUMA nodes, CPUs", f"{machine['numa_nodes']}, {machine['cpus']}")
+    table.add_row(
+        "host memory", f"{readable_bytes(machine['host_bytes'])}, free {readable_bytes(machine['free_bytes'])}"
+    )
+    shared = machine["shared_memory_bytes"]
+    table.add_row("/dev/shm, free", "-" if shared is None else readable_bytes(shared))
+    lockable = machine["lockable_bytes"]
+    table.add_row("ulimit -l", _judged(lockable, (findings.config or {}).get("pinned_by_rank")))
+    if findings.link_bytes_per_second is not None:
+        speeds = {name: value / 1e9 for name, value in findings.link_bytes_per_second.items()}
+        table.add_row("link, GB/s", "D2H {d2h:.1f}, H2D {h2d:.1f}, both at once {duplex:.1f} each".format(**speeds))
+    config = findings.config or {}
+    for name, title in (("flag", "offload_optimizer_states"), ("engine", "engine"), ("gpus", "GPUs of the job")):
+        if config.get(name) is not None:
+            table.add_row(title, str(config[name]))
+    if "pinned_by_rank" in config:
+        states = ", ".join(readable_bytes(count) for count in config["state_bytes"])
+        table.add_row("states, by stage", states)
+        if config["flag"]:
+            table.add_row("pinned by a rank", f"{readable_bytes(config['pinned_by_rank'])} at most")
+            if config["pinned_by_node"] is not None:
+                node, host, ranks = config["pinned_by_node"], machine["host_bytes"], config["ranks_of_node"]
+                of_node = f"{readable_bytes(node)} by {ranks} rank(s), {node / host:.0%} of the host here"
+                table.add_row("pinned by a node", of_node)
+        else:
+            table.add_row("pinned by a rank", "nothing, the flag is not set")
+    console.print(table)
+    for word, lines in (("note", findings.notes), ("warning", findings.warnings), ("REFUSED", findings.refusals)):
+        for line in lines:
+            console.print(f"{word}: {line}", markup=False, style="red" if word == "REFUSED" else None)
+    if not findings.refusals and findings.config is not None:
+        console.print("Nothing is refused by the offload.")

@@ -1,0 +1,126 @@
+"""The picture of an iteration of reinforcement learning: what memory holds in each of its phases, by kind."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bridge_fgo.tools.arms.runner import ArmRun
+from bridge_fgo.tools.bench.plots import save_picture
+
+COLOURS = {
+    "params": "tab:blue",
+    "grads": "tab:cyan",
+    "optimizer": "tab:orange",
+    "reference": "tab:purple",
+    "others": "tab:green",
+}
+TITLES = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "masters and moments",
+    "reference": "reference model",
+    "others": "activations, caches",
+}
+UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+@dataclass(frozen=True)
+class State:
+    """A phase of an iteration.
+
+    name: what happens in it; bytes: on the device, by kind (see `COLOURS`); seconds: of the move that leads to it, and
+    copied: its bytes; None where nothing moves.
+    """
+
+    name: str
+    bytes: dict[str, int]
+    seconds: float | None = None
+    copied: int | None = None
+
+
+NAMES = {
+    "begins": "trained",
+    "asleep": "asleep",
+    "params wake": "weights alone:\nrollouts",
+    "reference wakes": "reference:\nlog-probs",
+    "awake": "awake:\ntraining",
+}
+"""Phases of a run that are drawn, and what they are called."""
+
+
+def states_of_run(arm: ArmRun) -> list[State]:
+    """Return the phases of a run's iterations: medians over all but the first."""
+    steps = [step["phases"] for step in arm.steps[1:] or arm.steps]
+    on_cpu = arm.start.get("device") == "cpu"  # whose seconds tell nothing
+    found = []
+    for place, event in enumerate(steps[-1]):
+        if event["phase"] not in NAMES:
+            continue
+        of_all = [step[place] for step in steps]
+        memory = dict(event["memory"])
+        # The next phase begins by noting the peak of this one, and so the memory that was taken only for a while.
+        after = steps[-1][place + 1]["memory"] if place + 1 < len(steps[-1]) else memory
+        kinds = {kind: nbytes for kind, nbytes in memory.items() if kind in COLOURS}
+        if "peak" in after and event["phase"] != "begins":
+            kinds["others"] = max(0, after["peak"] - sum(kinds.values()))
+        moves = "seconds" in event
+        found.append(
+            State(
+                NAMES[event["phase"]],
+                kinds,
+                statistics.median(one["seconds"] for one in of_all) if moves and not on_cpu else None,
+                int(statistics.median(one["copied"] for one in of_all)) if moves else None,
+            )
+        )
+    return found
+
+
+def draw_iteration(states: list[State], path: Path, title: str) -> None:
+    """Draw the phases of an iteration into a picture, its format by the file's name.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    save_picture(path, lambda pyplot: figure_of(states, pyplot, title))
+
+
+def figure_of(states: list[State], pyplot: Any, title: str) -> Any:
+    """Return the figure: a bar a phase, and under it what its move took."""
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    highest = max(sum(state.bytes.values()) for state in states)
+    unit, size = next(((name, size) for name, size in UNITS if highest >= size), UNITS[-1])
+    for place, state in enumerate(states):
+        bottom = 0.0
+        for kind, colour in COLOURS.items():
+            height = state.bytes.get(kind, 0) / size
+            axes.bar(place, height, 0.7, bottom=bottom, color=colour)
+            bottom += height
+        axes.text(
+            place,
+            bottom,
+            f"{bottom:.3g}" if bottom > 1e-3 * highest / size else "0",
+            ha="center",
+            va="bottom",
+            fontsize=9,
+        )
+    axes.set_xticks(range(len(states)), [_label(state) for state in states], fontsize=8)
+    axes.set_ylabel(unit)
+    axes.set_ylim(0, 1.1 * highest / size)
+    axes.set_title(title, fontsize=10)
+    seen = [kind for kind in COLOURS if any(state.bytes.get(kind) for state in states)]
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[kind]) for kind in seen]
+    axes.legend(handles, [TITLES[kind] for kind in seen], loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def _label(state: State) -> str:
+    lines = [state.name]
+    if state.copied is not None:
+        unit, size = next(((name, size) for name, size in UNITS if state.copied >= size), UNITS[-1])
+        lines.append(f"copies {state.copied / size:.3g} {unit}")
+    if state.seconds is not None:
+        lines.append(f"{state.seconds:.3f} s")
+    return "\n".join(lines)

@@ -1,0 +1,212 @@
+"""The peak of activations of a GPT on one rank, by counting what autograd keeps.
+
+The tensors that each part of a layer saves (mcore 0.19 with Transformer Engine 2.17's layers), as in Korthikanti et
+al., "Reducing Activation Recomputation in Large Transformer Models" (2022), but for grouped-query and latent
+attention, gated MLPs and experts. The dense count was taken from the allocator's trace of a step on an H200 (24
+layers, hidden 2048: 8 tensors of the hidden size, one score matrix, one fc1 output and three more of the MLP's size
+in each layer); the tests hold it against the peaks of seven measured runs.
+
+Not counted: the transport buffers of token dispatchers, communication buffers, quantized copies of FP8 training
+(its activations are counted as 16-bit), CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bridge_fgo.tools.job.formula import padded_vocabulary
+from bridge_fgo.tools.job.job import Job
+
+HALF = 2
+"""Bytes of an element of bf16 or fp16."""
+LOGIT_BYTES = {"unfused": 6, "fused": 4}
+"""Bytes for each logit at the loss: the 16-bit logits with, unless the loss is fused, their fp32 copy."""
+WORKSPACES = 97 * 2**20
+"""Bytes that cuBLAS and Transformer Engine keep; measured on H200, torch 2.11: 101.7 MB beside weights, gradients and
+states, with one GPU and with two."""
+
+NOT_COUNTED = (
+    "hybrid_override_pattern",
+    "hybrid_layer_pattern",
+    "mtp_num_layers",
+    "experimental_attention_variant",
+    "cpu_offloading",
+    "fine_grained_activation_offloading",
+)
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes that one layer keeps for its backward, of one microbatch.
+
+    input: the layer's input; scores: of unfused attention; attention: the rest of it; mlp: the MLP or the experts;
+    attention_transient, mlp_transient: gradients that the backward of each needs beside what is kept.
+    """
+
+    input: int
+    attention: int
+    scores: int
+    mlp: int
+    attention_transient: int
+    mlp_transient: int
+
+    @property
+    def kept(self) -> int:
+        """Bytes kept from the forward to the backward."""
+        return self.input + self.attention + self.scores + self.mlp
+
+
+def activation_bytes(job: Job, stage: int) -> int | None:
+    """Return the peak of activations on a rank of a pipeline stage, in bytes; None where the model is not known."""
+    model: Any = job.config.model
+    if any(getattr(model, name, None) for name in NOT_COUNTED) or getattr(model, "num_layers", None) is None:
+        return None
+    tokens = model.seq_length * job.config.train.micro_batch_size // job.parallel.context
+    layers = layers_of_stage(job, stage)
+    if not layers:
+        return None
+    whole = [_layer(job, tokens, has_experts) for has_experts in layers]
+    per_chunk = max(1, len(whole) // _chunks(model))
+    group = min(_layers_of_a_group(model), per_chunk)
+    kept = [
+        _after_recompute(model, layer, has_experts, index % per_chunk, group)
+        for index, (layer, has_experts) in enumerate(zip(whole, layers, strict=True))
+    ]
+    held = sum(kept) * _microbatches_in_flight(job, stage) // _chunks(model)
+    last = whole[-1]
+    # The last layers that are recomputed together, whole again, as their backward begins.
+    rebuilt = held + sum(layer.kept for layer in whole[-group:]) - sum(kept[-group:])
+    in_mlp = rebuilt + last.mlp_transient
+    in_attention = rebuilt - last.mlp + last.attention_transient
+    at_the_loss = held + (_loss_bytes(job, tokens) if stage == job.parallel.pipeline - 1 else 0)
+    return max(in_mlp, in_attention, at_the_loss)
+
+
+def _chunks(model: Any) -> int:
+    return getattr(model, "virtual_pipeline_model_parallel_size", None) or 1
+
+
+def layers_of_stage(job: Job, stage: int) -> list[bool]:
+    """Return of each transformer layer of a stage whether it has experts, from the names of its tensors."""
+    names = [f"{i}.{tensor.name}" for i, chunk in enumerate(job.stages[stage]) for tensor in chunk]
+    layers = dict.fromkeys(name.split(".self_attention.")[0] for name in names if ".self_attention." in name)
+    with_experts = {name.split(".mlp.experts.")[0] for name in names if ".mlp.experts." in name}
+    return [layer in with_experts for layer in layers]
+
+
+def _microbatches_in_flight(job: Job, stage: int) -> int:
+    """Return how many microbatches' activations of its model chunks a rank holds at most, of all chunks together.
+
+    The warm-up of mcore's schedules: one stage less for each stage further on; with several chunks a rank, two less,
+    after all but the last chunk of each microbatch of a group.
+    """
+    stages, chunks = job.parallel.pipeline, _chunks(job.config.model)
+    if chunks == 1:
+        return min(stages - stage, job.microbatches)
+    return min((stages - stage - 1) * 2 + (chunks - 1) * stages + 1, job.microbatches * chunks)
+
+
+def _layer(job: Job, tokens: int, has_experts: bool) -> LayerBytes:
+    model: Any = job.config.model
+    ranks = job.parallel.tensor
+    spread = ranks if model.sequence_parallel else 1
+    hidden = tokens * model.hidden_size * HALF // spread
+    attention, score_matrix = _attention(model, tokens, ranks)
+    unfused = is_unfused(model)
+    mlp, mlp_transient = _experts(job, tokens) if has_experts else _mlp(model, tokens, model.ffn_hidden_size, ranks)
+    return LayerBytes(
+        input=hidden,
+        attention=hidden + attention,  # the norm's output
+        scores=score_matrix if unfused else 0,
+        mlp=2 * hidden + mlp,  # the residual and the norm's output
+        attention_transient=attention + (score_matrix if unfused else 0),
+        mlp_transient=mlp_transient,
+    )
+
+
+def is_unfused(model: Any) -> bool:
+    """Return whether attention makes its score matrix."""
+    return str(getattr(model, "attention_backend", "auto")).rpartition(".")[2] in ("unfused", "local")
+
+
+def _attention(model: Any, tokens: int, ranks: int) -> tuple[int, int]:
+    """Return the bytes of what attention keeps beside its scores, and of one matrix of scores."""
+    heads = model.num_attention_heads // ranks
+    scores = heads * tokens * model.seq_length * HALF
+    if getattr(model, "multi_latent_attention", False):
+        query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+        up = heads * (model.qk_head_dim + model.v_head_dim)
+        compressed = 2 * ((model.q_lora_rank or 0) + model.kv_lora_rank) + model.qk_pos_emb_head_dim
+        return tokens * HALF * (2 * query + up + heads * model.v_head_dim + compressed), scores
+    head = model.kv_channels or model.hidden_size // model.num_attention_heads
+    query = heads * head
+    key = (model.num_query_groups or model.num_attention_heads) * head // ranks
+    if is_unfused(model):
+        return tokens * HALF * 4 * query, scores  # queries, keys and values for every head, the output
+    projected = query + 2 * key  # the values are a view of it
+    softmax = 4 * heads * tokens
+    return tokens * HALF * (query + key + projected + query) + softmax, scores
+
+
+def _mlp(model: Any, tokens: int, size: int, ranks: int) -> tuple[int, int]:
+    """Return the bytes of what an MLP keeps, and of what its backward needs beside that."""
+    one = tokens * size * HALF // ranks
+    if not model.gated_linear_unit:
+        return 2 * one, 2 * one
+    fused = getattr(model, "bias_activation_fusion", False) or getattr(model, "use_te_activation_func", False)
+    # Not fused: the activation's output and the other half, shifted, are tensors of their own.
+    return (3 if fused else 5) * one, 3 * one
+
+
+def _experts(job: Job, tokens: int) -> tuple[int, int]:
+    """Return the same for a layer of experts, with tokens spread evenly over them."""
+    model: Any = job.config.model
+    routed = tokens * model.moe_router_topk
+    size = model.moe_ffn_hidden_size or model.ffn_hidden_size
+    expert_ranks = job.parallel.expert_tensor
+    kept, transient = _mlp(model, routed, size, expert_ranks)
+    # Sequence parallelism gives each tensor-parallel rank its own tokens to route.
+    share = job.parallel.tensor // expert_ranks if model.sequence_parallel else 1
+    kept, transient = kept // max(1, share), transient // max(1, share)
+    permuted = 2 * routed * model.hidden_size * HALF // max(1, share)  # before and after the experts
+    shared = model.moe_shared_expert_intermediate_size or 0
+    of_shared, _ = _mlp(model, tokens, shared, job.parallel.tensor)
+    return kept + permuted + of_shared, transient
+
+
+def _layers_of_a_group(model: Any) -> int:
+    """Return how many layers are recomputed at once, from the input of the first."""
+    is_uniform = getattr(model, "recompute_method", None) != "block"
+    if getattr(model, "recompute_granularity", None) == "full" and is_uniform:
+        return getattr(model, "recompute_num_layers", None) or 1
+    return 1
+
+
+def _after_recompute(model: Any, layer: LayerBytes, has_experts: bool, index: int, group: int) -> int:
+    """Return what of layer `index` of a chunk is left after its forward, under the recomputation asked for.
+
+    group: see `_layers_of_a_group`.
+    """
+    granularity = getattr(model, "recompute_granularity", None)
+    if granularity == "full":
+        if getattr(model, "recompute_method", None) == "block":
+            return layer.input if index < (getattr(model, "recompute_num_layers", None) or 1) else layer.kept
+        return layer.input // group
+    left = layer.kept
+    if granularity == "selective":
+        modules = getattr(model, "recompute_modules", None) or ["core_attn"]
+        if "core_attn" in modules:
+            left -= layer.scores
+        if ("moe" if has_experts else "mlp") in modules:
+            left -= layer.mlp - 2 * layer.input
+        if "layernorm" in modules:
+            left -= 2 * layer.input
+    return left
+
+
+def _loss_bytes(job: Job, tokens: int) -> int:
+    """Return the bytes of the logits, and of their fp32 copy, on a rank."""
+    model: Any = job.config.model
+    fused = "fused" if model.cross_entropy_loss_fusion else "unfused"
+    return tokens * padded_vocabulary(job.config) * LOGIT_BYTES[fused] // job.parallel.tensor

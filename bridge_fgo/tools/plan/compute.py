@@ -1,0 +1,133 @@
+"""The compute time of a training step, by counting operations: what changes with recomputation and microbatches.
+
+A forward does two operations for each weight and token, and attention four for each pair of tokens and each element
+of a head; a backward does twice as many. They run at half of the data sheet's dense BF16 rate: in three runs of
+`bridge-fgo bench` on H200s it was 41 to 54% (1.64 and 5.93 billion parameters, with two kinds of recomputation, once
+the traffic of the score matrices was taken off). Unfused attention also passes over its score matrix in memory, 5
+times forward and 7 times backward. Not counted: communication, the optimizer's own update, FP8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.plan.activations import HALF, is_unfused, layers_of_stage
+
+RATES = {
+    "GB200": (2.5e15, 8.0e12),
+    "GB300": (2.5e15, 8.0e12),
+    "B200": (2.25e15, 8.0e12),
+    "B300": (2.25e15, 8.0e12),
+    "GH200": (0.989e15, 4.0e12),
+    "H200": (0.989e15, 4.8e12),
+    "H100": (0.989e15, 3.35e12),
+}
+"""Dense BF16 operations a second, and bytes a second of the GPU's memory, by NVIDIA's data sheets."""
+ACHIEVED = 0.5
+"""Share of that rate; see above."""
+FORWARD_PASSES, BACKWARD_PASSES = 5, 7
+"""Times that unfused attention reads or writes its score matrix: product, scale and mask, softmax, product; the mask's
+pass is counted as one. Backward their gradients too."""
+RECOMPUTED_PARTS = {"mlp": ".mlp.", "moe": ".mlp.", "shared_experts": ".shared_experts.", "mla_up_proj": "_up_proj."}
+"""By module that can be recomputed, a part of its weights' names. Other modules (norms, activations) cost little."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds of one microbatch on the slowest stage's rank, and how many there are.
+
+    recomputed: what its backward does again of the forward. steps_of_a_pipeline: microbatches, and as many more as the
+    pipeline's stages wait to fill and drain it.
+    """
+
+    forward: float
+    backward: float
+    recomputed: float
+    steps_of_a_pipeline: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return self.steps_of_a_pipeline * (self.forward + self.backward + self.recomputed)
+
+
+def compute_of(job: Job, system: str, forward: float | None = None, backward: float | None = None) -> Compute:
+    """Return the compute time of a job's step on a system.
+
+    Args:
+        job: with its tensors.
+        system: one of `RATES`.
+        forward: seconds of a microbatch's forward where the user knows them; the parts are scaled to it.
+        backward: of its backward; None for what counts, or twice a given forward.
+    """
+    model: Any = job.config.model
+    stages = [_Stage.of(job, stage, system) for stage in range(job.parallel.pipeline)]
+    slowest = max(stages, key=lambda stage: stage.forward + stage.backward + stage.recomputed)
+    chunks = getattr(model, "virtual_pipeline_model_parallel_size", None) or 1
+    scale = 1.0 if forward is None else forward / slowest.forward
+    if backward is None:
+        backward = slowest.backward if forward is None else 2 * forward
+    return Compute(
+        forward=slowest.forward * scale,
+        backward=backward,
+        recomputed=slowest.recomputed * scale,
+        steps_of_a_pipeline=job.microbatches + (job.parallel.pipeline - 1) / chunks,
+    )
+
+
+@dataclass(frozen=True)
+class _Stage:
+    forward: float
+    backward: float
+    recomputed: float
+
+    @classmethod
+    def of(cls, job: Job, stage: int, system: str) -> _Stage:
+        model: Any = job.config.model
+        rate, memory = RATES[system]
+        tokens = model.seq_length * job.config.train.micro_batch_size // job.parallel.context
+        weights = {tensor.name: 0.0 for chunk in job.stages[stage] for tensor in chunk}
+        for chunk in job.stages[stage]:
+            for tensor in chunk:
+                if "embedding" not in tensor.name or tensor.own_bucket:  # which looks up, and multiplies nothing
+                    weights[tensor.name] += 2 * tensor.numel * tokens * _share_of_tokens(model, job, tensor.expert)
+        layers = len(layers_of_stage(job, stage))
+        head = model.kv_channels or model.hidden_size // model.num_attention_heads
+        heads = model.num_attention_heads // job.parallel.tensor
+        pairs = layers * heads * tokens * model.seq_length
+        products, passes = 4 * pairs * head, pairs * HALF / memory if is_unfused(model) else 0.0
+        if not is_unfused(model):
+            products //= 2  # fused attention leaves out what the causal mask does
+        speed = rate * ACHIEVED
+        attention = products / speed + FORWARD_PASSES * passes
+        forward = sum(weights.values()) / speed
+        return cls(
+            forward + attention,
+            2 * forward + 2 * products / speed + BACKWARD_PASSES * passes,
+            _recomputed(model, {name: flops / speed for name, flops in weights.items()}, attention, layers),
+        )
+
+
+def _share_of_tokens(model: Any, job: Job, expert: bool) -> float:
+    """Return how many of a rank's tokens a weight sees: an expert those routed to it, spread evenly."""
+    if not expert:
+        return 1.0
+    return model.moe_router_topk * job.parallel.expert / model.num_moe_experts
+
+
+def _recomputed(model: Any, seconds: dict[str, float], attention: float, layers: int) -> float:
+    """Return the seconds of the forward that the backward of a microbatch does again; seconds: of each weight."""
+    granularity = getattr(model, "recompute_granularity", None)
+    in_layers = sum(value for name, value in seconds.items() if ".layers." in name) + attention
+    if granularity == "full":
+        if getattr(model, "recompute_method", None) == "block":
+            return in_layers * min(1.0, (getattr(model, "recompute_num_layers", None) or 1) / max(1, layers))
+        return in_layers
+    if granularity != "selective":
+        return 0.0
+    modules = getattr(model, "recompute_modules", None) or ["core_attn"]
+    parts = [RECOMPUTED_PARTS[name] for name in modules if name in RECOMPUTED_PARTS]
+    again = sum(value for name, value in seconds.items() if any(part in name for part in parts))
+    return again + (attention if "core_attn" in modules else 0.0)

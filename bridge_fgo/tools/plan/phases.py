@@ -1,0 +1,210 @@
+"""The bytes and seconds of a sleep and a wake of `bridge_fgo.Residency`, by the rules of `bridge_fgo.sleep`.
+
+Gradients are dropped. Parameters that masters round to are rounded anew. Where these come back without their masters,
+and where no masters tell them, a rank copies its own shard, and gets the others by an all-gather. Masters and moments
+cross whole. All in the steady state, from the second cycle on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
+from bridge_fgo.tools.plan.layout import Buffer
+from bridge_fgo.tools.plan.links import Link
+from bridge_fgo.tools.plan.rank_layout import is_upstreams, stage_buffers
+from bridge_fgo.tools.plan.state import keeps_masters_in_adam
+
+SLEEP, ALONE, REST, SLEEP_ALL, WAKE_ALL, REFERENCE = (
+    "sleep, of an iteration",
+    "wake the weights alone",
+    "wake the rest",
+    "sleep, woken as a whole",
+    "wake as a whole",
+    "wake a reference model",
+)
+ITERATION = (SLEEP, ALONE, REST)
+"""Moves of an iteration of reinforcement learning: rollouts and log-probabilities need the weights alone."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Bytes of one rank that cross the link in one move."""
+
+    name: str
+    params: int = 0
+    grads: int = 0
+    optimizer: int = 0
+
+    @property
+    def copied(self) -> int:
+        """All of it."""
+        return self.params + self.grads + self.optimizer
+
+
+@dataclass(frozen=True)
+class StagePhases:
+    """A pipeline stage's rank that has the most states, in bytes.
+
+    params, grads, optimizer: what a sleep frees on the GPU. stays: what does not leave, Transformer Engine's own copies
+    of FP8 weights and what settings keep of the states. shard: of the parameters that train, what the rank copies.
+    untold: of the shard, what no master tells. frozen: parameters that do not train, which cross whole, and out once
+    only. states: what of the states crosses. reference: the weights of the same model without DDP, which each rank has
+    whole.
+    """
+
+    stage: int
+    params: int
+    grads: int
+    optimizer: int
+    stays: int
+    shard: int
+    untold: int
+    frozen: int
+    states: int
+    reference: int
+
+    @property
+    def moves(self) -> list[Move]:
+        """The moves of an iteration, in order."""
+        return [
+            Move(SLEEP, params=self.shard, optimizer=self.states),
+            Move(ALONE, params=self.shard + self.frozen),
+            Move(REST, optimizer=self.states),
+            Move(SLEEP_ALL, params=self.untold, optimizer=self.states),
+            Move(WAKE_ALL, params=self.untold + self.frozen, optimizer=self.states),
+            Move(REFERENCE, params=self.reference),
+        ]
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The stages of a job, each link's seconds of its moves on the stage with the most bytes, and what to know.
+
+    refusals: what `Residency` would refuse as the config is.
+    """
+
+    stages: list[StagePhases]
+    seconds: list[tuple[Link, dict[str, float]]]
+    notes: list[str]
+    refusals: list[str]
+
+    @property
+    def fullest(self) -> StagePhases:
+        """The stage whose iteration copies the most."""
+        return _fullest(self.stages)
+
+
+def _fullest(stages: list[StagePhases]) -> StagePhases:
+    return max(stages, key=lambda stage: stage.shard + stage.states)
+
+
+def plan_phases(estimate: Estimate) -> Phases:
+    """Return the phases of a job that is estimated.
+
+    Raises:
+        ValueError: `Residency` would refuse the job, and it is not known what would move; names the setting.
+    """
+    job = estimate.job
+    for refusal in _unplanned(job):
+        raise ValueError(f"--phases: {refusal}")
+    stages = [_stage(estimate, stage) for stage in estimate.stages]
+    moves = _fullest(stages).moves
+    seconds = []
+    for of_link in estimate.links:
+        # The estimate's link is that of one GPU beside the others of its node.
+        speed = of_link.link.one_way
+        seconds.append((of_link.link, {move.name: move.copied / speed for move in moves}))
+    return Phases(stages, seconds, list(_notes(estimate, stages)), list(phase_refusals(job)))
+
+
+def _stage(estimate: Estimate, of_stage: StageEstimate) -> StagePhases:
+    job = estimate.job
+    buffers = stage_buffers(job, of_stage.stage)
+    tensors = [tensor for chunk in job.stages[of_stage.stage] for tensor in chunk]
+    frozen = sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors if not tensor.trainable)
+    params = frozen + sum(buffer.numel * buffer.dtype.itemsize for buffer in buffers)
+    states = of_stage.states
+    # With the flag the states are those that its settings send away, packed where they say so.
+    leaving, crossing = (states.offloaded, states.copied) if job.flag else (states.total, states.total)
+    is_packed = crossing < leaving
+    return StagePhases(
+        stage=of_stage.stage,
+        params=params,
+        grads=of_stage.gradients,
+        optimizer=leaving,
+        stays=of_stage.parameters - params + states.total - leaving,
+        shard=sum(map(_shard_bytes, buffers)),
+        untold=sum(_shard_bytes(buffer) for buffer in buffers if is_packed or not _is_told(job, buffer)),
+        frozen=frozen,
+        states=crossing,
+        reference=sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors),
+    )
+
+
+def _shard_bytes(buffer: Buffer) -> int:
+    """Return the bytes of a rank's share of each bucket, padding included."""
+    return sum((end - start) // buffer.shards * buffer.dtype.itemsize for start, end in buffer.buckets)
+
+
+def _is_told(job: Job, buffer: Buffer) -> bool:
+    """Return whether masters are rounded to the weights of a buffer: 16-bit ones, whose masters mcore keeps."""
+    takes_masters = job.config.optimizer.use_precision_aware_optimizer and keeps_masters_in_adam(job.config.optimizer)
+    return buffer.dtype.itemsize == 2 and not takes_masters
+
+
+def phase_refusals(job: Job) -> Iterator[str]:
+    """Yield why `Residency` would refuse a job by settings that change no bytes, as far as its config tells."""
+    config: Any = job.config
+    if getattr(config.ddp, "nccl_ub", False):
+        yield "ddp.nccl_ub=True: the buffers are registered with NCCL; set ddp.nccl_ub=False"
+    graphs = getattr(config.model, "cuda_graph_impl", "none")
+    if graphs not in (None, "none"):
+        yield f"model.cuda_graph_impl={graphs!r}: graphs have addresses baked in; set model.cuda_graph_impl='none'"
+    if getattr(config.optimizer, "optimizer_cuda_graph", False):
+        yield "optimizer.optimizer_cuda_graph=True: its graph has addresses baked in; set it to False"
+
+
+def _unplanned(job: Job) -> Iterator[str]:
+    """Yield why `Residency` would refuse a job of which it is not known what would move."""
+    config: Any = job.config
+    if getattr(config.ddp, "use_megatron_fsdp", False) or getattr(config.dist, "use_megatron_fsdp", False):
+        yield "Megatron-FSDP manages its memory itself: set ddp.use_megatron_fsdp=False"
+    if getattr(config.dist, "use_torch_fsdp2", False):
+        yield "torch FSDP2 manages its memory itself: set dist.use_torch_fsdp2=False"
+    if getattr(config.optimizer, "optimizer_cpu_offload", False):
+        yield "optimizer.optimizer_cpu_offload=True: states are on the CPU already; set it to False"
+    quantized = any(tensor.quantized for stage in job.stages for chunk in stage for tensor in chunk)
+    if quantized and getattr(config.optimizer, "reuse_grad_buf_for_mxfp8_param_ag", False):
+        yield (
+            "optimizer.reuse_grad_buf_for_mxfp8_param_ag=True: the real weights of MXFP8 lie in Transformer Engine's "
+            "tensors, which Residency does not move yet; plan with 16-bit weights "
+            "(mixed_precision=bf16_mixed)"
+        )
+    if job.flag and is_upstreams(job, job.offload):
+        yield "Residency does not go with mcore's own offloader: use engine='native'"
+
+
+def _notes(estimate: Estimate, stages: list[StagePhases]) -> Iterator[str]:
+    job = estimate.job
+    yield (
+        "seconds are the bytes over the link, of the fullest rank, while all GPUs of a node copy; beside them sums are "
+        "made, and the driver takes memory back and gives it"
+    )
+    if job.parallel.shards(False) > 1:
+        yield "the weights' all-gather, GPU to GPU, is not in the seconds"
+    if any(stage.untold < stage.shard for stage in stages):
+        yield (
+            "the first sleep copies no weights that masters tell; where they then come alone, the slabs with their "
+            "masters cross for them, once"
+        )
+    if job.flag:
+        yield (
+            "the flag is set: states move as its settings say, masters packed as in a training that waits for copies; "
+            "then weights are copied, and come before the states"
+        )
+    if any(stage.stays for stage in stages):
+        yield "on the GPU stay Transformer Engine's own copies of FP8 weights, and states that settings keep there"

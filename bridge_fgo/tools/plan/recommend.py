@@ -1,0 +1,247 @@
+"""`bridge-fgo plan --recommend`: the settings with which a job fits a system, and the fastest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+from bridge_fgo.bridge.fsdp_refusals import uses_fsdp
+from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.plan.activations import is_unfused
+from bridge_fgo.tools.plan.compute import ACHIEVED, RATES, Compute, compute_of
+from bridge_fgo.tools.plan.estimate import Estimate, make_estimate, offloaded_bytes
+from bridge_fgo.tools.plan.links import Link
+from bridge_fgo.tools.plan.rank_layout import layout_of
+from bridge_fgo.tools.plan.verdict import MEMORY, room_of
+
+NO_RECOMPUTATION: dict[str, Any] = {
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+}
+"""Settings of the model's config, as those below."""
+OF_ATTENTION = NO_RECOMPUTATION | {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+OF_MLP = OF_ATTENTION | {"recompute_modules": ["mlp"]}
+OF_EXPERTS = OF_ATTENTION | {"recompute_modules": ["moe"]}
+OF_EVERYTHING = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FLAG_ON, FLAG_OFF = "optimizer.offload_optimizer_states=true", "optimizer.offload_optimizer_states=false"
+HYBRID_SECONDS = 0.969 / 1.641e9
+"""Seconds that HybridDeviceOptimizer adds to a step for each parameter that a rank updates: in one run on an H200,
+with 16 cores, 1.470 s against 0.501 s resident at 1.641 billion parameters (`cli/bench/README.md`)."""
+HYBRID_HOST_BYTES = 16
+"""Bytes of host memory of it a parameter: masters, two moments and the gradient in fp32."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run the job.
+
+    Attributes:
+        name: in words.
+        overrides: of Bridge's config, which have it run so.
+        peak: bytes of the fullest rank.
+        offloaded: bytes that leave the GPU of the rank that offloads the most.
+        step: seconds of a step by the terms.
+        fits: whether the peak is within the system's room.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    peak: int
+    offloaded: int
+    step: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The ways to run a job on a system.
+
+    Attributes:
+        choices: the first is the config as it is, with all on the GPU.
+        advised: the fastest that fits; None where none does.
+        terms: what the times are made of.
+        room: bytes that a peak may have.
+    """
+
+    choices: list[Choice]
+    advised: Choice | None
+    terms: list[str]
+    room: int
+
+    def change(self, choice: Choice) -> float:
+        """Return by what share a step is longer than that of the config as it is, with all on the GPU."""
+        return choice.step / self.choices[0].step - 1
+
+    @property
+    def sentence(self) -> str:
+        """The advice in one sentence, with the settings to write."""
+        if self.advised is None:
+            return "Recommended: more GPUs, or more tensor or pipeline parallelism; nothing fits as it is laid out"
+        if self.advised is self.choices[0]:
+            return "Recommended: as it is; nothing needs to leave the GPU"
+        change = self.change(self.advised)
+        faster = f"{abs(change):.0%} {'faster' if change < 0 else 'slower'} than as it is"
+        if not self.choices[0].fits:
+            faster += ", which does not fit"
+        return f"Recommended: {self.advised.name} ({faster}): {' '.join(self.advised.overrides)}"
+
+
+class Recommender:
+    """Makes estimates of a job with some settings changed, on one system.
+
+    Raises:
+        ValueError: activations are not known.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        link: Link,
+        forward: float | None = None,
+        backward: float | None = None,
+        activations: int | None = None,
+    ) -> None:
+        self._job, self._link, self._activations = job, link, activations
+        self._forward, self._backward = forward, backward
+        self._of_host, self._room = MEMORY[link.name][1], room_of(link.name)
+        self._offload = replace(job.offload, fraction=1.0, gpu_memory_budget_gib=None)
+        self._layout = layout_of(job, self._offload)
+        self._as_it_is = self._estimate(job, everything=True)
+        if any(stage.activations is None for stage in self._as_it_is.stages):
+            raise ValueError("--recommend: activations of this kind of model are not counted; give --activations-gb")
+
+    def recommend(self) -> Recommendation:
+        """Return the ways to run the job, and the fastest that fits."""
+        resident = self._resident("as it is", self._job, ())
+        choices = [resident, *self._offloaded("as it is", self._job, (), also_everything=True)]
+        for name, changes in self._recomputations():
+            job, overrides = with_settings(self._job, model=changes), told(self._job.config.model, changes)
+            alone = self._resident(name, job, overrides)
+            choices += [alone] if alone.fits else self._offloaded(name, job, overrides, also_everything=False)
+        fitting = [choice for choice in choices if choice.fits]
+        advised = min(fitting, key=lambda choice: (choice.step, choice.offloaded), default=None)
+        choices += self._others()
+        return Recommendation(choices, advised, list(self._terms(self._compute(self._job))), self._room)
+
+    def _estimate(self, job: Job, everything: bool, compute: Compute | None = None) -> Estimate:
+        budget = None if everything else self._room / 2**30
+        offload = replace(self._offload, gpu_memory_budget_gib=budget)
+        forward, backward = (None, None) if compute is None else (compute.forward, compute.backward)
+        return make_estimate(job, offload, [self._link], forward, backward, self._activations, self._layout)
+
+    def _compute(self, job: Job) -> Compute:
+        return compute_of(job, self._link.name, self._forward, self._backward)
+
+    def _resident(self, name: str, job: Job, overrides: tuple[str, ...]) -> Choice:
+        peak = self._estimate(job, everything=True).resident_peak
+        flag = (FLAG_OFF,) if self._job.flag else ()
+        return Choice(name, (*flag, *overrides), peak, 0, self._compute(job).step, peak <= self._room)
+
+    def _offloaded(self, name: str, job: Job, overrides: tuple[str, ...], also_everything: bool) -> Iterator[Choice]:
+        """Yield the least offload that fits, where there is one, and the whole."""
+        whole = self._estimate(job, everything=True)
+        if whole.refusals:
+            return
+        if whole.least_budget <= self._room < whole.resident_peak:
+            settings = (*self._flag_on, "optimizer.offload.gpu_memory_budget_gib=auto", *overrides)
+            yield self._with_offload(f"{name}, least offload", job, settings, everything=False)
+        if also_everything:
+            yield self._with_offload(f"{name}, all offloaded", job, (*self._flag_on, *overrides), everything=True)
+
+    def _with_offload(self, name: str, job: Job, overrides: tuple[str, ...], everything: bool) -> Choice:
+        compute = self._compute(job)
+        # Copies hide behind a backward with what it does again.
+        longer = replace(compute, backward=compute.backward + compute.recomputed)
+        estimate = self._estimate(job, everything, longer)
+        away = [offloaded_bytes(stage, stage.states, estimate.offload) for stage in estimate.stages]
+        pairs = zip(estimate.stages, away, strict=True)
+        peak = max(max(stage.peak(of_stage) or 0, stage.least_budget) for stage, of_stage in pairs)
+        (row,) = estimate.links
+        step = compute.step + (row.floor or 0.0)
+        return Choice(name, overrides, peak, max(away), step, peak <= self._room and row.pinned <= self._of_host)
+
+    def _recomputations(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield kinds of recomputation other than the config's; none where activations are given as they are."""
+        model = self._job.config.model
+        if self._activations is not None:
+            return
+        kinds: dict[str, dict[str, Any]] = {"no recomputation": NO_RECOMPUTATION}
+        if is_unfused(model):
+            kinds["attention recomputed"] = OF_ATTENTION
+        if getattr(model, "num_moe_experts", None):
+            kinds["experts recomputed"] = OF_EXPERTS
+        else:
+            kinds["MLP recomputed"] = OF_MLP
+        kinds["all recomputed"] = OF_EVERYTHING
+        for name, changes in kinds.items():
+            if told(model, changes):
+                yield name, changes
+
+    @property
+    def _flag_on(self) -> tuple[str, ...]:
+        return () if self._job.flag else (FLAG_ON,)
+
+    def _others(self) -> Iterator[Choice]:
+        """Yield a larger micro batch, and the alternatives to this package."""
+        train = self._job.config.train
+        if self._activations is None:
+            of_replica = train.global_batch_size // self._job.parallel.data
+            sizes = [n for n in range(of_replica, train.micro_batch_size, -1) if of_replica % n == 0]
+            for size in sizes:
+                job = with_settings(self._job, train={"micro_batch_size": size})
+                overrides = (*self._flag_on, f"train.micro_batch_size={size}")
+                name = f"micro batch of {size}, all offloaded"
+                larger = self._with_offload(name, job, overrides, everything=True)
+                if larger.fits and not self._as_it_is.refusals:
+                    yield larger
+                    break
+        if self._job.config.optimizer.optimizer != "adam" or uses_fsdp(self._job.config):
+            return  # HybridDeviceOptimizer is Adam, and does not go with Megatron-FSDP
+        whole = self._as_it_is
+        updated = max(stage.states.total for stage in whole.stages) // 12
+        pinned = HYBRID_HOST_BYTES * updated * min(self._link.gpus, self._job.parallel.gpus)
+        peak = max(stage.fixed - stage.states.total + (stage.activations or 0) for stage in whole.stages)
+        yield Choice(
+            "HybridDeviceOptimizer",
+            ("optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=1.0"),
+            peak,
+            max(stage.states.total for stage in whole.stages),
+            self._compute(self._job).step + HYBRID_SECONDS * updated,
+            peak <= self._room and pinned <= self._of_host,
+        )
+
+    def _terms(self, compute: Compute) -> Iterator[str]:
+        rate = RATES[self._link.name][0]
+        source = (
+            f"at {ACHIEVED:.0%} of {rate / 1e12:.0f} TFLOP/s (data sheet, dense BF16); give --forward-seconds"
+            if self._forward is None
+            else "as given"
+        )
+        yield (
+            f"compute: {compute.steps_of_a_pipeline:g} microbatches of {compute.forward:.3f} s forward, "
+            f"{compute.backward:.3f} s backward and {compute.recomputed:.3f} s recomputed, {source}"
+        )
+        yield (
+            f"copies: the least that they can add (floor) at {self._link.figures} GB/s one way / both ways; in runs on "
+            "H200s up to 0.1 of the states' one crossing came on top"
+        )
+        yield f"HybridDeviceOptimizer: {HYBRID_SECONDS * 1e9:.2f} s for 10^9 parameters, as on a host of its own"
+        yield "not counted: communication, the optimizer's update, how much faster larger kernels are"
+
+
+def with_settings(job: Job, **sections: dict[str, Any]) -> Job:
+    """Return a job with some settings of its config changed; the tensors do not depend on them."""
+    config = SimpleNamespace(**vars(job.config))
+    for name, changes in sections.items():
+        setattr(config, name, SimpleNamespace(**vars(getattr(config, name)) | changes))
+    return replace(job, config=config)
+
+
+def told(model: Any, changes: dict[str, Any]) -> tuple[str, ...]:
+    """Return what changes in a model's config as overrides of Bridge's config."""
+    different = {name: value for name, value in changes.items() if getattr(model, name, None) != value}
+    values = {name: "null" if value is None else str(value).replace("'", "") for name, value in different.items()}
+    return tuple(f"model.{name}={value}" for name, value in values.items())

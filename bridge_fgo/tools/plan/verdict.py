@@ -1,0 +1,119 @@
+"""Whether a job fits: peaks against the memory of the systems that people train on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from bridge_fgo.tools.plan.estimate import Estimate
+from bridge_fgo.tools.plan.links import LINKS
+
+MIB = 2**20
+
+MEMORY = {
+    "GB200": (189_471 * MIB, 960 * 10**9),
+    "GB300": (284_208 * MIB, 960 * 10**9),
+    "B200": (183_359 * MIB, 2_000 * 10**9),
+    "B300": (275_040 * MIB, 2_000 * 10**9),
+    "GH200": (97_871 * MIB, 1_920 * 10**9),
+    "H200": (143_771 * MIB, 2_000 * 10**9),
+    "H100": (81_559 * MIB, 2_000 * 10**9),
+}
+"""Bytes of a GPU, as NVIDIA's driver reports them, and of the host memory of a node, by NVIDIA's data sheets of the
+DGX systems (2 TB) and of Grace (480 GB for each). Hosts differ: `bridge-fgo doctor` looks at yours."""
+
+LEFT_FREE = 16
+"""A 16th of the GPU is left to the CUDA context, NCCL and holes between blocks. On an H200 training with the budget
+"auto" had a peak of 142.2 of 150.8 GB, that is all but an 18th."""
+
+
+def room_of(system: str) -> int:
+    """Return the bytes of a system's GPU that a job's peak may have."""
+    of_gpu, _ = MEMORY[system]
+    return of_gpu - of_gpu // LEFT_FREE
+
+
+class Outcome(StrEnum):
+    """What becomes of a job on a system."""
+
+    fits = "fits"
+    with_offload = "fits only with the offload"
+    does_not = "does not fit"
+    unknown = "may fit (activations are not counted)"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome on a system, and the bytes that it comes from.
+
+    resident, offloaded: peaks of the fullest rank, lower bounds where activations are not known. room: of a GPU, less
+    a 16th. why: what stands in the way beside the GPU's memory, or "".
+    """
+
+    system: str
+    outcome: Outcome
+    resident: int
+    offloaded: int
+    room: int
+    why: str = ""
+
+    def is_trainable(self, flag: bool) -> bool:
+        """Return whether the job fits with the offload flag as it is."""
+        return self.outcome is Outcome.fits or (flag and self.outcome is Outcome.with_offload)
+
+
+def verdicts(estimate: Estimate) -> list[Verdict]:
+    """Return the verdict on each of the estimate's systems; on all where it has a speed alone."""
+    asked = {row.link.name: row.link.gpus for row in estimate.links}
+    if not asked.keys() <= MEMORY.keys():
+        asked = {name: LINKS[name].gpus for name in MEMORY}
+    return [_verdict(estimate, name, gpus) for name, gpus in asked.items()]
+
+
+def _verdict(estimate: Estimate, system: str, gpus: int) -> Verdict:
+    of_host, room = MEMORY[system][1], room_of(system)
+    pinned = sum(estimate.fullest_node(gpus))
+    resident, offloaded = estimate.resident_peak, estimate.least_budget
+    is_known = all(stage.activations is not None for stage in estimate.stages)
+    why = ""
+    if offloaded > room:
+        outcome = Outcome.does_not
+    elif not is_known:
+        outcome = Outcome.unknown
+    elif resident <= room:
+        outcome = Outcome.fits
+    elif estimate.refusals:
+        outcome, why = Outcome.does_not, "the offload, with which it would, is refused (below)"
+    elif pinned > of_host:
+        outcome = Outcome.does_not
+        why = f"the offload pins {pinned / 1e9:.0f} GB on a node that has {of_host / 1e9:.0f} GB"
+    else:
+        outcome = Outcome.with_offload
+    return Verdict(system, outcome, resident, offloaded, room, why)
+
+
+def lines(estimate: Estimate, found: list[Verdict]) -> Iterator[str]:
+    """Yield the verdict's lines: of one system with its figures, of several grouped by outcome."""
+    if not found:
+        return
+    gpus = estimate.job.parallel.gpus
+    where = f"{gpus} GPU" if gpus == 1 else f"{gpus} GPUs"
+    first = found[0]
+    least = "at least " if any(stage.activations is None for stage in estimate.stages) else ""
+    peaks = f"peak {least}{first.resident / 1e9:.1f} GB resident, {first.offloaded / 1e9:.1f} GB with the offload"
+    if len(found) == 1:
+        yield f"{first.outcome.capitalize()} on {where} of {first.system}: {peaks}; room {first.room / 1e9:.1f} GB"
+        if first.why:
+            yield first.why
+        return
+    groups = [
+        f"{outcome} on {', '.join(names)}"
+        for outcome in Outcome
+        if (names := [verdict.system for verdict in found if verdict.outcome is outcome])
+    ]
+    text = "; ".join(groups)
+    yield f"{text[0].upper()}{text[1:]}: {peaks} ({where})"
+    for verdict in found:
+        if verdict.why:
+            yield f"{verdict.system}: {verdict.why}"

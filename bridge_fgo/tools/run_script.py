@@ -1,0 +1,122 @@
+"""`bridge-fgo run`: an unmodified training script, with the package installed.
+
+Torch and Megatron are imported by `run` only, never by importing this module.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Request:
+    """A script to run, its arguments, and the package's settings.
+
+    script: a file, or with `module` the dotted name of a module, run as `python -m` runs it.
+    offload: whether to set the offload flag in whatever config the script trains with.
+    config: the keyword arguments of `bridge_fgo.OffloadConfig` that the user gave; what is missing there keeps the
+    default that OffloadConfig documents.
+    """
+
+    script: Path
+    args: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    module: bool = False
+    offload: bool = False
+
+
+def prepare(request: Request) -> None:
+    """Check a request, so that a user's mistake shows before anything is imported or patched.
+
+    Raises:
+        ValueError: the script is missing, or OffloadConfig refuses the options.
+    """
+    if request.module:
+        top = str(request.script).partition(".")[0]
+        if not top or not _can_be_found(top):
+            raise ValueError(f"-m {request.script}: there is no module {top!r}")
+    elif not request.script.is_file():
+        raise ValueError(f"there is no script {str(request.script)!r}")
+    import bridge_fgo
+
+    bridge_fgo.OffloadConfig(**request.config)
+
+
+def _can_be_found(module: str) -> bool:
+    """Return whether a top-level module can be found as `python -m` does, from the working folder first."""
+    here = "" if sys.flags.safe_path else os.getcwd()
+    return bool(PathFinder.find_spec(module, [here, *sys.path]) or module in sys.builtin_module_names)
+
+
+def run(request: Request) -> None:
+    """Install the package and run the script as `python SCRIPT ARGS...` or `python -m MODULE ARGS...` would.
+
+    The script sees its own `sys.argv`, its folder (of a module: the working folder) as `sys.path[0]`, and
+    `__name__ == "__main__"`. Whatever it raises, SystemExit included, passes through; a traceback begins at the
+    script. `sys.argv` and `sys.path` stay as the script leaves them: its threads and exit handlers may still read them.
+    """
+    import bridge_fgo
+    from bridge_fgo.bridge import flag_use
+    from bridge_fgo.options import command_line
+    from bridge_fgo.tools import run_again
+
+    bridge_fgo.install(bridge_fgo.OffloadConfig(**request.config))
+    script = request.script if request.module else request.script.resolve()  # it may change the working folder
+    options = [*(["--offload"] if request.offload else []), *command_line(request.config)]
+    run_again.keep(script, request.module, options)
+    measures = bool(request.config.get("measure"))  # a run without the offload on purpose
+    if request.offload:
+        flag_use.set_flag_in_every_config()
+    sys.argv = [str(request.script), *request.args]
+    if not sys.flags.safe_path:  # under `python -P` the script's folder is not added either
+        # Python resolves symbolic links here, so that a linked script finds its neighbours.
+        sys.path[0] = os.getcwd() if request.module else os.path.dirname(os.path.realpath(request.script))
+    sys.excepthook = partial(_show_from_the_script, sys.excepthook)
+    try:
+        if request.module:
+            runpy.run_module(str(request.script), run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(request.script), run_name="__main__")
+    except SystemExit as end:
+        if end.code in (None, 0):
+            _say_if_never_set(flag_use.was_set() or measures)
+        raise
+    _say_if_never_set(flag_use.was_set() or measures)
+
+
+def _say_if_never_set(is_as_meant: bool) -> None:
+    """Say on the first rank that nothing was offloaded, and how it would have been."""
+    if not is_as_meant and os.environ.get("RANK", "0") == "0":
+        print(
+            "bridge-fgo run: nothing was offloaded: no config of Megatron-Bridge had "
+            "optimizer.offload_optimizer_states=True; set it there, or give --offload before SCRIPT",
+            file=sys.stderr,
+        )
+
+
+def _show_from_the_script(
+    show: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Show an uncaught error without the frames that led to the script: this package's, click's and runpy's."""
+    frames = None
+    # The last of runpy's is the script's: under `python -m bridge_fgo` it runs this package too.
+    for frame in _from(trace):
+        if frame.tb_frame.f_code.co_name == "_run_code" and frame.tb_frame.f_globals.get("__name__") == "runpy":
+            frames = frame.tb_next
+    # Without any the script did not even begin (a syntax error): all of it is shown.
+    show(kind, error if frames is None else error.with_traceback(frames), frames or trace)
+
+
+def _from(frames: TracebackType | None) -> Iterator[TracebackType]:
+    while frames is not None:
+        yield frames
+        frames = frames.tb_next

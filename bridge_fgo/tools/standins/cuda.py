@@ -1,0 +1,225 @@
+"""CUDA on a CPU: `device="cuda"` is the CPU, or no memory at all, and streams finish each operation at once.
+
+mcore creates tensors on `torch.cuda.current_device()` or "cuda", uses streams, and reads `Tensor.type()` to tell
+dtypes apart. What computes is real: Bridge, mcore, torch, gloo collectives, and torch's AdamW, which mcore takes by
+itself where Transformer Engine is absent (`bridge_fgo.tools.standins.hollow`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, override
+from unittest import mock
+
+import torch
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+from torch.overrides import TorchFunctionMode
+
+from bridge_fgo.tools.standins.hollow import import_bridge
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+HALVES = (torch.float16, torch.bfloat16)
+
+PRODUCTS = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.addmm})
+"""Functions that multiply matrices. mcore's linear layers call the first two in forward and backward, Muon's update the
+last two."""
+
+
+def product(
+    func: Callable[..., torch.Tensor], factors: tuple[torch.Tensor, ...], out: torch.Tensor | None = None, **more: Any
+) -> torch.Tensor:
+    """Return `func` of matrices as a GPU computes it: 16-bit factors are added up in fp32, and the sum is rounded once.
+
+    PyTorch's own 16-bit products take 10 to 30 times as long on a CPU without AVX-512; they were a third of a training
+    by Adam in the tests, and two thirds of one by Muon. What autograd records stays as it is.
+    """
+    given = more if out is None else {**more, "out": out}
+    half = factors[0].dtype if factors else None
+    is_half = half in HALVES and all(factor.dtype == half and factor.device == CPU for factor in factors)
+    if not is_half or torch.is_grad_enabled() or any(isinstance(value, torch.Tensor) for value in more.values()):
+        return func(*factors, **given)
+    result = func(*(factor.float() for factor in factors), **more)
+    return result.to(half) if out is None else out.copy_(result)
+
+
+class CudaAsCpu(TorchFunctionMode):
+    """Makes device="cuda" mean the CPU or `device`, and has `Tensor.type()` name CUDA types, which mcore asks for.
+
+    Holds in the thread that installed it; autograd runs the backward of CPU tensors in that thread too.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        super().__init__()
+        self.device = device
+
+    @override
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in PRODUCTS:
+            return product(func, args, **kwargs)
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs = {**kwargs, "device": self.device}
+        result = func(*args, **kwargs)
+        asks_for_name = func is torch.Tensor.type and len(args) == 1 and not kwargs
+        return result.replace("torch.", "torch.cuda.") if asks_for_name else result
+
+
+class NoStream:
+    """A stream or event on a device that finishes each operation before the next begins."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __enter__(self) -> NoStream:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+    def synchronize(self, *args: object) -> None:
+        """Return at once, as every other wait here does."""
+
+    wait_stream = wait_event = record = wait = synchronize
+
+    def record_event(self, event: NoStream | None = None) -> NoStream:
+        """Return the event, which has happened already."""
+        return event or NoStream()
+
+    def query(self) -> bool:
+        """Return that all is done, as it always is."""
+        return True
+
+    def elapsed_time(self, later: object) -> float:
+        """Return the milliseconds between two events: none, as neither has a time."""
+        return 0.0
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    pass
+
+
+_make_gloo = ProcessGroupGloo.__init__
+
+
+def _make_gloo_with_one_worker(
+    group: Any, store: Any, rank: int, size: int, options: Any = None, **settings: Any
+) -> None:
+    """Make a gloo group whose collectives are done one after another, as a CUDA stream's are.
+
+    By default it has two threads for them. Both note the name of what they have done in one string of the group,
+    without a lock (PyTorch 2.15, `ProcessGroupGloo::runLoop`). The name of a coalesced all-gather is too long for the
+    string itself, so that both free its memory, or write where the other has freed: with several such gathers under
+    way a rank died in one of some fifty short trainings.
+    """
+    make_options: Any = ProcessGroupGloo._Options  # type: ignore[reportAttributeAccessIssue]
+    if not isinstance(options, make_options):
+        timeout = options
+        options = make_options()
+        options._devices = [ProcessGroupGloo.create_default_device()]
+        if timeout is not None:
+            options._timeout = timeout
+        for name, value in settings.items():
+            name = "_timeout" if name == "timeout" else name
+            assert hasattr(options, name), name
+            setattr(options, name, value)
+    options._threads = 1
+    _make_gloo(group, store, rank, size, options)
+
+
+def _itself(module_or_tensor: Any, *args: object, **kwargs: object) -> Any:
+    return module_or_tensor
+
+
+def _replacements() -> list[tuple[object, str, object]]:
+    """Return (owner, attribute, stand-in) of each CUDA entry point that a training step reaches."""
+    from megatron.core.inference import communication_utils
+    from megatron.core.tensor_parallel import random as mcore_random
+
+    cuda = torch.cuda
+    return [
+        (cuda, "current_device", lambda: CPU),
+        (cuda, "device_count", lambda: 1),
+        (cuda, "current_stream", NoStream),
+        (cuda, "stream", NoStream),
+        (cuda, "Stream", NoStream),
+        (cuda, "Event", NoStream),
+        (cuda, "synchronize", _nothing),
+        (cuda, "empty_cache", _nothing),
+        (cuda.nvtx, "range_push", _nothing),
+        (cuda.nvtx, "range_pop", _nothing),
+        # One generator serves both devices: the rerun machine and mcore's RNG tracker save and restore
+        # "CUDA" states, and dropout on the CPU must follow them.
+        (cuda, "manual_seed", torch.manual_seed),
+        (cuda, "get_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
+        (cuda.random, "get_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
+        (cuda, "set_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state)),
+        (mcore_random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state)),
+        (torch.Tensor, "cuda", _itself),
+        (torch.nn.Module, "cuda", _itself),
+        (ProcessGroupGloo, "__init__", _make_gloo_with_one_worker),
+        (communication_utils, "_is_cuda", _nothing),  # an assertion, before pipeline stages of inference talk
+    ]
+
+
+_installed: ExitStack | None = None
+
+
+def install_standins() -> None:
+    """Make Bridge's real train_step run on the CPU in this process, until `remove_standins`. Idempotent.
+
+    Imports Bridge, with Transformer Engine hollow, before CUDA is replaced: its imports look at the real `torch.cuda`.
+
+    Raises:
+        RuntimeError: mcore was imported with Transformer Engine, whose Adam steps only CUDA tensors.
+    """
+    global _installed
+    if _installed is not None:
+        return
+    import_bridge()
+    stack = ExitStack()
+    for owner, name, stand_in in _replacements():
+        stack.enter_context(mock.patch.object(owner, name, stand_in))
+    stack.enter_context(CudaAsCpu())
+    _installed = stack
+
+
+def remove_standins() -> None:
+    """Give CUDA's entry points back. The hollow modules stay, because what Bridge imported cannot be undone."""
+    global _installed
+    if _installed is not None:
+        _installed.close()
+        _installed = None
+
+
+@contextlib.contextmanager
+def without_gpu() -> Iterator[None]:
+    """Context in which mcore and Bridge build a model without a GPU: its memory is meta, streams do nothing."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    with ExitStack() as stack:
+        stack.enter_context(CudaAsCpu(META))
+        for name, value in (
+            ("current_device", lambda: META),
+            ("current_stream", NoStream),
+            ("stream", NoStream),
+            ("Stream", NoStream),
+            ("Event", NoStream),
+            ("get_device_properties", lambda device=None: SimpleNamespace(name="none", major=10, minor=0)),
+            ("get_device_capability", lambda device=None: (10, 0)),
+        ):
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        # Nothing is drawn for memory that is not there.
+        no_fork = mock.patch.object(CudaRNGStatesTracker, "fork", lambda *args, **kwargs: contextlib.nullcontext())
+        stack.enter_context(no_fork)
+        yield

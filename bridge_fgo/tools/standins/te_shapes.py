@@ -1,0 +1,216 @@
+"""Transformer Engine's layers as shapes alone, so that mcore builds the model that it builds on a GPU.
+
+With these, Megatron-Core's own layer specs give every parameter of a rank by name, shape and order, on torch's
+meta device, on a machine without a GPU and whether Transformer Engine is installed or not. Only the names and
+the order of the parameters of each layer are taken from Transformer Engine (2.17): `weight` and `bias` of a
+Linear, before them `layer_norm_weight` and `layer_norm_bias` of a LayerNormLinear, and `weight0`, `weight1`, ...
+of a GroupedLinear. mamba_ssm and deep_ep stand in too: mcore asks for them and has all parameters itself.
+
+Nothing here computes. To be installed before Megatron is imported, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any, override
+
+import torch
+
+from bridge_fgo.tools.standins.finder import StandInFinder, Table
+
+_quantized = False
+
+
+class QuantizedWeight(torch.nn.Parameter):
+    """A parameter that Transformer Engine would keep in FP8; of its high-precision dtype, as the real ones say."""
+
+
+@contextlib.contextmanager
+def fp8_model_init(enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False) -> Any:
+    """Context in which weights are made quantized."""
+    global _quantized
+    before, _quantized = _quantized, enabled
+    try:
+        yield
+    finally:
+        _quantized = before
+
+
+def parameter(*shape: int, dtype: torch.dtype, may_be_quantized: bool = False) -> torch.nn.Parameter:
+    """Return a parameter without memory."""
+    cls = QuantizedWeight if _quantized and may_be_quantized else torch.nn.Parameter
+    return cls(torch.empty(shape, device="meta", dtype=dtype))
+
+
+class Linear(torch.nn.Module):
+    """`weight` (out, in) and `bias` (out) of this rank."""
+
+    save_original_input = False
+    """mcore sets it, where the real layer has it."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        bias: bool = True,
+        params_dtype: torch.dtype = torch.float32,
+        **ignored: Any,
+    ) -> None:
+        super().__init__()
+        self._begin(in_features, params_dtype, **ignored)
+        self.use_bias, self.tp_size = bias, tp_size
+        self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
+        self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
+        self.weight = parameter(self.out_features, self.in_features, dtype=params_dtype, may_be_quantized=True)
+        self.bias = parameter(self.out_features, dtype=params_dtype) if bias else None
+
+    def _begin(self, in_features: int, params_dtype: torch.dtype, **ignored: Any) -> None:
+        pass
+
+
+class LayerNormLinear(Linear):
+    """A Linear with the norm before it: `layer_norm_weight` (in), and `layer_norm_bias` (in) of a LayerNorm."""
+
+    @override
+    def _begin(
+        self, in_features: int, params_dtype: torch.dtype, normalization: str = "LayerNorm", **ignored: Any
+    ) -> None:
+        self.layer_norm_weight = parameter(in_features, dtype=params_dtype)
+        if normalization == "LayerNorm":
+            self.layer_norm_bias = parameter(in_features, dtype=params_dtype)
+
+
+class GroupedLinear(torch.nn.Module):
+    """`weight0` ... of (out, in) and `bias0` ... of (out), one for each expert of this rank."""
+
+    save_original_input = False
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        bias: bool = True,
+        params_dtype: torch.dtype = torch.float32,
+        **ignored: Any,
+    ) -> None:
+        super().__init__()
+        self.num_gemms, self.use_bias = num_gemms, bias
+        self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
+        self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
+        for index in range(num_gemms):
+            weight = parameter(self.out_features, self.in_features, dtype=params_dtype, may_be_quantized=True)
+            self.register_parameter(f"weight{index}", weight)
+            if bias:
+                self.register_parameter(f"bias{index}", parameter(self.out_features, dtype=params_dtype))
+
+    def set_tensor_parallel_group(self, group: Any) -> None:
+        """Do nothing; mcore calls it."""
+
+
+class RMSNorm(torch.nn.Module):
+    """`weight` (hidden)."""
+
+    def __init__(
+        self, normalized_shape: int | None = None, *, params_dtype: torch.dtype = torch.float32, **others: Any
+    ) -> None:
+        super().__init__()
+        size = normalized_shape if normalized_shape is not None else others["hidden_size"]
+        self.weight = parameter(size, dtype=params_dtype)
+        self._end(size, params_dtype)
+
+    def _end(self, size: int, params_dtype: torch.dtype) -> None:
+        pass
+
+
+class LayerNorm(RMSNorm):
+    """`weight` and `bias` (hidden)."""
+
+    @override
+    def _end(self, size: int, params_dtype: torch.dtype) -> None:
+        self.bias = parameter(size, dtype=params_dtype)
+
+
+class DotProductAttention(torch.nn.Module):
+    """`softmax_offset` (heads of this rank) where the softmax has one to learn, else nothing."""
+
+    def __init__(self, num_attention_heads: int, *args: Any, softmax_type: str = "vanilla", **others: Any) -> None:
+        super().__init__()
+        if softmax_type == "learnable":
+            heads = num_attention_heads // (others.get("tp_size") or 1)
+            self.softmax_offset = parameter(heads, dtype=torch.float32)
+
+
+class FusedAdam:
+    """Only its signature is read, when a precision-aware config is made."""
+
+    def __init__(
+        self,
+        params: Any = None,
+        master_weight_dtype: Any = None,
+        exp_avg_dtype: Any = None,
+        exp_avg_sq_dtype: Any = None,
+        use_decoupled_grad: bool = False,
+    ) -> None:
+        raise RuntimeError("FusedAdam is a shape here and computes nothing")
+
+
+LAYERS = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, LayerNorm, DotProductAttention, FusedAdam)
+REAL: dict[str, Any] = {cls.__name__: cls for cls in LAYERS} | {
+    "QuantizedTensor": QuantizedWeight,
+    "fp8_model_init": fp8_model_init,
+    "quantized_model_init": fp8_model_init,
+}
+
+
+class _Hollow(type):
+    """Metaclass of classes with any attribute, made from anything. They stand for what must only exist: FP8 recipes."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Hollow(name, (), {})
+
+
+class _HollowLayer(torch.nn.Module):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+
+def _shape_or_hollow(module: str, name: str) -> Any:
+    """Return what has a shape here; for any other name a class that only has to be there."""
+    return REAL.get(name) or _Hollow(name, (_HollowLayer,), {})
+
+
+TABLE = Table(
+    packages=frozenset({"transformer_engine", "mamba_ssm", "deep_ep", "nvidia_resiliency_ext"}),
+    # mcore takes the absence of these, and would call their hollow functions while it builds.
+    hidden=frozenset({"transformer_engine.pytorch.cpu_offload", "transformer_engine.pytorch.tensor.grouped_tensor"}),
+    # mcore reaches these as attributes, without importing them.
+    submodules=frozenset({"pytorch", "common", "recipe", "ops", "fp8", "distributed", "tensor", "optimizers"}),
+    attribute=_shape_or_hollow,
+    version="2.17.1",
+)
+
+
+def install() -> None:
+    """Put the shapes in the place of Transformer Engine, from now on in this process.
+
+    Raises:
+        RuntimeError: Megatron is imported already.
+    """
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("megatron.core is imported already: shapes need a process of their own")
+    sys.meta_path.insert(0, StandInFinder(TABLE))
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Return whether Transformer Engine would keep this parameter in FP8."""
+    return isinstance(tensor, QuantizedWeight)

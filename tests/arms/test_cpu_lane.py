@@ -1,0 +1,305 @@
+"""The CPU lane itself, without the offload: what it claims to run is what runs, and twice the same."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from bridge_fgo.tools.arms.record import EventWriter, RunRecord, digest
+
+pytest.importorskip("megatron.core")
+
+from bridge_fgo.tools.arms import cpu
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining, run
+from bridge_fgo.tools.standins import cuda
+
+KINDS = ("params", "masters", "moments")
+
+
+pytestmark = pytest.mark.usefixtures("cpu_standins")
+
+
+def skipped_steps(record: RunRecord) -> list[int]:
+    return [step.step for step in record.steps if step.skipped]
+
+
+def numbers(record: RunRecord) -> list[tuple[float | None, float | None, bool]]:
+    return [(step.loss, step.grad_norm, step.skipped) for step in record.steps]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        CpuOptions(),
+        CpuOptions(chunks=2, overlap_grad_reduce=True),
+        CpuOptions(experts=True),
+        CpuOptions(precision="fp16"),
+        CpuOptions(precision="fp32_params"),
+    ],
+    ids=["plain", "two chunks", "experts", "fp16", "fp32 params"],
+)
+def test_two_resident_runs_are_bitwise_equal(options: CpuOptions) -> None:
+    first, second = run(options, 4), run(options, 4)
+    assert numbers(first) == numbers(second)
+    assert first.digests == second.digests
+    assert len(set(first.digests.values())) == len(KINDS)
+
+
+def test_the_model_learns() -> None:
+    losses = [step.loss for step in run(CpuOptions(), 16).steps]
+    assert sum(losses[-4:]) < 0.92 * sum(losses[:4])
+
+
+def test_another_seed_is_another_training() -> None:
+    assert run(CpuOptions(), 2).digests != run(CpuOptions(seed=1), 2).digests
+
+
+def test_the_parts_are_bridges_and_mcores_own() -> None:
+    from megatron.bridge.training.config import ConfigContainer, OptimizerConfig
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import ChainedOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    with CpuTraining(CpuOptions(offload=True)) as training:
+        assert type(training.cfg) is ConfigContainer
+        assert type(training.model[0]) is DistributedDataParallel
+        assert any(type(module) is GPTModel for module in training.model[0].modules())
+        assert type(training.optimizer) is ChainedOptimizer
+        (distributed,) = training.optimizer.chained_optimizers
+        assert type(distributed) is DistributedOptimizer
+        assert type(distributed.optimizer) is torch.optim.AdamW
+        assert type(training.optimizer.config) is OptimizerConfig
+        assert training.optimizer.config is training.cfg.optimizer
+        assert training.cfg.optimizer.offload_optimizer_states is True
+
+
+def test_train_step_is_looked_up_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.bridge.training import train
+
+    original, calls = train.train_step, []
+    monkeypatch.setattr(train, "train_step", lambda *args: calls.append(args) or original(*args))
+    run(CpuOptions(), 2)
+    assert len(calls) == 2
+
+
+def test_found_inf_step_is_skipped() -> None:
+    disturbed, plain = run(CpuOptions(found_inf_steps=frozenset({2, 3})), 4), run(CpuOptions(), 4)
+    assert skipped_steps(disturbed) == [2, 3]
+    assert [step.grad_norm is None for step in disturbed.steps] == [False, True, True, False]
+    assert numbers(disturbed)[0] == numbers(plain)[0], "the loss scale changes nothing else"
+    assert all(math.isfinite(step.loss) for step in disturbed.steps)
+
+
+def test_skipped_step_leaves_the_state_as_it_was() -> None:
+    with CpuTraining(CpuOptions(found_inf_steps=frozenset({2}))) as training:
+        training.step()
+        before = training.digests()
+        assert training.step().skipped
+        assert training.digests() == before
+
+
+def test_fp16_overflows_and_recovers() -> None:
+    record = run(CpuOptions(precision="fp16"), 6)
+    assert skipped_steps(record)[0] == 1
+    assert len(skipped_steps(record)) < len(record.steps)
+
+
+def test_grad_norm_threshold_skips() -> None:
+    record = run(CpuOptions(grad_norm_skip_steps=frozenset({2})), 3)
+    assert skipped_steps(record) == [2]
+    assert record.steps[1].grad_norm is not None
+
+
+def test_rerun_runs_two_passes() -> None:
+    record = run(CpuOptions(rerun_steps=frozenset({2, 4})), 4)
+    assert [step.passes for step in record.steps] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_rerun_is_bitwise_equal_to_no_fault(chunks: int) -> None:
+    faulty = run(CpuOptions(chunks=chunks, rerun_steps=frozenset({3})), 4)
+    plain = run(CpuOptions(chunks=chunks), 4)
+    assert faulty.steps[2].passes == 2
+    assert numbers(faulty) == numbers(plain)
+    assert faulty.digests == plain.digests
+
+
+def test_persistent_fault_asks_for_a_checkpoint_and_an_exit() -> None:
+    with CpuTraining(CpuOptions(checkpoint_exit_step=2)) as training:
+        training.step()
+        before = training.digests()
+        step = training.step()
+        assert (step.passes, step.should_checkpoint, step.exit_code) == (2, True, 16)
+        assert training.digests() == before, "there is no optimizer step before the exit"
+        with pytest.raises(RuntimeError, match="exit"):
+            training.step()
+
+
+def test_experts_make_two_distributed_optimizers() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    with CpuTraining(CpuOptions(experts=True)) as training:
+        dense, expert = training.optimizer.chained_optimizers
+        assert isinstance(dense, DistributedOptimizer) and isinstance(expert, DistributedOptimizer)
+        assert [group["is_expert_parallel"] for group in expert.param_groups] == [True]
+        assert not any(group["is_expert_parallel"] for group in dense.param_groups)
+        before = training.digests()["masters"]
+        assert not training.step().skipped
+        assert training.digests()["masters"] != before
+        assert all(expert.optimizer.state.values())
+
+
+def test_two_chunks_share_one_optimizer_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with CpuTraining(CpuOptions(chunks=2)) as training:
+        calls = []
+        step, finalize = training.optimizer.step, training.cfg.model.finalize_model_grads_func
+        monkeypatch.setattr(training.optimizer, "step", lambda: calls.append("step") or step())
+
+        def finalize_all(model, *args, **kwargs):
+            calls.append(f"finalize {len(model)} chunks")
+            return finalize(model, *args, **kwargs)
+
+        training.cfg.model.finalize_model_grads_func = finalize_all
+        assert len(training.model) == 2
+        before = {name: tensor.clone() for name, tensor in training.state_tensors()["params"]}
+        assert training.step().passes == 1
+        assert calls == ["finalize 2 chunks", "step"]
+        after = training.state_tensors()["params"]
+        moved = [name for name, tensor in after if not torch.equal(tensor, before[name])]
+        assert {name.split(".")[0] for name in moved} == {"0", "1"}
+
+
+def test_native_fp32_parameters_have_no_master_of_their_own() -> None:
+    with CpuTraining(CpuOptions(precision="fp32_params")) as training:
+        training.step()
+        (distributed,) = training.optimizer.chained_optimizers
+        fp32 = [parameter for group in distributed.model_fp32_groups for parameter in group]
+        assert fp32 and all(parameter.dtype == torch.float32 for parameter in fp32)
+        masters = 4 * sum(p.numel() for p in training.model[0].parameters() if p.dtype != torch.float32)
+        moments = 8 * sum(p.numel() for p in training.model[0].parameters())
+        assert training.live_state_bytes() == masters + moments
+
+
+def test_live_bytes_count_masters_and_moments() -> None:
+    with CpuTraining(CpuOptions()) as training:
+        parameters = sum(parameter.numel() for parameter in training.model[0].parameters())
+        training.step()
+        assert training.live_bytes == [4 * parameters] * training.options.microbatches
+        training.step()
+        assert training.live_bytes == [12 * parameters] * training.options.microbatches
+
+
+def test_released_state_is_not_read() -> None:
+    with CpuTraining(CpuOptions()) as training:
+        training.step()
+        training.state_tensors()["moments"][0][1].untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="released"):
+            training.digests()
+
+
+def test_a_second_training_is_refused_while_the_first_is_open() -> None:
+    with CpuTraining(CpuOptions()), pytest.raises(RuntimeError, match="close"):
+        CpuTraining(CpuOptions())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"chunks": 3}, "chunks=3"),
+        ({"chunks": 2, "layers": 3}, "layers=3"),
+        ({"precision": "fp8"}, "precision='fp8'"),
+        ({"adam": "fused"}, "adam='fused'"),
+        ({"overlap_param_gather": True}, "overlap_param_gather=True"),
+        ({"rerun_steps": frozenset({1})}, "rerun_steps"),
+        ({"checkpoint_exit_step": 1}, "checkpoint_exit_step"),
+        ({"checkpoint_exit_step": 3, "rerun_steps": frozenset({3})}, "checkpoint_exit_step=3"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(wrong: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CpuOptions(**wrong)
+
+
+def test_standins_compute_nothing() -> None:
+    from transformer_engine.pytorch import Linear
+
+    with pytest.raises(RuntimeError, match="stand-in"):
+        Linear(1, 1)
+    with pytest.raises(ModuleNotFoundError):
+        import transformer_engine.pytorch.optimizers  # noqa: F401
+
+
+def test_a_gloo_group_has_one_thread_for_its_collectives() -> None:
+    patience = timedelta(seconds=7)
+    for settings in ({"timeout": patience}, {"options": patience}):
+        options = cuda.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1, **settings).options
+        assert (options._threads, options._timeout) == (1, patience)
+
+
+def test_standins_can_be_removed_and_installed_again() -> None:
+    stream = torch.cuda.Stream
+    assert torch.ones(1, device="cuda").type() == "torch.cuda.FloatTensor"
+    cuda.remove_standins()
+    try:
+        assert torch.cuda.Stream is not stream
+        assert torch.ones(1).type() == "torch.FloatTensor"
+    finally:
+        cuda.install_standins()
+    assert torch.cuda.Stream is stream
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int16])
+def test_digest_sees_every_bit(dtype: torch.dtype) -> None:
+    tensors = [torch.arange(6).to(dtype).view(2, 3), torch.zeros((), dtype=dtype)]
+    before = digest(tensors)
+    assert before == digest(dict(enumerate(tensors)))
+    tensors[1].view(-1).view(torch.uint8)[0] ^= 1
+    assert digest(tensors) != before
+
+
+def test_numbers_that_json_lacks_are_kept_in_hex(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "events.jsonl")
+    writer.step(step=1, loss=math.nan, grad_norm=None, skipped=True, passes=1, seconds=0.5)
+    (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (event["loss"], event["loss_hex"]) == (None, "nan")
+    assert (event["grad_norm"], event["grad_norm_hex"]) == (None, None)
+    writer.close()
+
+
+def test_the_arm_writes_the_same_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that what the arm sets there is undone
+    events = tmp_path / "events.jsonl"
+    scenario = ["--rerun-steps", "2", "--grad-norm-skip-steps", "3"]
+    cpu.main(["--steps", "3", "--events", str(events), *scenario])
+    start, *steps, result = map(json.loads, events.read_text().splitlines())
+    here = run(CpuOptions(rerun_steps=frozenset({2}), grad_norm_skip_steps=frozenset({3})), 3)
+    assert start["event"] == "start" and start["device"] == "cpu"
+    assert [float.fromhex(step["loss_hex"]) for step in steps] == [step.loss for step in here.steps]
+    assert [(step["skipped"], step["passes"]) for step in steps] == [(False, 1), (False, 2), (True, 1)]
+    assert result["digests"] == here.digests
+    assert result["state_bytes"] == here.state_bytes > 0
+    assert result["engine"] is None and result["released_bytes"] == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", cuda.HALVES)
+def test_products_of_16_bit_matrices_are_added_up_in_fp32_and_rounded_once(dtype):
+    left, right, added = torch.randn(8, 512).to(dtype), torch.randn(512, 8).to(dtype), torch.randn(8, 8).to(dtype)
+    whole = left.float() @ right.float()
+    assert torch.equal(left @ right, whole.to(dtype))
+    assert torch.equal(torch.matmul(left, right), whole.to(dtype))
+    assert torch.equal(torch.matmul(left, right, out=torch.empty(8, 8)), whole)  # fp32 gradients of mcore's layers
+    scaled = torch.addmm(added.float(), left.float(), right.float(), beta=0.5, alpha=2.0)
+    assert torch.equal(torch.addmm(added, left, right, beta=0.5, alpha=2.0), scaled.to(dtype))
+    assert (torch.matmul(input=left, other=right).float() - whole).abs().max() < 1  # as PyTorch adds up
+
+
+def test_what_autograd_records_of_a_product_is_pytorchs_own():
+    left = torch.randn(4, 4, dtype=torch.bfloat16, requires_grad=True)
+    assert type((left @ left).grad_fn).__name__ == "MmBackward0"

@@ -1,0 +1,359 @@
+"""What the GPU arm writes down of which step, without a GPU."""
+
+import gc
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bridge_fgo
+from bridge_fgo.memory.meters import Traffic
+from bridge_fgo.tools.arms import gpu, host_loop
+from bridge_fgo.tools.arms.collector_clock import CollectorClock
+from bridge_fgo.tools.arms.moves_alone import MovesAlone
+from bridge_fgo.tools.arms.phase_clock import FIRST_COUNTED_STEP, PhaseClock
+
+pytestmark = pytest.mark.usefixtures("cpu_standins")
+
+CONTEXT = SimpleNamespace(loss_dict={"lm loss": 1.0}, grad_norm=1.0, skipped_iter=False, model=None, optimizer=None)
+
+
+class Stream:
+    """A stream whose waits are written down, each a second of host time."""
+
+    def __init__(self):
+        self.waits, self.now = 0, 0.0
+
+    def synchronize(self):
+        self.waits += 1
+        self.now += 1
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr("bridge_fgo.memory.meters.time.perf_counter", lambda: stream.now)
+    return stream
+
+
+def move(stream, traffic):
+    with traffic:
+        stream.now += 0.25
+
+
+def test_a_move_alone_waits_for_the_gpu_first_and_does_not_count_that(stream):
+    traffic = Traffic()
+    alone = MovesAlone(stream)
+    move(stream, traffic)
+    assert (stream.waits, traffic.seconds) == (1, 0.25)
+    move(stream, traffic)
+    assert (stream.waits, traffic.seconds) == (2, 0.5)
+    alone.end()
+    move(stream, traffic)
+    assert (stream.waits, traffic.seconds) == (2, 0.75)
+
+
+def test_moves_in_a_row_wait_once(stream):
+    traffic = Traffic()
+    alone = MovesAlone(stream)
+    for _ in range(3):
+        with traffic:
+            stream.now += 0.0005
+    alone.end()
+    assert stream.waits == 1
+    assert traffic.seconds == pytest.approx(0.0015)
+
+
+@pytest.fixture
+def recorder(tmp_path, monkeypatch, stream):
+    """A recorder of 5 steps, 2 with moves alone and 2 profiled ones, and the path of its events."""
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 7)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    from bridge_fgo.tools.arms import gpu_recorder
+
+    monkeypatch.setattr(gpu_recorder, "final_state", lambda *args: {"masters": {}, "moments": {}})
+    monkeypatch.setattr(gpu_recorder, "joined_digests", lambda state: {})
+    monkeypatch.setattr(gpu_recorder, "of_ranks", lambda mine: [mine])
+    options = ["--steps", "5", "--alone-steps", "2", "--trace", str(tmp_path / "trace.gz")]
+    options = gpu.parse([*options, "--events", str(tmp_path / "events")])
+    return gpu_recorder.Recorder(options, PhaseClock(options.steps)), tmp_path / "events"
+
+
+def train_seven_steps(recorder, stream):
+    """Has a recorder see training of seven steps, each of a quarter of a second."""
+    recorder.on_train_start(None)
+    for _ in range(7):
+        recorder.on_train_step_start(CONTEXT)  # waits for the stream: a second
+        stream.now += 0.25
+        recorder.on_train_step_end(CONTEXT)
+    recorder.on_train_end(CONTEXT)
+
+
+def test_an_arm_that_ends_early_measures_the_step_that_begins_and_then_does_what_comes_after(recorder):
+    recorder, _ = recorder
+    train = SimpleNamespace(train_iters=9)  # five measured, two with moves alone, two profiled
+    context = SimpleNamespace(state=SimpleNamespace(cfg=SimpleNamespace(train=train)))
+    recorder.turns = SimpleNamespace(has_another_step=lambda: True, ends_early=False)
+    for ends_early, measured, trained in ((False, 5, 9), (True, 2, 6), (True, 2, 6)):
+        recorder.turns.ends_early = ends_early
+        recorder.on_train_step_start(context)
+        assert (recorder._options.steps, train.train_iters) == (measured, trained)
+    recorder.collector.end()
+
+
+def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_ones(recorder, stream, monkeypatch):
+    recorder, events = recorder
+    profiled, waited = [], []
+    traffic = Traffic()
+
+    class Trace:
+        def begin_step(self):
+            profiled.append(recorder.step)
+
+        def end_step(self):
+            pass
+
+        def end(self, path):
+            pass
+
+    monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.StepTrace", Trace)
+    recorder.on_train_start(None)
+    for step in range(1, 10):
+        recorder.on_train_step_start(CONTEXT)
+        before, traffic.seconds = stream.waits, 0.0
+        move(stream, traffic)
+        if stream.waits > before:
+            waited.append(step)
+        stats = SimpleNamespace(
+            enqueue_seconds=traffic.seconds + step / 100, peak_forward_backward_bytes=1, peak_step_bytes=step,
+            peak_reserved_bytes=1, engine="native", released_bytes=0, bytes_offloaded=0, pinned_bytes=0, pin_seconds=0,
+            copies_in_first=True, copy_wait_seconds=(0.5, 0.25),
+        )  # fmt: skip
+        monkeypatch.setattr(bridge_fgo, "stats", lambda stats=stats: stats)
+        recorder.on_train_step_end(CONTEXT)
+    recorder.on_train_end(CONTEXT)
+    assert waited == [6, 7] and profiled == [8, 9]
+    result = json.loads(events.read_text().splitlines()[-1])
+    assert result["copies_in_first_of_ranks"] == [True] and result["copy_wait_seconds_of_ranks"] == [[0.5, 0.25]]
+    written = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [event["step"] for event in written if event["event"] == "step"] == [1, 2, 3, 4, 5]
+    result = written[-1]
+    assert result["enqueue_alone_seconds"] == pytest.approx([0.31, 0.32])
+    assert result["enqueue_seconds"] == pytest.approx([0.29, 0.3])
+    assert len(result["step_seconds"]) == len(result["collector_seconds"]) == 5
+    assert (result["first_step_peak_bytes"], result["peak_step_bytes"]) == (1, 5)
+
+
+def test_the_peak_of_setup_is_counted_anew_once_the_model_is_built(recorder, stream, monkeypatch):
+    recorder, events = recorder
+    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
+    peak = {"now": 7}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak["now"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.update(now=5))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 4)
+    model = [object()]
+    assert recorder.model_is_built(model) is model
+    recorder.on_train_start(None)
+    peak["now"] = 9
+    for _ in range(7):
+        recorder.on_train_step_start(CONTEXT)
+        recorder.on_train_step_end(CONTEXT)
+    recorder.on_train_end(CONTEXT)
+    result = json.loads(events.read_text().splitlines()[-1])
+    assert [result[name] for name in ("peak_model_bytes", "model_bytes", "peak_setup_bytes")] == [7, 4, 5]
+
+
+def test_a_collection_counts_in_the_step_that_it_falls_into(recorder, stream, monkeypatch):
+    recorder, events = recorder
+    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
+
+    def slow(phase, info):
+        stream.now += 0.5 * (phase == "start")
+
+    gc.disable()  # by itself
+    gc.callbacks.append(slow)
+    try:
+        recorder.on_train_start(None)
+        gc.collect()
+        for step in range(1, 6):
+            recorder.on_train_step_start(CONTEXT)
+            if step == 3:
+                gc.collect()
+            recorder.on_train_step_end(CONTEXT)
+            if step == 4:  # a step lasts until the next one begins
+                gc.collect()
+        recorder.on_train_end(CONTEXT)
+        gc.collect()
+    finally:
+        gc.callbacks.remove(slow)
+        gc.enable()
+    result = json.loads(events.read_text().splitlines()[-1])
+    assert result["collector_seconds"] == [0.0, 0.0, 0.5, 0.5, 0.0]
+    assert not any(isinstance(getattr(call, "__self__", None), CollectorClock) for call in gc.callbacks)
+
+
+def test_no_collection_of_a_step_that_counts_looks_through_what_lived_before_it(recorder, stream, monkeypatch):
+    recorder, _ = recorder
+    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
+    recorder._options.steps = FIRST_COUNTED_STEP
+    gc.unfreeze()
+    lives = [[]]
+    looked_through = []
+    recorder.on_train_start(None)
+    for _ in range(FIRST_COUNTED_STEP):
+        recorder.on_train_step_start(CONTEXT)
+        looked_through.append(any(found is lives for found in gc.get_objects()))
+        recorder.on_train_step_end(CONTEXT)
+    recorder.on_train_end(CONTEXT)
+    assert looked_through == [True] * (FIRST_COUNTED_STEP - 1) + [False]
+    assert gc.get_freeze_count() == 0
+
+
+def test_the_loop_of_each_rank_is_timed_once_a_step_and_is_in_no_steps_seconds(recorder, stream, monkeypatch):
+    recorder, events = recorder
+    timed = []
+
+    def loop():
+        stream.now += 0.125
+        timed.append(recorder.step / 8)
+        return timed[-1]
+
+    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
+    monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.host_loop_seconds", loop)
+    other = [7.0] * 5
+    monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.of_ranks", lambda mine: [mine, other])
+    train_seven_steps(recorder, stream)
+    result = json.loads(events.read_text().splitlines()[-1])
+    assert result["host_loop_seconds_of_ranks"] == [[0.125, 0.25, 0.375, 0.5, 0.625], other]
+    assert len(timed) == 5, "not in steps that are not measured"
+    assert result["step_seconds"] == [1.25] * 5
+
+
+def test_a_save_is_in_the_seconds_of_its_step_and_its_writer_is_waited_for_in_none(recorder, stream, monkeypatch):
+    recorder, events = recorder
+    recorder._options.save, recorder._options.finish_saves = "a folder", True
+    checkpoint = SimpleNamespace(save_interval=2)
+    context = SimpleNamespace(**vars(CONTEXT), state=SimpleNamespace(cfg=SimpleNamespace(checkpoint=checkpoint)))
+    writing = False
+
+    def finish(state, config, blocking):
+        nonlocal writing
+        assert state is context.state and config is checkpoint and blocking
+        if writing:
+            stream.now += 100
+            recorder.on_checkpoint_save(context)
+        writing = False
+
+    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
+    monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.maybe_finalize_async_save", finish)
+    recorder.on_train_start(None)
+    for step in range(1, 8):
+        recorder.on_train_step_start(context)  # waits for the stream: a second
+        stream.now += 0.25
+        recorder.on_train_step_end(context)
+        if checkpoint.save_interval and step % checkpoint.save_interval == 0:
+            stream.now += 3
+            writing = True
+    recorder.on_train_end(context)
+    result = json.loads(events.read_text().splitlines()[-1])
+    assert result["save_steps"] == [2, 4]
+    assert result["step_seconds"] == [1.25, 4.25, 1.25, 4.25, 1.25]
+    assert result["between_seconds"] == [1, 4, 1, 4, 1]
+
+
+def test_the_loop_takes_the_time_that_the_clock_shows(stream, monkeypatch):
+    class Additions:
+        """A number of additions for which time passes when it is asked for."""
+
+        def __index__(self):
+            stream.now += 0.25
+            return 3
+
+    monkeypatch.setattr(host_loop, "ADDITIONS", Additions())
+    assert host_loop.host_loop_seconds() == 0.25
+
+
+def test_an_arm_in_turns_waits_before_each_at_rest_and_in_no_steps_seconds(recorder, stream, monkeypatch):
+    recorder, events = recorder
+    done, begun = [], []
+
+    class Taker:
+        ends_early = False
+        turn, left = None, 0
+
+        def __init__(self, address, rank, ranks):
+            assert (address, rank, ranks) == ("a socket", 0, 2)
+
+        def has_another_step(self):
+            self.left -= 1
+            return self.left >= 0
+
+        def take(self):
+            stream.now += 100
+            done.append("wait")
+            self.turn = 0 if self.turn is None else self.turn + 1
+            self.left = 1 if self.turn < 2 else 100  # and the step that it is asked for
+
+    recorder._options.turns = "a socket"
+    monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.TurnTaker", Taker)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("give back"))
+    monkeypatch.setattr(recorder._clock, "begin_turn", begun.append)
+    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
+    train_seven_steps(recorder, stream)
+    assert done == ["synchronize", "give back", "wait"] * 3 + ["synchronize"]
+    assert begun == [1, 3, 5]
+    *steps, result = [json.loads(line) for line in events.read_text().splitlines()][1:]
+    assert [step["turn"] for step in steps] == [0, 0, 1, 1, 2]
+    assert result["step_seconds"] == [1.25] * 5
+
+
+def test_without_profiled_steps_moves_are_as_they_were_when_training_ends(recorder, stream, monkeypatch):
+    recorder, _ = recorder
+    before = list(Traffic.before_block)
+    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
+    recorder.on_train_start(None)
+    for _ in range(7):
+        recorder.on_train_step_start(CONTEXT)
+        recorder.on_train_step_end(CONTEXT)
+    assert Traffic.before_block != before
+    recorder.on_train_end(CONTEXT)
+    assert Traffic.before_block == before
+
+
+class At:
+    """An event at a time in seconds."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def elapsed_time(self, other):
+        return (other.seconds - self.seconds) * 1e3
+
+
+def test_phases_are_those_of_no_first_step_of_a_turn_nor_of_the_wait_for_one():
+    turns, clock = (1, 8, 11), PhaseClock(13)
+    for step in range(1, 14):
+        slow = 50 if step < 8 or step in turns else 1
+        begin = 1000 * step + 100_000 * (step >= 11)
+        clock._steps.append([(At(begin), At(begin + slow)), (At(begin + 3 * slow), At(begin + 5 * slow))])
+        if step in turns:
+            clock.begin_turn(step)
+    assert clock.medians() == pytest.approx({"forward": 2, "first_forward": 1, "backward": 2, "rest": 995})
+
+
+def test_phases_are_those_of_the_steps_that_count():
+    # Of 7 to 9, and not of the first six or of those with moves alone and profiled ones after them.
+    clock = PhaseClock(9)
+    for step in range(1, 13):
+        slow = 1 if 7 <= step <= 9 else 50
+        begin = 1000 * step
+        clock._steps.append([(At(begin), At(begin + slow)), (At(begin + 3 * slow), At(begin + 5 * slow))])
+    assert clock.medians() == pytest.approx({"forward": 2, "first_forward": 1, "backward": 2, "rest": 995})

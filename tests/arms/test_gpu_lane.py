@@ -1,0 +1,42 @@
+"""The GPU lane on a machine without a GPU, and what of a failed arm's log a test shows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from children import PATIENCE
+
+from bridge_fgo.tools.arms.runner import telling_lines
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_no_arm_of_the_gpu_lane_is_refused():
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    lane = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        lane, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert "no CUDA device; its arms would not be refused" in done.stdout
+    assert not set(done.stdout.splitlines()[-1].split()) & {"failed", "passed", "error", "errors"}
+
+
+def test_a_failed_arm_shows_the_first_traceback_and_the_last_lines():
+    cause = ["Traceback (most recent call last):", '  File "one.py", line 1', "RuntimeError: first"]
+    others = [f"rank {rank} was ended" for rank in range(100)]
+    shown = telling_lines("\n".join(["iteration 1", *cause, *others])).splitlines()
+    assert shown[:3] == cause
+    assert shown[-30:] == others[-30:]
+    assert "[...]" in shown and "iteration 1" not in shown
+
+
+def test_a_short_log_is_shown_once():
+    log = ["iteration 1", "Traceback (most recent call last):", "RuntimeError: first"]
+    assert telling_lines("\n".join(log)).splitlines() == log

@@ -1,0 +1,141 @@
+"""The GRPO loop on the CPU: asleep between updates or not it trains the same, and each phase holds what it says."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from bridge_fgo.memory.storage_slab import StorageSlab
+from bridge_fgo.tools.arms.final_state import final_state, joined_digests
+from bridge_fgo.tools.arms.rl.loop import Iteration, Loop
+from bridge_fgo.tools.arms.rl.options import RlOptions
+
+pytestmark = pytest.mark.usefixtures("cpu_standins")
+
+SMALL: dict[str, Any] = {"hidden": 32, "prompts": 4, "group": 4, "micro_batch_size": 8, "length": 3}
+
+PADDING = 0.03
+"""Share of DDP's small buffers that is between parameters, which states and the reference model have not."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> None:
+    os.environ["TQDM_DISABLE"] = "1"
+
+
+def train(steps: int, **changes: Any) -> tuple[list[Iteration], dict[str, str]]:
+    loop = Loop(RlOptions(steps=steps, **SMALL | changes))
+    try:
+        found = [loop.iterate(number) for number in range(1, steps + 1)]
+        return found, joined_digests(final_state(loop.trainer.model, loop.trainer.optimizer))
+    finally:
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def sleeping() -> tuple[list[Iteration], dict[str, str]]:
+    """A run whose memory is overwritten before it goes."""
+    empty = StorageSlab.empty
+
+    def poisoned(slab: StorageSlab) -> int:
+        if not slab.is_away:
+            slab._bytes.fill_(0xFF)
+        return empty(slab)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StorageSlab, "empty", poisoned)
+        return train(3)
+
+
+def test_a_trainer_that_sleeps_between_updates_ends_bitwise_as_one_that_does_not(sleeping: Any) -> None:
+    mine, digests = sleeping
+    theirs, resident_digests = train(3, sleep=False)
+    assert digests == resident_digests
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one.reward, one.loss, one.kl, one.grad_norm) == (other.reward, other.loss, other.kl, other.grad_norm)
+    assert len({iteration.grad_norm for iteration in mine}) == 3, "training goes on"
+
+
+def phase(iteration: Iteration, name: str) -> dict[str, Any]:
+    return next(event for event in iteration.phases if event["phase"] == name)
+
+
+def test_each_phase_holds_what_it_is_for(sleeping: Any) -> None:
+    iterations, _ = sleeping
+    awake = phase(iterations[-1], "trained")["memory"]
+    scalars = 200
+    """Adam's counts of steps, a few bytes each, stay."""
+    for iteration in iterations:
+        asleep, weights, both = (
+            phase(iteration, name)["memory"] for name in ("asleep", "params wake", "reference wakes")
+        )
+        assert asleep["params"] == asleep["grads"] == asleep["reference"] == 0 and asleep["optimizer"] < scalars
+        assert weights["params"] == awake["params"] > 0 and weights["grads"] == 0 and weights["optimizer"] < scalars
+        assert both["reference"] == pytest.approx(awake["params"], rel=PADDING) and both["grads"] == 0
+        after = phase(iteration, "awake")["memory"]
+        assert (after["grads"], after["reference"]) == (awake["grads"], 0) and after["grads"] == 2 * after["params"]
+
+
+def test_weights_alone_cross_by_their_16_bits_and_gradients_and_what_is_unchanged_not_at_all(sleeping: Any) -> None:
+    last = sleeping[0][-1]
+    params = phase(last, "trained")["memory"]["params"]
+    assert phase(last, "params wake")["copied"] == params
+    assert phase(last, "reference wakes")["copied"] == pytest.approx(params, rel=PADDING)
+    assert phase(last, "reference sleeps")["copied"] == 0
+    assert phase(last, "asleep")["copied"] == pytest.approx(7 * params, rel=PADDING)  # 12 + 2 bytes a parameter
+    assert phase(last, "awake")["copied"] == pytest.approx(6 * params, rel=PADDING)
+
+
+@pytest.fixture
+def loop() -> Any:
+    made = Loop(RlOptions(sleep=False, **SMALL))
+    yield made
+    made.close()
+
+
+def test_the_engine_says_what_the_trained_weights_say(loop: Loop) -> None:
+    """Greedily, token by token with its cache of keys and values, as one forward of the whole."""
+    loop.iterate(1)
+    with torch.no_grad():
+        for weights in loop.trainer.inner.parameters():  # so far apart that answers differ
+            weights.add_(torch.randn(weights.shape).to(weights.dtype) * 0.5)
+    loop.sampler._sampling.top_k = 1
+    prompts = loop.task.prompts(16, seed=5)
+    found = loop.sampler.generate(prompts)
+    length = loop.options.length
+    positions = torch.arange(2 * length).expand(16, -1)
+    with torch.no_grad():
+        logits = loop.trainer.inner(found.tokens[:, :-1], positions, loop.trainer._mask)
+    assert torch.equal(logits[:, -length:].argmax(-1), found.tokens[:, -length:])
+    assert len(set(map(tuple, found.tokens[:, -length:].tolist()))) > 1
+
+
+def test_rollouts_leave_training_as_it_was(loop: Loop) -> None:
+    from megatron.core.inference.utils import InferenceMode
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    state = torch.get_rng_state()
+    loop.sampler.generate(loop.task.prompts(16, seed=5))
+    assert torch.equal(torch.get_rng_state(), state), "the engine seeds the default generator anew"
+    assert not InferenceMode.is_active() and not torch.is_inference_mode_enabled() and loop.trainer.inner.training
+    assert RotaryEmbedding.forward.cache_info().currsize == 0, "autograd refuses what was made in inference mode"
+    assert not loop.sampler._context.key_value_memory_dict and not loop.sampler._engine.scheduler.completed_request_pool
+
+
+def test_old_probabilities_are_those_of_the_first_update(loop: Loop) -> None:
+    found = loop.sampler.generate(loop.task.prompts(16, seed=5))
+    old = loop.trainer.log_probs(loop.trainer.model, found)
+    near = loop.trainer.log_probs(loop.trainer.reference, found)
+    assert torch.equal(old, near), "the reference model is the policy as it was at first"
+    assert old.shape == found.answers.shape and bool((old <= 0).all())
+
+
+def test_a_container_that_chose_an_attention_kernel_does_not_end_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")  # mcore finds it to differ from the model's attention_backend
+    (only,), _ = train(1, sleep=False)
+    assert only.loss == only.loss

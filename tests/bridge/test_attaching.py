@@ -1,0 +1,113 @@
+"""What every rank of a job does together when training attaches, whatever its own optimizers are."""
+
+from types import SimpleNamespace
+
+import pytest
+from loop import Loop, RecordingEngine, make_chain
+
+import bridge_fgo
+from bridge_fgo.bridge import session, wrappers
+from bridge_fgo.bridge.attaching import attach
+from bridge_fgo.bridge.session import SESSION, Session
+from bridge_fgo.engines import ranks
+from bridge_fgo.engines.attachment import ATTACHED
+from bridge_fgo.memory.host_memory import Need
+
+CONFIG = bridge_fgo.OffloadConfig(engine="native")
+
+
+class PinningEngine(RecordingEngine):
+    bytes_to_pin = 100
+
+    def pin(self):
+        self.events.append("pin")
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What this rank has told, one entry for each collective; `told.others` is how a second rank fails in each."""
+
+    class Told(list):
+        others = ()
+
+    def gather(own):
+        theirs = told.others[len(told)] if len(told) < len(told.others) else None
+        need, failure = own
+        told.append(need.nbytes if isinstance(need, Need) else failure)
+        return [own] if theirs is None else [own, (None, theirs)]
+
+    told = Told()
+    monkeypatch.setattr(ranks, "gather", gather)
+    return told
+
+
+@pytest.fixture
+def loop(monkeypatch, bridge_train):
+    loop = Loop(monkeypatch, bridge_train)
+    loop.leaf._state_offloader = "mcore's"
+    monkeypatch.setattr(session, "make_engine", lambda name, sources, *how: PinningEngine(sources, loop.events))
+    return loop
+
+
+ALIKE = [None, 100, None]
+"""That the engine could be made, the bytes that are to be pinned, as the host could be asked, and that they are."""
+
+
+def test_a_rank_tells_what_it_needs_before_it_pins(loop, told):
+    attach(loop.optimizer, loop.model_config, CONFIG)
+    assert told == ALIKE and loop.events == ["pin"]
+    attach(loop.optimizer, loop.model_config, CONFIG)
+    assert told == ALIKE, "once"
+
+
+@pytest.mark.parametrize("engine", ["native", "mcore generation 1"])
+def test_a_rank_that_pins_nothing_takes_part_in_as_many_collectives(monkeypatch, told, cpu_standins, engine):
+    monkeypatch.setattr(session, "choose_engine", lambda *how: engine)
+    made = Session(make_chain([SimpleNamespace(is_stub_optimizer=True)], None), SimpleNamespace(), CONFIG)
+    assert made.engine.name == engine and told == [None, 0, None]
+
+
+def test_a_rank_with_a_refusal_of_its_own_tells_it_once_and_goes(loop, told):
+    loop.leaf.config.optimizer = "sgd"
+    with pytest.raises(ValueError, match="only the states of Adam and Muon"):
+        Session(loop.optimizer, loop.model_config, CONFIG)
+    ((is_value, text),) = told
+    assert is_value and "only the states of Adam and Muon" in text
+
+
+@pytest.mark.parametrize(
+    ("others", "events"),
+    [
+        ([(True, "ValueError: theirs")], []),
+        ([None, None, (True, "ValueError: theirs")], ["pin"]),
+    ],
+    ids=["making", "pinning"],
+)
+def test_what_fails_on_another_rank_fails_here_and_leaves_nothing_attached(loop, told, others, events):
+    told.others = others
+    with pytest.raises(ValueError, match="rank 1 failed, and so every rank does: ValueError: theirs"):
+        attach(loop.optimizer, loop.model_config, CONFIG)
+    assert loop.events == events
+    assert ATTACHED not in vars(loop.leaf) and SESSION not in vars(loop.optimizer)
+    assert loop.leaf._state_offloader == "mcore's"
+
+
+def test_mcores_own_offloader_is_dropped_once_all_ranks_are_served(loop, told):
+    attach(loop.optimizer, loop.model_config, CONFIG)
+    assert ATTACHED in vars(loop.leaf) and loop.leaf._state_offloader is None
+
+
+def test_a_rank_that_trains_nothing_attaches_when_the_others_do(told, installed):
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    config = SimpleNamespace(optimizer="adam", use_distributed_optimizer=True, offload_optimizer_states=True)
+
+    def build(optimizer_config):
+        return ChainedOptimizer([]), "scheduler"
+
+    def update(optimizer, model_config):
+        pass
+
+    optimizer, _ = wrappers.build_optimizer(build, None, (config,), {})
+    wrappers.after_model_hooks(update, None, (optimizer, SimpleNamespace()), {})
+    assert told == [None, 0, None]

@@ -1,0 +1,126 @@
+"""Figures of a step are those of the step: not of what came between steps."""
+
+import pytest
+import torch
+
+from bridge_fgo import OffloadConfig, figures
+from bridge_fgo.engines.native import NativeEngine
+from bridge_fgo.memory.meters import ALLOCATED, RESERVED, PeakMeter
+
+
+class Allocator:
+    """Counts as PyTorch's does."""
+
+    def __init__(self, patch):
+        self.peaks = dict.fromkeys((ALLOCATED, RESERVED), 0)
+        patch.setattr(PeakMeter, "works", property(lambda meter: True))
+        patch.setattr(torch.cuda, "memory_stats_as_nested_dict", self.stats)
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+
+    def stats(self):
+        return {key.split(".")[0]: {"all": {"peak": peak}} for key, peak in self.peaks.items()}
+
+    def reset(self):
+        self.peaks = dict.fromkeys(self.peaks, 0)
+
+    def take(self, nbytes):
+        """Take memory and give it back."""
+        self.peaks = {key: max(nbytes, peak) for key, peak in self.peaks.items()}
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    from fake_meter import FakeClock
+
+    monkeypatch.setattr(figures, "StepClock", FakeClock)
+    return Allocator(monkeypatch)
+
+
+def test_memory_of_what_runs_between_steps_is_in_no_step(allocator):
+    meter = PeakMeter()
+    of_run = figures.Figures(NativeEngine([], OffloadConfig(engine="native"), meter), "0.19.2", meter)
+    for between in (200, 0, 100):  # the model is built, nothing, an evaluation
+        allocator.take(between)
+        of_run.begin_step()
+        of_run.released()
+        allocator.take(30)
+        of_run.reloading()
+        allocator.take(10)
+        of_run.end_step()
+        now = of_run.snapshot()
+        assert (now.peak_forward_backward_bytes, now.peak_step_bytes) == (30, 10)
+        assert now.peak_reserved_bytes == of_run.peak_allocated_bytes == 30
+    assert of_run.run_peaks[ALLOCATED] == 200, "Bridge's own report has the peak of the run"
+
+
+def test_an_allocator_without_snapshots_has_no_segments_that_expand(allocator, monkeypatch):
+    def snapshot():
+        raise RuntimeError("not meaningful")
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert not PeakMeter().expands
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": True}])
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    assert PeakMeter().expands
+
+
+@pytest.fixture
+def logged(cpu_standins, allocator, monkeypatch):
+    """Returns what trains one step on a CPU, resident, with 50 bytes in forward and backward and 20 in the update."""
+    from types import SimpleNamespace
+
+    from bridge_fgo.bridge import wrappers
+    from bridge_fgo.tools.arms import cpu_training
+
+    written = []
+    monkeypatch.setattr(wrappers, "log_scalars", lambda scalars, state: written.append(scalars))
+
+    def train(steps, **options):
+        with cpu_training.CpuTraining(cpu_training.CpuOptions(**options)) as training:
+            step = training.optimizer.step
+            monkeypatch.setattr(training.optimizer, "step", lambda: (allocator.take(20), step())[1])
+            hook = training.model[0].register_forward_hook(lambda *_: allocator.take(50))
+            losses = []
+            for _ in range(steps):
+                allocator.take(700)  # an evaluation, between steps
+                losses.append(training.step().loss)
+            hook.remove()
+        return SimpleNamespace(losses=losses, written=written)
+
+    return train
+
+
+def test_a_resident_run_that_is_measured_logs_its_peaks_by_phase_and_trains_the_same(logged):
+    import bridge_fgo
+
+    alone = logged(2)
+    assert alone.written == []
+    with bridge_fgo.install(OffloadConfig(measure=True)):
+        measured = logged(2)
+    assert measured.written == 2 * [
+        {
+            "bridge_fgo/released_bytes": 0,
+            "bridge_fgo/peak_forward_backward_bytes": 50,
+            "bridge_fgo/peak_step_bytes": 20,
+            "bridge_fgo/peak_reserved_bytes": 50,
+        }
+    ]
+    assert measured.losses == alone.losses
+
+
+def test_bridges_memory_report_keeps_the_peak_of_a_measured_run(logged):
+    import bridge_fgo
+    from bridge_fgo.bridge.measuring import measured_peaks
+
+    with bridge_fgo.install(OffloadConfig(measure=True)):
+        logged(1)
+    assert 700 in [peaks[ALLOCATED] for peaks in measured_peaks() if peaks]
+
+
+def test_without_the_setting_a_resident_run_resets_no_counter(logged, allocator):
+    import bridge_fgo
+
+    with bridge_fgo.install():
+        assert logged(1).written == []
+    assert allocator.peaks[ALLOCATED] == 700

@@ -1,0 +1,339 @@
+"""install() and uninstall(): idempotent, exact, all or nothing."""
+
+import re
+import subprocess
+import sys
+import warnings
+from types import ModuleType
+
+import pytest
+from loop import Loop
+from wrapt import FunctionWrapper
+
+import bridge_fgo
+from bridge_fgo.bridge import patch
+from bridge_fgo.bridge.patch import FunctionPatch
+from bridge_fgo.bridge.table import patches
+
+
+def bindings():
+    """Return every binding of the modules and classes that the table touches."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    modules = {patch.module for patch in patches()} & set(sys.modules)
+    owners = [sys.modules[name] for name in sorted(modules)]
+    config = sys.modules["megatron.bridge.training.config"]
+    owners += [DistributedOptimizer, config.ConfigContainer, *config.OptimizerConfig.__mro__[:2]]
+    found = {(owner.__name__, name): value for owner in owners for name, value in vars(owner).items()}
+    for cls in config.OptimizerConfig.__mro__[:2]:
+        found[(cls.__qualname__, "fields")] = tuple(cls.__dataclass_fields__)
+        found[(cls.__qualname__, "annotations")] = tuple(cls.__annotations__)
+    return found
+
+
+def test_uninstall_leaves_every_binding_identical(cpu_standins):
+    before = bindings()
+    bridge_fgo.install()
+    assert {key for key, value in bindings().items() if before.get(key) is not value}
+    bridge_fgo.uninstall()
+    after = bindings()
+    assert after.keys() == before.keys()
+    assert [key for key in before if before[key] is not after[key] and before[key] != after[key]] == []
+
+
+TRAINING = """
+optimizer_state_offload.EXTERNAL_DRIVER config.ConfigContainer.validate
+pretrain_megatron_mimo.megatron_mimo_runtime_config_update
+setup.setup_optimizer setup._update_model_config_funcs
+setup_megatron_mimo._update_megatron_mimo_model_config_funcs initialize.compile_helpers
+train.train_step train.get_rerun_state_machine train._handle_mxfp8_param_buffer_copy train.clip_qk
+train.calc_params_l2_norm eval.evaluate utils.train_utils.report_memory
+train_megatron_mimo.train_step_megatron_mimo train_megatron_mimo.zero_grad_buffer_for_multimodule
+checkpointing.generate_state_dict checkpointing._process_state_dict_for_model_glu_interleaving
+checkpointing.preprocess_fsdp_dtensor_state_dict checkpointing._load_checkpoint_from_path
+checkpointing.load_fsdp_dtensor_checkpoint
+"""
+MCORE = """
+optimizer.optimizer_config.OptimizerConfig.offload_optimizer_states models.mimo.optimizer.get_mimo_optimizer
+transformer.cuda_graphs.TECudaGraphHelper.create_cudagraphs
+distributed.param_and_grad_buffer._ParamAndGradBuffer.offload_to_cpu
+distributed.param_and_grad_buffer._ParamAndGradBuffer.reload_from_cpu
+transformer.moe.paged_stash.PagedStashRunner.prepare_for_rerun full_cuda_graph.FullCudaGraphWrapper.__call__
+distributed.fsdp.src.megatron_fsdp.megatron_fsdp.MegatronFSDP._replace_param_with_distributed_if_needed
+distributed.fsdp.src.megatron_fsdp.megatron_fsdp.MegatronFSDP.install_optimized_model_weights
+"""
+DISTRIBUTED_OPTIMIZER = """
+step_with_ready_grads _copy_main_params_to_model_params _copy_main_params_to_param_buffer
+_copy_model_params_to_main_params sharded_state_dict state_dict _get_main_param_and_optimizer_states
+get_parameter_state_dp_zero get_parameter_state_dp_reshardable save_parameter_state load_parameter_state
+load_parameter_state_from_dp_zero load_parameter_state_from_dp_reshardable load_parameter_state_from_fully_reshardable
+load_parameter_state_from_fs_model_space load_parameter_state_from_dp_zero_legacy load_state_dict offload_to_cpu
+restore_from_cpu _build_model_and_main_param_groups _set_main_param_and_optimizer_states
+_init_optimizer_states_with_dummy_values
+"""
+FLOAT16_OPTIMIZER = """
+__init__ step_with_ready_grads _copy_main_params_to_model_params _copy_model_params_to_main_params state_dict
+sharded_state_dict load_state_dict offload_to_cpu restore_from_cpu
+"""
+
+
+def test_the_table_has_every_binding_that_a_training_goes_through():
+    # Some have a second line behind them, so that no other test fails where one is gone.
+    assert {patch.name for patch in patches()} == {
+        *(f"megatron.bridge.training.{name}" for name in TRAINING.split()),
+        *(f"megatron.core.{name}" for name in MCORE.split()),
+        *(
+            f"megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.{name}"
+            for name in DISTRIBUTED_OPTIMIZER.split()
+        ),
+        *(
+            f"megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params.{name}"
+            for name in FLOAT16_OPTIMIZER.split()
+        ),
+        "transformer_engine.pytorch.optimizers.multi_tensor_apply.MultiTensorApply.__call__",
+        "apex.multi_tensor_apply.multi_tensor_apply.MultiTensorApply.__call__",
+    }
+
+
+def test_every_patch_of_the_table_is_applied(cpu_standins):
+    import megatron.bridge.training.pretrain_megatron_mimo
+    import megatron.core.models.mimo.optimizer
+    import megatron.core.transformer.moe.paged_stash  # noqa: F401
+
+    optional = {patch.name for patch in patches() if patch.module.split(".")[0] in ("transformer_engine", "apex")}
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    handle = bridge_fgo.install()
+    assert {patch.name for patch, _ in handle._applied} == {patch.name for patch in patches()} - optional
+    assert hasattr(DistributedOptimizer.state_dict, "__wrapped__")
+    bridge_fgo.uninstall()
+
+
+def test_no_method_of_the_distributed_optimizer_is_wrapped_twice(installed):
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    def wrappers(name):
+        return [owner for owner in DistributedOptimizer.__mro__ if isinstance(vars(owner).get(name), FunctionWrapper)]
+
+    found = {name: wrappers(name) for name in dir(DistributedOptimizer)}
+    assert found["state_dict"] == found["step_with_ready_grads"] == [DistributedOptimizer]
+    assert all(owners in ([], [DistributedOptimizer]) for owners in found.values())
+
+
+def test_install_twice_is_one_installation(cpu_standins):
+    handle = bridge_fgo.install()
+    patched = bindings()
+    assert bridge_fgo.install() is handle
+    assert bridge_fgo.install(bridge_fgo.OffloadConfig()) is handle
+    assert all(patched[key] is value or patched[key] == value for key, value in bindings().items())
+    bridge_fgo.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("first", "named"), [(None, r"fraction=1\.0"), (bridge_fgo.OffloadConfig(fraction=0.25), r"fraction=0\.25")]
+)
+def test_install_with_other_settings_is_refused(cpu_standins, first, named):
+    refusal = rf"fraction=0\.5.* after install\(.*{named}.*uninstall"
+    with bridge_fgo.install(first), pytest.raises(ValueError, match=refusal):
+        bridge_fgo.install(bridge_fgo.OffloadConfig(fraction=0.5))
+
+
+def test_install_without_settings_takes_those_that_are_installed(cpu_standins):
+    handle = bridge_fgo.install(bridge_fgo.OffloadConfig(fraction=0.5))
+    assert bridge_fgo.install() is handle and handle.config.fraction == 0.5
+    handle.uninstall()
+
+
+@pytest.mark.parametrize("settings", [{}, {"fraction": 0.5}, "native"])
+def test_settings_that_are_none_are_refused_at_once(settings):
+    refusal = re.escape(f"install({settings!r}): give the settings as bridge_fgo.OffloadConfig")
+    with pytest.raises(ValueError, match=refusal):
+        bridge_fgo.install(settings)
+    with bridge_fgo.install(), pytest.raises(ValueError, match="OffloadConfig"):
+        bridge_fgo.install(settings)
+
+
+def test_handle_uninstalls_at_the_end_of_its_block(bridge_train):
+    original = bridge_train.train_step
+    with bridge_fgo.install() as handle:
+        assert bridge_train.train_step is not original
+        handle.uninstall()
+        assert bridge_train.train_step is original
+    bridge_fgo.uninstall()
+
+
+def test_a_block_within_takes_back_its_own_call_only(bridge_train):
+    original = bridge_train.train_step
+    with bridge_fgo.install() as handle:
+        with bridge_fgo.install(), handle:  # a library makes sure that it is installed
+            pass
+        assert bridge_train.train_step is not original
+    assert bridge_train.train_step is original
+    bridge_fgo.install()
+    with bridge_fgo.install():
+        pass
+    assert bridge_train.train_step is not original
+    bridge_fgo.uninstall()
+    assert bridge_train.train_step is original
+
+
+def test_blocks_one_after_another_leave_the_count_as_it_was(bridge_train):
+    original = bridge_train.train_step
+    with bridge_fgo.install():
+        for _ in range(3):  # a fault adds up
+            with bridge_fgo.install():
+                pass
+            assert bridge_train.train_step is not original
+    assert bridge_train.train_step is original
+
+
+def test_a_handle_of_an_earlier_installation_leaves_a_later_one_alone(bridge_train):
+    with bridge_fgo.install() as earlier:
+        earlier.uninstall()
+        later = bridge_fgo.install(bridge_fgo.OffloadConfig(fraction=0.5))
+        patched = bridge_train.train_step
+    earlier.uninstall()
+    assert bridge_train.train_step is patched and hasattr(patched, "__wrapped__")
+    later.uninstall()
+
+
+def test_an_uninstall_that_fails_at_the_end_of_a_block_is_an_error(bridge_train):
+    with pytest.raises(RuntimeError, match="train_step"), bridge_fgo.install():
+        ours = bridge_train.train_step
+        bridge_train.train_step = lambda *args: None
+    bridge_train.train_step = ours
+    bridge_fgo.uninstall()
+
+
+def test_an_uninstall_that_fails_does_not_hide_the_error_of_the_block(bridge_train):
+    with pytest.raises(KeyError, match="the user's") as caught, bridge_fgo.install():
+        ours = bridge_train.train_step
+        bridge_train.train_step = lambda *args: None
+        raise KeyError("the user's")
+    bridge_train.train_step = ours
+    bridge_fgo.uninstall()
+    assert "train_step" in caught.value.__notes__[0]
+
+
+def test_uninstall_refuses_when_someone_patched_on_top(bridge_train):
+    bridge_fgo.install()
+    ours = bridge_train.train_step
+    release = bridge_train._handle_mxfp8_param_buffer_copy
+    bridge_train.train_step = lambda *args: None
+    try:
+        with pytest.raises(RuntimeError, match=r"megatron\.bridge\.training\.train\.train_step"):
+            bridge_fgo.uninstall()
+        assert bridge_train._handle_mxfp8_param_buffer_copy is release, "nothing may be undone"
+    finally:
+        bridge_train.train_step = ours
+        bridge_fgo.uninstall()
+
+
+def test_an_uninstall_that_is_refused_ends_no_session(monkeypatch, bridge_train):
+    with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")):
+        loop = Loop(monkeypatch, bridge_train)
+        loop.step()
+        with monkeypatch.context() as on_top:
+            on_top.setattr(bridge_train, "clip_qk", lambda model: None)
+            with pytest.raises(RuntimeError, match="clip_qk"):
+                bridge_fgo.uninstall()
+        assert "close" not in loop.events and bridge_fgo.stats() is not None
+
+
+def test_a_changed_signature_patches_nothing(monkeypatch, bridge_train):
+    before = bindings()
+    monkeypatch.setattr(bridge_train, "train_step", lambda forward_step_func, everything_else: None)
+    with pytest.raises(RuntimeError, match=r"train_step.*global_state.*have it take \*args"):
+        bridge_fgo.install()
+    monkeypatch.undo()
+    after = bindings()
+    assert [key for key in before if before[key] is not after[key] and before[key] != after[key]] == []
+
+
+def test_an_older_bridge_is_refused(monkeypatch, cpu_standins):
+    monkeypatch.setattr(patch, "version_of", lambda name: "0.5.9")
+    with pytest.raises(RuntimeError, match=r"megatron-bridge from 0\.6 on, found 0\.5\.9"):
+        bridge_fgo.install()
+
+
+def test_a_newer_bridge_whose_signatures_fit_is_patched_with_one_warning(monkeypatch, bridge_train):
+    monkeypatch.setattr(patch, "_warned", set())
+    monkeypatch.setattr(patch, "version_of", {"megatron-bridge": "0.7.0", "megatron-core": "0.20.0"}.__getitem__)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with bridge_fgo.install():
+                assert hasattr(bridge_train.train_step, "__wrapped__")
+    said = [str(one.message) for one in caught if str(one.message).startswith("bridge_fgo:")]
+    assert len(said) == 1 and "megatron-bridge 0.7.0" in said[0] and "below 0.7" in said[0]
+
+
+def test_a_newer_bridge_whose_signatures_do_not_fit_is_refused(monkeypatch, bridge_train):
+    monkeypatch.setattr(patch, "_warned", set())
+    monkeypatch.setattr(patch, "version_of", {"megatron-bridge": "0.7.0", "megatron-core": "0.20.0"}.__getitem__)
+    monkeypatch.setattr(bridge_train, "train_step", lambda forward_step_func, everything_else: None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="bridge_fgo")  # of what is refused it is not said that it goes on
+        with pytest.raises(RuntimeError, match=r"train_step of megatron-bridge 0\.7\.0: it has no parameter"):
+            bridge_fgo.install()
+
+
+def test_an_mcore_that_was_not_read_is_refused_by_its_own_name(monkeypatch, cpu_standins):
+    versions = {"megatron-bridge": "0.6.2", "megatron-core": "0.14.0"}
+    monkeypatch.setattr(patch, "version_of", versions.__getitem__)
+    with pytest.raises(RuntimeError, match=r"megatron-core from 0\.15 on, found 0\.14\.0"):
+        bridge_fgo.install()
+
+
+def test_a_checkout_on_the_path_is_judged_by_its_signatures_alone(monkeypatch, bridge_train):
+    monkeypatch.setattr(patch, "version_of", lambda name: "unknown")
+    with bridge_fgo.install():
+        assert hasattr(bridge_train.train_step, "__wrapped__")
+
+
+@pytest.mark.parametrize("target", ["gone", "Gone.method"])
+def test_a_binding_that_is_gone_is_named_and_an_optional_one_left_out(monkeypatch, target):
+    monkeypatch.setattr(patch, "version_of", lambda name: "0.6.1")
+    module = ModuleType("fake_train")
+    before = dict(vars(module))
+    with pytest.raises(RuntimeError, match=rf"fake_train\.{target}: it is not there in 0\.6\.1"):
+        FunctionPatch("fake_train", target, lambda *args: None, (), "").check(module)
+    optional = FunctionPatch("fake_train", target, lambda *args: None, ("model",), "", optional=True)
+    for step in (optional.check, optional.apply, optional.check_undo, optional.undo):
+        step(module)
+    assert dict(vars(module)) == before
+
+
+def test_wrapped_functions_keep_their_signature(bridge_train):
+    import inspect
+
+    before = inspect.signature(bridge_train.train_step)
+    with bridge_fgo.install():
+        assert inspect.signature(bridge_train.train_step) == before
+        assert bridge_train.train_step.__name__ == "train_step"
+
+
+BEFORE_IMPORT = """
+import sys
+import bridge_fgo
+assert "torch" not in sys.modules, "importing the package must not import torch"
+handle = bridge_fgo.install()
+assert "megatron.bridge" not in sys.modules
+from bridge_fgo.tools.standins.cuda import install_standins
+install_standins()
+import megatron.bridge.training.train as train
+from megatron.bridge.training.config import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
+assert hasattr(train.train_step, "__wrapped__")
+assert OptimizerConfig(offload_optimizer_states=True).offload_optimizer_states is True
+handle.uninstall()
+assert type(train.train_step).__name__ == "function"
+assert not hasattr(CoreOptimizerConfig(), "offload_optimizer_states")
+print("ok")
+"""
+
+
+@pytest.mark.slow
+def test_install_before_bridge_is_imported():
+    done = subprocess.run([sys.executable, "-c", BEFORE_IMPORT], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip().endswith("ok"), done.stderr[-3000:]

@@ -1,0 +1,333 @@
+"""Points of the pass: what the hooks report, and that nothing of them stays in the model."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+from bridge_fgo.bridge.points import ENOUGH_LAYERS, ModelPoints, layers
+from bridge_fgo.engines.native import NativeEngine
+from bridge_fgo.offload.profile import Mark, MemoryProfile
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = torch.nn.Linear(4, 4)
+        self.activation = torch.nn.ReLU()
+
+    def forward(self, *, hidden):
+        return self.activation(self.attention(hidden))
+
+
+class Block(torch.nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer() for _ in range(count)])
+        self.norm = torch.nn.LayerNorm(4)
+        self.dropout = torch.nn.Identity()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(hidden=x)
+        return self.dropout(self.norm(x))
+
+
+class Model(torch.nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.embedding = torch.nn.Linear(4, 4)
+        self.decoder = Block(count)
+
+    def forward(self, x):
+        return self.decoder(self.embedding(x))
+
+
+class Schedule:
+    def __init__(self, capturing=False):
+        self.marks = []
+        self.transfers = SimpleNamespace(capturing=lambda: capturing)
+
+    @property
+    def points(self):
+        return len(self.marks)
+
+    def point(self, mark):
+        self.marks.append(mark)
+
+
+def point_of(schedule):
+    """Return what a session calls at the points of a model, of an engine with this schedule."""
+    engine = object.__new__(NativeEngine)
+    engine.schedule = schedule
+    return engine.point
+
+
+def test_layers_their_children_and_the_norm_after_them_report_forward_and_backward():
+    model, schedule = Model(2), Schedule()
+    with ModelPoints().hooked([model], point_of(schedule)):
+        loss = model(torch.ones(3, 4)).sum()
+        assert schedule.points == 1 + 5
+        loss.backward()
+    assert schedule.points == 1 + 10  # the model's own input has no gradient
+
+
+def test_the_end_of_the_head_s_backward_is_a_point_before_any_layer_s_backward():
+    model, schedule, seen = Model(2), Schedule(), []
+    with ModelPoints().hooked([model], point_of(schedule)):
+        model.decoder.layers[1].activation.register_full_backward_pre_hook(lambda *_: seen.append(schedule.points))
+        out = model(torch.ones(3, 4))
+        forward = schedule.points
+        out.sum().backward()
+    assert seen == [forward + 1]
+
+
+def test_many_layers_report_without_their_children():
+    assert len(layers(Model(2))) == 1 + 5
+    assert len(layers(Model(ENOUGH_LAYERS - 1))) == 1 + 2 * (ENOUGH_LAYERS - 1) + 1
+    assert len(layers(Model(ENOUGH_LAYERS))) == 1 + ENOUGH_LAYERS + 1
+
+
+def test_nothing_is_hooked_that_mcore_captures_into_a_cuda_graph_of_its_own():
+    # Its CudaGraphManager allows no pre-forward hooks but DDP's on a layer that it replays, nor on what that holds.
+    model, schedule = Model(3), Schedule()
+    graphed = model.decoder.layers[:2]
+    for layer in graphed:
+        layer.cudagraph_manager = object()
+    inside = {id(module) for layer in graphed for module in layer.modules()}
+    found = [layer.module for layer in layers(model)]
+    assert not inside & {id(module) for module in found}
+    assert model.decoder.layers[2] in found and model.decoder.norm in found
+    with ModelPoints().hooked([model], point_of(schedule)):
+        assert not any(module._forward_pre_hooks for layer in graphed for module in layer.modules())
+        model(torch.ones(3, 4)).sum().backward()
+    assert schedule.points == 1 + 2 * (len(found) - 1)
+
+
+def test_forward_without_gradients_reports_no_backward():
+    model, schedule = Model(1), Schedule()
+    with ModelPoints().hooked(model, point_of(schedule)), torch.no_grad():
+        model(torch.ones(3, 4))
+    assert schedule.points == 1 + 3
+
+
+def test_hooks_are_gone_after_the_step_and_gradients_are_the_same():
+    model, schedule = Model(2), Schedule()
+    plain = copy.deepcopy(model)
+    with ModelPoints().hooked([model], point_of(schedule)):
+        model(torch.ones(3, 4)).sum().backward()
+    plain(torch.ones(3, 4)).sum().backward()
+    assert all(not module._forward_pre_hooks for module in model.modules())
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_every_chunk_of_the_model_reports():
+    chunks, schedule = [Model(2), Model(2)], Schedule()
+    with ModelPoints().hooked(chunks, point_of(schedule)):
+        for chunk in chunks:
+            chunk(torch.ones(3, 4))
+    assert schedule.points == 2 * (1 + 5)
+    assert len({mark.layer for mark in schedule.marks}) == schedule.points, "no two of them have the same number"
+
+
+class Shared(torch.nn.Module):
+    """A layer that gets a weight of another's, as an output layer does that shares the embedding's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 4))
+        self.layers = torch.nn.ModuleList([Output()])
+
+    def forward(self, x):
+        return self.layers[0](self.weight, x)
+
+
+class Output(torch.nn.Module):
+    def forward(self, weight, x):
+        return x @ weight
+
+
+def test_a_weight_that_goes_into_a_layer_reports_each_backward_once_and_keeps_no_hook():
+    model, points, seen = Shared(), ModelPoints(), []
+    for _ in range(3):
+        schedule = Schedule()
+        with points.hooked(model, point_of(schedule)):
+            for _ in range(2):
+                model(torch.ones(1, 4)).sum().backward()
+            model(torch.ones(1, 4))  # whose backward does not come
+        seen.append([mark.layer for mark in schedule.marks])
+        assert not model.weight._backward_hooks
+    model(torch.ones(1, 4)).sum().backward()
+    assert seen == [[0, 1, ~1, 0, 1, ~1, 0, 1]] * 3
+
+
+def test_hooks_are_gone_after_a_step_that_failed():
+    model = Model(2)
+    with pytest.raises(MemoryError), ModelPoints().hooked([model], point_of(Schedule())):
+        raise MemoryError("activations")
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_one_backward_is_reported_by_the_first_input_that_has_a_gradient():
+    model, schedule = Model(1), Schedule()
+    mask, hidden, other = (torch.ones(3, 4, requires_grad=grad) for grad in (False, True, True))
+    with ModelPoints().hooked([model], point_of(schedule)):
+        (hook,) = model.decoder.layers[0]._forward_pre_hooks.values()
+        hook(model.decoder.layers[0], (mask,), {"hidden": hidden, "other": other})
+        (mask + hidden + other).sum().backward()
+    assert schedule.points == 2
+
+
+def test_a_forward_that_will_be_recomputed_has_no_backward_of_its_own():
+    # Its input has a gradient, but the recomputed forward reports it.
+    model, schedule = Model(1), Schedule()
+    hidden = torch.ones(3, 4, requires_grad=True)
+    with ModelPoints().hooked([model], point_of(schedule)):
+        with torch.no_grad():
+            model.decoder(hidden)
+        forward = schedule.points
+        hidden.sum().backward()
+    assert schedule.points == forward == 3
+
+
+def test_a_child_that_holds_its_parameters_further_within_is_a_layer_too():
+    model = Model(2)
+    for layer in model.decoder.layers:
+        layer.attention = torch.nn.Sequential(layer.attention)  # as mcore's SelfAttention holds its linear layers
+    found = [layer.module for layer in layers(model)]
+    assert all(layer.attention in found for layer in model.decoder.layers)
+
+
+def test_without_a_schedule_nothing_is_hooked():
+    model = Model(1)
+    with ModelPoints().hooked([model], None):
+        assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_capture_into_a_cuda_graph_reports_nothing():
+    model, schedule = Model(2), Schedule(capturing=True)
+    with ModelPoints().hooked([model], point_of(schedule)):
+        model(torch.ones(3, 4)).sum().backward()
+    assert schedule.points == 0
+
+
+def test_a_module_that_copies_hooks_gets_none():
+    # mcore's TEFusedMLP warns of hooks other than DDP's, and keeps them.
+    model = Model(2)
+    fused = model.decoder.layers[0].attention
+    fused._fused_impl = None
+    found = [layer.module for layer in layers(model)]
+    assert fused not in found and model.decoder.layers[1].attention in found
+
+
+def test_a_copied_hook_reports_nothing_after_the_step():
+    model, schedule = Model(2), Schedule()
+    with ModelPoints().hooked(model, point_of(schedule)):
+        (hook,) = model.decoder.layers[0]._forward_pre_hooks.values()
+        kept = torch.ones(3, 4, requires_grad=True)
+        hook(model.decoder.layers[0], (kept,), {})
+        assert schedule.points == 1
+    hook(model.decoder.layers[0], (kept,), {})
+    kept.sum().backward()
+    assert schedule.points == 1
+    assert hook.func.__self__._point is None, "nothing of the training lives as long as the model"
+
+
+def test_marks_say_which_layer_what_goes_in_and_what_has_not_come_back():
+    model, schedule = Model(ENOUGH_LAYERS), Schedule()
+    nbytes = 3 * 4 * 4
+    with ModelPoints().hooked([model], point_of(schedule)):
+        for _ in range(2):  # as a pipeline does: two microbatches in flight
+            losses = [model(torch.ones(rows, 4)).sum() for rows in (3, 6)]
+            for loss in losses:
+                loss.backward()
+    first, second = schedule.marks[: schedule.points // 2], schedule.marks[schedule.points // 2 :]
+    batch = 2 * nbytes + nbytes  # the model's input has no backward: it counts to the end
+    assert first[0] == Mark(0, nbytes, nbytes) and first[1] == Mark(1, nbytes, 2 * nbytes)
+    in_flight = (1 + ENOUGH_LAYERS + 1) * 3 * nbytes
+    forwards, backwards = first[: 2 * (ENOUGH_LAYERS + 2)], first[2 * (ENOUGH_LAYERS + 2) :]
+    assert forwards[-1].live == in_flight == max(mark.live for mark in first)
+    assert [mark.layer for mark in backwards[: ENOUGH_LAYERS + 1]] == [~i for i in range(ENOUGH_LAYERS + 1, 0, -1)]
+    assert backwards[0] == Mark(~(ENOUGH_LAYERS + 1), nbytes, in_flight - nbytes) and backwards[-1].live == batch
+    assert [mark[:2] for mark in second] == [mark[:2] for mark in first]
+
+
+def test_a_layer_that_is_recomputed_is_live_once():
+    model, schedule = Model(ENOUGH_LAYERS), Schedule()
+
+    def forward(x):
+        for layer in model.decoder.layers:
+            x = torch.utils.checkpoint.checkpoint(lambda x, layer=layer: layer(hidden=x), x, use_reentrant=True)
+        return x
+
+    with ModelPoints().hooked([model], point_of(schedule)):
+        for _ in range(2):
+            forward(torch.ones(3, 4, requires_grad=True)).sum().backward()
+    live, layer = [mark.live for mark in schedule.marks], 3 * 4 * 4
+    assert max(live) == ENOUGH_LAYERS * layer and live[-1] == 0
+    assert live[: ENOUGH_LAYERS + 2] == [
+        *range(layer, (ENOUGH_LAYERS + 1) * layer, layer),
+        *[max(live), max(live) - layer],
+    ]
+
+
+def test_what_is_routed_to_an_expert_is_no_shape_of_the_step():
+    model, schedule = Model(2), Schedule()
+    for layer in model.decoder.layers:
+        layer.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+    sized = {layer.module: layer.is_sized for layer in layers(model)}
+    assert all(not sized[expert] for layer in model.decoder.layers for expert in layer.experts)
+    assert all(sized[layer] and sized[layer.attention] for layer in model.decoder.layers)
+    expert = model.decoder.layers[0].experts[1]
+    with ModelPoints().hooked([model], point_of(schedule)):
+        expert(torch.ones(7, 4, requires_grad=True)).sum().backward()
+    assert [(mark.nbytes, mark.live) for mark in schedule.marks] == [(0, 0), (0, 0)]
+
+
+def test_a_pass_that_is_run_again_begins_with_nothing_live():
+    model, schedule, points = Model(ENOUGH_LAYERS), Schedule(), ModelPoints()
+    with points.hooked([model], point_of(schedule)):
+        passes = []
+        for _ in range(2):
+            points.begin_pass()
+            model(torch.ones(3, 4)).sum().backward()
+            passes.append(schedule.marks)
+            schedule.marks = []
+    assert passes[0] == passes[1]
+
+
+def test_where_forwards_are_enough_nothing_is_hung_on_tensors_and_no_point_is_passed():
+    model, schedule, forwards = Model(2), Schedule(), []
+    points, hidden = ModelPoints(), torch.ones(3, 4, requires_grad=True)
+    numbers = [number for number, layer in enumerate(layers(model)) if layer.is_watched]
+    with points.hooked([model], point_of(schedule)):
+        points.begin_pass(lambda layer, nbytes: forwards.append((layer, nbytes)))
+        model(hidden).sum().backward()
+        assert hidden._backward_hooks is None
+        assert sorted(forwards) == [(number, hidden.nbytes) for number in numbers]
+        assert not schedule.marks
+        points.begin_pass()
+        model(hidden).sum().backward()
+    assert schedule.points == 2 * len(layers(model)), "an attempt that is not watched reports its points again"
+
+
+def test_a_watched_pass_hooks_neither_children_nor_experts_and_reports_what_was_measured_of_the_others():
+    model, schedule, points, forwards = Model(2), Schedule(), ModelPoints(), []
+    for layer in model.decoder.layers:
+        layer.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    watched = [model, *model.decoder.layers, model.decoder.norm]
+    with points.hooked([model], point_of(schedule)):
+        points.begin_pass()
+        model(torch.ones(3, 4)).sum().backward()
+    measured = MemoryProfile([0] * (schedule.points + 1), marks=schedule.marks)
+    for _ in range(2):  # in the second step of its kind they are not hung anew
+        with points.hooked([model], point_of(schedule)):
+            points.begin_pass(lambda layer, nbytes: forwards.append((layer, nbytes)))
+            assert {module for module in model.modules() if module._forward_pre_hooks} == set(watched)
+            model(torch.ones(3, 4))
+        assert not any(module._forward_pre_hooks for module in model.modules())
+    assert forwards == 2 * [mark[:2] for mark in measured.forwards]
+    assert len(measured.forwards) == len(watched)

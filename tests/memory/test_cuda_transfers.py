@@ -1,0 +1,433 @@
+"""What holds what, with CUDA's streams and events mocked: a session that is over must keep no memory."""
+
+import copy
+import ctypes
+import gc
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from fake_optimizer import make_distributed_optimizer, step, with_model
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engines.native import NativeEngine
+from bridge_fgo.memory import cuda_transfers, driver
+from bridge_fgo.memory.meters import PeakMeter
+from bridge_fgo.memory.residency import Residency
+from bridge_fgo.states.megatron import MegatronSource
+
+
+class Event:
+    place = 0
+
+    def __init__(self):
+        self.waiting = []
+
+    def record(self, stream):
+        pass
+
+    def block(self, stream):
+        self.waiting.append(stream)
+
+    def has_happened(self):
+        return True
+
+
+class Stream:
+    cuda_stream = device_index = 0
+
+    def __init__(self, *which):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def mocked(monkeypatch):
+    """Copies that copy nothing, on streams that are none; returns the copies as (target, source, bytes)."""
+    copies = []
+    monkeypatch.setattr(cuda_transfers, "Event", Event)
+    monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: 0)
+    copier = mock.Mock(copy=lambda *args: copies.append(args[:3]))
+    monkeypatch.setattr(cuda_transfers, "Copier", lambda to_gpu: copier)
+    monkeypatch.setattr(cuda_transfers, "Stream", lambda: mock.Mock(handle=ctypes.c_void_p(1)))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    return copies
+
+
+def slab_at(host, gpu, nbytes):
+    return mock.Mock(
+        host_address=host, moving=mock.Mock(**{"data_ptr.return_value": gpu, "numel.return_value": nbytes})
+    )
+
+
+def engine_of(optimizer, remainders):
+    config = OffloadConfig(engine="native", master_remainders=remainders)
+    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 2**20)
+    return NativeEngine([MegatronSource(optimizer)], config, PeakMeter(), transfers=moves)
+
+
+def engine_in_mid_pass(optimizer, remainders):
+    engine = engine_of(optimizer, remainders)
+    engine.begin_pass()
+    engine.release()
+    return engine
+
+
+def test_lanes_copy_on_streams_of_their_own_which_go_when_their_copies_are_done(monkeypatch):
+    # Those of PyTorch's pool are handed out to others too.
+    made, calls = iter(range(100, 104)), []
+
+    def create(stream, flags):
+        stream._obj.value = next(made)
+        return calls.append(("create", stream._obj.value, flags)) or 0
+
+    library = mock.MagicMock(
+        cuStreamCreate=create,
+        cuStreamDestroy_v2=lambda stream: calls.append(("destroy", stream.value)),
+        **{f"{name}.return_value": 0 for name in ("cuEventCreate", "cuEventRecord", "cuStreamWaitEvent")},
+        cuMemcpyDtoHAsync_v2=lambda *of_copy: calls.append(("out", of_copy[3].value)),
+        cuMemcpyHtoDAsync_v2=lambda *of_copy: calls.append(("in", of_copy[3].value)),
+    )
+    monkeypatch.setattr(driver, "_library", lambda: library)
+    monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda *of: mock.Mock(synchronize=lambda: calls.append(("synchronize", *of)))
+    )
+    cpu = torch.device("cpu")
+    moves = cuda_transfers.CudaTransfers(cpu, 100)
+    slab = slab_at(1000, 5000, 250)
+    moves.copy_out(slab)
+    moves.copy_in(slab)
+    out, back = (100, 101), (102, 103)
+    assert calls == [
+        *(("create", stream, driver.STREAM_NON_BLOCKING) for stream in out + back),
+        *(("out", stream) for stream in (100, 101, 100)),
+        *(("in", stream) for stream in (102, 103, 102)),
+    ]
+    calls.clear()
+    del moves
+    gc.collect()
+    assert calls[:4] == [("synchronize", stream, cpu) for stream in out + back]
+    assert sorted(calls[4:]) == [("destroy", stream) for stream in out + back]
+
+
+@pytest.mark.parametrize("remainders", [None, False, True])
+def test_an_optimizer_that_is_dropped_keeps_no_state_alive(mocked, monkeypatch, remainders):
+    # The finalizer that drains the lanes is in a registry for good: what it holds must not lead back to the transfers,
+    # by whatever way. In training the weights know their model, its config and by that the optimizer.
+    optimizer = with_model(make_distributed_optimizer([1000, 70_000]))
+    step(optimizer, 1)
+    optimizer.engine = engine_in_mid_pass(optimizer, remainders)
+    optimizer.buffers[-1].buckets[0].config = SimpleNamespace(grad_scale_func=lambda held=optimizer: held)
+    host = optimizer.engine.slabs[0].host
+    found = [host.tensor, host, optimizer.optimizer, optimizer.buffers[-1].param_data]
+    alive = [weakref.ref(one) for one in found]
+    drained = []
+    monkeypatch.setattr(Stream, "synchronize", lambda stream: drained.append(alive[0]() is not None))
+    del optimizer, found, host
+    gc.collect()
+    assert [one() for one in alive] == [None] * 4
+    assert drained == [True] * 4  # of each lane's two streams, before the memory that a copy may still write goes
+
+
+@pytest.mark.parametrize("remainders", [None, False, True])
+def test_a_session_that_is_closed_lets_go_at_once(mocked, remainders):
+    # Not when Python looks for cycles, which may be long after: the next session would hold as much again beside it.
+    optimizer = with_model(make_distributed_optimizer([1000, 70_000]))
+    step(optimizer, 1)
+    gc.disable()
+    try:
+        engine = engine_in_mid_pass(optimizer, remainders)
+        engine.require_writable()
+        alive = [weakref.ref(memory) for slab in engine.slabs for memory in (slab.gpu, slab.host.tensor)]
+        engine.close()
+        del engine
+        assert [one() for one in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
+
+
+def test_memory_of_states_that_were_replaced_goes_at_once(mocked):
+    optimizer = make_distributed_optimizer([1000, 70_000])
+    step(optimizer, 1)
+    engine = engine_in_mid_pass(optimizer, None)
+    engine.require_writable()
+    (moments,) = [slab for slab in engine.slabs if slab.states[0].late]
+    gpu = weakref.ref(moments.gpu)
+    optimizer.optimizer.load_state_dict(copy.deepcopy(optimizer.optimizer.state_dict()))
+    engine.states_replaced(*engine.sources)
+    assert gpu() is None
+
+
+def test_streams_take_turns_after_at_most_a_piece_however_it_is_cut(mocked):
+    handles = []
+    copier = mock.Mock(copy=lambda target, source, nbytes, stream: handles.append((stream, nbytes)))
+    lane = cuda_transfers.Lane(torch.device("cpu"), 100, copier)
+    lane._handles = ("a", "b")
+    for nbytes in (250, 50, 30, 20, 1, 100):
+        lane.copy(0, 0, nbytes, Event())
+    assert handles == [("a", 100), ("b", 100), ("a", 50), ("a", 50), ("b", 30), ("b", 20), ("b", 1), ("a", 100)]
+
+
+class LoggingLane(cuda_transfers.Lane):
+    """A lane of pieces of 100 bytes on streams "a" and "b", whose calls are in `log`; the next of a kind may fail."""
+
+    def __init__(self):
+        self.log, self.fails = [], None
+        copier = mock.Mock(copy=lambda target, source, nbytes, stream: self.call("copy", nbytes, stream))
+        super().__init__(torch.device("cpu"), 100, copier)
+        self._handles, self._ends = ("a", "b"), (self.event("end of a"), self.event("end of b"))
+
+    def call(self, kind, *rest):
+        if self.fails == kind:
+            self.fails = None
+            raise RuntimeError
+        self.log.append((kind, *rest))
+
+    def event(self, name):
+        return mock.Mock(
+            place=0,
+            record=lambda stream: self.call("record", name, stream),
+            block=lambda stream: self.call("block", name, stream),
+        )
+
+
+def test_a_stream_whose_turn_it_is_waits_for_the_other_and_then_for_what_a_copy_comes_after(mocked):
+    lane = LoggingLane()
+    lane.copy(0, 0, 60, lane.event("first"))
+    lane.copy(0, 0, 130, lane.event("second"), (lane.event("update"),))
+    assert lane.log == [
+        ("copy", 60, "a"),
+        ("record", "first", "a"),
+        ("block", "first", "b"),
+        ("block", "update", "b"),
+        ("copy", 100, "b"),
+        ("record", "end of b", "b"),
+        ("block", "end of b", "a"),
+        ("copy", 30, "a"),
+        ("record", "second", "a"),
+    ]
+
+
+def test_a_lane_stays_one_sequence_where_the_driver_refuses_to_wait(mocked):
+    lane = LoggingLane()
+    lane.copy(0, 0, 60, lane.event("first"))
+    lane.fails = "block"
+    with pytest.raises(RuntimeError):
+        lane.copy(0, 0, 80, lane.event("second"))
+    lane.copy(0, 0, 80, lane.event("second"))
+    assert lane.log[2:] == [("block", "first", "b"), ("copy", 80, "b"), ("record", "second", "b")]
+
+
+@pytest.mark.parametrize("nbytes", [30, 80, 130])
+def test_a_lane_stays_one_sequence_where_the_driver_refuses_an_event(mocked, nbytes):
+    lane = LoggingLane()
+    lane.fails = "record"
+    with pytest.raises(RuntimeError):
+        lane.copy(0, 0, nbytes, lane.event("first"))
+    lane.copy(0, 0, 80, lane.event("second"))
+    left = min(nbytes, 100)
+    between = [] if left + 80 <= 100 else [("record", "end of a", "a"), ("block", "end of a", "b")]
+    stream = "b" if between else "a"
+    assert lane.log == [("copy", left, "a"), *between, ("copy", 80, stream), ("record", "second", stream)]
+
+
+def test_a_pass_on_another_stream_waits_for_what_the_one_before_has_waited_for(mocked, monkeypatch):
+    # Else a copy in would read a host buffer that a copy out between the steps still writes.
+    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    other = mock.Mock(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: other)
+    assert moves._here[0].waiting == []
+    moves.begin_pass()
+    assert moves._here[0].waiting == [7]
+
+
+def test_a_pass_that_is_tried_again_on_another_stream_waits_for_the_one_before_too(mocked, monkeypatch):
+    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock(cuda_stream=7))
+    with (
+        mock.patch.object(moves._here[0], "record", side_effect=RuntimeError("refused")),
+        pytest.raises(RuntimeError, match="refused"),
+    ):
+        moves.begin_pass()
+    assert moves._here[0].waiting == []
+    moves.begin_pass()
+    assert moves._here[0].waiting == [7]
+
+
+def test_what_delays_a_copy_delays_it_also_on_the_other_stream(mocked, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextmanager(lambda: (yield))())
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    lane = cuda_transfers.Lane(torch.device("cpu"), 100, mock.Mock())
+    lane._handles = ("a", "b")
+    lane.copy(0, 0, 100, Event())
+    lane.delay(1000)
+    lane.copy(0, 0, 100, Event())
+    assert lane._ends[0].waiting == ["b"]
+
+
+def test_the_training_stream_waits_once_for_copies_that_end_one_after_another(mocked):
+    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    slabs = [slab_at(i, i, 8) for i in range(3)]
+    landed = [moves._events(slab)[1] for slab in slabs]
+    for slab in slabs:
+        moves.copy_in(slab)
+    for slab in (slabs[1], slabs[0], slabs[2]):
+        moves.wait_in(slab)
+    assert [event.waiting for event in landed] == [[], [0], [0]]
+    moves.begin_pass()  # it may be another stream now
+    moves.wait_in(slabs[0])
+    assert landed[0].waiting == [0]
+
+
+def test_a_copy_is_cut_into_pieces_without_a_gap(mocked):
+    slab = slab_at(1000, 5000, 250)
+    cuda_transfers.CudaTransfers(torch.device("cpu"), 100).copy_out(slab)
+    assert mocked == [(1000, 5000, 100), (1100, 5100, 100), (1200, 5200, 50)]
+
+
+def test_a_read_on_a_side_stream_orders_the_training_stream_too(mocked, monkeypatch):
+    # The slab counts as readable from then on: without it the optimizer step would wait for nothing.
+    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    slab = slab_at(1000, 5000, 250)
+    moves.copy_in(slab)
+    side = 7
+    monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: side)
+    landed = moves._events(slab)[1]
+    landed.waiting.clear()
+    moves.wait_in(slab)
+    assert landed.waiting == [side, Stream.cuda_stream]
+
+
+def test_only_the_training_streams_waits_for_copies_are_timed(mocked, monkeypatch):
+    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    slab = slab_at(1000, 5000, 250)
+    timed = []
+    monkeypatch.setattr(moves.waits, "around", lambda wait, stream: timed.append(stream) or wait())
+    moves.copy_out(slab)
+    moves.release(slab)
+    assert not timed  # nothing is, before a step says so
+    moves.waits.begin()
+    moves.copy_out(slab)
+    moves.release(slab)
+    moves.copy_in(slab)
+    moves.wait_in(slab)
+    assert timed == [moves._compute] * 2
+    assert [event.waiting.count(Stream.cuda_stream) for event in moves._events(slab)] == [2, 1]
+    moves.copy_in(slab)
+    monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: 7)
+    moves.wait_in(slab)
+    assert timed == [moves._compute] * 3  # and not that of the reader
+
+
+def test_memory_is_the_training_streams_also_where_a_side_stream_asks_for_it(mocked, monkeypatch):
+    # Taken from a side stream's pool it would go back to that, while the copy out of a later offload reads it.
+    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    slab = slab_at(1000, 5000, 250)
+    stream = [7]
+    monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: stream[0])
+
+    @contextmanager
+    def entered(which):
+        before, stream[0] = stream[0], which.cuda_stream
+        yield
+        stream[0] = before
+
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    taken = []
+    slab.allocate = lambda: taken.append(stream[0])
+    moves.copy_in(slab)
+    assert taken == [Stream.cuda_stream]
+    moves.copy_out(slab)
+    gone = moves._events(slab)[0]
+    gone.waiting.clear()
+    moves.release(slab)
+    assert gone.waiting == [7, Stream.cuda_stream]
+
+
+class CountingEvent(Event):
+    recorded = 0
+
+    def record(self, stream):
+        CountingEvent.recorded += 1
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_copies_back_to_back_are_ordered_once_unless_something_is_enqueued_between(mocked, monkeypatch, way):
+    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 1000)
+    moves._here = CountingEvent(), CountingEvent()
+    slabs = [slab_at(0, 0, 8) for _ in range(2)]
+
+    def copy(slab, written=False):
+        before = CountingEvent.recorded
+        moves.copy_out(slab, written) if way == "out" else moves.copy_in(slab)
+        return CountingEvent.recorded - before
+
+    assert copy(slabs[0]) == copy(slabs[1]) == 1, "not in a block"
+    with moves.back_to_back():
+        assert copy(slabs[0]) == 1
+        assert copy(slabs[1]) == 0
+        moves.release(slabs[0])  # the stream waits before it gives the memory to the next
+        assert copy(slabs[1]) == 1
+        moves.wait_out(slabs[0])
+        assert copy(slabs[1]) == 1
+        moves.wait_in(slabs[0])
+        assert copy(slabs[1]) == 1
+        assert copy(slabs[1], written=True) == (way == "out")
+    assert copy(slabs[0]) == 1, "what is enqueued after a block is not known to it"
+
+
+def test_what_is_computed_for_a_reader_on_a_side_stream_runs_on_the_training_stream_between_its_work(
+    monkeypatch, mocked
+):
+    order = []
+
+    class Ordering(Event):
+        def record(self, stream):
+            order.append(("record", stream))
+
+        def block(self, stream):
+            order.append(("block", stream))
+
+    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    moves._here = Ordering(), Ordering()
+    monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: 7)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextmanager(lambda: (yield order.append("inside")))())
+    around = [("record", 7), ("block", 0), "inside", ("record", 0), ("block", 7)]
+    with moves.computing():
+        pass
+    assert order == around
+    # What came back before an error counts as readable, so the reader has to wait for it all the same.
+    order.clear()
+    with pytest.raises(RuntimeError, match="refused"), moves.computing():
+        raise RuntimeError("refused")
+    assert order == around
+
+
+def test_a_copy_in_waits_for_the_memory_it_was_given(mocked, monkeypatch):
+    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    moves._here = CountingEvent(), CountingEvent()
+    before = CountingEvent.recorded
+    moves.copy_in(slab_at(0, 0, 8))
+    assert CountingEvent.recorded == before + 1 and moves._here[0].waiting == [moves._in._handles[0]]
+
+
+def test_an_offload_given_up_keeps_what_it_copies_until_it_is_copied(mocked, monkeypatch):
+    engine = engine_of(with_model(make_distributed_optimizer([1000, 70_000])), remainders=True)
+    engine.begin_pass()
+    (slab,) = [slab for slab in engine.slabs if slab.is_encoded]
+    order = []
+    for of, name in ((cuda_transfers.CudaTransfers, "wait_out"), (type(slab), "drop_staging")):
+        real = getattr(of, name)
+        monkeypatch.setattr(of, name, lambda *args, n=name, r=real: (order.append((n, args[-1])), r(*args)))
+    slab.require_writable()
+    assert order == [("wait_out", slab), ("drop_staging", slab)]
+    assert slab.transfers._events(slab)[0].waiting == [Stream.cuda_stream]
+    assert (slab.state, slab.staging, slab.is_encoded) == (Residency.RESIDENT, None, False)

@@ -1,0 +1,154 @@
+"""A budget that is found out: what the device has, less what others have and a margin that grows where it is needed."""
+
+import pytest
+import torch
+from fake_training import WHOLE, Meter, Training, use_small_parts
+
+from bridge_fgo.memory.device_room import GROWTH, LEAST_MARGIN, MOST_HOLES, DeviceRoom
+from bridge_fgo.memory.meters import DeviceMemory, PeakMeter
+from bridge_fgo.memory.residency import Residency
+
+GIB = 2**30
+
+
+class Device(PeakMeter):
+    """A meter of a GPU of 140 GiB, of which others have two."""
+
+    works = True
+    allowed = 140 * GIB
+
+    def __init__(self, allocated=50 * GIB, reserved=51 * GIB):
+        super().__init__()
+        self.run_peaks = {"allocated_bytes.all.peak": allocated, "reserved_bytes.all.peak": reserved}
+
+    def device_memory(self):
+        return DeviceMemory(140 * GIB, 140 * GIB - 2 * GIB - 51 * GIB, 51 * GIB, self.allowed)
+
+
+def test_the_budget_is_all_but_what_others_have_and_the_margin():
+    assert DeviceRoom(Device()).budget_bytes() == 138 * GIB - 140 * GIB // LEAST_MARGIN
+    assert DeviceRoom(Device(reserved=56 * GIB)).budget_bytes() == 138 * GIB - 6 * GIB
+    assert DeviceRoom(Device(reserved=90 * GIB)).budget_bytes() == 138 * GIB - 140 * GIB // MOST_HOLES
+
+
+def test_the_budget_is_no_more_than_pytorch_may_take():
+    meter = Device()
+    meter.allowed = 42 * GIB
+    assert DeviceRoom(meter).budget_bytes() == 42 * GIB - 140 * GIB // LEAST_MARGIN
+
+
+@pytest.mark.parametrize(
+    ("backend", "fraction", "allowed"),
+    [("native", lambda: 0.3, 42 * GIB), ("native", None, 140 * GIB), ("cudaMallocAsync", lambda: 0.3, 140 * GIB)],
+    ids=["a fraction", "PyTorch before 2.8", "an allocator that does not tell"],
+)
+def test_what_pytorch_may_take_is_asked_for_where_it_tells(monkeypatch, backend, fraction, allowed):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * GIB, 140 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 30 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", fraction, raising=False)
+    if fraction is None:
+        monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
+    assert PeakMeter().device_memory() == (140 * GIB, 100 * GIB, 30 * GIB, allowed)
+
+
+def test_the_margin_grows_where_the_allocator_had_to_give_back_what_it_caches():
+    meter = Device()
+    meter.retries = 3  # of the checkpoint's load
+    room = DeviceRoom(meter)
+    first = room.budget_bytes()
+    assert not room.runs_short()
+    meter.retries = 4
+    assert room.runs_short() and not room.runs_short()
+    margin = 140 * GIB // LEAST_MARGIN
+    assert room.budget_bytes() == first - (int(GROWTH * margin) - margin)
+    meter.retries, meter.run_peaks["reserved_bytes.all.peak"] = 5, 70 * GIB
+    assert room.runs_short()
+    assert room.budget_bytes() == 138 * GIB - 20 * GIB
+
+
+class MeterOfADevice(Meter):
+    """Made-up peaks on a GPU that has `whole` bytes; others have a tenth."""
+
+    retries = holes = allowed = 0
+
+    def __init__(self, whole, layer, step=0):
+        super().__init__(layer, step)
+        self.whole = whole
+
+    def device_memory(self):
+        return DeviceMemory(self.whole, self.whole - self.whole // 10, 0, self.allowed or self.whole)
+
+
+def automatic(monkeypatch, whole, **how):
+    use_small_parts(monkeypatch)
+    return Training(WHOLE // 4, budget="auto", meter=MeterOfADevice(whole, WHOLE // 4), **how)
+
+
+def run(training, steps):
+    """Run steps; return the bytes that were copied back in each."""
+    came = []
+    for seed in range(steps):
+        before = training.engine.traffic.back
+        training.step(seed)
+        came.append(training.engine.traffic.back - before)
+    return came
+
+
+def test_nothing_leaves_where_everything_fits(monkeypatch):
+    training = automatic(monkeypatch, whole=4 * WHOLE)
+    assert run(training, 6)[3:] == [0, 0, 0]
+    assert {slab.state for slab in training.slabs()} == {Residency.RESIDENT}
+    training.check()
+
+
+def test_just_what_is_needed_leaves_where_it_does_not(monkeypatch):
+    # A tenth is not to be had, nor the margin; activations take as much as the states.
+    training = automatic(monkeypatch, whole=2 * WHOLE, sizes=[340] * 20)
+    run(training, 4)
+    staying = sum(part.nbytes for part in training.schedule.parts if part.stays)
+    room = 2 * WHOLE - 2 * WHOLE // 10 - 2 * WHOLE // LEAST_MARGIN - WHOLE
+    part = max(part.nbytes for part in training.schedule.parts)
+    assert room - part < staying <= room
+    training.check()
+
+
+def test_just_what_pytorch_may_take_is_used(monkeypatch):
+    training = automatic(monkeypatch, whole=4 * WHOLE, sizes=[340] * 20)
+    training.meter.allowed = 2 * WHOLE
+    run(training, 4)
+    staying = sum(part.nbytes for part in training.schedule.parts if part.stays)
+    assert 0 < staying <= 2 * WHOLE - 4 * WHOLE // LEAST_MARGIN - WHOLE
+    training.check()
+
+
+def test_more_leaves_where_the_allocator_ran_short(monkeypatch):
+    training, said = automatic(monkeypatch, whole=2 * WHOLE, sizes=[340] * 20), []
+    training.schedule.holding.warn = said.append
+    run(training, 4)
+    before = sum(part.nbytes for part in training.schedule.parts if part.stays)
+    training.meter.retries, training.meter.holes = 1, WHOLE // 2
+    training.step(4)
+    after = sum(part.nbytes for part in training.schedule.parts if part.stays)
+    assert after < before and len(said) == 1 and "give back memory that it caches" in said[0]
+    training.step(5)
+    assert len(said) == 1
+    training.check()
+
+
+def test_a_device_that_has_not_enough_offloads_everything_and_refuses_nothing(monkeypatch):
+    training = automatic(monkeypatch, whole=WHOLE)
+    run(training, 4)
+    assert not any(part.stays for part in training.schedule.parts)
+    training.check()
+
+
+def test_what_is_found_out_is_no_budget_of_the_user_s(monkeypatch):
+    training = automatic(monkeypatch, whole=2 * WHOLE)
+    run(training, 3)
+    assert training.schedule.is_planned and training.engine.held_budget_bytes is None
+
+
+def test_without_a_gpu_it_is_refused_as_a_number_is():
+    with pytest.raises(ValueError, match=r"gpu_memory_budget_gib='auto' needs a GPU"):
+        Training(0, budget="auto", meter=PeakMeter())

@@ -1,0 +1,93 @@
+"""What the CUDA driver and NVRTC refuse is an error, without either."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bridge_fgo.memory import driver, nvrtc
+
+
+class Refuses:
+    """A driver of which every function fails but those named."""
+
+    def __init__(self, *works):
+        self._works = works
+
+    def __getattr__(self, name):
+        return lambda *args: 0 if name in self._works else 719
+
+
+CALLS = {
+    "copy": lambda: driver.Copier(to_gpu=False).copy(1, 2, 3, 0),
+    "make a stream": driver.Stream,
+    "launch": lambda: driver.Kernel(SimpleNamespace(handle=1), "k", [1, 2], 32).launch(driver.make_grid(1, 1), 0, 5),
+    "query": lambda: driver.Event().has_happened(),
+    "record": lambda: driver.Event().record(0),
+    "wait": lambda: driver.Event().block(0),
+    "zero": lambda: driver.fill_with_zeros(1, 2, 0),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_what_the_driver_refuses_is_an_error(monkeypatch, what):
+    library = Refuses("cuEventCreate", "cuEventDestroy_v2", "cuModuleGetFunction")
+    monkeypatch.setattr(driver, "_library", lambda: library)
+    with pytest.raises(RuntimeError, match=rf"refused to {what}.*719"):
+        CALLS[what]()
+
+
+AT_EXIT = """
+from types import SimpleNamespace
+from bridge_fgo.memory import driver
+driver._library = lambda: SimpleNamespace(
+    cuStreamCreate=lambda stream, flags: 0, cuStreamDestroy_v2=lambda stream: print("destroyed")
+)
+driver.Stream()
+left = driver.Stream()
+"""
+
+
+def test_a_stream_is_destroyed_with_its_owner_but_not_at_exit():
+    # The context may be gone by then.
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "destroyed\n"), done.stderr
+
+
+def test_what_nvrtc_says_of_a_source_is_in_the_error():
+    def tell_size(program, found):
+        found._obj.value = 7
+        return 0
+
+    def tell(program, buffer):
+        buffer.value = b"line 3"
+        return 0
+
+    library = SimpleNamespace(
+        nvrtcCreateProgram=lambda *args: 0,
+        nvrtcCompileProgram=lambda *args: 6,
+        nvrtcGetProgramLogSize=tell_size,
+        nvrtcGetProgramLog=tell,
+        nvrtcDestroyProgram=lambda *args: 0,
+        nvrtcGetCUBINSize=tell_size,
+        nvrtcGetCUBIN=lambda *args: 0,
+    )
+    with pytest.raises(RuntimeError, match=r"\(6\): line 3"):
+        nvrtc.compiled(library, "source", "sm_90")
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError])
+def test_an_nvrtc_that_is_not_there_or_too_old_leaves_it_to_the_next_and_the_last_to_torch(monkeypatch, error):
+    def fails(*args):
+        raise error("too old")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: ["old", "new"])
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda path: path)
+    monkeypatch.setattr(nvrtc, "compiled", lambda library, *args: fails() if library == "old" else b"code")
+    monkeypatch.setattr(nvrtc, "Module", lambda code: code)
+    assert nvrtc.compile_for(f"one of {error.__name__}", torch.device("cpu")) == b"code"
+    monkeypatch.setattr(nvrtc, "compiled", fails)
+    assert nvrtc.compile_for(f"another of {error.__name__}", torch.device("cpu")) is None

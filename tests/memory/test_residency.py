@@ -1,0 +1,235 @@
+"""The residency machine, driven by hypothesis in any order, on a model of GPU and host memory.
+
+The model keeps time honest: a copy moves nothing until someone waits for it, and memory that is read too
+early or reused too early shows.
+"""
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from bridge_fgo.memory.residency import Residency, ResidencyMachine
+
+LOST = object()
+
+
+class Recorder(ResidencyMachine):
+    """Actions that do nothing but tell their names, in `calls`, and check that they are called where they are valid."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def _act(self, name, valid_in):
+        assert self.state is valid_in, f"{name} where it is {self.state}"
+        self.calls.append(name)
+
+    def _start_offload(self):
+        self._act("start offload", Residency.RESIDENT)
+
+    def _release(self):
+        self._act("release", Residency.OFFLOADING)
+
+    def _give_up_offload(self):
+        self._act("give up offload", Residency.OFFLOADING)
+
+    def _start_reload(self):
+        self._act("start reload", Residency.RELEASED)
+
+    def _wait_reload(self):
+        self._act("wait reload", Residency.RELOADING)
+
+
+class ModelSlab(Recorder):
+    """A slab whose content is a version number; copies complete when they are waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpu = 0
+        self.host = LOST
+        self.pending = []  # copies in the order in which the hardware ends them
+
+    def _start_offload(self):
+        super()._start_offload()
+        assert self.gpu is not LOST, "copy out of memory that was released or not filled yet"
+        self.pending.append("out")
+
+    def _release(self):
+        super()._release()
+        assert "out" in self.pending or self.host is not LOST
+        self._finish("out")
+        self.gpu = LOST
+
+    def _give_up_offload(self):
+        super()._give_up_offload()
+        assert self.gpu is not LOST
+
+    def _start_reload(self):
+        super()._start_reload()
+        assert self.gpu is LOST, "reload over live states"
+        self.pending.append("in")
+
+    def _wait_reload(self):
+        super()._wait_reload()
+        self._finish("in")
+
+    def _finish(self, kind):
+        while kind in self.pending:
+            if self.pending.pop(0) == "out":
+                self.host = self.gpu
+            else:
+                self.gpu = self.host
+
+
+class AnyOrderOfTheFiveVerbs(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.slab = ModelSlab()
+        self.version = 0
+
+    @rule(times=st.integers(1, 3))
+    def offload(self, times):
+        for _ in range(times):
+            self.slab.offload()
+
+    @rule(times=st.integers(1, 3))
+    def release(self, times):
+        for _ in range(times):
+            self.slab.release()
+
+    @rule(times=st.integers(1, 3))
+    def reload(self, times):
+        for _ in range(times):
+            self.slab.reload()
+
+    @rule(times=st.integers(1, 3))
+    def read(self, times):
+        for _ in range(times):
+            self.slab.require_readable()
+            assert self.slab.gpu == self.version
+
+    @rule()
+    def write(self):
+        self.slab.require_writable()
+        assert self.slab.gpu == self.version
+        self.version += 1
+        self.slab.gpu = self.version
+
+    @invariant()
+    def released_means_the_host_copy_is_current(self):
+        if self.slab.state is Residency.RELEASED:
+            assert self.slab.host == self.version
+
+
+TestAnyOrderOfTheFiveVerbs = AnyOrderOfTheFiveVerbs.TestCase
+TestAnyOrderOfTheFiveVerbs.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+
+
+def test_second_pass_waits_for_the_reload_before_it_offloads():
+    machine = Recorder()
+    for _ in range(2):
+        machine.offload()
+        machine.release()
+        machine.reload()
+    one_pass = ["start offload", "release", "start reload"]
+    assert machine.calls == [*one_pass, "wait reload", *one_pass]
+
+
+def test_release_without_offload_frees_nothing():
+    machine = Recorder()
+    machine.release()
+    assert machine.calls == []
+
+
+def test_write_during_offload_forbids_the_release():
+    machine = Recorder()
+    machine.offload()
+    machine.require_writable()
+    machine.release()
+    assert machine.calls == ["start offload", "give up offload"]
+    assert machine.state is Residency.RESIDENT
+
+
+def test_read_during_offload_does_not_give_it_up():
+    machine = Recorder()
+    machine.offload()
+    machine.require_readable()
+    machine.release()
+    assert machine.calls == ["start offload", "release"]
+
+
+def test_a_start_that_is_handed_in_takes_the_place_of_the_slabs_own_and_of_nothing_else():
+    machine = Recorder()
+    another = lambda: machine.calls.append("another start")  # noqa: E731
+    machine.offload(another)
+    machine.offload(another)  # on its way already
+    machine.release()
+    machine.offload(another)  # gone already
+    machine.reload()
+    machine.offload(another)
+    assert machine.calls == ["another start", "release", "start reload", "wait reload", "another start"]
+
+
+class Interrupted(Recorder):
+    """A machine whose n-th action does not come to its end."""
+
+    def __init__(self, after, error):
+        super().__init__()
+        self.left, self.error = after, error
+
+    def _act(self, name, valid_in):
+        super()._act(name, valid_in)
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+
+def verbs_of(machine):
+    return [machine.offload, machine.release, machine.reload, machine.require_readable]
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_what_comes_in_the_midst_of_an_action_leaves_nothing_that_could_be_used(after):
+    # Ctrl-C after memory went and before that was noted: the next reader would find nothing behind the tensors.
+    machine = Interrupted(after, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        for verb in verbs_of(machine):
+            verb()
+    for use in (*verbs_of(machine), machine.require_writable, lambda: machine.state):
+        with pytest.raises(RuntimeError, match=r"KeyboardInterrupt came while .* resume from the last checkpoint"):
+            use()
+    assert len(machine.calls) == after
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_an_action_that_fails_leaves_the_state_before_it_and_may_be_done_again(after):
+    machine = Interrupted(after, torch.OutOfMemoryError())
+    verbs = verbs_of(machine)
+    with pytest.raises(torch.OutOfMemoryError):
+        for verb in verbs:
+            verb()
+    for verb in verbs[after - 1 :]:
+        verb()
+    assert machine.state is Residency.RESIDENT
+
+
+def test_an_offload_that_could_not_be_given_up_is_still_under_way():
+    machine = Interrupted(2, torch.OutOfMemoryError())
+    machine.offload()
+    with pytest.raises(torch.OutOfMemoryError):
+        machine.require_writable()
+    assert machine.state is Residency.OFFLOADING
+    machine.require_writable()
+    assert machine.state is Residency.RESIDENT
+
+
+def test_an_error_that_a_handler_raises_as_memory_goes_is_no_failure_to_release():
+    # PyTorch raises it from SIGCHLD's handler, at any line, where a worker of a DataLoader has died.
+    machine = Interrupted(2, RuntimeError("DataLoader worker is killed"))
+    machine.offload()
+    with pytest.raises(RuntimeError, match="worker"):
+        machine.release()
+    with pytest.raises(RuntimeError, match="cannot be used"):
+        machine.require_readable()

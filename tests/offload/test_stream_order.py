@@ -1,0 +1,391 @@
+"""No two streams meet in the same memory, whatever order a training asks for its states in; and each wait is needed."""
+
+import random
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+from fake_training import MANY_SIZES, POINTS, SIZES, WHOLE, Training, mark, use_small_parts
+from stream_order import HOST, Race, install
+
+from bridge_fgo.memory.cuda_transfers import CudaTransfers, Lane
+from bridge_fgo.memory.slab import decode_together, encode_together
+from bridge_fgo.offload import step_pipeline
+from bridge_fgo.offload.debug import DebugTransfers
+from bridge_fgo.states.inner_step import InnerStep
+
+PIECE_BYTES = 3000
+
+
+@pytest.fixture
+def order(monkeypatch):
+    use_small_parts(monkeypatch)
+    return install(monkeypatch)
+
+
+class RandomTraining(Training):
+    """A training that runs passes again, skips steps, and whose states are read on any stream at any time."""
+
+    def __init__(self, order, seed, debug):
+        self.order, self.random = order, random.Random(seed)
+        choose = self.random.choice
+        layer = choose([0, WHOLE // 10, WHOLE // 4, WHOLE])
+        step = choose([0, WHOLE // 2])
+        budget = choose([None, None, int(4 * layer + step + WHOLE * self.random.uniform(0.9, 2.2))])
+        transfers = CudaTransfers(torch.device("cpu"), PIECE_BYTES)
+        super().__init__(
+            layer,
+            step,
+            optimizers=choose([1, 2]),
+            budget=budget,
+            transfers=DebugTransfers(transfers, seed) if debug else transfers,
+            master_remainders=choose([None, True, False]),
+            sizes=choose([SIZES, SIZES, MANY_SIZES]),
+            together=choose([None, WHOLE // 2, 2 * WHOLE]),
+        )
+        self.schedule.packing._waits = None  # and whether masters are packed is chosen here
+        precedence = self.schedule.precedence  # and whether copies in go first
+        precedence.begin_pass = lambda *of_pass: setattr(precedence, "ins_first", choose([True, False]))
+
+    def somewhere(self):
+        return self.order.aside() if self.random.random() < 0.3 else nullcontext()
+
+    def read(self):
+        self._access(self.engine.require_readable, self.order.read)
+
+    def overwrite(self):
+        self._access(self.engine.require_writable, self.order.write)
+
+    def _access(self, require, access):
+        with self.somewhere():
+            for source in self.sources:
+                require(source)
+                for slab in self.slabs(source):
+                    if slab.gpu is not None:
+                        access(("whole", slab))
+
+    def save(self):
+        """Asks for states in an order of its own, as mcore does in that of its buffers; the reader reads at once."""
+        copies = self.random.random() < 0.5
+        for source in self.sources:
+            pairs = self.pairs(source)
+            self.random.shuffle(pairs)
+            with self.somewhere(), self.engine.saving(source, copies):
+                for param, twin in pairs:
+                    handed, expected = self.hand_out(source, param, twin)
+                    for tensor in handed.values():
+                        self.order.read_by_the_host(tensor)
+                    assert all(torch.equal(handed[name], expected[name]) for name in expected)
+
+    def run_pass(self, points=POINTS):
+        self._call(self.engine.begin_pass)
+        if self.random.random() < 0.2:
+            self.read()
+        self._call(self.engine.release)
+        larger = self.random.choice([1, 1, 1, 2])  # then what was planned holds no more, and all goes
+        for i in range(1, points + 1):
+            with self.somewhere():
+                self.engine.point(mark(i, larger * self.meter.layer))
+            if self.random.random() < 0.03:
+                self.random.choice([self.read, self.save])()
+        if self.random.random() < 0.95:
+            with self.somewhere():
+                self._call(self.engine.reload)
+
+    def _call(self, verb):
+        for _ in range(self.random.choice([1, 1, 2])):
+            verb()
+
+    def between_steps(self):
+        nothing, release = (lambda: None), self.engine.make_room
+        with self.somewhere():
+            self.random.choice([nothing, nothing, release, self.read, self.overwrite, self.save])()
+            if self.random.random() < 0.1:
+                release()
+
+
+@pytest.fixture
+def updates_are_seen(order, monkeypatch):
+    """An update writes the slabs of its part."""
+    update = InnerStep.update
+
+    def writes(inner, owner):
+        for slab in () if owner is None else owner.slabs:
+            if slab.gpu is not None:
+                order.write(("whole", slab))
+        update(inner, owner)
+
+    monkeypatch.setattr(InnerStep, "update", writes)
+
+
+def train(order, seed, debug=False):
+    training = RandomTraining(order, seed, debug)
+    choose = training.random.random
+    packs_from = training.random.randrange(8)
+    for step in range(9):
+        training.schedule.packing.packs = step >= packs_from
+        training.step(step, passes=2 if choose() < 0.15 else 1, skip=choose() < 0.15)
+        training.between_steps()
+    training.check()
+
+
+def seeds(first, of):
+    """Return the seeds below `of`; those from `first` on are for the slow lane."""
+    return [*range(first), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(first, of))]
+
+
+@pytest.mark.parametrize("seed", seeds(10, of=60))
+@pytest.mark.usefixtures("updates_are_seen")
+def test_no_two_streams_meet_in_the_same_memory(order, seed):
+    try:
+        train(order, seed)
+    except Race as race:  # without a traceback: it would show tensors whose memory is gone
+        pytest.fail(str(race), pytrace=False)
+
+
+@pytest.mark.parametrize("seed", seeds(5, of=20))
+@pytest.mark.usefixtures("updates_are_seen")
+def test_no_two_streams_meet_in_debug_mode_either(order, seed):
+    try:
+        train(order, seed, debug=True)
+    except Race as race:
+        pytest.fail(str(race), pytrace=False)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("updates_are_seen")
+def test_debug_mode_goes_without_the_waits_that_training_goes_without(order, monkeypatch):
+    copies = Counter()
+    copy = Lane.copy
+
+    def count(lane, target, source, nbytes, done, after=()):
+        copies[lane._copier.to_gpu, bool(after)] += 1
+        copy(lane, target, source, nbytes, done, after)
+
+    monkeypatch.setattr(Lane, "copy", count)
+    for seed in range(4):
+        train(order, seed, debug=True)
+    for to_gpu in (False, True):
+        assert copies[to_gpu, False] > 20 and copies[to_gpu, True] > 20
+
+
+@pytest.mark.usefixtures("updates_are_seen")
+def test_copies_out_that_yield_come_after_every_copy_in_and_no_copy_in_waits_for_room(order, monkeypatch):
+    copy_out, yielding = CudaTransfers.copy_out, []
+
+    def watch(transfers, slab, written=True):
+        started = {handle.value: order.clock(handle.value).get(handle.value, 0) for handle in transfers._in._handles}
+        copy_out(transfers, slab, written)
+        if transfers._yields:
+            seen = order.clock(transfers._out._handles[transfers._out._turn].value)
+            assert all(seen.get(handle, 0) >= time for handle, time in started.items())
+            yielding.append(any(started.values()))
+
+    monkeypatch.setattr(CudaTransfers, "copy_out", watch)
+    send_off = step_pipeline.StepPipeline._send_off
+
+    def through(pipeline, slabs, keep_masters, yields):
+        assert pipeline._queue.is_through or not yields
+        send_off(pipeline, slabs, keep_masters, yields)
+
+    monkeypatch.setattr(step_pipeline.StepPipeline, "_send_off", through)
+    for seed in range(4):
+        train(order, seed)
+    assert sum(yielding) > 20
+
+
+def release_some_and_wait(order, seed):
+    """Release some slabs, in any order and on any stream, whatever copies began first; return the clocks of theirs."""
+    training = RandomTraining(order, seed, debug=False)
+    training.step(0)
+    choose, moves = training.random, training.schedule.transfers
+    training.engine.require_writable()
+    slabs = [slab for slab in order.slabs if slab.exists()]
+    for slab in choose.sample(slabs, len(slabs)):
+        with training.somewhere():
+            slab.offload()
+    released = choose.sample(slabs, choose.randrange(1, len(slabs) + 1))
+    with training.somewhere():
+        for slab in released:
+            slab.release()
+        moves.await_released()
+    return {slab: moves._events(slab)[0].clock for slab in released}
+
+
+def test_what_was_released_may_go_to_the_driver_once_the_host_has_waited(order):
+    for seed in range(20):
+        for slab, copied in release_some_and_wait(order, seed).items():
+            order._require(HOST, copied, "the driver's use", slab)
+
+
+def test_without_that_wait_the_driver_gets_what_is_being_copied(order, monkeypatch):
+    monkeypatch.setattr(CudaTransfers, "await_released", lambda transfers: None)
+    with pytest.raises(Race):
+        for slab, copied in release_some_and_wait(order, 1).items():
+            order._require(HOST, copied, "the driver's use", slab)
+
+
+class Nothing:
+    """An event that nobody waits for."""
+
+    def block(self, stream):
+        pass
+
+
+def without_order_before_copies_out(patch):
+    patch.setattr(CudaTransfers, "copy_out", with_lane_that_waits_for_nothing("_out", CudaTransfers.copy_out))
+
+
+def without_order_before_copies_in(patch):
+    patch.setattr(CudaTransfers, "copy_in", with_lane_that_waits_for_nothing("_in", CudaTransfers.copy_in))
+
+
+def with_lane_that_waits_for_nothing(name, move):
+    def moves(transfers, *args):
+        lane = getattr(transfers, name)
+        lane.copy = lambda *of_copy: Lane.copy(lane, *of_copy[:4])  # but the events to come after
+        move(transfers, *args)
+
+    return moves
+
+
+def without_wait_for_what_landed(patch):
+    patch.setattr(CudaTransfers, "wait_in", lambda transfers, slab: None)
+
+
+def without_wait_for_what_left(patch):
+    patch.setattr(CudaTransfers, "release", lambda transfers, slab: slab.free())
+
+
+def without_wait_for_a_copy_that_was_given_up(patch):
+    wait_out = CudaTransfers.wait_out
+    patch.setattr(CudaTransfers, "release", lambda transfers, slab: (wait_out(transfers, slab), slab.free()))
+    patch.setattr(CudaTransfers, "wait_out", lambda transfers, slab: None)
+
+
+def without_order_of_the_pieces(patch):
+    copy = Lane.copy
+
+    def copies(lane, *args):
+        lane._last = Nothing()
+        copy(lane, *args)
+
+    patch.setattr(Lane, "copy", copies)
+
+
+def with_a_readers_wait_that_counts_as_the_training_streams(patch):
+    def wait_for(transfers, lane, copied):
+        transfers._is_ordered = False
+        for stream in transfers._streams():
+            if copied.place > lane.awaited:
+                copied.block(stream)
+                lane.awaited = copied.place
+
+    patch.setattr(CudaTransfers, "_wait_for", wait_for)
+
+
+def with_a_copy_that_counts_as_one_before(patch):
+    copy = Lane.copy
+
+    def copies(lane, target, source, nbytes, done, after):
+        copy(lane, target, source, nbytes, done, after)
+        done.place -= 1
+
+    patch.setattr(Lane, "copy", copies)
+
+
+def with_an_order_that_outlives_its_block(patch):
+    def leave(transfers, *exception):
+        transfers._is_back_to_back = False
+
+    patch.setattr(CudaTransfers, "__exit__", leave)
+
+
+def with_what_was_written_not_ordered(patch):
+    copy_out = CudaTransfers.copy_out
+    patch.setattr(CudaTransfers, "copy_out", lambda transfers, slab, written=True: copy_out(transfers, slab, False))
+
+
+def with_a_readers_stream_alone(patch):
+    patch.setattr(CudaTransfers, "_streams", lambda transfers: (torch.cuda.current_stream().cuda_stream,))
+
+
+def with_a_release_that_does_not_wait_for_who_asks_for_it(patch):
+    patch.setattr(CudaTransfers, "computing", CudaTransfers.on_compute_stream)
+
+
+def with_a_save_that_reads_at_once(patch):
+    patch.setattr(CudaTransfers, "finish_out", lambda transfers: None)
+
+
+def with_masters_made_together_before_they_have_landed(patch):
+    def decodes(slabs):
+        with patch.context() as inside:
+            without_wait_for_what_landed(inside)
+            decode_together(slabs)
+
+    patch.setattr(step_pipeline, "decode_together", decodes)
+
+
+def with_masters_packed_together_once_copies_are_ordered(patch):
+    def encodes(slabs):
+        slabs = list(slabs)
+        moves = slabs[0].transfers
+        for event in moves._now(moves._streams()):  # the updates are over, but not what packs
+            for stream in moves._out._handles:
+                event.block(stream)
+        encoded = encode_together(slabs)
+        moves._is_ordered = bool(encoded)
+        return encoded
+
+    patch.setattr(step_pipeline, "encode_together", encodes)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        without_order_before_copies_out,
+        without_order_before_copies_in,
+        without_wait_for_what_landed,
+        without_wait_for_what_left,
+        without_wait_for_a_copy_that_was_given_up,
+        without_order_of_the_pieces,
+        with_a_readers_wait_that_counts_as_the_training_streams,
+        with_a_copy_that_counts_as_one_before,
+        with_an_order_that_outlives_its_block,
+        with_what_was_written_not_ordered,
+        with_a_readers_stream_alone,
+        with_a_release_that_does_not_wait_for_who_asks_for_it,
+        with_a_save_that_reads_at_once,
+        with_masters_made_together_before_they_have_landed,
+        pytest.param(with_masters_packed_together_once_copies_are_ordered, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.usefixtures("updates_are_seen")
+def test_without_one_of_the_waits_two_streams_meet(order, monkeypatch, fault):
+    fault(monkeypatch)
+    with pytest.raises(Race):
+        for seed in range(24):
+            train(order, seed)
+
+
+def with_poison_that_is_not_ordered(patch):
+    patch.setattr(CudaTransfers, "order_anew", lambda transfers: None)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        without_order_before_copies_in,
+        with_an_order_that_outlives_its_block,
+        with_what_was_written_not_ordered,
+        with_poison_that_is_not_ordered,
+    ],
+)
+@pytest.mark.usefixtures("updates_are_seen")
+def test_without_one_of_the_waits_two_streams_meet_in_debug_mode_too(order, monkeypatch, fault):
+    fault(monkeypatch)
+    with pytest.raises(Race):
+        for seed in range(24):
+            train(order, seed, debug=True)

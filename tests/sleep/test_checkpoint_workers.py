@@ -1,0 +1,170 @@
+"""Background checkpoints of a trainer that sleeps: the bytes of their step, from workers that let go of its memory."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from caching_writer import AsyncCallsQueue, Block, FileSystemWriterAsync, caching_writer  # noqa: F401
+from sleeping import options, residency
+
+from bridge_fgo.sleep import checkpoint_workers
+from bridge_fgo.tools.arms.cpu_training import CpuTraining
+
+pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
+
+CONSTANT = pytest.mark.parametrize("constant_structure", [False, True], ids=["", "constant structure"])
+
+
+def tensors_of(training):
+    """Return all weights, masters and moments, by name."""
+    found = {
+        f"{i}.{name}": param.data for i, ddp in enumerate(training.model) for name, param in ddp.named_parameters()
+    }
+    for i, leaf in enumerate(training.optimizer.chained_optimizers):
+        params = [param for group in leaf.optimizer.param_groups for param in group["params"]]
+        for k, param in enumerate(params):
+            found[f"{i}.{k}"] = param.data
+            found |= {f"{i}.{k}.{name}": value for name, value in leaf.optimizer.state[param].items() if value.dim()}
+    return found
+
+
+class Saves:
+    """Saves a training in the background, and holds what is written against what was to be saved."""
+
+    def __init__(self, training, written, constant_structure):
+        self.training, self.written, self.constant = training, written, constant_structure
+        self.queue, self.expected = AsyncCallsQueue(), []
+
+    def save(self):
+        tensors = tensors_of(self.training)
+        self.expected.append({name: tensor.clone() for name, tensor in tensors.items()})
+        self.queue.schedule_async_request(FileSystemWriterAsync(self.constant).request(tensors, "run"))
+
+    def stale(self):
+        """Return which tensors of each save are not what they were in its step."""
+        self.queue.finish()
+        assert len(self.written) == len(self.expected) > 0
+        return [
+            [name for name in expected if not torch.equal(expected[name], saved[name])]
+            for saved, expected in zip(self.written, self.expected, strict=True)
+        ]
+
+
+@CONSTANT
+def test_each_save_has_the_bytes_of_its_step_and_no_memory_stays_while_it_is_written(
+    caching_writer,  # noqa: F811
+    constant_structure,
+):
+    taken = []
+    with CpuTraining(options()) as training:
+        res = residency(training)
+        saves = Saves(training, caching_writer, constant_structure)
+        for step in range(1, 10):
+            training.step()
+            if step % 3 == 0:
+                saves.save()
+            res.offload()
+            taken.append(Block.taken())
+            res.reload()
+        assert (saves.stale(), taken) == ([[], [], []], [0] * 9)
+        res.close()
+
+
+@CONSTANT
+def test_a_save_after_sleeps_by_mcores_own_verbs_has_the_bytes_of_its_step(
+    caching_writer,  # noqa: F811
+    installed,
+    constant_structure,
+):
+    with CpuTraining(options()) as training:
+        saves = Saves(training, caching_writer, constant_structure)
+        buffers = [buffer for ddp in training.model for buffer in ddp.buffers]
+        for _ in range(3):
+            training.step()
+            saves.save()
+            for buffer in buffers:
+                buffer.offload_to_cpu()
+            training.optimizer.offload_to_cpu()
+            for buffer in buffers:
+                buffer.reload_from_cpu()
+            training.optimizer.restore_from_cpu()
+        assert saves.stale() == [[], [], []]
+
+
+def test_what_was_saved_before_there_was_a_residency_is_sent_anew(caching_writer):  # noqa: F811
+    with CpuTraining(options()) as training:
+        saves = Saves(training, caching_writer, constant_structure=True)
+        training.step()
+        saves.save()
+        res = residency(training)
+        res.offload()
+        res.reload()
+        training.step()
+        saves.save()
+        assert saves.stale() == [[], []]
+        res.close()
+
+
+def test_nvrx_sends_handles_once_where_nothing_moves(monkeypatch, caching_writer):  # noqa: F811
+    monkeypatch.setattr(checkpoint_workers, "_movers", weakref.WeakSet())  # other tests' models may live
+    with CpuTraining(options()) as training:
+        residency(training).close()
+        saves = Saves(training, caching_writer, constant_structure=True)
+        for _ in range(2):
+            training.step()
+            saves.save()
+        assert saves.stale() == [[], []] and FileSystemWriterAsync._cached_identifiers
+
+
+# mcore's own worker.
+
+STAGED: list[weakref.ref] = []
+HELD: list[int] = []
+MAY_WRITE = threading.Event()
+
+
+def stage(tensors, non_blocking):
+    STAGED.extend(weakref.ref(tensor) for tensor in tensors)
+    return [tensor.clone() for tensor in tensors]
+
+
+def write(rank, copies, results):
+    MAY_WRITE.wait(60)
+    HELD.append(sum(tensor() is not None for tensor in STAGED))
+    results.append(len(copies))
+
+
+def test_mcores_worker_has_no_handle_while_it_writes(monkeypatch):
+    from megatron.core.dist_checkpointing.strategies import async_utils
+
+    to_do, staging, done, results = queue.Queue(), queue.Queue(), queue.Queue(), []
+    worker = threading.Thread(
+        target=async_utils.PersistentAsyncCaller.async_loop, args=(0, to_do, staging, done), daemon=True
+    )
+    caller = async_utils.PersistentAsyncCaller()
+    monkeypatch.setattr(async_utils, "_set_process_qos", lambda **settings: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for name, channel in (("_queue", to_do), ("_preload_q", staging), ("_comp_q", done), ("_process", worker)):
+        monkeypatch.setattr(async_utils.PersistentAsyncCaller, f"_persistent{name}", channel)
+    calls = async_utils.AsyncCallsQueue(persistent=True)
+    monkeypatch.setattr(calls, "_get_async_caller", lambda: caller)
+    worker.start()
+    with CpuTraining(options()) as training:
+        res = residency(training)
+        tensors = [torch.ones(4), torch.ones(2)]
+        calls.schedule_async_request(
+            async_utils.AsyncRequest(write, [0, tensors, results], [], {}, partial(stage, tensors, True))
+        )
+        del tensors
+        MAY_WRITE.set()
+        assert done.get(timeout=60) == 0
+        res.close()
+    caller.close()
+    worker.join()
+    assert (results, HELD) == ([2], [0])

@@ -1,0 +1,298 @@
+"""What `Residency` is called with, when, and from which thread: each call does what it says, or says what to do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import threading
+import weakref
+
+import pytest
+import torch
+from sleeping import KINDS, options, residency
+from test_sleep_and_wake import gone
+
+import bridge_fgo
+from bridge_fgo.memory.storage_slab import StorageSlab
+from bridge_fgo.tools.arms.cpu_training import CpuTraining
+
+pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.usefixtures("poisoned")]
+
+
+@pytest.fixture(scope="module")
+def trained(cpu_standins):
+    with CpuTraining(options()) as training:
+        training.step()
+        yield training
+
+
+@pytest.fixture
+def training(trained):
+    yield trained
+    if (res := bridge_fgo.Residency.of(trained.model)) is not None:
+        res.close()
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def are_equal(model, before):
+    return all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+
+
+@pytest.fixture
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+
+
+def enter(context):
+    with context:
+        pass
+
+
+VERBS = {
+    "offload": lambda res: res.offload(),
+    "reload": lambda res: res.reload(),
+    "only": lambda res: enter(res.only("params")),
+    "asleep": lambda res: enter(res.asleep()),
+    "checkpointing": lambda res: enter(res.checkpointing()),
+    "training_step": lambda res: enter(res.training_step()),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_after_close_a_verb_raises_and_moves_nothing(training, verb):
+    res = residency(training)
+    res.offload()
+    res.close()
+    res.close()
+    before = weights(training.model[0])
+    with pytest.raises(RuntimeError, match=r"after close\(\)"):
+        VERBS[verb](res)
+    assert gone(res) == set() and are_equal(training.model[0], before)
+
+
+def test_of_finds_the_residency_of_a_model_until_it_is_closed(training):
+    (ddp,) = training.model
+    reference = torch.nn.Linear(3, 2)
+    res, other = residency(training), bridge_fgo.Residency(reference)
+    assert all(bridge_fgo.Residency.of(each) is res for each in (training.model, ddp, ddp.module))
+    assert bridge_fgo.Residency.of(reference) is other
+    assert bridge_fgo.Residency.of(copy.deepcopy(reference)) is None
+    for each in (res, other):
+        each.close()
+    assert bridge_fgo.Residency.of(ddp) is None is bridge_fgo.Residency.of(reference)
+
+
+def test_a_second_residency_of_a_model_or_of_a_part_of_it_is_refused(model):
+    res = bridge_fgo.Residency(model[0])
+    for second in (model[0], model, torch.nn.Sequential(model[0])):
+        with pytest.raises(ValueError, match=r"has a Residency already.*Residency\.of"):
+            bridge_fgo.Residency(second)
+    res.close()
+    res = bridge_fgo.Residency(model)
+    with pytest.raises(ValueError, match="has a Residency already"):
+        bridge_fgo.Residency(model[1])
+    res.close()
+    bridge_fgo.Residency(model[1]).close()
+
+
+def test_a_residency_that_nobody_holds_while_asleep_is_found_and_wakes(training):
+    before = weights(training.model[0])
+    res = residency(training)
+    res.offload()
+    del res
+    gc.collect()
+    bridge_fgo.Residency.of(training.model).reload()
+    assert are_equal(training.model[0], before)
+    assert not bridge_fgo.Residency.of(training.model).away
+
+
+def test_a_residency_goes_with_its_model():
+    model = torch.nn.Linear(3, 2)
+    res = weakref.ref(bridge_fgo.Residency(model))
+    gc.collect()
+    assert res() is bridge_fgo.Residency.of(model)
+    del model
+    gc.collect()
+    assert res() is None
+
+
+ASKED = {
+    "nothing": ((), set(KINDS)),
+    "all": (("all",), set(KINDS)),
+    "a list with all": ((["all"],), set(KINDS)),
+    "a name": (("params",), {"params"}),
+    "names": (("params", "grads"), {"params", "grads"}),
+    "a list of names": ((["params", "grads"],), {"params", "grads"}),
+    "a set of a name": (({"optimizer"},), {"optimizer"}),
+    "a generator": ((kind for kind in ("params",)), {"params"}),
+    "an empty list": (([],), set()),
+    "an empty generator": ((kind for kind in ()), set()),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_is_named_moves_and_an_empty_list_moves_nothing(training, asked):
+    what, kinds = ASKED[asked]
+    what = what if isinstance(what, tuple) else (list(what),)
+    res = residency(training)
+    res.offload(*what)
+    assert res.away == gone(res) == kinds
+    res.offload("all")
+    res.reload(*what)
+    assert res.away == set(KINDS) - kinds
+
+
+def test_only_an_empty_list_is_asleep_and_only_all_is_awake(training):
+    res = residency(training)
+    with res.only([]):
+        assert res.away == set(KINDS)
+        with res.only("all"):
+            assert res.away == set()
+        with res.only(["params", "grads"]):
+            assert res.away == {"optimizer"}
+
+
+@pytest.mark.parametrize("wrong", [True, None, {"params": False}, ["params", "gradients"], "weights", [["params"]]])
+def test_what_names_no_kind_is_refused_and_nothing_moves(training, wrong):
+    res = residency(training)
+    for verb in (res.offload, res.reload, lambda kinds: enter(res.only(kinds))):
+        with pytest.raises(ValueError, match=r"use 'all' or any of 'params', 'grads', 'optimizer'"):
+            verb(wrong)
+    assert gone(res) == set()
+
+
+def adds_an_adapter(model):
+    model.append(torch.nn.Linear(2, 2))
+    return "2.weight"
+
+
+def assigns(model):
+    model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
+    return "0.weight"
+
+
+def rebinds(model):
+    model[1].bias.data = model[1].bias.data.clone()
+    return "1.bias"
+
+
+@pytest.mark.parametrize("change", [adds_an_adapter, assigns, rebinds])
+def test_parameters_that_are_not_those_it_was_made_of_are_named_and_nothing_moves(model, change):
+    res = bridge_fgo.Residency(model)
+    name = change(model)
+    with pytest.raises(RuntimeError, match=rf"{name!r}.*close\(\)"):
+        res.offload("params")
+    assert all(p.untyped_storage().nbytes() for p in model.parameters()) and not res.away
+    res.close()
+    before = weights(model)
+    res = bridge_fgo.Residency(model)
+    assert res.offload("params").freed == sum(p.nbytes for p in before)
+    assert not any(p.untyped_storage().nbytes() for p in model.parameters())
+    res.reload()
+    assert are_equal(model, before)
+
+
+def test_a_parameter_that_lies_in_ddps_buffer_no_more_is_refused(training):
+    res = residency(training)
+    name, parameter = next(iter(training.model[0].named_parameters()))
+    before, parameter.data = parameter.data, parameter.data.clone()
+    with pytest.raises(ValueError, match=rf"{name!r}.*copy_"):
+        res.offload()
+    assert gone(res) == set()
+    res.close()
+    with pytest.raises(ValueError, match=rf"{name!r}.*copy_"):
+        residency(training)
+    parameter.data = before
+    residency(training).close()
+
+
+def test_a_model_without_its_ddp_is_refused(training):
+    (ddp,) = training.model
+    for optimizer in (None, training.optimizer):
+        with pytest.raises(ValueError, match="in a DDP that was not passed"):
+            bridge_fgo.Residency(ddp.module, optimizer)
+    residency(training).close()
+
+
+def test_the_refusal_to_drop_gradients_names_what_zeroes_them(training):
+    res = residency(training)
+    res._model.backwards[0].is_pending = True
+    training.optimizer.zero_grad()  # those of shards; mcore leaves DDP's buffers
+    with pytest.raises(RuntimeError, match=r"zero_grad_buffer\(\)"):
+        res.offload("grads")
+    training.model[0].zero_grad_buffer()
+    res.offload("grads")
+    assert res.away == {"grads"}
+
+
+def test_verbs_of_two_threads_take_turns(monkeypatch, training):
+    res, ended = residency(training), []
+    inside, woken = threading.Event(), threading.Event()
+    empty = StorageSlab.empty
+
+    def slow(slab):
+        inside.set()
+        woken.wait(0.5)
+        return empty(slab)
+
+    monkeypatch.setattr(StorageSlab, "empty", slow)
+
+    def wakes():
+        inside.wait(10)
+        res.reload()
+        ended.append("reload")
+        woken.set()
+
+    other = threading.Thread(target=wakes)
+    other.start()
+    res.offload("params", "grads")
+    ended.append("offload")
+    other.join(10)
+    assert ended == ["offload", "reload"] and gone(res) == set() == res.away
+
+
+def own_state():
+    return "the model's own"
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_model_is_pickled_and_copied_without_what_a_residency_has_hung_on_it(model, has_own):
+    if has_own:
+        model.state_dict = own_state
+    inputs = torch.ones(1, 3)
+    expected, state = model(inputs), str(model.state_dict())
+    res = bridge_fgo.Residency(model)
+    twins = [copy.deepcopy(model), loaded(model)]
+    twins += [copy.deepcopy(twins[0]), loaded(twins[1])]
+    res.offload()
+    for twin in twins:
+        assert torch.equal(twin(inputs), expected) and str(twin.state_dict()) == state
+    res.close()
+
+
+def loaded(model):
+    held = io.BytesIO()
+    torch.save(model, held)
+    held.seek(0)
+    return torch.load(held, weights_only=False)
+
+
+def test_arguments_that_are_something_else_are_refused_with_what_to_pass(training):
+    config = bridge_fgo.OffloadConfig
+    inner = training.optimizer.chained_optimizers[0].optimizer
+    for wrong, match in (
+        ((training.optimizer, training.model), r"Residency\(model=ChainedOptimizer\).*Residency\(model, optimizer\)"),
+        (([],), r"Residency\(model=\[\]\)"),
+        ((iter(training.model),), r"Residency\(model=list_iterator\).*list of model chunks"),
+        ((training.model, inner), rf"Residency\(optimizer={type(inner).__name__}\).*get_megatron_optimizer"),
+        ((training.model, [training.optimizer]), r"Residency\(optimizer=list\)"),
+        ((training.model, config()), r"Residency\(optimizer=OffloadConfig\)"),
+        ((training.model, training.optimizer, config(engine="mcore")), r"engine='mcore'.*engine='native'"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            bridge_fgo.Residency(*wrong)
+    residency(training).close()

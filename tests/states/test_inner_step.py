@@ -1,0 +1,247 @@
+"""Stepping an Adam in parts: bits, group counters, and what forbids it."""
+
+import functools
+from functools import partial
+from types import MethodType
+
+import pytest
+import torch
+import torch.optim.optimizer as every_optimizer
+
+from bridge_fgo.states import known_steps
+from bridge_fgo.states.inner_step import InnerStep
+
+
+class GroupCountingAdam(torch.optim.Optimizer):
+    """Counts steps in the param group, as TE's FusedAdam does, and skips empty groups, as it does until TE 2.18."""
+
+    skips_empty_groups = True
+
+    def __init__(self, groups):
+        super().__init__(groups, {"lr": 0.1})
+
+    def step(self, closure=None, grad_scaler=None):
+        for group in self.param_groups:
+            if not group["params"] and self.skips_empty_groups:
+                continue
+            group["step"] = group["step"] + 1 if "step" in group else 1
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                state["exp_avg"].mul_(0.9).add_(param.grad, alpha=0.1)
+                param.data.addcdiv_(state["exp_avg"], torch.full_like(param, 1.0 + group["step"]), value=-group["lr"])
+
+
+class CountsEmptyGroupsToo(GroupCountingAdam):
+    skips_empty_groups = False
+
+
+@pytest.fixture(autouse=True)
+def group_counting_adam_is_known(monkeypatch):
+    monkeypatch.setattr(known_steps, "KNOWN", known_steps.KNOWN | {f"{__name__}.GroupCountingAdam.step"})
+    monkeypatch.setattr(known_steps, "UPSTREAM", known_steps.UPSTREAM | {__name__})
+
+
+def make(cls=GroupCountingAdam):
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(size, generator=generator) for size in (3, 5, 7, 2, 4)]
+    return params, cls([{"params": params[:3]}, {"params": []}, {"params": params[3:]}])
+
+
+def give_grads(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+def in_parts(adam, params, parts):
+    """Step as DistributedOptimizer does, by `adam.step()`, in the given parts (positions); the rest is None's."""
+    inner = InnerStep(adam)
+    owners = {id(params[i]): number for number, part in enumerate(parts) for i in part}
+
+    def step():
+        for owner in (*range(len(parts)), None):
+            inner.update(owner)
+
+    with inner.replaced(step, owners):
+        adam.step()
+
+
+@pytest.mark.parametrize("cls", [GroupCountingAdam, CountsEmptyGroupsToo, torch.optim.AdamW])
+@pytest.mark.parametrize("parts", [[[0], [1], [2], [3], [4]], [[0, 3], [1, 2, 4]], [[2, 4]], []])
+def test_parts_have_the_bits_of_the_whole(cls, parts):
+    whole_params, whole = make(cls)
+    params, adam = make(cls)
+    for seed in range(4):
+        give_grads(whole_params, seed)
+        whole.step()
+        give_grads(params, seed)
+        in_parts(adam, params, parts)
+    assert all(torch.equal(a, b) for a, b in zip(whole_params, params, strict=True))
+    assert [g.get("step") for g in adam.param_groups] == [g.get("step") for g in whole.param_groups]
+    assert [len(g["params"]) for g in adam.param_groups] == [3, 0, 2]
+
+
+def test_a_failing_step_leaves_the_groups_whole():
+    params, adam = make()
+    adam.param_groups[0]["params"][1].grad = None  # no gradient: the update raises
+    for param in (params[0], *params[2:]):
+        param.grad = torch.ones_like(param)
+    with pytest.raises(TypeError):
+        in_parts(adam, params, [[0], [1, 2], [3, 4]])
+    assert [len(group["params"]) for group in adam.param_groups] == [3, 0, 2]
+    assert "step" not in vars(adam)
+
+
+def somebodys_hook(*args):
+    pass
+
+
+@pytest.mark.parametrize("whose", ["its own", "every optimizer's"])
+@pytest.mark.parametrize("when", ["pre", "post"])
+@pytest.mark.parametrize("hook", [somebodys_hook, partial(somebodys_hook)])
+def test_hooks_on_the_step_forbid_its_division_and_are_named(whose, when, hook):
+    _, adam = make()
+    inner = InnerStep(adam)
+    assert inner.kept_whole_by() == ""
+    if whose == "its own":
+        handle = getattr(adam, f"register_step_{when}_hook")(hook)
+    else:
+        handle = getattr(every_optimizer, f"register_optimizer_step_{when}_hook")(hook)
+    try:
+        assert inner.kept_whole_by() == f"a hook on it, {__name__}.somebodys_hook"
+    finally:
+        handle.remove()
+    assert inner.kept_whole_by() == ""
+
+
+@pytest.fixture
+def kinetos_hook(monkeypatch):
+    """Registered for every optimizer, as torch does where KINETO_USE_DAEMON is set; what it was called with."""
+    calls = []
+
+    def counts_steps(optimizer, args, kwargs):
+        calls.append(
+            (optimizer, args, kwargs, [param.clone() for g in optimizer.param_groups for param in g["params"]])
+        )
+
+    assert callable(torch.profiler._optimizer_post_hook)
+    monkeypatch.setattr(torch.profiler, "_optimizer_post_hook", counts_steps)
+    handle = every_optimizer.register_optimizer_step_post_hook(counts_steps)
+    yield calls
+    handle.remove()
+
+
+@pytest.mark.parametrize("cls", [GroupCountingAdam, torch.optim.AdamW])
+def test_kinetos_hook_is_called_once_after_a_divided_step_as_after_a_whole_one(cls, kinetos_hook):
+    ends = []
+    for divided in (False, True):
+        params, adam = make(cls)
+        assert InnerStep(adam).kept_whole_by() == ""
+        give_grads(params, 0)
+        if divided:
+            in_parts(adam, params, [[0, 3], [1, 2], [4]])
+        else:
+            adam.step()
+        ((optimizer, args, kwargs, seen),) = kinetos_hook
+        kinetos_hook.clear()
+        assert optimizer is adam and args == (adam,) and kwargs == {}
+        ends.append(seen)
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    adam.step()
+    assert len(kinetos_hook) == 1, "it hangs where it did"
+
+
+def test_kinetos_hook_is_not_called_after_a_step_that_failed_and_stays(kinetos_hook):
+    params, adam = make()
+    give_grads(params, 0)
+    params[1].grad = None  # no gradient: the update raises
+    with pytest.raises(TypeError):
+        in_parts(adam, params, [[0], [1, 2], [3, 4]])
+    assert kinetos_hook == []
+    give_grads(params, 0)
+    adam.step()
+    assert len(kinetos_hook) == 1
+
+
+def elsewhere(code, **names):
+    """Return what a module that is not upstream's defines as `it`."""
+    names = {"__name__": "somebodys", "torch": torch, "functools": functools, **names}
+    exec(code, names)
+    return names["it"]
+
+
+WRAPPED = """
+def it(step):
+    @functools.wraps(step)
+    def wrapper(*args, **kwargs):
+        return step(*args, **kwargs)
+    return wrapper
+"""
+SUBCLASS = """
+class it(torch.optim.AdamW):
+    def {}(self, *args, **kwargs):
+        return super().{}(*args, **kwargs)
+"""
+
+
+@pytest.mark.parametrize("cls", [GroupCountingAdam, torch.optim.AdamW])
+def test_somebody_elses_function_in_the_place_of_step_forbids_its_division_and_torchs_counter_does_not(cls):
+    _, adam = make(cls)
+    inner, step = InnerStep(adam), adam.step
+    torch.optim.lr_scheduler.ConstantLR(adam)  # counts calls by a function of its own
+    assert "step" in vars(adam) and not inner.kept_whole_by()
+    for function in (elsewhere("it = lambda *args: 0"), elsewhere(WRAPPED)(step), torch.compile(step), partial(step)):
+        adam.step = function
+        assert inner.kept_whole_by().startswith("a function in its place, ")
+    adam.step = MethodType(elsewhere("it = lambda *args: 0"), adam)
+    torch.optim.lr_scheduler.ConstantLR(adam)  # counts the calls of that
+    assert inner.kept_whole_by() == "a function in its place, somebodys.<lambda>"
+
+
+@pytest.mark.parametrize("name", ["step", "_init_group"])
+def test_a_method_that_a_subclass_overrides_forbids_the_steps_division_where_the_step_calls_it(name):
+    _, adam = make(elsewhere(SUBCLASS.format(name, name)))
+    assert InnerStep(adam).kept_whole_by() == f"a method that somebodys.it has of its own, somebodys.it.{name}"
+
+
+@pytest.mark.parametrize("name", ["state_dict", "load_state_dict", "zero_grad", "another"])
+def test_a_method_that_no_step_calls_leaves_it_divided(name):
+    _, adam = make(elsewhere(SUBCLASS.format(name, name)))
+    assert InnerStep(adam).kept_whole_by() == ""
+
+
+def test_a_method_that_somebody_replaces_forbids_the_steps_division(monkeypatch):
+    _, adam = make(torch.optim.AdamW)
+    inner = InnerStep(adam)
+    assert inner.kept_whole_by() == ""
+    adam._init_group = elsewhere("it = lambda *args: 0")
+    assert inner.kept_whole_by() == "a function in its place, somebodys.<lambda>"
+    del adam._init_group
+    assert inner.kept_whole_by() == ""
+    monkeypatch.setattr(torch.optim.AdamW, "step", elsewhere(WRAPPED)(torch.optim.AdamW.step))
+    assert inner.kept_whole_by() == "a method that torch.optim.adamw.AdamW has of its own, torch.optim.adam.Adam.step"
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.NAdam])
+def test_a_step_of_torchs_that_is_not_known_is_not_divided(cls):
+    params = make()[0]
+    assert InnerStep(cls(params, lr=0.1)).kept_whole_by()
+
+
+def test_torchs_counter_is_there_after_a_divided_step():
+    _, adam = make()
+    torch.optim.lr_scheduler.ConstantLR(adam)
+    counter = vars(adam)["step"]
+    with InnerStep(adam).replaced(lambda: None, {}):
+        adam.step()
+    assert vars(adam)["step"] is counter
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_arguments_that_parts_cannot_honour_are_refused(named):
+    _params, adam = make()
+    inner = InnerStep(adam)
+    with inner.replaced(lambda: None, {}), pytest.raises(RuntimeError, match="arguments"):
+        adam.step(closure=lambda: 1.0) if named else adam.step(lambda: 1.0)

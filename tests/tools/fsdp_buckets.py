@@ -1,0 +1,90 @@
+"""Counts the temporary buckets that a training under Megatron-FSDP has at a time, and plans them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from unittest import mock
+
+import torch
+from fsdp_plans import tensors_of
+from rank_child import Job, Rank
+
+from bridge_fgo.tools.arms import cpu_training
+from bridge_fgo.tools.arms.cpu_model import make_config, microbatches
+from bridge_fgo.tools.arms.cpu_training import CpuOptions
+from bridge_fgo.tools.job.parallel import Parallel
+from bridge_fgo.tools.plan.fsdp_gathered import gathered_of
+from bridge_fgo.tools.plan.fsdp_layout import groups_of
+
+
+class Meter:
+    """Bytes of all buckets of Megatron-FSDP's allocators, now and at the most; of pools, from their first use on."""
+
+    def __init__(self, set_attribute):
+        from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as module
+
+        self.dynamic, self.pools, self._memory, self.most = {}, {}, {}, 0
+        for allocator in (module.TemporaryBucketAllocator, module.StorageResizeBasedBucketAllocator):
+            set_attribute(allocator, "allocate", self._allocating(allocator.allocate))
+            set_attribute(allocator, "free", self._freeing(allocator.free))
+        set_attribute(module.get_global_memory_buffer(), "get_tensor", self._get_tensor)
+
+    @property
+    def now(self):
+        return sum(self.dynamic.values()) + sum(self.pools.values())
+
+    def _note(self):
+        self.most = max(self.most, self.now)
+
+    def _allocating(self, original):
+        def allocate(allocator, bucket_id, size, dtype, *args, **kwargs):
+            bucket = original(allocator, bucket_id, size, dtype, *args, **kwargs)
+            self.dynamic[id(allocator), bucket_id] = bucket.data.untyped_storage().nbytes()
+            self._note()
+            return bucket
+
+        return allocate
+
+    def _freeing(self, original):
+        def free(allocator, bucket_id):
+            original(allocator, bucket_id)
+            self.dynamic.pop((id(allocator), bucket_id), None)
+
+        return free
+
+    def _get_tensor(self, shape, dtype, name, mem_alloc_context=None):
+        """Stand for GlobalMemoryBuffer's, which allocates on the current CUDA device."""
+        (numel,) = shape
+        if (name, dtype) not in self._memory or self._memory[name, dtype].numel() < numel:
+            self._memory[name, dtype] = torch.empty(numel, dtype=dtype)
+            self.pools[name, dtype] = self._memory[name, dtype].nbytes
+            self._note()
+        return self._memory[name, dtype][:numel]
+
+
+def train_and_measure(rank, job: Job, ddp: dict, model: dict):
+    """Run as a rank of a training; leave what is planned and what is there in `RANK.json`.
+
+    ddp, model: settings of these sections that no option of the training has.
+    """
+
+    def configured(options):
+        cfg = make_config(options)
+        for section, settings in ((cfg.ddp, ddp), (cfg.model, model)):
+            for name, value in settings.items():
+                setattr(section, name, value)
+        return cfg
+
+    options, kept = CpuOptions(**job.changes), []
+    with mock.patch.object(cpu_training, "make_config", configured):
+        meter = Meter(setattr)
+        with Rank(options, rank, job) as run:
+            run._batches.iterable = microbatches(dataclasses.replace(options, seed=options.seed + rank))
+            run.optimizer.optimizer.register_step_pre_hook(lambda *_: kept.append(meter.now))
+            for _ in range(job.steps):
+                run.step()
+            cfg, parallel = run.cfg, Parallel(job.ranks, 1, 1, 1, 1, 1, options.instances)
+            planned = gathered_of(groups_of(tensors_of(run), True, cfg.ddp, parallel), cfg.ddp, parallel)
+            seen = {"planned": dataclasses.asdict(planned), "found": {"most": meter.most, "kept": kept}}
+            (job.folder / f"{rank}.json").write_text(json.dumps(seen))

@@ -1,0 +1,251 @@
+"""Arms in turn: real processes that take turns and train nothing, and figures of rounds on made-up events."""
+
+import itertools
+import json
+import os
+from pathlib import Path
+
+import pytest
+from test_bench import GB, LINK, arm, bench, made_up  # noqa: F401 (a fixture)
+
+from bridge_fgo.tools.arms import gpu
+from bridge_fgo.tools.arms.runner import ArmFailed, ArmProcess
+from bridge_fgo.tools.bench import command, in_turn, rounds, steps
+
+STEPS = 3
+
+
+@pytest.fixture
+def turns(tmp_path):
+    """Returns what runs arms of the given names and options, and the lines of their diary as tuples."""
+
+    def run(arms, ranks=1, timeout=60.0, count=2, **settings):
+        diary, here = tmp_path / "diary", Path(__file__).parent
+
+        def start(name, address):
+            return ArmProcess(
+                name,
+                "turning_arm",
+                ["--steps", str(in_turn.WARM_UP_STEPS + STEPS * count), "--turns", str(address), "--name", name,
+                 "--diary", str(diary), *arms[name]],
+                tmp_path,
+                launcher=command.launcher(ranks),
+                environment={"PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])},
+            )  # fmt: skip
+
+        taking = in_turn.InTurn(list(arms), start, count, STEPS, timeout, **settings)
+        taking.run()
+        return taking, [tuple(line.split()) for line in diary.read_text().splitlines()]
+
+    return run
+
+
+def blocks(lines):
+    """Return who trained how many steps in which turn, in the order of time."""
+    return [
+        (int(turn), name, sum(line[3] == "begin" and line[2] == "0" for line in of_turn))
+        for (turn, name), of_turn in ((key, list(lines)) for key, lines in itertools.groupby(lines, lambda x: x[:2]))
+    ]
+
+
+def test_arms_train_one_at_a_time_and_the_order_rotates(turns):
+    taking, lines = turns({"a": [], "b": [], "c": []})
+    assert list(taking.results) == ["a", "b", "c"] and not taking.failures
+    warm_up = in_turn.WARM_UP_STEPS
+    assert blocks(lines) == [
+        *[(0, name, warm_up) for name in "abc"],
+        *[(1, name, STEPS) for name in "abc"],
+        *[(2, name, STEPS) for name in "bca"],
+        *[(3, name, 1) for name in "abc"],
+    ]
+
+
+@pytest.mark.slow
+def test_where_time_runs_out_arms_end_after_the_round_under_way_with_one_step_more(turns):
+    taking, lines = turns({"a": [], "b": []}, count=5, time_limit=0.001)
+    assert list(taking.results) == ["a", "b"] and not taking.failures
+    assert blocks(lines) == [
+        *[(0, name, in_turn.WARM_UP_STEPS) for name in "ab"],
+        *[(1, name, STEPS) for name in "ab"],
+        *[(2, name, 1) for name in "ab"],
+    ]
+
+
+def test_within_the_time_limit_all_rounds_are_done_and_each_tells_how_long_its_steps_took(turns):
+    told = []
+    _, lines = turns({"a": []}, time_limit=600, tell=told.append)
+    assert [turn for turn, _, _ in blocks(lines)] == [0, 1, 2, 3]
+    assert told[1:] == ["round 1 of 2: a 0.100 s", "round 2 of 2: a 0.100 s"]
+
+
+def test_both_ranks_of_an_arm_train_together_and_end_their_turn_before_the_next_begins(turns):
+    taking, lines = turns({"a": [], "b": []}, ranks=2, count=1)
+    assert list(taking.results) == ["a", "b"]
+    of_turns = [line[:2] for line in lines]
+    assert len(list(itertools.groupby(of_turns))) == len(set(of_turns)) == 6
+    assert {line[2] for line in lines} == {"0", "1"}
+
+
+@pytest.mark.parametrize(("turn", "left"), [(-1, 0), (0, 0), (2, 1)], ids=["at its start", "in warm-up", "in a round"])
+def test_an_arm_that_dies_is_told_of_and_the_others_go_on(turns, turn, left):
+    told = []
+    taking, lines = turns({"a": [], "b": ["--die-in", str(turn)], "c": []}, tell=told.append)
+    assert list(taking.results) == ["a", "c"] and list(taking.failures) == ["b"]
+    assert any("it died" in line for line in told)
+    assert told[-1] == "round 2 of 2: a 0.100 s, c 0.100 s"
+    assert [block for block in blocks(lines) if block[1] == "c"][-2:] == [(2, "c", STEPS), (3, "c", 1)]
+    assert len([block for block in blocks(lines) if block[1] == "b" and block[0] > 0]) == left
+
+
+@pytest.mark.slow
+def test_one_rank_that_dies_takes_its_arm_along_and_no_other(turns):
+    taking, _ = turns({"a": [], "b": ["--die-in", "1"]}, ranks=2, count=1)
+    assert list(taking.results) == ["a"] and list(taking.failures) == ["b"]
+
+
+@pytest.mark.slow
+def test_an_arm_that_keeps_its_turn_too_long_is_ended(turns):
+    taking, _ = turns({"a": [], "b": ["--hang-in", "1"]}, timeout=8.0)
+    assert list(taking.results) == ["a"]
+    assert "turn 1 took longer than 8 s" in str(taking.failures["b"])
+
+
+def test_the_arm_that_others_are_compared_with_ends_all_when_it_fails(turns):
+    with pytest.raises(ArmFailed, match="the a arm failed"):
+        turns({"a": ["--die-in", "0"], "b": []}, is_needed=lambda name: name == "a")
+
+
+def in_turns(name, of_rounds, loops=None, first=9.0):
+    """An arm whose steps of each round take these seconds, after a cold first one."""
+    warm_up = [5.0] * in_turn.WARM_UP_STEPS
+    seconds = [*warm_up, *itertools.chain.from_iterable([first, *of_round] for of_round in of_rounds)]
+    run = arm(name, seconds, 40 * GB, 0 if name.startswith("resident") else 10 * GB)
+    turns = [0] * len(warm_up) + [i + 1 for i, of_round in enumerate(of_rounds) for _ in range(len(of_round) + 1)]
+    for event, turn in zip(run.steps, turns, strict=True):
+        event["turn"] = turn
+    if loops is not None:
+        each = [[loop] * (len(of_round) + 1) for loop, of_round in zip(loops, of_rounds, strict=True)]
+        run.result["host_loop_seconds_of_ranks"] = [[1e-9] * len(warm_up) + list(itertools.chain.from_iterable(each))]
+    return run
+
+
+def test_neither_the_warm_up_nor_the_first_step_of_a_turn_counts():
+    one = in_turns("native", [[0.5, 0.6], [0.7, 0.8]])
+    assert [step.seconds for step in steps.warm_steps([one])] == [0.5, 0.6, 0.7, 0.8]
+
+
+SLOW, FAST = [0.8, 1.0, 1.2], [0.4, 0.5, 0.6]
+
+
+def figures(**others):
+    runs = {"resident": in_turns("resident", [FAST, SLOW, SLOW], [0.5e-3, 1e-3, 1e-3])}
+    runs |= {name: in_turns(name, *of_rounds) for name, of_rounds in others.items()}
+    return rounds.rounds_of(runs, {name: "resident" for name in runs}, LINK)
+
+
+def test_arms_are_compared_within_each_round():
+    # Both take twice the time in slow rounds: the difference of all steps' medians would be that of the host's speed.
+    resident, native = figures(native=([[0.6] * 3, [1.2] * 3, [1.1] * 3], [0.5e-3, 1e-3, 1e-3]))
+    assert resident.seconds == (0.5, 1.0, 1.0) and resident.e is None
+    assert native.ratio == pytest.approx((1.2, 1.2, 1.1))
+    assert native.host_loop_seconds == (0.5e-3, 1e-3, 1e-3)
+    assert native.added_seconds == pytest.approx(0.1)
+    assert native.e == pytest.approx(0.1 * 50 / 10)
+
+
+def test_it_is_said_in_how_many_rounds_which_arm_was_faster():
+    arms = figures(native=([[0.6], [1.0], [1.2]],), mcore=([[0.7], [1.1], [1.1]],))
+    assert [str(line) for line in rounds.faster(arms, {"resident"})] == [
+        "native faster than mcore in 2 of 3 rounds",
+        "native faster than resident in 0 of 3 rounds",
+        "mcore faster than resident in 0 of 3 rounds",
+    ]
+
+
+def test_another_resident_arm_is_shown_beside_the_first():
+    runs = {name: in_turns(name, [[seconds]]) for name, seconds in (("resident", 1.0), ("resident:A=1", 1.5))}
+    arms = rounds.rounds_of(runs, {name: name for name in runs}, LINK)
+    assert [(one.compared_with, one.ratio, one.e) for one in arms] == [
+        ("resident", (1.0,), None),
+        ("resident", (1.5,), None),
+    ]
+
+
+def test_each_figure_of_the_rounds_table_is_in_its_row_and_column():
+    arms = figures(native=([[0.6] * 3, [1.2] * 3, [1.1] * 3], [0.5e-3, 1e-3, 2e-3]), mcore=([[1.0]] * 3,))
+    cells = rounds.table_of_rounds(arms)
+    assert [row[0] for row in cells] == ["round", "1", "2", "3", "median", "E by rounds"]
+    assert [cell.partition(":")[0] for cell in cells[0][1:]] == ["resident", "native", "mcore"]
+    assert cells[3][2] == "1.100  1.100  2.00" and cells[3][3] == "1.000  1.000  -"
+    assert cells[4][2] == "1.100  1.200" and cells[5][1:3] == ["-", "0.50"]
+
+
+@pytest.fixture
+def trained_in_turn(made_up, monkeypatch):  # noqa: F811
+    """Arms in turn that train nothing; returns the options that each was started with."""
+    started = {}
+
+    def run(settings, chosen, console):
+        for one in chosen:
+            started[one.name] = command.arm_options(settings, one, 0, None)
+        of_arms = {one.name: in_turns(one.name, [[0.5 + i / 10] * 4] * settings.rounds) for i, one in enumerate(chosen)}
+        return {name: [run] for name, run in of_arms.items()}, {}
+
+    monkeypatch.setattr(command, "run_in_turn", run)
+    return started
+
+
+def test_the_bench_in_turn_leaves_the_rounds_in_its_json(trained_in_turn, tmp_path):
+    names = "resident,native,resident:A=1,native:A=1"
+    result = bench(tmp_path, "--in-turn", "--rounds", "3", "--arms", names, "--no-traces")
+    assert result.exit_code == 0, result.output
+    assert "native faster than resident in 0 of 3 rounds" in result.output
+    saved = json.loads((tmp_path / "bench.json").read_text())["in_turn"]
+    assert saved["order"][1] == ["native", "resident:A=1", "native:A=1", "resident"]
+    assert [one["compared_with"] for one in saved["arms"]] == ["resident", "resident", "resident", "resident:A=1"]
+    assert saved["arms"][3]["added_seconds"] == pytest.approx(0.1)
+    parsed = gpu.parse([*trained_in_turn["native"], "--events", "unused"])
+    assert parsed.steps == in_turn.WARM_UP_STEPS + 3 * 5
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--saves"], "leave one out"),
+        (["--arms", "resident,half:A=1"], "--half-budget-gib"),
+        (["--steps", "9"], "--rounds"),
+    ],
+)
+def test_what_arms_in_turn_cannot_do_is_refused_with_what_to_do(trained_in_turn, tmp_path, options, why):
+    result = bench(tmp_path, "--in-turn", *options)
+    assert result.exit_code == 2 and why in result.output and not trained_in_turn
+
+
+def test_a_time_limit_of_arms_that_take_no_turns_is_refused(trained_in_turn, tmp_path):
+    result = bench(tmp_path, "--time-limit", "60")
+    assert result.exit_code == 2 and "give that too" in result.output and not trained_in_turn
+
+
+def test_the_half_arm_takes_the_budget_that_it_is_given(trained_in_turn, tmp_path):
+    options = ["--arms", "resident,half", "--half-budget-gib", "20"]
+    assert bench(tmp_path, "--in-turn", "--no-traces", *options).exit_code == 0
+    assert gpu.parse([*trained_in_turn["half"], "--events", "unused"]).gpu_memory_budget_gib == 20
+
+
+@pytest.mark.parametrize(("released", "status"), [(0, 0), (3 * GB, 2)], ids=["all fits", "some left"])
+def test_auto_in_turn_counts_only_where_the_other_arms_took_no_memory_from_it(
+    trained_in_turn, monkeypatch, tmp_path, released, status
+):
+    run = command.run_in_turn
+
+    def with_auto(*args):
+        runs, failures = run(*args)
+        runs["auto"][0].result["released_bytes"] = released
+        return runs, failures
+
+    monkeypatch.setattr(command, "run_in_turn", with_auto)
+    result = bench(tmp_path, "--in-turn", "--no-traces", "--arms", "resident,auto")
+    assert result.exit_code == status, result.output
+    saved = json.loads((tmp_path / "bench.json").read_text())
+    assert ([row["arm"] for row in saved["arms"]] == ["resident", "auto"]) == (not released)
+    assert ("without --in-turn" in saved["failed"].get("auto", "")) == bool(released)

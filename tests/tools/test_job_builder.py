@@ -1,0 +1,152 @@
+"""The model builder without a GPU, and the config's numbers, which have to come to the same tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import built_jobs
+import pytest
+import torch
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.tools.demo import missing_packages
+from bridge_fgo.tools.job.formula import stages_from_numbers
+from bridge_fgo.tools.job.job import job_of
+from bridge_fgo.tools.plan.estimate import make_estimate
+from bridge_fgo.tools.plan.weights import MXFP8_BYTES
+
+pytestmark = [
+    pytest.mark.skipif(bool(missing_packages()), reason="builds Megatron-Bridge's models"),
+    pytest.mark.slow,
+]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What the builder says of every config of `built_jobs`, from one process."""
+    path = tmp_path_factory.mktemp("built") / "answers.json"
+    command = [sys.executable, built_jobs.__file__, str(path), *built_jobs.GPUS]
+    # mcore leaves the attention backend of a model that other tests built in these.
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd(), env=clean, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("name", ["dense", "moe", "latent", "biased", "fsdp"])
+def test_numbers_come_to_the_tensors_of_bridges_model(answers, name):
+    assert answers[name].get("error") is None and answers[name]["bridge_refuses"] is None
+    job = job_of(answers[name])
+    from_numbers = stages_from_numbers(job.config)
+    assert len(job.stages) == len(from_numbers)
+    for built, ours in zip(job.stages, from_numbers, strict=True):
+        assert len(built) == len(ours)
+        for chunk, our_chunk in zip(built, ours, strict=True):
+            assert _sizes(chunk) == _sizes(our_chunk)
+            assert any("kv_up" in tensor.name for tensor in our_chunk) is (name == "latent")
+
+
+def _sizes(chunk):
+    return Counter((tensor.numel, tensor.dtype, tensor.expert, tensor.own_bucket) for tensor in chunk)
+
+
+def test_the_builder_says_whether_the_number_of_gpus_was_given(answers):
+    assert job_of(answers["dense"]).gpus_given
+    assert not job_of(answers["refused"]).gpus_given
+
+
+def test_every_stage_and_virtual_chunk_is_built(answers):
+    job = job_of(answers["dense"])
+    assert [len(stage) for stage in job.stages] == [2, 2]
+    names = [{tensor.name.split("layers.")[-1].split(".")[0] for tensor in chunk if "layers." in tensor.name}
+             for stage in job.stages for chunk in stage]  # fmt: skip
+    assert names == [{"0", "1"}] * 4, "two layers in each of four chunks"
+    begins = [any("embedding" in tensor.name for tensor in chunk) for stage in job.stages for chunk in stage]
+    assert begins == [True, False, False, False]
+
+
+def test_states_of_all_ranks_are_those_of_the_whole_model(answers):
+    job = job_of(answers["moe"])
+    tensors = [tensor for stage in job.stages for chunk in stage for tensor in chunk]
+    elements = sum(tensor.numel * (job.parallel.expert if tensor.expert else 1) for tensor in tensors)
+    assert {tensor.expert for tensor in tensors} == {True, False}
+    plan = make_estimate(job, OffloadConfig(), [], None, None)
+    assert sum(sum(of_stage) for of_stage in plan.state_bytes_by_rank) == 12 * elements
+    assert [stage.states.total for stage in plan.stages] == [max(ranks) for ranks in plan.state_bytes_by_rank]
+
+
+def test_mxfp8_parameters_keep_fp32_masters_and_bf16_moments(answers):
+    job = job_of(answers["mxfp8"])
+    tensors = [tensor for chunk in job.stages[0] for tensor in chunk]
+    quantized = [tensor for tensor in tensors if tensor.quantized]
+    assert {tensor.name.split(".")[-1] for tensor in quantized} == {"weight"}
+    assert not any("layernorm" in tensor.name or "embedding" in tensor.name for tensor in quantized)
+    plan = make_estimate(job, OffloadConfig(), [], None, None)
+    elements = sum(tensor.numel for tensor in tensors)
+    assert sum(plan.state_bytes_by_rank[0]) == (4 + 2 + 2) * elements
+    fp8 = sum(tensor.numel for tensor in quantized)
+    kept = plan.stages[0].parameters
+    assert math.isclose(kept, fp8 * MXFP8_BYTES + 2 * (elements - fp8), rel_tol=1e-3)
+
+
+def test_megatron_fsdps_layout_of_bridges_model_is_that_of_its_numbers(answers):
+    job = job_of(answers["fsdp"])
+    assert job.engine == "native" and not job.refusals
+    of_numbers = dataclasses.replace(job, stages=stages_from_numbers(job.config))
+    # Numbers count the layers of all stages.
+    for each, layers in ((job, range(4)), (of_numbers, range(8))):
+        tensors = [tensor for stage in each.stages for chunk in stage for tensor in chunk]
+        assert {tensor.unit for tensor in tensors} == {None, *layers}
+    built, ours = (make_estimate(each, OffloadConfig(), [], None, None) for each in (job, of_numbers))
+    assert built.state_bytes_by_rank == ours.state_bytes_by_rank
+    assert [(stage.parameters, stage.gradients, stage.other) for stage in built.stages] == [
+        (stage.parameters, stage.gradients, stage.other) for stage in ours.stages
+    ]
+    whole = sum(tensor.numel for stage in job.stages for chunk in stage for tensor in chunk)
+    experts = sum(t.numel for stage in job.stages for chunk in stage for t in chunk if ".experts." in t.name)
+    # 4 ranks of a stage; 2 of them have the same experts.
+    held = sum(sum(of_stage) for of_stage in built.state_bytes_by_rank)
+    assert math.isclose(held, 12 * (whole + experts), rel_tol=0.02) and held >= 12 * (whole + experts)
+
+
+def test_all_refusals_are_listed_at_once(answers):
+    job = job_of(answers["refused"])
+    assert job.flag and job.engine is None and job.bridge_refuses is None
+    assert [text.split("=")[0] for text in job.refusals] == ["optimizer.optimizer_cuda_graph", "dist.use_torch_fsdp2"]
+
+
+def test_a_vocabulary_that_nobody_knows_is_asked_for(answers):
+    error = answers["unsized"]["error"]
+    assert error.startswith("model.vocab_size") and "--vocab-size" in error
+
+
+def test_what_bridge_refuses_and_what_cannot_be_found_are_told_apart(tmp_path):
+    from bridge_fgo.tools.job.job import read_job
+
+    with pytest.raises(ValueError, match=r"there is no recipe 'nowhere'.*run_config\.yaml"):
+        read_job("nowhere", None, {})
+
+
+def test_where_bridge_refuses_megatron_fsdp_what_it_takes_is_named():
+    from bridge_fgo.tools.job.job import read_job
+
+    refused = read_job("qwen3_30b_a3b_8gpu", None, {}, None, ["ddp.use_megatron_fsdp=true"]).bridge_refuses
+    assert refused is not None and refused.endswith(
+        "Set together ddp.use_megatron_fsdp=true checkpoint.ckpt_format=fsdp_dtensor "
+        "ddp.data_parallel_sharding_strategy=optim_grads_params"
+    )
+
+
+def test_settings_that_numbers_do_not_know_are_an_error(answers):
+    job = job_of(answers["dense"])
+    job.config.model.mtp_num_layers = 1
+    with pytest.raises(ValueError, match=r"model\.mtp_num_layers=1.*megatron-bridge"):
+        stages_from_numbers(job.config)
+    assert all(isinstance(tensor.dtype, torch.dtype) for stage in job.stages for chunk in stage for tensor in chunk)

@@ -1,0 +1,133 @@
+"""The builder's answers that are kept for this project's recipes, and what is told of a name at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from bridge_fgo.recipes.catalog import RECIPES
+from bridge_fgo.tools.demo import missing_packages
+from bridge_fgo.tools.job import job, keep_answers, kept, names
+from bridge_fgo.tools.job.job import ask_builder, read_job
+
+KEPT = sorted(path.name.removesuffix(".json.gz") for path in kept.FOLDER.glob("*.json.gz"))
+needs_megatron = pytest.mark.skipif(bool(missing_packages()), reason="Megatron is not installed")
+
+
+def test_every_recipe_of_released_megatron_has_an_answer():
+    assert [name for name, recipe in sorted(RECIPES.items()) if recipe.mcore_module is None] == KEPT
+
+
+@needs_megatron
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KEPT)
+def test_a_kept_answer_is_what_the_builder_says(name):
+    assert kept.kept_answer(name, None, {}, None, ()) == ask_builder(target=name) | {
+        "kept_of": kept.installed_versions()
+    }
+
+
+@needs_megatron
+@pytest.mark.slow
+def test_a_builder_that_imports_megatron_itself_says_the_same(builder_is_forked, monkeypatch):
+    forked = ask_builder(target="tiny"), builder_is_forked.answers
+    monkeypatch.setattr(job, "subprocess", subprocess)
+    assert ask_builder(target="tiny") == forked[0]
+    assert builder_is_forked.answers == forked[1] > 0
+
+
+@needs_megatron
+@pytest.mark.slow
+def test_a_container_that_chooses_an_attention_kernel_changes_no_answer(monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")  # tiny sets attention_backend=unfused, which mcore finds to differ
+    assert "error" not in ask_builder(target="tiny")
+
+
+def test_a_recipe_as_it_is_is_read_without_megatron():
+    before = set(sys.modules)
+    job = read_job("qwen3_30b_a3b_8gpu", None, {"fraction": 0.5})
+    assert job.parallel.gpus == 8 and "kept with this package" in job.source
+    assert not {name for name in set(sys.modules) - before if name.startswith("megatron.")}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "offload", "vocab_size", "overrides"),
+    [(16, {}, None, ()), (None, {"master_remainders": True}, None, ()), (None, {"engine": "mcore"}, None, ()),
+     (None, {}, 1000, ()), (None, {}, None, ("train.micro_batch_size=2",))],
+)  # fmt: skip
+def test_what_differs_from_the_recipe_is_built(gpus, offload, vocab_size, overrides):
+    assert kept.kept_answer("qwen3_30b_a3b_8gpu", gpus, offload, vocab_size, overrides) is None
+    assert kept.kept_answer("qwen3_30b_a3b_8gpu", 8, {"fraction": 0.5}, None, ()) is not None
+
+
+@pytest.mark.parametrize("versions", [{"megatron-core": "0.18.0", "megatron-bridge": "0.6.2"}, {"megatron-core": "x"}])
+def test_an_answer_of_another_megatron_is_not_taken(monkeypatch, versions):
+    monkeypatch.setattr(kept, "installed_versions", lambda: versions)
+    assert kept.kept_answer("tiny", None, {}, None, ()) is None
+    monkeypatch.setattr(kept, "installed_versions", dict)
+    assert kept.kept_answer("tiny", None, {}, None, ()) is not None
+
+
+@needs_megatron
+def test_a_checkout_before_the_wheel_is_another_megatron(monkeypatch, tmp_path):
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").touch()
+    locations = [str(tmp_path / "megatron"), *kept.find_spec("megatron").submodule_search_locations]
+    monkeypatch.setattr(kept, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=locations))
+    assert kept.installed_versions()["megatron-core"] == "checkout"
+
+
+def test_the_same_answer_is_the_same_bytes(monkeypatch, tmp_path):
+    monkeypatch.setattr(keep_answers, "FOLDER", tmp_path)
+    for _ in range(2):
+        keep_answers.write("tiny", {"gpus": 1}, {})
+    first = (tmp_path / "tiny.json.gz").read_bytes()
+    keep_answers.write("tiny", {"gpus": 1}, {})
+    assert (tmp_path / "tiny.json.gz").read_bytes() == first and first[4:8] == bytes(4), "no time in it"
+
+
+def test_an_answer_that_was_kept_in_one_folder_is_read_in_another(monkeypatch, tmp_path):
+    monkeypatch.setattr(keep_answers, "FOLDER", tmp_path)
+    monkeypatch.setattr(kept, "FOLDER", tmp_path)
+    for name in ("made in", 'read "in"'):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "made in")
+    keep_answers.write("tiny", {"gpus": 1, "save": str(tmp_path / "made in" / "checkpoints")}, {})
+    monkeypatch.setattr(kept, "installed_versions", dict)
+    monkeypatch.chdir(tmp_path / 'read "in"')
+    answer = kept.kept_answer("tiny", None, {}, None, ())
+    assert answer is not None and answer["save"] == str(tmp_path / 'read "in"' / "checkpoints")
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen3_30b_a3b", "did you mean qwen3_30b_a3b_8gpu"),
+        ("llama3_8b_pretrain_confg", "llama3_8b_pretrain"),
+        ("dsv4_flash_64gpu", "needs Megatron-LM's dev branch"),
+        ("no_such_package.recipes:mine", "there is no module 'no_such_package'"),
+        ("xyzzy", "`bridge-fgo recipes list`"),
+    ],
+)
+def test_a_name_that_cannot_be_there_is_answered_before_anything_is_imported(name, said):
+    with pytest.raises(ValueError, match=said.replace("`", ".")):
+        names.refuse_at_once(name)
+
+
+@needs_megatron
+@pytest.mark.parametrize("name", ["tiny", "llama3_8b_pretrain_config", "json:loads"])
+def test_a_name_that_may_be_there_passes(name):
+    names.refuse_at_once(name)
+
+
+@pytest.mark.parametrize(("text", "said"), [("", "is empty"), ("a: [", "cannot be read"), ("- 1", "is not a saved")])
+def test_a_file_that_is_no_config_is_one_line(tmp_path, text, said):
+    path = tmp_path / "run_config.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=said) as caught:
+        names.refuse_at_once(str(path))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,126 @@
+"""Commands of a new user, right ones and mistakes: status, first line, CPU seconds, and no traceback.
+
+CPU seconds are bounded at about three times of what two slow cores took, so that what fails has grown by an import and
+not by a busy machine: LIGHT commands import no torch (0.9 s were seen), TORCH ones do (6 s, of which torch is 4.4).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bridge_fgo.tools.demo import missing_packages
+
+ROOT = Path(__file__).resolve().parents[2]
+LIGHT, TORCH = 3.0, 18.0
+IN_THE_FAST_LANE = ("run ok.py", "plan tiny", "plan tiny --fraction 9")
+"""Of the commands that import torch; the slow lane has the others."""
+
+COMMANDS = [
+    ("--version", 0, "bridge-fgo ", LIGHT),
+    ("--help", 0, "Usage: bridge-fgo", LIGHT),
+    ("plan --help", 0, "Usage: bridge-fgo plan", LIGHT),
+    ("doctor --help", 0, "Usage: bridge-fgo doctor", LIGHT),
+    ("run --help", 0, "Usage: bridge-fgo run", LIGHT),
+    ("demo --help", 0, "Usage: bridge-fgo demo", LIGHT),
+    ("recipes list", 0, "dsv4_flash_64gpu ", LIGHT),
+    ("recipes", 2, "Usage: bridge-fgo recipes", LIGHT),
+    ("recipes lsit", 2, "Usage: bridge-fgo recipes", LIGHT),
+    ("plam", 2, "Usage: bridge-fgo", LIGHT),
+    ("plan", 2, "Usage: bridge-fgo plan", LIGHT),
+    ("run", 2, "Usage: bridge-fgo run", LIGHT),
+    ("run nothere.py", 2, "bridge-fgo run: there is no script 'nothere.py'", LIGHT),
+    ("run --fraction 9 ok.py", 2, "bridge-fgo run: OffloadConfig.fraction=9.0: use a number in (0, 1]", LIGHT),
+    ("run --fraction half ok.py", 2, "Usage: bridge-fgo run", LIGHT),
+    ("run --engin native ok.py", 2, "Usage: bridge-fgo run", LIGHT),
+    ("run -m no_such_package.train", 2, "bridge-fgo run: -m no_such_package.train: there is no module", LIGHT),
+    ("run ok.py", 0, "trained", TORCH),
+    ("run --offload ok.py", 0, "trained", TORCH),
+    ("run -m ok", 0, "trained", TORCH),
+    ("plan nothere.yaml", 2, "bridge-fgo plan: nothere.yaml: there is no such file", LIGHT),
+    ("doctor nothere.yaml", 2, "bridge-fgo doctor: nothere.yaml: there is no such file", LIGHT),
+    ("plan empty.yaml", 2, "bridge-fgo plan: empty.yaml: is empty", LIGHT),
+    ("plan broken.yaml", 2, "bridge-fgo plan: broken.yaml: cannot be read as a run config", LIGHT),
+    ("plan other.yaml", 2, "bridge-fgo plan: other.yaml: is not a saved run config", LIGHT),
+    ("plan no_such_package.recipes:mine", 2, "bridge-fgo plan: recipe 'no_such_package.recipes:mine'", LIGHT),
+    ("plan tiny --gpus 0", 2, "Usage: bridge-fgo plan", LIGHT),
+    ("plan tiny --picture nowhere/x.png", 2, "Usage: bridge-fgo plan", LIGHT),
+    ("report nothere.log", 2, "bridge-fgo report: ", TORCH),
+    ("plan tiny", 0, "Fits on GB200, GB300, B200, B300, GH200, H200, H100: peak ", TORCH),
+    ("plan qwen3_30b_a3b_8gpu --system H100 --check", 1, "Does not fit on 8 GPUs of H100: peak ", TORCH),
+    ("plan llama3_70b_64gpu --system GB200 --check", 0, "Fits on 64 GPUs of GB200: peak ", TORCH),
+    ("plan deepseek_v3_256gpu --activations-gb 100", 0, "Fits on GB200", TORCH),
+    ("plan qwen3_30b_a3b_8gpu --system H200 --recommend", 0, "Does not fit on 8 GPUs of H200: peak ", TORCH),
+    ("plan tiny --recommend", 2, "bridge-fgo plan: --recommend needs --system", TORCH),
+    ("plan tiny --check", 2, "bridge-fgo plan: --check needs --system", TORCH),
+    ("plan tiny --system A100", 2, "bridge-fgo plan: --system A100: use one of GB200", TORCH),
+    ("plan tiny --fraction 9", 2, "bridge-fgo plan: OffloadConfig.fraction=9.0", TORCH),
+    ("plan tiny --gpu-memory-budget-gib auto", 2, "bridge-fgo plan: --gpu-memory-budget-gib auto", TORCH),
+]
+OF_MEGATRON = [
+    ("plan qwen3_30b_a3b", 2, "bridge-fgo plan: there is no recipe 'qwen3_30b_a3b'; did you mean qwen3_30b", LIGHT),
+    ("plan dsv4_flash_64gpu", 2, "bridge-fgo plan: recipe='dsv4_flash_64gpu' needs Megatron-LM's dev branch", LIGHT),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "ok.py").write_text("print('trained')\n")
+    (tmp_path / "empty.yaml").touch()
+    (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "other.yaml").write_text("a: 1")
+    return tmp_path
+
+
+def check(folder: Path, command: str, status: int, first_line: str, seconds: float) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "bridge_fgo", *command.split()],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    assert lines[0].startswith(first_line), lines[0]
+    if status == 2 and first_line.startswith("bridge-fgo "):
+        assert len(lines) == 1, "a mistake is answered in one line"
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < seconds
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "first_line", "seconds"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case[3] == TORCH and case[0] not in IN_THE_FAST_LANE else ())
+        for case in COMMANDS
+    ],
+    ids=str,
+)
+def test_a_command_of_a_new_user(folder, command, status, first_line, seconds):
+    check(folder, command, status, first_line, seconds)
+
+
+@pytest.mark.skipif(bool(missing_packages()), reason="Megatron is not installed")
+@pytest.mark.parametrize(("command", "status", "first_line", "seconds"), OF_MEGATRON, ids=lambda value: str(value))
+def test_a_name_that_is_not_there_is_answered_without_importing_megatron(folder, command, status, first_line, seconds):
+    check(folder, command, status, first_line, seconds)
+
+
+def test_no_tracebacks_where_the_environment_is_empty(folder):
+    command = [sys.executable, "-m", "bridge_fgo", "plan", "tiny", "--system", "H200"]
+    done = subprocess.run(command, cwd=ROOT, env={}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("Fits on 1 GPU of H200")
+
+
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--nonsense", 2)])
+def test_patches_say_how_they_are_applied(argument, status):
+    script = str(ROOT / "patches" / "apply.py")
+    done = subprocess.run([sys.executable, script, argument], capture_output=True, text=True, check=False)
+    assert done.returncode == status and "Traceback" not in done.stderr
+    assert "FOLDER" in (done.stderr if status else done.stdout)

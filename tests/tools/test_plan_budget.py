@@ -1,0 +1,152 @@
+"""The plan's least budget and the engine's own, on the same tensors and the same peaks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_optimizer import make_distributed_optimizer, with_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engines.native import NativeEngine
+from bridge_fgo.offload.schedule import Schedule
+from bridge_fgo.states.megatron import MegatronSource
+from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.job.parallel import Parallel
+from bridge_fgo.tools.job.tensors import Tensor
+from bridge_fgo.tools.plan import estimate
+from bridge_fgo.tools.plan.estimate import make_estimate
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_parts():
+    """Parts of a few kilobytes, and the activations that a test says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bridge_fgo.memory.layout.BYTES_WHILE_ENQUEUING", 200)
+        patch.setattr("bridge_fgo.memory.layout.LEAST_PART_BYTES", 4096)
+        patch.setattr(estimate, "activation_bytes", lambda job, stage: job.config.activations)
+        yield
+
+
+def budget_of(nbytes: int) -> OffloadConfig:
+    return OffloadConfig(engine="native", gpu_memory_budget_gib=nbytes / 2**30)
+
+
+def job_of(stages: list[list[int]], activations: int, masters_stay: bool, gpus_given: bool = True) -> Job:
+    """A job whose pipeline stages have tensors of these sizes (elements), each on one rank."""
+    config = SimpleNamespace(
+        activations=activations,
+        model=SimpleNamespace(),
+        optimizer=SimpleNamespace(use_precision_aware_optimizer=False, reuse_grad_buf_for_mxfp8_param_ag=masters_stay),
+        ddp=SimpleNamespace(use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+        dist=SimpleNamespace(),
+    )
+    pipeline = len(stages)
+    # DDP's buffers have the last tensor first.
+    chunks = [[[Tensor("", size) for size in reversed(sizes)]] for sizes in stages]
+    return Job(config, Parallel(pipeline, 1, pipeline, 1, 1, 1), chunks, "test", gpus_given=gpus_given)  # type: ignore[arg-type]
+
+
+class Meter:
+    """Peaks of a rank whose forward and backward have `activations` bytes, and whose optimizer step has none."""
+
+    works = expands = True
+
+    def __init__(self, others: int, activations: int) -> None:
+        self.others, self.activations = others, activations
+        self.schedule: Schedule | None = None
+
+    def end_interval(self) -> int:
+        assert self.schedule is not None
+        beside = self.others + (0 if self.schedule.recorder.in_step else self.activations)
+        return beside + self.schedule.ledger.nbytes
+
+
+def bytes_that_leave(sizes: list[int], others: int, activations: int, masters_stay: bool, config: OffloadConfig) -> int:
+    """Train two steps with the engine on a budget; return the bytes that it then moves. Raises its refusal."""
+    optimizer = with_model(make_distributed_optimizer(sizes))
+    optimizer.config = SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=masters_stay)
+    meter = Meter(others, activations)
+    source = MegatronSource(optimizer)
+    engine = NativeEngine([source], config, meter)  # type: ignore[arg-type]
+    schedule = meter.schedule = engine.schedule
+    for _ in range(2):
+        engine.begin_pass()
+        engine.release()
+        engine.reload()
+        for param in optimizer.optimizer.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        with engine.stepping(source):
+            optimizer.optimizer.step()
+            engine.write_back(source, optimizer._copy_main_params_to_model_params)
+        engine.settle()
+        engine.end_step(updated=True)
+    return sum(part.nbytes for part in schedule.parts if not part.stays)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(1, 3000).map(lambda n: 64 * n), min_size=1, max_size=8),
+    st.integers(0, 10**6),
+    st.booleans(),
+    st.floats(0.0, 1.0),
+)
+def test_what_the_plan_calls_possible_the_engine_keeps_and_what_it_refuses_the_engine_refuses(
+    sizes, activations, masters_stay, share
+):
+    job = job_of([sizes], activations, masters_stay)
+    (stage,) = make_estimate(job, OffloadConfig(), [], None, None).stages
+    least, others = stage.least_budget, stage.fixed - stage.states.total
+    for budget in (least, least + int(share * stage.states.total)):
+        config = budget_of(budget)
+        plan = make_estimate(job, config, [], None, None)
+        assert plan.refusals == []
+        moved = bytes_that_leave(sizes, others, activations, masters_stay, config)
+        assert plan.most_offloaded == min(moved, stage.states.total)
+    config = budget_of(least - 1)
+    with pytest.raises(ValueError, match="cannot be met") as refused:
+        bytes_that_leave(sizes, others, activations, masters_stay, config)
+    assert make_estimate(job, config, [], None, None).refusals == [str(refused.value).replace("needs ", "needs about ")]
+
+
+def test_each_stage_keeps_what_its_own_peak_leaves_room_for_and_the_fullest_decides():
+    job = job_of([[64_000] * 8, [64_000] * 2], 0, False)
+    first, second = make_estimate(job, OffloadConfig(), [], None, None).stages
+    assert first.least_budget > second.least_budget + second.states.total
+    plan = make_estimate(job, budget_of(first.least_budget), [], None, None)
+    assert plan.refusals == []
+    left = [estimate.offloaded_bytes(stage, stage.states, plan.offload) for stage in plan.stages]
+    assert left == [first.states.total, 0]
+    assert len(make_estimate(job, budget_of(first.least_budget - 1), [], None, None).refusals) == 1
+
+
+def test_the_least_budget_is_of_the_rank_with_the_largest_part():
+    job = job_of([[64 * 2000] + [64 * 100] * 20], 0, False)
+    job = replace(job, parallel=Parallel(2, 1, 1, 1, 1, 1))
+    plan = make_estimate(job, OffloadConfig(), [], None, None)
+    (stage,) = plan.stages
+    largest = [max(of_rank.parts) for of_rank in plan.states[0]]
+    assert largest[0] == 12 * 64 * 2000 > largest[1]
+    in_transit = largest[0] + 64 * 2000 * 17 // 8  # with what is copied in place of its masters
+    assert max(plan.states[0][0].transits) == in_transit
+    assert stage.least_budget == stage.fixed - stage.states.total + 2 * in_transit
+
+
+def test_what_more_gpus_would_share_is_not_held_against_a_budget():
+    given, not_given = (job_of([[64_000] * 8], 0, False, gpus_given) for gpus_given in (True, False))
+    (stage,) = make_estimate(given, OffloadConfig(), [], None, None).stages
+    beside = stage.fixed - stage.states.total
+    refused = [
+        [len(make_estimate(job, budget_of(budget), [], None, None).refusals) for budget in (beside - 1, beside)]
+        for job in (given, not_given)
+    ]
+    assert refused == [[1, 1], [1, 0]]
+
+
+def test_a_budget_that_only_training_can_find_out_is_refused_with_what_to_give():
+    with pytest.raises(ValueError, match=r"--gpu-memory-budget-gib auto: .* say how many GiB"):
+        make_estimate(job_of([[64_000] * 8], 0, False), OffloadConfig(gpu_memory_budget_gib="auto"), [], None, None)

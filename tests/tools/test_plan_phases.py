@@ -1,0 +1,182 @@
+"""What the plan says of sleeps and wakes, against `Residency` itself and by the arithmetic of its bytes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_plan_verdict import estimate, job
+
+import bridge_fgo
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.tools.demo import missing_packages
+from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.job.parallel import Parallel
+from bridge_fgo.tools.job.tensors import Tensor
+from bridge_fgo.tools.plan import command
+from bridge_fgo.tools.plan.estimate import make_estimate
+from bridge_fgo.tools.plan.links import LINKS, links
+from bridge_fgo.tools.plan.phases import ALONE, REFERENCE, REST, SLEEP, SLEEP_ALL, WAKE_ALL, plan_phases
+from bridge_fgo.tools.plan.phases_report import phases_json, states_of_plan
+
+needs_megatron = pytest.mark.skipif(bool(missing_packages()), reason="compares with Megatron")
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def no_activations_counted(monkeypatch):
+    monkeypatch.setattr("bridge_fgo.tools.plan.estimate.activation_bytes", lambda job, stage: None)
+
+
+def moves(stage):
+    return {move.name: (move.params, move.grads, move.optimizer) for move in stage.moves}
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_gradients_never_cross_and_of_data_parallel_ranks_each_copies_its_share(ranks):
+    parallel = Parallel(gpus=ranks, tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
+    (stage,) = plan_phases(estimate(8.0, flag=False, parallel=parallel)).stages
+    assert (stage.params, stage.grads, stage.optimizer) == (16 * GB, 32 * GB, 96 * GB // ranks)
+    weights, states = 16 * GB // ranks, 96 * GB // ranks
+    assert moves(stage) == {
+        SLEEP: (weights, 0, states),
+        ALONE: (weights, 0, 0),
+        REST: (0, 0, states),
+        SLEEP_ALL: (0, 0, states),  # masters tell the weights
+        WAKE_ALL: (0, 0, states),
+        REFERENCE: (16 * GB, 0, 0),  # which each rank has whole
+    }
+
+
+def test_seconds_are_bytes_over_the_link_that_a_gpu_has_beside_the_others_of_its_node():
+    parallel = Parallel(gpus=8, tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
+    ((link, seconds),) = plan_phases(estimate(8.0, system="H200", flag=False, parallel=parallel)).seconds
+    assert link.one_way == LINKS["H200"].of_node_with(8).one_way < LINKS["H200"].one_way
+    assert seconds[SLEEP] == pytest.approx(14 * GB / link.one_way)
+    assert seconds[ALONE] == pytest.approx(2 * GB / link.one_way)
+
+
+def test_with_the_flag_masters_leave_packed_and_weights_are_copied_for_them():
+    (stage,) = plan_phases(estimate(8.0)).stages
+    params, _, states = moves(stage)[WAKE_ALL]
+    assert params == 16 * GB and states == pytest.approx(8 * 10.125 * GB, rel=0.001)
+    (stage,) = plan_phases(estimate(8.0, offload=OffloadConfig(master_remainders=False), flag=False)).stages
+    assert moves(stage)[WAKE_ALL] == (0, 0, 96 * GB)
+
+
+def test_masters_of_transformer_engine_tell_nothing():
+    of_job = job(8.0, 1.0, flag=False)
+    of_job.config.optimizer.__dict__.update(
+        use_precision_aware_optimizer=True, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
+        fp8_recipe=None, optimizer_cpu_offload=False, store_param_remainders=False,
+    )  # fmt: skip
+    made = make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None, GB)
+    (stage,) = plan_phases(made).stages
+    assert stage.untold == stage.shard == 16 * GB
+
+
+OPTIONS = {
+    "plain": {},
+    "two chunks": {"chunks": 2},
+    "experts": {"experts": True},
+    "most parameters frozen": {"frozen": True},
+    "native fp32 parameters": {"precision": "fp32_params"},
+}
+
+
+def planned(training):
+    """Return the phases that are planned for a training on the CPU."""
+    chunks = [
+        [
+            Tensor(name, p.numel(), p.dtype, expert=not getattr(p, "allreduce", True), trainable=p.requires_grad)
+            for name, p in chunk.named_parameters()
+        ]
+        for chunk in training.model
+    ]
+    cfg = training.cfg
+    config = SimpleNamespace(optimizer=cfg.optimizer, ddp=cfg.ddp, train=cfg.train, model=cfg.model, dist=cfg.dist)
+    of_job = Job(config, Parallel(1, 1, 1, 1, 1, 1), [chunks], "test")
+    (stage,) = plan_phases(make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None, GB)).stages
+    return stage
+
+
+@needs_megatron
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_what_is_planned_is_what_residency_copies_and_frees(cpu_standins, kind):
+    from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
+
+    def crossed(moved):
+        return tuple((moved.copied_by_kind or {}).get(name, 0) for name in ("params", "grads", "optimizer"))
+
+    with CpuTraining(CpuOptions(hidden=64, vocab=64, sequence=16, **OPTIONS[kind])) as training:
+        stage = planned(training)
+        wanted = moves(stage)
+        training.step()
+        res = bridge_fgo.Residency(training.model, training.optimizer)
+        first = res.offload()
+        assert first.freed == stage.params + stage.grads + stage.optimizer
+        assert crossed(first) == (stage.untold + stage.frozen, 0, stage.states)  # frozen ones this once
+        assert crossed(res.reload()) == wanted[WAKE_ALL]
+        training.step()
+        assert crossed(res.offload()) == wanted[SLEEP_ALL]
+        res.reload("params")
+        res.reload()
+        for _ in range(2):  # weights have come alone: from now on they are copied
+            training.step()
+            assert crossed(res.offload()) == wanted[SLEEP]
+            assert crossed(res.reload("params")) == wanted[ALONE]
+            assert crossed(res.reload()) == wanted[REST]
+        res.close()
+
+
+def test_the_picture_is_of_the_iteration_with_what_stays_and_what_training_needs_beside():
+    made = estimate(8.0, 5.0, system="H200", flag=False)
+    states = states_of_plan(plan_phases(made), made)
+    assert [sum(state.bytes.values()) / GB for state in states] == pytest.approx([144, 0, 16, 32, 149.1], abs=0.1)
+    assert [state.copied for state in states] == [None, 112 * GB, 16 * GB, 16 * GB, 96 * GB]
+    assert states[1].seconds == pytest.approx(112 * GB / LINKS["H200"].one_way)
+    several = estimate(8.0, 5.0, flag=False)
+    assert {state.seconds for state in states_of_plan(plan_phases(several), several)} == {None}
+
+
+@pytest.fixture
+def run_plan(monkeypatch, capsys):
+    """Returns a function that runs the command on a job, and returns its status and what it printed."""
+
+    def run(of_job, **settings):
+        monkeypatch.setattr(command, "read_job", lambda *arguments: of_job)
+        status = command.run(command.Settings("a job", activations_gb=5.0, system="H200", phases=True, **settings))
+        return status, " ".join(capsys.readouterr().out.split())
+
+    return run
+
+
+def test_the_command_prints_the_moves_and_writes_the_picture(run_plan, tmp_path):
+    status, printed = run_plan(job(8.0, 1.0, flag=False), picture=tmp_path / "iteration.svg")
+    assert status == 0 and "frees 144.00 GB: parameters 16.00, gradients 32.00, masters and moments 96.00" in printed
+    assert "│ sleep, of an iteration │ 16.00 │ 0.00 │ 96.00 │ 112.00 │" in printed
+    assert "weights alone" in (tmp_path / "iteration.svg").read_text()
+    status, printed = run_plan(job(8.0, 1.0, flag=False), json_output=True)
+    found = json.loads(printed)["phases"]
+    assert found == json.loads(json.dumps(phases_json(plan_phases(estimate(8.0, 5.0, system="H200", flag=False)))))
+    assert found["stages"][0]["moves"][0]["copied"] == 112 * GB
+
+
+def test_what_residency_would_refuse_is_said_and_has_status_1(run_plan):
+    of_job = job(8.0, 1.0, flag=False)
+    of_job.config.model.cuda_graph_impl = "transformer_engine"
+    status, printed = run_plan(of_job)
+    assert status == 1 and "refused by Residency: model.cuda_graph_impl='transformer_engine'" in printed
+    assert "sleep, of an iteration" in printed
+
+
+def test_weights_in_mxfp8_are_not_planned(run_plan):
+    of_job = job(8.0, 1.0, flag=False)
+    of_job.config.optimizer.reuse_grad_buf_for_mxfp8_param_ag = True
+    of_job.config.model.fp8_recipe = "mxfp8"
+    of_job = replace(of_job, stages=[[[replace(tensor, quantized=True) for tensor in of_job.stages[0][0]]]])
+    with pytest.raises(ValueError, match="mixed_precision=bf16_mixed"):
+        run_plan(of_job)

@@ -1,0 +1,124 @@
+"""What the plan says first: whether a job fits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.job.parallel import Parallel
+from bridge_fgo.tools.job.tensors import Tensor
+from bridge_fgo.tools.plan import command, verdict
+from bridge_fgo.tools.plan.estimate import make_estimate
+from bridge_fgo.tools.plan.links import LINKS, links
+from bridge_fgo.tools.plan.report import as_json, print_estimate
+from bridge_fgo.tools.plan.verdict import MEMORY, Outcome, lines, verdicts
+
+GB = 10**9
+
+
+def job(billions: float, activations_gb: float | None, **changes: object) -> Job:
+    """A job of one GPU: 18 bytes a parameter, 12 of them states, and activations."""
+    from types import SimpleNamespace
+
+    import torch
+
+    optimizer = SimpleNamespace(use_precision_aware_optimizer=False, main_params_dtype=torch.float32)
+    ddp = SimpleNamespace(
+        use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False, bucket_size=None,
+        grad_reduce_in_fp32=True, pad_buckets_for_high_nccl_busbw=False, fp8_param_gather=False,
+    )  # fmt: skip
+    train = SimpleNamespace(global_batch_size=1, micro_batch_size=1)
+    config = SimpleNamespace(optimizer=optimizer, ddp=ddp, train=train, model=SimpleNamespace(), dist=None)
+    chunk = [Tensor(f"weight{i}", int(billions * 1e9 / 8), torch.bfloat16) for i in range(8)]
+    parallel = Parallel(gpus=1, tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
+    return replace(Job(config, parallel, [[chunk]], "test", flag=True), **changes)
+
+
+def estimate(billions: float, activations_gb: float | None = 1.0, system: str | None = None, **changes: object):
+    activations = None if activations_gb is None else int(activations_gb * GB)
+    of_links = links(system, None, None)
+    return make_estimate(job(billions, activations_gb, **changes), OffloadConfig(), of_links, None, None, activations)
+
+
+@pytest.fixture(autouse=True)
+def no_activations_counted(monkeypatch):
+    monkeypatch.setattr("bridge_fgo.tools.plan.estimate.activation_bytes", lambda job, stage: None)
+
+
+def test_each_system_that_is_planned_for_has_its_memory():
+    assert MEMORY.keys() == LINKS.keys()
+
+
+@pytest.mark.parametrize(
+    ("billions", "outcome"), [(3.0, Outcome.fits), (8.0, Outcome.with_offload), (20.0, Outcome.does_not)]
+)
+def test_the_verdict_is_of_the_gpus_memory(billions, outcome):
+    (found,) = verdicts(estimate(billions, system="H100"))
+    assert found.outcome is outcome
+    assert found.room == MEMORY["H100"][0] - MEMORY["H100"][0] // 16
+    (line,) = lines(estimate(billions, system="H100"), [found])
+    assert line.startswith(f"{outcome.capitalize()} on 1 GPU of H100: peak ")
+    assert found.is_trainable(flag=True) == (outcome is not Outcome.does_not)
+    assert found.is_trainable(flag=False) == (outcome is Outcome.fits)
+
+
+def test_several_systems_are_grouped_by_what_becomes_of_the_job():
+    of_all = estimate(8.0)
+    (line,) = lines(of_all, verdicts(of_all))
+    assert line.startswith("Fits on GB200, GB300, B200, B300; fits only with the offload on GH200, H200, H100: peak ")
+
+
+def test_an_offload_that_is_refused_fits_nothing():
+    refused = estimate(8.0, system="H100", refusals=["no such thing"])
+    (found,) = verdicts(refused)
+    assert found.outcome is Outcome.does_not
+    assert [*lines(refused, [found])][1] == "the offload, with which it would, is refused (below)"
+
+
+def test_a_host_without_the_memory_fits_nothing(monkeypatch):
+    monkeypatch.setitem(MEMORY, "H100", (MEMORY["H100"][0], 90 * GB))
+    (found,) = verdicts(estimate(8.0, system="H100"))
+    assert found.outcome is Outcome.does_not and "pins 96 GB on a node that has 90 GB" in found.why
+
+
+def test_activations_that_are_not_counted_make_a_lower_bound_and_no_promise():
+    small, large = (estimate(size, None, "H100") for size in (3.0, 20.0))
+    assert [verdicts(of)[0].outcome for of in (small, large)] == [Outcome.unknown, Outcome.does_not]
+    assert "peak at least " in next(lines(small, verdicts(small)))
+
+
+def test_the_first_line_is_the_verdict_also_where_only_a_speed_is_given(capsys):
+    from rich.console import Console
+
+    of_speed = make_estimate(job(8.0, 1.0), OffloadConfig(), links(None, 10.0, None), None, None, GB)
+    print_estimate(Console(), of_speed)
+    assert capsys.readouterr().out.startswith("Fits on GB200")
+    assert len(json.loads(json.dumps(as_json(of_speed)))["verdicts"]) == len(MEMORY)
+
+
+@pytest.mark.parametrize(
+    ("billions", "flag", "status"), [(3.0, False, 0), (8.0, True, 0), (8.0, False, 1), (20.0, True, 1)]
+)
+def test_check_is_a_status(monkeypatch, billions, flag, status):
+    monkeypatch.setattr(command, "read_job", lambda *_: job(billions, 1.0, flag=flag))
+    settings = command.Settings("x", system="H100", activations_gb=1.0, check=True, json_output=True)
+    assert command.run(settings) == status
+    assert command.run(replace(settings, check=False)) == 0
+
+
+def test_check_promises_nothing_where_activations_are_not_counted(monkeypatch):
+    monkeypatch.setattr(command, "read_job", lambda *_: job(3.0, None))
+    with pytest.raises(ValueError, match="--activations-gb"):
+        command.run(command.Settings("x", system="H100", check=True, json_output=True))
+
+
+def test_an_h100_is_planned_as_the_h200_was_measured():
+    h100, h200 = LINKS["H100"], LINKS["H200"]
+    for gpus in (1, 2, 8):
+        assert h100.of_node_with(gpus).figures == h200.of_node_with(gpus).figures
+    assert not h100.measured and h200.measured
+    assert verdict.LEFT_FREE == 16 and 142.2e9 <= MEMORY["H200"][0] * (1 - 1 / 18) < 142.5e9

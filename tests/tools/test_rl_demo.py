@@ -1,0 +1,168 @@
+"""`bridge-fgo demo --rl`: what it asks of its arms, and what it reports of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from bridge_fgo.tools import rl_demo
+from bridge_fgo.tools.arms import runner
+from bridge_fgo.tools.iteration_picture import State, states_of_run
+from bridge_fgo.tools.main import app
+
+Captured = pytest.CaptureFixture[str]
+
+FAKE_ARM = """
+    import argparse, json, sys
+
+    parser = argparse.ArgumentParser()
+    for name in ("--steps", "--sleep", "--events"):
+        parser.add_argument(name)
+    options, _ = parser.parse_known_args()
+    on = options.sleep == "on"
+    trouble = {trouble!r} if on else ""
+
+    def phases(step):
+        full = dict(params=200, grads=400, optimizer=1200, reference=0)
+        none = dict.fromkeys(full, 0)
+        alone = none | dict(params=200)
+        moves = [("asleep", none, 1400, 1800), ("params wake", alone, 200, -200),
+                 ("reference wakes", alone | dict(reference=200), 200, -200),
+                 ("reference sleeps", alone, 0, 200), ("awake", full, 1200, -1600)]
+        yield dict(phase="begins", at=0.0, memory=full)
+        for at, (name, memory, copied, freed) in enumerate(moves):
+            seconds = 9.0 if step == 1 else 0.25  # the first sleep of all takes longer
+            yield dict(phase=name, at=at, copied=copied, freed=freed, returned=freed, seconds=seconds, memory=memory)
+        yield dict(phase="trained", at=9.0, memory=full)
+
+    with open(options.events, "a", buffering=1) as file:
+        def write(**event):
+            print(json.dumps(event), file=file)
+
+        write(event="start", device={device!r}, bridge="0.6.2", mcore="0.19.2", torch="2")
+        for step in range(1, int(options.steps) + 1):
+            reward = step / 100 + (1e-9 if trouble == "reward" else 0)
+            write(event="step", step=step, loss=0.5, loss_hex=(0.5).hex(), grad_norm=1.0, grad_norm_hex=(1.0).hex(),
+                  skipped=False, passes=1, seconds=2.0, reward=reward, held=1000 + step, phases=list(phases(step)))
+        if trouble == "crash":
+            sys.exit("out of luck")
+        digests = dict(params="other" if trouble == "bits" else "p", masters="m", moments="o")
+        write(event="result", digests=digests, pinned_bytes=5, bytes_by_kind=dict(params=200))
+"""
+
+
+@pytest.fixture
+def run_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns a function that runs the demo with an arm whose sleeping run has the given trouble."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+
+    def run(trouble: str = "", device: str = "cpu", **settings: Any) -> int:
+        (tmp_path / "fake_rl.py").write_text(textwrap.dedent(FAKE_ARM.format(trouble=trouble, device=device)))
+        given = {"options": {"steps": 30}, "device": "cpu", "arm_module": "fake_rl"} | settings
+        return rl_demo.run(rl_demo.Settings(**given))
+
+    return run
+
+
+def test_json_has_rewards_moves_and_what_is_equal(run_fake: Any, capfd: Captured) -> None:
+    assert run_fake(json_output=True) == 0
+    printed = json.loads(capfd.readouterr().out)
+    assert printed["bitwise_equal"] is True and printed["steps"] == 30
+    assert printed["reward"] == pytest.approx({"first": 0.055, "last": 0.255})
+    assert printed["moves"]["asleep"] == {"seconds": 0.25, "copied": 1400, "freed": 1800, "returned": 1800}
+    assert printed["held_bytes"] == 1002, "the least that the second process got, but in the first sleep"
+    assert printed["equal"] == dict.fromkeys(("rewards", "losses", "grad norms", "params", "masters", "moments"), True)
+
+
+def test_the_tables_say_what_each_move_took(run_fake: Any, capfd: Captured) -> None:
+    assert run_fake() == 0
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "Bitwise equal, asleep between updates or not" in printed
+    assert "sleep: all leaves │ 0.2500 │ 1.40 kB │ 1.80 kB │ - │" in printed
+    assert "no second process" in printed and "correctness and bytes, not speed" in printed
+    assert run_fake(device="a GPU") == 0
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "│ 1.40 kB │ 1.80 kB │ 1.80 kB │" in printed
+    assert "took and filled 1.00 kB in each sleep" in printed and "not speed" not in printed
+
+
+@pytest.mark.parametrize("trouble", ["bits", "reward"])
+def test_arms_that_differ_exit_with_1(trouble: str, run_fake: Any, capfd: Captured) -> None:
+    assert run_fake(trouble) == 1
+    assert "NOT bitwise equal" in capfd.readouterr().out
+
+
+def test_an_arm_that_fails_exits_with_2_and_shows_its_last_lines(run_fake: Any, capfd: Captured) -> None:
+    assert run_fake("crash") == 2
+    assert "the sleeping arm failed" in (printed := capfd.readouterr().err) and "out of luck" in printed
+
+
+def test_ranks_that_do_not_share_models_evenly_are_refused(run_fake: Any, capfd: Captured) -> None:
+    assert run_fake(ranks=3, options={"tp": 2}) == 2
+    assert "--ranks 3: use a multiple of --tp x --pp = 2" in capfd.readouterr().err
+
+
+def test_several_ranks_are_launched_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+
+    def run_arm(name: str, module: str, options: list[str], folder: Path, on_event: Any, launcher: Any) -> Any:
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        launched.append((name, given["--tp"], given["--sleep"], launcher[-1:]))
+        raise runner.ArmFailed(name, "it is a test", "")
+
+    monkeypatch.setattr(rl_demo, "run_arm", run_arm)
+    assert rl_demo.run(rl_demo.Settings({"tp": 2}, device="cpu", ranks=4)) == 2
+    assert launched == [("resident", "2", "off", ("4",))]
+
+
+def test_the_picture_has_the_phases_of_an_iteration(run_fake: Any, tmp_path: Path) -> None:
+    assert run_fake(device="a GPU", keep=tmp_path / "kept", picture=tmp_path / "iteration.png") == 0
+    assert (tmp_path / "iteration.png").read_bytes()[:4] == b"\x89PNG"
+    arm = runner.ArmRun("sleeping")
+    for event in runner.EventTail(tmp_path / "kept" / "sleeping.events.jsonl").new_events():
+        arm.add(event)
+    states = states_of_run(arm)
+    assert [sum(state.bytes.values()) for state in states] == [1800, 0, 200, 400, 1800]
+    alone = {"params": 200, "grads": 0, "optimizer": 0, "reference": 0}
+    assert states[2] == State("weights alone:\nrollouts", alone, 0.25, 200)
+
+
+def test_the_report_of_a_kept_demo_has_rewards_and_the_memory_of_an_iteration(run_fake: Any, tmp_path: Path) -> None:
+    assert run_fake(device="a GPU", keep=tmp_path / "kept") == 0
+    page = tmp_path / "report.html"
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "kept"), "--output", str(page)])
+    assert result.exit_code == 0, result.output
+    pictures = re.findall('alt="([a-z]*)"', page.read_text())
+    assert {"reward", "iteration"} <= set(pictures)
+
+
+def test_options_of_the_command_reach_the_demo_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[rl_demo.Settings] = []
+    monkeypatch.setattr(rl_demo, "run", lambda settings: given.append(settings) or 1)
+    command = (
+        "demo --rl --steps 7 --json --device cuda --ranks 4 --tp 2 --pp 2 --layers 4 --hidden 64 --crowd --lr 1e-3"
+    )
+    assert CliRunner().invoke(app, command.split()).exit_code == 1
+    options = {"steps": 7, "tp": 2, "pp": 2, "lr": 1e-3, "crowd": True, "layers": 4, "hidden": 64}
+    assert given == [rl_demo.Settings(options, True, "cuda", ranks=4)]
+    for wrong, named in (("demo --rl --seq 32", "--seq"), ("demo --tp 2", "--tp")):
+        result = CliRunner().invoke(app, wrong.split())
+        assert result.exit_code == 2 and named in result.output
+
+
+@pytest.mark.slow
+def test_the_reward_rises_and_the_run_that_sleeps_ends_bitwise_the_same(tmp_path: Path, capfd: Captured) -> None:
+    settings = rl_demo.Settings({"steps": 120}, json_output=True, device="cpu", keep=tmp_path)
+    status = rl_demo.run(settings)
+    captured = capfd.readouterr()
+    assert status == 0, captured.err
+    printed = json.loads(captured.out)
+    assert printed["bitwise_equal"] is True and printed["steps"] == 120
+    assert printed["reward"]["first"] < 0.2 and printed["reward"]["last"] > 2.5 * printed["reward"]["first"]
