@@ -1,10 +1,10 @@
 """Fine-grained optimizer-state offload for Megatron-Bridge.
 
     import bridge_fgo
-    bridge_fgo.install()
+    bridge_fgo.install()  # before anything uses the GPU
     cfg.optimizer.offload_optimizer_states = True
 
-Importing this package imports neither torch nor Megatron.
+`import bridge_fgo` imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ def __getattr__(name: str) -> Any:
 
 
 def reload_states() -> None:
-    """Make every offloaded state of this rank readable and writable, until the next training step or evaluation.
+    """Reload all offloaded states of this rank; they stay on the GPU until the next training step or evaluation.
 
-    Code that reads or changes `optimizer.state` or `param.main_param` between steps is right without it: a tensor that
-    is offloaded brings its slab back when it is used. This brings all slabs in one go, and serves code that no tensor
-    can see: views that were made before, and calls into C++. The work that uses them goes to the current stream.
+    Code that reads or writes `optimizer.state` or `param.main_param` between steps works without this call: an
+    offloaded tensor reloads its slab when it is used. Call it to reload all slabs at once, and before code that PyTorch
+    cannot intercept: views that were made earlier, and C++ code that takes the tensors. Use the states on the current
+    stream.
 
     Raises:
-        RuntimeError: states cannot be brought back: there is no memory for them, weights were changed while their
-            masters were offloaded in part, or an error had come while a part of them was on its way.
+        RuntimeError: the states cannot be reloaded: there is no GPU memory for them, weights were changed while their
+            masters were copied in part, or an error interrupted an earlier copy.
     """
     if "bridge_fgo.bridge.session" in sys.modules:
         from bridge_fgo.bridge.session import all_sessions
@@ -53,10 +54,10 @@ def reload_states() -> None:
 
 
 def stats() -> Stats | None:
-    """Return the figures of the newest training step on this rank, or None before anything attached.
+    """Return the figures of the newest training step on this rank; None before the offload is attached.
 
-    A snapshot: it does not change as training goes on, and is there after training too, until `uninstall`. See
-    `bridge_fgo.figures.Stats`.
+    The result is a snapshot, which later steps do not change. The figures are kept after training, until `uninstall`.
+    See `bridge_fgo.figures.Stats`.
     """
     if "bridge_fgo.bridge.session" not in sys.modules:
         return None  # nothing was installed yet, and torch need not be imported to say so

@@ -1,7 +1,7 @@
-"""The settings of the offload, declared once: one small frozen dataclass, checked when it is made.
+"""The settings of the offload: one frozen dataclass, which checks its values when it is made.
 
-The command lines, NeMo-Run's settings and `optimizer.offload` of Bridge's config take their names from its fields, and
-the command lines their help from the first sentence of the docstrings (`bridge_fgo.options`).
+Every command line, NeMo-Run's settings and `optimizer.offload` of Bridge's config take their names from its fields.
+The command lines take their help from the first sentence of each field's docstring (`bridge_fgo.options`).
 """
 
 from __future__ import annotations
@@ -16,70 +16,70 @@ Engine = Literal["auto", "native", "mcore"]
 
 
 def without_measure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that mean something only where the offload is on: all but `measure`."""
+    """Return all settings but `measure`, the only one that has an effect while the offload is off."""
     return {name: value for name, value in settings.items() if name != "measure"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Settings of the offload, given to `bridge_fgo.install` or, by the same names, in `cfg.optimizer.offload`.
+    """Settings of the offload, for `bridge_fgo.install` or, under the same names, `cfg.optimizer.offload`.
 
-    The offload itself is turned on per run, by `cfg.optimizer.offload_optimizer_states = True`.
+    `cfg.optimizer.offload_optimizer_states = True` switches the offload on; these settings only say how it works.
 
     Raises:
-        ValueError: a setting is of the wrong type or out of range; the message names it.
+        ValueError: a setting has the wrong type or is out of range; the message names the setting and its value.
     """
 
     engine: Engine = "auto"
-    """Which offloader moves the bytes. "native" is this package's engine, on every mcore. "mcore" is the offloader of
-    the installed mcore, refused where that mcore has none. "auto" is native, or mcore's chunked offloader where its own
-    fraction or chunk size is set. On GPUs native was faster in all but one of the runs of both, gives reserved memory
-    back and saves in the background."""
+    """Engine that copies the states. "native" is this package's own and works with every mcore. "mcore" is the
+    offloader of the installed mcore; it is refused if that mcore has none. "auto" selects native, unless a fraction or
+    a chunk size of mcore's own offloader is set: then it selects mcore's. On GPUs native was faster in all but one of
+    the runs that compared both. It also returns reserved memory to the driver and supports background saves."""
 
     moments: bool = True
-    """Offload Adam's `exp_avg` and `exp_avg_sq`."""
+    """Offload the moments, Adam's `exp_avg` and `exp_avg_sq`."""
 
     master_weights: bool = True
-    """Offload the fp32 master weights, or their 16-bit remainders."""
+    """Offload the fp32 master weights, or the 16-bit remainders that Transformer Engine keeps of them."""
 
     master_remainders: bool | None = None
-    """Copy always, or never, only the bits of an fp32 master that its bf16 weight lacks; by default once training waits
-    for copies. True starts at the first step, False never does. None starts once training has waited for copies in two
-    of the first dozen or so steps: where all hide behind a long forward and backward, packing only costs time (on an
-    H200 10 ms for 1.64 billion parameters). 17 bits are copied; the weight, which the master was rounded to, stays on
-    the GPU, and only the optimizer or a checkpoint load may change it. With None the weights are watched over four
-    steps before: where something else changes them, masters are copied whole for good, and a line says so. If you begin
-    to modify bf16 weights between later steps, set `master_remainders=False`: once masters are copied in part, their
-    next use after such a change raises an error, as it does with True from the first step on."""
+    """Copy only the 17 bits of a master that its bf16 weight does not hold; default: once training waits for copies.
+    True starts with the first step, and False never starts. None starts once training has waited for copies in two
+    steps: if forward and backward hide all copies, packing only costs time (10 ms for 1.64 billion parameters on an
+    H200). The other bits come from the bf16 weight, which stays on the GPU, so only the optimizer or a checkpoint load
+    may change that weight. With None the weights are first watched over four steps. If something else changes them,
+    masters are copied whole for the rest of the run, and one line says so. If your code starts to change bf16 weights
+    later, set `master_remainders=False`: once masters are copied in part, the next use of a master whose weight was
+    changed raises an error. With True it does so from the first step on."""
 
     fraction: float = 1.0
-    """Share of the bytes of moments and master weights to offload, in (0, 1]. Parameters are taken whole, in the
-    optimizer's order, until the share of what `moments` and `master_weights` ask for is reached."""
+    """Share of the optimizer state to offload, in (0, 1], by bytes of what `moments` and `master_weights` select. Whole
+    parameters are taken in the optimizer's order until the share is reached."""
 
     gpu_memory_budget_gib: float | Literal["auto"] | None = None
-    """Peak of GPU memory to stay under, in GiB, while offloading as little as possible. The peak is of the memory that
-    PyTorch allocates on a rank; the CUDA context and NCCL come on top. The first steps offload everything and
-    measure. "auto" is what the GPU has, or PyTorch may have of it (`torch.cuda.set_per_process_memory_fraction`, from
-    PyTorch 2.8 on), less what is not PyTorch's and a margin for holes between blocks, which grows where PyTorch's
-    allocator turns out to need it. Nothing leaves where everything fits."""
+    """Peak GPU memory in GiB to stay below, by offloading as little as possible; "auto": what the GPU has. The peak
+    counts the memory that PyTorch allocates on a rank, without the CUDA context and NCCL. The first two steps offload
+    everything and measure. "auto" is the memory of the GPU, or the part of it that PyTorch may use
+    (`torch.cuda.set_per_process_memory_fraction`, from PyTorch 2.8 on), minus memory that others use and a margin for
+    fragmentation. The margin grows if PyTorch's allocator runs short. If everything fits, nothing is offloaded."""
 
     slab_bytes: int = 1024 * MIB
-    """Most optimizer state that is updated in one go, in bytes. Where that is less, the geometric mean of the
-    optimizer's state and 8 MiB is taken, which costs the least time (0.4 of 20 GB), or a 16th of the state. Each such
-    part has a slab for its masters and one for its moments, with one GPU allocation and one host buffer each. A tensor
-    is never split, so a larger tensor makes a larger slab. Parts smaller than that mean leave and return in groups of
-    its size, where the optimizer step has room for eight of them, which saves host time."""
+    """Largest part of the optimizer state that is updated in one go, in bytes. The engine uses less if that costs less
+    time: the geometric mean of the state and 8 MiB (0.4 GB of 20 GB), or a 16th of the state. A part has one slab for
+    its masters and one for its moments; a slab is one GPU allocation and one host buffer. A tensor is never split, so
+    a larger one makes a larger slab. If parts are smaller than that mean and the optimizer step has room for eight
+    groups of its size, parts are copied in such groups, which saves host time."""
 
     piece_bytes: int = 64 * MIB
-    """Largest single copy between host and GPU, in bytes. A copy of the training loop's own waits for at most one, 1.2
-    ms on an H200; larger ones cost the host less time."""
+    """Largest single copy between host and GPU, in bytes. A copy that the training loop makes waits for at most one of
+    them, 1.2 ms on an H200. Larger copies cost less host time."""
 
     pin_memory: bool = True
-    """Page-lock the host buffers. Without it a copy cannot overlap computation."""
+    """Page-lock the host buffers: only copies from and to pinned memory overlap computation."""
 
     measure: bool = False
-    """Log the peaks of GPU memory of a run without the offload too, to compare it with one. That is all it does: a run
-    that sets `optimizer.offload_optimizer_states` logs them anyway."""
+    """Log the peaks of GPU memory also in a run without the offload, to compare the two. It has no other effect: a run
+    with `optimizer.offload_optimizer_states` logs them anyway."""
 
     def __post_init__(self) -> None:
         if self.engine not in get_args(Engine):
@@ -126,12 +126,12 @@ class OffloadConfig:
 
     @property
     def gpu_memory_budget_bytes(self) -> int | None:
-        """`gpu_memory_budget_gib` in bytes; None where there is none, or it is found out in training."""
+        """`gpu_memory_budget_gib` in bytes; None without a budget, and with "auto", which is found out in training."""
         budget = self.gpu_memory_budget_gib
         return None if budget is None or isinstance(budget, str) else int(budget * 2**30)
 
     def native_only_settings(self) -> list[str]:
-        """Return the settings, as `name=value`, that differ from the default and only "native" honours."""
+        """Return the settings, as `name=value`, that differ from their default and that only "native" honours."""
         defaults = OffloadConfig()
         return [
             f"{f.name}={getattr(self, f.name)!r}"

@@ -17,61 +17,61 @@ COUNTERS = ("out", "back", "seconds")
 
 @dataclass(frozen=True)
 class Stats:
-    """What the offload did in the newest training step on this rank. Sizes in bytes, times in seconds."""
+    """What the offload did in the newest training step of this rank. Sizes are in bytes, times in seconds."""
 
     engine: str
-    """Engine that moves the bytes: "native", or "mcore generation 1", "1 in chunks" or "2"."""
+    """Engine that copies the states: "native", or "mcore generation 1", "mcore generation 1 in chunks" or
+    "mcore generation 2"."""
     mcore: str
     """Version of megatron-core."""
     steps: int = 0
-    """Training steps run with the offload on."""
+    """Training steps with the offload so far."""
     passes: int = 0
-    """Forward-backward passes of the newest step; more than one when the rerun machine asked for it."""
+    """Forward-backward passes of the newest step; more than one if the rerun state machine repeated it."""
     state_bytes: int = 0
-    """All optimizer state of the rank: moments and master weights, offloaded or not."""
+    """Optimizer state of the rank: moments and master weights, offloaded or not."""
     offloaded_bytes: int = 0
-    """Share of `state_bytes` that is offloaded once all of it exists."""
+    """Bytes of `state_bytes` to offload; the moments exist only after the first optimizer step."""
     pinned_bytes: int = 0
-    """Page-locked host memory held."""
+    """Pinned host memory that the offload holds."""
     pin_seconds: float = 0.0
-    """Host time that page-locking took, before training. 0 where mcore's own offloader pins."""
+    """Host time for page-locking, before training. 0 if mcore's own offloader pins."""
     released_bytes: int = 0
-    """The most state that was off the GPU at once in the newest step."""
+    """Most state that was off the GPU at the same time in the newest step."""
     bytes_offloaded: int = 0
-    """Copied from the GPU to the host in the newest step."""
+    """Bytes copied from the GPU to the host (D2H) in the newest step."""
     bytes_reloaded: int = 0
-    """Copied from the host to the GPU in the newest step."""
+    """Bytes copied from the host to the GPU (H2D) in the newest step."""
     enqueue_seconds: float = 0.0
-    """Host time of the newest step that went into enqueuing copies, waits and changes of GPU memory. 0 where mcore's
-    own offloader does it."""
+    """Host time of the newest step for enqueuing copies and waits and for allocating and freeing GPU memory. 0 if
+    mcore's own offloader does it."""
     failed_fetches: int = 0
-    """Steps of the run in which there was no GPU memory for a copy ahead of its time. The rest of the states came back
-    just when they were updated then, which takes longer."""
+    """Steps of the run in which GPU memory ran out during a prefetch. The rest of the states was then reloaded just
+    before its update, which takes longer."""
     touched_bytes: int = 0
-    """States of the run, up to the end of the newest step, that came back to the GPU because something used a tensor of
-    them while it was offloaded; `reload_states()` before brings all of it in one go."""
+    """State reloaded in the whole run because code used a tensor while it was offloaded. `reload_states()` beforehand
+    reloads everything at once."""
     copies_in_first: bool | None = None
     """Whether copies in go before copies out in the optimizer step. Each rank tries both ways in some steps and keeps
     the one with less waiting (`bridge_fgo/offload/precedence.py`); None until it knows."""
     copy_wait_seconds: tuple[float, float] | None = None
     """Time that the training stream waited for copies in those steps: as copies came, and with copies in first."""
     peak_forward_backward_bytes: int | None = None
-    """Peak of allocated GPU memory from release to reload; the largest of the passes. None without a GPU.
+    """Peak of allocated GPU memory in forward and backward, the largest of the passes. None without a GPU.
 
-    Bridge samples memory after the step, when states are resident again, so its own figure hides the saving.
+    Bridge samples memory after the step, when states may be on the GPU again, so its own figure hides the saving.
     """
     peak_step_bytes: int | None = None
-    """Peak of allocated GPU memory in the rest of the step: reload, optimizer step, offload. None without a
-    GPU."""
+    """Peak of allocated GPU memory in the rest of the step: reload, optimizer step, offload. None without a GPU."""
     peak_reserved_bytes: int | None = None
-    """Peak of GPU memory that PyTorch's allocator reserved in the step: what another process cannot have. None
-    without a GPU."""
+    """Peak of GPU memory that PyTorch's allocator reserved in the step, which other processes cannot use. None without
+    a GPU."""
     optimizer_step_seconds: float | None = None
-    """Time on the GPU of the optimizers' steps, with their waits for copies, of the newest step in which it is
-    known (the GPU reports it a step late). None without a GPU."""
+    """GPU time of the optimizer step, including its waits for copies. It is one step old, because the GPU reports it
+    late. None without a GPU."""
 
     def scalars(self) -> dict[str, float]:
-        """Return the figures that belong in a dashboard, by tag."""
+        """Return the figures for TensorBoard and W&B, by tag."""
         names = ("released_bytes", "bytes_offloaded", "bytes_reloaded", "pinned_bytes", "passes", "enqueue_seconds")
         optional = ("peak_forward_backward_bytes", "peak_step_bytes", "peak_reserved_bytes", "optimizer_step_seconds")
         values = asdict(self)

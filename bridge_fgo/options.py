@@ -1,8 +1,8 @@
-"""The command lines' options for the offload, made from the fields of `OffloadConfig`: typer's, argparse's, NeMo-Run's.
+"""The options of every command line, made from the fields of `OffloadConfig`: for typer, argparse and NeMo-Run.
 
-Whatever a command line is made of, what it was given comes out as keyword arguments of `OffloadConfig`; a setting that
-was not given is not among them and keeps its default. `--slab-bytes`, `slab_bytes=` and `optimizer.offload.slab_bytes=`
-are one setting.
+Each of the three returns what the user gave as keyword arguments of `OffloadConfig`. A setting that the user did not
+give is left out and keeps its default. `--slab-bytes`, `slab_bytes=` and `optimizer.offload.slab_bytes=` set the same
+field.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from bridge_fgo.config import OffloadConfig
 class Option:
     """One option.
 
-    setting: the field of `OffloadConfig` that it sets, and its own name.
-    kind: type of its value: bool, int, float or str.
-    choices: the strings that it takes; none for any.
-    words: the strings that it takes beside numbers.
-    help: one sentence.
+    Attributes:
+        setting: the field of `OffloadConfig` that it sets; also its name.
+        kind: type of its value: bool, int, float or str.
+        choices: the strings that it accepts; empty if it accepts any.
+        words: the strings that it accepts beside numbers.
+        help: one sentence.
     """
 
     setting: str
@@ -42,7 +43,7 @@ class Option:
     help: str
 
     def read(self, text: str | float) -> str | float:
-        """Return a word, or the number that a text says; raise ValueError where it is neither."""
+        """Return one of `words`, or the number in `text`; raise ValueError if it is neither."""
         return text if isinstance(text, str) and text in self.words else self.kind(text)
 
     @property
@@ -52,12 +53,12 @@ class Option:
 
     @property
     def off(self) -> str:
-        """How a command line spells False."""
+        """The option that sets False."""
         return f"--no-{self.flag[2:]}"
 
 
 def _first_sentences() -> dict[str, str]:
-    """Return the first sentence of the docstring of each field; none where the source is not at hand."""
+    """Return the first sentence of each field's docstring; an empty dict if the source is not available."""
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(OffloadConfig))).body
     except OSError:
@@ -88,7 +89,7 @@ OPTIONS = _make_options()
 
 
 def settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return OffloadConfig's keyword arguments. `given` has values by `Option.setting`; None is one not given."""
+    """Return OffloadConfig's keyword arguments. `given` maps `Option.setting` to a value; None: not given."""
     found: dict[str, Any] = {}
     for option in OPTIONS:
         value = given.get(option.setting)
@@ -103,7 +104,7 @@ def settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def command_line(given: Mapping[str, Any]) -> list[str]:
-    """Return the words that give a command of `takes_offload_options` the same options; for `given` see `settings`."""
+    """Return the arguments that pass `given` (see `settings`) to a command of `takes_offload_options`."""
     words: list[str] = []
     for option in OPTIONS:
         value = given.get(option.setting)
@@ -117,7 +118,7 @@ def command_line(given: Mapping[str, Any]) -> list[str]:
 
 
 def takes_offload_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a typer command the options. What was given is passed as its argument `offload`: see `settings`."""
+    """Add the options to a typer command, which gets the result of `settings` as its argument `offload`."""
 
     @functools.wraps(command)
     def with_options(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +141,7 @@ def takes_offload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def add_offload_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Give an argparse parser the options."""
+    """Add the options to an argparse parser."""
     for option in OPTIONS:
         if option.kind is bool:
             parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=option.help)
@@ -150,7 +151,7 @@ def add_offload_options(parser: argparse.ArgumentParser | argparse._ArgumentGrou
 
 
 def offload_config(namespace: argparse.Namespace) -> OffloadConfig:
-    """Return the settings of a namespace that a parser with `add_offload_options` made."""
+    """Return the settings in the namespace of a parser with `add_offload_options`."""
     return OffloadConfig(**settings(vars(namespace)))
 
 
@@ -166,4 +167,4 @@ OffloadOptions = make_dataclass(
     kw_only=True,
     module=__name__,
 )
-"""Base of a dataclass whose fields are a command line's settings: a field for each option, None where not given."""
+"""Base of a dataclass with a command line's settings: one field for each option, None if it was not given."""

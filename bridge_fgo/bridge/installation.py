@@ -20,9 +20,9 @@ _hooked: set[str] = set()
 
 
 class Installation:
-    """The handle that `install` returns; as a context manager it takes that call of `install` back.
+    """The handle that `install` returns; as a context manager it undoes that call of `install` at the end of the block.
 
-    The last call to be taken back uninstalls, so that whoever had it installed before the block has it after it too.
+    Calls are counted: only undoing the last one uninstalls, so an earlier `install()` still holds after the block.
     """
 
     def __init__(self, config: OffloadConfig) -> None:
@@ -117,17 +117,17 @@ class Installation:
 def install(config: OffloadConfig | None = None) -> Installation:
     """Make `cfg.optimizer.offload_optimizer_states = True` work in Megatron-Bridge.
 
-    Works before or after Bridge is imported, and changes nothing in a run that leaves the flag unset but how many
-    queues CUDA gives to copies where `CUDA_DEVICE_MAX_CONNECTIONS` asks for few: that is settled when CUDA is first
-    asked for anything, `torch.cuda.is_available()` included, so call it before. Calling it again returns the same
-    handle; `with install():` takes back its own call only.
+    Call it before or after the import of Bridge, but before the first use of CUDA (`torch.cuda.is_available()` is one).
+    CUDA then reads how many hardware queues copies get, which this function raises if `CUDA_DEVICE_MAX_CONNECTIONS`
+    asks for few. Nothing else changes in a run without the flag. A second call returns the same handle;
+    `with install():` undoes only its own call.
 
     Args:
-        config: settings of the offload; the defaults when None.
+        config: settings of the offload; None for the defaults.
 
     Raises:
-        ValueError: installed already with other settings, or they are no `OffloadConfig`.
-        RuntimeError: the Bridge or mcore here is not one that the patches fit; nothing is patched then.
+        ValueError: other settings are installed already, or `config` is not an `OffloadConfig`.
+        RuntimeError: the patches do not fit this Bridge or mcore. Nothing is patched then.
     """
     global _installation
     if config is not None and not isinstance(config, OffloadConfig):
@@ -160,15 +160,15 @@ def _module_imported(module: ModuleType) -> None:
 
 
 def uninstall() -> None:
-    """Restore every binding exactly; sessions that are attached make their states resident and end.
+    """Reload all states, detach from the optimizers and restore every patched binding exactly.
 
-    Does nothing when not installed.
+    Does nothing if nothing is installed.
 
     Raises:
-        RuntimeError: someone patched on top of one of the bindings; names it. Or states cannot be brought back: there
-            is no memory for them (`torch.cuda.OutOfMemoryError`), or weights were changed meanwhile. The bindings
-            stay then, because without them whoever reads or updates the states would find no memory behind them;
-            sessions that could end have ended, and once the cause is gone it may be called again.
+        RuntimeError: another patch lies on top of a binding; the message names it. Or states cannot be reloaded: there
+            is no memory for them (`torch.cuda.OutOfMemoryError`), or weights were changed meanwhile. The bindings then
+            stay, because without them code that uses the states would find no memory behind them. Remove the cause and
+            call it again.
     """
     global _installation
     if _installation is None:
