@@ -71,6 +71,15 @@ def test_the_files_that_the_table_of_tests_names_are_there():
     assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []
 
 
+def test_the_functions_of_the_time_line_are_in_the_package():
+    section = text_of("bridge_fgo/README.md").partition("\n## The time line")[2].partition("\n## ")[0]
+    named = re.findall(r"(?<!\*)`(\w+(?:\.\w+)?)`(?!\*)", section)  # in italics: those of Bridge and mcore
+    source = "\n".join(path.read_text() for path in (ROOT / "bridge_fgo").rglob("*.py"))
+    defined = set(re.findall(r"^ *(?:def|class) (\w+)", source, re.MULTILINE))
+    assert len(named) > 20
+    assert [name for name in named if not defined.issuperset(name.split("."))] == []
+
+
 def test_the_test_command_is_the_one_that_ci_runs():
     command = "uv run pytest -n 2 --dist loadfile"
     assert command in text_of("README.md")
