@@ -29,7 +29,7 @@ OF_EVERYTHING = {"recompute_granularity": "full", "recompute_method": "uniform",
 FLAG_ON, FLAG_OFF = "optimizer.offload_optimizer_states=true", "optimizer.offload_optimizer_states=false"
 HYBRID_SECONDS = 0.969 / 1.641e9
 """Seconds that HybridDeviceOptimizer adds to a step for each parameter that a rank updates: in one run on an H200,
-with 16 cores, 1.470 s against 0.501 s resident at 1.641 billion parameters (`cli/bench/README.md`)."""
+with 16 cores, 1.470 s against 0.501 s resident at 1.641 billion parameters (`bridge_fgo/tools/bench/README.md`)."""
 HYBRID_HOST_BYTES = 16
 """Bytes of host memory of it a parameter: masters, two moments and the gradient in fp32."""
 
