@@ -38,7 +38,7 @@ from bridge_fgo.engines.native import NativeEngine  # noqa: E402
 from bridge_fgo.engines.ranks import gather  # noqa: E402
 from bridge_fgo.figures import Figures  # noqa: E402
 from bridge_fgo.memory.remainders import Remainders  # noqa: E402
-from bridge_fgo.memory.residency import StillShared  # noqa: E402
+from bridge_fgo.memory.slab import StillShared  # noqa: E402
 from bridge_fgo.memory.transfers import HostTransfers  # noqa: E402
 from bridge_fgo.offload.snapshot import Snapshot  # noqa: E402
 from bridge_fgo.sleep.moved import KINDS  # noqa: E402

@@ -12,9 +12,8 @@ import torch
 
 from bridge_fgo.memory import cuda_transfers
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.residency import Residency
 from bridge_fgo.memory.shared_copies import OwnCopies
-from bridge_fgo.memory.slab import Slab
+from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.offload import debug
 
 TRAINING, SIDE, HOST = 1000, 2000, 3000
@@ -82,7 +81,7 @@ class StreamOrder:
     def _is_of_no_use(self, memory, read):
         """Whether it is the read of a copy out that was given up: what it has copied is never used."""
         kind, slab = memory
-        return kind == "whole" and TRAINING not in read and slab.state is Residency.RESIDENT
+        return kind == "whole" and TRAINING not in read and slab.state is SlabState.RESIDENT
 
     def take(self, memory):
         """The allocator hands memory out that work on the current stream may have used until now."""
@@ -160,7 +159,7 @@ def install(monkeypatch):
         def copy(self, target, source, nbytes, stream):
             ctypes.memmove(target, source, nbytes)
             host = source if self.to_gpu else target
-            slab = next(s for s in order.slabs if s.host_address <= host < s.host_address + s.nbytes)
+            slab = next(s for s in order.slabs if s.host.address <= host < s.host.address + s.nbytes)
             gpu, on_host = ("staging" if slab.is_encoded else "whole", slab), ("host", slab)
             read, written = (on_host, gpu) if self.to_gpu else (gpu, on_host)
             order.read(read, handle(stream))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import bridge_fgo
 from bridge_fgo.bridge.session import SESSION
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
@@ -82,7 +82,7 @@ def test_a_save_moves_no_state_to_the_gpu(tmp_path, kind):
         before = where(run), traffic.back, run.live_state_bytes()
         save(run, tmp_path, kind)
         assert (where(run), traffic.back, run.live_state_bytes()) == before
-        assert Residency.RESIDENT not in before[0]
+        assert SlabState.RESIDENT not in before[0]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -94,7 +94,7 @@ def test_a_save_brings_back_masters_that_were_copied_in_part_each_once_and_sends
         before = where(run), run.live_state_bytes()
         moved = engine.traffic.back
         packed = [
-            slab.codec.link_bytes for slab in engine.slabs if slab.is_encoded and slab.state is Residency.RELEASED
+            slab.codec.link_bytes for slab in engine.slabs if slab.is_encoded and slab.state is SlabState.RELEASED
         ]
         save(run, tmp_path, kind)
         assert packed
@@ -110,7 +110,7 @@ def test_what_is_handed_out_for_a_checkpoint_shares_no_memory_with_a_slab(kind):
             run.step()
         slabs = session_of(run).engine.slabs
         ours = {tensor.untyped_storage()._cdata for slab in slabs for tensor in (slab.gpu, slab.host.tensor)}
-        addresses = [(slab.host_address, slab.host_address + slab.nbytes) for slab in slabs]
+        addresses = [(slab.host.address, slab.host.address + slab.nbytes) for slab in slabs]
         model = run.model[0].sharded_state_dict()
         state = run.optimizer.sharded_state_dict(model, metadata={"distrib_optim_sharding_type": kind})
         tensors = list(tensors_in(state["param_state"]))
@@ -344,7 +344,7 @@ def test_checkpoints_that_are_lent_host_buffers_have_the_bytes_of_their_step(tmp
                 run.step()
                 save(run, tmp_path / str(offload) / str(number), "dp_reshardable", context)
                 if offload:
-                    lent.append({slab.host_address for slab in session_of(run).engine.slabs if slab.is_lent})
+                    lent.append({slab.host.address for slab in session_of(run).engine.slabs if slab.is_lent})
                 run.step()  # while the writer may still read
                 if offload:
                     finish(run, terminate=number == 2)

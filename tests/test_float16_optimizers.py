@@ -366,7 +366,7 @@ def test_a_state_dictionary_shares_no_memory_with_states_and_equals_a_resident_r
             dictionaries.append(run.optimizer.state_dict())
             if offload:
                 slabs = session_of(run).engine.slabs
-                spans = [(s.host_address, s.host_address + s.nbytes) for s in slabs]
+                spans = [(s.host.address, s.host.address + s.nbytes) for s in slabs]
                 mine = {s.gpu.untyped_storage()._cdata for s in slabs}
                 for tensor in tensors(dictionaries[1]):
                     assert tensor.untyped_storage()._cdata not in mine

@@ -10,7 +10,7 @@ from saving import save
 from test_checkpoints import SMALL_SLABS, session_of, training
 
 from bridge_fgo.memory.meters import WaitMeter
-from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.transfers import HostTransfers
 from bridge_fgo.offload.packing_policy import MOST_UNPLANNED, WATCHED_STEPS
 
@@ -22,7 +22,7 @@ CHANGED = "weights of the model were changed while"
 def packed_weight(run):
     """A weight of the model whose master is away, copied in part."""
     slabs = session_of(run).engine.slabs
-    slab = next(slab for slab in slabs if slab.is_encoded and slab.state is Residency.RELEASED)
+    slab = next(slab for slab in slabs if slab.is_encoded and slab.state is SlabState.RELEASED)
     return slab.codec.shards[0].tensor()
 
 

@@ -14,10 +14,9 @@ from bridge_fgo.engines.share import Share, pin
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.host_buffer import PINNING_THREADS
 from bridge_fgo.memory.host_memory import free_for_each_rank
-from bridge_fgo.memory.residency import Residency
 from bridge_fgo.memory.shared_copies import OwnCopies, SharedCopies
 from bridge_fgo.memory.shared_host_buffer import SharedHostBuffer, has_files_for_buffers
-from bridge_fgo.memory.slab import Slab
+from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.memory.state import State
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.loading import Loading
@@ -110,7 +109,7 @@ class Checkpoints:
         try:
             if needed > (free := free_for_each_rank()):
                 raise ValueError(f"each rank of this node needs {needed} bytes of host memory, and can have {free}")
-            buffers = [slab.make_shared_host() for slab in slabs]
+            buffers = [SharedHostBuffer(slab.nbytes) for slab in slabs]
             if self._pin_near is not None:
                 pin(buffers, self._pin_near)
         except (ValueError, RuntimeError) as error:
@@ -151,10 +150,10 @@ class Checkpoints:
                 is_new = not slab.exists()
                 if is_new:
                     _make(slab.states)
-                leaves = everything and not part.stays and slab.state is not Residency.RELEASED
+                leaves = everything and not part.stays and slab.state is not SlabState.RELEASED
                 if (is_new or leaves or slab.is_encoded) and slab.exists():
                     slab.send_away()
-                elif everything and slab.state is not Residency.RELEASED:
+                elif everything and slab.state is not SlabState.RELEASED:
                     slab.require_writable()  # it is loaded where it is
         for bundle in source.states():
             _make(bundle.states)  # of those that are not offloaded
@@ -217,7 +216,7 @@ class Checkpoints:
         with self._transfers.computing():  # whose memory slabs are
             for part in self._shares[source].parts:
                 slabs = [slab for slab in part.slabs if slab.written_back or not masters_only]
-                leaving = [slab for slab in slabs if slab.state is Residency.RELEASED or not slab.exists()]
+                leaving = [slab for slab in slabs if slab.state is SlabState.RELEASED or not slab.exists()]
                 for slab in slabs:
                     slab.require_writable()
                 act(part)

@@ -14,7 +14,7 @@ import torch
 
 from bridge_fgo.engines.mcore import Member
 from bridge_fgo.memory.meters import Traffic
-from bridge_fgo.memory.residency import ResidencyMachine
+from bridge_fgo.memory.slab import SlabStateMachine
 from bridge_fgo.states.megatron import MegatronSource
 
 
@@ -33,14 +33,14 @@ def offload(optimizer: Any) -> None:
     optimizer.offload_states()
 
 
-class Generation1(ResidencyMachine, Member):
+class Generation1(SlabStateMachine, Member):
     """Drives it as one residency for all states of an optimizer built with `config.offload_optimizer_states=True`."""
 
     name = "mcore generation 1"
     verbs = ("offload_states", "release_offloaded_gpu_states", "reload_offloaded_states")
 
     def __init__(self, source: MegatronSource, traffic: Traffic) -> None:
-        ResidencyMachine.__init__(self, traffic.touches)
+        SlabStateMachine.__init__(self, traffic.touches)
         Member.__init__(self, source, traffic)
         self._offloader: Any = self.optimizer._state_offloader
 

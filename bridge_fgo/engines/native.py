@@ -22,8 +22,7 @@ from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.layout import copied_whole
 from bridge_fgo.memory.meters import PeakMeter, Traffic
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.residency import Residency
-from bridge_fgo.memory.slab import Slab, require_readable, send_off
+from bridge_fgo.memory.slab import Slab, SlabState, require_readable, send_off
 from bridge_fgo.memory.transfers import HostTransfers, Transfers
 from bridge_fgo.offload.debug import debugged
 from bridge_fgo.offload.part import Part
@@ -375,7 +374,7 @@ class NativeEngine(Engine):
     def states_replaced(self, source: Source) -> None:
         """Let go of the old tensors' memory; the next pass takes the new ones into the slabs."""
         for slab in self._shares[source].slabs:
-            if slab.state is Residency.RESIDENT:
+            if slab.state is SlabState.RESIDENT:
                 self.schedule.transfers.wait_out(slab)
                 slab.drop_if_left()
 

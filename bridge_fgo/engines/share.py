@@ -11,8 +11,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.host_memory import local_cpus
 from bridge_fgo.memory.layout import ChooseCodec, SlabPlace, lay_out, offloaded_bundles, part_bytes, pipeline_bytes
-from bridge_fgo.memory.residency import Residency
-from bridge_fgo.memory.slab import Slab
+from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.offload.part import Part
 from bridge_fgo.states.source import Source
 
@@ -54,12 +53,12 @@ class Share:
     @property
     def is_all_here(self) -> bool:
         """Whether every part stays on the GPU, and is there."""
-        return all(part.stays for part in self.parts) and all(slab.state is Residency.RESIDENT for slab in self.slabs)
+        return all(part.stays for part in self.parts) and all(slab.state is SlabState.RESIDENT for slab in self.slabs)
 
     @property
     def coming(self) -> list[Slab]:
         """The slabs that are on their way back."""
-        return [slab for slab in self.slabs if slab.state is Residency.RELOADING]
+        return [slab for slab in self.slabs if slab.state is SlabState.RELOADING]
 
 
 def pin(buffers: Sequence[HostBuffer], device: torch.device) -> float:

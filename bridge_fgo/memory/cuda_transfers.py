@@ -13,8 +13,7 @@ import torch
 from bridge_fgo.memory.driver import Copier, Event, Stream, current_stream
 from bridge_fgo.memory.layout import pieces
 from bridge_fgo.memory.meters import WaitMeter
-from bridge_fgo.memory.slab_memory import SlabMemory
-from bridge_fgo.memory.transfers import Transfers
+from bridge_fgo.memory.transfers import Movable, Transfers
 
 _SAME_STREAM = nullcontext()
 
@@ -181,28 +180,28 @@ class CudaTransfers(Transfers):
         return torch.cuda.is_current_stream_capturing()
 
     @override
-    def copy_out(self, slab: SlabMemory, written: bool = True) -> None:
+    def copy_out(self, slab: Movable, written: bool = True) -> None:
         # Race: optimizer.step() or the adoption, queued on the streams, still writes the states.
         after = self._now(self._streams()) if written or not self._is_ordered else ()
         if self._yields:
             after = (*after, self._in.all_done())  # for no race: both directions at once are slower
         moving = slab.moving
-        self._memory[slab.host_address] = moving, slab.host.tensor
-        self._out.copy(slab.host_address, moving.data_ptr(), moving.numel(), self._events(slab)[0], after)
+        self._memory[slab.host.address] = moving, slab.host.tensor
+        self._out.copy(slab.host.address, moving.data_ptr(), moving.numel(), self._events(slab)[0], after)
 
     @override
-    def copy_in(self, slab: SlabMemory) -> None:
+    def copy_in(self, slab: Movable) -> None:
         with self.on_compute_stream():  # whose memory it is: a reader's side stream would get the block back from it
             slab.allocate()
         # Race: the allocator handed out memory whose last user may still run on the stream. And the copy out may
         # still be writing the host buffer that this copy reads: the stream has waited for it since the release.
         after = () if self._is_ordered else self._now(self._alone)
         moving = slab.moving
-        self._memory[slab.host_address] = moving, slab.host.tensor
-        self._in.copy(moving.data_ptr(), slab.host_address, moving.numel(), self._events(slab)[1], after)
+        self._memory[slab.host.address] = moving, slab.host.tensor
+        self._in.copy(moving.data_ptr(), slab.host.address, moving.numel(), self._events(slab)[1], after)
 
     @override
-    def wait_in(self, slab: SlabMemory) -> None:
+    def wait_in(self, slab: Movable) -> None:
         # Race: optimizer.step(), a save or a second offload would use states that have not all landed.
         self._wait_for(self._in, self._events(slab)[1])
 
@@ -238,17 +237,17 @@ class CudaTransfers(Transfers):
         (self._out if out else self._in).delay(cycles)
 
     @override
-    def has_landed(self, slab: SlabMemory) -> bool:
+    def has_landed(self, slab: Movable) -> bool:
         return self._events(slab)[1].has_happened()
 
     @override
-    def wait_out(self, slab: SlabMemory) -> None:
+    def wait_out(self, slab: Movable) -> None:
         # Race: forward's activations would be written into the memory, or it would be let go of, while the copy out,
         # perhaps given up since, still reads it. The training stream waits, whose memory it is, so that this is free
         # for it at once; `record_stream` would keep the block from everybody until the allocator sees the copy end,
         # and reserve new memory meanwhile.
         self._wait_for(self._out, self._events(slab)[0])
-        self._memory[slab.host_address] = (slab.host.tensor,)
+        self._memory[slab.host.address] = (slab.host.tensor,)
 
     def _wait_for(self, lane: Lane, copied: Event) -> None:
         self._is_ordered = False
@@ -279,8 +278,8 @@ class CudaTransfers(Transfers):
         current = current_stream(self._index)
         return self._alone if current == self._handle else (current, self._handle)
 
-    def _events(self, slab: SlabMemory) -> tuple[Event, Event]:
-        return self._done[slab.host_address]
+    def _events(self, slab: Movable) -> tuple[Event, Event]:
+        return self._done[slab.host.address]
 
 
 def _drain(out: Lane, back: Lane, memory: dict[int, tuple[torch.Tensor, ...]]) -> None:

@@ -1,31 +1,297 @@
-"""A slab: its memory, where its bytes are, how they are encoded, and what moving them costs; and moves of several."""
+"""A slab: whole tensors with one GPU allocation and one host buffer of the same layout, which move as one.
+
+    SlabState         where the bytes of a slab are
+    SlabStateMachine  the verbs that move it, in any order; mcore's first generation moves by the same ones
+    Slab              the actions behind the verbs, and the memory: on the GPU, on the host, and, for a slab that is
+                      encoded, the staging memory that is copied in its place
+    several slabs     the same verbs for several slabs, with one launch for all that are encoded
+
+Nothing else decides whether a state tensor may be read or written.
+"""
 
 from __future__ import annotations
 
+import enum
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import override
 
 import torch
 
+from bridge_fgo.memory.codec import Codec, Move
+from bridge_fgo.memory.guard import Guard, Touches, empty, fill, own
+from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.layout import SlabPlace
 from bridge_fgo.memory.meters import Ledger, Traffic
-from bridge_fgo.memory.residency import Residency, ResidencyMachine
 from bridge_fgo.memory.shared_host_buffer import SharedHostBuffer
-from bridge_fgo.memory.slab_memory import SlabMemory, decode, encode
 from bridge_fgo.memory.transfers import Transfers
 
+MOST_IN_TRANSIT = 4
+"""Slabs on their way at once where all come or go: what is copied in place of masters needs memory beside them."""
 
-class Slab(SlabMemory, ResidencyMachine):
-    """One slab. The verbs of `ResidencyMachine` move it by `transfers`; `traffic` counts what they move."""
+AWAY = (
+    "offloaded optimizer state was used in a way that does not bring it back (by a kernel of an extension, a "
+    "collective, or a view that was made before): call bridge_fgo.reload_states() first, or "
+    "Residency.reload('optimizer')"
+)
+"""The error that such code gets."""
+
+
+class SlabState(enum.Enum):
+    """Where the bytes of a slab are.
+
+    RESIDENT: on the GPU, readable and writable on the training stream, and on that of whoever asked for it.
+    OFFLOADING: a copy to the host is under way; the GPU copy is still there and readable.
+    RELEASED: only the host copy is valid; the GPU memory is gone.
+    RELOADING: GPU memory is there again and a copy to it is under way; not readable yet.
+    """
+
+    RESIDENT = "resident"
+    OFFLOADING = "offloading"
+    RELEASED = "released"
+    RELOADING = "reloading"
+
+
+class StillShared(RuntimeError):
+    """GPU memory cannot be given back, because somebody else holds it, and has not been."""
+
+
+class SlabStateMachine(ABC):
+    """The residency of one slab, or of all that one of mcore's own offloaders moves.
+
+    Six verbs drive it; a subclass supplies the five actions, each of which is called only in the residency that it
+    is valid in. A verb that the present residency does not call for does nothing, so they may come in any order and
+    any number of times: a second pass of the rerun loop, a skipped step and an early exit need no special case.
+    After an action that was interrupted every verb raises RuntimeError, as `state` does.
+
+    In any residency but RESIDENT the tensors are guarded: what touches one has the states back, writable, so that no
+    list of readers and writers has to be complete.
+
+    Args:
+        touches: counts what touches bring back.
+    """
+
+    state_bytes = 0
+    """Bytes of what moves."""
+
+    def __init__(self, touches: Touches | None = None) -> None:
+        self._residency = SlabState.RESIDENT
+        self.touches = touches or Touches()
+        self._guard = Guard(self._touched)
+        self.interrupted = ""
+        """The type of what came in the midst of an action, other than an error that leaves the slab as it was."""
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Return the tensors of the states that exist, as others hold them."""
+        return ()
+
+    @abstractmethod
+    def _start_offload(self) -> None:
+        """Start the copy to the host, after all work queued on the current stream."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give the GPU memory back; it must not be reused before the copy to the host has read it."""
+
+    @abstractmethod
+    def _give_up_offload(self) -> None:
+        """Let go of what only the copy to the host needed: nobody will use that copy."""
+
+    @abstractmethod
+    def _start_reload(self) -> None:
+        """Take GPU memory and start the copy to it, after the copy to the host has ended."""
+
+    @abstractmethod
+    def _wait_reload(self) -> None:
+        """Make the current stream wait for the copy to the GPU."""
+
+    @property
+    def state(self) -> SlabState:
+        """The present residency.
+
+        Raises:
+            RuntimeError: something came in the midst of an action, so that it is not known.
+        """
+        if self.interrupted:
+            raise RuntimeError(
+                f"the optimizer state cannot be used: {self.interrupted} came while a part of it was on "
+                "its way between GPU and host; build the optimizer anew and resume from the last checkpoint"
+            )
+        return self._residency
+
+    def _do(
+        self, action: Callable[[], None], becomes: SlabState, failures: tuple[type[RuntimeError], ...] = (RuntimeError,)
+    ) -> None:
+        """Do an action and note what has become of the slab, or neither.
+
+        Ctrl-C, a signal's handler or a restart in process may come at any line between. A handler that raises
+        RuntimeError (PyTorch's for a DataLoader's worker that died does) is told from a failure in `_release` alone.
+
+        Args:
+            action: one of the five.
+            becomes: the residency after it.
+            failures: what the action raises where it fails (no memory, an error of the driver's) and leaves the slab as
+                it was; any RuntimeError by default.
+        """
+        if self._residency is SlabState.RESIDENT:
+            self._guard.put_on(self.tensors())
+        try:
+            with own():
+                action()
+            self._residency = becomes
+        except failures:
+            raise
+        except BaseException as error:
+            self.interrupted = type(error).__name__
+            raise
+        finally:
+            self._take_off_guard()
+
+    def _take_off_guard(self) -> None:
+        if self._residency is SlabState.RESIDENT and not self.interrupted:
+            self._guard.take_off()
+
+    def _touched(self, tensor: torch.Tensor) -> None:
+        """Make the states readable and writable for whoever touches a tensor of them.
+
+        Raises:
+            RuntimeError: nothing may come back now; says what to call.
+        """
+        was_away = self.state is SlabState.RELEASED
+        if refusal := self.touches.refusal():
+            raise RuntimeError(f"{self.name_of(tensor)} was used, and its memory is away: {refusal}")
+        with torch.inference_mode(False), torch.no_grad():  # else what is made for it could not be written outside
+            self.require_writable()
+        self._take_off_guard()  # also where something came between a move and its note
+        self.touches.count(self.state_bytes if was_away else 0)
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Return what to call one of the tensors in a message."""
+        return "optimizer state"
+
+    def offload(self, start: Callable[[], None] | None = None) -> None:
+        """Start towards the host, from RESIDENT or RELOADING.
+
+        Args:
+            start: does it in place of `_start_offload`.
+        """
+        if self.state is SlabState.RELOADING:
+            # Race: the copy to the host would read GPU memory that the reload has not filled yet, and
+            # write the host buffer that the reload still reads.
+            self._do(self._wait_reload, SlabState.RESIDENT)
+        if self._residency is SlabState.RESIDENT:
+            self._do(start or self._start_offload, SlabState.OFFLOADING)
+
+    def release(self) -> None:
+        """Let go of the GPU memory of an OFFLOADING slab."""
+        if self.state is SlabState.OFFLOADING:
+            # Memory that is gone cannot be taken back; before it goes, only these can be raised.
+            self._do(self._release, SlabState.RELEASED, (torch.OutOfMemoryError, StillShared))
+
+    def release_unchanged(self) -> None:
+        """Let go of the GPU memory of a RESIDENT slab that nothing has written since it came back.
+
+        The host's copy must be what is on the GPU, and whole; whoever calls knows.
+        """
+        if self.state is SlabState.RESIDENT:
+            self._do(self._release, SlabState.RELEASED, (torch.OutOfMemoryError, StillShared))
+
+    def reload(self) -> None:
+        """Start towards the GPU; a slab that was never released just stays."""
+        if self.state is SlabState.RELEASED:
+            self._do(self._start_reload, SlabState.RELOADING)
+        else:
+            self._keep()
+
+    def _keep(self) -> None:
+        if self.state is SlabState.OFFLOADING:
+            self._do(self._give_up_offload, SlabState.RESIDENT)
+
+    def reloaded(self) -> None:
+        """Note that what `_wait_reload` does for a RELOADING slab was done together with others'."""
+        self._residency = SlabState.RESIDENT
+        self._take_off_guard()
+
+    def require_readable(self) -> None:
+        """Make the states readable by work that the current stream gets from now on."""
+        if self.state is SlabState.RELEASED:
+            self.reload()
+        if self._residency is SlabState.RELOADING:
+            self._do(self._wait_reload, SlabState.RESIDENT)
+
+    def require_writable(self) -> None:
+        """Make the states readable and writable by work that the current stream gets from now on.
+
+        An offload under way is given up: its host copy will be stale, so it must not be released.
+        """
+        self.require_readable()
+        self._keep()
+
+    def send_away(self) -> None:
+        """Have the host get the states as they are now, and let go of the GPU memory."""
+        self.require_writable()  # a copy out under way may be of what they were
+        self.offload()
+        self.release()
+
+
+class Slab(SlabStateMachine):
+    """One slab: state tensors that share one GPU allocation, and host memory of the same layout.
+
+    The tensors keep their identity. Only the storage behind each moves into the slab, so every holder of one (param
+    groups, the keys of `optimizer.state`, `param.main_param`) goes on seeing it. States that have a home are not moved:
+    their storage, as it is, is the slab's GPU memory, emptied and filled.
+
+    Host memory is one buffer, or two that take turns: while a checkpoint's writer reads the one, copies out go to the
+    other. A buffer is lent only while the other is free, so that a copy out, which starts in mid-step, neither waits
+    nor allocates.
+
+    Args:
+        place: layout, states and codec.
+        device: where the states are when resident.
+        transfers: copies it.
+        ledger: counts the GPU memory of all slabs of the rank.
+        traffic: counts what moves.
+    """
 
     def __init__(
         self, place: SlabPlace, device: torch.device, transfers: Transfers, ledger: Ledger, traffic: Traffic
     ) -> None:
-        SlabMemory.__init__(self, place, device, ledger)
-        ResidencyMachine.__init__(self, traffic.touches)
+        super().__init__(traffic.touches)
         self.transfers = transfers
         self.traffic = traffic
+        self._ledger = ledger
+        self.layout = place.layout
+        self.states = place.states
+        self.written_back = place.written_back
+        self.codec: Codec = place.codec
+        self.nbytes = place.layout.nbytes
+        """Size of the slab in bytes, on the GPU and on the host alike."""
+        self.block_bytes = ledger.block_bytes(self.nbytes)
+        """Bytes of GPU memory that it takes."""
+        self.state_bytes = sum(state.nbytes for state in place.states)
+        """Bytes of its states, without what lies between them."""
+        self._staging_bytes = ledger.block_bytes(place.codec.staging_bytes)
+        self.transit_bytes = self.block_bytes + self._staging_bytes
+        """Most bytes of GPU memory that the slab holds: while it is on its way."""
+        self.gpu: torch.Tensor | None = None  # uint8 [nbytes]; its storage is empty while released
+        self._storage: torch.UntypedStorage | None = None
+        """Storage of `gpu`: asked for in each move, and PyTorch would make an object around it each time."""
+        self._make = partial(torch.empty, dtype=torch.uint8, device=device)
+        self._is_in_place = any(state.home is not None for state in place.states)
+        self.staging: torch.Tensor | None = None
+        """What is copied in place of the slab, uint8 [codec.staging_bytes]; on the GPU while the slab is on its way. In
+        one allocation with the slab the allocator reserved 0.75 GB more on an H200 (of 19.7 GB of states)."""
+        self._staging_home: tuple[torch.Tensor, torch.UntypedStorage] | None = None
+        """`staging` and its storage, emptied or not: cheaper for the host than new ones."""
+        self.is_encoded = False
+        """Whether `staging` was in the newest copy out, until it is decoded."""
+        self.host: HostBuffer = HostBuffer(self.nbytes)
+        """Copies out write it, and copies in read it."""
+        self.spare: SharedHostBuffer | None = None
+        """A second buffer, for while `host` is lent; `host` is shared too then."""
 
     @override
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -37,21 +303,14 @@ class Slab(SlabMemory, ResidencyMachine):
         names = (state.name for state in self.states if any(tensor is each for each in state.handles()))
         return f"optimizer state {next(names, '')!r} of shape {tuple(tensor.shape)}"
 
-    @override
-    def share_host(self, buffer: SharedHostBuffer) -> None:
-        before = self.host_address
-        super().share_host(buffer)
-        self.transfers.forget(before)
+    def exists(self) -> bool:
+        """Return whether any tensor of the slab exists; moments are made by the first step."""
+        for state in self.states:  # noqa: SIM110 - asked several times a step, and `any` takes twice as long
+            if state.read() is not None:
+                return True
+        return False
 
-    def drop_spare(self) -> None:
-        """Let go of the second host buffer, as none is lent any more. What a writer has stays with the writer."""
-        if self.spare is None:
-            return
-        self.transfers.finish_out()  # Race: of a buffer that is lent, what has not landed would not be in the other.
-        self.own_host(keep=True)
-        self.transfers.forget(self.spare.address)
-        self.spare.close()
-        self.spare = None
+    # The five actions.
 
     def _start_offload(self) -> None:
         self._copy_out(encoded=False)
@@ -71,7 +330,7 @@ class Slab(SlabMemory, ResidencyMachine):
                     written = self.adopt()
                     if self.codec.family is not None:
                         with self.transfers.computing():
-                            written = encode([self]) or written
+                            written = _encode([self]) or written
                 self.transfers.copy_out(self, written)
             except BaseException:
                 self.is_encoded = self.codec.is_exact = False  # it has not left
@@ -82,13 +341,6 @@ class Slab(SlabMemory, ResidencyMachine):
         with self.traffic:
             self.transfers.release(self)
         self.traffic.release(self.state_bytes)
-
-    @override
-    def release_unchanged(self) -> None:
-        if self.transfers.keeps_host_copies:
-            super().release_unchanged()
-        elif self.state is Residency.RESIDENT:  # debug mode has overwritten the host's copy
-            self.send_away()
 
     def _give_up_offload(self) -> None:
         if self.staging is not None:
@@ -110,26 +362,262 @@ class Slab(SlabMemory, ResidencyMachine):
             self.transfers.wait_in(self)
             if self.is_encoded:
                 with self.transfers.computing():
-                    decode([self])
+                    _decode([self])
+
+    @override
+    def release_unchanged(self) -> None:
+        if self.transfers.keeps_host_copies:
+            super().release_unchanged()
+        elif self.state is SlabState.RESIDENT:  # debug mode has overwritten the host's copy
+            self.send_away()
+
+    # GPU memory.
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of GPU memory that the slab holds now."""
+        whole = self.block_bytes if self._storage is not None and self._storage.nbytes() else 0
+        return whole if self.staging is None else whole + self._staging_bytes
+
+    @property
+    def moving(self) -> torch.Tensor:
+        """GPU memory that is copied, uint8: the staging memory where the slab is encoded, else the slab."""
+        moving = self.staging if self.is_encoded else self.gpu
+        assert moving is not None
+        return moving
+
+    @property
+    def move(self) -> Move:
+        """The slab as its codec's family encodes and decodes it."""
+        assert self.gpu is not None and self.staging is not None
+        return self.codec, self.gpu, self.staging
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lives in the slab's GPU memory, be it released or not."""
+        return self._storage is not None and tensor.untyped_storage()._cdata == self._storage._cdata
+
+    def adopt(self) -> bool:
+        """Move every tensor that is not in the slab yet into it, bit for bit, on the current stream; return if one was.
+
+        One that was made without memory is made here (`State.take_first`).
+
+        Needed before the first offload, and again for tensors that a checkpoint load replaced. The memory
+        that a tensor had before goes back to the allocator, so for a moment one slab is held twice.
+
+        Raises:
+            RuntimeError: a tensor is not of the size that was planned; nothing is moved then.
+        """
+        if self._is_in_place:
+            return self._take_in_place()
+        gpu = self.gpu
+        if gpu is None:
+            gpu = self._ledger.change(self.block_bytes, self._make, self.nbytes)
+            self._live_in(gpu)
+        return self._bind(gpu, copy=True)
+
+    def _bind(self, gpu: torch.Tensor, copy: bool) -> bool:
+        """Make `gpu` (uint8 [nbytes]) the memory behind every tensor, its bytes copied or not; return if it was not."""
+        start = gpu.data_ptr()
+        strangers = [
+            (state, tensor, offset)
+            for state, offset in zip(self.states, self.layout.offsets, strict=True)
+            if (tensor := state.read()) is not None and tensor.data_ptr() != start + offset
+        ]
+        for state, tensor, _ in strangers:
+            state.check_size(tensor)
+        for state, tensor, offset in strangers:
+            home = gpu[offset : offset + state.nbytes].view(tensor.dtype).view(tensor.shape)
+            if copy:
+                first = state.take_first()
+                home.copy_(tensor if first is None else first)
+            tensor.data = home
+        self._live_in(gpu)
+        return bool(strangers)
+
+    def _take_in_place(self) -> bool:
+        """Take the storage that all states of the slab are in as its GPU memory; return False: nothing is written.
+
+        Raises:
+            RuntimeError: it is another storage than was planned, or a tensor is not at its place there, of its size.
+        """
+        tensors = [state.read() for state in self.states]
+        first = tensors[0]
+        if first is None:
+            return False
+        storage = first.untyped_storage()
+        for state, tensor, offset in zip(self.states, tensors, self.layout.offsets, strict=True):
+            assert tensor is not None, f"{state.name!r} has a home and does not exist"
+            state.check_size(tensor)
+            is_there = tensor.untyped_storage()._cdata == storage._cdata
+            if not is_there or storage.nbytes() != self.nbytes or tensor.storage_offset() * tensor.itemsize != offset:
+                raise RuntimeError(
+                    f"{state.name!r} is not at byte {offset} of a storage of {self.nbytes} bytes, but at "
+                    f"{tensor.storage_offset() * tensor.itemsize} of one of {tensor.untyped_storage().nbytes()}: only "
+                    "a whole storage can be emptied in place"
+                )
+        if not self.holds(first):
+            self._ledger.change(self.block_bytes - self.gpu_bytes, self._live_in, self._make(0).set_(storage))
+        return False
+
+    def _live_in(self, gpu: torch.Tensor | None) -> None:
+        if gpu is not self.gpu:
+            self.gpu, self._storage = gpu, None if gpu is None else gpu.untyped_storage()
+
+    def allocate(self) -> None:
+        """Take GPU memory again for the tensors and for what is copied; its content is undefined."""
+        storage = self._storage
+        assert storage is not None
+        was_empty = not storage.nbytes()
+        if was_empty:
+            self._ledger.change(self.block_bytes, fill, storage, self.nbytes, AWAY)
+        if self.is_encoded and self.staging is None:
+            try:
+                self._take_staging()
+            except torch.cuda.OutOfMemoryError:
+                if was_empty:  # else nobody would give it back: the slab is not on its way
+                    self._ledger.change(-self.block_bytes, empty, storage, AWAY)
+                raise
+
+    def free(self) -> None:
+        """Give the GPU memory back; the tensors keep their shape and device and must not be read.
+
+        Memory that a checkpoint writer shares with the slab (by numpy or another process) cannot be emptied
+        under it. Then the tensors move to an allocation of their own, and the old one goes with the writer.
+        """
+        self._ledger.change(-self.gpu_bytes, self._free)
+
+    def _free(self) -> None:
+        assert self.gpu is not None and self._storage is not None
+        if not self._storage.resizable():
+            if self._is_in_place:
+                raise StillShared(
+                    f"{self.states[0].name!r} cannot be emptied: something (numpy, another process) shares its memory"
+                )
+            self._bind(torch.empty_like(self.gpu), copy=False)
+        empty(self._storage, AWAY)
+        self._empty_staging()
+
+    def drop_if_left(self) -> None:
+        """Give the GPU memory back where no tensor lives in it any more, because all were replaced."""
+        tensors = (state.read() for state in self.states)
+        if self.gpu_bytes and not any(tensor is not None and self.holds(tensor) for tensor in tensors):
+            self._ledger.change(-self.gpu_bytes, self._let_go)
+
+    def _let_go(self) -> None:
+        self._empty_staging()
+        self._live_in(None)
+
+    # Staging memory: what is copied in the slab's place.
+
+    @property
+    def stepping_bytes(self) -> int:
+        """Bytes of GPU memory that the slab holds from when it comes for the optimizer step until it has left."""
+        return self.transit_bytes if self.codec.encodes else self.block_bytes
+
+    def reserve(self) -> bool:
+        """Take the staging memory that `encode` needs, and return whether there was as much.
+
+        Before the step where the slab came whole: once it is stepped there may be no room.
+        """
+        with suppress(torch.cuda.OutOfMemoryError):
+            self._take_staging()
+        return self.staging is not None
+
+    def _take_staging(self) -> None:
+        nbytes = self.codec.staging_bytes
+        if self._staging_home is None:
+            memory = self._ledger.change(self._staging_bytes, self._make, nbytes)
+            self._staging_home = memory, memory.untyped_storage()
+        else:
+            self._ledger.change(self._staging_bytes, self._staging_home[1].resize_, nbytes)
+        self.staging = self._staging_home[0]
+
+    def drop_staging(self) -> None:
+        """Give back the staging memory; what reads or writes it must be ordered before."""
+        if self.staging is not None:
+            self._ledger.change(-self._staging_bytes, self._empty_staging)
+
+    def _empty_staging(self) -> None:
+        if self.staging is not None and self._staging_home is not None:
+            self._staging_home[1].resize_(0)
+            self.staging = None
+
+    # Host memory, and lending it to a checkpoint's writer in place of a copy.
+
+    def host_view(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        """Return the host buffer at an offset in bytes as a tensor like one that lives there."""
+        return self.host.tensor[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def share_host(self, buffer: SharedHostBuffer) -> None:
+        """Copy the host buffer's bytes to a buffer that can be lent, and use that from now on.
+
+        No copy out may be under way. Copies in may: `HostBuffer.close` waits until they have ended.
+        """
+        buffer.tensor.copy_(self.host.tensor)
+        before, self.host = self.host, buffer
+        before.close()
+        self.transfers.forget(before.address)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a checkpoint's writer may still read the host buffer."""
+        return self.spare is not None and isinstance(self.host, SharedHostBuffer) and self.host.is_lent
+
+    @property
+    def can_lend(self) -> bool:
+        """Whether the host buffer may be lent, for the first time or once more."""
+        return self.spare is not None and not self.spare.is_lent
+
+    def lend(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        """Return the host memory of a tensor that lives at an offset in bytes, which nothing writes until it goes."""
+        assert isinstance(self.host, SharedHostBuffer) and self.can_lend
+        return self.host.lend(tensor, offset)
+
+    def own_host(self, keep: bool = False) -> None:
+        """Make sure that the host buffer, which is about to be written, is not lent; `keep`: its bytes stay."""
+        if not self.is_lent:
+            return
+        # Race: for minutes a checkpoint's writer reads the buffer; it would save what is written there now.
+        assert self.can_lend
+        lent, free = self.host, self.spare
+        assert isinstance(lent, SharedHostBuffer) and free is not None
+        if keep:
+            free.tensor.copy_(lent.tensor)
+        self.host, self.spare = free, lent
+
+    def drop_spare(self) -> None:
+        """Let go of the second host buffer, as none is lent any more. What a writer has stays with the writer."""
+        if self.spare is None:
+            return
+        self.transfers.finish_out()  # Race: of a buffer that is lent, what has not landed would not be in the other.
+        self.own_host(keep=True)
+        self.transfers.forget(self.spare.address)
+        self.spare.close()
+        self.spare = None
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host bytes that are page-locked for the slab."""
+        return self.host.pinned_bytes + (0 if self.spare is None else self.spare.pinned_bytes)
+
+    def close(self) -> None:
+        """Let go of the host memory; the tensors stay in the slab's GPU memory, which counts no more."""
+        self._ledger.change(-self.gpu_bytes, self._close_host)
+
+    def _close_host(self) -> None:
+        self.host.close()
+        if self.spare is not None:
+            self.spare.close()
 
 
-def _verify(slabs: Sequence[Slab]) -> None:
-    """Raise RuntimeError where encoded slabs cannot be decoded (`CodecFamily.verify`); they are as they were then."""
-    family = slabs[0].codec.family
-    assert family is not None
-    with slabs[0].transfers.computing():
-        family.verify([slab.codec for slab in slabs])
-
-
-MOST_IN_TRANSIT = 4
-"""Slabs on their way at once where all come or go: what is copied in place of masters needs memory beside them."""
+# Several slabs.
 
 
 def require_readable(slabs: Iterable[Slab]) -> None:
     """Have work that the current stream gets from now on find the slabs' tensors readable."""
     coming: deque[Slab] = deque()
     for slab in slabs:
-        if slab.state is Residency.RELEASED:
+        if slab.state is SlabState.RELEASED:
             slab.reload()
         coming.append(slab)
         if len(coming) == MOST_IN_TRANSIT:
@@ -142,7 +630,7 @@ def send_off(slabs: Iterable[Slab]) -> None:
     """Start the copies out of slabs whose tensors exist. What is encoded for it goes at once, but for the newest."""
     leaving: deque[Slab] = deque()
     for slab in slabs:
-        if slab.state in (Residency.RESIDENT, Residency.RELOADING) and slab.exists():
+        if slab.state in (SlabState.RESIDENT, SlabState.RELOADING) and slab.exists():
             slab.offload()
             if slab.is_encoded:
                 leaving.append(slab)
@@ -160,7 +648,7 @@ def decode_together(slabs: Sequence[Slab]) -> None:
         RuntimeError: `CodecFamily.verify` refused, or the driver did. The slabs are as they were, unless that was the
             launch for several: then they are lost.
     """
-    coming = [slab for slab in slabs if slab.state is Residency.RELOADING]
+    coming = [slab for slab in slabs if slab.state is SlabState.RELOADING]
     encoded = [slab for slab in coming if slab.is_encoded]
     if not encoded:
         return
@@ -171,7 +659,7 @@ def decode_together(slabs: Sequence[Slab]) -> None:
             first.transfers.wait_in(slab)
         try:
             with first.transfers.computing():
-                decode(encoded, keep_staging=True)
+                _decode(encoded, keep_staging=True)
             for slab in coming:  # now: of one that counts as on its way the host's copy counts as its states
                 slab.reloaded()
         except BaseException as error:
@@ -186,7 +674,7 @@ def encode_together(slabs: Iterable[Slab]) -> set[Slab]:
 
     They are to leave, by `Slab.start_encoded`, before anything else happens to them.
     """
-    ready = [slab for slab in slabs if slab.codec.is_exact and slab.codec.encodes and slab.state is Residency.RESIDENT]
+    ready = [slab for slab in slabs if slab.codec.is_exact and slab.codec.encodes and slab.state is SlabState.RESIDENT]
     if len(ready) < 2:
         return set()
     first = ready[0]
@@ -194,8 +682,52 @@ def encode_together(slabs: Iterable[Slab]) -> set[Slab]:
         for slab in ready:
             slab.adopt()
         with first.transfers.computing():
-            encode(ready)
+            _encode(ready)
     encoded = {slab for slab in ready if slab.is_encoded}
     for slab in encoded:
         slab.is_encoded = False  # until it is on its way
     return encoded
+
+
+def _encode(slabs: Sequence[Slab]) -> bool:
+    """Encode slabs of one codec family on the current stream, where wanted and possible; return if any was enqueued.
+
+    A slab is left whole where its encoding would lose something (a master is not what its weight was rounded from),
+    and where there is no memory for more than the slab.
+    """
+    encoding = []
+    for slab in slabs:
+        codec = slab.codec
+        was_exact, codec.is_exact, slab.is_encoded = codec.is_exact, False, False
+        # Else it was kept since the slab was decoded, reserved, or a copy out has failed.
+        if codec.encodes and (slab.staging is not None or slab.reserve()):
+            encoding.append((slab, was_exact))
+    if encoding:
+        family = slabs[0].codec.family
+        assert family is not None
+        family.encode([slab.move for slab, _ in encoding])
+    for slab, was_exact in encoding:
+        if was_exact or not slab.codec.loses():
+            slab.is_encoded = True
+        else:
+            slab.drop_staging()
+    return bool(encoding)
+
+
+def _decode(slabs: Sequence[Slab], keep_staging: bool = False) -> None:
+    """Decode slabs of one codec family, at least one, on the current stream; `keep_staging`: to be encoded again."""
+    family = slabs[0].codec.family
+    assert family is not None
+    family.decode([slab.move for slab in slabs])
+    for slab in slabs:
+        slab.is_encoded = False
+        if not keep_staging:
+            slab.drop_staging()
+
+
+def _verify(slabs: Sequence[Slab]) -> None:
+    """Raise RuntimeError where encoded slabs cannot be decoded (`CodecFamily.verify`); they are as they were then."""
+    family = slabs[0].codec.family
+    assert family is not None
+    with slabs[0].transfers.computing():
+        family.verify([slab.codec for slab in slabs])

@@ -8,7 +8,7 @@ import torch
 
 from bridge_fgo.memory.guard import Aliases, Guard, empty, fill
 from bridge_fgo.memory.host_buffer import HostBuffer
-from bridge_fgo.memory.residency import StillShared
+from bridge_fgo.memory.slab import StillShared
 
 Range = tuple[int, int]
 """First byte of a storage, and the one after the last."""

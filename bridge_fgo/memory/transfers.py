@@ -4,11 +4,37 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import override
+from typing import Protocol, override
 
+import torch
+
+from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.layout import pieces
 from bridge_fgo.memory.meters import WaitMeter
-from bridge_fgo.memory.slab_memory import SlabMemory
+
+
+class Movable(Protocol):
+    """What the copies of a `Slab` need to know of it, and have it do."""
+
+    gpu: torch.Tensor | None
+    staging: torch.Tensor | None
+    host: HostBuffer
+
+    @property
+    def moving(self) -> torch.Tensor:
+        """GPU memory that is copied, uint8."""
+        ...
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a checkpoint's writer may still read the host buffer."""
+        ...
+
+    def allocate(self) -> None:
+        """Take GPU memory, of undefined content."""
+
+    def free(self) -> None:
+        """Give the GPU memory back."""
 
 
 class Transfers(ABC):
@@ -52,7 +78,7 @@ class Transfers(ABC):
         return False
 
     @abstractmethod
-    def copy_out(self, slab: SlabMemory, written: bool = True) -> None:
+    def copy_out(self, slab: Movable, written: bool = True) -> None:
         """Start the copy of a slab to its host buffer, after what the current stream holds.
 
         Args:
@@ -60,16 +86,16 @@ class Transfers(ABC):
             written: whether something that writes it was enqueued since the last copy of the same `back_to_back`.
         """
 
-    def release(self, slab: SlabMemory) -> None:
+    def release(self, slab: Movable) -> None:
         """Free the slab's GPU memory, which nothing may reuse before the copy out has read it."""
         self.wait_out(slab)
         slab.free()
 
     @abstractmethod
-    def copy_in(self, slab: SlabMemory) -> None:
+    def copy_in(self, slab: Movable) -> None:
         """Allocate the slab's GPU memory on the current stream and start the copy from its host buffer."""
 
-    def wait_in(self, slab: SlabMemory) -> None:  # noqa: B027
+    def wait_in(self, slab: Movable) -> None:  # noqa: B027
         """Make the current stream wait for the copy in."""
 
     def finish_out(self) -> None:  # noqa: B027
@@ -81,11 +107,11 @@ class Transfers(ABC):
     def forget(self, host_address: int) -> None:  # noqa: B027
         """Let go of a host buffer that no slab uses any more; return when the copies from and to it are over."""
 
-    def has_landed(self, slab: SlabMemory) -> bool:
+    def has_landed(self, slab: Movable) -> bool:
         """Return whether the newest copy in is over; the host does not wait for it."""
         return True
 
-    def wait_out(self, slab: SlabMemory) -> None:  # noqa: B027
+    def wait_out(self, slab: Movable) -> None:  # noqa: B027
         """Make the current stream wait for the newest copy out, if there was one."""
 
 
@@ -96,13 +122,13 @@ class HostTransfers(Transfers):
         self._piece_bytes = piece_bytes
 
     @override
-    def copy_out(self, slab: SlabMemory, written: bool = True) -> None:
+    def copy_out(self, slab: Movable, written: bool = True) -> None:
         moving = slab.moving
         for start, end in pieces(moving.numel(), self._piece_bytes):
             slab.host.tensor[start:end].copy_(moving[start:end])
 
     @override
-    def copy_in(self, slab: SlabMemory) -> None:
+    def copy_in(self, slab: Movable) -> None:
         slab.allocate()
         moving = slab.moving
         for start, end in pieces(moving.numel(), self._piece_bytes):

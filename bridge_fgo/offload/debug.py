@@ -12,8 +12,7 @@ import weakref
 from typing import override
 
 from bridge_fgo.memory.cuda_transfers import CudaTransfers
-from bridge_fgo.memory.slab_memory import SlabMemory
-from bridge_fgo.memory.transfers import Transfers
+from bridge_fgo.memory.transfers import Movable, Transfers
 
 VARIABLE = "BRIDGE_FGO_DEBUG"
 POISON = 0xFF
@@ -57,7 +56,7 @@ class DebugTransfers(Transfers):
         self.computing, self.on_compute_stream = transfers.computing, transfers.on_compute_stream
         self.back_to_back, self.yielding = transfers.back_to_back, transfers.yielding
         self._random = random.Random(seed)
-        self._late_out, self._late_in, self._stale = (weakref.WeakSet[SlabMemory]() for _ in range(3))
+        self._late_out, self._late_in, self._stale = (weakref.WeakSet[Movable]() for _ in range(3))
         """Slabs whose copy out, or in, is put off; and whose host buffer nobody may read and is not poisoned yet."""
 
     @override
@@ -66,7 +65,7 @@ class DebugTransfers(Transfers):
         self._transfers.begin_pass()
 
     @override
-    def copy_out(self, slab: SlabMemory, written: bool = True) -> None:
+    def copy_out(self, slab: Movable, written: bool = True) -> None:
         self._late_out.discard(slab)  # of an offload that was given up
         self._stale.discard(slab)
         if self._is_put_off(out=True):
@@ -75,14 +74,14 @@ class DebugTransfers(Transfers):
             self._transfers.copy_out(slab, written)
 
     @override
-    def release(self, slab: SlabMemory) -> None:
+    def release(self, slab: Movable) -> None:
         self.wait_out(slab)
         with self.on_compute_stream():  # whose memory it is
             _poison(slab)
         self._transfers.release(slab)
 
     @override
-    def copy_in(self, slab: SlabMemory) -> None:
+    def copy_in(self, slab: Movable) -> None:
         self._catch_up_out(slab)
         if self._cuda is None or self._random.random() < 0.5:
             with self.on_compute_stream():  # as in `CudaTransfers.copy_in`
@@ -98,7 +97,7 @@ class DebugTransfers(Transfers):
             self._transfers.copy_in(slab)
 
     @override
-    def wait_in(self, slab: SlabMemory) -> None:
+    def wait_in(self, slab: Movable) -> None:
         if slab in self._late_in:
             self._late_in.discard(slab)
             self._transfers.copy_in(slab)
@@ -116,7 +115,7 @@ class DebugTransfers(Transfers):
         self._stale.clear()
 
     @override
-    def wait_out(self, slab: SlabMemory) -> None:
+    def wait_out(self, slab: Movable) -> None:
         self._catch_up_out(slab)
         self._transfers.wait_out(slab)
 
@@ -136,10 +135,10 @@ class DebugTransfers(Transfers):
         self._transfers.await_released()
 
     @override
-    def has_landed(self, slab: SlabMemory) -> bool:
+    def has_landed(self, slab: Movable) -> bool:
         return slab not in self._late_in and self._transfers.has_landed(slab)
 
-    def _catch_up_out(self, slab: SlabMemory) -> None:
+    def _catch_up_out(self, slab: Movable) -> None:
         if slab in self._late_out:
             self._transfers.copy_out(slab)
             self._late_out.discard(slab)  # last: an interruption leaves it to be done
@@ -152,7 +151,7 @@ class DebugTransfers(Transfers):
         return False
 
 
-def _poison(slab: SlabMemory) -> None:
+def _poison(slab: Movable) -> None:
     """Fill the slab's GPU memory, and that of what is copied in its place, on the current stream."""
     for memory in (slab.gpu, slab.staging):
         if memory is not None:

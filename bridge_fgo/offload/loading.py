@@ -8,8 +8,7 @@ from typing import Any, override
 import torch
 
 from bridge_fgo.memory.guard import own
-from bridge_fgo.memory.residency import Residency
-from bridge_fgo.memory.slab import Slab
+from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.part import Part
 from bridge_fgo.offload.snapshot import Place, Snapshot
@@ -115,4 +114,4 @@ class Loading(Snapshot):
 
 def _is_on_the_host(slab: Slab, tensor: torch.Tensor) -> bool:
     """Return whether the host buffer has a state as it is, and the GPU has not."""
-    return slab.state is Residency.RELEASED and not slab.is_encoded and slab.holds(tensor)
+    return slab.state is SlabState.RELEASED and not slab.is_encoded and slab.holds(tensor)

@@ -27,8 +27,7 @@ import torch
 
 from bridge_fgo.memory.device_room import DeviceRoom
 from bridge_fgo.memory.meters import Ledger, PeakMeter
-from bridge_fgo.memory.residency import Residency
-from bridge_fgo.memory.slab import Slab
+from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.course import Course
 from bridge_fgo.offload.packing_policy import PackingPolicy
@@ -142,7 +141,7 @@ class Schedule:
         """Pass point 0: nothing reads the states any more until the optimizer steps."""
         for slab in self.queue.to_come:  # what is back was kept by an earlier call of this pass
             # A reader since the pass began (MXFP8's copy of the masters) has had it brought back.
-            if slab.state is Residency.RESIDENT and slab.exists():
+            if slab.state is SlabState.RESIDENT and slab.exists():
                 slab.offload()
                 self.queue.line_up(slab)
         if self._plan is None:
@@ -214,7 +213,7 @@ class Schedule:
         """Release what has begun to leave, and what stays for good with it: nothing says that there is room."""
         self.queue.release_down_to(0)
         for slab in self._slabs(stay=True):
-            if slab.state is not Residency.RELEASED and slab.exists():
+            if slab.state is not SlabState.RELEASED and slab.exists():
                 slab.offload()
                 slab.release()
 
@@ -285,7 +284,7 @@ class Schedule:
 
     def release_everything(self) -> None:
         """Free every slab that may leave; for work between steps that needs the memory."""
-        leaving = [slab for slab in self._slabs(stay=False) if slab.state is not Residency.RELEASED]
+        leaving = [slab for slab in self._slabs(stay=False) if slab.state is not SlabState.RELEASED]
         for family in {slab.codec.family for slab in leaving}:
             if family is not None:
                 family.locate()  # weights may have been let go of and taken again since the pass

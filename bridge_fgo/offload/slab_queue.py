@@ -9,8 +9,7 @@ from functools import partial
 import torch
 
 from bridge_fgo.memory.meters import Ledger
-from bridge_fgo.memory.residency import Residency
-from bridge_fgo.memory.slab import Slab, decode_together
+from bridge_fgo.memory.slab import Slab, SlabState, decode_together
 from bridge_fgo.memory.transfers import Transfers
 
 LOOKAHEAD = 2
@@ -37,7 +36,7 @@ class SlabQueue:
         self.slabs = slabs
         self._next = 0
         self._position = {slab: i for i, slab in enumerate(slabs)}
-        self.leaving = OrderedDict.fromkeys(slab for slab in slabs if slab.state is Residency.OFFLOADING)
+        self.leaving = OrderedDict.fromkeys(slab for slab in slabs if slab.state is SlabState.OFFLOADING)
         """Slabs that may be released, in the order in which they began to leave."""
         self.is_short = False
         """Whether there was no memory for a copy in this pass: nothing more comes ahead of its time."""
@@ -78,7 +77,7 @@ class SlabQueue:
         held = self._ledger.nbytes
         while held > limit and self.leaving:
             slab, _ = self.leaving.popitem(last=False)
-            if slab.state is Residency.OFFLOADING:  # not given up since
+            if slab.state is SlabState.OFFLOADING:  # not given up since
                 held -= slab.gpu_bytes
                 going.append(slab)
         for slab in reversed(going):  # the last has left last: for those before it nothing need wait
@@ -96,7 +95,7 @@ class SlabQueue:
             limit: in bytes, of what has come back and of what stays for good.
             staying: what stays for good.
         """
-        here = [slab for slab in self.slabs if slab.state in (Residency.RESIDENT, Residency.RELOADING)]
+        here = [slab for slab in self.slabs if slab.state in (SlabState.RESIDENT, SlabState.RELOADING)]
         held = sum(slab.gpu_bytes for slab in (*here, *staying))
         going: list[Slab] = []
         while here and held > limit:
@@ -136,8 +135,8 @@ class SlabQueue:
             while self._next < len(self.slabs):
                 slab = self.slabs[self._next]
                 state = slab.state
-                if state is Residency.RELEASED or state is Residency.OFFLOADING:
-                    held = slab.gpu_bytes if state is Residency.OFFLOADING else 0
+                if state is SlabState.RELEASED or state is SlabState.OFFLOADING:
+                    held = slab.gpu_bytes if state is SlabState.OFFLOADING else 0
                     if self._ledger.nbytes + slab.stepping_bytes - held > limit:
                         return
                     slab.reload()  # of a slab that has not left: it need not leave any more

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from bridge_fgo.memory.guard import own
-from bridge_fgo.memory.residency import Residency
 from bridge_fgo.memory.shared_copies import OwnCopies
-from bridge_fgo.memory.slab import Slab, require_readable
+from bridge_fgo.memory.slab import Slab, SlabState, require_readable
 from bridge_fgo.memory.state import State
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.part import Part
@@ -111,18 +110,18 @@ class Snapshot:
             return slab.lend(value, offset)
         # A tensor that a load put in the place of another has memory of its own until the next offload. Of a slab that
         # is encoded, on its way out, what the host has is not the states.
-        if slab is None or slab.state is Residency.RESIDENT or slab.is_encoded or not slab.holds(value):
+        if slab is None or slab.state is SlabState.RESIDENT or slab.is_encoded or not slab.holds(value):
             return self._copier.copy(value)
         host = slab.host_view(value, offset)
         return self._copier.copy(host) if self._copies else host
 
     def _can_lend(self, slab: Slab) -> bool:
         """Return whether a slab can lend its host buffer, which has the slab whole, or will by the end."""
-        if not slab.is_encoded and slab.state in (Residency.OFFLOADING, Residency.RELEASED):
+        if not slab.is_encoded and slab.state in (SlabState.OFFLOADING, SlabState.RELEASED):
             return slab.can_lend
         if slab.is_lent or not slab.can_lend:  # the copy out would go to the one buffer that is not lent
             return False
-        if slab.state is Residency.RESIDENT:
+        if slab.state is SlabState.RESIDENT:
             self._here.append(slab)
         slab.require_writable()  # gives up a copy out that is encoded
         slab.offload()
@@ -134,11 +133,11 @@ class Snapshot:
             self._transfers.finish_out()
         for slab in self._here:
             # Not those that were borrowed, nor one whose move was interrupted: what interrupted it is to come out.
-            if not slab.interrupted and slab.state is Residency.OFFLOADING:
+            if not slab.interrupted and slab.state is SlabState.OFFLOADING:
                 slab.require_writable()
 
     def _borrow(self, slabs: list[Slab]) -> None:
-        away = [slab for slab in slabs if slab.state is Residency.RELEASED]
+        away = [slab for slab in slabs if slab.state is SlabState.RELEASED]
         if away:
             self._send_back(self.most_borrowed - 1)
             self._borrowed.append(away)  # before it can fail, so that what has come goes back

@@ -7,8 +7,7 @@ from contextlib import nullcontext
 from itertools import groupby, takewhile
 from operator import attrgetter
 
-from bridge_fgo.memory.residency import Residency
-from bridge_fgo.memory.slab import Slab, decode_together, encode_together
+from bridge_fgo.memory.slab import Slab, SlabState, decode_together, encode_together
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.part import Part
 from bridge_fgo.offload.slab_queue import SlabQueue
@@ -65,7 +64,7 @@ class StepPipeline:
                     queue.release_down_to(limit)
                 queue.bring_for(slabs, limit)
                 for slab in slabs:
-                    if slab.state is Residency.RELEASED:  # there was no room for it ahead of its turn
+                    if slab.state is SlabState.RELEASED:  # there was no room for it ahead of its turn
                         queue.fetch(slab, limit)
                 decode_together(slabs)
                 for slab in reversed(slabs):  # the last lands last: for those before it nothing need wait
@@ -87,9 +86,9 @@ class StepPipeline:
         return [landed, [part for part in parts if part.stays], moving[len(landed) :]]
 
     def _has_landed(self, part: Part) -> bool:
-        if any(slab.state is Residency.RELEASED for slab in part.slabs):
+        if any(slab.state is SlabState.RELEASED for slab in part.slabs):
             return False
-        return all(slab.state is not Residency.RELOADING or self._transfers.has_landed(slab) for slab in part.slabs)
+        return all(slab.state is not SlabState.RELOADING or self._transfers.has_landed(slab) for slab in part.slabs)
 
     def _send_off(self, slabs: list[Slab], keep_masters: bool, yields: bool) -> None:
         encoded = encode_together(slabs)

@@ -26,7 +26,6 @@ Time line of `Residency.reload`: gradients' storages are filled with zeros; the 
 are rounded from masters, or copied in and all-gathered, and columnwise copies of FP8 ones are made (`quantized`). Where
 packed masters need weights, parameters come first.
 
-`residency.Residency` has these verbs. The public class, in `wiring.residency`, adds checkpoints while asleep and
-training steps, for which installed patches serve the optimizer. The enum of the same name in `memory.residency` says
-where the bytes of one slab are.
+`residency.Residency` has these verbs. The public class, in `bridge.residency`, adds checkpoints while asleep and
+training steps, for which installed patches serve the optimizer.
 """

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from bridge_fgo.memory.digest import Digester, kernel_for
-from bridge_fgo.memory.residency import Residency
-from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab
+from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab, SlabState
 
 
 class HostCopies:
@@ -56,7 +55,7 @@ class HostCopies:
 
         coming: deque[Slab] = deque()
         for slab in self._slabs:
-            if slab.state is Residency.RELEASED:
+            if slab.state is SlabState.RELEASED:
                 away.add(slab)
                 slab.reload()
             coming.append(slab)
@@ -74,7 +73,7 @@ class HostCopies:
 def _is_known(slab: Slab) -> bool:
     """Return whether a slab is on the GPU, whole, as one storage that its states still live in."""
     return (
-        slab.state is Residency.RESIDENT
+        slab.state is SlabState.RESIDENT
         and slab.codec.family is None
         and bool(slab.gpu_bytes)
         and all((tensor := state.read()) is not None and slab.holds(tensor) for state in slab.states)

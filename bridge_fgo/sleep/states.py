@@ -16,8 +16,7 @@ from bridge_fgo.engines.attachment import ATTACHED, Attachment, attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather, on_every_rank, pin_on_every_rank
 from bridge_fgo.memory.meters import PeakMeter
-from bridge_fgo.memory.residency import Residency
-from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab
+from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab, SlabState
 from bridge_fgo.memory.state import WeightShard
 from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
 from bridge_fgo.sleep.host_copies import HostCopies
@@ -103,12 +102,12 @@ class OptimizerStates:
     @property
     def is_away(self) -> bool:
         """Whether any of it is not on the GPU: sent away, or by an engine that others drive too."""
-        return any(slab.state in (Residency.RELEASED, Residency.RELOADING) for slab in self._slabs)
+        return any(slab.state in (SlabState.RELEASED, SlabState.RELOADING) for slab in self._slabs)
 
     @property
     def is_here(self) -> bool:
         """Whether any of it is on the GPU."""
-        return any(slab.state is not Residency.RELEASED and slab.exists() for slab in self._slabs)
+        return any(slab.state is not SlabState.RELEASED and slab.exists() for slab in self._slabs)
 
     @property
     def _slabs(self) -> list[Slab]:
@@ -151,7 +150,7 @@ class OptimizerStates:
         for slab in self._slabs:
             if slab in unchanged:
                 slab.release_unchanged()
-            elif slab.exists() and slab.state is not Residency.RELEASED:
+            elif slab.exists() and slab.state is not SlabState.RELEASED:
                 is_new = slab.gpu is None
                 slab.offload()
                 self._leaving.append(slab)
@@ -185,7 +184,7 @@ class OptimizerStates:
         """
         self._leaving.clear()
         for slab in self._slabs:
-            if not slab.interrupted and slab.state is Residency.OFFLOADING:
+            if not slab.interrupted and slab.state is SlabState.OFFLOADING:
                 slab.require_writable()
 
     def reload(self) -> int:
@@ -272,7 +271,7 @@ class OptimizerStates:
         wanted = {id(master) for master in masters}
         for slab in self._slabs:
             of_slab = [m for state in slab.states if (m := state.read()) is not None and id(m) in wanted]
-            if not of_slab or slab.state is Residency.RESIDENT:
+            if not of_slab or slab.state is SlabState.RESIDENT:
                 continue
             wanted -= {id(master) for master in of_slab}
             slab.require_readable()

@@ -17,7 +17,7 @@ from bridge_fgo.engines import native, ranks
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.host_memory import Pool
 from bridge_fgo.memory.meters import PeakMeter
-from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.transfers import HostTransfers
 from bridge_fgo.offload.debug import VARIABLE
 from bridge_fgo.offload.profile import Mark
@@ -109,7 +109,7 @@ def test_released_states_hold_no_memory():
     engine.begin_pass()
     engine.release()
     assert live(optimizer) == 0
-    assert set(residencies(engine)) == {Residency.RELEASED}
+    assert set(residencies(engine)) == {SlabState.RELEASED}
 
 
 def test_at_the_end_of_a_training_step_what_is_coming_has_come_and_the_rest_stays_away():
@@ -119,7 +119,7 @@ def test_at_the_end_of_a_training_step_what_is_coming_has_come_and_the_rest_stay
     engine.release()
     engine.slabs[0].reload()
     engine.settle()
-    assert residencies(engine) == [Residency.RESIDENT, *[Residency.RELEASED] * (len(engine.slabs) - 1)]
+    assert residencies(engine) == [SlabState.RESIDENT, *[SlabState.RELEASED] * (len(engine.slabs) - 1)]
 
 
 def test_views_of_the_ddp_buffer_are_never_moved():
@@ -345,7 +345,7 @@ class AnyOrderOfVerbs(RuleBasedStateMachine):
     def one_verb(self, verb):
         self.call(verb)
         if verb == "settle":
-            assert Residency.RELOADING not in residencies(self.engine)
+            assert SlabState.RELOADING not in residencies(self.engine)
 
     @rule(verbs=st.integers(2, 4))
     def a_pass_as_far_as_it_comes(self, verbs):
@@ -533,12 +533,12 @@ class AnyOrderOfVerbs(RuleBasedStateMachine):
         if copies is None:  # to a reader who makes no checkpoint
             self.hand_out_all(source, *both)
             return
-        away = [slab for slab in self.engine.slabs if slab.state is Residency.RELEASED]
+        away = [slab for slab in self.engine.slabs if slab.state is SlabState.RELEASED]
         with self.engine.saving(source, copies):
             assert self.engine.is_away(source)
             self.hand_out_all(source, *both)
         assert not self.engine.is_away(source)
-        assert all(slab.state is Residency.RELEASED for slab in away)
+        assert all(slab.state is SlabState.RELEASED for slab in away)
 
     @invariant()
     def what_is_counted_is_what_there_is(self):
@@ -546,7 +546,7 @@ class AnyOrderOfVerbs(RuleBasedStateMachine):
             return
         engine = self.engine
         assert engine.schedule.ledger.nbytes == sum(slab.gpu_bytes for slab in engine.slabs)
-        away = sum(slab.state_bytes for slab in engine.slabs if slab.state is Residency.RELEASED)
+        away = sum(slab.state_bytes for slab in engine.slabs if slab.state is SlabState.RELEASED)
         assert engine.traffic.released == away
         assert not engine.is_torn and not engine.is_lost
 

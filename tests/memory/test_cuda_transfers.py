@@ -16,7 +16,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory import cuda_transfers, driver
 from bridge_fgo.memory.meters import PeakMeter
-from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.states.megatron import MegatronSource
 
 
@@ -62,7 +62,7 @@ def mocked(monkeypatch):
 
 def slab_at(host, gpu, nbytes):
     return mock.Mock(
-        host_address=host, moving=mock.Mock(**{"data_ptr.return_value": gpu, "numel.return_value": nbytes})
+        host=mock.Mock(address=host), moving=mock.Mock(**{"data_ptr.return_value": gpu, "numel.return_value": nbytes})
     )
 
 
@@ -430,4 +430,4 @@ def test_an_offload_given_up_keeps_what_it_copies_until_it_is_copied(mocked, mon
     slab.require_writable()
     assert order == [("wait_out", slab), ("drop_staging", slab)]
     assert slab.transfers._events(slab)[0].waiting == [Stream.cuda_stream]
-    assert (slab.state, slab.staging, slab.is_encoded) == (Residency.RESIDENT, None, False)
+    assert (slab.state, slab.staging, slab.is_encoded) == (SlabState.RESIDENT, None, False)

@@ -6,7 +6,7 @@ from fake_training import WHOLE, Meter, Training, use_small_parts
 
 from bridge_fgo.memory.device_room import GROWTH, LEAST_MARGIN, MOST_HOLES, DeviceRoom
 from bridge_fgo.memory.meters import DeviceMemory, PeakMeter
-from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.slab import SlabState
 
 GIB = 2**30
 
@@ -98,7 +98,7 @@ def run(training, steps):
 def test_nothing_leaves_where_everything_fits(monkeypatch):
     training = automatic(monkeypatch, whole=4 * WHOLE)
     assert run(training, 6)[3:] == [0, 0, 0]
-    assert {slab.state for slab in training.slabs()} == {Residency.RESIDENT}
+    assert {slab.state for slab in training.slabs()} == {SlabState.RESIDENT}
     training.check()
 
 

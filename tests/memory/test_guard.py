@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bridge_fgo.memory import guard
 from bridge_fgo.memory.guard import Aliases, class_of, is_guarded
-from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.storage_slab import StorageSlab, find_aliases
 
 REFUSES_ADDRESSES = hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg")  # PyTorch 2.12
@@ -183,7 +183,7 @@ def test_metadata_and_gradients_are_given_without_bringing_anything_back(small):
     assert isinstance(tensor, torch.Tensor) and {tensor: 1}[tensor] == 1 and tensor.is_contiguous()
     tensor.grad = torch.ones_like(tensor)
     assert tensor.grad.sum() == tensor.numel() and torch.zeros_like(tensor).sum() == 0
-    assert is_guarded(tensor) and all(slab.state is Residency.RELEASED for slab in training.slabs())
+    assert is_guarded(tensor) and all(slab.state is SlabState.RELEASED for slab in training.slabs())
 
 
 def test_a_touch_brings_back_what_was_touched_and_is_counted_and_said_once_by_its_line(small):
@@ -194,7 +194,7 @@ def test_a_touch_brings_back_what_was_touched_and_is_counted_and_said_once_by_it
         before = touches.nbytes
         tensor = states(training)[0][0]
         tensor.sum()
-        back = [slab for slab in training.slabs() if slab.state is Residency.RESIDENT]
+        back = [slab for slab in training.slabs() if slab.state is SlabState.RESIDENT]
         assert len(back) == 1 and back[0].holds(tensor)
         assert touches.nbytes - before == back[0].state_bytes
         news = touches.news()
@@ -214,7 +214,7 @@ def test_nothing_comes_back_inside_a_capture(small, monkeypatch):
         touches.refusals[:] = [lambda: training.schedule.transfers.capturing() and "reload_states() before"]
         with pytest.raises(RuntimeError, match=r"'exp_avg' of shape.*reload_states"):
             states(training)[1][0].sum()
-    assert all(slab.state is Residency.RELEASED for slab in training.slabs())
+    assert all(slab.state is SlabState.RELEASED for slab in training.slabs())
 
 
 def test_states_that_are_dropped_while_they_are_away_go_at_once(small):

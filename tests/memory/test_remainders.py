@@ -13,8 +13,7 @@ from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory import remainder_kernels, remainders
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.residency import Residency
-from bridge_fgo.memory.slab import Slab
+from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.memory.state import WeightShard
 from bridge_fgo.memory.transfers import HostTransfers
 from bridge_fgo.offload.debug import debugged
@@ -370,7 +369,7 @@ def test_the_ledger_stays_right_where_memory_runs_out_on_the_way_back(monkeypatc
         patch.setattr(Slab, "_take_staging", full)  # the slab's own memory is there by then
         engine.require_readable()
     assert sum(slab.gpu_bytes for slab in engine.slabs) == engine.schedule.ledger.nbytes
-    released = [slab for slab in engine.slabs if slab.state is Residency.RELEASED]
+    released = [slab for slab in engine.slabs if slab.state is SlabState.RELEASED]
     assert released and not any(slab.gpu_bytes for slab in released)  # nobody would give it back
     engine.require_readable()
     assert sum(slab.gpu_bytes for slab in engine.slabs) == engine.schedule.ledger.nbytes
@@ -502,7 +501,7 @@ def test_masters_that_came_for_an_update_which_never_began_are_saved_as_they_are
         patch.setattr(Slab, "require_writable", fails)
         with engine.stepping(source):
             optimizer.optimizer.step()
-    assert not any(slab.state is Residency.RELOADING and not slab.is_encoded for slab in master_slabs(engine))
+    assert not any(slab.state is SlabState.RELOADING and not slab.is_encoded for slab in master_slabs(engine))
     with engine.saving(source, copies=True):
         for param, expected in zip(params, before, strict=True):
             assert torch.equal(engine.hand_out(source, param, lambda p=param: {"param": p})["param"], expected)

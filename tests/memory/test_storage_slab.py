@@ -7,7 +7,7 @@ import torch
 
 from bridge_fgo.memory import digest
 from bridge_fgo.memory.digest import Digester
-from bridge_fgo.memory.residency import StillShared
+from bridge_fgo.memory.slab import StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
 
 CPU = torch.device("cpu")

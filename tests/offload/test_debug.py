@@ -11,8 +11,7 @@ from test_schedule import AnyOrder
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.meters import PeakMeter
-from bridge_fgo.memory.residency import Residency, ResidencyMachine
-from bridge_fgo.memory.slab import Slab
+from bridge_fgo.memory.slab import Slab, SlabState, SlabStateMachine
 from bridge_fgo.memory.transfers import HostTransfers
 from bridge_fgo.offload.debug import POISON, VARIABLE, DebugTransfers, debugged
 from bridge_fgo.states.megatron import MegatronSource
@@ -81,13 +80,13 @@ def no_wait_before_memory_goes(monkeypatch):
 
 
 def a_reload_that_does_not_come_back(monkeypatch):
-    reload = ResidencyMachine.reload
+    reload = SlabStateMachine.reload
 
     def forgets(self):
         reload(self)
-        self._residency = Residency.RESIDENT
+        self._residency = SlabState.RESIDENT
 
-    monkeypatch.setattr(ResidencyMachine, "reload", forgets)
+    monkeypatch.setattr(SlabStateMachine, "reload", forgets)
 
 
 @pytest.mark.parametrize("fault", [no_wait_before_the_step, a_reload_that_does_not_come_back])

@@ -9,7 +9,7 @@ import torch
 from fake_training import WHOLE, Training, use_small_parts
 
 from bridge_fgo import engines, memory, offload, states
-from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.slab import SlabState
 
 FOLDERS = tuple(package.__path__[0] for package in (memory, offload, engines, states))
 
@@ -65,7 +65,7 @@ def interrupted(seed, after=0):
 def require_memory(training):
     """Fails where a slab counts as here and its memory is gone: reading it would end the process."""
     slabs = training.slabs()
-    here = [slab for slab in slabs if not slab.interrupted and slab.state is not Residency.RELEASED]
+    here = [slab for slab in slabs if not slab.interrupted and slab.state is not SlabState.RELEASED]
     assert not [slab.nbytes for slab in here if slab.gpu.untyped_storage().nbytes() != slab.nbytes]
 
 

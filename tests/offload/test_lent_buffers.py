@@ -19,8 +19,8 @@ from bridge_fgo.engines import checkpoints
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory import shared_host_buffer
 from bridge_fgo.memory.meters import PeakMeter
-from bridge_fgo.memory.residency import Residency
 from bridge_fgo.memory.shared_host_buffer import LentStorage, SharedHostBuffer
+from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.transfers import HostTransfers
 from bridge_fgo.offload.debug import DebugTransfers
 from bridge_fgo.states.megatron import MegatronSource
@@ -130,7 +130,7 @@ def test_states_on_the_gpu_are_lent_whole_and_stay_there():
     optimizer, engine, source, before = lending()
     engine.require_writable()
     handed = save(optimizer, engine, source)
-    assert residencies(engine) == {Residency.RESIDENT}
+    assert residencies(engine) == {SlabState.RESIDENT}
     step(optimizer, 2)
     assert are_equal(handed, [before[id(param)] for param in params(optimizer)])
     assert all(is_lent(engine, tensor) for tensor in tensors(handed))
@@ -174,7 +174,7 @@ def test_masters_that_were_copied_in_part_come_back_once_and_are_lent_whole():
     moved = engine.traffic.back
     handed = save(optimizer, engine, source)
     assert engine.traffic.back - moved == packed
-    assert residencies(engine) == {Residency.RELEASED} and not any(slab.is_encoded for slab in engine.slabs)
+    assert residencies(engine) == {SlabState.RELEASED} and not any(slab.is_encoded for slab in engine.slabs)
     assert all(is_lent(engine, tensor) for tensor in tensors(handed))
     assert are_equal(handed, now(optimizer, engine))
 
@@ -183,7 +183,7 @@ def test_masters_on_their_way_out_in_part_are_lent_whole():
     optimizer, engine, source = with_remainders()
     engine.require_writable()
     engine.begin_pass()  # they leave, and are not released
-    assert any(slab.is_encoded and slab.state is Residency.OFFLOADING for slab in engine.slabs)
+    assert any(slab.is_encoded and slab.state is SlabState.OFFLOADING for slab in engine.slabs)
     handed = save(optimizer, engine, source)
     assert all(is_lent(engine, tensor) for tensor in tensors(handed))
     assert are_equal(handed, now(optimizer, engine))
@@ -296,7 +296,7 @@ def test_in_the_step_before_a_save_masters_leave_whole():
             with engine.stepping(source):
                 step(optimizer, 3)  # part by part, and so are weights rounded
             engine.settle()
-        masters = [slab for slab in engine.slabs if slab.written_back and slab.state is Residency.RELEASED]
+        masters = [slab for slab in engine.slabs if slab.written_back and slab.state is SlabState.RELEASED]
         assert masters and all(slab.is_encoded is encoded for slab in masters)
 
 

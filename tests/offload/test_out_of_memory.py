@@ -4,8 +4,7 @@ import pytest
 import torch
 from fake_training import POINTS, WHOLE, Training, mark, use_small_parts
 
-from bridge_fgo.memory.residency import Residency
-from bridge_fgo.memory.slab_memory import SlabMemory
+from bridge_fgo.memory.slab import Slab, SlabState
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def training(monkeypatch):
 
 def run_out(monkeypatch, when):
     """Have slabs get no memory as long as `when` says so; return a list of the attempts."""
-    allocate, asked = SlabMemory.allocate, []
+    allocate, asked = Slab.allocate, []
 
     def refused(slab):
         asked.append(slab)
@@ -30,7 +29,7 @@ def run_out(monkeypatch, when):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         allocate(slab)
 
-    monkeypatch.setattr(SlabMemory, "allocate", refused)
+    monkeypatch.setattr(Slab, "allocate", refused)
     return asked
 
 
@@ -122,5 +121,5 @@ def test_what_stays_comes_back_in_the_step_where_there_was_no_memory_before(monk
         training.step(3)
     assert training.engine.failed_fetches == 1
     staying = [slab for part in training.schedule.parts for slab in part.slabs if part.stays]
-    assert {slab.state for slab in staying} == {Residency.RESIDENT}
+    assert {slab.state for slab in staying} == {SlabState.RESIDENT}
     training.check()

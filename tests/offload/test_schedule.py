@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.residency import Residency
-from bridge_fgo.memory.slab import Slab
+from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.offload import step_pipeline
 from bridge_fgo.offload.packing_policy import (
     IN_A_ROW,
@@ -72,7 +71,7 @@ def test_after_a_skipped_step_what_the_optimizer_needs_first_stays_and_no_more_i
     training.step(5, skip=True)
     first = training.schedule.parts[0].slabs[0]
     training.run_pass()
-    assert first.state is Residency.RESIDENT
+    assert first.state is SlabState.RESIDENT
     assert most_held_in(training, lambda: training.update(6)) <= training.schedule.step_limit
     training.end_step(updated=True)
     training.check()
@@ -190,7 +189,7 @@ def test_masters_that_are_copied_in_one_go_do_not_leave_before(monkeypatch, opti
     write_back, gone = NativeEngine.write_back, []
 
     def writes_back(engine, source, copy):
-        gone.append([slab for slab in engine._slabs_of(source) if slab.state is Residency.RELEASED])
+        gone.append([slab for slab in engine._slabs_of(source) if slab.state is SlabState.RELEASED])
         return write_back(engine, source, copy)
 
     monkeypatch.setattr(NativeEngine, "write_back", writes_back)

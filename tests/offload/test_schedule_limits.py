@@ -23,8 +23,7 @@ from fake_training import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bridge_fgo.memory.layout import part_bytes
-from bridge_fgo.memory.residency import Residency
-from bridge_fgo.memory.slab import MOST_IN_TRANSIT
+from bridge_fgo.memory.slab import MOST_IN_TRANSIT, SlabState
 from bridge_fgo.offload import policy, step_pipeline
 
 
@@ -138,7 +137,7 @@ def test_an_evaluation_finds_nothing_held():
     assert training.schedule.ledger.nbytes > 0
     training.schedule.release_everything()
     assert training.schedule.ledger.nbytes == 0
-    assert {slab.state for slab in training.slabs()} == {Residency.RELEASED}
+    assert {slab.state for slab in training.slabs()} == {SlabState.RELEASED}
     training.step(4)
     training.check()
 

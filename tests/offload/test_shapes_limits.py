@@ -6,7 +6,7 @@ from fake_training import WHOLE, use_small_parts
 from test_shapes import LONG, SHORT, Shapes, layers, passing
 
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.slab_memory import SlabMemory
+from bridge_fgo.memory.slab import Slab
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +133,7 @@ def test_what_stays_and_found_no_memory_early_takes_the_place_of_what_leaves(mon
         training.train([layers(WHOLE // 12)])
     assert 10 < sum(part.stays for part in training.schedule.parts) < len(training.schedule.parts)
     training.schedule.signature = 2
-    ahead, allocate, tried = training.schedule.queue.ahead_of_time, SlabMemory.allocate, []
+    ahead, allocate, tried = training.schedule.queue.ahead_of_time, Slab.allocate, []
 
     def noted(bring):
         tried.append(1)
@@ -146,7 +146,7 @@ def test_what_stays_and_found_no_memory_early_takes_the_place_of_what_leaves(mon
         allocate(slab)
 
     monkeypatch.setattr(training.schedule.queue, "ahead_of_time", noted)
-    monkeypatch.setattr(SlabMemory, "allocate", refused)
+    monkeypatch.setattr(Slab, "allocate", refused)
     peak, _ = training.train([layers(WHOLE // 12)])  # of another kind: all leaves, and has to come back
     assert peak <= budget + training.part
     assert training.engine.failed_fetches

@@ -11,7 +11,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.attachment import ATTACHED, Attachment
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.meters import PeakMeter
-from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.transfers import HostTransfers
 from bridge_fgo.offload import snapshot
 from bridge_fgo.states.megatron import MegatronSource
@@ -66,7 +66,7 @@ def test_released_states_are_handed_out_from_the_host_and_stay_there(copies):
             assert handed.keys() == before[id(param)].keys()
             assert all(torch.equal(handed[name], value) for name, value in before[id(param)].items())
     assert engine.traffic.back == moved
-    assert residencies(engine) == {Residency.RELEASED}
+    assert residencies(engine) == {SlabState.RELEASED}
 
 
 def test_copies_share_no_memory_with_a_host_buffer_and_views_do():
@@ -98,7 +98,7 @@ def test_states_that_are_read_in_another_dtype_come_back_a_few_parts_at_a_time(m
             for name in ("exp_avg", "exp_avg_sq"):
                 assert torch.equal(handed[name], before[id(param)][name].float())
     assert 0 < most < len(engine.slabs) // 2
-    assert residencies(engine) == {Residency.RELEASED}
+    assert residencies(engine) == {SlabState.RELEASED}
     engine.require_readable()
     for param in params(optimizer):
         now = states(optimizer, param)
@@ -122,7 +122,7 @@ def test_what_interrupts_a_save_comes_out_and_the_rest_of_what_was_borrowed_goes
             engine.hand_out(source, param, read_as_it_is(optimizer, param))
     assert len(borrowed) == 3
     assert [slab.interrupted for slab in engine.slabs if slab in borrowed] == ["", "", "KeyboardInterrupt"]
-    assert all(slab.state is Residency.RELEASED for slab in engine.slabs if slab is not borrowed[2])
+    assert all(slab.state is SlabState.RELEASED for slab in engine.slabs if slab is not borrowed[2])
 
 
 def test_what_is_not_offloaded_is_handed_out_as_it_is():
@@ -169,9 +169,9 @@ def test_a_checkpoints_state_dict_does_not_have_te_read_states_that_mcore_drops(
             is optimizer.optimizer.state[param]["exp_avg"]
         )
     assert "get_unscaled_state" not in vars(distributed.optimizer)
-    assert residencies(engine) == {Residency.RELEASED}
+    assert residencies(engine) == {SlabState.RELEASED}
     state_wrappers.reads_no_states(state_dict, distributed, (), {})
-    assert residencies(engine) == {Residency.RESIDENT}
+    assert residencies(engine) == {SlabState.RESIDENT}
 
 
 def test_a_state_that_somebody_replaced_while_its_slab_was_away_is_saved_as_it_is():
@@ -199,10 +199,10 @@ def test_a_save_of_one_source_leaves_those_of_others_where_they_are():
         assert engine.is_away(saved) and not engine.is_away(other)
         param = params(optimizers[0])[0]
         engine.hand_out(saved, param, read_as_it_is(optimizers[0], param))
-        assert residencies(engine) == {Residency.RELEASED}
+        assert residencies(engine) == {SlabState.RELEASED}
         param = params(optimizers[1])[0]
         handed = engine.hand_out(other, param, read_as_it_is(optimizers[1], param))
         assert handed["param"] is param, "a reader gets the states themselves, on the GPU"
         assert all(torch.equal(handed[name], value) for name, value in before.items())
-        assert all(slab.state is Residency.RELEASED for part in engine.parts_of(saved) for slab in part.slabs)
+        assert all(slab.state is SlabState.RELEASED for part in engine.parts_of(saved) for slab in part.slabs)
     assert not engine.is_away(saved)

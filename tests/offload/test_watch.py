@@ -4,7 +4,7 @@ import pytest
 from fake_training import WHOLE, use_small_parts
 from test_shapes import SHORT, Shapes, layers, plans, profile
 
-from bridge_fgo.memory.residency import Residency
+from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.offload.profile import Mark, MemoryProfile
 from bridge_fgo.offload.watch import Watch
 
@@ -86,8 +86,8 @@ def test_a_larger_pass_has_everything_leave_at_once_and_the_next_one_is_measured
 
     training.engine.forward = watch
     training.train([SHORT, large])
-    assert states[len(SHORT)] == {Residency.RESIDENT}, "the last forward of the short microbatch"
-    assert states[len(SHORT) + 1] == {Residency.RELEASED}, "the model's own forward, before any layer's"
+    assert states[len(SHORT)] == {SlabState.RESIDENT}, "the last forward of the short microbatch"
+    assert states[len(SHORT) + 1] == {SlabState.RELEASED}, "the model's own forward, before any layer's"
     training.train([SHORT, large])
     assert not schedule.is_watching
     profiles = [plan.profile for plan in schedule.holding.plans]

@@ -21,7 +21,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from bridge_fgo.memory.slab_memory import SlabMemory
+from bridge_fgo.memory.slab import Slab
 from bridge_fgo.memory.storage_slab import StorageSlab
 
 PACKAGE = "nvidia_resiliency_ext.checkpointing.async_ckpt"
@@ -178,7 +178,7 @@ def caching_writer(monkeypatch):
         for cls in names:
             setattr(module, cls.__name__, cls)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    empty, free = StorageSlab.empty, SlabMemory._free
+    empty, free = StorageSlab.empty, Slab._free
 
     def emptied(slab):
         Block.leaves(slab.storage)
@@ -189,7 +189,7 @@ def caching_writer(monkeypatch):
         free(slab)
 
     monkeypatch.setattr(StorageSlab, "empty", emptied)
-    monkeypatch.setattr(SlabMemory, "_free", freed)
+    monkeypatch.setattr(Slab, "_free", freed)
     LOOK_UP["run"] = []
     yield LOOK_UP["run"]
     FileSystemWriterAsync._cached_identifiers.clear()

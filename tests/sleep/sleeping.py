@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 import bridge_fgo
-from bridge_fgo.memory.residency import StillShared
+from bridge_fgo.memory.slab import StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.states.megatron import live_bytes
 from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining

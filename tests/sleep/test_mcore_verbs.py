@@ -13,7 +13,7 @@ import bridge_fgo
 from bridge_fgo.bridge.attaching import attach
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.attachment import attachment_of
-from bridge_fgo.memory.residency import StillShared
+from bridge_fgo.memory.slab import StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep import upstream
 from bridge_fgo.sleep.movable import STATES, movable_optimizers

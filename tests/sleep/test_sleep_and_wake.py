@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from sleeping import KINDS, fail_once, numbers, options, poison, residency, resident, states_bytes, weights_bytes
 
 import bridge_fgo
-from bridge_fgo.memory.residency import StillShared
-from bridge_fgo.memory.slab import MOST_IN_TRANSIT
+from bridge_fgo.memory.slab import MOST_IN_TRANSIT, StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep import residency as phases_residency
 from bridge_fgo.sleep import states

@@ -1,4 +1,4 @@
-"""The residency machine, driven by hypothesis in any order, on a model of GPU and host memory.
+"""The state machine of a slab, driven by hypothesis in any order, on a model of GPU and host memory.
 
 The model keeps time honest: a copy moves nothing until someone waits for it, and memory that is read too
 early or reused too early shows.
@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from bridge_fgo.memory.residency import Residency, ResidencyMachine
+from bridge_fgo.memory.slab import SlabState, SlabStateMachine
 
 LOST = object()
 
 
-class Recorder(ResidencyMachine):
+class Recorder(SlabStateMachine):
     """Actions that do nothing but tell their names, in `calls`, and check that they are called where they are valid."""
 
     def __init__(self):
@@ -27,19 +27,19 @@ class Recorder(ResidencyMachine):
         self.calls.append(name)
 
     def _start_offload(self):
-        self._act("start offload", Residency.RESIDENT)
+        self._act("start offload", SlabState.RESIDENT)
 
     def _release(self):
-        self._act("release", Residency.OFFLOADING)
+        self._act("release", SlabState.OFFLOADING)
 
     def _give_up_offload(self):
-        self._act("give up offload", Residency.OFFLOADING)
+        self._act("give up offload", SlabState.OFFLOADING)
 
     def _start_reload(self):
-        self._act("start reload", Residency.RELEASED)
+        self._act("start reload", SlabState.RELEASED)
 
     def _wait_reload(self):
-        self._act("wait reload", Residency.RELOADING)
+        self._act("wait reload", SlabState.RELOADING)
 
 
 class ModelSlab(Recorder):
@@ -119,7 +119,7 @@ class AnyOrderOfTheFiveVerbs(RuleBasedStateMachine):
 
     @invariant()
     def released_means_the_host_copy_is_current(self):
-        if self.slab.state is Residency.RELEASED:
+        if self.slab.state is SlabState.RELEASED:
             assert self.slab.host == self.version
 
 
@@ -149,7 +149,7 @@ def test_write_during_offload_forbids_the_release():
     machine.require_writable()
     machine.release()
     assert machine.calls == ["start offload", "give up offload"]
-    assert machine.state is Residency.RESIDENT
+    assert machine.state is SlabState.RESIDENT
 
 
 def test_read_during_offload_does_not_give_it_up():
@@ -212,7 +212,7 @@ def test_an_action_that_fails_leaves_the_state_before_it_and_may_be_done_again(a
             verb()
     for verb in verbs[after - 1 :]:
         verb()
-    assert machine.state is Residency.RESIDENT
+    assert machine.state is SlabState.RESIDENT
 
 
 def test_an_offload_that_could_not_be_given_up_is_still_under_way():
@@ -220,9 +220,9 @@ def test_an_offload_that_could_not_be_given_up_is_still_under_way():
     machine.offload()
     with pytest.raises(torch.OutOfMemoryError):
         machine.require_writable()
-    assert machine.state is Residency.OFFLOADING
+    assert machine.state is SlabState.OFFLOADING
     machine.require_writable()
-    assert machine.state is Residency.RESIDENT
+    assert machine.state is SlabState.RESIDENT
 
 
 def test_an_error_that_a_handler_raises_as_memory_goes_is_no_failure_to_release():
