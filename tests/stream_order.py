@@ -12,9 +12,8 @@ import torch
 
 from bridge_fgo.memory import cuda_transfers
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.shared_copies import OwnCopies
 from bridge_fgo.memory.slab import Slab, SlabState
-from bridge_fgo.offload import debug
+from bridge_fgo.offload import debug, snapshot
 
 TRAINING, SIDE, HOST = 1000, 2000, 3000
 
@@ -176,13 +175,13 @@ def install(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     _watch_slabs(monkeypatch, order)
     _watch_poison(monkeypatch, order)
-    copy = OwnCopies.copy
+    copy = snapshot.host_copy
 
-    def copies(copier, tensor):
+    def copies(tensor):
         order.read_by_the_host(tensor)
-        return copy(copier, tensor)
+        return copy(tensor)
 
-    monkeypatch.setattr(OwnCopies, "copy", copies)
+    monkeypatch.setattr(snapshot, "host_copy", copies)
     return order
 
 

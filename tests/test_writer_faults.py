@@ -19,8 +19,8 @@ from test_loop import configured
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bridge_fgo.memory.shared_copies import OwnCopies, SharedCopies
-from bridge_fgo.memory.shared_host_buffer import SharedHostBuffer, is_in_use
+from bridge_fgo.memory.shared_host_buffer import SharedHostBuffer
+from bridge_fgo.offload import snapshot
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins", "deadline"), pytest.mark.slow]
 
@@ -78,24 +78,22 @@ def end_of_training(run, each_step=lambda number: None):
 def copies(monkeypatch):
     """For each copy that a writer got, and each buffer lent to it, what tells whether nobody refers to it any more."""
     left = []
-    own, shared, lend = OwnCopies.copy, SharedCopies.copy, SharedHostBuffer.lend
+    lend = SharedHostBuffer.lend
 
-    def copy(copier, tensor):
-        result = own(copier, tensor)
-        left.append(StorageWeakRef(result.untyped_storage()).expired)
-        return result
+    def noting(copy):
+        def noted(tensor):
+            result = copy(tensor)
+            left.append(StorageWeakRef(result.untyped_storage()).expired)
+            return result
 
-    def copy_shared(copier, tensor):
-        storage = (result := shared(copier, tensor)).untyped_storage()  # which the copier keeps
-        left.append(lambda: not is_in_use(storage))
-        return result
+        return noted
 
     def lend_noted(buffer, like, offset):
         left.append(lambda: not buffer.is_lent)
         return lend(buffer, like, offset)
 
-    monkeypatch.setattr(OwnCopies, "copy", copy)
-    monkeypatch.setattr(SharedCopies, "copy", copy_shared)
+    for name in ("host_copy", "shared_copy"):
+        monkeypatch.setattr(snapshot, name, noting(getattr(snapshot, name)))
     monkeypatch.setattr(SharedHostBuffer, "lend", lend_noted)
     return left
 

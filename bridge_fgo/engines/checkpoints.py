@@ -14,7 +14,6 @@ from bridge_fgo.engines.share import Share, pin
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.host_buffer import PINNING_THREADS
 from bridge_fgo.memory.host_memory import free_for_each_rank
-from bridge_fgo.memory.shared_copies import OwnCopies, SharedCopies
 from bridge_fgo.memory.shared_host_buffer import SharedHostBuffer, has_files_for_buffers
 from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.memory.state import State
@@ -50,7 +49,8 @@ class Checkpoints:
         self._pin_near = pin_near
         self._warn = warn
         self._snapshots: dict[Source, Snapshot] = {}
-        self._copier = OwnCopies()
+        self._has_worker = False
+        """Whether a worker process writes what a save gets."""
         self._half_loaded: set[Source] = set()
         """Sources some of whose states a load that has not come to its end may have overwritten."""
         self.lends = False
@@ -71,7 +71,7 @@ class Checkpoints:
         """Context in which a checkpoint is made, and nothing moves."""
         lends = copies and self.lends and self._has_spares(source)
         owners = self._shares[source].owners
-        snapshot = self._snapshots[source] = Snapshot(owners, self._transfers, copies, self._copier, lends)
+        snapshot = self._snapshots[source] = Snapshot(owners, self._transfers, copies, self._has_worker, lends)
         try:
             with (
                 self._masters.verified(source),
@@ -84,7 +84,7 @@ class Checkpoints:
 
     def share(self) -> None:
         """Have saves get shared memory from now on, as a worker process writes them: lent buffers, or copies."""
-        self._copier = SharedCopies(page_locks=self._pin_near is not None)
+        self._has_worker = True
         slabs = [slab for share in self._shares.values() for slab in share.slabs]
         self.lends = has_files_for_buffers(len(slabs))
         if self.lends:
@@ -234,10 +234,6 @@ class Checkpoints:
         loading = self._snapshots[source]
         assert isinstance(loading, Loading)
         return loading
-
-    def close(self) -> None:
-        """Let go of memory for copies that is kept."""
-        self._copier.close()
 
 
 def _make(states: Iterable[State]) -> None:

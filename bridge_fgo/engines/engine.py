@@ -265,7 +265,7 @@ class Engine(ABC):
         return read()
 
     def share_copies(self) -> None:  # noqa: B027
-        """Have checkpoints get copies in shared memory from now on, which is kept: a worker process writes them."""
+        """Have checkpoints get shared memory from now on, lent or copied: a worker process writes it."""
 
     def copied_for_a_save(self) -> list[int]:
         """Return the bytes, at most, of each host tensor that a checkpoint gets of the states."""

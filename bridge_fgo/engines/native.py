@@ -436,7 +436,6 @@ class NativeEngine(Engine):
         self.masters.require_restorable(self.sources)
         with self.masters.trusted(*self.sources):
             self.require_writable()
-        self.checkpoints.close()
         self.masters.close()
         for slab in self.slabs:
             slab.close()

@@ -62,9 +62,13 @@ def tensor_of(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor
     return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-def is_in_use(storage: torch.UntypedStorage) -> bool:
-    """Return whether anything in this process refers to a storage's memory but `storage` itself."""
-    return torch._C._storage_Use_Count(storage._cdata) > 1
+def shared_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor that `torch.multiprocessing` hands to another process without copying it again.
+
+    Raises:
+        OSError: as `shared_storage`.
+    """
+    return tensor_of(shared_storage(tensor.nbytes), tensor).copy_(tensor.detach())
 
 
 class MemoryFile:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.memory.guard import own
-from bridge_fgo.memory.shared_copies import OwnCopies
+from bridge_fgo.memory.shared_host_buffer import shared_copy
 from bridge_fgo.memory.slab import Slab, SlabState, require_readable
 from bridge_fgo.memory.state import State
 from bridge_fgo.memory.transfers import Transfers
@@ -33,8 +33,8 @@ class Snapshot:
         transfers: the copies.
         copies: whether every tensor that is handed out is a copy, or lent. Without, a state that is on the host already
             may be handed out as a view of its page-locked buffer, for a reader that copies it at once.
-        copier: makes the copies; by default ordinary memory.
-        lends: whether a slab that can lend its host buffer does. What leaves the GPU leaves whole then.
+        shares: whether copies are made in memory that a process that saves gets as it is.
+        lends: whether a slab that can lend its host buffer does. What is offloaded meanwhile is copied whole then.
     """
 
     most_borrowed = 4
@@ -47,13 +47,13 @@ class Snapshot:
         owners: Mapping[int, Part],
         transfers: Transfers,
         copies: bool,
-        copier: OwnCopies | None = None,
+        shares: bool = False,
         lends: bool = False,
     ) -> None:
         self._owners = owners
         self._transfers = transfers
         self._copies = copies
-        self._copier = copier or OwnCopies()
+        self._shares = shares
         self._lends = lends
         self._borrowed: deque[list[Slab]] = deque()
         """Slabs that were released before, part by part."""
@@ -68,7 +68,6 @@ class Snapshot:
         try:
             yield
         finally:
-            self._copier.finish()
             self._send_back(0)
             self._finish_lending()
 
@@ -87,10 +86,7 @@ class Snapshot:
         self._borrow(part.slabs if converts else encoded)  # another dtype is made on the GPU
         with own():
             places = self._places(part, param)
-            safe = {name: self._safe(value, places) for name, value in read().items()}
-        # Race: what is borrowed goes back to the host, and a slab changes, while threads still copy from it.
-        self._copier.finish()
-        return safe
+            return {name: self._safe(value, places) for name, value in read().items()}
 
     def _places(self, part: Part, param: torch.Tensor) -> dict[int, Place]:
         """Return the places of a parameter's states that exist, by the `id` of the tensor."""
@@ -111,9 +107,12 @@ class Snapshot:
         # A tensor that a load put in the place of another has memory of its own until the next offload. Of a slab that
         # is encoded, on its way out, what the host has is not the states.
         if slab is None or slab.state is SlabState.RESIDENT or slab.is_encoded or not slab.holds(value):
-            return self._copier.copy(value)
+            return self._copy(value)
         host = slab.host_view(value, offset)
-        return self._copier.copy(host) if self._copies else host
+        return self._copy(host) if self._copies else host
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return shared_copy(tensor) if self._shares else host_copy(tensor)
 
     def _can_lend(self, slab: Slab) -> bool:
         """Return whether a slab can lend its host buffer, which has the slab whole, or will by the end."""
@@ -149,3 +148,8 @@ class Snapshot:
                 if not slab.interrupted:  # by what is on its way to the caller, whom a refusal would keep it from
                     slab.offload()
                     slab.release()
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor in host memory of its own."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())

@@ -19,7 +19,7 @@ from bridge_fgo.engines import checkpoints
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory import shared_host_buffer
 from bridge_fgo.memory.meters import PeakMeter
-from bridge_fgo.memory.shared_host_buffer import LentStorage, SharedHostBuffer
+from bridge_fgo.memory.shared_host_buffer import LentStorage, SharedHostBuffer, shared_copy
 from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.transfers import HostTransfers
 from bridge_fgo.offload.debug import DebugTransfers
@@ -117,6 +117,20 @@ def test_a_save_while_the_writer_before_is_busy_gets_copies():
     del first
     third = save(optimizer, engine, source)
     assert all(is_lent(engine, tensor) for tensor in tensors(third))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("shape", [(7,), (250, 3), (40, 25)])
+def test_a_shared_copy_has_the_bits_and_goes_to_another_process_as_it_is(dtype, shape):
+    tensor = torch.arange(shape[0] * (shape[1] if len(shape) > 1 else 1)).to(dtype).reshape(shape)
+    for each in (tensor, tensor.t() if len(shape) > 1 else tensor):
+        copied = shared_copy(each)
+        assert torch.equal(copied, each) and copied.dtype == dtype and copied.is_contiguous()
+        # mcore clones a tensor that is a part of its storage, by one thread and into ordinary memory.
+        assert copied.untyped_storage().nbytes() == copied.nbytes
+        place = copied.data_ptr()
+        ForkingPickler.dumps(copied)
+        assert copied.data_ptr() == place, "torch would copy what is in no shared memory"
 
 
 def test_two_saves_without_a_step_between_lend_the_same_buffers():
@@ -252,6 +266,7 @@ def test_with_too_few_open_files_a_checkpoint_gets_copies(monkeypatch):
     assert not any(isinstance(slab.host, SharedHostBuffer) for slab in engine.slabs)
     handed = save(optimizer, engine, source)
     assert are_equal(handed, [before[id(param)] for param in params(optimizer)])
+    assert all(tensor.is_shared() for tensor in tensors(handed)), "and torch copies none of them again"
 
 
 def mappings():
