@@ -100,7 +100,7 @@ class MeterOfMarks(FakeMeter):
     scale = 0.0
 
     def beside(self, schedule):
-        marks = schedule._course.marks
+        marks = schedule._matcher.marks
         return int(self.scale * marks[-1].live) if marks and not schedule.recorder.in_step else 0
 
     def end_interval(self):

@@ -183,7 +183,7 @@ class Session:
             self.engine.begin_pass(is_like_others=False)
         else:
             self.engine.begin_pass()
-        self._points.begin_pass(self.engine.forward if self.engine.is_watching else None)
+        self._points.begin_pass(self.engine.forward if self.engine.checks_inputs_only else None)
 
     def release(self) -> None:
         """Let GPU memory go: grads are zeroed and nothing reads the states any more."""

@@ -35,8 +35,8 @@ class Engine(ABC):
     """Host time that page-locking took, before training; 0 where nobody counts it."""
     watches_points = False
     """Whether `point` is of use."""
-    is_watching = False
-    """Whether nothing moves in this pass as long as it needs no more than others, so that `forward` is enough."""
+    checks_inputs_only = False
+    """Whether every state stays in this pass; only input sizes are checked, by `forward`."""
     awaits_ranks = False
     """Whether `end_step` is a collective of all ranks."""
     is_torn = False
@@ -133,7 +133,7 @@ class Engine(ABC):
         return True
 
     def forward(self, layer: int, nbytes: int) -> None:  # noqa: B027
-        """Note, where `is_watching`, what goes into a layer whose forward begins; see `Mark`."""
+        """Note, where `checks_inputs_only`, what goes into a layer whose forward begins; see `Mark`."""
 
     @abstractmethod
     def reload(self) -> None:

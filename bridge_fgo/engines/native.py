@@ -223,8 +223,8 @@ class NativeEngine(Engine):
 
     @property
     @override
-    def is_watching(self) -> bool:
-        return self.schedule.is_watching
+    def checks_inputs_only(self) -> bool:
+        return self.schedule.checks_inputs_only
 
     @property
     @override

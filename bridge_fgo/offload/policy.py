@@ -16,7 +16,8 @@ from bridge_fgo.memory.device_room import DeviceRoom
 from bridge_fgo.offload.profile import MemoryProfile
 
 MOST_PROFILES = 8
-"""Measured passes that are kept. Each point of a pass is compared with one of each."""
+"""Profiles that are kept, of passes that cannot merge: they are of several kinds, or several layers ran in them. Each
+point of a pass is compared with one of each."""
 
 MOST_LOST = 32
 """Passes in the midst of which no plan held any more that are measured; of those that follow each 32nd is."""
@@ -100,7 +101,9 @@ def budget_refusal(budget: int, least: int, about: str = "") -> str:
 
 
 class HoldPolicy:
-    """The plans of one rank, one for each pass that was measured, and the parts that stay under a budget.
+    """The plans of one rank, and the parts that stay under a budget.
+
+    Measured passes of one kind in which the same layers ran are one profile, the maximum of all of them, and one plan.
 
     Args:
         budget_bytes: peak of allocated bytes to stay under while offloading as little as possible; None
@@ -128,8 +131,6 @@ class HoldPolicy:
         """The peak that all plans keep under: the budget, or the highest that releasing throughout would reach."""
         self._profiles: list[MemoryProfile] = []
         """The newest used last."""
-        self._outdated: list[MemoryProfile] = []
-        """Profiles that steps have exceeded: the next pass that is like one of them is measured anew."""
         self._lost = 0
         self._chosen = False
         self._said = ""
@@ -147,12 +148,7 @@ class HoldPolicy:
 
     def forget(self) -> None:
         """Let every kind of pass be measured anew."""
-        self.plans, self._profiles, self._outdated = [], [], []
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a pass for which there is a plan may be measured all the same, as it is much smaller."""
-        return len(self._profiles) < MOST_PROFILES
+        self.plans, self._profiles = [], []
 
     def is_worth_measuring(self) -> bool:
         """Return whether a pass that has just lost its plan is to be measured; it counts those that have.
@@ -164,26 +160,22 @@ class HoldPolicy:
         return self._lost <= MOST_LOST or self._lost % MOST_LOST == 0
 
     def add(self, profile: MemoryProfile) -> None:
-        """Keep the profile of a pass that was measured.
+        """Keep what was measured of a pass, as the maximum of that and of what passes like it have needed.
 
-        Where there are too many, the least recently used goes. One that is like it takes the maximum of both.
+        Where there are too many profiles that cannot merge, the least recently used goes.
         """
-        for outdated in [one for one in self._outdated if one.is_like(profile)]:
-            self._outdated.remove(outdated)
-            profile = profile.merged(outdated)
+        for one in list(self._profiles):
+            if one.can_merge(profile):
+                self._profiles.remove(one)
+                profile = profile.merged(one)
         self._profiles.append(profile)
-        if len(self._profiles) > MOST_PROFILES:
-            oldest = self._profiles.pop(0)
-            alike = next((i for i, one in enumerate(self._profiles) if one.is_like(oldest)), None)
-            if alike is not None:
-                self._profiles[alike] = self._profiles[alike].merged(oldest)
+        del self._profiles[:-MOST_PROFILES]
 
     def is_exceeded(self, plan: HoldPlan, peak: int, parts: Sequence[PartBytes]) -> bool:
         """Compare the peak of a step with what its plan keeps under; return whether to plan anew, as it was above.
 
-        More than one part above, that is: so much may be there twice for a moment. At first such steps hold as much
-        less. Where that is not enough, because what is beside the states has grown, they are measured anew; and where
-        they are above even then, they hold less each time, until there is nothing left to hold.
+        More than one part above, that is: so much may be there twice for a moment. From then on such steps hold as much
+        less of the states, each time that they are above, until there is nothing left to hold.
 
         Args:
             plan: the one that was followed.
@@ -198,12 +190,7 @@ class HoldPolicy:
             return False
         if profile.beyond >= self.limit:
             return False
-        if profile.beyond and not profile.is_anew:
-            profile.beyond, profile.is_anew = 0, True
-            self._profiles.remove(profile)
-            self._outdated = [*self._outdated, profile][-MOST_PROFILES:]
-            return True
-        if not profile.is_anew:
+        if not profile.beyond:
             gib = 2**30
             self.warn(
                 f"a training step allocated {peak / gib:.2f} GiB, though what went through its layers was no larger "
@@ -237,9 +224,6 @@ class HoldPolicy:
             ValueError: the budget cannot be met; gives the least one that can.
         """
         profiles = self._profiles
-        if not profiles:  # the only one is outdated
-            self.plans = []
-            return {position for position, part in enumerate(parts) if part.stays}
         sizes = [part.transit_bytes for part in parts]
         peak = max(each.peak for each in profiles)
         least = max(least_budget(each, sizes, self.masters_held_bytes) for each in profiles)

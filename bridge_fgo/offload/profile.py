@@ -35,9 +35,7 @@ class MemoryProfile:
     kind: object = None
     """What the pass has in common with others of its kind: the number of microbatches."""
     beyond: int = 0
-    """How far later passes that it covers went above what they were planned for; they hold as much less."""
-    is_anew: bool = False
-    """Whether it was measured in place of one whose passes went above what they were planned for again and again."""
+    """Bytes by which later passes went above what they were planned for by it; they hold as much less."""
 
     @property
     def peak(self) -> int:
@@ -59,17 +57,26 @@ class MemoryProfile:
         mine = self.marks[index - 1]
         return mark.layer == mine.layer and mark.nbytes <= mine.nbytes and mark.live <= mine.live
 
-    def is_like(self, other: MemoryProfile) -> bool:
-        """Return whether the same layers passed in the same order, whatever the sizes."""
-        same_layers = [mark.layer for mark in self.marks] == [mark.layer for mark in other.marks]
-        return self.kind == other.kind and same_layers
+    def covers_forward(self, index: int, layer: int, nbytes: int) -> bool:
+        """Return whether forward number `index` of a pass is of the same layer as here, and gets no more.
+
+        In all passes of a kind a backward comes at the same place among the forwards. So no more is live at any time
+        either, and backwards tell nothing more.
+        """
+        if index >= len(self.forwards):
+            return False
+        mine = self.forwards[index]
+        return layer == mine.layer and nbytes <= mine.nbytes
+
+    def can_merge(self, other: MemoryProfile) -> bool:
+        """Return whether the same layers passed in the same order, and at each point one pass was the larger one."""
+        if self.kind != other.kind or len(self.marks) != len(other.marks):
+            return False
+        pairs = zip(self.marks, other.marks, strict=True)
+        return all(a.layer == b.layer and (a.nbytes - b.nbytes) * (a.live - b.live) >= 0 for a, b in pairs)
 
     def merged(self, other: MemoryProfile) -> MemoryProfile:
-        """Return the maximum of two profiles that are alike.
-
-        At each point one mark of the two is kept, the one with more live: only what was seen is a bound. With one
-        microbatch in flight it is the larger one in every respect.
-        """
+        """Return the maximum of two profiles that can merge: at each point the mark of the larger pass."""
         marks = zip(self.marks, other.marks, strict=True)
         return MemoryProfile(
             [max(pair) for pair in zip(self.intervals, other.intervals, strict=True)],
@@ -77,5 +84,4 @@ class MemoryProfile:
             [max(pair, key=lambda mark: (mark.live, mark.nbytes)) for pair in marks],
             self.kind,
             max(self.beyond, other.beyond),
-            self.is_anew or other.is_anew,
         )

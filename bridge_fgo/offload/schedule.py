@@ -29,16 +29,15 @@ from bridge_fgo.memory.device_room import DeviceRoom
 from bridge_fgo.memory.meters import Ledger, PeakMeter
 from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.memory.transfers import Transfers
-from bridge_fgo.offload.course import Course
 from bridge_fgo.offload.packing_policy import PackingPolicy
 from bridge_fgo.offload.part import Part
+from bridge_fgo.offload.pass_matcher import PassMatcher
 from bridge_fgo.offload.policy import HoldPlan, HoldPolicy
 from bridge_fgo.offload.precedence import Precedence
 from bridge_fgo.offload.profile import Mark, MemoryProfile
 from bridge_fgo.offload.recorder import Recorder
 from bridge_fgo.offload.slab_queue import SlabQueue
 from bridge_fgo.offload.step_pipeline import GROUPS_HELD, StepPipeline
-from bridge_fgo.offload.watch import Watch
 
 
 class Schedule:
@@ -72,8 +71,7 @@ class Schedule:
         self.recorder = Recorder(meter, self.ledger)
         self._fresh = self._warm = False
         self._is_like_others = True
-        self._course = Course()
-        self._watch: Watch | None = None
+        self._matcher = PassMatcher()
         self._wants_points = False
         """Whether passes report their points though nothing moves: one of them was larger than any measured one."""
         self.queue = SlabQueue(transfers, self.ledger, lambda text: holding.warn(text))
@@ -89,7 +87,7 @@ class Schedule:
 
     @property
     def _plan(self) -> HoldPlan | None:
-        return self._course.plan if self._watch is None else self._watch.plan
+        return self._matcher.plan
 
     def forget_parts(self) -> None:
         """Forget all parts: they are no more offloaded."""
@@ -122,20 +120,19 @@ class Schedule:
         self.transfers.begin_pass()
         self.recorder.begin_pass()
         plans = self.holding.plans_for(self.signature) if is_like_others else []
-        self._watch = Watch(plans) if plans and self._nothing_moves() else None
-        self._course = Course(() if self._watch else plans)
+        self._matcher = PassMatcher(plans, checks_inputs_only=bool(plans) and self._nothing_moves())
         by_plan = self._plan is not None and not self._fresh
         self.packing.begin_pass(self.signature, by_plan)
-        self.precedence.begin_pass(self.signature, by_plan and self._watch is None, self.packing.is_settled)
+        self.precedence.begin_pass(self.signature, by_plan and not self.checks_inputs_only, self.packing.is_settled)
         self._start()
 
     def _nothing_moves(self) -> bool:
         return not (self._wants_points or self._fresh) and all(part.stays for part in self.parts)
 
     @property
-    def is_watching(self) -> bool:
-        """Whether this pass need not report points, but `forward` alone."""
-        return self._watch is not None
+    def checks_inputs_only(self) -> bool:
+        """Whether this pass need not report points, but `forward` alone, because every state stays."""
+        return self._matcher.checks_inputs_only
 
     def release(self) -> None:
         """Pass point 0: nothing reads the states any more until the optimizer steps."""
@@ -150,16 +147,16 @@ class Schedule:
             self._hold_to(self._plan)
         self.recorder.release()  # only now: what a skipped step or a reader between steps left here is not the pass's
         if self._plan is None and self._is_like_others and self._warm:  # else states are made in the step
-            self.recorder.record(MemoryProfile([0], marks=self._course.marks, kind=self.signature))
+            self.recorder.record(MemoryProfile([0], marks=self._matcher.marks, kind=self.signature))
 
     def point(self, mark: Mark) -> None:
         """Pass a point: a layer begins its forward or has ended its backward."""
         recorder = self.recorder
-        if recorder.in_step or self.is_watching:
+        if recorder.in_step or self.checks_inputs_only:
             return  # what comes for the update stays, whatever passes late
         recorder.point()
         self._index += 1
-        before = self._course.point(mark)
+        before = self._matcher.point(mark)
         plan = self._plan
         if before is not None:
             is_lost = plan is None and recorder.profile is None
@@ -169,8 +166,6 @@ class Schedule:
             if is_lost and self.holding.is_worth_measuring():
                 recorder.record(self._known(before, newest))
         elif plan is not None:
-            if recorder.profile is None and self._course.is_loose and self.holding.has_room:
-                recorder.record(self._known(plan, newest=0))
             held = self.ledger.nbytes
             if held > plan.leave[self._index] or (held < plan.come[self._index] and self.queue.has_more):
                 with self.transfers.on_compute_stream():
@@ -185,14 +180,14 @@ class Schedule:
             layer: its number, as in `Mark`.
             nbytes: of the tensors that go into it.
         """
-        if self._watch is not None and self._watch.forward(layer, nbytes):
+        if self.checks_inputs_only and self._matcher.forward(layer, nbytes):
             self._wants_points = True
             with self.transfers.on_compute_stream():
                 self._change_plan(None)
 
     def _known(self, plan: HoldPlan, newest: int) -> MemoryProfile:
-        """Return a profile for the rest of the pass: up to here by a plan that held, and `Course.known`."""
-        profile = self._course.known(plan, self._index, newest)
+        """Return a profile for the rest of the pass: up to here by a plan that held, and `PassMatcher.known`."""
+        profile = self._matcher.known(plan, self._index, newest)
         profile.intervals.append(0)
         return profile
 
@@ -327,8 +322,8 @@ class Schedule:
             self.holding.add(recorder.profile)
         elif plan is None:
             return None
-        elif self._course.is_shorter:  # else states would come as late in every such pass as before what it lacks
-            self.holding.add(self._course.known(plan, self._index + 1, self._newest))
+        elif self._matcher.is_shorter:  # else states would come as late in every such pass as before what it lacks
+            self.holding.add(self._matcher.known(plan, self._index + 1, self._newest))
         else:
             is_exceeded = self.holding.is_exceeded(plan, recorder.peak(), self.parts)
             if not (self.holding.runs_short() or is_exceeded):

@@ -5,8 +5,8 @@ from fake_training import WHOLE, use_small_parts
 from test_shapes import SHORT, Shapes, layers, plans, profile
 
 from bridge_fgo.memory.slab import SlabState
+from bridge_fgo.offload.pass_matcher import PassMatcher
 from bridge_fgo.offload.profile import Mark, MemoryProfile
-from bridge_fgo.offload.watch import Watch
 
 
 @pytest.fixture
@@ -26,17 +26,17 @@ def measured(*forwards):
     return MemoryProfile([0] * (len(marks) + 1), 0, marks)
 
 
-def watched(watch, *forwards):
+def watched(matcher, *forwards):
     """Pass these forwards; return the profile of the plan that holds then."""
     for forward in forwards:
-        watch.forward(*forward)
-    return None if watch.plan is None else watch.plan.profile
+        matcher.forward(*forward)
+    return None if matcher.plan is None else matcher.plan.profile
 
 
 def test_a_pass_of_the_same_layers_that_get_no_more_is_covered():
     one = measured((0, 5), (1, 3), (0, 4))
-    assert watched(Watch(plans(one)), (0, 5), (1, 2), (0, 4)) is one
-    assert watched(Watch(plans(one)), (0, 5)) is one
+    assert watched(PassMatcher(plans(one)), (0, 5), (1, 2), (0, 4)) is one
+    assert watched(PassMatcher(plans(one)), (0, 5)) is one
 
 
 @pytest.mark.parametrize(
@@ -50,15 +50,15 @@ def test_a_pass_of_the_same_layers_that_get_no_more_is_covered():
     ids=["larger", "larger_later", "another_layer", "one_more"],
 )
 def test_a_pass_that_may_need_more_is_not_covered_nor_what_follows_in_it(forwards):
-    watch = Watch(plans(measured((0, 5), (1, 3), (0, 4))))
-    assert watched(watch, *forwards) is None
-    assert watched(watch, (0, 0)) is None
+    matcher = PassMatcher(plans(measured((0, 5), (1, 3), (0, 4))))
+    assert watched(matcher, *forwards) is None
+    assert watched(matcher, (0, 0)) is None
 
 
 def test_of_several_measured_passes_one_must_cover_all_of_it():
     one, other = measured((0, 5), (1, 3)), measured((0, 4), (1, 9))
-    assert watched(Watch(plans(one, other)), (0, 4), (1, 9)) is other
-    assert watched(Watch(plans(one, other)), (0, 5), (1, 9)) is None
+    assert watched(PassMatcher(plans(one, other)), (0, 4), (1, 9)) is other
+    assert watched(PassMatcher(plans(one, other)), (0, 5), (1, 9)) is None
 
 
 def test_backwards_are_no_forwards():
@@ -71,7 +71,7 @@ def test_passes_in_which_nothing_moves_are_watched_and_reported_otherwise(traini
     reported = []
     schedule.recorder.point = lambda: reported.append(1)
     training.train([SHORT, SHORT])
-    assert schedule.is_watching and schedule.is_planned and not reported
+    assert schedule.checks_inputs_only and schedule.is_planned and not reported
     assert training.engine.traffic.back == before
     training.check()
 
@@ -89,7 +89,7 @@ def test_a_larger_pass_has_everything_leave_at_once_and_the_next_one_is_measured
     assert states[len(SHORT)] == {SlabState.RESIDENT}, "the last forward of the short microbatch"
     assert states[len(SHORT) + 1] == {SlabState.RELEASED}, "the model's own forward, before any layer's"
     training.train([SHORT, large])
-    assert not schedule.is_watching
+    assert not schedule.checks_inputs_only
     profiles = [plan.profile for plan in schedule.holding.plans]
     assert max(mark.nbytes for each in profiles for mark in each.marks) == WHOLE // 4
     training.check()
@@ -101,7 +101,7 @@ def test_what_was_measured_anew_is_watched_again_where_everything_stays(monkeypa
     for batch in (*[SHORT] * 4, *[layers(WHOLE // 4)] * 4):
         peak, _ = training.train([batch])
         assert peak <= 4 * WHOLE
-    assert training.schedule.is_watching
+    assert training.schedule.checks_inputs_only
     training.check()
 
 
@@ -110,5 +110,5 @@ def test_a_pass_that_is_run_again_is_watched_from_its_begin(training):
     training.engine.forward(9, 1)
     assert not training.schedule.is_planned
     training.train([SHORT, SHORT])
-    assert not training.schedule.is_watching, "points are reported until a pass of them was measured"
+    assert not training.schedule.checks_inputs_only, "points are reported until a pass of them was measured"
     training.check()
