@@ -53,7 +53,7 @@ class Stats:
     reloads everything at once."""
     copies_in_first: bool | None = None
     """Whether copies in go before copies out in the optimizer step. Each rank tries both ways in some steps and keeps
-    the one with less waiting (`bridge_fgo/offload/precedence.py`); None until it knows."""
+    the one with less waiting (`bridge_fgo/offload/copy_order.py`); None until it knows."""
     copy_wait_seconds: tuple[float, float] | None = None
     """Time that the training stream waited for copies in those steps: as copies came, and with copies in first."""
     peak_forward_backward_bytes: int | None = None

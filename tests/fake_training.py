@@ -91,7 +91,7 @@ class Training:
         self.schedule.signature = 1
         for source, optimizer in zip(self.sources, self.optimizers, strict=True):
             if together is not None:
-                self.engine._shares[source].together_bytes = together
+                self.engine._shares[source].group_bytes = together
             wrapped = optimizer._copy_main_params_to_model_params
             write_back = partial(self.engine.write_back, source, wrapped)
             optimizer._copy_main_params_to_model_params = write_back

@@ -149,12 +149,12 @@ class NativeEngine(Engine):
     @property
     @override
     def copies_in_first(self) -> bool | None:
-        return self.schedule.precedence.is_better
+        return self.schedule.copy_order.is_better
 
     @property
     @override
     def copy_wait_seconds(self) -> tuple[float, float] | None:
-        return self.schedule.precedence.waited
+        return self.schedule.copy_order.waited
 
     @override
     def has_states(self) -> bool:
@@ -257,7 +257,7 @@ class NativeEngine(Engine):
             keep_masters, in_order = not source.writes_back_by_part, source.keeps_order
             if not in_order:
                 source.step(None)  # parameters whose states are not offloaded
-            self.schedule.step(share.parts, source.step, keep_masters, share.together_bytes, in_order)
+            self.schedule.step(share.parts, source.step, keep_masters, share.group_bytes, in_order)
             if in_order:
                 source.step(None)  # `select` takes the first parameters, so these are the last
 

@@ -81,7 +81,7 @@ class PackedMasters:
 
     def _watches_of(self, sources: Iterable[Source]) -> list[WeightWatch]:
         """Return the watches of some sources, where their weights are watched in the present step."""
-        if not self._packing.is_watching:
+        if not self._packing.checks_weights:
             return []
         return [self._watches[source] for source in sources if source in self._watches]
 

@@ -39,7 +39,7 @@ class Share:
         self.slabs = [slab for part in self.parts for slab in part.slabs]
         self.owners = {i: part for part in self.parts for i in part.ids}
         """The part of a parameter, by its `id`."""
-        self.together_bytes = pipeline_bytes(chosen)
+        self.group_bytes = pipeline_bytes(chosen)
         """What the step moves in one go."""
         self.state_bytes = sum(bundle.nbytes for bundle in everything)
         """Bytes of all states of the source, offloaded or not."""

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from bridge_fgo.memory.strided_sums import StridedSum, compiled
+from bridge_fgo.memory.strided_sums import StridedSum, compile_sum
 
 CHUNK_WORDS = 2**22
 """Words of 8 bytes that PyTorch's operators sum at once: 32 MiB, which an H200's L2 cache of 50 MB holds from one
@@ -40,9 +40,9 @@ extern "C" __global__ void digest(const u64 *words, u64 count, u64 *sum) { add_u
 """
 
 
-def kernel_for(device: torch.device) -> StridedSum | None:
+def digest_kernel(device: torch.device) -> StridedSum | None:
     """Return the kernel; None where there is none for the device. To compile it takes the host half a second, once."""
-    return compiled(SOURCE, "digest", arrays=1, device=device)
+    return compile_sum(SOURCE, "digest", arrays=1, device=device)
 
 
 class Digester:
@@ -60,7 +60,7 @@ class Digester:
     def __init__(self, device: torch.device, most_bytes: int) -> None:
         self._device = device
         self._most_bytes = most_bytes
-        self._kernel = kernel_for(device)
+        self._kernel = digest_kernel(device)
 
     @cached_property
     def _places(self) -> torch.Tensor:

@@ -28,7 +28,7 @@ least, and the pipeline should not fill and drain for a larger share of it (stat
 LEAST_PART_BYTES = MIB
 """Parts are no smaller than this for the sake of the pipeline."""
 
-TOGETHER_BYTES = 128 * MIB
+MERGED_SLAB_BYTES = 128 * MIB
 """Up to this size the states of one kind of a part are one slab, also where its only tensor is larger than a part
 should be: they come and go together, and each slab costs the host some 40 microseconds a step. It is 2.4 ms of an
 H200's link."""
@@ -172,7 +172,7 @@ def lay_out(chosen: Sequence[Bundle], target: int, codec_of: ChooseCodec = copie
             kinds.setdefault((state.late, not state.written_back, state.home), []).append(state)
         slabs = []
         for (*_, home), states in sorted(kinds.items(), key=lambda item: item[0][:2]):
-            for layout in _layouts(home, states, max(target, TOGETHER_BYTES)):
+            for layout in _layouts(home, states, max(target, MERGED_SLAB_BYTES)):
                 members = [states[i] for i in layout.members]
                 slabs.append(SlabPlace(layout, members, codec_of(members, layout)))
         parts.append(PartLayout(of_part, slabs))

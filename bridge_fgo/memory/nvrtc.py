@@ -22,7 +22,7 @@ def compile_for(source: str, device: torch.device) -> Module | None:
     troubles = []
     for path in _candidates():
         try:
-            return Module(compiled(ctypes.CDLL(path), source, f"sm_{major}{minor}"))
+            return Module(compile_source(ctypes.CDLL(path), source, f"sm_{major}{minor}"))
         except (OSError, RuntimeError) as error:  # not there, or older than the GPU: the next may do
             troubles.append(f"{path}: {error}")
     logger.warning(
@@ -32,7 +32,7 @@ def compile_for(source: str, device: torch.device) -> Module | None:
     return None
 
 
-def compiled(library: Any, source: str, architecture: str) -> bytes:
+def compile_source(library: Any, source: str, architecture: str) -> bytes:
     """Return the machine code of CUDA source for an architecture ("sm_90").
 
     Raises:

@@ -72,7 +72,7 @@ class StridedSum:
             )
 
 
-def compiled(source: str, name: str, arrays: int, device: torch.device) -> StridedSum | None:
+def compile_sum(source: str, name: str, arrays: int, device: torch.device) -> StridedSum | None:
     """Return a kernel, whose source is compiled once in a process; None without a GPU, or an NVRTC that compiles.
 
     Args:

@@ -47,7 +47,7 @@ class PackingPolicy:
         """Whether masters that leave from now on are packed."""
         self.packable_bytes = 0
         """Bytes of masters that are packed if this says so; without any nothing is timed or watched."""
-        self.is_watching = False
+        self.checks_weights = False
         """Whether the weights are to be watched in the present step, because masters may be packed soon."""
         self._waits = waits
         self._announce, self._warn = announce, warn
@@ -87,7 +87,7 @@ class PackingPolicy:
         if not self.is_settled and not self.pays:
             self._time(kind, by_plan)
         may_follow = self.pays or not by_plan or self._timed[kind] < MOST_TIMED
-        self.is_watching = may_follow and not self.is_settled
+        self.checks_weights = may_follow and not self.is_settled
 
     def _time(self, kind: object, by_plan: bool) -> None:
         if self._waits is None:
@@ -116,7 +116,7 @@ class PackingPolicy:
         if self.is_settled:
             return
         if updated:
-            self._watched = self._watched + 1 if self.is_watching else 0
+            self._watched = self._watched + 1 if self.checks_weights else 0
         if self._waits is None or self.pays:
             return
         if updated and by_plan:
@@ -130,7 +130,7 @@ class PackingPolicy:
 
     def decide(self, have_changed: bool) -> None:
         """Have masters packed from now on, or never, because weights have changed in a step that was watched."""
-        self.is_watching = False
+        self.checks_weights = False
         if have_changed:
             self._is_off = True
             self._warn(

@@ -8,7 +8,7 @@ from bridge_fgo.memory.meters import Ledger, PeakMeter
 from bridge_fgo.offload.profile import MemoryProfile
 
 
-class Recorder:
+class PeakRecorder:
     """Fills the profile of a pass, point by point, while slabs come and go.
 
     Each reading of the peaks takes the host some 100 microseconds, so that few passes are measured.

@@ -1,22 +1,30 @@
 """What moves when: all slabs of a rank, through one training step.
 
-The time line of a step. How much the GPU may hold at each moment comes from peaks that were measured in an earlier
-step, one in which everything was released throughout (`HoldPolicy`).
+The time line of a step, with the functions that run it. How much the GPU may hold at each moment follows from peaks
+that were measured in an earlier step, one in which everything was released throughout (`HoldPolicy`).
 
-    begin_pass   every slab that is to leave is on its way out, or gone
-    release      point 0: nothing reads the states any more; slabs go as far as activations need their place
-    point        a layer begins its forward: activations grow, and slabs go, those first that began to leave first
-    point        a layer's backward has ended: activations shrink, and in the last microbatch slabs come back, those
-                 first that step first
-    (a point that no measured pass covers, a larger sequence say: everything goes for the rest of the pass, which is
-                 measured from there on)
-    forward      in place of `point` where every slab stays: only what goes into layers is compared. If it is too much,
-                 everything goes for the rest of the pass, and the passes after it report their points again
-    reload       the last backward is done: slabs come as far as the optimizer step has room for them
-    step         part by part, small ones in groups: wait for it, update it, send it off; meanwhile the next come. Once
-                 all are on their way, copies out may wait for them (`Precedence`)
-    end_step     a step that was measured gives a plan for those that follow; the peak of one that went by a plan is
-                 held against it
+1.  Bridge calls `train_step`: `bridge.wrappers.train_step` > `Session.training_step`.
+2.  Bridge's rerun machine grants a pass: `Session.begin_pass` > `NativeEngine.begin_pass`.
+    a.  Copies out start: `slab.send_off` > `Slab.offload` > `Slab._copy_out` > `CudaTransfers.copy_out` > `Lane.copy` >
+        `Copier.copy`, one call of the driver for each piece.
+    b.  A plan is chosen: `Schedule.begin_pass` gives `PassMatcher` the plans of this kind of pass.
+3.  Gradients are zeroed: `Session.release` > `Schedule.release`. This is point 0: nothing reads the states any more.
+    `SlabQueue.release_down_to` releases slabs as far as activations need the room, in the order of their copies.
+4.  A layer's forward begins: a hook of `bridge.points` > `NativeEngine.point` > `Schedule.point`. Activations grow, and
+    further slabs are released.
+5.  A layer's backward has ended: the same way. Activations shrink, and in the last microbatch `SlabQueue.bring_ahead`
+    prefetches slabs, in the order in which they step.
+6.  The last backward is done: `Session.reload` > `Schedule.reload` prefetches what the optimizer step has room for.
+7.  The optimizer steps: `Session.stepping` > `NativeEngine.stepping` > `Schedule.step` > `StepPipeline.run`. For one
+    part after another, small ones in groups, it waits for the slabs, updates them and starts their copies out, while
+    the next slabs are copied in. Once all are on their way in, copies out may wait for them (`CopyOrder`).
+8.  The step ends: `NativeEngine.end_step` > `Schedule.end_step`. Peaks that were measured give a plan for the steps
+    that follow; otherwise the peak of the step is compared with what its plan keeps under.
+
+If no measured pass covers a point (longer sequences, say), everything is released until the pass ends, and the pass is
+measured from that point on. If every state stays on the GPU, `Schedule.forward` runs in place of `Schedule.point`, and
+compares only what goes into layers. If that is more than was measured, everything is released until the pass ends, and
+the next passes report their points again.
 """
 
 from __future__ import annotations
@@ -29,13 +37,13 @@ from bridge_fgo.memory.device_room import DeviceRoom
 from bridge_fgo.memory.meters import Ledger, PeakMeter
 from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.memory.transfers import Transfers
+from bridge_fgo.offload.copy_order import CopyOrder
 from bridge_fgo.offload.packing_policy import PackingPolicy
 from bridge_fgo.offload.part import Part
 from bridge_fgo.offload.pass_matcher import PassMatcher
 from bridge_fgo.offload.policy import HoldPlan, HoldPolicy
-from bridge_fgo.offload.precedence import Precedence
 from bridge_fgo.offload.profile import Mark, MemoryProfile
-from bridge_fgo.offload.recorder import Recorder
+from bridge_fgo.offload.recorder import PeakRecorder
 from bridge_fgo.offload.slab_queue import SlabQueue
 from bridge_fgo.offload.step_pipeline import GROUPS_HELD, StepPipeline
 
@@ -67,8 +75,8 @@ class Schedule:
         self.packing = PackingPolicy(
             transfers.waits, lambda text: holding.announce(text), lambda text: holding.warn(text)
         )
-        self.precedence = Precedence(transfers.waits, lambda text: holding.announce(text))
-        self.recorder = Recorder(meter, self.ledger)
+        self.copy_order = CopyOrder(transfers.waits, lambda text: holding.announce(text))
+        self.recorder = PeakRecorder(meter, self.ledger)
         self._fresh = self._warm = False
         self._is_like_others = True
         self._matcher = PassMatcher()
@@ -77,7 +85,7 @@ class Schedule:
         self.queue = SlabQueue(transfers, self.ledger, lambda text: holding.warn(text))
         self._pipeline = StepPipeline(self.queue, transfers)
         self._newest = 0
-        """`Recorder.newest_others` at the end of a pass that went by a plan."""
+        """`PeakRecorder.newest_others` at the end of a pass that went by a plan."""
         self._start()
 
     @property
@@ -123,7 +131,7 @@ class Schedule:
         self._matcher = PassMatcher(plans, checks_inputs_only=bool(plans) and self._nothing_moves())
         by_plan = self._plan is not None and not self._fresh
         self.packing.begin_pass(self.signature, by_plan)
-        self.precedence.begin_pass(self.signature, by_plan and not self.checks_inputs_only, self.packing.is_settled)
+        self.copy_order.begin_pass(self.signature, by_plan and not self.checks_inputs_only, self.packing.is_settled)
         self._start()
 
     def _nothing_moves(self) -> bool:
@@ -140,7 +148,7 @@ class Schedule:
             # A reader since the pass began (MXFP8's copy of the masters) has had it brought back.
             if slab.state is SlabState.RESIDENT and slab.exists():
                 slab.offload()
-                self.queue.line_up(slab)
+                self.queue.mark_leaving(slab)
         if self._plan is None:
             self._send_all()
         else:
@@ -263,19 +271,19 @@ class Schedule:
         parts: list[Part],
         update: Callable[[Part], None],
         keep_masters: bool,
-        together_bytes: int,
+        group_bytes: int,
         in_order: bool = False,
     ) -> None:
         """Bring back, update and send off the parts of one source, as `StepPipeline.run` does.
 
-        `together_bytes` (`pipeline_bytes`) holds where the step has room for `GROUPS_HELD` groups of that size.
+        `group_bytes` (`pipeline_bytes`) holds where the step has room for `GROUPS_HELD` groups of that size.
         """
         limit = self.step_limit
-        together_bytes = min(together_bytes, (limit - self._bytes_in_any_case) // GROUPS_HELD)
+        group_bytes = min(group_bytes, (limit - self._bytes_in_any_case) // GROUPS_HELD)
         room_to_make = self._room_to_make()
         limit -= room_to_make
-        ins_first = self.precedence.ins_first
-        self._pipeline.run(parts, update, limit, together_bytes, keep_masters, room_to_make > 0, in_order, ins_first)
+        h2d_first = self.copy_order.h2d_first
+        self._pipeline.run(parts, update, limit, group_bytes, keep_masters, room_to_make > 0, in_order, h2d_first)
 
     def release_everything(self) -> None:
         """Free every slab that may leave; for work between steps that needs the memory."""
@@ -311,7 +319,7 @@ class Schedule:
                 self._fresh, self._wants_points = True, False
         self.recorder.begin_pass()
         self.packing.end_step(updated, by_plan=self.is_planned)
-        self.precedence.end_step(updated, by_plan=self.is_planned)
+        self.copy_order.end_step(updated, by_plan=self.is_planned)
         self._warm = self._warm or updated
 
     def _learn(self) -> set[int] | None:

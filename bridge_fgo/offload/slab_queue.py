@@ -1,4 +1,4 @@
-"""The slabs that move, in the order in which they leave and come back; as far as there is memory."""
+"""The slabs that move: which one is released or prefetched next, as far as there is GPU memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOKAHEAD = 2
 
 
 class SlabQueue:
-    """Brings slabs back in the order in which they step, and releases them in the order in which they began to leave.
+    """Prefetches slabs in the order in which they step, and releases them in the order in which their copies out began.
 
     Args:
         transfers: the copies.
@@ -37,42 +37,42 @@ class SlabQueue:
         self._next = 0
         self._position = {slab: i for i, slab in enumerate(slabs)}
         self.leaving = OrderedDict.fromkeys(slab for slab in slabs if slab.state is SlabState.OFFLOADING)
-        """Slabs that may be released, in the order in which they began to leave."""
+        """Slabs that may be released, in the order in which their copies out began."""
         self.is_short = False
-        """Whether there was no memory for a copy in this pass: nothing more comes ahead of its time."""
+        """Whether there was no memory for a copy in this pass: nothing more is prefetched."""
 
     @property
     def to_come(self) -> Sequence[Slab]:
-        """The slabs that have not been brought back in this pass."""
+        """The slabs that have not been copied back in this pass."""
         return self.slabs[self._next :]
 
     @property
     def is_through(self) -> bool:
-        """Whether all slabs have been brought back in this pass, or are on their way."""
+        """Whether all slabs have been copied back in this pass, or are on their way."""
         return self._next >= len(self.slabs)
 
     @property
     def has_more(self) -> bool:
-        """Whether slabs may come back ahead of their time."""
+        """Whether slabs may be prefetched."""
         return not (self.is_through or self.is_short)
 
-    def came(self, slab: Slab) -> None:
-        """Note that a slab is back, and so are those before it."""
+    def mark_here(self, slab: Slab) -> None:
+        """Note that a slab is on the GPU, and so are those before it."""
         self._next = max(self._next, self._position.get(slab, -1) + 1)
 
-    # Leaving.
+    # Out.
 
-    def line_up(self, slab: Slab) -> None:
-        """Put a slab that has begun to leave, perhaps anew, after those that began before."""
+    def mark_leaving(self, slab: Slab) -> None:
+        """Put a slab whose copy out has begun, perhaps anew, after those whose copies began before."""
         self.leaving[slab] = None
         self.leaving.move_to_end(slab)
 
-    def keep(self, slab: Slab) -> None:
-        """Have a slab not be released in this pass, though a copy out of it may have begun."""
+    def cancel_leaving(self, slab: Slab) -> None:
+        """Do not release a slab in this pass, though a copy out of it may have begun."""
         self.leaving.pop(slab, None)
 
     def release_down_to(self, limit: int) -> None:
-        """Release what has begun to leave until all slabs hold no more than `limit` bytes, or none is left."""
+        """Release slabs whose copies out have begun, until all slabs hold `limit` bytes at most, or none is left."""
         going: list[Slab] = []
         held = self._ledger.nbytes
         while held > limit and self.leaving:
@@ -84,15 +84,15 @@ class SlabQueue:
             slab.release()
 
     def release_last_down_to(self, limit: int) -> None:
-        """Do as `release_down_to`, with those first that began to leave last: they are needed last."""
+        """Do as `release_down_to`, with those first whose copies out began last: they are needed last."""
         while self._ledger.nbytes > limit and self.leaving:
             self.leaving.popitem()[0].release()
 
     def send_back(self, limit: int, staying: Sequence[Slab]) -> None:
-        """Start the copies out of slabs that have come back, the last first, until `limit` bytes stay at most.
+        """Start the copies out of slabs that were copied back, the last first, until `limit` bytes stay at most.
 
         Args:
-            limit: in bytes, of what has come back and of what stays for good.
+            limit: in bytes, of what was copied back and of what stays for good.
             staying: what stays for good.
         """
         here = [slab for slab in self.slabs if slab.state in (SlabState.RESIDENT, SlabState.RELOADING)]
@@ -107,19 +107,19 @@ class SlabQueue:
         decode_together(going[::-1])  # one check of the weights, which the host waits for, and not one for each
         for slab in going:
             slab.offload()
-            self.line_up(slab)
+            self.mark_leaving(slab)
 
-    # Coming back.
+    # In.
 
     def bring_ahead(self, limit: int) -> None:
-        """Have slabs here for the optimizer step, as long as no more than `limit` bytes are held by all."""
+        """Prefetch slabs for the optimizer step, as long as all slabs hold `limit` bytes at most."""
         self.ahead_of_time(partial(self._bring_up_to, limit))
 
     def bring_for(self, slabs: list[Slab], limit: int) -> None:
-        """Bring back slabs from those of a group on, making room for the nearest only.
+        """Prefetch slabs from those of a group on, and make room for the nearest only.
 
-        To make room is to have the current stream wait for a copy out, and the updates that it gets next with
-        it: so it is not done for slabs whose turn is far off.
+        To make room, the current stream waits for a copy out, and so do the updates that it gets next. So no room is
+        made for slabs whose turn is far off.
         """
         self.bring_ahead(limit)
         until = self._position.get(slabs[-1], -1) + 1 + LOOKAHEAD * len(slabs)
@@ -139,14 +139,14 @@ class SlabQueue:
                     held = slab.gpu_bytes if state is SlabState.OFFLOADING else 0
                     if self._ledger.nbytes + slab.stepping_bytes - held > limit:
                         return
-                    slab.reload()  # of a slab that has not left: it need not leave any more
+                    slab.reload()  # of a slab that was not released: it stays
                     if slab.staging is None and slab.codec.encodes:
                         with self._transfers.on_compute_stream():  # whose memory it is
                             slab.reserve()
                 self._next += 1
 
     def ahead_of_time(self, bring: Callable[[], None]) -> None:
-        """Bring back what could wait, unless memory has run out in this pass, or does so now."""
+        """Call `bring`, which prefetches, unless memory has run out in this pass, or does so now."""
         if self.is_short:
             return
         try:
@@ -163,11 +163,11 @@ class SlabQueue:
             self.give_back()
 
     def fetch(self, slab: Slab, limit: int) -> None:
-        """Bring back a slab that the update needs now, and make room for it; where there is no memory, twice.
+        """Copy back a slab that the update needs now, and make room for it; where there is no memory, twice.
 
         Args:
             slab: that was released. It may be one of those that stay, for which there was no memory before.
-            limit: in bytes, of all slabs, as far as it takes no more than releasing what has begun to leave.
+            limit: in bytes, of all slabs, as far as it takes no more than releasing what is being copied out.
         """
         self.release_down_to(limit - slab.transit_bytes)
         try:
@@ -177,6 +177,6 @@ class SlabQueue:
             slab.reload()
 
     def give_back(self) -> None:
-        """Release what has begun to leave, and have the allocator give back what is free in blocks of other sizes."""
+        """Release what is being copied out, and have the allocator give back what is free in blocks of other sizes."""
         self.release_down_to(0)
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The optimizer step as a pipeline: parts come, are updated, and leave, while the next are on their way."""
+"""The optimizer step as a pipeline: parts are updated and copied out, while the next ones are copied in."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bridge_fgo.offload.part import Part
 from bridge_fgo.offload.slab_queue import SlabQueue
 
 GROUPS_HELD = 8
-"""Groups of more than one part that the optimizer step has room for, at least: the one in hand, those that come, and
-enough that leave for the step not to wait for the copy out of what was updated just before."""
+"""Groups of more than one part that the optimizer step has room for, at least: the one in hand, those that are copied
+in, and so many that are copied out that the step does not wait for the copy of what was updated just before."""
 
 
 class StepPipeline:
-    """Brings back, updates and sends off parts, in both directions of the link at once.
+    """Copies parts in, updates them and copies them out, in both directions of the link at once.
 
     Parts that are small go through it in groups: a call of the driver's takes the host twice as long after an update as
     after another such call.
@@ -37,11 +37,11 @@ class StepPipeline:
         parts: list[Part],
         update: Callable[[Part], None],
         limit: int,
-        together_bytes: int,
+        group_bytes: int,
         keep_masters: bool,
         makes_states: bool,
         in_order: bool,
-        ins_first: bool,
+        h2d_first: bool,
     ) -> None:
         """Update the parts of one source.
 
@@ -49,16 +49,16 @@ class StepPipeline:
             parts: in order.
             update: called once for each of them.
             limit: bytes of state that the GPU may hold meanwhile.
-            together_bytes: size of a group at most, but for one of a single part.
+            group_bytes: size of a group at most, but for one of a single part.
             keep_masters: whether states that are written back to the model stay on the GPU until the next pass; their
                 copy out starts all the same.
             makes_states: whether updates may make states, for which other slabs make room.
             in_order: whether parts are updated in their order, whatever has landed (`Source.keeps_order`).
-            ins_first: whether copies out wait for copies in, once none of those waits for the room that they make.
+            h2d_first: whether copies out wait for copies in, once none of those waits for the room that they make.
         """
         queue = self._queue
         for run in self._runs(parts, in_order):
-            for group in _groups(run, together_bytes):
+            for group in _groups(run, group_bytes):
                 slabs = [slab for part in group for slab in part.slabs]
                 if makes_states:
                     queue.release_down_to(limit)
@@ -69,11 +69,11 @@ class StepPipeline:
                 decode_together(slabs)
                 for slab in reversed(slabs):  # the last lands last: for those before it nothing need wait
                     slab.require_writable()
-                    queue.came(slab)
+                    queue.mark_here(slab)
                 for part in group:
                     update(part)
                 if not group[0].stays:
-                    self._send_off(slabs, keep_masters, ins_first and queue.is_through)
+                    self._send_off(slabs, keep_masters, h2d_first and queue.is_through)
 
     def _runs(self, parts: list[Part], in_order: bool) -> list[list[Part]]:
         """Return the parts as they are updated, those that stay apart from those that move."""
@@ -97,17 +97,17 @@ class StepPipeline:
                 if slab.exists():
                     slab.offload(slab.start_encoded if slab in encoded else None)
                     if keep_masters and slab.written_back:
-                        self._queue.keep(slab)  # from the offload that the update gave up
+                        self._queue.cancel_leaving(slab)  # from the offload that the update gave up
                     else:
-                        self._queue.line_up(slab)
+                        self._queue.mark_leaving(slab)
 
 
-def _groups(parts: Sequence[Part], together_bytes: int) -> Iterator[list[Part]]:
+def _groups(parts: Sequence[Part], group_bytes: int) -> Iterator[list[Part]]:
     """Yield the parts in order, as many at once as hold no more bytes on their way, but one at least."""
     group: list[Part] = []
     held = 0
     for part in parts:
-        if group and held + part.transit_bytes > together_bytes:
+        if group and held + part.transit_bytes > group_bytes:
             yield group
             group, held = [], 0
         group.append(part)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bridge_fgo.memory.digest import Digester, kernel_for
+from bridge_fgo.memory.digest import Digester, digest_kernel
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab, SlabState
 
 
@@ -20,7 +20,7 @@ class HostCopies:
     """
 
     def __init__(self, slabs: Sequence[Slab], device: torch.device) -> None:
-        kernel_for(device)  # compiled before the first sleep
+        digest_kernel(device)  # compiled before the first sleep
         self._slabs = slabs
         self._device = device
         self._digests: dict[Slab, int] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.memory.digest import kernel_for
+from bridge_fgo.memory.digest import digest_kernel
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.storage_slab import StorageSlab, find_aliases
 from bridge_fgo.sleep.gradients import Backwards, Gradients
@@ -57,7 +57,7 @@ class Model:
         self.ddps = [ddp for chunk in chunks for ddp in ddp_of(chunk)]
         buffers = [buffer for ddp in self.ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers]
         self.device = _device(chunks, buffers)
-        kernel_for(self.device)  # compiled before the first sleep
+        digest_kernel(self.device)  # compiled before the first sleep
         names = {id(param): name for chunk in chunks for name, param in chunk.named_parameters()}
         self.gradients = [Gradients(buffer, f"DDP buffer {i}", names) for i, buffer in enumerate(buffers)]
         with_weights = [(i, buffer) for i, buffer in enumerate(buffers) if buffer.param_data is not None]

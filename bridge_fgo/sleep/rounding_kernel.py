@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from bridge_fgo.memory.strided_sums import StridedSum, compiled
+from bridge_fgo.memory.strided_sums import StridedSum, compile_sum
 
 SOURCE = r"""
 // Rounds to nearest, ties to even, as mcore's copy does. A NaN counts as another one than the weight's, which has the
@@ -33,7 +33,7 @@ extern "C" __global__ void differing(const unsigned *masters, const u16 *weights
 
 def kernel_for(device: torch.device) -> StridedSum | None:
     """Return the kernel, compiled once in a process; None where there is none for the device."""
-    return compiled(SOURCE, "differing", arrays=2, device=device)
+    return compile_sum(SOURCE, "differing", arrays=2, device=device)
 
 
 def differing(kernel: StridedSum, pairs: Iterable[tuple[torch.Tensor, int, int]], device: torch.device) -> torch.Tensor:

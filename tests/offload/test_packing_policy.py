@@ -120,7 +120,7 @@ class Watched:
     def step(self, updated=True, by_plan=False):
         """Return whether the weights were watched."""
         self.policy.begin_pass("kind", by_plan)
-        watched = self.policy.is_watching
+        watched = self.policy.checks_weights
         self.policy.end_step(updated, by_plan)
         return watched
 
@@ -161,7 +161,7 @@ def test_weights_are_watched_as_long_as_packing_may_follow_soon_and_anew_where_t
         if waits.is_timing:
             gpu._waits = iter([seconds])
             waits.around(gpu.wait, "stream")
-        watched = steps.policy.is_watching
+        watched = steps.policy.checks_weights
         steps.policy.end_step(updated=True, by_plan=True)
         return watched
 

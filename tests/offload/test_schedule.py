@@ -241,7 +241,7 @@ def test_what_has_landed_steps_first_then_what_stays_then_what_is_on_its_way(mon
     monkeypatch.setattr(training.schedule.transfers, "has_landed", lambda slab: slab in landed)
     order = []
     training.run_pass()
-    training.schedule.step(parts, order.append, keep_masters=True, together_bytes=0)
+    training.schedule.step(parts, order.append, keep_masters=True, group_bytes=0)
     assert order == [moving[0], *staying, *moving[1:]]
 
 

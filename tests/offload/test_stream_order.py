@@ -45,8 +45,8 @@ class RandomTraining(Training):
             together=choose([None, WHOLE // 2, 2 * WHOLE]),
         )
         self.schedule.packing._waits = None  # and whether masters are packed is chosen here
-        precedence = self.schedule.precedence  # and whether copies in go first
-        precedence.begin_pass = lambda *of_pass: setattr(precedence, "ins_first", choose([True, False]))
+        copy_order = self.schedule.copy_order  # and whether copies in go first
+        copy_order.begin_pass = lambda *of_pass: setattr(copy_order, "h2d_first", choose([True, False]))
 
     def somewhere(self):
         return self.order.aside() if self.random.random() < 0.3 else nullcontext()

@@ -4,7 +4,7 @@ import pytest
 from made_up_gpu import Gpu
 
 from bridge_fgo.memory.meters import WaitMeter
-from bridge_fgo.offload.precedence import MOST_STEPS, TIMED_STEPS, Precedence
+from bridge_fgo.offload.copy_order import MOST_STEPS, TIMED_STEPS, CopyOrder
 
 
 class Steps:
@@ -19,7 +19,7 @@ class Steps:
         self.gpu = Gpu([])
         self.waits = WaitMeter(self.gpu.event)
         self.said = []
-        self.policy = Precedence(self.waits, self.said.append)
+        self.policy = CopyOrder(self.waits, self.said.append)
         self.ins, self.outs, self.late = ins, outs, late
         self.before, self.since = False, 0
         self.has_left = True  # the copies out, before this step
@@ -32,7 +32,7 @@ class Steps:
         for again in range(passes):
             self.policy.begin_pass(kind, by_plan, may_time)
             self.has_left = self.has_left or again > 0
-        way = self.policy.ins_first
+        way = self.policy.h2d_first
         if self.waits.is_timing:
             self.since = 0
             seconds = 0.0 if self.has_left else self.outs[self.before], self.ins[way]
@@ -127,7 +127,7 @@ def test_where_too_few_steps_could_be_timed_copies_go_as_they_come():
 
 
 def test_where_every_copy_is_waited_for_there_is_no_order():
-    policy = Precedence(None, print)
+    policy = CopyOrder(None, print)
     policy.begin_pass("a", True, True)
     policy.end_step(True, True)
-    assert not policy.ins_first
+    assert not policy.h2d_first

@@ -1,4 +1,4 @@
-"""A pass in which every state stays is compared with the measured ones by its forwards alone."""
+"""A pass is compared with the measured ones as it runs: where every state stays, by its forwards alone."""
 
 import pytest
 from fake_training import WHOLE, use_small_parts

@@ -51,12 +51,12 @@ class _Trial:
             return len(self.seconds[True]) < len(self.seconds[False])
         return self.is_known and self.waited(True) < (1 - LEAST_GAIN) * self.waited(False)
 
-    def waited(self, ins_first: bool) -> float:
+    def waited(self, h2d_first: bool) -> float:
         """Return the seconds that training waited in a step."""
-        return statistics.median(self.seconds[ins_first])
+        return statistics.median(self.seconds[h2d_first])
 
 
-class Precedence:
+class CopyOrder:
     """Tries both ways in the steps of each kind. Each rank decides for itself; no bit depends on it.
 
     Args:
@@ -65,7 +65,7 @@ class Precedence:
     """
 
     def __init__(self, waits: WaitMeter | None, announce: Callable[[str], None]) -> None:
-        self.ins_first = False
+        self.h2d_first = False
         """Whether copies in go first in the present step."""
         self._known: _Trial | None = None
         """The newest trial in which both ways were timed often enough."""
@@ -94,7 +94,7 @@ class Precedence:
             by_plan: whether states leave late and come early in this pass, as in the ones that follow.
             may_time: whether nobody else times waits, and waits as long as in the steps to come.
         """
-        self.ins_first = False
+        self.h2d_first = False
         if self._waits is None:
             return
         if not may_time:
@@ -105,14 +105,14 @@ class Precedence:
             self._before = None  # an evaluation, say, has waited for the copies out
             return
         trial = self._trials.setdefault(kind, _Trial())
-        self.ins_first = trial.next_way
+        self.h2d_first = trial.next_way
         if trial.is_over:
             return
         trial.steps += 1
-        if self._timed is None and self._before is self.ins_first:
+        if self._timed is None and self._before is self.h2d_first:
             self._waits.take()  # of a step that somebody else has timed
             self._waits.begin()
-            self._timed = (trial, self.ins_first) if self._waits.is_timing else None
+            self._timed = (trial, self.h2d_first) if self._waits.is_timing else None
 
     def _take(self, waits: WaitMeter) -> None:
         """Take the figures of the step that was timed, if they are here."""
@@ -141,7 +141,7 @@ class Precedence:
             by_plan: whether the plan held to the end.
         """
         held = updated and by_plan
-        self._before = self.ins_first if held else None
+        self._before = self.h2d_first if held else None
         if self._waits is None or self._timed is None or not self._waits.is_timing:
             return
         if held:
