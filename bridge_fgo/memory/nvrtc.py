@@ -1,4 +1,7 @@
-"""Compiling CUDA source at run time with NVRTC, which every PyTorch for CUDA brings: no compiler has to be there."""
+"""Compiles CUDA source at run time with NVRTC, which every PyTorch for CUDA brings: no compiler has to be installed.
+
+`torch.cuda._compile_kernel` does the same, but is private, and PyTorch 2.6, which this package supports, lacks it.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from bridge_fgo.memory.shared_host_buffer import SharedHostBuffer
 from bridge_fgo.memory.transfers import Transfers
 
 MOST_IN_TRANSIT = 4
-"""Slabs on their way at once where all come or go: what is copied in place of masters needs memory beside them."""
+"""Slabs that are copied at the same time where all of them move: staging memory comes on top of theirs."""
 
 AWAY = (
     "offloaded optimizer state was used in a way that does not bring it back (by a kernel of an extension, a "
@@ -46,7 +46,7 @@ class SlabState(enum.Enum):
     RESIDENT: on the GPU, readable and writable on the training stream, and on that of whoever asked for it.
     OFFLOADING: a copy to the host is under way; the GPU copy is still there and readable.
     RELEASED: only the host copy is valid; the GPU memory is gone.
-    RELOADING: GPU memory is there again and a copy to it is under way; not readable yet.
+    RELOADING: GPU memory is allocated again and a copy to it is under way; not readable yet.
     """
 
     RESIDENT = "resident"
@@ -56,33 +56,33 @@ class SlabState(enum.Enum):
 
 
 class StillShared(RuntimeError):
-    """GPU memory cannot be given back, because somebody else holds it, and has not been."""
+    """GPU memory cannot be freed, because somebody else holds it. Nothing has changed."""
 
 
 class SlabStateMachine(ABC):
-    """The residency of one slab, or of all that one of mcore's own offloaders moves.
+    """The state of one slab, or of all that one of mcore's own offloaders moves.
 
-    Six verbs drive it; a subclass supplies the five actions, each of which is called only in the residency that it
-    is valid in. A verb that the present residency does not call for does nothing, so they may come in any order and
-    any number of times: a second pass of the rerun loop, a skipped step and an early exit need no special case.
-    After an action that was interrupted every verb raises RuntimeError, as `state` does.
+    The verbs drive it. A subclass supplies the five actions, each of which is called only in the state that it is valid
+    in. A verb does nothing where the present state does not call for it, so verbs may be called in any order and any
+    number of times: a second pass of the rerun loop, a skipped step and an early exit need no special case. After an
+    action that was interrupted every verb raises RuntimeError, as `state` does.
 
-    In any residency but RESIDENT the tensors are guarded: what touches one has the states back, writable, so that no
+    In any state but RESIDENT the tensors are guarded: whatever touches one gets the states back, writable, so that no
     list of readers and writers has to be complete.
 
     Args:
-        touches: counts what touches bring back.
+        touches: counts what is reloaded because of touches.
     """
 
     state_bytes = 0
-    """Bytes of what moves."""
+    """Bytes of the states."""
 
     def __init__(self, touches: Touches | None = None) -> None:
-        self._residency = SlabState.RESIDENT
+        self._state = SlabState.RESIDENT
         self.touches = touches or Touches()
         self._guard = Guard(self._touched)
         self.interrupted = ""
-        """The type of what came in the midst of an action, other than an error that leaves the slab as it was."""
+        """Type of the exception that interrupted an action, other than an error that leaves the slab as it was."""
 
     def tensors(self) -> Iterable[torch.Tensor]:
         """Return the tensors of the states that exist, as others hold them."""
@@ -94,15 +94,15 @@ class SlabStateMachine(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Give the GPU memory back; it must not be reused before the copy to the host has read it."""
+        """Free the GPU memory; it must not be reused before the copy to the host has read it."""
 
     @abstractmethod
     def _give_up_offload(self) -> None:
-        """Let go of what only the copy to the host needed: nobody will use that copy."""
+        """Free what only the copy to the host needed: nobody will use that copy."""
 
     @abstractmethod
     def _start_reload(self) -> None:
-        """Take GPU memory and start the copy to it, after the copy to the host has ended."""
+        """Allocate GPU memory and start the copy to it, after the copy to the host has ended."""
 
     @abstractmethod
     def _wait_reload(self) -> None:
@@ -110,38 +110,38 @@ class SlabStateMachine(ABC):
 
     @property
     def state(self) -> SlabState:
-        """The present residency.
+        """The present state.
 
         Raises:
-            RuntimeError: something came in the midst of an action, so that it is not known.
+            RuntimeError: an action was interrupted, so that the state is not known.
         """
         if self.interrupted:
             raise RuntimeError(
                 f"the optimizer state cannot be used: {self.interrupted} came while a part of it was on "
                 "its way between GPU and host; build the optimizer anew and resume from the last checkpoint"
             )
-        return self._residency
+        return self._state
 
     def _do(
         self, action: Callable[[], None], becomes: SlabState, failures: tuple[type[RuntimeError], ...] = (RuntimeError,)
     ) -> None:
-        """Do an action and note what has become of the slab, or neither.
+        """Do an action and note the state after it, or neither.
 
-        Ctrl-C, a signal's handler or a restart in process may come at any line between. A handler that raises
+        Ctrl-C, a signal's handler or a restart in process may interrupt any line between. A handler that raises
         RuntimeError (PyTorch's for a DataLoader's worker that died does) is told from a failure in `_release` alone.
 
         Args:
             action: one of the five.
-            becomes: the residency after it.
+            becomes: the state after it.
             failures: what the action raises where it fails (no memory, an error of the driver's) and leaves the slab as
                 it was; any RuntimeError by default.
         """
-        if self._residency is SlabState.RESIDENT:
+        if self._state is SlabState.RESIDENT:
             self._guard.put_on(self.tensors())
         try:
             with own():
                 action()
-            self._residency = becomes
+            self._state = becomes
         except failures:
             raise
         except BaseException as error:
@@ -151,14 +151,14 @@ class SlabStateMachine(ABC):
             self._take_off_guard()
 
     def _take_off_guard(self) -> None:
-        if self._residency is SlabState.RESIDENT and not self.interrupted:
+        if self._state is SlabState.RESIDENT and not self.interrupted:
             self._guard.take_off()
 
     def _touched(self, tensor: torch.Tensor) -> None:
         """Make the states readable and writable for whoever touches a tensor of them.
 
         Raises:
-            RuntimeError: nothing may come back now; says what to call.
+            RuntimeError: nothing may be reloaded now; says what to call.
         """
         was_away = self.state is SlabState.RELEASED
         if refusal := self.touches.refusal():
@@ -173,26 +173,26 @@ class SlabStateMachine(ABC):
         return "optimizer state"
 
     def offload(self, start: Callable[[], None] | None = None) -> None:
-        """Start towards the host, from RESIDENT or RELOADING.
+        """Start the copy to the host, from RESIDENT or RELOADING.
 
         Args:
-            start: does it in place of `_start_offload`.
+            start: called in place of `_start_offload`.
         """
         if self.state is SlabState.RELOADING:
             # Race: the copy to the host would read GPU memory that the reload has not filled yet, and
             # write the host buffer that the reload still reads.
             self._do(self._wait_reload, SlabState.RESIDENT)
-        if self._residency is SlabState.RESIDENT:
+        if self._state is SlabState.RESIDENT:
             self._do(start or self._start_offload, SlabState.OFFLOADING)
 
     def release(self) -> None:
-        """Let go of the GPU memory of an OFFLOADING slab."""
+        """Free the GPU memory of an OFFLOADING slab."""
         if self.state is SlabState.OFFLOADING:
-            # Memory that is gone cannot be taken back; before it goes, only these can be raised.
+            # Memory that was freed cannot be had back; before it is freed, only these can be raised.
             self._do(self._release, SlabState.RELEASED, (torch.OutOfMemoryError, StillShared))
 
     def release_unchanged(self) -> None:
-        """Let go of the GPU memory of a RESIDENT slab that nothing has written since it came back.
+        """Free the GPU memory of a RESIDENT slab that nothing has written since it was reloaded.
 
         The host's copy must be what is on the GPU, and whole; whoever calls knows.
         """
@@ -200,7 +200,7 @@ class SlabStateMachine(ABC):
             self._do(self._release, SlabState.RELEASED, (torch.OutOfMemoryError, StillShared))
 
     def reload(self) -> None:
-        """Start towards the GPU; a slab that was never released just stays."""
+        """Start the copy to the GPU; a slab that was not released stays there, and its offload is given up."""
         if self.state is SlabState.RELEASED:
             self._do(self._start_reload, SlabState.RELOADING)
         else:
@@ -212,14 +212,14 @@ class SlabStateMachine(ABC):
 
     def reloaded(self) -> None:
         """Note that what `_wait_reload` does for a RELOADING slab was done together with others'."""
-        self._residency = SlabState.RESIDENT
+        self._state = SlabState.RESIDENT
         self._take_off_guard()
 
     def require_readable(self) -> None:
         """Make the states readable by work that the current stream gets from now on."""
         if self.state is SlabState.RELEASED:
             self.reload()
-        if self._residency is SlabState.RELOADING:
+        if self._state is SlabState.RELOADING:
             self._do(self._wait_reload, SlabState.RESIDENT)
 
     def require_writable(self) -> None:
@@ -231,7 +231,7 @@ class SlabStateMachine(ABC):
         self._keep()
 
     def send_away(self) -> None:
-        """Have the host get the states as they are now, and let go of the GPU memory."""
+        """Copy the states to the host as they are now, and free the GPU memory."""
         self.require_writable()  # a copy out under way may be of what they were
         self.offload()
         self.release()
@@ -333,7 +333,7 @@ class Slab(SlabStateMachine):
                             written = _encode([self]) or written
                 self.transfers.copy_out(self, written)
             except BaseException:
-                self.is_encoded = self.codec.is_exact = False  # it has not left
+                self.is_encoded = self.codec.is_exact = False  # it was not copied
                 raise
         self.traffic.out += self.moving.numel()
 
@@ -464,7 +464,7 @@ class Slab(SlabStateMachine):
             self.gpu, self._storage = gpu, None if gpu is None else gpu.untyped_storage()
 
     def allocate(self) -> None:
-        """Take GPU memory again for the tensors and for what is copied; its content is undefined."""
+        """Allocate GPU memory again for the tensors and for what is copied; its content is undefined."""
         storage = self._storage
         assert storage is not None
         was_empty = not storage.nbytes()
@@ -474,12 +474,12 @@ class Slab(SlabStateMachine):
             try:
                 self._take_staging()
             except torch.cuda.OutOfMemoryError:
-                if was_empty:  # else nobody would give it back: the slab is not on its way
+                if was_empty:  # else nobody would free it: the slab is still RELEASED
                     self._ledger.change(-self.block_bytes, empty, storage, AWAY)
                 raise
 
     def free(self) -> None:
-        """Give the GPU memory back; the tensors keep their shape and device and must not be read.
+        """Free the GPU memory; the tensors keep their shape and device and must not be read.
 
         Memory that a checkpoint writer shares with the slab (by numpy or another process) cannot be emptied
         under it. Then the tensors move to an allocation of their own, and the old one goes with the writer.
@@ -498,7 +498,7 @@ class Slab(SlabStateMachine):
         self._empty_staging()
 
     def drop_if_left(self) -> None:
-        """Give the GPU memory back where no tensor lives in it any more, because all were replaced."""
+        """Free the GPU memory where no tensor lives in it any more, because all were replaced."""
         tensors = (state.read() for state in self.states)
         if self.gpu_bytes and not any(tensor is not None and self.holds(tensor) for tensor in tensors):
             self._ledger.change(-self.gpu_bytes, self._let_go)
@@ -511,13 +511,13 @@ class Slab(SlabStateMachine):
 
     @property
     def stepping_bytes(self) -> int:
-        """Bytes of GPU memory that the slab holds from when it comes for the optimizer step until it has left."""
+        """Bytes of GPU memory that the slab holds from its reload for the optimizer step to its release."""
         return self.transit_bytes if self.codec.encodes else self.block_bytes
 
     def reserve(self) -> bool:
-        """Take the staging memory that `encode` needs, and return whether there was as much.
+        """Allocate the staging memory that `_encode` needs, and return whether there was as much.
 
-        Before the step where the slab came whole: once it is stepped there may be no room.
+        For a slab that was copied whole it is done before the step: after it there may be no room.
         """
         with suppress(torch.cuda.OutOfMemoryError):
             self._take_staging()
@@ -533,7 +533,7 @@ class Slab(SlabStateMachine):
         self.staging = self._staging_home[0]
 
     def drop_staging(self) -> None:
-        """Give back the staging memory; what reads or writes it must be ordered before."""
+        """Free the staging memory; what reads or writes it must be ordered before."""
         if self.staging is not None:
             self._ledger.change(-self._staging_bytes, self._empty_staging)
 
@@ -627,7 +627,7 @@ def require_readable(slabs: Iterable[Slab]) -> None:
 
 
 def send_off(slabs: Iterable[Slab]) -> None:
-    """Start the copies out of slabs whose tensors exist. What is encoded for it goes at once, but for the newest."""
+    """Start the copies out of slabs whose tensors exist; of those that are encoded, release all but the newest few."""
     leaving: deque[Slab] = deque()
     for slab in slabs:
         if slab.state in (SlabState.RESIDENT, SlabState.RELOADING) and slab.exists():
@@ -639,10 +639,10 @@ def send_off(slabs: Iterable[Slab]) -> None:
 
 
 def decode_together(slabs: Sequence[Slab]) -> None:
-    """Wait for those of some slabs that are on their way back, and decode them by one launch, not one each.
+    """Wait for those of some slabs that are RELOADING, and decode them by one launch, not one each.
 
-    Where none is encoded, each is left to be waited for when it is asked for. They are to leave again. Their codecs are
-    of one family.
+    Where none is encoded, nothing is waited for: each slab is when it is used. The slabs keep their staging memory, to
+    be encoded in it again. Their codecs are of one family.
 
     Raises:
         RuntimeError: `CodecFamily.verify` refused, or the driver did. The slabs are as they were, unless that was the
@@ -672,7 +672,7 @@ def decode_together(slabs: Sequence[Slab]) -> None:
 def encode_together(slabs: Iterable[Slab]) -> set[Slab]:
     """Encode those of some slabs that were made exact just now by one launch, not one each, and return them.
 
-    They are to leave, by `Slab.start_encoded`, before anything else happens to them.
+    Their copies out are to start, by `Slab.start_encoded`, before anything else happens to them.
     """
     ready = [slab for slab in slabs if slab.codec.is_exact and slab.codec.encodes and slab.state is SlabState.RESIDENT]
     if len(ready) < 2:

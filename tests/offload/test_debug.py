@@ -84,7 +84,7 @@ def a_reload_that_does_not_come_back(monkeypatch):
 
     def forgets(self):
         reload(self)
-        self._residency = SlabState.RESIDENT
+        self._state = SlabState.RESIDENT
 
     monkeypatch.setattr(SlabStateMachine, "reload", forgets)
 
