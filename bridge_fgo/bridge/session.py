@@ -241,7 +241,7 @@ class Session:
         if self._owner is None:
             self.engine.close()
         else:
-            self._owner.leave()
+            self._owner.stop_driving()
         if self.engine.is_torn:
             say("an error ended the newest optimizer step half-way: its state is no more fit to be saved or trained on")
         for leaf in self._leaves:

@@ -83,7 +83,6 @@ class Residency:
     ) -> None:
         self._turn = threading.RLock()
         self._chunks = on_every_rank(lambda: _accepted(model, config))
-        self._ddps = [ddp for chunk in self._chunks for ddp in ddp_of(chunk)]
         with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
             self._states = None if optimizer is None else OptimizerStates(optimizer, config)
             try:
@@ -99,6 +98,7 @@ class Residency:
         _open.add(self)
 
     def _find_memory(self) -> None:
+        self._ddps = [ddp for chunk in self._chunks for ddp in ddp_of(chunk)]
         buffers = [buffer for ddp in self._ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers]
         names = {id(param): name for chunk in self._chunks for name, param in chunk.named_parameters()}
         self._device = _device(self._chunks, buffers)

@@ -225,12 +225,12 @@ class OptimizerStates:
                 vars(leaf).pop(ATTACHED, None)
 
     def drive(self) -> None:
-        """Stay attached from now on: training steps drive the engine, until `leave` or `close`."""
+        """Stay attached from now on: training steps drive the engine, until `stop_driving` or `close`."""
         self.attach()
         self.is_driven = True
         self.may_be_unchanged = False
 
-    def leave(self) -> None:
+    def stop_driving(self) -> None:
         """Make the states resident, and be attached no more; the engine stays.
 
         Raises:
