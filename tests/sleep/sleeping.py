@@ -106,12 +106,16 @@ class Sleeper:
 
 @pytest.fixture
 def sleeper(cpu_standins, poisoned):
-    """A function that makes a `Sleeper`, trained for some steps; one at a time."""
+    """A function that makes a `Sleeper`, trained for some steps; one at a time.
+
+    early: makes its residency before the first step, which makes the moments.
+    """
     with contextlib.ExitStack() as stack:
 
-        def make(steps=1, config=None, **changes):
+        def make(steps=1, config=None, early=False, **changes):
             stack.close()
             made = Sleeper(stack.enter_context(CpuTraining(options(**changes))), changes, config)
+            assert not early or not made.res.away
             made.train(steps)
             return made
 

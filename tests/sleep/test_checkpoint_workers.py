@@ -60,8 +60,7 @@ def test_each_save_has_the_bytes_of_its_step_and_no_memory_stays_while_it_is_wri
     caching_writer,  # noqa: F811
     constant_structure,
 ):
-    taken, me = [], sleeper(0)
-    _ = me.res
+    taken, me = [], sleeper(0, early=True)
     saves = Saves(me.training, caching_writer, constant_structure)
     for step in range(1, 10):
         me.train()

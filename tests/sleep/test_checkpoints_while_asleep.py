@@ -55,7 +55,7 @@ def test_a_save_while_asleep_writes_the_bytes_of_one_awake_and_training_goes_on(
     sleeper, saved, tmp_path, is_installed, changes, kind
 ):
     folders, *expected = saved[bool(changes)]
-    me = sleeper(3, **changes)
+    me = sleeper(3, early=True, **changes)
     first = me.res.offload()
     with me.res.checkpointing():
         assert me.res.away == ({"grads", "optimizer"} if is_installed else {"grads"})
@@ -76,11 +76,10 @@ def test_a_save_while_asleep_writes_the_bytes_of_one_awake_and_training_goes_on(
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_load_while_asleep_gives_the_training_of_one_awake(sleeper, saved, is_installed, changes, kind, config):
     folders, *_ = saved[bool(changes)]
-    me = sleeper(config=config, **changes)
-    _ = me.res
+    me = sleeper(config=config, early=True, **changes)
     load(me.training, folders[kind])
     awake = end(me)
-    me = sleeper(config=config, **changes)
+    me = sleeper(config=config, early=True, **changes)
     first = me.res.offload()
     with me.res.checkpointing():
         load(me.training, folders[kind])
@@ -108,7 +107,7 @@ def test_a_load_into_an_optimizer_that_has_never_stepped_gives_what_was_saved(sl
 def test_awake_nothing_has_moved_after_a_save_or_a_load(sleeper, tmp_path, is_installed):
     ends = []
     for uses in (False, True):
-        me = sleeper(3)
+        me = sleeper(3, early=True)
         for act in (save, load):
             with me.res.checkpointing() if uses else contextlib.nullcontext():
                 act(me.training, tmp_path / str(uses))
@@ -118,7 +117,7 @@ def test_awake_nothing_has_moved_after_a_save_or_a_load(sleeper, tmp_path, is_in
 
 
 def test_outside_of_the_context_a_save_while_asleep_says_what_to_use(sleeper, tmp_path, is_installed):
-    me = sleeper()
+    me = sleeper(early=True)
     me.res.offload()
     with pytest.raises(RuntimeError, match=r"Residency\.checkpointing\(\)"):
         save(me.training, tmp_path)
@@ -128,7 +127,7 @@ def test_outside_of_the_context_a_save_while_asleep_says_what_to_use(sleeper, tm
 
 def test_a_save_that_fails_leaves_everything_asleep_and_whole(sleeper, saved, is_installed):
     _, *expected = saved[False]
-    me = sleeper(3)
+    me = sleeper(3, early=True)
     me.res.offload()
     with pytest.raises(ZeroDivisionError), me.res.checkpointing():
         _ = 1 / 0
@@ -138,7 +137,7 @@ def test_a_save_that_fails_leaves_everything_asleep_and_whole(sleeper, saved, is
 
 
 def test_states_that_were_written_between_two_sleeps_are_not_taken_for_what_the_host_has(sleeper):
-    me = sleeper(experts=True)
+    me = sleeper(early=True, experts=True)
     moment = me.moment
     me.res.offload("optimizer")
     slabs = me.res._states.engine.slabs

@@ -141,6 +141,7 @@ def test_training_that_sleeps_after_each_step_is_bitwise_a_resident_one(monkeypa
     installed = contextlib.nullcontext() if case.flag is None else bridge_fgo.install(case.flag)
     with installed, CpuTraining(options(**case.changes, offload=case.flag is not None)) as training:
         me = Sleeper(training, case.changes, case.config)
+        assert not me.res.away
         for number in range(steps):
             me.train()
             moved = me.res.offload()
@@ -211,7 +212,7 @@ def test_any_order_of_sleeps_wakes_and_steps_is_bitwise_a_resident_run(moves, mi
 
 @MASTERS
 def test_no_call_of_a_sleep_in_parts_brings_back_what_another_has_sent_away(sleeper, masters):
-    me = sleeper(config=masters)
+    me = sleeper(0, config=masters, early=True)
     for order in itertools.permutations(KINDS):
         me.train()
         for kind in order:
@@ -394,7 +395,7 @@ def test_the_driver_gets_memory_after_the_last_of_it_was_let_go_of(sleeper, monk
 
 
 def test_from_the_second_wake_of_parameters_alone_on_they_cross_in_16_bits(sleeper):
-    me, copied = sleeper(0), []
+    me, copied = sleeper(0, early=True), []
     for _ in range(3):
         me.train()
         out = me.res.offload()
@@ -436,7 +437,7 @@ def test_masters_are_packed_with_weights_that_were_looked_up_after_they_had_woke
     order = []
     for owner, name in ((Remainders, "locate"), (Remainders, "encode"), (Weights, "reload")):
         note(monkeypatch, order, owner, name, name)
-    me = sleeper(config=PACKED)
+    me = sleeper(config=PACKED, early=True)
     me.res.offload("params")
     order.clear()
     me.res.offload("optimizer")

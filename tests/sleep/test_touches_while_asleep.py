@@ -100,7 +100,7 @@ USES = {
 
 @pytest.mark.parametrize("kind", USES)
 def test_every_use_of_what_is_away_is_refused_by_name_and_training_goes_on(sleeper, kind, tmp_path):
-    me = sleeper()
+    me = sleeper(early=True)
     res, held = me.res, Awake(me.training, tmp_path)
     for _ in range(2):
         res.offload()
@@ -157,7 +157,7 @@ def in_only(training, res):
 
 @pytest.mark.parametrize("backward", [forward_and_offload, in_training, in_eval, in_only])
 def test_a_backward_whose_gradients_are_away_raises_before_it_writes(sleeper, backward):
-    me = sleeper()
+    me = sleeper(early=True)
     with pytest.raises(RuntimeError, match=r"reload\('grads'\)"):
         backward(me.training, me.res)
     me.res.reload()
