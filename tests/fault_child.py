@@ -216,14 +216,12 @@ VERBS_OWN = {
     *(f"Residency.{name}" for name in ("__init__", "offload", "_offload", "reload", "_reload", "close")),
     *(f"Residency.{name}" for name in ("only", "asleep", "checkpointing", "_as_before")),
     "OptimizerStates.__init__",
-    "WeightMoves.wake",
-    "Weights.gather",
-    "buffer_weights.<locals>.gather",
-    "Unit.came_back",
-    "Unit.forget_masters",
+    "Weights.reload",
+    "buffer_group.<locals>.gather",
+    "WeightGroup.forget_masters",
     "_verb.<locals>.run",
 }
-"""Functions that have the collectives in them or call those that do; and two that set attributes between them."""
+"""Functions that have the collectives in them or call those that do; and one that sets attributes between them."""
 
 
 def _enter(context) -> None:

@@ -95,14 +95,14 @@ def train_and_sleep(rank: int, job: Job, changes: dict) -> None:
             record = run.step()
             numbers.append((record.loss, record.grad_norm))
             if res is not None:
-                for slab in () if "frozen_stage" in changes else res._model.weight_slabs:
+                for slab in () if "frozen_stage" in changes else res._weights.slabs:
                     assert slab.copied_nbytes == slab.nbytes // run.groups.dp.size()
                 out = res.offload()
                 alone = res.reload("params")
-                whole = res._model.weight_slabs[0]._bytes.clone()
+                whole = res._weights.slabs[0]._bytes.clone()
                 again = res.offload("params")
                 res.reload()
-                assert (res._model.weight_slabs[0]._bytes == whole).all()
+                assert (res._weights.slabs[0]._bytes == whole).all()
                 copied.append([out.copied_by_kind["params"], alone.copied, again.copied])
         for ddp in run.model:
             ddp.start_param_sync(force_sync=True)  # what the next forward would have gathered
@@ -126,10 +126,10 @@ def sleep_with_errors(rank: int, job: Job, packs: bool) -> None:
             numbers.append((record.loss, record.grad_norm))
             if res is None:
                 continue
-            res._model.backwards[0].is_pending = rank == 1
+            res._backwards.pending.update([1] if rank == 1 else [])
             errors.append(_error(lambda: res.offload()))
             assert not res.away
-            res._model.backwards[0].is_pending = False
+            res._backwards.used()
             res.offload("params", "grads")
             res.offload("optimizer")  # with masters packed the weights have to come and go once more
             assert res.away == {"params", "grads", "optimizer"}

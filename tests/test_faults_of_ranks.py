@@ -141,7 +141,7 @@ def test_what_fails_on_one_rank_in_a_verb_fails_on_all_of_them_and_all_can_be_br
     assert reached.keys() == {"making one", *VERBS}
     assert {"Rounding.agrees", "HostTransfers.copy_out", "StorageSlab.empty"} <= reached["offload"]
     assert {"StorageSlab.copy_out", "StorageSlab.map_host"} <= reached["offload, gradients kept"]
-    assert {"round_again", "HostTransfers.copy_in", "OptimizerStates.came_back"} <= reached["reload"]
+    assert {"round_again", "HostTransfers.copy_in", "OptimizerStates.finish_reload"} <= reached["reload"]
 
 
 def run_in_a_block(folder, context, alone, offload, changes):

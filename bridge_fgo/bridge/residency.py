@@ -1,4 +1,4 @@
-"""The `Residency` of the package's interface: phases, and what they have to do with patched checkpoints and steps."""
+"""The public `Residency`: sleep, and what it has to do with patched checkpoints and training steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from bridge_fgo.bridge.compat import FLAG
 from bridge_fgo.bridge.session import Session, active_session
 from bridge_fgo.bridge.settings import is_installed
 from bridge_fgo.sleep import residency
-from bridge_fgo.sleep.checks import Checks
 from bridge_fgo.sleep.moved import Kind
 
 
@@ -21,9 +20,10 @@ class Residency(residency.Residency):
     """What drives training steps; None before the first."""
 
     @override
-    def _put_on(self, checks: Checks, optimizer: Any) -> None:
-        super()._put_on(checks, optimizer)
-        checks.before_gradients_are_finished(self._gradients_ready)
+    def _put_on_checks(self, optimizer: Any) -> None:
+        super()._put_on_checks(optimizer)
+        for ddp in self._ddps:
+            self._checks.before(ddp, "finish_grad_sync", self._gradients_ready)
 
     # Training steps.
 
@@ -107,7 +107,7 @@ class Residency(residency.Residency):
 
         def needed() -> frozenset[Kind]:
             if states is None:
-                return frozenset(self._kinds()) - {"grads"}
+                return frozenset(self._parts) - {"grads"}
             states.require_whole()
             return frozenset({"params"})
 

@@ -27,8 +27,7 @@ from bridge_fgo.engines.ranks import on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.memory import copy_queues
 from bridge_fgo.memory.meters import PeakMeter
-from bridge_fgo.sleep.movable import STATES
-from bridge_fgo.sleep.states import OptimizerStates
+from bridge_fgo.sleep.states import STATES, OptimizerStates
 from bridge_fgo.states.choice import source_of
 from bridge_fgo.states.megatron import McoreSource
 from bridge_fgo.states.source import Source
@@ -242,7 +241,7 @@ class Session:
         if self._owner is None:
             self.engine.close()
         else:
-            self._owner.leave()
+            self._owner.stop_driving()
         if self.engine.is_torn:
             say("an error ended the newest optimizer step half-way: its state is no more fit to be saved or trained on")
         for leaf in self._leaves:

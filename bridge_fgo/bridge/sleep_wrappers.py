@@ -30,14 +30,14 @@ def restores_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 def offloads_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have a DDP buffer leave by exact pinned memory, and only what has changed."""
-    upstream.phases_of(instance, installed_config().pin_memory).offload(*_moved_parts(wrapped, args, kwargs))
+    upstream.mover_of(instance, installed_config().pin_memory).offload(*_moved_parts(wrapped, args, kwargs))
 
 
 def reloads_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have a DDP buffer come back; mcore does it itself where it has sent it away, before the package was installed."""
     if upstream.BUFFER not in vars(instance):
         return wrapped(*args, **kwargs)
-    return upstream.phases_of(instance, installed_config().pin_memory).reload(*_moved_parts(wrapped, args, kwargs))
+    return upstream.mover_of(instance, installed_config().pin_memory).reload(*_moved_parts(wrapped, args, kwargs))
 
 
 def _moved_parts(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> tuple[bool, bool]:

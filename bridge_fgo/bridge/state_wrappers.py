@@ -33,8 +33,9 @@ def _require_readable(instance: Any, masters_only: bool = False) -> None:
 def reads_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the states readable first."""
     to = attachment_of(instance)
-    if to is not None:
-        to.engine.require_whole(to.source, "read")
+    if to is None:
+        return wrapped(*args, **kwargs)
+    to.engine.require_whole(to.source, "read")
     _require_readable(instance)
     with own():
         return wrapped(*args, **kwargs)
@@ -42,6 +43,8 @@ def reads_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
 
 def reads_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the masters readable first."""
+    if attachment_of(instance) is None:
+        return wrapped(*args, **kwargs)
     _require_readable(instance, masters_only=True)
     with own():  # in each pass, before the forward: masters that are on their way out are read, not touched
         return wrapped(*args, **kwargs)

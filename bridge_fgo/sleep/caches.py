@@ -1,14 +1,14 @@
-"""Caches and workspaces of Transformer Engine, mcore and cuBLAS, which are made again by whoever needs them next.
+"""Caches and workspaces of Transformer Engine, mcore and cuBLAS, which their owners make again when they need them.
 
-They hold no state of training, and nothing else empties them. Each is dropped once nothing that is on the GPU can need
-it: what a forward makes of parameters with "params", what a backward writes to with "grads", and the workspaces of the
+They hold no state of training, and nothing else empties them. Each is dropped once nothing on the GPU can need it:
+what a forward makes of parameters with "params", what a backward writes to with "grads", and the workspaces of the
 process once both are away.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,14 +18,17 @@ from bridge_fgo.sleep.moved import Kind
 _WEIGHT_CACHE = "_fp8_workspaces"
 """Attribute of Transformer Engine's modules: a dictionary of weights in FP8, made in the first microbatch of a step."""
 
-_FOR_BACKWARD = (("transformer_engine.pytorch.module.base", "_dummy_wgrads"),)
-"""Dictionaries of tensors of weights' shapes, which autograd takes for gradients where the real ones are fused."""
+_TE = "transformer_engine.pytorch"
 
-_FOR_BOTH = (("transformer_engine.pytorch.attention.dot_product_attention.softmax", "_default_causal_mask"),)
-"""Dictionaries of tensors that a pass looks up by shape."""
+_OF_BACKWARD = ((f"{_TE}.module.base", "_dummy_wgrads"),)
+"""Tensors of weights' shapes, which autograd takes for gradients where the real ones are fused."""
 
-_WORKSPACES = (("transformer_engine.pytorch.cpp_extensions.gemm", "get_cublas_workspace"),)
-"""Cached functions that return workspaces."""
+_OF_PROCESS = (
+    (f"{_TE}.attention.dot_product_attention.softmax", "_default_causal_mask"),
+    (f"{_TE}.cpp_extensions.gemm", "get_cublas_workspace"),
+    ("megatron.core.parallel_state", "_GLOBAL_MEMORY_BUFFER"),
+)
+"""Caches of the process: dictionaries, functions with a cache, and mcore's object around a dictionary."""
 
 
 class Caches:
@@ -47,7 +50,7 @@ class Caches:
         """Drop what nobody can need; return the bytes of GPU memory. All work on the GPU must be over.
 
         Args:
-            away: what is off the GPU.
+            away: the kinds that are not on the GPU.
             is_mid_step: whether a backward has run since the last update. Weights that are quantized again within a
                 step may get another scale.
         """
@@ -59,10 +62,11 @@ class Caches:
                 if isinstance(cache := getattr(module, _WEIGHT_CACHE, None), dict):
                     cache.clear()
         if "grads" in away:
-            _clear(_FOR_BACKWARD)
+            _clear(_OF_BACKWARD)
         if away >= {"params", "grads"} and not has_graph_memory(self._device):
-            _clear(_FOR_BOTH)
-            _clear_workspaces(self._device)
+            _clear(_OF_PROCESS)
+            if self._device.type == "cuda":
+                torch._C._cuda_clearCublasWorkspaces()
         return before - self._allocated()
 
     def _allocated(self) -> int:
@@ -89,19 +93,10 @@ def of_module(module: str, name: str) -> Any:
     return vars(sys.modules[module]).get(name) if module in sys.modules else None
 
 
-def _clear(dictionaries: Iterable[tuple[str, str]]) -> None:
-    for module, name in dictionaries:
-        if isinstance(found := of_module(module, name), dict):
-            found.clear()
-
-
-def _clear_workspaces(device: torch.device) -> None:
-    for module, name in _WORKSPACES:
-        clear: Callable[[], None] | None = getattr(of_module(module, name), "cache_clear", None)
+def _clear(caches: Iterable[tuple[str, str]]) -> None:
+    for module, name in caches:
+        found = of_module(module, name)
+        found = getattr(found, "buffer", found)
+        clear = found.clear if isinstance(found, dict) else getattr(found, "cache_clear", None)
         if clear is not None:
             clear()
-    of_mcore = of_module("megatron.core.parallel_state", "_GLOBAL_MEMORY_BUFFER")
-    if isinstance(tensors := getattr(of_mcore, "buffer", None), dict):
-        tensors.clear()
-    if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()

@@ -1,9 +1,9 @@
-"""Checkpoint workers of mcore and NVRx, which write in processes of their own: they let go of what they have copied.
+"""Checkpoint workers of mcore and NVRx, which write in processes of their own: they release what they have copied.
 
-A worker gets handles of the trainer's GPU memory (CUDA IPC), copies from them, and writes. mcore's has the handles as
-long as it writes. NVRx's has them until it ends where a checkpoint's structure is constant
-(`ckpt_assume_constant_structure`): of a later save it is only told that the tensors are the same. But a tensor that
-was off the GPU in between has other memory: the worker would write the old, which the driver cannot have back either.
+A worker gets handles of the trainer's GPU memory (CUDA IPC), copies from them, and writes. mcore's worker keeps the
+handles while it writes. NVRx's keeps them until it ends where a checkpoint's structure is constant
+(`ckpt_assume_constant_structure`): a later save only says that the tensors are the same. But a tensor that was off the
+GPU in between has other memory: the worker would write the old memory, which the driver cannot take back either.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _undo: dict[Any, Callable[[], None]] = {}
 
 
 class Staging:
-    """Copies what a worker is to write, when the worker calls it; from then on the worker has no handle of it."""
+    """Copies what a worker is to write, when the worker calls it; afterwards the worker has no handle of it."""
 
     def __init__(self, copy: Callable[[], Any]) -> None:
         self._copy = copy
@@ -54,7 +54,7 @@ def forget_sent() -> None:
 
 
 def let_go_for(mover: Any) -> None:
-    """Have workers let go of what they have copied, as long as `mover` lives, or until `stop_for` it."""
+    """Have workers release what they have copied, as long as `mover` lives, or until `stop_for`."""
     forget_sent()
     _movers.add(mover)
     for module in _QUEUES:

@@ -1,69 +1,128 @@
-"""What a `Residency` puts on a model and its optimizer, so that memory that is gone is not read but is an error."""
+"""What a `Residency` hooks on a model and its optimizer, beside the guard of each tensor (`memory.guard`).
+
+The guard refuses whatever touches a tensor that is away from Python, and with PyTorch 2.12 and later from C++ too.
+Checks run before a call where that is not enough:
+
+- Before PyTorch 2.12 C++ reads an address of 0: kernels of Transformer Engine in forward, backward and step, and
+  collectives.
+- A step scales gradients, and a load replaces states, before they touch the first state that is away.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from bridge_fgo.sleep.gradients import Backwards
-from bridge_fgo.sleep.guards import STATE_METHODS, Guards, wrapped_models
-from bridge_fgo.sleep.model import Model
 from bridge_fgo.sleep.moved import Kind
 from bridge_fgo.sleep.states import OptimizerStates
+
+Check = Callable[[], None]
+
+
+class ForwardCheck:
+    """A module's forward pre-hook that calls a check."""
+
+    def __init__(self, check: Check) -> None:
+        self._check = check
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        """Check."""
+        self._check()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have a copy of the module, or a pickled one, hold a hook that does nothing and needs no package."""
+        return getattr, (nullcontext(), "__exit__")
+
+
+class BackwardCheck(ForwardCheck):
+    """A module's forward hook that has a check called before the backward of what the forward returns.
+
+    It hooks the newest node of the graph, and so adds none: kernels that add to gradients run later.
+    """
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
+        """Register it on the output."""
+        for tensor in _tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda grads: self._check())
 
 
 class Checks:
     """The checks of one `Residency`.
 
     Args:
-        model: what it moves of the model.
-        states: what it moves of the optimizer; None where it moves nothing of one.
         away: returns what is not on the GPU.
+        states: what moves the optimizer's state; None where nothing does.
     """
 
-    def __init__(self, model: Model, states: OptimizerStates | None, away: Callable[[], frozenset[Kind]]) -> None:
-        self._model, self._states, self._away = model, states, away
-        self._guards = Guards()
+    def __init__(self, away: Callable[[], frozenset[Kind]], states: OptimizerStates | None) -> None:
+        self._away, self._states = away, states
+        self._undo: list[Callable[[], None]] = []
 
-    def put_on(self, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
-        """Have the methods of model chunks and of what the training loop steps checked, until `close`."""
-        guards = self._guards
-        models = [module for chunk in chunks for module in wrapped_models(chunk)]
-        guards.before_forward(models, self._require_for_forward)
-        guards.before_backward(models, lambda: self.require("params", "grads"))
-        for module in models:
-            guards.before(
-                module, ("state_dict", "load_state_dict", "sharded_state_dict"), lambda: self.require("params")
-            )
-        for ddp, backwards in zip(self._model.ddps, self._model.backwards, strict=True):
+    def on_model(self, chunks: Sequence[torch.nn.Module], ddps: Sequence[Any], backwards: Backwards) -> None:
+        """Check forwards, backwards and collectives of model chunks, until `close`."""
 
-            def zeroed(backwards: Backwards = backwards) -> None:
-                backwards.is_pending = False
+        def require_for_forward() -> None:
+            self.require("params")
+            if torch.is_grad_enabled() and any(ddp.training for ddp in ddps):
+                self.require("grads")
 
-            guards.before(ddp, ("zero_grad_buffer",), lambda: self.require("grads"), zeroed)
-            guards.before(
-                ddp, ("start_grad_sync", "finish_grad_sync", "scale_gradients"), lambda: self.require("grads")
-            )
-            guards.before(ddp, ("start_param_sync", "broadcast_params"), lambda: self.require("params"))
+        for module in (module for chunk in chunks for module in wrapped_models(chunk)):
+            # First of all hooks: DDP's own gathers parameters.
+            pre_hook = module.register_forward_pre_hook(ForwardCheck(require_for_forward), prepend=True)
+            hook = module.register_forward_hook(BackwardCheck(partial(self.require, "params", "grads")))
+            self._undo += [pre_hook.remove, hook.remove]
+        for ddp in ddps:
+            for kind, names in _COLLECTIVES.items():
+                for name in names:
+                    self.before(ddp, name, partial(self.require, kind))
+            self.before(ddp, "zero_grad_buffer", partial(self.require, "grads"), partial(backwards.zeroed, ddp))
+
+    def on_optimizer(self, optimizer: Any, backwards: Backwards) -> None:
+        """Check steps and loads of what the training loop steps, until `close`."""
         states = self._states
-        if optimizer is None or states is None:
-            return
-        guards.before(optimizer, ("step",), self._require_for_step, self._model.gradients_are_used)
-        if states.is_owner:
+        assert states is not None
 
-            def stepping() -> None:
-                states.may_be_unchanged = False
+        def require_for_step() -> None:
+            self.require("params", "grads")
+            self._require_states()
 
-            for leaf in states.optimizers:
-                guards.before(leaf, STATE_METHODS, self._require_states)
-                guards.before(leaf, ("step_with_ready_grads",), stepping)
+        def stepped() -> None:
+            states.may_be_unchanged = False
 
-    def before_gradients_are_finished(self, call: Callable[[], None]) -> None:
-        """Have `call` called before DDP finishes its gradients: the last backward is done."""
-        for ddp in self._model.ddps:
-            self._guards.before(ddp, ("finish_grad_sync",), call)
+        self.before(optimizer, "step", require_for_step, backwards.used)
+        for leaf in states.optimizers if states.is_owner else ():
+            self.before(leaf, "step_with_ready_grads", self._require_states, stepped)
+            self.before(leaf, "load_state_dict", self._require_states)
+
+    def before(self, owner: Any, name: str, check: Check, after: Check = lambda: None) -> None:
+        """Have `check` called before a method of one object, and `after` once it has returned, until `close`."""
+        if not callable(getattr(owner, name, None)):
+            return  # another mcore does without it
+        own = vars(owner).get(name)
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            check()
+            # The class's method is looked up now: `install` may have patched it since.
+            result = getattr(type(owner), name)(owner, *args, **kwargs) if own is None else own(*args, **kwargs)
+            after()
+            return result
+
+        def undo() -> None:
+            if vars(owner).get(name) is not checked:
+                return  # somebody has wrapped it once more, and keeps it
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+        setattr(owner, name, checked)
+        self._undo.append(undo)
 
     def require(self, *kinds: Kind) -> None:
         """Raise RuntimeError where one of these is away."""
@@ -74,20 +133,36 @@ class Checks:
                     "or save and load checkpoints in Residency.checkpointing()"
                 )
 
-    def _require_for_forward(self) -> None:
-        self.require("params")
-        if torch.is_grad_enabled() and any(ddp.training for ddp in self._model.ddps):
-            self.require("grads")
-
-    def _require_for_step(self) -> None:
-        self.require("params", "grads")
-        self._require_states()
-
     def _require_states(self) -> None:
         if self._states is not None and not self._states.is_served:
             self.require("optimizer")
 
     def close(self) -> None:
-        """Take everything off, and let go of the optimizer's states."""
-        self._guards.close()
+        """Remove every check."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
         self._states = None
+
+
+_COLLECTIVES: dict[Kind, tuple[str, ...]] = {
+    "grads": ("start_grad_sync", "finish_grad_sync"),
+    "params": ("start_param_sync", "broadcast_params"),
+}
+"""Methods of mcore's DDP that hand memory to NCCL."""
+
+
+def wrapped_models(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return a model chunk and what it wraps (`module`), down to the model itself: each may be called."""
+    found = [chunk]
+    while isinstance(inner := getattr(found[-1], "module", None), torch.nn.Module):
+        found.append(inner)
+    return found
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(each)

@@ -1,129 +1,122 @@
-"""Gradients: dropped and zeroed on return, or kept by a copy; and the count of backwards since the last update."""
+"""Gradients: dropped and zeroed on reload, or kept by a copy; and whether a backward has run since the last update."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bridge_fgo.memory.storage_slab import StorageSlab
+from bridge_fgo.sleep.moved import fill_all_or_none
 
 
 class Gradients:
-    """The gradient memory of one of mcore's `_ParamAndGradBuffer`s, emptied and filled in place.
+    """The gradient memory of mcore's `_ParamAndGradBuffer`s, emptied and filled in place.
 
-    That is the buffer that every `main_grad` and bucket is a view of, and the fp32 tensors of
+    That is the buffers that every `main_grad` and bucket is a view of, and the fp32 tensors of
     `param_name_patterns_for_fp32_local_accumulation`.
 
     Args:
-        buffer: theirs.
-        name: what to call it in messages.
-        names: of parameters, by their `id`.
-        comes_by: what to call to have them back.
+        buffers: mcore's.
+        names: of parameters, by their `id`, for messages.
+        comes_by: what to call to reload them, for messages.
     """
 
     def __init__(
-        self, buffer: Any, name: str, names: Mapping[int, str], comes_by: str = "Residency.reload('grads')"
+        self, buffers: Sequence[Any], names: Mapping[int, str], comes_by: str = "Residency.reload('grads')"
     ) -> None:
-        named = [
-            (f"the gradient of parameter {names.get(id(param), '')!r}", param.main_grad) for param in buffer.params
-        ]
-        named += [("a bucket of gradients", bucket.grad_data) for bucket in buffer.buckets]
-        self.slabs = [StorageSlab(buffer.grad_data, f"{name}'s gradient buffer", comes_by, named=named)]
-        self.slabs += [StorageSlab(extra, f"{name}'s fp32 gradients", comes_by) for extra in buffer.extra_main_grads]
+        self.slabs: list[StorageSlab] = []
+        for i, buffer in enumerate(buffers):
+            named = [
+                (f"the gradient of parameter {names.get(id(param), '')!r}", param.main_grad) for param in buffer.params
+            ]
+            named += [("a bucket of gradients", bucket.grad_data) for bucket in buffer.buckets]
+            name = f"DDP buffer {i}'s gradient buffer"
+            self.slabs.append(StorageSlab(buffer.grad_data, name, comes_by, named=named))
+            extras = buffer.extra_main_grads
+            self.slabs += [StorageSlab(extra, f"DDP buffer {i}'s fp32 gradients", comes_by) for extra in extras]
         self._is_kept = False
-        """Whether the host's copy is what they are to be when they return."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are when they are not away."""
-        return self.slabs[0].device
+        """Whether `reload` copies them back from the host."""
 
     @property
     def is_away(self) -> bool:
-        """Whether their memory is gone."""
+        """Whether any of their memory is released."""
         return any(slab.is_away for slab in self.slabs)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether any of their memory is on the GPU."""
+        return not all(slab.is_away for slab in self.slabs)
 
     def copy_out(self) -> int:
         """Copy them to the host, on the current stream, for the next `empty` to keep; return the bytes."""
-        return sum(slab.copy_out() for slab in self.slabs)
+        return sum(slab.copy_out() for slab in self.slabs if not slab.is_away)
 
     def empty(self, keep: bool) -> int:
-        """Let their memory go; return its bytes. With `keep`, what `copy_out` copied comes back with it."""
+        """Release their memory; return its bytes. With `keep`, `reload` copies back what `copy_out` has copied."""
         self._is_kept = keep
         return sum(slab.empty() for slab in self.slabs)
 
-    def fill(self) -> int:
-        """Take memory again, all of it or none; return its bytes. Zeroed, unless they are kept and `copy_in` follows.
+    def reload(self) -> tuple[int, int]:
+        """Take memory again, and zero it or copy back what was kept, on the current stream.
+
+        Returns:
+            the bytes of memory, and the bytes that were copied.
 
         Raises:
-            torch.OutOfMemoryError: there is none; they stay away.
+            torch.OutOfMemoryError: there is no memory; all stay away, and what was kept stays kept.
         """
-        return fill_all_or_none(self.slabs, zeroed=not self._is_kept)
-
-    def empty_again(self) -> None:
-        """Let go of what `fill` took, before anything was copied in: what was kept is kept."""
-        for slab in self.slabs:
-            slab.empty()
-
-    def copy_in(self) -> int:
-        """Copy back what was kept, on the current stream; return the bytes."""
-        copied = sum(slab.copy_in() for slab in self.slabs) if self._is_kept else 0
+        away = [slab for slab in self.slabs if slab.is_away]
+        taken = fill_all_or_none(away, zeroed=not self._is_kept)
+        copied = sum(slab.copy_in() for slab in away) if self._is_kept else 0
         self._is_kept = False
-        return copied
+        return taken, copied
 
     def close(self) -> None:
-        """Let go of the host memory."""
+        """Release the host memory."""
         for slab in self.slabs:
             slab.close()
 
 
-def fill_all_or_none(slabs: Iterable[StorageSlab], zeroed: bool) -> int:
-    """Take memory for storages that are away, or for none of them where it runs out; return the bytes.
-
-    Raises:
-        torch.OutOfMemoryError: it ran out.
-    """
-    taken: list[StorageSlab] = []
-    try:
-        for slab in slabs:
-            if slab.is_away:
-                slab.fill(zeroed)
-                taken.append(slab)
-        return sum(slab.nbytes for slab in taken)
-    except BaseException:
-        for slab in taken:
-            slab.empty()
-        raise
-
-
 class Backwards:
-    """Notes, by hooks, whether a backward has run through a DDP model since its gradients were last used or zeroed.
+    """Notes, by hooks, whether a backward has run since gradients were last used or zeroed.
 
-    The contents cannot tell: gradients of an update that is over are as large as those of one that is to come.
+    The contents cannot tell: gradients of a finished update are as large as those of the next one.
+
+    Args:
+        ddps: mcore's DDP models.
     """
 
-    def __init__(self, ddp: Any) -> None:
-        self.is_pending = False
-        # The nodes that accumulate gradients, which DDP keeps alive: a hook on one runs for any kind of gradient,
-        # fused into the weight's matrix product or not.
-        self._handles = [node.register_hook(self._ran) for node in ddp.grad_accs]
+    def __init__(self, ddps: Iterable[Any]) -> None:
+        self.pending: set[int] = set()
+        """The `id`s of models whose gradients no update has used yet."""
+        # DDP keeps these nodes, which accumulate gradients, alive. Their hooks run for every kind of gradient, also
+        # where the weight's matrix product accumulates it.
+        self._handles = [node.register_hook(self._noting(id(ddp))) for ddp in ddps for node in ddp.grad_accs]
 
-    def _ran(self, *gradients: object) -> None:
-        self.is_pending = True
+    def _noting(self, of: int) -> Any:
+        return lambda *gradients: self.pending.add(of)
+
+    def zeroed(self, ddp: Any) -> None:
+        """Note that the gradients of a model are zero."""
+        self.pending.discard(id(ddp))
+
+    def used(self) -> None:
+        """Note that an update is over, and nobody needs the gradients."""
+        self.pending.clear()
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 def drop_shard_gradients(params: Iterable[torch.Tensor]) -> int:
-    """Set the `.grad` and `decoupled_grad` of an inner optimizer's parameters to None; return the bytes that went.
+    """Set `.grad` and `decoupled_grad` of an inner optimizer's parameters to None; return the bytes that this frees.
 
-    mcore leaves them there until the next `zero_grad`: fp32 copies of this rank's shard where DDP reduces in 16 bits,
-    else views of DDP's buffer, which hold no memory of their own.
+    mcore keeps them until the next `zero_grad`: fp32 copies of this rank's shard where DDP reduces in 16 bits, else
+    views of DDP's buffer, which hold no memory of their own.
     """
     freed = 0
     for param in params:

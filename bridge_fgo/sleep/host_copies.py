@@ -1,4 +1,4 @@
-"""Finds the slabs that have not changed since they came back, which need not be copied to the host again."""
+"""Finds the slabs that have not changed since their reload, which need not be copied to the host again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab, SlabState
 
 
 class HostCopies:
-    """Tells which slabs the host has as they are, by a sum over the bytes of each that is taken as it comes back.
+    """Tells of which slabs the host's copy is current, by a sum over the bytes of each that is taken on reload.
 
     Args:
         slabs: what only the owner of this moves.
@@ -24,9 +24,9 @@ class HostCopies:
         self._slabs = slabs
         self._device = device
         self._digests: dict[Slab, int] = {}
-        """The sum over a slab's bytes when it came back."""
+        """The sum over a slab's bytes after its reload."""
         self._sums: dict[Slab, torch.Tensor] = {}
-        """Those of the slabs that are coming back, int64 scalars on the GPU; the host has waited for none."""
+        """Sums of the reload under way, int64 scalars on the GPU; the host has waited for none."""
 
     def forget(self) -> None:
         """Forget all sums, as somebody else is about to move the slabs."""
@@ -34,7 +34,7 @@ class HostCopies:
         self._sums.clear()
 
     def unchanged(self) -> set[Slab]:
-        """Return the slabs on the GPU that are what they were when they came back."""
+        """Return the slabs on the GPU that are as they were reloaded."""
         known = [slab for slab in self._slabs if slab in self._digests and _is_known(slab)]
         tensors = [slab.gpu for slab in known if slab.gpu is not None]
         if not tensors:
@@ -42,11 +42,11 @@ class HostCopies:
         sums = Digester(self._device, max(tensor.numel() for tensor in tensors)).of(tensors).tolist()
         return {slab for slab, digest in zip(known, sums, strict=True) if digest == self._digests[slab]}
 
-    def bring_back(self) -> None:
-        """Bring back every slab that is away, each summed while others are copied."""
+    def reload_all(self) -> None:
+        """Reload every slab that is away, and sum each while others are copied."""
         digester = Digester(self._device, max((slab.nbytes for slab in self._slabs), default=1))
         away: set[Slab] = set()
-        """Slabs that this call brings back. Others may have been written since, so that the host has old bytes."""
+        """Slabs that this call reloads. Others may have been written since, so that the host has old bytes."""
 
         def land(slab: Slab) -> None:
             slab.require_readable()
@@ -64,8 +64,8 @@ class HostCopies:
         for slab in coming:
             land(slab)
 
-    def came_back(self) -> None:
-        """Note the sums of what has come back; the host waits for them."""
+    def finish_reload(self) -> None:
+        """Note the sums of what was reloaded; the host waits for them."""
         sums, self._sums = self._sums, {}
         self._digests = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 

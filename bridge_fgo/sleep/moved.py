@@ -1,39 +1,41 @@
-"""What one sleep or wake has moved, and the clock and the driver's figures around it."""
+"""What one call has moved, and what all moves use: streams, waits, and memory that is taken for all or none."""
 
 from __future__ import annotations
 
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from bridge_fgo.memory.driver import Stream
+from bridge_fgo.memory.host_buffer import HostBuffer
+from bridge_fgo.memory.storage_slab import StorageSlab
 
 Kind = Literal["params", "grads", "optimizer"]
 KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")
-"""What leaves and returns apart."""
+"""What is offloaded and reloaded apart."""
 
 Kinds = Kind | Literal["all"] | Iterable[Kind]
 """What a verb is asked to move: a name, or names. No names are nothing."""
 
 RETURNED_BYTES = 2**30
-"""As soon as so many bytes have left, the driver gets them, while others are copied. It takes 290 to 480 GB/s on an
-H200, and 250 where segments are expandable: five times as many as the link."""
+"""The driver gets memory back each time that this much is released, while other memory is copied. It takes 290 to 480
+GB/s on an H200, and 250 where segments are expandable: five times as many as the link."""
 
 PATIENCE = 5.0
 """Seconds to wait for the GPU after an error; what is queued in a training step takes less."""
 
 LEAST_KEPT_BYTES = 64 * 2**20
-"""Memory that is let go of and does not go, from which on it is said; less may be another thread's."""
+"""Warn if at least this much released memory is still in use; less may be another thread's."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Moved:
     """What one call of `Residency` has moved on this rank; all zeros where there was nothing to do.
 
@@ -43,28 +45,28 @@ class Moved:
     copied: int = 0
     """Bytes that crossed the link between GPU and host, in either direction."""
     freed: int = 0
-    """Bytes of GPU memory of parameters, gradients and states that were let go of."""
+    """Bytes of GPU memory of parameters, gradients and states that were released."""
     returned: int = 0
     """Bytes that the driver has free more than before, by `cudaMemGetInfo`; other processes' too. 0 without a GPU."""
     seconds: float = 0.0
     """Host time of the call, at whose end every copy is done."""
     woke: tuple[str, ...] = ()
-    """What came back though nobody had asked: packed masters need the weights that they round to."""
+    """What was reloaded though nobody had asked: packed masters need the weights that they round to."""
     caches: int = 0
-    """Bytes of GPU memory of caches and workspaces that were dropped (`phases.caches`), beside `freed`."""
+    """Bytes of GPU memory of caches and workspaces that were dropped (`sleep.caches`), beside `freed`."""
     stays: dict[str, int] | None = None
     """Bytes of GPU memory that are still taken after a sleep: by tensors ("allocated"), by PyTorch's allocator beside
     them ("cached"), and by all others ("outside"): the CUDA context, NCCL, libraries, other processes."""
-    copied_by_kind: dict[str, int] | None = None
+    copied_by_kind: dict[str, int] = field(default_factory=dict)
     """`copied` for each of "params", "grads" and "optimizer" that moved."""
-    seconds_by_part: dict[str, float] | None = None
+    seconds_by_part: dict[str, float] = field(default_factory=dict)
     """Host time of the call's parts, waits for the GPU included: "compare" (masters with weights), "optimizer",
     "params" and "grads" (sums, copies and memory), "wait" (for the last copies), "driver" (memory that it takes back)
     and "caches" (those that are dropped)."""
 
 
 class Tally:
-    """Counts what a call moves; `moved` gives the figures at its end."""
+    """Counts what a call moves in `moved`, and takes the time and the driver's figures around it."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -72,12 +74,7 @@ class Tally:
         self._free = self._driver_free()
         self._allocated = self._tensor_bytes()
         self._began = time.perf_counter()
-        self.copied: dict[str, int] = {}
-        self.parts: dict[str, float] = {}
-        self.freed = 0
-        self.caches = 0
-        self.stays: dict[str, int] | None = None
-        self.woke: list[str] = []
+        self.moved = Moved()
 
     def _driver_free(self) -> int:
         return torch.cuda.mem_get_info(self._device)[0] if self._is_cuda else 0
@@ -92,20 +89,24 @@ class Tally:
         try:
             yield
         finally:
-            self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - began
+            parts = self.moved.seconds_by_part
+            parts[name] = parts.get(name, 0.0) + time.perf_counter() - began
 
     def copy(self, kind: str, nbytes: int) -> None:
         """Count bytes that crossed the link."""
-        self.copied[kind] = self.copied.get(kind, 0) + nbytes
+        kinds = self.moved.copied_by_kind
+        kinds[kind] = kinds.get(kind, 0) + nbytes
+        self.moved.copied += nbytes
 
     def note_what_stays(self) -> None:
-        """Take the figures of what is still on the GPU; warn where memory that was let go of is among it."""
+        """Take the figures of what is still on the GPU; warn where memory that was released is among it."""
         if not self._is_cuda:
             return
+        moved = self.moved
         free, total = torch.cuda.mem_get_info(self._device)
         allocated, reserved = self._tensor_bytes(), torch.cuda.memory_reserved(self._device)
-        self.stays = {"allocated": allocated, "cached": reserved - allocated, "outside": total - free - reserved}
-        kept = self.freed + self.caches - (self._allocated - allocated)
+        moved.stays = {"allocated": allocated, "cached": reserved - allocated, "outside": total - free - reserved}
+        kept = moved.freed + moved.caches - (self._allocated - allocated)
         if kept > LEAST_KEPT_BYTES:
             warnings.warn(
                 f"{kept / 1e9:.2f} GB that were sent off the GPU are still taken there: another process has handles of "
@@ -113,20 +114,11 @@ class Tally:
                 stacklevel=2,
             )
 
-    def moved(self) -> Moved:
-        """Return the figures up to now."""
-        seconds = time.perf_counter() - self._began
-        return Moved(
-            copied=sum(self.copied.values()),
-            freed=self.freed,
-            caches=self.caches,
-            stays=self.stays,
-            returned=self._driver_free() - self._free,
-            seconds=seconds,
-            woke=tuple(self.woke),
-            copied_by_kind=dict(self.copied),
-            seconds_by_part=dict(self.parts),
-        )
+    def end(self) -> Moved:
+        """Take the figures of the end, and return all."""
+        self.moved.seconds = time.perf_counter() - self._began
+        self.moved.returned = self._driver_free() - self._free
+        return self.moved
 
 
 class SideStream:
@@ -192,3 +184,27 @@ def return_to_driver(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def map_hosts(slabs: Sequence[StorageSlab]) -> list[HostBuffer]:
+    """Map the host memory of storages that have none yet; return the buffers, to be page-locked."""
+    return [buffer for slab in slabs for buffer in slab.map_host()]
+
+
+def fill_all_or_none(slabs: Iterable[StorageSlab], zeroed: bool) -> int:
+    """Take memory for the storages that are away, or for none of them; return the bytes.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory for all.
+    """
+    taken: list[StorageSlab] = []
+    try:
+        for slab in slabs:
+            if slab.is_away:
+                slab.fill(zeroed)
+                taken.append(slab)
+        return sum(slab.nbytes for slab in taken)
+    except BaseException:
+        for slab in taken:
+            slab.empty()
+        raise

@@ -1,4 +1,4 @@
-"""What cannot leave in phases, refused by name before anything moves."""
+"""What a `Residency` cannot move, refused by name before anything moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public class of the phases: what of a model and its optimizer is on the GPU, between steps."""
+"""The user's class: which of a model's parameters, gradients and optimizer state are on the GPU, between steps."""
 
 from __future__ import annotations
 
@@ -18,36 +18,35 @@ from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.host_memory import local_cpus
 from bridge_fgo.memory.storage_slab import find_aliases
 from bridge_fgo.sleep.caches import Caches
-from bridge_fgo.sleep.checks import Checks
-from bridge_fgo.sleep.gradients import drop_shard_gradients
-from bridge_fgo.sleep.guards import wrapped_models
-from bridge_fgo.sleep.model import Model, map_hosts
+from bridge_fgo.sleep.checks import Checks, wrapped_models
+from bridge_fgo.sleep.gradients import Backwards, Gradients, drop_shard_gradients
 from bridge_fgo.sleep.moved import (
     KINDS,
     Kind,
     Kinds,
     Moved,
     Tally,
+    map_hosts,
     return_to_driver,
     wait_for_a_while,
     wait_for_gpu,
 )
-from bridge_fgo.sleep.refusals import refuse_models
+from bridge_fgo.sleep.refusals import ddp_of, refuse_models
 from bridge_fgo.sleep.states import OptimizerStates
-from bridge_fgo.sleep.weight_moves import WeightMoves
+from bridge_fgo.sleep.weights import Weights
 
 PARAMS = frozenset[Kind](("params",))
 
 _open = weakref.WeakSet["Residency"]()
-"""Those that are not closed. What one has hung on its model keeps it alive as long as the model is."""
+"""Those that are not closed. The hooks on its model keep each alive as long as the model is."""
 
 
 def _verb[**P, R](
     method: Callable[Concatenate[Residency, P], R],
 ) -> Callable[Concatenate[Residency, P], R]:
-    """Have a method wait for those that other threads are in, and record nothing for autograd.
+    """Have calls of several threads wait for each other, outside of autograd and of inference mode.
 
-    Nor is it in the inference mode that an inference engine has left on.
+    An inference engine may have left inference mode on.
     """
 
     @wraps(method)
@@ -59,11 +58,11 @@ def _verb[**P, R](
 
 
 class Residency:
-    """Parameters, gradients and optimizer state that leave a shared GPU, and come back, each by itself.
+    """Offloads parameters, gradients and optimizer state from a shared GPU and reloads them, each by itself.
 
-    Between steps only. Making one is a collective of all ranks of the job, and so is each verb: parameters of several
-    data-parallel ranks return by an all-gather, and what fails on one rank fails on all. A model has one at a time,
-    which `of` finds. Verbs that several threads call run one after another.
+    Use it between steps only. The constructor is a collective of all ranks of the job, and so is each verb: an
+    all-gather makes parameters of several data-parallel ranks whole, and what fails on one rank fails on all. A model
+    has at most one, which `of` finds. Verbs that several threads call run one after another.
 
     Args:
         model: a model chunk or a list of them: mcore's DDP where there is one, not the model inside.
@@ -83,28 +82,41 @@ class Residency:
         config: OffloadConfig | None = None,
     ) -> None:
         self._turn = threading.RLock()
-        self._chunks = chunks = on_every_rank(lambda: _accepted(model, config))
+        self._chunks = on_every_rank(lambda: _accepted(model, config))
         with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
             self._states = None if optimizer is None else OptimizerStates(optimizer, config)
             try:
-                self._model = on_every_rank(lambda: Model(chunks, self._states))
-                self._pins = self._model.device.type == "cuda" and (config is None or config.pin_memory)
-                buffers = on_every_rank(lambda: map_hosts(self._model.weight_slabs))
-                require_host_memory(sum(buffer.tensor.numel() for buffer in buffers) if self._pins else 0)
-
-                def finish() -> tuple[Caches, WeightMoves, Checks]:
-                    self._lock(buffers)
-                    caches, weights = Caches(chunks, self._model.device), WeightMoves(self._model, self._states)
-                    checks = Checks(self._model, self._states, lambda: self.away)
-                    self._put_on(checks, optimizer)
-                    return caches, weights, checks
-
-                self._caches, self._weights, self._checks = on_every_rank(finish)
+                on_every_rank(self._find_memory)
+                self._pins = self._device.type == "cuda" and (config is None or config.pin_memory)
+                hosts = on_every_rank(lambda: map_hosts(self._weights.slabs))
+                require_host_memory(sum(buffer.tensor.numel() for buffer in hosts) if self._pins else 0)
+                on_every_rank(lambda: self._finish(hosts, optimizer))
             except BaseException:
                 if self._states is not None:
                     self._states.close()
                 raise
         _open.add(self)
+
+    def _find_memory(self) -> None:
+        self._ddps = [ddp for chunk in self._chunks for ddp in ddp_of(chunk)]
+        buffers = [buffer for ddp in self._ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers]
+        names = {id(param): name for chunk in self._chunks for name, param in chunk.named_parameters()}
+        self._device = _device(self._chunks, buffers)
+        self._gradients = Gradients(buffers, names)
+        self._weights = Weights(self._chunks, buffers, names, self._device, self._states)
+        self._backwards = Backwards(self._ddps)
+        find_aliases(self._weights.slabs + self._gradients.slabs)
+
+    def _finish(self, hosts: Sequence[HostBuffer], optimizer: Any) -> None:
+        self._lock(hosts)
+        self._caches = Caches(self._chunks, self._device)
+        self._checks = Checks(lambda: self.away, self._states)
+        self._put_on_checks(optimizer)
+
+    def _put_on_checks(self, optimizer: Any) -> None:
+        self._checks.on_model(self._chunks, self._ddps, self._backwards)
+        if optimizer is not None:
+            self._checks.on_optimizer(optimizer, self._backwards)
 
     @classmethod
     def of(cls, model: torch.nn.Module | Sequence[torch.nn.Module]) -> Residency | None:
@@ -112,46 +124,46 @@ class Residency:
         chunks = _chunks_of(model)
         return next((each for each in list(_open) if not _ids(each._chunks).isdisjoint(_ids(chunks))), None)
 
-    def _put_on(self, checks: Checks, optimizer: Any) -> None:
-        checks.put_on(self._chunks, optimizer)
-
-    def _lock(self, buffers: Sequence[HostBuffer]) -> None:
-        if self._pins and buffers:
-            page_lock(buffers, local_cpus(self._model.device))
+    def _lock(self, hosts: Sequence[HostBuffer]) -> None:
+        if self._pins and hosts:
+            page_lock(hosts, local_cpus(self._device))
 
     # What is where.
 
     @property
+    def _parts(self) -> dict[Kind, Weights | Gradients | OptimizerStates]:
+        parts: dict[Kind, Weights | Gradients | OptimizerStates] = {"params": self._weights, "grads": self._gradients}
+        return parts if self._states is None else {**parts, "optimizer": self._states}
+
+    @property
     def away(self) -> frozenset[Kind]:
-        """What is not on the GPU, or not all of it."""
-        found: set[Kind] = set()
-        if any(unit.weights.is_away for unit in self._model.units):
-            found.add("params")
-        if any(gradients.is_away for gradients in self._model.gradients):
-            found.add("grads")
-        if self._states is not None and self._states.is_away:
-            found.add("optimizer")
-        return frozenset(found)
+        """The kinds that are not on the GPU, or not all of them."""
+        return frozenset(kind for kind, part in self._parts.items() if part.is_away)
+
+    @property
+    def _here(self) -> frozenset[Kind]:
+        """The kinds that are on the GPU, or a part of them."""
+        return frozenset(kind for kind, part in self._parts.items() if part.is_here)
 
     @property
     def pinned_bytes(self) -> int:
         """Page-locked host bytes that are held for all of it."""
-        slabs = self._model.weight_slabs + self._model.gradient_slabs
+        slabs = self._weights.slabs + self._gradients.slabs
         own = sum(slab.host.pinned_bytes for slab in slabs if slab.host is not None)
         return own + (self._states.engine.pinned_bytes if self._states is not None else 0)
 
     # The verbs. What one rank decides by itself leads to no collective: every rank does each of them, until one fails.
 
     def offload(self, kinds: Kinds = "all", *more: Kind, grads: Literal["drop", "keep"] = "drop") -> Moved:
-        """Have "params", "grads" or "optimizer" leave the GPU, and its memory go to the driver.
+        """Offload "params", "grads" or "optimizer", and return their GPU memory to the driver.
 
-        What is away stays away. At the end every copy is done.
+        What is away stays away. When it returns, every copy is done.
 
         Args:
             kinds: any of the three, in any order, by one name or a list of names; "all" for all of them. An empty list
                 moves nothing.
             more: further names.
-            grads: "drop" lets gradients go, and they return as zeros. "keep" copies them.
+            grads: "drop" discards gradients, which `reload` makes zeros. "keep" copies them.
 
         Returns:
             What was moved.
@@ -160,162 +172,163 @@ class Residency:
             ValueError: a word is not one of these. Nothing has moved.
             RuntimeError: a backward has run since the last update, and its gradients would be dropped; or the state
                 cannot be offloaded as it is; or a parameter is not one of those that the Residency was made with, or
-                it is closed. Nothing has moved. Or it has failed on another rank in the midst of it.
+                it is closed. Nothing has moved. Or another rank failed on the way.
         """
         return self._offload(lambda: self._asked(kinds, more), grads)
 
     @_verb
     def _offload(self, asked: Callable[[], frozenset[Kind]], grads: str) -> Moved:
         def prepare() -> tuple[tuple[frozenset[Kind], Tally], bool]:
-            leaving = asked() & self._here()
-            self._require_no_backward(leaving, grads)
-            self._require_leave(leaving, grads)
-            self._model.wait_for_collectives()
-            return (leaving, Tally(self._model.device)), "optimizer" in leaving and self._lacks_weights
+            kinds = asked() & self._here
+            self._require_no_backward(kinds, grads)
+            self._require_movable(kinds, grads)
+            self._wait_for_collectives()
+            return (kinds, Tally(self._device)), "optimizer" in kinds and self._lacks_weights
 
-        (leaving, tally), votes = told_by_ranks(prepare)
-        goes_again = any(votes)
-        if goes_again:
+        (kinds, tally), votes = told_by_ranks(prepare)
+        wakes_params = any(votes)
+        if wakes_params:
             if "params" in self.away:
-                tally.woke.append("params")
-                leaving |= PARAMS
-            self._weights.wake(tally)
+                tally.moved.woke = ("params",)
+                kinds |= PARAMS
+            self._weights.reload(tally)
 
-        def leave() -> Moved:
-            if goes_again:
-                self._model.columnwise.make()
-            return self._leave(leaving, grads, tally) if leaving else Moved()
+        def move() -> Moved:
+            if wakes_params:
+                self._weights.columnwise.make()
+            return self._offload_alone(kinds, grads, tally) if kinds else Moved()
 
-        return on_every_rank(leave)
+        return on_every_rank(move)
 
-    def _leave(self, leaving: frozenset[Kind], grads: str, tally: Tally) -> Moved:
-        """Have kinds leave that are here; no other rank takes part in it."""
-        states = self._states if "optimizer" in leaving else None
-        units = [unit for unit in self._model.units if not unit.weights.is_away] if "params" in leaving else []
-        gradients, keep = self._model.gradients if "grads" in leaving else [], grads == "keep"
-        dropped = self._drop_shard_gradients() if gradients and not keep else 0
-        slabs = [slab for unit in units for slab in unit.weights.slabs]
-        find_aliases(slabs + [slab for one in gradients for slab in one.slabs])  # after views of gradients went
+    def _offload_alone(self, kinds: frozenset[Kind], grads: str, tally: Tally) -> Moved:
+        """Offload kinds that are on the GPU; no other rank takes part in it."""
+        states = self._states if "optimizer" in kinds else None
+        groups = self._weights.here if "params" in kinds else []
+        drops, keeps = "grads" in kinds and grads == "drop", "grads" in kinds and grads == "keep"
+        dropped = self._drop_shard_gradients() if drops else 0
+        slabs = [slab for group in groups for slab in group.slabs]
+        find_aliases(slabs + (self._gradients.slabs if "grads" in kinds else []))  # after views of gradients went
         # Race: memory goes to the driver from here on, while work on some stream may still use what is cached.
-        wait_for_gpu(self._model.device)
-        if gradients and not keep:  # first: the driver takes their memory back while others are copied
+        wait_for_gpu(self._device)
+        if drops:  # first: the driver takes their memory back while others are copied
             with tally.part("grads"):
-                tally.freed += dropped + sum(one.empty(keep=False) for one in gradients)
-                self._model.gradients_are_used()
+                tally.moved.freed += dropped + self._gradients.empty(keep=False)
+                self._backwards.used()
         try:
             # Weights first: their copies run while masters are compared, and while the states' are queued.
-            self._weights.leave(units, states, tally)
+            self._weights.start_offload(groups, states, tally)
             if states is not None:
                 before = states.released_bytes + states.unmade_bytes
                 with tally.part("optimizer"):
                     tally.copy("optimizer", states.start_offload())
                 if not states.reads_weights:  # while states are copied the driver takes these back too
                     with tally.part("params"):
-                        tally.freed += self._weights.empty(units)
+                        tally.moved.freed += self._weights.empty(groups)
                 with tally.part("optimizer"):
                     states.end_offload()
-                tally.freed += states.released_bytes - before
+                tally.moved.freed += states.released_bytes - before
         except BaseException:
-            self._model.forget_masters()
+            self._weights.forget_masters()
             if states is not None:
                 states.give_up_offload()
             # Race: weights that stay after all may be written while their copies still read them.
-            wait_for_gpu(self._model.device)
+            wait_for_gpu(self._device)
             raise
-        if gradients and keep:
-            tally.copy("grads", sum(one.copy_out() for one in gradients))
+        if keeps:
+            tally.copy("grads", self._gradients.copy_out())
         # Race: storages that are emptied go to whoever asks next on the stream that they were made on, and to the
         # driver, while copies on another stream still read them.
         with tally.part("wait"):
-            wait_for_gpu(self._model.device)
-        tally.freed += self._weights.empty(units)
-        if keep:
-            tally.freed += sum(one.empty(keep) for one in gradients)
+            wait_for_gpu(self._device)
+        tally.moved.freed += self._weights.empty(groups)
+        if keeps:
+            tally.moved.freed += self._gradients.empty(keep=True)
         with tally.part("driver"):
-            return_to_driver(self._model.device)
+            return_to_driver(self._device)
         with tally.part("caches"):
-            tally.caches = self._caches.drop(self.away, is_mid_step=self._model.has_backward)
-        if tally.caches:
+            tally.moved.caches = self._caches.drop(self.away, is_mid_step=bool(self._backwards.pending))
+        if tally.moved.caches:
             with tally.part("driver"):
-                return_to_driver(self._model.device)
+                return_to_driver(self._device)
         tally.note_what_stays()
-        return tally.moved()
+        return tally.end()
 
     def reload(self, kinds: Kinds = "all", *more: Kind) -> Moved:
-        """Have "params", "grads" or "optimizer" back on the GPU, named as for `offload`.
+        """Reload "params", "grads" or "optimizer" to the GPU, named as for `offload`.
 
-        Where masters left packed they need their weights: "optimizer" brings "params" too, and `Moved.woke` says so.
-        Parameters of several ranks are all-gathered, so that every rank has to ask for the same.
+        Packed masters need their weights: then "optimizer" reloads "params" too, and `Moved.woke` says so. Parameters
+        of several ranks are all-gathered, so that every rank has to ask for the same.
 
         Raises:
             ValueError: a word is not one of these. Nothing has moved.
-            torch.OutOfMemoryError: there is no memory. What has not come back is away as before.
-            RuntimeError: it has failed on another rank. Parameters are away as before, here too. Or the Residency is
-                closed.
+            torch.OutOfMemoryError: there is no memory. What was not reloaded is away as before.
+            RuntimeError: another rank failed. Parameters are away as before, here too. Or the Residency is closed.
         """
         return self._reload(lambda: self._asked(kinds, more))
 
     @_verb
     def _reload(self, asked: Callable[[], frozenset[Kind]]) -> Moved:
         def look() -> tuple[tuple[frozenset[Kind], Tally], tuple[bool, bool, bool]]:
-            coming = asked() & self.away
-            votes = bool(coming), "params" in coming, "optimizer" in coming and self._lacks_weights
-            return (coming, Tally(self._model.device)), votes
+            kinds = asked() & self.away
+            votes = bool(kinds), "params" in kinds, "optimizer" in kinds and self._lacks_weights
+            return (kinds, Tally(self._device)), votes
 
-        (coming, tally), votes = told_by_ranks(look)
-        comes, wakes, needs_weights = (any(each) for each in zip(*votes, strict=True))
-        if not comes:
+        (kinds, tally), votes = told_by_ranks(look)
+        moves, wakes_params, needs_weights = (any(each) for each in zip(*votes, strict=True))
+        if not moves:
             return Moved()
-        states = self._states if "optimizer" in coming else None
+        states = self._states if "optimizer" in kinds else None
         if needs_weights:
-            if "params" in self.away - coming:
-                tally.woke.append("params")
-            self._weights.wake(tally)
+            if "params" in self.away - kinds:
+                tally.moved.woke = ("params",)
+            self._weights.reload(tally)
 
-        def wake_others() -> None:
+        def reload_others() -> None:
             if states is not None:  # first: the driver gives memory for the others while these are copied
                 before = states.released_bytes
                 with tally.part("optimizer"):
                     tally.copy("optimizer", states.reload())
-                self._model.forget_masters()
-                tally.freed += states.released_bytes - before
-            if "grads" in coming:
+                self._weights.forget_masters()
+                tally.moved.freed += states.released_bytes - before
+            if "grads" in kinds:
                 with tally.part("grads"):
-                    self._wake_gradients(tally)
+                    taken, copied = self._gradients.reload()
+                tally.moved.freed -= taken
+                tally.copy("grads", copied)
 
-        if wakes and not needs_weights:
-            self._weights.wake(tally, wake_others)
+        if wakes_params and not needs_weights:
+            self._weights.reload(tally, reload_others)
 
         def finish() -> Moved:
-            if needs_weights or not wakes:
-                wake_others()
-            if needs_weights or wakes:
-                self._model.columnwise.make()
+            if needs_weights or not wakes_params:
+                reload_others()
+            if needs_weights or wakes_params:
+                self._weights.columnwise.make()
             with tally.part("wait"):
                 if states is not None:
-                    states.came_back()
-                wait_for_gpu(self._model.device)  # whatever stream reads next
-            return tally.moved()
+                    states.finish_reload()
+                wait_for_gpu(self._device)  # whatever stream reads next
+            return tally.end()
 
         return on_every_rank(finish)
 
     @contextmanager
     def only(self, kinds: Kinds = (), *more: Kind, grads: Literal["drop", "keep"] = "drop") -> Iterator[Moved]:
-        """Context in which these are on the GPU and nothing else is; afterwards it is as it was before.
+        """Context in which these kinds alone are on the GPU; afterwards everything is where it was before.
 
-        They are named as for `offload`. Gives what leaving has moved. Raises as `offload` and `reload`.
+        Kinds are named as for `offload`. Gives what the offload has moved. Raises as `offload` and `reload`.
 
-        Where the block raises, what has come leaves again, and what has left stays away, as its return may be a
-        collective: a note on the error says so. `reload` on every rank brings it back.
+        Where the block raises, what was reloaded is offloaded again, and what was offloaded stays away, as its reload
+        may be a collective: a note on the error says so. `reload` on every rank ends it.
         """
         with self._as_before(grads):
-            # First out, so that what comes finds room; but for packed masters, which bring their weights.
-            moved = self._offload(lambda: frozenset(self._kinds()) - self._asked(kinds, more), grads)
+            # Offload first, to make room; but packed masters bring their weights with them.
+            moved = self._offload(lambda: frozenset(self._parts) - self._asked(kinds, more), grads)
             self._reload(lambda: self._asked(kinds, more))
             yield moved
 
     def asleep(self, grads: Literal["drop", "keep"] = "drop") -> Any:
-        """Context in which nothing is on the GPU; afterwards it is as it was before, as with `only`."""
+        """Context in which nothing is on the GPU; afterwards everything is where it was before, as with `only`."""
         return self.only((), grads=grads)
 
     @contextmanager
@@ -329,69 +342,52 @@ class Residency:
             yield
         except BaseException as error:
             # No collective: other ranks may be in the midst of the block, or have failed elsewhere.
-            self._leave_again(before, grads, error)
+            self._offload_again(before, grads, error)
             raise
         self._offload(lambda: before - self.away, grads)
         self._reload(lambda: self.away - before)
 
     @_verb
-    def _leave_again(self, before: frozenset[Kind], grads: str, error: BaseException) -> None:
-        """Have this rank send away what was away before an error; note on the error what is not as it was."""
+    def _offload_again(self, before: frozenset[Kind], grads: str, error: BaseException) -> None:
+        """Offload on this rank what was away before an error; note on the error what is not where it was."""
         try:
             if gone := self.away - before:
                 words = ", ".join(map(repr, sorted(gone)))
                 error.add_note(f"bridge_fgo: {words} stay off the GPU after this error: call reload() on every rank")
-            come = before & self._here()
-            if "optimizer" in come and self._lacks_weights:
-                come -= {"optimizer"}
-            if come:
-                wait_for_a_while(lambda: (self._model.wait_for_collectives(), wait_for_gpu(self._model.device)))
-                self._require_leave(come, grads)
-                self._leave(come, grads, Tally(self._model.device))
+            reloaded = before & self._here
+            if "optimizer" in reloaded and self._lacks_weights:
+                reloaded -= {"optimizer"}
+            if reloaded:
+                wait_for_a_while(lambda: (self._wait_for_collectives(), wait_for_gpu(self._device)))
+                self._require_movable(reloaded, grads)
+                self._offload_alone(reloaded, grads, Tally(self._device))
         except Exception as failure:
-            error.add_note(f"bridge_fgo: what has come in the block may be on the GPU still: {failure}")
+            error.add_note(f"bridge_fgo: what the block has reloaded may still be on the GPU: {failure}")
 
     @_verb
     def close(self) -> None:
-        """Bring everything back, and take off all hooks and host memory. Idempotent; other verbs raise from then on.
+        """Reload everything, and remove all hooks and host memory. Idempotent; other verbs raise from then on.
 
         Raises:
-            torch.OutOfMemoryError, RuntimeError: it cannot be brought back. It may be called again.
+            torch.OutOfMemoryError, RuntimeError: it cannot be reloaded. It may be called again.
         """
         if self not in _open:
             return
-        self._reload(lambda: frozenset(self._kinds()))
+        self._reload(lambda: frozenset(self._parts))
         on_every_rank(self._let_go)
         _open.discard(self)
 
     def _let_go(self) -> None:
-        self._checks.close()
-        self._caches.close()
-        self._weights.close()
-        self._model.close()
-        if self._states is not None:
-            self._states.close()
-            self._states = None
+        for part in (self._checks, self._backwards, self._caches, self._weights, self._gradients, self._states):
+            if part is not None:
+                part.close()
+        self._states = None
 
     # Parts of the verbs.
 
-    def _kinds(self) -> tuple[Kind, ...]:
-        return KINDS if self._states is not None else ("params", "grads")
-
-    def _here(self) -> frozenset[Kind]:
-        """Return what is on the GPU, or a part of it."""
-        found: set[Kind] = set()
-        if not all(unit.weights.is_away for unit in self._model.units):
-            found.add("params")
-        if not all(gradients.is_away for gradients in self._model.gradients):
-            found.add("grads")
-        if self._states is not None and self._states.is_here:
-            found.add("optimizer")
-        return frozenset(found)
-
     @property
     def _lacks_weights(self) -> bool:
-        """Whether states cannot move before weights have come back: packed masters need them."""
+        """Whether states cannot move before weights are reloaded: packed masters need them."""
         return self._states is not None and self._states.reads_weights and "params" in self.away
 
     def _require_open(self) -> None:
@@ -410,52 +406,49 @@ class Residency:
                 )
             if word == "optimizer" and self._states is None:
                 raise ValueError("'optimizer' of a Residency that was made with optimizer=None: give it the optimizer")
-        if self._model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("nothing can move while the current stream is captured into a CUDA graph")
-        return frozenset(self._kinds() if "all" in asked else asked)
+        return frozenset(self._parts if "all" in asked else asked)
 
-    def _require_no_backward(self, leaving: frozenset[Kind], grads: str) -> None:
+    def _require_no_backward(self, kinds: frozenset[Kind], grads: str) -> None:
         if grads not in ("drop", "keep"):
             raise ValueError(f"grads={grads!r}: use 'drop' or 'keep'")
-        if grads == "drop" and "grads" in leaving and self._model.has_backward:
+        if grads == "drop" and "grads" in kinds and self._backwards.pending:
             raise RuntimeError(
                 "a backward has run since the last optimizer step, and offload() would drop its gradients: step, or "
                 "zero them by each model chunk's zero_grad_buffer() (the optimizer's zero_grad() does not), or use "
                 "offload(..., grads='keep')"
             )
 
-    def _require_leave(self, leaving: frozenset[Kind], grads: str) -> None:
-        slabs = self._model.gradient_slabs if "grads" in leaving else []
-        if "params" in leaving:
-            self._model.require_parameters()
-            slabs += [slab for slab in self._model.weight_slabs if not slab.is_away]
+    def _require_movable(self, kinds: frozenset[Kind], grads: str) -> None:
+        slabs = self._gradients.slabs if "grads" in kinds else []
+        if "params" in kinds:
+            self._weights.require_known()
+            slabs = slabs + [slab for slab in self._weights.slabs if not slab.is_away]
         for slab in slabs:
             slab.require_resizable()
-        if "optimizer" in leaving and self._states is not None:
+        if "optimizer" in kinds and self._states is not None:
             self._states.require_whole()
-        if "grads" in leaving and grads == "keep":
-            self._lock(map_hosts(self._model.gradient_slabs))
+        if "grads" in kinds and grads == "keep":
+            self._lock(map_hosts(self._gradients.slabs))
+
+    def _wait_for_collectives(self) -> None:
+        """Have the current stream wait for gathers and reductions that DDP has in flight.
+
+        DDP keeps their handles, and waits once more: its own notes are as they were.
+        """
+        for ddp in self._ddps:
+            for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
+                for handle in (group.param_gather_handle, group.grad_reduce_handle):
+                    if handle is not None:
+                        # Race: the collective would write into memory that was released, or not be in the copy.
+                        handle.wait()
 
     def _drop_shard_gradients(self) -> int:
-        """Let go of what mcore has left of gradients at its parameters; return the bytes."""
-        freed = 0
-        for leaf in () if self._states is None else self._states.optimizers:
-            groups = leaf.optimizer.param_groups
-            freed += drop_shard_gradients(param for group in groups for param in group["params"])
-        return freed
-
-    def _wake_gradients(self, tally: Tally) -> None:
-        gradients = [one for one in self._model.gradients if one.is_away]
-        filled = []
-        try:
-            for one in gradients:
-                tally.freed -= one.fill()
-                filled.append(one)
-        except BaseException:
-            for one in filled:
-                one.empty_again()
-            raise
-        tally.copy("grads", sum(one.copy_in() for one in gradients))
+        """Drop the gradients that mcore has left at its parameters; return the bytes."""
+        leaves = () if self._states is None else self._states.optimizers
+        groups = [group for leaf in leaves for group in leaf.optimizer.param_groups]
+        return drop_shard_gradients(param for group in groups for param in group["params"])
 
 
 def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -485,3 +478,10 @@ def _accepted(
             "it, close() ends it"
         )
     return chunks
+
+
+def _device(chunks: Sequence[torch.nn.Module], buffers: Sequence[Any]) -> torch.device:
+    """Return the GPU that the model is on; the CPU where it is on none."""
+    devices = [buffer.grad_data.device for buffer in buffers]
+    devices += [parameter.device for chunk in chunks for parameter in chunk.parameters()]
+    return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))

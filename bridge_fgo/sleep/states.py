@@ -1,4 +1,4 @@
-"""Optimizer state in phases: all slabs of the native engine leave, or come back, between steps."""
+"""Optimizer state: which optimizers have some that can move, and the moves of all slabs of the native engine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab, SlabState
 from bridge_fgo.memory.state import WeightShard
 from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
 from bridge_fgo.sleep.host_copies import HostCopies
-from bridge_fgo.sleep.movable import STATES, attached_engine, movable_optimizers
 from bridge_fgo.sleep.moved import RETURNED_BYTES, return_to_driver
 from bridge_fgo.states.choice import source_of
-from bridge_fgo.states.megatron import McoreSource, MegatronSource
+from bridge_fgo.states.float16 import is_muon
+from bridge_fgo.states.leaves import leaves
+from bridge_fgo.states.megatron import McoreSource, MegatronSource, is_adam
+
+STATES = "_bridge_fgo_states"
+"""Attribute of an optimizer of mcore's that holds the `OptimizerStates` whose engine is its own."""
 
 WHOLE_MASTERS = OffloadConfig(engine="native", master_remainders=False)
-"""Whole masters tell the weights, so that these need not be copied."""
+"""Whole masters round to the weights, so that these need not be copied."""
 
 
 class OptimizerStates:
@@ -35,7 +39,7 @@ class OptimizerStates:
     Args:
         optimizer: what the training loop steps: a ChainedOptimizer, or an optimizer as `movable_optimizers` has them.
         config: for an engine of its own, where none is attached; `WHOLE_MASTERS` when None.
-        alone: the other ranks may not come here now, and are not asked.
+        alone: whether other ranks may not make theirs now, and are not asked.
 
     Raises:
         ValueError: an optimizer cannot be offloaded, on this rank or another; names it.
@@ -48,7 +52,7 @@ class OptimizerStates:
         together = _on_this_rank if alone else on_every_rank
         self.optimizers = together(lambda: movable_optimizers(optimizer))
         attached = together(lambda: attached_engine(self.optimizers, config))
-        # Of all ranks alike: one whose optimizers are all stubs has none to be attached.
+        # The same on all ranks: one whose optimizers are all stubs has none to be attached.
         self.is_owner = attached is None if alone else not any(gather(attached is not None))
         """Whether the engine serves nobody else, so that the optimizer's own methods know nothing of it."""
         self.sources = [source_of(leaf) for leaf in self.optimizers]
@@ -64,13 +68,13 @@ class OptimizerStates:
         else:
             pin_on_every_rank(self.engine)
         self.may_be_unchanged = True
-        """Whether states may be what they were when they came back; not where whoever steps them says so."""
+        """Whether states may be as they were reloaded; whoever steps them sets it to False."""
         self._copies: HostCopies | None = None
         """None where others move the slabs too, or where the host's copies are overwritten (debug mode)."""
-        self._leaving = deque[Slab]()
-        """Slabs whose copies out were started, and whose memory is there still."""
+        self._offloading = deque[Slab]()
+        """Slabs whose copies out were started, and whose memory is still to be released."""
         self._cached = 0
-        """Bytes that slabs have left to the allocator since the driver last got them."""
+        """Bytes of released slabs that the allocator has and the driver has not."""
         self.is_driven = False
         """Whether training steps drive an engine of its own too, which then stays attached."""
         self._serves = 0
@@ -91,7 +95,7 @@ class OptimizerStates:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether masters may be packed, so that the weights must be there when they leave and when they come."""
+        """Whether masters may be packed, which takes the weights to offload and to reload them."""
         return any(slab.codec.family is not None for slab in self._slabs)
 
     @property
@@ -101,7 +105,7 @@ class OptimizerStates:
 
     @property
     def is_away(self) -> bool:
-        """Whether any of it is not on the GPU: sent away, or by an engine that others drive too."""
+        """Whether any of it is not on the GPU, whoever has offloaded it."""
         return any(slab.state in (SlabState.RELEASED, SlabState.RELOADING) for slab in self._slabs)
 
     @property
@@ -115,13 +119,13 @@ class OptimizerStates:
 
     @property
     def unmade_bytes(self) -> int:
-        """Bytes of states that no step has made yet, in slabs that have never left; these leave with room for them."""
+        """Bytes of states that no step has made yet, in slabs that were never offloaded, which have room for them."""
         new = (slab for slab in self._slabs if slab.gpu is None and slab.exists())
         return sum(state.nbytes for slab in new for state in slab.states if state.read() is None)
 
     @property
     def released_bytes(self) -> int:
-        """The bytes of masters and moments whose GPU memory is gone: a count, as each tensor's would take long."""
+        """The bytes of masters and moments whose GPU memory is released: a count, as each tensor's would take long."""
         return self.engine.traffic.released
 
     def require_whole(self) -> None:
@@ -132,20 +136,20 @@ class OptimizerStates:
             _ = slab.state  # raises
 
     def start_offload(self) -> int:
-        """Start to copy what has changed to the host, and let go of what has not; return the bytes that cross.
+        """Start to copy to the host what has changed, and release what has not; return the bytes that cross.
 
-        Packed masters read their weights as long as the GPU is behind. `end_offload` is to follow.
+        Packed masters read their weights as long as the GPU is behind. Call `end_offload` next.
         """
         before = self.engine.traffic.out
         if self.is_owner and not self.is_driven:
-            self.give_up_offload()  # a call that was interrupted may have left copies, which lack later updates
-        self.engine.masters.locate_weights()  # they were asleep too, perhaps, and have come back to another address
+            self.give_up_offload()  # an interrupted call may have left copies, which lack later updates
+        self.engine.masters.locate_weights()  # they may have been reloaded to another address
         unchanged = set[Slab]()
         if self._copies is not None:
             if self.may_be_unchanged and not self.is_driven:  # steps by parts copy too
                 unchanged = self._copies.unchanged()
-            self._copies.forget()  # until it is back: an attached engine may copy out anew
-        self._leaving.clear()
+            self._copies.forget()  # until the reload: an attached engine may copy out again
+        self._offloading.clear()
         self._cached = 0
         for slab in self._slabs:
             if slab in unchanged:
@@ -153,23 +157,23 @@ class OptimizerStates:
             elif slab.exists() and slab.state is not SlabState.RELEASED:
                 is_new = slab.gpu is None
                 slab.offload()
-                self._leaving.append(slab)
+                self._offloading.append(slab)
                 # To pack a slab, or to move tensors into it the first time, takes more memory: few at a time.
-                while (is_new or slab.is_encoded) and len(self._leaving) >= MOST_IN_TRANSIT:
-                    self._let_go()
+                while (is_new or slab.is_encoded) and len(self._offloading) >= MOST_IN_TRANSIT:
+                    self._release_first()
         return self.engine.traffic.out - before
 
     def end_offload(self) -> None:
-        """Let go of all slabs; the driver gets most of their memory while others are copied.
+        """Release all slabs; the driver gets most of their memory while others are copied.
 
         The GPU may be behind when it returns: memory is free on the engine's training stream.
         """
-        while self._leaving:
-            self._let_go()
+        while self._offloading:
+            self._release_first()
 
-    def _let_go(self) -> None:
-        """Let go of the slab whose copy was started first."""
-        gone = self._leaving.popleft()
+    def _release_first(self) -> None:
+        """Release the slab whose copy was started first."""
+        gone = self._offloading.popleft()
         gone.release()
         self._cached += gone.nbytes
         if self._cached >= RETURNED_BYTES:
@@ -178,19 +182,19 @@ class OptimizerStates:
             self._cached = 0
 
     def give_up_offload(self) -> None:
-        """Have every slab stay whose memory has not gone, after something failed between the two.
+        """Keep every slab that was not released, after something failed between the two.
 
-        Training may go on and write them: their copies would be of what they were.
+        Training may go on and write it, which its copy would lack.
         """
-        self._leaving.clear()
+        self._offloading.clear()
         for slab in self._slabs:
             if not slab.interrupted and slab.state is SlabState.OFFLOADING:
                 slab.require_writable()
 
     def reload(self) -> int:
-        """Bring all of it back; return the bytes that crossed. Work that the current stream gets finds it there.
+        """Reload all of it, for work that the current stream gets from now on; return the bytes that crossed.
 
-        The GPU may be behind when it returns. `came_back` is to follow when the host has nothing better to do.
+        The GPU may be behind when it returns. Call `finish_reload` when the host has nothing better to do.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for all; the rest is still away, and it may be called again.
@@ -198,19 +202,19 @@ class OptimizerStates:
         """
         before = self.engine.traffic.back
         if self._copies is not None and not self.is_driven and not self.reads_weights:
-            self._copies.bring_back()
+            self._copies.reload_all()
         self.engine.require_writable()
         self.may_be_unchanged = True
         self._detach()
         return self.engine.traffic.back - before
 
-    def came_back(self) -> None:
-        """Note what came back by `reload`, so that what does not change need not be copied; the host waits for it."""
+    def finish_reload(self) -> None:
+        """Note what `reload` has brought, so that what does not change need not be copied; the host waits for it."""
         if self._copies is not None:
-            self._copies.came_back()
+            self._copies.finish_reload()
 
     def attach(self) -> None:
-        """Have installed patches serve what reads or steps the optimizer by an engine of its own, until `reload`."""
+        """Have installed patches serve whoever reads or steps the optimizer, until `reload`."""
         for source in self.sources if self.is_owner else ():
             setattr(source.optimizer, ATTACHED, Attachment(self.engine, source))
 
@@ -220,12 +224,12 @@ class OptimizerStates:
                 vars(leaf).pop(ATTACHED, None)
 
     def drive(self) -> None:
-        """Stay attached from now on: training steps drive the engine, until `leave` or `close`."""
+        """Stay attached from now on: training steps drive the engine, until `stop_driving` or `close`."""
         self.attach()
         self.is_driven = True
         self.may_be_unchanged = False
 
-    def leave(self) -> None:
+    def stop_driving(self) -> None:
         """Make the states resident, and be attached no more; the engine stays.
 
         Raises:
@@ -250,10 +254,10 @@ class OptimizerStates:
             if not was_attached:
                 self._detach()
 
-    # Weights that masters tell.
+    # Weights that masters round to.
 
     def rounded_masters(self) -> list[tuple[MegatronSource, torch.Tensor, WeightShard]]:
-        """Return each master of this rank that leaves whole, its source, and the weights that it is rounded to.
+        """Return each master of this rank that is copied whole, its source, and the weights that it rounds to.
 
         Those of DistributedOptimizers, whose weights lie in DDP's buffers.
         """
@@ -263,9 +267,9 @@ class OptimizerStates:
         return [(source, *pair) for source in found for pair in source.rounded_masters()]
 
     def round_again(self, source: MegatronSource, masters: Sequence[torch.Tensor]) -> int:
-        """Write the weights that some masters of a source are rounded to; return the bytes that crossed.
+        """Write the weights that some masters of a source round to; return the bytes that crossed.
 
-        Of masters that are away each slab comes by itself and goes at once: nothing has written it.
+        Slabs of masters that are away are reloaded one at a time and released at once: nothing has written them.
         """
         before = self.engine.traffic.back + self.engine.traffic.out
         wanted = {id(master) for master in masters}
@@ -281,7 +285,7 @@ class OptimizerStates:
         return self.engine.traffic.back + self.engine.traffic.out - before
 
     def close(self) -> None:
-        """Make the states resident, and let go of an engine of its own.
+        """Make the states resident, and close an engine of its own.
 
         Raises:
             RuntimeError: as `Engine.close`.
@@ -297,7 +301,7 @@ class OptimizerStates:
 
 
 def _refuse_asleep(states: weakref.ref[OptimizerStates]) -> str:
-    """Return what to call where states are touched that a `Residency` has sent away, and that nothing serves."""
+    """Return what to call where states are touched that a `Residency` has offloaded, and that nothing serves."""
     owner = states()
     if owner is None or owner.is_served:
         return ""
@@ -306,3 +310,93 @@ def _refuse_asleep(states: weakref.ref[OptimizerStates]) -> str:
 
 def _on_this_rank[T](act: Callable[[], T]) -> T:
     return act()
+
+
+# Which optimizers.
+
+
+def movable_optimizers(optimizer: Any) -> list[Any]:
+    """Return mcore's optimizers with states under an optimizer; stubs are skipped.
+
+    DistributedOptimizers over Adam, and Float16OptimizerWithFloat16Params over Adam or Muon.
+
+    Raises:
+        ValueError: there is another kind of optimizer among them, or something else.
+    """
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    found = []
+    for leaf in leaves(optimizer) if hasattr(optimizer, "__dict__") else [optimizer]:
+        if not isinstance(leaf, MegatronOptimizer):
+            raise ValueError(
+                f"Residency(optimizer={type(leaf).__name__}): pass mcore's optimizer, which get_megatron_optimizer "
+                "returned and the training loop steps, or optimizer=None to move parameters and gradients alone"
+            )
+        if getattr(leaf, "is_stub_optimizer", False):
+            continue
+        if why := refusal_of(leaf):
+            inner = type(getattr(leaf, "optimizer", None)).__name__
+            raise ValueError(
+                f"Residency cannot offload the state of a {type(leaf).__name__} over a {inner}: {why}, or pass "
+                "optimizer=None to move parameters and gradients alone"
+            )
+        found.append(leaf)
+    return found
+
+
+def refusal_of(leaf: Any) -> str:
+    """Return why the states of an optimizer cannot be moved, and what to change; empty where they can be."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    inner = getattr(leaf, "optimizer", None)
+    is_distributed = isinstance(leaf, DistributedOptimizer)
+    if not is_distributed and not isinstance(leaf, Float16OptimizerWithFloat16Params):
+        return "set optimizer.use_distributed_optimizer=True"
+    if getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False):
+        return "Megatron-FSDP manages its states itself: set ddp.use_megatron_fsdp=False"
+    if type(inner).__name__ == "HybridDeviceOptimizer":
+        return "it keeps states on the CPU already: set optimizer.optimizer_cpu_offload=False"
+    if getattr(inner, "capturable", False) or getattr(leaf.config, "optimizer_cuda_graph", False):
+        return "its CUDA graph has the states' addresses baked in: set optimizer.optimizer_cuda_graph=False"
+    name = getattr(leaf.config, "optimizer", "adam")
+    if name != "adam" if is_distributed else not (is_adam(inner) or is_muon(inner)):
+        return f"optimizer.optimizer={name!r}: set optimizer.optimizer='adam'"
+    return ""
+
+
+def attached_engine(optimizers: Sequence[Any], config: OffloadConfig | None) -> NativeEngine | None:
+    """Return the engine that is attached to the optimizers of this rank, if one is.
+
+    Raises:
+        ValueError: it is of another kind, or there are several, or settings do not reach it, or it is yet to come.
+    """
+    engines = {id(to.engine): to.engine for leaf in optimizers if (to := attachment_of(leaf)) is not None}
+    if not engines:
+        for leaf in optimizers:
+            if STATES in vars(leaf):
+                raise ValueError(
+                    "the optimizer has a Residency already, or mcore's offload_to_cpu has moved it: make one "
+                    "Residency, before the first sleep, and close() it before the next"
+                )
+            if getattr(leaf.config, "offload_optimizer_states", False):
+                raise ValueError(
+                    "optimizer.offload_optimizer_states=True, but no engine is attached to the optimizer: in a loop of "
+                    "your own unset the flag and use `res.training_step()` of this Residency; in Bridge's call "
+                    "bridge_fgo.install() before its setup, and make Residency after it"
+                )
+        return None
+    if len(engines) > 1 or any(attachment_of(leaf) is None for leaf in optimizers):
+        raise ValueError("the optimizers under one Residency have several engines: make one Residency for each")
+    (engine,) = engines.values()
+    if not isinstance(engine, NativeEngine):
+        raise ValueError(
+            f"Residency cannot offload optimizer state that engine {engine.name!r} moves: use "
+            "OffloadConfig(engine='native')"
+        )
+    if config is not None:
+        raise ValueError(
+            f"Residency(config={config!r}): the engine that is attached to the optimizer has settings of its own; "
+            "leave config out, and give the settings to bridge_fgo.install"
+        )
+    return engine

@@ -1,7 +1,7 @@
 """mcore's own verbs of sleep and wake, by this package's memory: exact pinned buffers, and nothing copied twice.
 
-They know one buffer or one optimizer at a time, on this rank alone: no collective may be in them. So a buffer is copied
-whole, and not a shard of it; `Residency` moves less.
+They know one buffer or one optimizer at a time, on this rank alone, and may run no collective. So they copy a buffer
+whole and not its shard; `Residency` moves less.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from bridge_fgo.memory.host_buffer import page_lock
 from bridge_fgo.memory.host_memory import local_cpus
 from bridge_fgo.memory.storage_slab import StorageSlab, find_aliases
 from bridge_fgo.sleep.gradients import Gradients
-from bridge_fgo.sleep.model import map_hosts
-from bridge_fgo.sleep.movable import STATES, refusal_of
-from bridge_fgo.sleep.moved import return_to_driver, wait_for_gpu
-from bridge_fgo.sleep.parameters import Weights, digests_of, named_weights
+from bridge_fgo.sleep.moved import map_hosts, return_to_driver, wait_for_gpu
 from bridge_fgo.sleep.quantized import ColumnwiseCopies
 from bridge_fgo.sleep.refusals import buffer_refusals
-from bridge_fgo.sleep.states import OptimizerStates
+from bridge_fgo.sleep.states import STATES, OptimizerStates, refusal_of
+from bridge_fgo.sleep.weight_groups import WeightGroup, digests_of, named_weights
 from bridge_fgo.states.megatron import UPSTREAM_OFFLOADERS
 
-BUFFER = "_bridge_fgo_phases"
+BUFFER = "_bridge_fgo_sleep"
 """Attribute of a `_ParamAndGradBuffer` that holds its `Buffer`."""
-
 
 COMES_BY = "the reload_from_cpu() of DDP's buffers"
 
@@ -43,7 +40,7 @@ class Buffer:
     def __init__(self, buffer: Any, pins: bool) -> None:
         self._buffer, self._pins = buffer, pins
         self._gradients: Gradients | None = None
-        self._weights: Weights | None = None
+        self._weights: WeightGroup | None = None
         self._columnwise = ColumnwiseCopies(buffer.params)
         _buffers.add(self)
 
@@ -55,62 +52,56 @@ class Buffer:
 
     @torch.no_grad()
     def offload(self, params: bool, grads: bool) -> None:
-        """Let gradients go, and parameters after what has changed of them was copied; what is away stays away."""
+        """Drop gradients, and offload parameters, of which what has changed is copied; what is away stays away."""
         buffer = self._buffer
         for refusal in buffer_refusals(buffer):
             raise ValueError(refusal)
-        leaving = []
-        if grads and buffer.grad_data.untyped_storage().nbytes():
-            self._gradients = self._gradients or Gradients(buffer, "a DDP buffer", {}, COMES_BY)
-            leaving.append(self._gradients.slabs)
-        if params and buffer.param_data is not None and buffer.param_data.untyped_storage().nbytes():
-            slab = StorageSlab(
-                buffer.param_data, "a DDP buffer's parameters", COMES_BY, named=named_weights(buffer, {})
-            )
-            self._weights = self._weights or Weights([slab])
-            leaving.append(self._weights.slabs)
-        find_aliases(slab for slabs in leaving for slab in slabs)
-        for slab in (slab for slabs in leaving for slab in slabs):
+        gradients = weights = None
+        if grads and _has_memory(buffer.grad_data):
+            gradients = self._gradients = self._gradients or Gradients([buffer], {}, COMES_BY)
+        if params and _has_memory(buffer.param_data):
+            weights = self._weights = self._weights or self._make_weights()
+        slabs = [slab for part in (gradients, weights) if part is not None for slab in part.slabs]
+        find_aliases(slabs)
+        for slab in slabs:
             slab.require_resizable()
-        if self._weights is not None and self._weights.slabs in leaving:
-            self._copy_out(self._weights)
+        if weights is not None:
+            hosts = map_hosts(weights.slabs)
+            if self._pins and hosts:
+                page_lock(hosts, local_cpus(buffer.param_data.device))
+            weights.copy_out(*digests_of([weights]))
         # Race: who takes the memory next does not wait for the copy, nor for kernels on other streams.
         wait_for_gpu(buffer.grad_data.device)
-        self._note_for_mcore(leaving)
-        if self._weights is not None and self._weights.slabs in leaving:
-            self._columnwise.drop()
-        for slab in (slab for slabs in leaving for slab in slabs):
-            slab.empty()
-
-    def _copy_out(self, weights: Weights) -> None:
-        hosts = map_hosts(weights.slabs)
-        if self._pins and hosts:
-            page_lock(hosts, local_cpus(self._buffer.param_data.device))
-        for _, digests in digests_of([weights]):
-            weights.take_digests(digests)
-        weights.copy_out()
-
-    def _note_for_mcore(self, leaving: list[list[StorageSlab]]) -> None:
-        """Leave what mcore's own `reload_from_cpu` goes by, as after an uninstall."""
-        buffer = self._buffer
-        if self._gradients is not None and self._gradients.slabs in leaving:
+        # mcore's own `reload_from_cpu` goes by these, as after an uninstall.
+        if gradients is not None:
             buffer.grad_data_size = buffer.grad_data.storage().size()
-        if self._weights is not None and self._weights.slabs in leaving:
-            (slab,) = self._weights.slabs
+        if weights is not None:
+            (slab,) = weights.slabs
             assert slab.host is not None
             buffer.param_data_size = buffer.param_data.storage().size()
             buffer.param_data_cpu = slab.host.tensor.view(buffer.param_data.dtype)
+            self._columnwise.drop()
+        for slab in slabs:
+            slab.empty()
+
+    def _make_weights(self) -> WeightGroup:
+        named = named_weights(self._buffer, {})
+        return WeightGroup([StorageSlab(self._buffer.param_data, "a DDP buffer's parameters", COMES_BY, named=named)])
 
     @torch.no_grad()
     def reload(self, params: bool, grads: bool) -> None:
-        """Bring parameters back, and gradients as zeros; what is here stays as it is."""
+        """Reload parameters, and gradients as zeros; what is on the GPU stays as it is."""
         if params and self._weights is not None and self._weights.is_away:
             self._weights.fill()
             self._weights.copy_in()
             self._columnwise.make()
         if grads and self._gradients is not None and self._gradients.is_away:
-            self._gradients.fill()
+            self._gradients.reload()
             self._buffer.grad_data_size = 0
+
+
+def _has_memory(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.untyped_storage().nbytes() > 0
 
 
 def leave_to_mcore() -> None:
@@ -119,7 +110,7 @@ def leave_to_mcore() -> None:
         buffer.unguard()
 
 
-def phases_of(buffer: Any, pins: bool) -> Buffer:
+def mover_of(buffer: Any, pins: bool) -> Buffer:
     """Return what moves a buffer, made on the first call."""
     found: Buffer | None = vars(buffer).get(BUFFER)
     if found is None:
@@ -139,19 +130,19 @@ def can_move(optimizer: Any) -> bool:
 
 
 def can_restore(optimizer: Any) -> bool:
-    """Return whether `offload_states` has sent the states away, or would."""
+    """Return whether `offload_states` has offloaded the states, or would."""
     return STATES in vars(optimizer) or (attachment_of(optimizer) is not None and can_move(optimizer))
 
 
 def offload_states(optimizer: Any, config: OffloadConfig) -> None:
-    """Do what mcore's `offload_to_cpu` is for: all states leave, and their memory goes to the driver.
+    """Do what mcore's `offload_to_cpu` is for: offload all states, and return their memory to the driver.
 
-    While they are away the optimizer is attached to its engine, so that what reads or steps it is served.
+    While they are away the optimizer is attached to its engine, which serves whoever reads or steps it.
     """
     states = _states_of(optimizer, config)
     states.require_whole()
     wait_for_gpu(states.sources[0].device)
-    states.attach()  # first, so that a step finds what has left where the rest fails
+    states.attach()  # first, so that a step finds what is away if the rest fails
     try:
         states.start_offload()
         states.end_offload()
@@ -163,10 +154,10 @@ def offload_states(optimizer: Any, config: OffloadConfig) -> None:
 
 
 def restore_states(optimizer: Any) -> None:
-    """Do what mcore's `restore_from_cpu` is for: all states are on the GPU."""
+    """Do what mcore's `restore_from_cpu` is for: reload all states."""
     states = _states_of(optimizer, None)
     states.reload()
-    states.came_back()
+    states.finish_reload()
 
 
 def _states_of(optimizer: Any, config: OffloadConfig | None) -> OptimizerStates:
@@ -176,7 +167,7 @@ def _states_of(optimizer: Any, config: OffloadConfig | None) -> OptimizerStates:
         return states
     if attachment_of(optimizer) is not None:
         return OptimizerStates(optimizer, alone=True)
-    assert config is not None, "states come back that never left"
+    assert config is not None, "states are reloaded that were never offloaded"
     whole = replace(
         config, engine="native", master_remainders=False, fraction=1.0, gpu_memory_budget_gib=None,
         moments=True, master_weights=True,

@@ -9,7 +9,7 @@ import torch
 
 from bridge_fgo.memory import digest
 from bridge_fgo.memory.digest import Digester
-from bridge_fgo.sleep.rounding_kernel import differing, kernel_for
+from bridge_fgo.sleep.rounding import differing, kernel_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

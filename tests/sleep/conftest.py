@@ -5,4 +5,4 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sleeping import poisoned  # noqa: F401
+from sleeping import poisoned, sleeper  # noqa: F401

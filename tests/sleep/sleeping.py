@@ -1,7 +1,8 @@
-"""A CPU training whose memory is poisoned before it goes, so that what was not brought back cannot be what it was."""
+"""A CPU training that sleeps: its memory is overwritten before it goes, so that nothing can come back by chance."""
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 
 import pytest
@@ -13,7 +14,10 @@ from bridge_fgo.states.megatron import live_bytes
 from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 SMALL = {"hidden": 64, "sequence": 16, "vocab": 64}
+SEVERAL_SLABS = {"hidden": 128, "sequence": 32, "vocab": 128}
 KINDS = ("params", "grads", "optimizer")
+WHOLE = bridge_fgo.OffloadConfig(engine="native", master_remainders=False, slab_bytes=2**20)
+PACKED = bridge_fgo.OffloadConfig(engine="native", master_remainders=True, slab_bytes=2**20)
 
 
 def options(**changes):
@@ -26,18 +30,112 @@ def numbers(record):
     return record.loss, record.grad_norm, record.skipped
 
 
+def resident_now(steps, **changes):
+    """Return (numbers, digests) after each step of a training that never sleeps."""
+    with CpuTraining(options(**changes)) as training:
+        return [(numbers(training.step()), training.digests()) for _ in range(steps)]
+
+
 @cache
 def _resident(steps, items):
-    seen = []
-    with CpuTraining(options(**dict(items))) as training:
-        for _ in range(steps):
-            seen.append((numbers(training.step()), training.digests()))
-    return seen
+    return resident_now(steps, **dict(items))
 
 
 def resident(steps, **changes):
-    """Return (numbers, digests) after each step of a training that never sleeps; made once for each kind."""
-    return _resident(steps, tuple(sorted(changes.items())))
+    """Return the same, made once for each kind."""
+    return _resident(max(steps, 6), tuple(sorted(changes.items())))[:steps]
+
+
+class Sleeper:
+    """A training and its residency."""
+
+    def __init__(self, training, changes, config):
+        self.training, self.changes, self.seen = training, changes, []
+        self.config = config
+        self._res = None
+
+    @property
+    def res(self):
+        """The residency, made when it is first asked for."""
+        if self._res is None:
+            self._res = residency(self.training, config=self.config)
+        return self._res
+
+    @property
+    def ddp(self):
+        return self.training.model[0]
+
+    @property
+    def leaf(self):
+        return self.training.optimizer.chained_optimizers[0]
+
+    @property
+    def moment(self):
+        return next(iter(self.leaf.optimizer.state.values()))["exp_avg"]
+
+    @property
+    def weight(self):
+        return next(self.ddp.parameters())
+
+    @property
+    def weights_bytes(self):
+        """Bytes of all parameters in DDP's buffers."""
+        return sum(buffer.param_data.nbytes for buffer in buffers(self.training))
+
+    def train(self, steps=1):
+        """Train on, and return what was seen."""
+        self.seen += [numbers(self.training.step()) for _ in range(steps)]
+        return self.seen
+
+    def states_bytes(self):
+        """Return the bytes of memory that masters and moments take now, by the storages themselves."""
+        return sum(live_bytes(source.states(), source.device) for source in self.res._states.sources)
+
+    def gone(self):
+        """Return the kinds whose memory is empty, by the storages themselves."""
+        return gone(self.res)
+
+    def assert_as_resident(self, expected=None):
+        """End the training; check what was seen, and its state, against a training that never sleeps."""
+        digests = self.training.digests()
+        self.training.close()
+        expected = expected or resident(len(self.seen), **self.changes)
+        assert self.seen == [each for each, _ in expected]
+        assert digests == expected[-1][1]
+
+
+@pytest.fixture
+def sleeper(cpu_standins, poisoned):
+    """A function that makes a `Sleeper`, trained for some steps; one at a time.
+
+    early: makes its residency before the first step, which makes the moments.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def make(steps=1, config=None, early=False, **changes):
+            stack.close()
+            made = Sleeper(stack.enter_context(CpuTraining(options(**changes))), changes, config)
+            assert not early or not made.res.away
+            made.train(steps)
+            return made
+
+        yield make
+
+
+def buffers(training):
+    """Return DDP's buffers."""
+    return [b for ddp in training.model for b in ddp.buffers + ddp.expert_parallel_buffers]
+
+
+def gone(res):
+    """Return the kinds whose memory is empty, by the storages themselves."""
+    found = set()
+    for kind, part in (("params", res._weights), ("grads", res._gradients)):
+        if all(not slab.storage.nbytes() for slab in part.slabs):
+            found.add(kind)
+    if res._states is not None and not sum(live_bytes(s.states(), s.device) for s in res._states.sources):
+        found.add("optimizer")
+    return found
 
 
 def poison(patch):
@@ -63,25 +161,20 @@ def residency(training, **how):
     return bridge_fgo.Residency(training.model, training.optimizer, **how)
 
 
-def fail_once(patch, owner, name):
-    """Have the second call of a method fail. patch: a monkeypatch."""
+def note(patch, order, owner, name, word):
+    """Append a word whenever a method is called. patch: a monkeypatch."""
+    method = getattr(owner, name)
+    patch.setattr(owner, name, lambda *of: (order.append(word), method(*of))[1])
+
+
+def fail(patch, owner, name, call=2, error=StillShared):
+    """Have a call of a method, by default the second, fail. patch: a monkeypatch."""
     act, calls = getattr(owner, name), []
 
     def fails(*of, **how):
         calls.append(of)
-        if len(calls) == 2:
-            raise StillShared("another process has it")
+        if len(calls) == call:
+            raise error("there was a fault")
         return act(*of, **how)
 
     patch.setattr(owner, name, fails)
-
-
-def states_bytes(res):
-    """Return the bytes of memory that masters and moments take now, by the storages themselves."""
-    return sum(live_bytes(source.states(), source.device) for source in res._states.sources)
-
-
-def weights_bytes(training):
-    """Return the bytes of all parameters in DDP's buffers."""
-    buffers = [b for ddp in training.model for b in ddp.buffers + ddp.expert_parallel_buffers]
-    return sum(buffer.param_data.nbytes for buffer in buffers)

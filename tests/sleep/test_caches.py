@@ -10,18 +10,16 @@ from types import ModuleType
 
 import pytest
 import torch
-from sleeping import numbers, options, residency, resident
 
 import bridge_fgo
 from bridge_fgo.sleep import caches
-from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.usefixtures("poisoned")]
 
 TE = "transformer_engine.pytorch."
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def te(monkeypatch):
     """The module-level caches of Transformer Engine, each with a tensor; what gives a workspace."""
     base, softmax, gemm = (ModuleType(name) for name in ("base", "softmax", "gemm"))
@@ -39,51 +37,55 @@ def workspace_is_kept(gemm):
     return gemm.get_cublas_workspace.cache_info().currsize == 1
 
 
-@pytest.mark.usefixtures("te")
-def test_weights_in_fp8_go_with_the_parameters_and_stay_within_a_step():
-    with CpuTraining(options()) as training:
-        training.step()
-        res = residency(training)
-        layer = next(m for m in training.model[0].modules() if isinstance(m, torch.nn.Linear) or hasattr(m, "weight"))
-        layer._fp8_workspaces = {"weight": torch.zeros(8)}
-        res.offload("optimizer", "grads")
-        assert layer._fp8_workspaces
-        res.reload()
-        res._model.backwards[0].is_pending = True  # quantized again, they might get another scale
-        res.offload("params")
-        assert layer._fp8_workspaces
-        res.reload()
-        res._model.backwards[0].is_pending = False
-        res.offload("params")
-        assert layer._fp8_workspaces == {}
-        res.close()
+def test_weights_in_fp8_go_with_the_parameters_and_stay_within_a_step(sleeper):
+    me = sleeper()
+    layer = next(m for m in me.ddp.modules() if isinstance(m, torch.nn.Linear) or hasattr(m, "weight"))
+    layer._fp8_workspaces = {"weight": torch.zeros(8)}
+    me.res.offload("optimizer", "grads")
+    assert layer._fp8_workspaces
+    me.res.reload()
+    me.res._backwards.pending.add(id(me.ddp))  # quantized again, they might get another scale
+    me.res.offload("params")
+    assert layer._fp8_workspaces
+    me.res.reload()
+    me.res._backwards.used()
+    me.res.offload("params")
+    assert layer._fp8_workspaces == {}
+    me.res.close()
 
 
-def test_what_a_backward_writes_to_goes_with_the_gradients_and_workspaces_once_nothing_can_run(te):
+@pytest.mark.parametrize("has_graph", [False, True])
+def test_what_a_backward_writes_to_goes_with_the_gradients_and_workspaces_once_nothing_can_run(
+    sleeper, te, monkeypatch, has_graph
+):
+    """Workspaces stay where a CUDA graph may have their addresses."""
     from megatron.core.parallel_state import get_global_memory_buffer
 
+    monkeypatch.setattr(caches, "has_graph_memory", lambda device: has_graph)
     base, softmax, gemm = te
-    with CpuTraining(options()) as training:
-        seen = [numbers(training.step())]
-        res = residency(training)
-        get_global_memory_buffer().get_tensor((4, 4), torch.float32, "mpu")
-        res.offload("optimizer")
-        assert base._dummy_wgrads
-        res.offload("grads")
-        assert base._dummy_wgrads == {}
-        assert softmax._default_causal_mask and workspace_is_kept(gemm) and get_global_memory_buffer().buffer
-        res.offload("params")
-        assert softmax._default_causal_mask == {} == get_global_memory_buffer().buffer
-        assert not workspace_is_kept(gemm)
-        res.reload()
-        seen.append(numbers(training.step()))
-    assert seen == [each for each, _ in resident(6)[:2]]
+    me = sleeper()
+    get_global_memory_buffer().get_tensor((4, 4), torch.float32, "mpu")
+    me.res.offload("optimizer")
+    assert base._dummy_wgrads
+    me.res.offload("grads")
+    assert base._dummy_wgrads == {}
+    for kept in (True, has_graph):
+        assert bool(softmax._default_causal_mask) == bool(get_global_memory_buffer().buffer) == kept
+        assert workspace_is_kept(gemm) == kept
+        me.res.offload("params")
+    me.res.reload()
+    me.train()
+    me.assert_as_resident()
+
+
+def rotary():
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    return torch.nn.Sequential(RotaryEmbedding(8, 1.0, use_cpu_initialization=True), torch.nn.Linear(2, 2))
 
 
 def test_rotary_embeddings_go_and_are_made_again_as_they_were():
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    model = torch.nn.Sequential(RotaryEmbedding(8, 1.0, use_cpu_initialization=True), torch.nn.Linear(2, 2))
+    model = rotary()
     made = model[0](16)
     before, kept = made.clone(), weakref.ref(made)
     del made
@@ -97,10 +99,8 @@ def test_rotary_embeddings_go_and_are_made_again_as_they_were():
 
 
 def test_a_reference_model_that_was_slept_and_closed_is_freed():
-    """mcore's rotary cache refers to its module, and the Residency hangs on methods and hooks of the model."""
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    model = torch.nn.Sequential(RotaryEmbedding(8, 1.0, use_cpu_initialization=True), torch.nn.Linear(2, 2))
+    """mcore's rotary cache refers to its module, and the Residency hangs on hooks of the model."""
+    model = rotary()
     res = bridge_fgo.Residency(model)
     res.offload()
     res.reload()
@@ -110,16 +110,6 @@ def test_a_reference_model_that_was_slept_and_closed_is_freed():
     del model, res
     gc.collect()
     assert [each() for each in gone] == [None, None, None]
-
-
-def test_workspaces_stay_where_a_cuda_graph_may_have_their_addresses(te, monkeypatch):
-    _, softmax, gemm = te
-    monkeypatch.setattr(caches, "has_graph_memory", lambda device: True)
-    with CpuTraining(options()) as training:
-        res = residency(training)
-        res.offload()
-        assert softmax._default_causal_mask and workspace_is_kept(gemm)
-        res.close()
 
 
 @pytest.mark.parametrize(("pool", "found"), [((0, 0), False), ((0, 3), True)])

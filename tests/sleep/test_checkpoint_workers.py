@@ -10,10 +10,9 @@ from functools import partial
 import pytest
 import torch
 from caching_writer import AsyncCallsQueue, Block, FileSystemWriterAsync, caching_writer  # noqa: F401
-from sleeping import options, residency
+from sleeping import buffers
 
 from bridge_fgo.sleep import checkpoint_workers
-from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
@@ -57,68 +56,65 @@ class Saves:
 
 @CONSTANT
 def test_each_save_has_the_bytes_of_its_step_and_no_memory_stays_while_it_is_written(
+    sleeper,
     caching_writer,  # noqa: F811
     constant_structure,
 ):
-    taken = []
-    with CpuTraining(options()) as training:
-        res = residency(training)
-        saves = Saves(training, caching_writer, constant_structure)
-        for step in range(1, 10):
-            training.step()
-            if step % 3 == 0:
-                saves.save()
-            res.offload()
-            taken.append(Block.taken())
-            res.reload()
-        assert (saves.stale(), taken) == ([[], [], []], [0] * 9)
-        res.close()
+    taken, me = [], sleeper(0, early=True)
+    saves = Saves(me.training, caching_writer, constant_structure)
+    for step in range(1, 10):
+        me.train()
+        if step % 3 == 0:
+            saves.save()
+        me.res.offload()
+        taken.append(Block.taken())
+        me.res.reload()
+    assert (saves.stale(), taken) == ([[], [], []], [0] * 9)
+    me.res.close()
 
 
 @CONSTANT
 def test_a_save_after_sleeps_by_mcores_own_verbs_has_the_bytes_of_its_step(
-    caching_writer,  # noqa: F811
     installed,
+    sleeper,
+    caching_writer,  # noqa: F811
     constant_structure,
 ):
-    with CpuTraining(options()) as training:
-        saves = Saves(training, caching_writer, constant_structure)
-        buffers = [buffer for ddp in training.model for buffer in ddp.buffers]
-        for _ in range(3):
-            training.step()
-            saves.save()
-            for buffer in buffers:
-                buffer.offload_to_cpu()
-            training.optimizer.offload_to_cpu()
-            for buffer in buffers:
-                buffer.reload_from_cpu()
-            training.optimizer.restore_from_cpu()
-        assert saves.stale() == [[], [], []]
-
-
-def test_what_was_saved_before_there_was_a_residency_is_sent_anew(caching_writer):  # noqa: F811
-    with CpuTraining(options()) as training:
-        saves = Saves(training, caching_writer, constant_structure=True)
-        training.step()
+    me = sleeper(0)
+    saves = Saves(me.training, caching_writer, constant_structure)
+    for _ in range(3):
+        me.train()
         saves.save()
-        res = residency(training)
-        res.offload()
-        res.reload()
-        training.step()
-        saves.save()
-        assert saves.stale() == [[], []]
-        res.close()
+        for buffer in buffers(me.training):
+            buffer.offload_to_cpu()
+        me.training.optimizer.offload_to_cpu()
+        for buffer in buffers(me.training):
+            buffer.reload_from_cpu()
+        me.training.optimizer.restore_from_cpu()
+    assert saves.stale() == [[], [], []]
 
 
-def test_nvrx_sends_handles_once_where_nothing_moves(monkeypatch, caching_writer):  # noqa: F811
+def test_what_was_saved_before_there_was_a_residency_is_sent_anew(sleeper, caching_writer):  # noqa: F811
+    me = sleeper()
+    saves = Saves(me.training, caching_writer, constant_structure=True)
+    saves.save()
+    me.res.offload()
+    me.res.reload()
+    me.train()
+    saves.save()
+    assert saves.stale() == [[], []]
+    me.res.close()
+
+
+def test_nvrx_sends_handles_once_where_nothing_moves(sleeper, monkeypatch, caching_writer):  # noqa: F811
     monkeypatch.setattr(checkpoint_workers, "_movers", weakref.WeakSet())  # other tests' models may live
-    with CpuTraining(options()) as training:
-        residency(training).close()
-        saves = Saves(training, caching_writer, constant_structure=True)
-        for _ in range(2):
-            training.step()
-            saves.save()
-        assert saves.stale() == [[], []] and FileSystemWriterAsync._cached_identifiers
+    me = sleeper(0)
+    me.res.close()
+    saves = Saves(me.training, caching_writer, constant_structure=True)
+    for _ in range(2):
+        me.train()
+        saves.save()
+    assert saves.stale() == [[], []] and FileSystemWriterAsync._cached_identifiers
 
 
 # mcore's own worker.
@@ -139,7 +135,7 @@ def write(rank, copies, results):
     results.append(len(copies))
 
 
-def test_mcores_worker_has_no_handle_while_it_writes(monkeypatch):
+def test_mcores_worker_has_no_handle_while_it_writes(sleeper, monkeypatch):
     from megatron.core.dist_checkpointing.strategies import async_utils
 
     to_do, staging, done, results = queue.Queue(), queue.Queue(), queue.Queue(), []
@@ -155,16 +151,15 @@ def test_mcores_worker_has_no_handle_while_it_writes(monkeypatch):
     calls = async_utils.AsyncCallsQueue(persistent=True)
     monkeypatch.setattr(calls, "_get_async_caller", lambda: caller)
     worker.start()
-    with CpuTraining(options()) as training:
-        res = residency(training)
-        tensors = [torch.ones(4), torch.ones(2)]
-        calls.schedule_async_request(
-            async_utils.AsyncRequest(write, [0, tensors, results], [], {}, partial(stage, tensors, True))
-        )
-        del tensors
-        MAY_WRITE.set()
-        assert done.get(timeout=60) == 0
-        res.close()
+    res = sleeper(0).res
+    tensors = [torch.ones(4), torch.ones(2)]
+    calls.schedule_async_request(
+        async_utils.AsyncRequest(write, [0, tensors, results], [], {}, partial(stage, tensors, True))
+    )
+    del tensors
+    MAY_WRITE.set()
+    assert done.get(timeout=60) == 0
+    res.close()
     caller.close()
     worker.join()
     assert (results, HELD) == ([2], [0])

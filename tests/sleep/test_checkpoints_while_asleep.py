@@ -9,7 +9,7 @@ import pytest
 import rank_child
 import torch
 from saving import load, save
-from sleeping import KINDS, numbers, options, residency
+from sleeping import KINDS, PACKED, WHOLE, numbers, options
 from test_checkpoints import FORMATS, assert_same_shards
 
 import bridge_fgo
@@ -17,25 +17,16 @@ from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "fused_adam_in_mcore", "poisoned")
 
-INSTALLED = pytest.mark.parametrize("installed", [False, True], ids=["not installed", "installed"])
 MODELS = pytest.mark.parametrize(
     "changes", [{}, pytest.param({"experts": True}, marks=pytest.mark.slow)], ids=["dense", "experts"]
 )
-PACKED = bridge_fgo.OffloadConfig(engine="native", master_remainders=True, slab_bytes=2**20)
 
 
-@contextlib.contextmanager
-def sleeper(installed, config=None, **changes):
-    """A training and its residency."""
-    with contextlib.ExitStack() as stack:
-        if installed:
-            stack.enter_context(bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")))
-        training = stack.enter_context(CpuTraining(options(**changes)))
-        yield training, residency(training, config=config)
-
-
-def train(training, steps):
-    return [numbers(training.step()) for _ in range(steps)]
+@pytest.fixture(params=[False, True], ids=["not installed", "installed"])
+def is_installed(request, cpu_standins):
+    """Whether the package is installed, as which the test runs."""
+    with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")) if request.param else contextlib.nullcontext():
+        yield request.param
 
 
 @pytest.fixture(scope="module")
@@ -44,128 +35,120 @@ def saved(cpu_standins, fused_adam_in_mcore, tmp_path_factory):
     found = {}
     for experts in (False, True):
         with CpuTraining(options(experts=experts)) as training:
-            train(training, 3)
+            seen = [numbers(training.step()) for _ in range(3)]
             folders = {kind: tmp_path_factory.mktemp("saved") for kind in FORMATS}
             for kind, folder in folders.items():
                 save(training, folder, kind)
-            found[experts] = folders, train(training, 2), training.digests()
+            seen += [numbers(training.step()) for _ in range(2)]
+            found[experts] = folders, seen, training.digests()
     return found
 
 
-@INSTALLED
+def end(me):
+    """Train on for two steps; return what was seen, and the digests."""
+    return me.train(2), me.training.digests()
+
+
 @MODELS
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_save_while_asleep_writes_the_bytes_of_one_awake_and_training_goes_on(
-    saved, tmp_path, installed, changes, kind
+    sleeper, saved, tmp_path, is_installed, changes, kind
 ):
-    folders, expected, digests = saved[bool(changes)]
-    with sleeper(installed, **changes) as (training, res):
-        train(training, 3)
-        first = res.offload()
-        with res.checkpointing():
-            assert res.away == ({"grads", "optimizer"} if installed else {"grads"})
-            held = training.live_state_bytes()
-            assert (held == 0) == installed
-            save(training, tmp_path, kind)
-            assert training.live_state_bytes() == held
-        assert res.away == set(KINDS) and training.live_state_bytes() == 0
-        res.reload()
-        assert res.offload().freed == first.freed
-        res.reload()
-        assert train(training, 2) == expected and training.digests() == digests
+    folders, *expected = saved[bool(changes)]
+    me = sleeper(3, early=True, **changes)
+    first = me.res.offload()
+    with me.res.checkpointing():
+        assert me.res.away == ({"grads", "optimizer"} if is_installed else {"grads"})
+        held = me.training.live_state_bytes()
+        assert (held == 0) == is_installed
+        save(me.training, tmp_path, kind)
+        assert me.training.live_state_bytes() == held
+    assert me.res.away == set(KINDS) and me.training.live_state_bytes() == 0
+    me.res.reload()
+    assert me.res.offload().freed == first.freed
+    me.res.reload()
+    assert [*end(me)] == expected
     assert_same_shards(tmp_path, folders[kind])
 
 
-@pytest.mark.parametrize("config", [None, PACKED], ids=["whole masters", "packed masters"])
-@INSTALLED
+@pytest.mark.parametrize("config", [WHOLE, PACKED], ids=["whole masters", "packed masters"])
 @MODELS
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_load_while_asleep_gives_the_training_of_one_awake(saved, installed, changes, kind, config):
+def test_a_load_while_asleep_gives_the_training_of_one_awake(sleeper, saved, is_installed, changes, kind, config):
     folders, *_ = saved[bool(changes)]
-    ends = []
-    for asleep in (False, True):
-        with sleeper(installed, config, **changes) as (training, res):
-            train(training, 1)
-            if asleep:
-                first = res.offload()
-                with res.checkpointing():
-                    load(training, folders[kind])
-                assert res.away == set(KINDS) and training.live_state_bytes() == 0
-                res.reload()
-                assert res.offload().freed == first.freed
-                assert res.offload().freed == 0
-                res.reload()
-            else:
-                load(training, folders[kind])
-            ends.append((train(training, 2), training.digests()))
-    assert ends[0] == ends[1]
+    me = sleeper(config=config, early=True, **changes)
+    load(me.training, folders[kind])
+    awake = end(me)
+    me = sleeper(config=config, early=True, **changes)
+    first = me.res.offload()
+    with me.res.checkpointing():
+        load(me.training, folders[kind])
+    assert me.res.away == set(KINDS) and me.training.live_state_bytes() == 0
+    me.res.reload()
+    assert me.res.offload().freed == first.freed
+    assert me.res.offload().freed == 0
+    me.res.reload()
+    assert end(me) == awake
 
 
-@INSTALLED
-def test_a_load_into_an_optimizer_that_has_never_stepped_gives_what_was_saved(saved, installed):
-    folders, expected, digests = saved[False]
-    with sleeper(installed) as (training, res):
-        res.offload()
-        with res.checkpointing():
-            load(training, folders["dp_reshardable"])
-        res.reload()
-        for _ in range(3 * training.options.microbatches):
-            next(training._batches)
-        training._batches.advance()
-        assert train(training, 2) == expected and training.digests() == digests
+def test_a_load_into_an_optimizer_that_has_never_stepped_gives_what_was_saved(sleeper, saved, is_installed):
+    folders, seen, digests = saved[False]
+    me = sleeper(0)
+    me.res.offload()
+    with me.res.checkpointing():
+        load(me.training, folders["dp_reshardable"])
+    me.res.reload()
+    for _ in range(3 * me.training.options.microbatches):
+        next(me.training._batches)
+    me.training._batches.advance()
+    assert end(me) == (seen[3:], digests)
 
 
-@INSTALLED
-def test_awake_nothing_has_moved_after_a_save_or_a_load(tmp_path, installed):
+def test_awake_nothing_has_moved_after_a_save_or_a_load(sleeper, tmp_path, is_installed):
     ends = []
     for uses in (False, True):
-        with sleeper(installed) as (training, res):
-            train(training, 3)
-            for act in (save, load):
-                with res.checkpointing() if uses else contextlib.nullcontext():
-                    act(training, tmp_path / str(uses))
-                assert res.away == set() and training.live_state_bytes() > 0
-            ends.append((train(training, 2), training.digests()))
+        me = sleeper(3, early=True)
+        for act in (save, load):
+            with me.res.checkpointing() if uses else contextlib.nullcontext():
+                act(me.training, tmp_path / str(uses))
+            assert me.res.away == set() and me.training.live_state_bytes() > 0
+        ends.append(end(me))
     assert ends[0] == ends[1]
 
 
-def test_outside_of_the_context_a_save_while_asleep_says_what_to_use(tmp_path):
-    with sleeper(True) as (training, res):
-        train(training, 1)
-        res.offload()
-        with pytest.raises(RuntimeError, match=r"Residency\.checkpointing\(\)"):
-            save(training, tmp_path)
-        res.reload()
-        train(training, 1)
+def test_outside_of_the_context_a_save_while_asleep_says_what_to_use(sleeper, tmp_path, is_installed):
+    me = sleeper(early=True)
+    me.res.offload()
+    with pytest.raises(RuntimeError, match=r"Residency\.checkpointing\(\)"):
+        save(me.training, tmp_path)
+    me.res.reload()
+    me.train()
 
 
-def test_a_save_that_fails_leaves_everything_asleep_and_whole(saved, tmp_path):
-    _, expected, digests = saved[False]
-    with sleeper(True) as (training, res):
-        train(training, 3)
-        res.offload()
-        with pytest.raises(ZeroDivisionError), res.checkpointing():
-            _ = 1 / 0
-        assert res.away == set(KINDS)
-        res.reload()
-        assert train(training, 2) == expected and training.digests() == digests
+def test_a_save_that_fails_leaves_everything_asleep_and_whole(sleeper, saved, is_installed):
+    _, *expected = saved[False]
+    me = sleeper(3, early=True)
+    me.res.offload()
+    with pytest.raises(ZeroDivisionError), me.res.checkpointing():
+        _ = 1 / 0
+    assert me.res.away == set(KINDS)
+    me.res.reload()
+    assert [*end(me)] == expected
 
 
-def test_states_that_were_written_between_two_sleeps_are_not_taken_for_what_the_host_has():
-    with sleeper(True, experts=True) as (training, res):
-        train(training, 1)
-        leaf, *_ = training.optimizer.chained_optimizers
-        moment = next(iter(leaf.optimizer.state.values()))["exp_avg"]
-        res.offload("optimizer")
-        slabs = res._states.engine.slabs
-        (slab,) = (slab for slab in slabs if any(state.read() is moment for state in slab.states))
-        slab.require_writable()  # as a load has it that writes to the tensors themselves
-        assert res.away == {"optimizer"} and len(slabs) > 1
-        moment.fill_(3.0)
-        res.reload()
-        res.offload("optimizer")
-        res.reload()
-        assert torch.equal(moment, torch.full_like(moment, 3.0))
+def test_states_that_were_written_between_two_sleeps_are_not_taken_for_what_the_host_has(sleeper):
+    me = sleeper(early=True, experts=True)
+    moment = me.moment
+    me.res.offload("optimizer")
+    slabs = me.res._states.engine.slabs
+    (slab,) = (slab for slab in slabs if any(state.read() is moment for state in slab.states))
+    slab.require_writable()  # as a load has it that writes to the tensors themselves
+    assert me.res.away == {"optimizer"} and len(slabs) > 1
+    moment.fill_(3.0)
+    me.res.reload()
+    me.res.offload("optimizer")
+    me.res.reload()
+    assert torch.equal(moment, torch.full_like(moment, 3.0))
 
 
 @pytest.mark.slow

@@ -10,8 +10,7 @@ import weakref
 
 import pytest
 import torch
-from sleeping import KINDS, options, residency
-from test_sleep_and_wake import gone
+from sleeping import KINDS, gone, options, residency
 
 import bridge_fgo
 from bridge_fgo.memory.storage_slab import StorageSlab
@@ -34,17 +33,17 @@ def training(trained):
         res.close()
 
 
+@pytest.fixture
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+
+
 def weights(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
 def are_equal(model, before):
     return all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
-
-
-@pytest.fixture
-def model():
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
 
 
 def enter(context):
@@ -62,16 +61,20 @@ VERBS = {
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_after_close_a_verb_raises_and_moves_nothing(training, verb):
+def test_after_close_every_verb_raises_and_moves_nothing(training):
     res = residency(training)
+    before = weights(training.model[0])
     res.offload()
     res.close()
     res.close()
-    before = weights(training.model[0])
-    with pytest.raises(RuntimeError, match=r"after close\(\)"):
-        VERBS[verb](res)
-    assert gone(res) == set() and are_equal(training.model[0], before)
+    for verb in VERBS.values():
+        with pytest.raises(RuntimeError, match=r"after close\(\)"):
+            verb(res)
+    assert all(p.untyped_storage().nbytes() for p in training.model[0].parameters())
+    assert are_equal(training.model[0], before)
+
+
+# One for a model.
 
 
 def test_of_finds_the_residency_of_a_model_until_it_is_closed(training):
@@ -87,38 +90,55 @@ def test_of_finds_the_residency_of_a_model_until_it_is_closed(training):
 
 
 def test_a_second_residency_of_a_model_or_of_a_part_of_it_is_refused(model):
-    res = bridge_fgo.Residency(model[0])
-    for second in (model[0], model, torch.nn.Sequential(model[0])):
-        with pytest.raises(ValueError, match=r"has a Residency already.*Residency\.of"):
-            bridge_fgo.Residency(second)
-    res.close()
-    res = bridge_fgo.Residency(model)
-    with pytest.raises(ValueError, match="has a Residency already"):
-        bridge_fgo.Residency(model[1])
-    res.close()
+    for first, others in ((model[0], (model[0], model, torch.nn.Sequential(model[0]))), (model, (model[1],))):
+        res = bridge_fgo.Residency(first)
+        for second in others:
+            with pytest.raises(ValueError, match=r"has a Residency already.*Residency\.of"):
+                bridge_fgo.Residency(second)
+        res.close()
     bridge_fgo.Residency(model[1]).close()
 
 
-def test_a_residency_that_nobody_holds_while_asleep_is_found_and_wakes(training):
-    before = weights(training.model[0])
-    res = residency(training)
-    res.offload()
-    del res
-    gc.collect()
-    bridge_fgo.Residency.of(training.model).reload()
-    assert are_equal(training.model[0], before)
-    assert not bridge_fgo.Residency.of(training.model).away
-
-
-def test_a_residency_goes_with_its_model():
+def test_a_residency_that_nobody_holds_while_asleep_is_found_and_wakes_and_goes_with_its_model():
     model = torch.nn.Linear(3, 2)
-    res = weakref.ref(bridge_fgo.Residency(model))
+    before, res = weights(model), weakref.ref(bridge_fgo.Residency(model))
+    res().offload()
     gc.collect()
     assert res() is bridge_fgo.Residency.of(model)
+    res().reload()
+    assert are_equal(model, before) and not res().away
     del model
     gc.collect()
     assert res() is None
 
+
+def test_verbs_of_two_threads_take_turns(monkeypatch, training):
+    res, ended = residency(training), []
+    inside, woken = threading.Event(), threading.Event()
+    empty = StorageSlab.empty
+
+    def slow(slab):
+        inside.set()
+        woken.wait(0.5)
+        return empty(slab)
+
+    monkeypatch.setattr(StorageSlab, "empty", slow)
+
+    def wakes():
+        inside.wait(10)
+        res.reload()
+        ended.append("reload")
+        woken.set()
+
+    other = threading.Thread(target=wakes)
+    other.start()
+    res.offload("params", "grads")
+    ended.append("offload")
+    other.join(10)
+    assert ended == ["offload", "reload"] and gone(res) == set() == res.away
+
+
+# What is asked for.
 
 ASKED = {
     "nothing": ((), set(KINDS)),
@@ -134,16 +154,16 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_what_is_named_moves_and_an_empty_list_moves_nothing(training, asked):
-    what, kinds = ASKED[asked]
-    what = what if isinstance(what, tuple) else (list(what),)
+def test_what_is_named_moves_and_an_empty_list_moves_nothing(training):
     res = residency(training)
-    res.offload(*what)
-    assert res.away == gone(res) == kinds
-    res.offload("all")
-    res.reload(*what)
-    assert res.away == set(KINDS) - kinds
+    for what, kinds in ASKED.values():
+        what = what if isinstance(what, tuple) else (list(what),)
+        res.offload(*what)
+        assert res.away == gone(res) == kinds
+        res.offload("all")
+        res.reload(*what)
+        assert res.away == set(KINDS) - kinds
+        res.reload()
 
 
 def test_only_an_empty_list_is_asleep_and_only_all_is_awake(training):
@@ -156,13 +176,18 @@ def test_only_an_empty_list_is_asleep_and_only_all_is_awake(training):
             assert res.away == {"optimizer"}
 
 
-@pytest.mark.parametrize("wrong", [True, None, {"params": False}, ["params", "gradients"], "weights", [["params"]]])
-def test_what_names_no_kind_is_refused_and_nothing_moves(training, wrong):
+def test_what_names_no_kind_is_refused_and_nothing_moves(training):
     res = residency(training)
-    for verb in (res.offload, res.reload, lambda kinds: enter(res.only(kinds))):
-        with pytest.raises(ValueError, match=r"use 'all' or any of 'params', 'grads', 'optimizer'"):
-            verb(wrong)
+    for wrong in (True, None, {"params": False}, ["params", "gradients"], "weights", [["params"]]):
+        for verb in (res.offload, res.reload, lambda kinds: enter(res.only(kinds))):
+            with pytest.raises(ValueError, match=r"use 'all' or any of 'params', 'grads', 'optimizer'"):
+                verb(wrong)
+    with pytest.raises(ValueError, match="grads='copy'"):
+        res.offload(grads="copy")
     assert gone(res) == set()
+
+
+# What cannot be offloaded.
 
 
 def adds_an_adapter(model):
@@ -210,80 +235,12 @@ def test_a_parameter_that_lies_in_ddps_buffer_no_more_is_refused(training):
     residency(training).close()
 
 
-def test_a_model_without_its_ddp_is_refused(training):
-    (ddp,) = training.model
-    for optimizer in (None, training.optimizer):
-        with pytest.raises(ValueError, match="in a DDP that was not passed"):
-            bridge_fgo.Residency(ddp.module, optimizer)
-    residency(training).close()
-
-
-def test_the_refusal_to_drop_gradients_names_what_zeroes_them(training):
-    res = residency(training)
-    res._model.backwards[0].is_pending = True
-    training.optimizer.zero_grad()  # those of shards; mcore leaves DDP's buffers
-    with pytest.raises(RuntimeError, match=r"zero_grad_buffer\(\)"):
-        res.offload("grads")
-    training.model[0].zero_grad_buffer()
-    res.offload("grads")
-    assert res.away == {"grads"}
-
-
-def test_verbs_of_two_threads_take_turns(monkeypatch, training):
-    res, ended = residency(training), []
-    inside, woken = threading.Event(), threading.Event()
-    empty = StorageSlab.empty
-
-    def slow(slab):
-        inside.set()
-        woken.wait(0.5)
-        return empty(slab)
-
-    monkeypatch.setattr(StorageSlab, "empty", slow)
-
-    def wakes():
-        inside.wait(10)
-        res.reload()
-        ended.append("reload")
-        woken.set()
-
-    other = threading.Thread(target=wakes)
-    other.start()
-    res.offload("params", "grads")
-    ended.append("offload")
-    other.join(10)
-    assert ended == ["offload", "reload"] and gone(res) == set() == res.away
-
-
-def own_state():
-    return "the model's own"
-
-
-@pytest.mark.parametrize("has_own", [False, True])
-def test_a_model_is_pickled_and_copied_without_what_a_residency_has_hung_on_it(model, has_own):
-    if has_own:
-        model.state_dict = own_state
-    inputs = torch.ones(1, 3)
-    expected, state = model(inputs), str(model.state_dict())
-    res = bridge_fgo.Residency(model)
-    twins = [copy.deepcopy(model), loaded(model)]
-    twins += [copy.deepcopy(twins[0]), loaded(twins[1])]
-    res.offload()
-    for twin in twins:
-        assert torch.equal(twin(inputs), expected) and str(twin.state_dict()) == state
-    res.close()
-
-
-def loaded(model):
-    held = io.BytesIO()
-    torch.save(model, held)
-    held.seek(0)
-    return torch.load(held, weights_only=False)
-
-
 def test_arguments_that_are_something_else_are_refused_with_what_to_pass(training):
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
     config = bridge_fgo.OffloadConfig
-    inner = training.optimizer.chained_optimizers[0].optimizer
+    inner, (ddp,) = leaf_of(training).optimizer, training.model
+    fp32 = object.__new__(FP32Optimizer)
     for wrong, match in (
         ((training.optimizer, training.model), r"Residency\(model=ChainedOptimizer\).*Residency\(model, optimizer\)"),
         (([],), r"Residency\(model=\[\]\)"),
@@ -292,7 +249,90 @@ def test_arguments_that_are_something_else_are_refused_with_what_to_pass(trainin
         ((training.model, [training.optimizer]), r"Residency\(optimizer=list\)"),
         ((training.model, config()), r"Residency\(optimizer=OffloadConfig\)"),
         ((training.model, training.optimizer, config(engine="mcore")), r"engine='mcore'.*engine='native'"),
+        ((training.model, fp32), r"use_distributed_optimizer=True, or pass optimizer=None"),
+        ((ddp.module,), "in a DDP that was not passed"),
+        ((ddp.module, training.optimizer), "in a DDP that was not passed"),
     ):
         with pytest.raises(ValueError, match=match):
             bridge_fgo.Residency(*wrong)
-    residency(training).close()
+    res = bridge_fgo.Residency(training.model)  # parameters and gradients move without it
+    res.offload()
+    assert res.away == {"params", "grads"}
+
+
+def buffer_of(training):
+    return training.model[0].buffers[0]
+
+
+def leaf_of(training):
+    return training.optimizer.chained_optimizers[0]
+
+
+REFUSED = {
+    "ddp.nccl_ub=True": lambda t: (buffer_of(t), "nccl_ub", True),
+    "ddp.fp8_param_gather=True": lambda t: (buffer_of(t), "shared_buffer", torch.zeros(1)),
+    "model.cuda_graph_impl='local'": lambda t: (t.model[0].config, "cuda_graph_impl", "local"),
+    "optimizer.optimizer_cuda_graph=False": lambda t: (leaf_of(t).config, "optimizer_cuda_graph", True),
+    "ddp.use_megatron_fsdp=False": lambda t: (leaf_of(t).ddp_config, "use_megatron_fsdp", True),
+    "optimizer.optimizer_cpu_offload=False": lambda t: (
+        leaf_of(t), "optimizer", type("HybridDeviceOptimizer", (), {})(),
+    ),
+    "set optimizer.optimizer='adam'": lambda t: (leaf_of(t).config, "optimizer", "muon"),
+    r"no engine is attached.*unset the flag and use `res\.training_step\(\)`": lambda t: (
+        leaf_of(t).config, "offload_optimizer_states", True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_what_cannot_be_offloaded_is_refused_by_name_and_nothing_is_hooked(training, monkeypatch, named):
+    before = dict(vars(training.model[0])), dict(vars(training.optimizer))
+    with monkeypatch.context() as patch:
+        owner, name, value = REFUSED[named](training)
+        patch.setattr(owner, name, value, raising=False)
+        with pytest.raises(ValueError, match=named):
+            residency(training)
+    assert (dict(vars(training.model[0])), dict(vars(training.optimizer))) == before
+    assert all(t.untyped_storage().nbytes() for t in training.model[0].parameters())
+
+
+def test_memory_that_somebody_shares_is_refused_before_anything_moves(training):
+    res = residency(training)
+    shared = buffer_of(training).grad_data.numpy()
+    with pytest.raises(RuntimeError, match="gradient buffer cannot be emptied"):
+        res.offload()
+    assert res.away == set() and shared.size
+
+
+def test_a_frozen_parameter_with_tensors_inside_is_refused(model):
+    class Quantized(torch.nn.Parameter):
+        pass
+
+    model[0].weight = Quantized(model[0].weight.data)
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' outside of DDP's buffers is a"):
+        bridge_fgo.Residency(model)
+
+
+# Copies of a model.
+
+
+def test_a_model_is_pickled_and_copied_without_what_a_residency_has_hung_on_it(model):
+    inputs = torch.ones(1, 3)
+    expected, state = model(inputs), str(model.state_dict())
+    res = bridge_fgo.Residency(model)
+    twins = [copy.deepcopy(model), loaded(model)]
+    twins += [copy.deepcopy(twins[0]), loaded(twins[1])]
+    res.offload()
+    for twin in twins:
+        assert torch.equal(twin(inputs), expected) and str(twin.state_dict()) == state
+        twin[0].weight.data.zero_()
+    res.reload()
+    assert torch.equal(model(inputs), expected)
+    res.close()
+
+
+def loaded(model):
+    held = io.BytesIO()
+    torch.save(model, held)
+    held.seek(0)
+    return torch.load(held, weights_only=False)

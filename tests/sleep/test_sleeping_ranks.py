@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 
 import children
 import pytest
@@ -11,34 +11,31 @@ import rank_child
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
 
 
-def run(folder, sleeps, act, *args, ranks=2):
-    folder.mkdir()
-    job = rank_child.Job(folder, ranks, sleeps, None, steps=3)
-    started = [children.start(act, rank, job, *args) for rank in range(ranks)]
-    assert [children.join(child, f"as one of {ranks} ranks") for child in started] == [0] * ranks
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+def run_both(folder, act, ranks=2, **how):
+    """Run ranks that move memory, and resident ones, and check that they train the same; return what each has left."""
+    sleeping, resident = (
+        children.run_ranks(
+            functools.partial(act, **how), rank_child.Job(folder / str(moves), ranks, moves, None, steps=3)
+        )
+        for moves in (True, False)
+    )
+    for mine, theirs in zip(sleeping, resident, strict=True):
+        assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
+    return sleeping, resident
 
 
 @pytest.mark.parametrize("changes", [{}, {"overlap_grad_reduce": True, "overlap_param_gather": True, "experts": True}])
 def test_two_ranks_that_sleep_are_bitwise_resident_ones_and_copy_half_the_weights_each(tmp_path, changes):
-    resident, sleeping = (
-        run(tmp_path / str(sleeps), sleeps, rank_child.train_and_sleep, changes) for sleeps in (False, True)
-    )
-    for mine, theirs in zip(sleeping, resident, strict=True):
-        assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
-        (_, wake, _), *later = mine["copied"]
-        assert mine["copied"][0][0] == 0  # told by the masters
+    for mine in run_both(tmp_path, rank_child.train_and_sleep, changes=changes)[0]:
+        (first, wake, _), *later = mine["copied"]
+        assert first == 0  # told by the masters
         for out, alone, again in later:
             assert 2 * out == 2 * alone == wake and again == 0
 
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_what_fails_or_packs_on_one_rank_alone_neither_hangs_the_others_nor_changes_a_bit(tmp_path, packs):
-    resident, sleeping = (
-        run(tmp_path / str(sleeps), sleeps, rank_child.sleep_with_errors, packs) for sleeps in (False, True)
-    )
-    for rank, (mine, theirs) in enumerate(zip(sleeping, resident, strict=True)):
-        assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
+    for rank, mine in enumerate(run_both(tmp_path, rank_child.sleep_with_errors, packs=packs)[0]):
         own = ["RuntimeError: a backward has run", "OutOfMemoryError: no memory for"]
         told = [f"RuntimeError: rank 1 failed, and so every rank does: {error}" for error in own]
         expected = own if rank == 1 else told
@@ -51,23 +48,13 @@ def test_what_fails_or_packs_on_one_rank_alone_neither_hangs_the_others_nor_chan
 
 @pytest.mark.parametrize("changes", [{"experts": True}, {"found_inf_steps": (2,)}], ids=["experts", "a skipped step"])
 def test_two_ranks_that_step_in_the_context_are_bitwise_resident_ones(tmp_path, changes):
-    resident, driven = (
-        run(tmp_path / str(drives), drives, rank_child.train_in_context, changes) for drives in (False, True)
-    )
-    for mine, theirs in zip(driven, resident, strict=True):
-        assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
+    for mine, theirs in zip(*run_both(tmp_path, rank_child.train_in_context, changes=changes), strict=True):
         assert max(mine["held"]) == 0 < max(theirs["held"])
 
 
 @pytest.mark.parametrize(("stage", "dp"), [(0, 1), (1, 1), (0, 2)])
 def test_a_stage_in_which_nothing_trains_sleeps_and_the_ranks_are_bitwise_resident_ones(tmp_path, stage, dp):
-    changes = {"pp": 2, "frozen_stage": stage}
-    resident, sleeping = (
-        run(tmp_path / str(sleeps), sleeps, rank_child.train_and_sleep, changes, ranks=2 * dp)
-        for sleeps in (False, True)
-    )
-    for mine, theirs in zip(sleeping, resident, strict=True):
-        assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
+    run_both(tmp_path, rank_child.train_and_sleep, ranks=2 * dp, changes={"pp": 2, "frozen_stage": stage})
 
 
 @pytest.mark.parametrize("stage", [0, 1])

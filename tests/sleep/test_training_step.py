@@ -7,21 +7,18 @@ from functools import partial
 
 import pytest
 import torch
-from sleeping import KINDS, options, residency
+from sleeping import KINDS, PACKED, WHOLE, options, residency
 
 import bridge_fgo
 from bridge_fgo.bridge.session import active_session
 from bridge_fgo.engines.attachment import attachment_of
-from bridge_fgo.sleep.movable import STATES
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
+from bridge_fgo.sleep.states import STATES
+from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.usefixtures("poisoned")]
 
-CONFIGS = {
-    "whole masters": None,
-    "packed masters": bridge_fgo.OffloadConfig(engine="native", master_remainders=True, slab_bytes=2**20),
-    "small slabs": bridge_fgo.OffloadConfig(engine="native", master_remainders=False, slab_bytes=2**20),
-}
+CONFIGS = {"whole masters": None, "packed masters": PACKED, "small slabs": WHOLE}
+MUON = {"distributed": False, "optimizer": "muon"}
 SCENARIOS = {
     "dense": {},
     "experts": {"experts": True},
@@ -30,17 +27,23 @@ SCENARIOS = {
     "fp16_with_skipped_steps": {"precision": "fp16"},
     "collectives_in_flight": {"overlap_grad_reduce": True, "overlap_param_gather": True},
     "more_microbatches": {"microbatches": 4},
+    "muon": MUON,
+    "adam_that_is_not_distributed": {"distributed": False},
 }
+
+
+def zero(training):
+    for chunk in training.model:
+        chunk.zero_grad_buffer()
+    training.optimizer.zero_grad()
+    training.live_bytes = []
 
 
 def passes(training, forwards=None):
     """Zero gradients, and run forward and backward of all microbatches by mcore's schedule; return the losses."""
     training.steps += 1
     training._forwards = 0
-    for chunk in training.model:
-        chunk.zero_grad_buffer()
-    training.optimizer.zero_grad()
-    training.live_bytes = []
+    zero(training)
     found = training._schedule(
         forward_step_func=forwards or training._forward_step,
         data_iterator=training._batches,
@@ -56,10 +59,7 @@ def passes(training, forwards=None):
 
 def by_hand(training):
     """As `passes`, with no schedule: one microbatch, and DDP's own finish of gradients."""
-    for chunk in training.model:
-        chunk.zero_grad_buffer()
-    training.optimizer.zero_grad()
-    training.live_bytes = []
+    zero(training)
     output, loss = training._forward_step(training._batches, training.model[0])
     value, tokens, _ = loss(output)
     (value / tokens).backward()
@@ -81,7 +81,7 @@ def trained(steps, run=passes, context_of=lambda training: contextlib.nullcontex
         seen = [step(training, run, context) for _ in range(steps)]
         for res in [vars(leaf)[STATES] for leaf in training.optimizer.chained_optimizers if STATES in vars(leaf)]:
             res.reload()
-        for ddp in training.model:
+        for ddp in training.model if training.options.distributed else ():
             ddp.start_param_sync(force_sync=True)
         return seen, training.digests()
 
@@ -122,7 +122,7 @@ def test_a_loop_of_ones_own_is_bitwise_a_resident_one_with_no_state_held_in_its_
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_loop_without_a_schedule_gets_its_states_back_as_ddp_finishes_gradients(monkeypatch):
+def test_a_loop_without_a_schedule_gets_its_states_back_as_ddp_finishes_gradients():
     held, found = [], []
 
     def noted(training):
@@ -136,26 +136,25 @@ def test_a_loop_without_a_schedule_gets_its_states_back_as_ddp_finishes_gradient
 
 
 @pytest.mark.usefixtures("installed")
-def test_training_steps_and_sleeps_alternate_and_change_no_bit():
+def test_training_steps_and_sleeps_alternate_and_change_no_bit(sleeper):
     expected = trained(5)
-    with CpuTraining(options()) as training:
-        res, seen = residency(training), []
-        for number in range(5):
-            seen.append(step(training, context=res.training_step))
-            assert res.away <= {"optimizer"}
-            first = res.offload()
-            assert res.away == set(KINDS) and training.live_state_bytes() == 0
-            assert res.offload().freed == 0 < first.freed
-            with pytest.raises(RuntimeError, match=r"call reload\('params'\)"), res.training_step():
-                pytest.fail("asleep")
-            if number % 2:
-                res.reload()
-            else:
-                res.reload("params", "grads")  # the step brings the states itself
-        res.close()
-        (leaf,) = training.optimizer.chained_optimizers
-        assert attachment_of(leaf) is None and STATES not in vars(leaf) and training.live_state_bytes() > 0
-        assert (seen, training.digests()) == expected
+    me, seen = sleeper(0), []
+    res, training = me.res, me.training
+    for number in range(5):
+        seen.append(step(training, context=res.training_step))
+        assert res.away <= {"optimizer"}
+        first = res.offload()
+        assert res.away == set(KINDS) and training.live_state_bytes() == 0
+        assert res.offload().freed == 0 < first.freed
+        with pytest.raises(RuntimeError, match=r"call reload\('params'\)"), res.training_step():
+            pytest.fail("asleep")
+        if number % 2:
+            res.reload()
+        else:
+            res.reload("params", "grads")  # the step brings the states itself
+    res.close()
+    assert attachment_of(me.leaf) is None and STATES not in vars(me.leaf) and training.live_state_bytes() > 0
+    assert (seen, training.digests()) == expected
 
 
 @pytest.mark.usefixtures("installed")
@@ -171,83 +170,80 @@ def test_an_error_in_the_block_loses_no_state_and_the_next_block_works(where):
             passes(training)
         raise ZeroDivisionError
 
+    def with_errors(context_of, training):
+        context = context_of(training)
+        for number in range(4):
+            if number == 2:
+                with pytest.raises(ZeroDivisionError), context():
+                    fails(training)
+                assert active_session() is None
+            yield step(training, context=context)
+
     ends = []
     for context_of in (lambda training: contextlib.nullcontext, lambda training: residency(training).training_step):
         with CpuTraining(options()) as training:
-            context, seen = context_of(training), []
-            for number in range(4):
-                if number == 2:
-                    with pytest.raises(ZeroDivisionError), context():
-                        fails(training)
-                    assert active_session() is None
-                seen.append(step(training, context=context))
+            seen = list(with_errors(context_of, training))
             bridge_fgo.reload_states()
             ends.append((seen, training.digests()))
     assert ends[0] == ends[1]
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_training_step_inside_another_is_refused_and_the_outer_one_goes_on():
+def test_a_training_step_inside_another_is_refused_and_the_outer_one_goes_on(sleeper):
     expected = trained(2)
-    with CpuTraining(options()) as training:
-        res, seen = residency(training), []
-        for _ in range(2):
-            with res.training_step():
-                with pytest.raises(RuntimeError, match="inside of a training step"), res.training_step():
-                    pytest.fail("nested")
-                losses = passes(training)
-                updated, norm, _ = training.optimizer.step()
-            seen.append((losses, updated, norm))
-        res.close()
-        assert (seen, training.digests()) == expected
+    me = sleeper(0)
+
+    def nested(training):
+        with pytest.raises(RuntimeError, match="inside of a training step"), me.res.training_step():
+            pytest.fail("nested")
+        return passes(training)
+
+    seen = [step(me.training, nested, me.res.training_step) for _ in range(2)]
+    me.res.close()
+    assert (seen, me.training.digests()) == expected
 
 
-def test_what_cannot_drive_a_step_is_refused_by_name():
-    with CpuTraining(options()) as training:
-        res = residency(training)
-        with pytest.raises(RuntimeError, match=r"call bridge_fgo\.install\(\) first"), res.training_step():
-            pytest.fail("not installed")
-        with pytest.raises(ValueError, match="microbatches=0"), res.training_step(0):
-            pytest.fail("no microbatch")
-        res.close()
-        alone = bridge_fgo.Residency(training.model)
-        with pytest.raises(ValueError, match="optimizer=None"), alone.training_step():
-            pytest.fail("no optimizer")
-        alone.close()
-    with (
-        bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")),
-        CpuTraining(CpuOptions(offload=True, hidden=64, sequence=16, vocab=64)) as training,
-    ):
-        res = residency(training)
-        with (
-            pytest.raises(ValueError, match=r"optimizer\.offload_optimizer_states=True: Bridge's train_step"),
-            res.training_step(),
-        ):
-            pytest.fail("attached by the flag")
-        training.step()
+def test_what_cannot_drive_a_step_and_settings_that_would_not_count_are_refused_by_name(sleeper):
+    def refused(res, error, match, *count):
+        with pytest.raises(error, match=match), res.training_step(*count):
+            pytest.fail("not refused")
+
+    me = sleeper(0)
+    refused(me.res, RuntimeError, r"call bridge_fgo\.install\(\) first")
+    refused(me.res, ValueError, "microbatches=0", 0)
+    me.res.close()
+    alone = bridge_fgo.Residency(me.training.model)
+    refused(alone, ValueError, "optimizer=None")
+    alone.close()
+    with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")):
+        me = sleeper(0, offload=True)
+        with pytest.raises(ValueError, match="leave config out"):
+            residency(me.training, config=PACKED)
+        refused(me.res, ValueError, r"optimizer\.offload_optimizer_states=True: Bridge's train_step")
+        me.train()
 
 
-def test_a_package_that_is_installed_after_the_residency_was_made_serves_its_steps_and_may_go_in_between():
+def test_a_package_that_is_installed_after_the_residency_was_made_serves_its_steps_and_may_go_in_between(sleeper):
     expected = trained(4)
-    with CpuTraining(options()) as training:
-        res, seen = residency(training), []
-        for _ in range(2):
-            with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")):
-                seen.append(step(training, context=res.training_step))
-                assert max(training.live_bytes) == 0
-                res.offload("optimizer")
-                assert res.away == {"optimizer"}
-            assert res.away == set()  # an uninstall makes states resident
-            seen.append(step(training))
-        assert (seen, training.digests()) == expected
+    me, seen = sleeper(0), []
+    res, training = me.res, me.training
+    for _ in range(2):
+        with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")):
+            seen.append(step(training, context=res.training_step))
+            assert max(training.live_bytes) == 0
+            res.offload("optimizer")
+            assert res.away == {"optimizer"}
+        assert res.away == set()  # an uninstall makes states resident
+        seen.append(step(training))
+    assert (seen, training.digests()) == expected
 
 
-def test_figures_of_the_newest_step_are_there():
-    with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")), CpuTraining(options()) as training:
-        res = residency(training)
-        for _ in range(2):
-            step(training, context=res.training_step)
-        stats = bridge_fgo.stats()
-        assert stats is not None and stats.steps == 2 and stats.released_bytes == stats.offloaded_bytes > 0
-        res.close()
-        assert all(torch.isfinite(p).all() for p in training.model[0].parameters())
+@pytest.mark.usefixtures("installed")
+def test_figures_of_the_newest_step_are_there(sleeper):
+    me = sleeper(0)
+    for _ in range(2):
+        step(me.training, context=me.res.training_step)
+    stats = bridge_fgo.stats()
+    assert stats is not None and stats.steps == 2 and stats.released_bytes == stats.offloaded_bytes > 0
+    me.res.close()
+    assert all(torch.isfinite(p).all() for p in me.ddp.parameters())

@@ -10,7 +10,7 @@ from sleeping import options, residency
 
 from bridge_fgo.memory import strided_sums
 from bridge_fgo.memory.strided_sums import StridedSum
-from bridge_fgo.sleep import rounding_kernel
+from bridge_fgo.sleep import rounding
 from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
 TIES_AND_ENDS = [0x00000000, 0x80000000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x7F7FFFFF, 0x7F800000,
@@ -23,7 +23,7 @@ def run(tmp_path_factory):
     """Return a function that runs the kernel: of a number of blocks, and its arguments."""
     folder = tmp_path_factory.mktemp("kernel")
     parameters = "const unsigned *masters, const u16 *weights, u64 count, u64 *found"
-    return compiled(folder, rounding_kernel.SOURCE, parameters, "differing(masters, weights, count, found)")
+    return compiled(folder, rounding.SOURCE, parameters, "differing(masters, weights, count, found)")
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_every_master_is_compared_with_its_own_weights_in_every_bucket(run, monk
     monkeypatch.setattr(strided_sums, "current_stream", lambda index: 0)
     with CpuTraining(options(**changes)) as training:
         training.step()
-        roundings = [unit.rounding for unit in residency(training)._model.units if unit.rounding is not None]
+        roundings = [group.rounding for group in residency(training)._weights.groups if group.rounding is not None]
         assert roundings
         for rounding in roundings:
             rounding._kernel = StridedSum(OnCpu())
