@@ -16,12 +16,13 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.memory.host_memory import Need, available_bytes, host_memory_refusal, pools, total_bytes
 from bridge_fgo.tools.arms.runner import ArmFailed
 from bridge_fgo.tools.bench.command import probe
-from bridge_fgo.tools.demo import missing_packages, readable_bytes
+from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.doctor.installed import installed
 from bridge_fgo.tools.doctor.machine import Machine, look, warnings
 from bridge_fgo.tools.job.job import Job, ask_builder, read_job
 from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, make_estimate
 from bridge_fgo.tools.plan.rank_layout import is_upstreams
+from bridge_fgo.tools.show import readable_bytes
 
 REFUSED = 1
 CONFIG_NOT_READ = 2
