@@ -13,11 +13,11 @@ from bridge_fgo.tools.arms.runner import ArmRun, Event
 from bridge_fgo.tools.show import print_parts, print_table, readable_bytes
 
 MOVES = {
-    "asleep": "sleep: all leaves",
-    "params wake": "wake: weights alone",
-    "awake": "wake: the rest",
-    "reference wakes": "reference model comes",
-    "reference sleeps": "reference model leaves",
+    "asleep": "sleep: offload everything",
+    "params wake": "wake: reload the weights",
+    "awake": "wake: reload the rest",
+    "reference wakes": "reload the reference model",
+    "reference sleeps": "offload the reference model",
 }
 """Phases of an iteration in which something moves, and what to call that."""
 FIGURES = ("seconds", "copied", "freed", "returned")

@@ -18,6 +18,28 @@ pytestmark = pytest.mark.usefixtures("cpu_standins")
 CONTEXT = SimpleNamespace(loss_dict={"lm loss": 1.0}, grad_norm=1.0, skipped_iter=False, model=None, optimizer=None)
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--fused-loss", "--no-deterministic"),
+        ("--lengths 4096 --seq 1024", "--lengths"),
+        ("--lengths 8,16 --pp 2", "--lengths"),
+        ("--lengths 8,16 --cp 2", "--lengths"),
+        ("--moments-dtype bf16", "--precision-aware"),
+        ("--optimizer muon", "--no-distributed"),
+        ("--fsdp optim --no-distributed", "--fsdp"),
+        ("--hybrid --offload on", "--hybrid"),
+        ("--layer-wise", "--layer-wise goes with"),
+        ("--layer-wise --offload on", "--layer-wise goes with"),
+        ("--layer-wise --optimizer dist_muon", "--layer-wise goes with"),
+    ],
+)
+def test_options_that_do_not_go_together_end_the_arm_with_their_names(options, named, capsys):
+    with pytest.raises(SystemExit):
+        gpu.parse([*options.split(), "--events", "unused"])
+    assert named in capsys.readouterr().err
+
+
 class Stream:
     """A stream whose waits are written down, each a second of host time."""
 

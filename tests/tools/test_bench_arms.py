@@ -207,9 +207,3 @@ def test_the_config_of_an_arm_with_saves_is_of_background_saves_into_its_folder(
     checkpoint = build_config(gpu.parse([*presets.size_options("short", 1), *saves, "--events", "unused"])).checkpoint
     assert (checkpoint.save, checkpoint.save_interval, checkpoint.async_save) == (str(tmp_path), 8, True)
     assert checkpoint.ckpt_format == "torch_dist"
-
-
-def test_a_fused_loss_is_refused_in_the_deterministic_mode(capsys):
-    with pytest.raises(SystemExit):
-        gpu.parse(["--fused-loss", "--events", "unused"])
-    assert "--no-deterministic" in capsys.readouterr().err

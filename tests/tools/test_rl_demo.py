@@ -85,7 +85,7 @@ def test_the_tables_say_what_each_move_took(run_fake: Any, capfd: Captured) -> N
     assert run_fake() == 0
     printed = " ".join(capfd.readouterr().out.split())
     assert "Bitwise equal, asleep between updates or not" in printed
-    assert "sleep: all leaves │ 0.2500 │ 1.40 kB │ 1.80 kB │ - │" in printed
+    assert "sleep: offload everything │ 0.2500 │ 1.40 kB │ 1.80 kB │ - │" in printed
     assert "no second process" in printed and "correctness and bytes, not speed" in printed
     assert run_fake(device="a GPU") == 0
     printed = " ".join(capfd.readouterr().out.split())

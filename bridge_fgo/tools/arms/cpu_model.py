@@ -43,8 +43,6 @@ class CpuOptions:
     precision: Precision = "bf16"
     """"fp16" scales the loss dynamically, from so high that the first steps overflow and are skipped.
     "fp32_params" is bf16 with native fp32 layer norms, whose "masters" are views of DDP's buffers."""
-    adam: Literal["torch"] = "torch"
-    """The Adam inside: mcore's fallback, torch.optim.AdamW."""
     optimizer: Optimizer = "adam"
     """`cfg.optimizer.optimizer`. Muons need emerging-optimizers, and `distributed=False`."""
     distributed: bool = True
@@ -86,7 +84,7 @@ class CpuOptions:
     vocab: int = 256
     sequence: int = 32
     lengths: tuple[int, ...] = ()
-    """Lengths up to `sequence` that sequences take in turn, in steps and within them; see `harness.lengths`."""
+    """Lengths up to `sequence` that sequences take in turn, in steps and within them; see `tools.arms.lengths`."""
     microbatches: int = 2
     micro_batch_size: int = 2
     seed: int = 1234
@@ -96,20 +94,18 @@ class CpuOptions:
             raise ValueError(f"chunks={self.chunks}: use 1 or 2")
         if self.layers % (self.chunks * self.pp):
             raise ValueError(f"layers={self.layers}: use a multiple of chunks={self.chunks} x pp={self.pp}")
-        if self.precision not in get_args(Precision):
-            one_of = ", ".join(get_args(Precision))
-            raise ValueError(f"precision={self.precision!r}: use one of {one_of}")
-        if self.optimizer not in get_args(Optimizer):
-            raise ValueError(f"optimizer={self.optimizer!r}: use one of {', '.join(get_args(Optimizer))}")
+        words = {
+            "precision": get_args(Precision),
+            "optimizer": get_args(Optimizer),
+            "fsdp": (*get_args(Sharding), None),
+        }
+        for name, one_of in words.items():
+            if getattr(self, name) not in one_of:
+                raise ValueError(f"{name}={getattr(self, name)!r}: use one of {', '.join(map(str, one_of))}")
         if self.optimizer != "adam" and self.distributed:
             raise ValueError(f"optimizer={self.optimizer!r}: set distributed=False, as mcore asks for")
-        if self.fsdp is not None:
-            if self.fsdp not in get_args(Sharding):
-                raise ValueError(f"fsdp={self.fsdp!r}: use one of {', '.join(get_args(Sharding))}")
-            if self.chunks != 1 or self.precision != "bf16" or not self.distributed:
-                raise ValueError(f"fsdp={self.fsdp!r}: use chunks=1, precision='bf16' and distributed=True")
-        if self.adam != "torch":
-            raise ValueError(f"adam={self.adam!r}: only 'torch' runs on the CPU")
+        if self.fsdp is not None and (self.chunks != 1 or self.precision != "bf16" or not self.distributed):
+            raise ValueError(f"fsdp={self.fsdp!r}: use chunks=1, precision='bf16' and distributed=True")
         if any(not 0 < length <= self.sequence for length in self.lengths):
             raise ValueError(f"lengths={self.lengths}: use lengths up to sequence={self.sequence}")
         if self.overlap_param_gather and not self.overlap_grad_reduce:
