@@ -24,7 +24,7 @@ check:
 
 # What is said of every config that the installed Bridge ships, by reason; `--verbose` names them. No GPU.
 reach *ARGS:
-    uv run python -m bridge_fgo.tools.reach {{ARGS}}
+    uv run python tests/tools/reach.py {{ARGS}}
 
 # The CPU lane on a Megatron-LM checkout (generation 1 or 2 of mcore's offloader) instead of the released mcore.
 mcore-dev PATH:

@@ -17,7 +17,7 @@ PAGES = [
     "README.md",
     "bridge_fgo/README.md",
     "bridge_fgo/tools/bench/README.md",
-    "bridge_fgo/tools/reach/README.md",
+    "tests/tools/reach.md",
     "bridge_fgo/sleep/README.md",
     "bridge_fgo/sleep/PEERS.md",
     "patches/README.md",

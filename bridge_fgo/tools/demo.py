@@ -7,24 +7,25 @@ followed here while it runs. Nothing here imports torch, except to look for a GP
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import math
 import statistics
 import subprocess
 import sys
-import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from bridge_fgo.tools.arms.comparator import Comparison, compare
-from bridge_fgo.tools.arms.runner import ArmFailed, ArmRun, Event, run_arm
+from bridge_fgo.tools.arms.runner import ArmFailed, ArmRun, Event, launcher, run_arm
+from bridge_fgo.tools.show import print_parts, print_table, readable_bytes, readable_number
 
 NOT_EQUAL = 1
 FAILED = 2
@@ -45,9 +46,6 @@ class Settings:
     keep: Path | None = None
     gpu_options: tuple[str, ...] = ()
     arm_module: str | None = None
-
-
-# --- where to run -------------------------------------------------------------------
 
 
 def missing_packages() -> list[str]:
@@ -85,60 +83,104 @@ def choose_device(requested: str) -> tuple[str, str | None]:
     return "cuda", None
 
 
-# --- the report ---------------------------------------------------------------------
+def find_device(requested: str, errors: Console) -> str:
+    """Return "cuda" or "cpu", and say why where it is not the GPU that was to be looked for.
+
+    Raises:
+        ValueError: a package or the GPU that was asked for is missing.
+    """
+    if missing := missing_packages():
+        raise ValueError(
+            f"{', '.join(missing)} is not installed in this environment: install megatron-bridge 0.6 and "
+            "megatron-core 0.19"
+        )
+    with errors.status("Looking for a GPU and Transformer Engine"):
+        device, why = choose_device(requested)
+    if why:
+        errors.print(f"Running on the CPU: {why}.", markup=False)
+    return device
 
 
-def readable_bytes(count: float | None) -> str:
-    """Return a number of bytes in the largest decimal unit that leaves a digit before the point."""
-    if count is None:
-        return "-"
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count:.0f} B"
+def run_arms(
+    module: str,
+    options: dict[str, list[str]],
+    steps: int,
+    keep: Path | None,
+    errors: Console,
+    ranks: int = 1,
+    told: Callable[[Event], str] = lambda event: "",
+) -> list[ArmRun]:
+    """Run arms one after another, and show how far each is; return their events.
+
+    Args:
+        module: what is run as an arm.
+        options: of each arm, by its name.
+        steps: of each.
+        keep: where their files stay; None for nowhere.
+        errors: where the progress is shown.
+        ranks: processes of each arm.
+        told: what to show of a step's event.
+
+    Raises:
+        ArmFailed: an arm has failed.
+        OSError: the folder cannot be made.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    found = []
+    with ExitStack() as stack:
+        folder = keep or Path(stack.enter_context(TemporaryDirectory(prefix="bridge-fgo-demo-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        progress = stack.enter_context(Progress(*columns, TextColumn("{task.fields[told]}"), console=errors))
+        for name, of_arm in options.items():
+            task = progress.add_task(name, total=steps, told="")
+
+            def advance(event: Event, task: Any = task) -> None:
+                if event.get("event") == "step":
+                    progress.update(task, completed=event["step"], told=told(event))
+
+            found.append(run_arm(name, module, of_arm, folder, on_event=advance, launcher=launcher(ranks)))
+    return found
 
 
-def readable_number(value: float | None) -> str:
-    """Return a number with nine digits, enough to tell any two fp32 numbers apart."""
-    return "-" if value is None else f"{value:.9g}"
+def status_of(command: str, errors: Console, act: Callable[[], int]) -> int:
+    """Return the status that `act` returns, or say what kept it from its end and return FAILED."""
+    try:
+        return act()
+    except (ValueError, OSError) as error:
+        errors.print(f"bridge-fgo {command}: {error}", markup=False)
+    except ArmFailed as failure:
+        errors.print(f"bridge-fgo {command}: {failure}. Its last lines:", markup=False)
+        errors.print(failure.log_tail, markup=False, highlight=False)
+    return FAILED
 
 
 def print_report(console: Console, resident: ArmRun, offloaded: ArmRun, same: Comparison, cpu: bool) -> None:
     """Print losses, bytes, and whether the two arms are bitwise equal."""
-    losses = Table("step", "loss, resident", "loss, offloaded", "equal")
+    arms = (resident, offloaded)
+    losses = [["step", "loss, resident", "loss, offloaded", "equal"]]
     rows = list(zip(resident.steps, offloaded.steps, same.steps, strict=False))
     for index, (ours, theirs, equal) in enumerate(rows):
         # Of a long run the first and last steps, and all that differ.
         if len(rows) > TABLE_ROWS and TABLE_ROWS // 2 <= index < len(rows) - TABLE_ROWS // 2 and equal:
             continue
         pair = (readable_number(event.get("loss")) for event in (ours, theirs))
-        losses.add_row(str(ours["step"]), *pair, "yes" if equal else "[bold red]NO[/]")
-    console.print(losses)
-
-    rows_of_bytes = [
-        ("optimizer state", "state_bytes"),
-        ("released during forward and backward", "released_bytes"),
-        ("pinned host memory", "pinned_bytes"),
-    ]
+        losses.append([str(ours["step"]), *pair, "yes" if equal else "[bold red]NO[/]"])
+    print_table(console, losses)
+    figures = {
+        "optimizer state": "state_bytes",
+        "released during forward and backward": "released_bytes",
+        "pinned host memory": "pinned_bytes",
+    }
     if cpu:  # there is no allocator to ask: this arm samples the bytes of live state
-        rows_of_bytes.append(("peak state in forward and backward", "peak_forward_backward_bytes"))
+        figures["peak state in forward and backward"] = "peak_forward_backward_bytes"
     else:
-        rows_of_bytes += [
-            ("peak allocated", "peak_allocated_bytes"),
-            ("peak reserved", "peak_reserved_bytes"),
-        ]
-    bytes_table = Table("", "resident", "offloaded")
-    for title, name in rows_of_bytes:
-        bytes_table.add_row(title, *(readable_bytes(arm.result.get(name)) for arm in (resident, offloaded)))
+        figures |= {"peak allocated": "peak_allocated_bytes", "peak reserved": "peak_reserved_bytes"}
+    table = [["", "resident", "offloaded"]]
+    table += [[title, *(readable_bytes(arm.result.get(name)) for arm in arms)] for title, name in figures.items()]
     if not cpu:
-        bytes_table.add_row("median step", *(f"{median_seconds(arm):.3f} s" for arm in (resident, offloaded)))
-    console.print(bytes_table)
-
-    parts = ", ".join(f"{name} {'equal' if equal else 'DIFFERENT'}" for name, equal in same.parts.items())
-    if same.bitwise_equal:
-        console.print(f"[bold green]Bitwise equal[/]: {parts}.")
-    else:
-        console.print(f"[bold red]NOT bitwise equal[/]: {parts}.")
+        table.append(["median step", *(f"{median_seconds(arm):.3f} s" for arm in arms)])
+    print_table(console, table)
+    print_parts(console, same.parts)
     if cpu:
         console.print("This ran on the CPU: it shows correctness and bytes, not speed.")
 
@@ -176,9 +218,6 @@ def json_report(resident: ArmRun, offloaded: ArmRun, same: Comparison) -> Event:
     }
 
 
-# --- the command --------------------------------------------------------------------
-
-
 def run(settings: Settings) -> int:
     """Run both arms, one after the other, and report.
 
@@ -186,64 +225,27 @@ def run(settings: Settings) -> int:
         The exit status: 0; NOT_EQUAL where the arms differ or nothing was released; FAILED where an arm failed or
         could not start.
     """
-    errors, output = Console(stderr=True, soft_wrap=True), Console()
+    errors = Console(stderr=True, soft_wrap=True)
+    return status_of("demo", errors, lambda: _run(settings, errors))
+
+
+def _run(settings: Settings, errors: Console) -> int:
     module, device = settings.arm_module, "cpu"
     if module is None:
-        if missing := missing_packages():
-            errors.print(f"bridge-fgo demo: {', '.join(missing)} is not installed in this environment.")
-            errors.print("Install megatron-bridge 0.6 and megatron-core 0.19.")
-            return FAILED
-        try:
-            with errors.status("Looking for a GPU and Transformer Engine"):
-                device, why = choose_device(settings.device)
-        except ValueError as error:
-            errors.print(f"bridge-fgo demo: {error}", markup=False)
-            return FAILED
-        if why:
-            errors.print(f"Running on the CPU: {why}.", markup=False)
+        device = find_device(settings.device, errors)
         module = "bridge_fgo.tools.arms.gpu" if device == "cuda" else "bridge_fgo.tools.arms.cpu"
-    options = ["--steps", str(settings.steps)]
-    if device == "cuda":
-        options += settings.gpu_options
-    elif settings.gpu_options:
-        unused = " ".join(settings.gpu_options)
-        errors.print(f"bridge-fgo demo: {unused}: only the GPU's demo has these sizes; leave them out", markup=False)
-        return FAILED
-
-    with contextlib.ExitStack() as stack:
-        if settings.keep is not None:
-            folder = settings.keep
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                errors.print(f"bridge-fgo demo: --keep: {error}", markup=False)
-                return FAILED
-        else:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bridge-fgo-demo-")))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        progress = stack.enter_context(Progress(*columns, console=errors))
-        arms: dict[str, ArmRun] = {}
-        for name, offload in (("resident", "off"), ("offloaded", "on")):
-            task = progress.add_task(name, total=settings.steps)
-
-            def advance(event: Event, task: Any = task) -> None:
-                if event.get("event") == "step":
-                    progress.update(task, completed=event["step"])
-
-            try:
-                arms[name] = run_arm(name, module, [*options, "--offload", offload], folder, advance)
-            except ArmFailed as failure:
-                progress.stop()
-                errors.print(f"bridge-fgo demo: {failure}. Its last lines:", markup=False)
-                errors.print(failure.log_tail, markup=False, highlight=False)
-                return FAILED
-
-    same = compare(arms["resident"], arms["offloaded"])
+    if device == "cpu" and settings.gpu_options:
+        raise ValueError(f"{' '.join(settings.gpu_options)}: only the GPU's demo has these sizes; leave them out")
+    options = ["--steps", str(settings.steps), *settings.gpu_options, "--offload"]
+    resident, offloaded = run_arms(
+        module, {"resident": [*options, "off"], "offloaded": [*options, "on"]}, settings.steps, settings.keep, errors
+    )
+    same = compare(resident, offloaded)
     if settings.json_output:
-        print(json.dumps(json_report(arms["resident"], arms["offloaded"], same), allow_nan=False))
+        print(json.dumps(json_report(resident, offloaded, same), allow_nan=False))
     else:
-        print_report(output, arms["resident"], arms["offloaded"], same, cpu=device == "cpu")
-    released = arms["offloaded"].result.get("released_bytes") or 0
+        print_report(Console(), resident, offloaded, same, cpu=device == "cpu")
+    released = offloaded.result.get("released_bytes") or 0
     if not released:
         errors.print("bridge-fgo demo: the offloaded arm released no memory.")
     return 0 if same.bitwise_equal and released else NOT_EQUAL

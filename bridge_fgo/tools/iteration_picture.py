@@ -9,6 +9,7 @@ from typing import Any
 
 from bridge_fgo.tools.arms.runner import ArmRun
 from bridge_fgo.tools.bench.plots import save_picture
+from bridge_fgo.tools.show import unit_of
 
 COLOURS = {
     "params": "tab:blue",
@@ -24,7 +25,6 @@ TITLES = {
     "reference": "reference model",
     "others": "activations, caches",
 }
-UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 @dataclass(frozen=True)
@@ -91,21 +91,15 @@ def figure_of(states: list[State], pyplot: Any, title: str) -> Any:
     """Return the figure: a bar a phase, and under it what its move took."""
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
     highest = max(sum(state.bytes.values()) for state in states)
-    unit, size = next(((name, size) for name, size in UNITS if highest >= size), UNITS[-1])
+    unit, size = unit_of(highest)
     for place, state in enumerate(states):
         bottom = 0.0
         for kind, colour in COLOURS.items():
             height = state.bytes.get(kind, 0) / size
             axes.bar(place, height, 0.7, bottom=bottom, color=colour)
             bottom += height
-        axes.text(
-            place,
-            bottom,
-            f"{bottom:.3g}" if bottom > 1e-3 * highest / size else "0",
-            ha="center",
-            va="bottom",
-            fontsize=9,
-        )
+        label = f"{bottom:.3g}" if bottom > 1e-3 * highest / size else "0"
+        axes.text(place, bottom, label, ha="center", va="bottom", fontsize=9)
     axes.set_xticks(range(len(states)), [_label(state) for state in states], fontsize=8)
     axes.set_ylabel(unit)
     axes.set_ylim(0, 1.1 * highest / size)
@@ -119,7 +113,7 @@ def figure_of(states: list[State], pyplot: Any, title: str) -> Any:
 def _label(state: State) -> str:
     lines = [state.name]
     if state.copied is not None:
-        unit, size = next(((name, size) for name, size in UNITS if state.copied >= size), UNITS[-1])
+        unit, size = unit_of(state.copied)
         lines.append(f"copies {state.copied / size:.3g} {unit}")
     if state.seconds is not None:
         lines.append(f"{state.seconds:.3f} s")

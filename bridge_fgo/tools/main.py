@@ -16,7 +16,9 @@ from typer.core import TyperGroup
 from bridge_fgo.options import takes_offload_options
 from bridge_fgo.tools import demo as demo_command
 from bridge_fgo.tools import job_commands, recipe_commands, rl_demo, run_script
-from bridge_fgo.tools.bench.options import bench
+from bridge_fgo.tools.bench import command as bench_command
+from bridge_fgo.tools.bench.options import Settings as BenchSettings
+from bridge_fgo.tools.settings import takes_settings
 
 
 class Device(StrEnum):
@@ -203,26 +205,30 @@ def demo(
     )
 
 
-app.command("bench", short_help="Measure resident training, this package and its peers on the GPUs here.")(bench)
+app.command("bench", short_help="Measure resident training, this package and its peers on the GPUs here.")(
+    takes_settings(BenchSettings, bench_command.run, "bench")
+)
 
 
-@app.command("report", short_help="Make one HTML page of runs that are over: losses, step time, memory, timeline.")
+@app.command("report", short_help="Compare runs that are over: memory saved, step time, bits; one HTML page.")
 def report(
     runs: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
-            metavar="RUN [RUN]...", help="TensorBoard log, or a folder of bench or of demo --keep.", show_default=False
+            metavar="RUN [RUN]...",
+            help="TensorBoard log, wandb:ENTITY/PROJECT/RUN, or a folder of bench or of demo --keep.",
+            show_default=False,
         ),
     ],
     output: Annotated[
         Path, typer.Option(metavar="FILE", callback=job_commands.in_a_folder, help="The page to write.")
     ] = Path("report.html"),
     beside: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(metavar="RUN", help="A run that need not be equal, as with another optimizer; may be repeated."),
     ] = None,
 ) -> None:
-    """Compare runs bit by bit, and draw them into one page that opens from disk with no network.
+    """Compare runs bit by bit, in one page that opens from disk with no network. TensorBoard and W&B draw their curves.
 
     The first run is the one that the others are compared with. Exit status: 0, 1 where another
     run's losses are not bitwise equal to its, 2 where a RUN cannot be read.

@@ -6,20 +6,15 @@ torch, except to look for a GPU.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bridge_fgo.tools.arms.rl.options import RlOptions
-from bridge_fgo.tools.arms.runner import ArmFailed, ArmRun, Event, run_arm
-from bridge_fgo.tools.demo import FAILED, NOT_EQUAL, choose_device, missing_packages
+from bridge_fgo.tools.demo import NOT_EQUAL, find_device, run_arms, status_of
 from bridge_fgo.tools.iteration_picture import draw_iteration, states_of_run
 from bridge_fgo.tools.rl_report import RlRuns
 
@@ -63,73 +58,25 @@ def run(settings: Settings) -> int:
         The exit status: 0; NOT_EQUAL where the arms differ; FAILED where an arm failed or could not start.
     """
     errors = Console(stderr=True, soft_wrap=True)
-    try:
-        options = _options(settings, errors)
-        with _folder(settings.keep) as folder:
-            runs = RlRuns(*_run_arms(settings, options, folder, errors))
-        if settings.picture is not None:
-            draw_iteration(states_of_run(runs.sleeping), settings.picture, "One iteration, as it was measured")
-    except (ValueError, OSError) as error:
-        errors.print(f"bridge-fgo demo --rl: {error}", markup=False)
-        return FAILED
-    except ArmFailed as failure:
-        errors.print(f"bridge-fgo demo --rl: {failure}. Its last lines:", markup=False)
-        errors.print(failure.log_tail, markup=False, highlight=False)
-        return FAILED
+    return status_of("demo --rl", errors, lambda: _run(settings, errors))
+
+
+def _run(settings: Settings, errors: Console) -> int:
+    device = find_device(settings.device, errors) if settings.arm_module == MODULE else settings.device
+    options = RlOptions(device=device, **(ON_A_GPU if device == "cuda" else {}) | settings.options)
+    if settings.ranks % (options.tp * options.pp):
+        raise ValueError(f"--ranks {settings.ranks}: use a multiple of --tp x --pp = {options.tp * options.pp}")
+    arms = {name: replace(options, sleep=sleep).as_arguments() for name, sleep in ARMS}
+    runs = RlRuns(
+        *run_arms(
+            settings.arm_module, arms, options.steps, settings.keep, errors, settings.ranks,
+            told=lambda event: f"reward {event['reward']:.2f}",
+        )
+    )  # fmt: skip
+    if settings.picture is not None:
+        draw_iteration(states_of_run(runs.sleeping), settings.picture, "One iteration, as it was measured")
     if settings.json_output:
         print(json.dumps(runs.as_json(), allow_nan=False))
     else:
         runs.print(Console())
     return 0 if runs.bitwise_equal else NOT_EQUAL
-
-
-def _options(settings: Settings, errors: Console) -> RlOptions:
-    """Return the options of the arms.
-
-    Raises:
-        ValueError: a package or a GPU is missing, or an option cannot be had.
-    """
-    if settings.arm_module == MODULE and (missing := missing_packages()):
-        raise ValueError(f"{', '.join(missing)} is not installed here: install megatron-bridge 0.6, megatron-core 0.19")
-    with errors.status("Looking for a GPU and Transformer Engine"):
-        device, why = choose_device(settings.device)
-    if why:
-        errors.print(f"Running on the CPU: {why}.", markup=False)
-    options = RlOptions(device=device, **(ON_A_GPU if device == "cuda" else {}) | settings.options)
-    if settings.ranks % (options.tp * options.pp):
-        raise ValueError(f"--ranks {settings.ranks}: use a multiple of --tp x --pp = {options.tp * options.pp}")
-    return options
-
-
-@contextlib.contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is None:
-        with TemporaryDirectory(prefix="bridge-fgo-demo-") as folder:
-            yield Path(folder)
-        return
-    keep.mkdir(parents=True, exist_ok=True)
-    yield keep
-
-
-def _run_arms(settings: Settings, options: RlOptions, folder: Path, errors: Console) -> tuple[ArmRun, ArmRun]:
-    launcher: tuple[str, ...] = ()
-    if settings.ranks > 1:
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.ranks))
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("{task.fields[reward]}"),
-    )  # fmt: skip
-    found = []
-    with Progress(*columns, console=errors) as progress:
-        for name, sleep in ARMS:
-            task = progress.add_task(name, total=options.steps, reward="")
-
-            def advance(event: Event, task: object = task) -> None:
-                if event.get("event") == "step":
-                    reward = f"reward {event['reward']:.2f}"
-                    progress.update(task, completed=event["step"], reward=reward)  # type: ignore[reportArgumentType]
-
-            arguments = replace(options, sleep=sleep).as_arguments()
-            found.append(run_arm(name, settings.arm_module, arguments, folder, advance, launcher))
-    resident, sleeping = found
-    return resident, sleeping

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from rich.console import Console
-from rich.table import Table
 
 from bridge_fgo.tools.arms.comparator import Comparison, compare
 from bridge_fgo.tools.arms.runner import ArmRun, Event
-from bridge_fgo.tools.demo import readable_bytes
+from bridge_fgo.tools.show import print_parts, print_table, readable_bytes
 
 MOVES = {
-    "asleep": "sleep: all leaves",
-    "params wake": "wake: weights alone",
-    "awake": "wake: the rest",
-    "reference wakes": "reference model comes",
-    "reference sleeps": "reference model leaves",
+    "asleep": "sleep: offload everything",
+    "params wake": "wake: reload the weights",
+    "awake": "wake: reload the rest",
+    "reference wakes": "reload the reference model",
+    "reference sleeps": "offload the reference model",
 }
 """Phases of an iteration in which something moves, and what to call that."""
 FIGURES = ("seconds", "copied", "freed", "returned")
@@ -104,31 +102,20 @@ class RlRuns:
     def print(self, console: Console) -> None:
         """Print rewards, moves, and whether the arms are bitwise equal."""
         ends = min(ENDS, len(self.sleeping.steps))
-        rewards = Table("", f"reward, first {ends}", f"last {ends}", "an iteration")
+        rewards = [["", f"reward, first {ends}", f"last {ends}", "an iteration"]]
         for arm in (self.resident, self.sleeping):
             first, last = self.rewards(arm)
-            rewards.add_row(arm.name, f"{first:.3f}", f"{last:.3f}", f"{self._seconds(arm):.3f} s")
-        console.print(rewards)
-        moves = Table("of an iteration", *FIGURES)
-        for row in self._rows():
-            moves.add_row(*row)
-        console.print(moves)
-        console.print(self._second_process(), markup=False)
-        parts = ", ".join(f"{name} {'equal' if equal else 'DIFFERENT'}" for name, equal in self.parts.items())
-        if self.bitwise_equal:
-            console.print(f"[bold green]Bitwise equal[/], asleep between updates or not: {parts}.")
-        else:
-            console.print(f"[bold red]NOT bitwise equal[/]: {parts}.")
+            rewards.append([arm.name, f"{first:.3f}", f"{last:.3f}", f"{self._seconds(arm):.3f} s"])
+        print_table(console, rewards)
+        moves = [["of an iteration", *FIGURES]]
+        for name, move in self.moves().items():
+            copied, freed, returned = (readable_bytes(move[figure]) for figure in ("copied", "freed", "returned"))
+            moves.append([MOVES[name], f"{move['seconds']:.4f}", copied, freed, "-" if self.on_cpu else returned])
+        print_table(console, moves)
+        second = f"A second process took and filled {readable_bytes(self.held)} in each sleep."
+        if self.on_cpu:
+            second = "On the CPU there is no driver to give memory back to, and no second process that takes it."
+        console.print(second, markup=False)
+        print_parts(console, self.parts, ", asleep between updates or not")
         if self.on_cpu:
             console.print("This ran on the CPU: it shows correctness and bytes, not speed.")
-
-    def _rows(self) -> Iterator[list[str]]:
-        for name, move in self.moves().items():
-            figures = [readable_bytes(move[figure]) for figure in ("copied", "freed")]
-            returned = "-" if self.on_cpu else readable_bytes(move["returned"])
-            yield [MOVES[name], f"{move['seconds']:.4f}", *figures, returned]
-
-    def _second_process(self) -> str:
-        if self.on_cpu:
-            return "On the CPU there is no driver to give memory back to, and no second process that takes it."
-        return f"A second process took and filled {readable_bytes(self.held)} in each sleep."

@@ -10,13 +10,34 @@ import torch
 import bridge_fgo
 from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.tools.arms import gpu, host_loop
-from bridge_fgo.tools.arms.collector_clock import CollectorClock
 from bridge_fgo.tools.arms.moves_alone import MovesAlone
 from bridge_fgo.tools.arms.phase_clock import FIRST_COUNTED_STEP, PhaseClock
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
 CONTEXT = SimpleNamespace(loss_dict={"lm loss": 1.0}, grad_norm=1.0, skipped_iter=False, model=None, optimizer=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--fused-loss", "--no-deterministic"),
+        ("--lengths 4096 --seq 1024", "--lengths"),
+        ("--lengths 8,16 --pp 2", "--lengths"),
+        ("--lengths 8,16 --cp 2", "--lengths"),
+        ("--moments-dtype bf16", "--precision-aware"),
+        ("--optimizer muon", "--no-distributed"),
+        ("--fsdp optim --no-distributed", "--fsdp"),
+        ("--hybrid --offload on", "--hybrid"),
+        ("--layer-wise", "--layer-wise goes with"),
+        ("--layer-wise --offload on", "--layer-wise goes with"),
+        ("--layer-wise --optimizer dist_muon", "--layer-wise goes with"),
+    ],
+)
+def test_options_that_do_not_go_together_end_the_arm_with_their_names(options, named, capsys):
+    with pytest.raises(SystemExit):
+        gpu.parse([*options.split(), "--events", "unused"])
+    assert named in capsys.readouterr().err
 
 
 class Stream:
@@ -80,19 +101,28 @@ def recorder(tmp_path, monkeypatch, stream):
     monkeypatch.setattr(gpu_recorder, "final_state", lambda *args: {"masters": {}, "moments": {}})
     monkeypatch.setattr(gpu_recorder, "joined_digests", lambda state: {})
     monkeypatch.setattr(gpu_recorder, "of_ranks", lambda mine: [mine])
+    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
     options = ["--steps", "5", "--alone-steps", "2", "--trace", str(tmp_path / "trace.gz")]
     options = gpu.parse([*options, "--events", str(tmp_path / "events")])
-    return gpu_recorder.Recorder(options, PhaseClock(options.steps)), tmp_path / "events"
+    return gpu_recorder.ArmRecorder(options, PhaseClock(options.steps)), tmp_path / "events"
 
 
-def train_seven_steps(recorder, stream):
-    """Has a recorder see training of seven steps, each of a quarter of a second."""
+def train(recorder, stream, steps=7, in_step=lambda step: None, after_step=lambda step: None, context=CONTEXT):
+    """Has a recorder see training, each step of a quarter of a second."""
     recorder.on_train_start(None)
-    for _ in range(7):
-        recorder.on_train_step_start(CONTEXT)  # waits for the stream: a second
+    for step in range(1, steps + 1):
+        recorder.on_train_step_start(context)  # waits for the stream: a second
         stream.now += 0.25
-        recorder.on_train_step_end(CONTEXT)
-    recorder.on_train_end(CONTEXT)
+        in_step(step)
+        recorder.on_train_step_end(context)
+        after_step(step)
+    recorder.on_train_end(context)
+
+
+def written(events):
+    """Return the events of the steps, and the result."""
+    _, *steps, result = map(json.loads, events.read_text().splitlines())
+    return steps, result
 
 
 def test_an_arm_that_ends_early_measures_the_step_that_begins_and_then_does_what_comes_after(recorder):
@@ -104,7 +134,6 @@ def test_an_arm_that_ends_early_measures_the_step_that_begins_and_then_does_what
         recorder.turns.ends_early = ends_early
         recorder.on_train_step_start(context)
         assert (recorder._options.steps, train.train_iters) == (measured, trained)
-    recorder.collector.end()
 
 
 def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_ones(recorder, stream, monkeypatch):
@@ -123,9 +152,8 @@ def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_on
             pass
 
     monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.StepTrace", Trace)
-    recorder.on_train_start(None)
-    for step in range(1, 10):
-        recorder.on_train_step_start(CONTEXT)
+
+    def in_step(step):
         before, traffic.seconds = stream.waits, 0.0
         move(stream, traffic)
         if stream.waits > before:
@@ -133,84 +161,43 @@ def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_on
         stats = SimpleNamespace(
             enqueue_seconds=traffic.seconds + step / 100, peak_forward_backward_bytes=1, peak_step_bytes=step,
             peak_reserved_bytes=1, engine="native", released_bytes=0, bytes_offloaded=0, pinned_bytes=0, pin_seconds=0,
-            copies_in_first=True, copy_wait_seconds=(0.5, 0.25),
         )  # fmt: skip
-        monkeypatch.setattr(bridge_fgo, "stats", lambda stats=stats: stats)
-        recorder.on_train_step_end(CONTEXT)
-    recorder.on_train_end(CONTEXT)
+        monkeypatch.setattr(bridge_fgo, "stats", lambda: stats)
+
+    train(recorder, stream, 9, in_step)
     assert waited == [6, 7] and profiled == [8, 9]
-    result = json.loads(events.read_text().splitlines()[-1])
-    assert result["copies_in_first_of_ranks"] == [True] and result["copy_wait_seconds_of_ranks"] == [[0.5, 0.25]]
-    written = [json.loads(line) for line in events.read_text().splitlines()]
-    assert [event["step"] for event in written if event["event"] == "step"] == [1, 2, 3, 4, 5]
-    result = written[-1]
+    steps, result = written(events)
+    assert [event["step"] for event in steps] == [1, 2, 3, 4, 5]
     assert result["enqueue_alone_seconds"] == pytest.approx([0.31, 0.32])
     assert result["enqueue_seconds"] == pytest.approx([0.29, 0.3])
-    assert len(result["step_seconds"]) == len(result["collector_seconds"]) == 5
+    assert len(result["step_seconds"]) == 5
     assert (result["first_step_peak_bytes"], result["peak_step_bytes"]) == (1, 5)
 
 
 def test_the_peak_of_setup_is_counted_anew_once_the_model_is_built(recorder, stream, monkeypatch):
     recorder, events = recorder
-    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
     peak = {"now": 7}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak["now"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.update(now=5))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 4)
     model = [object()]
     assert recorder.model_is_built(model) is model
-    recorder.on_train_start(None)
-    peak["now"] = 9
-    for _ in range(7):
-        recorder.on_train_step_start(CONTEXT)
-        recorder.on_train_step_end(CONTEXT)
-    recorder.on_train_end(CONTEXT)
-    result = json.loads(events.read_text().splitlines()[-1])
+    train(recorder, stream, in_step=lambda step: peak.update(now=9))
+    _, result = written(events)
     assert [result[name] for name in ("peak_model_bytes", "model_bytes", "peak_setup_bytes")] == [7, 4, 5]
 
 
-def test_a_collection_counts_in_the_step_that_it_falls_into(recorder, stream, monkeypatch):
-    recorder, events = recorder
-    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
-
-    def slow(phase, info):
-        stream.now += 0.5 * (phase == "start")
-
-    gc.disable()  # by itself
-    gc.callbacks.append(slow)
-    try:
-        recorder.on_train_start(None)
-        gc.collect()
-        for step in range(1, 6):
-            recorder.on_train_step_start(CONTEXT)
-            if step == 3:
-                gc.collect()
-            recorder.on_train_step_end(CONTEXT)
-            if step == 4:  # a step lasts until the next one begins
-                gc.collect()
-        recorder.on_train_end(CONTEXT)
-        gc.collect()
-    finally:
-        gc.callbacks.remove(slow)
-        gc.enable()
-    result = json.loads(events.read_text().splitlines()[-1])
-    assert result["collector_seconds"] == [0.0, 0.0, 0.5, 0.5, 0.0]
-    assert not any(isinstance(getattr(call, "__self__", None), CollectorClock) for call in gc.callbacks)
-
-
-def test_no_collection_of_a_step_that_counts_looks_through_what_lived_before_it(recorder, stream, monkeypatch):
+def test_no_collection_of_a_step_that_counts_looks_through_what_lived_before_it(recorder, stream):
     recorder, _ = recorder
-    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
     recorder._options.steps = FIRST_COUNTED_STEP
     gc.unfreeze()
     lives = [[]]
     looked_through = []
-    recorder.on_train_start(None)
-    for _ in range(FIRST_COUNTED_STEP):
-        recorder.on_train_step_start(CONTEXT)
+
+    def in_step(step):
         looked_through.append(any(found is lives for found in gc.get_objects()))
-        recorder.on_train_step_end(CONTEXT)
-    recorder.on_train_end(CONTEXT)
+
+    train(recorder, stream, FIRST_COUNTED_STEP, in_step)
     assert looked_through == [True] * (FIRST_COUNTED_STEP - 1) + [False]
     assert gc.get_freeze_count() == 0
 
@@ -224,12 +211,11 @@ def test_the_loop_of_each_rank_is_timed_once_a_step_and_is_in_no_steps_seconds(r
         timed.append(recorder.step / 8)
         return timed[-1]
 
-    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
     monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.host_loop_seconds", loop)
     other = [7.0] * 5
     monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.of_ranks", lambda mine: [mine, other])
-    train_seven_steps(recorder, stream)
-    result = json.loads(events.read_text().splitlines()[-1])
+    train(recorder, stream)
+    _, result = written(events)
     assert result["host_loop_seconds_of_ranks"] == [[0.125, 0.25, 0.375, 0.5, 0.625], other]
     assert len(timed) == 5, "not in steps that are not measured"
     assert result["step_seconds"] == [1.25] * 5
@@ -250,18 +236,15 @@ def test_a_save_is_in_the_seconds_of_its_step_and_its_writer_is_waited_for_in_no
             recorder.on_checkpoint_save(context)
         writing = False
 
-    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
-    monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.maybe_finalize_async_save", finish)
-    recorder.on_train_start(None)
-    for step in range(1, 8):
-        recorder.on_train_step_start(context)  # waits for the stream: a second
-        stream.now += 0.25
-        recorder.on_train_step_end(context)
+    def save(step):
+        nonlocal writing
         if checkpoint.save_interval and step % checkpoint.save_interval == 0:
             stream.now += 3
             writing = True
-    recorder.on_train_end(context)
-    result = json.loads(events.read_text().splitlines()[-1])
+
+    monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.maybe_finalize_async_save", finish)
+    train(recorder, stream, after_step=save, context=context)
+    _, result = written(events)
     assert result["save_steps"] == [2, 4]
     assert result["step_seconds"] == [1.25, 4.25, 1.25, 4.25, 1.25]
     assert result["between_seconds"] == [1, 4, 1, 4, 1]
@@ -306,26 +289,19 @@ def test_an_arm_in_turns_waits_before_each_at_rest_and_in_no_steps_seconds(recor
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("give back"))
     monkeypatch.setattr(recorder._clock, "begin_turn", begun.append)
-    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
-    train_seven_steps(recorder, stream)
+    train(recorder, stream)
     assert done == ["synchronize", "give back", "wait"] * 3 + ["synchronize"]
     assert begun == [1, 3, 5]
-    *steps, result = [json.loads(line) for line in events.read_text().splitlines()][1:]
+    steps, result = written(events)
     assert [step["turn"] for step in steps] == [0, 0, 1, 1, 2]
     assert result["step_seconds"] == [1.25] * 5
 
 
-def test_without_profiled_steps_moves_are_as_they_were_when_training_ends(recorder, stream, monkeypatch):
+def test_without_profiled_steps_moves_are_as_they_were_when_training_ends(recorder, stream):
     recorder, _ = recorder
-    before = list(Traffic.before_block)
-    monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
-    recorder.on_train_start(None)
-    for _ in range(7):
-        recorder.on_train_step_start(CONTEXT)
-        recorder.on_train_step_end(CONTEXT)
-    assert Traffic.before_block != before
-    recorder.on_train_end(CONTEXT)
-    assert Traffic.before_block == before
+    before, seen = list(Traffic.before_block), []
+    train(recorder, stream, in_step=lambda step: seen.append(list(Traffic.before_block)))
+    assert seen[-1] != before == Traffic.before_block
 
 
 class At:
@@ -338,22 +314,17 @@ class At:
         return (other.seconds - self.seconds) * 1e3
 
 
-def test_phases_are_those_of_no_first_step_of_a_turn_nor_of_the_wait_for_one():
-    turns, clock = (1, 8, 11), PhaseClock(13)
+@pytest.mark.parametrize(
+    ("last", "counted", "turns"),
+    [(9, (7, 8, 9), ()), (13, (9, 10, 12, 13), (1, 8, 11))],
+    ids=["of 7 to 9, and not of those with moves alone and profiled ones", "of no first step of a turn"],
+)
+def test_phases_are_those_of_the_steps_that_count_and_not_of_the_wait_for_a_turn(last, counted, turns):
+    clock = PhaseClock(last)
     for step in range(1, 14):
-        slow = 50 if step < 8 or step in turns else 1
-        begin = 1000 * step + 100_000 * (step >= 11)
+        slow = 1 if step in counted else 50
+        begin = 1000 * step + 100_000 * sum(step >= turn for turn in turns)
         clock._steps.append([(At(begin), At(begin + slow)), (At(begin + 3 * slow), At(begin + 5 * slow))])
         if step in turns:
             clock.begin_turn(step)
-    assert clock.medians() == pytest.approx({"forward": 2, "first_forward": 1, "backward": 2, "rest": 995})
-
-
-def test_phases_are_those_of_the_steps_that_count():
-    # Of 7 to 9, and not of the first six or of those with moves alone and profiled ones after them.
-    clock = PhaseClock(9)
-    for step in range(1, 13):
-        slow = 1 if 7 <= step <= 9 else 50
-        begin = 1000 * step
-        clock._steps.append([(At(begin), At(begin + slow)), (At(begin + 3 * slow), At(begin + 5 * slow))])
     assert clock.medians() == pytest.approx({"forward": 2, "first_forward": 1, "backward": 2, "rest": 995})

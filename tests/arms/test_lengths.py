@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from bridge_fgo.tools.arms import gpu
 from bridge_fgo.tools.arms.cpu_model import CpuOptions
 from bridge_fgo.tools.arms.lengths import cut, in_turn, length_of
 
@@ -35,13 +34,6 @@ def test_a_forward_step_gets_one_cut_batch_a_call(monkeypatch: pytest.MonkeyPatc
     for _ in range(8):
         step(SimpleNamespace(), data, None)
     assert seen == [3, 3, 5, 5, 3, 5, 5, 3] and len(list(data)) == 1
-
-
-@pytest.mark.parametrize("options", ["--lengths 4096 --seq 1024", "--lengths 8,16 --pp 2", "--lengths 8,16 --cp 2"])
-def test_lengths_that_cannot_be_had_end_the_arm(options: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu.parse([*options.split(), "--events", "e"])
-    assert "--lengths" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lengths", [(0,), (8, 64)])

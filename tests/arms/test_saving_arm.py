@@ -21,7 +21,7 @@ def record(tmp_path, monkeypatch):
     """Returns what trains with a recorder; it returns the result's event, and the saves under way as steps begin."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-    from bridge_fgo.tools.arms.gpu_recorder import Recorder
+    from bridge_fgo.tools.arms.gpu_recorder import ArmRecorder
 
     finalize = AsyncCallsQueue.maybe_finalize_async_calls
 
@@ -44,7 +44,7 @@ def record(tmp_path, monkeypatch):
             background(run, "fork", options.save)
             configured(run, checkpoint__save_interval=options.save_interval)
             queue = run.state.async_calls_queue
-            recorder = Recorder(options, PhaseClock(options.steps))
+            recorder = ArmRecorder(options, PhaseClock(options.steps))
             train(
                 run,
                 STEPS + ALONE,

@@ -30,7 +30,7 @@ def brief(found: Any) -> Any:
     return found
 
 
-class Toucher(gpu_recorder.Recorder):
+class Toucher(gpu_recorder.ArmRecorder):
     """Touches states after each step."""
 
     def on_train_step_end(self, context: Any) -> None:
@@ -51,5 +51,5 @@ class Toucher(gpu_recorder.Recorder):
 
 
 if __name__ == "__main__":
-    gpu_recorder.Recorder = Toucher  # type: ignore[misc]
+    gpu_recorder.ArmRecorder = Toucher  # type: ignore[misc]
     gpu.main()

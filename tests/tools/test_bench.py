@@ -3,15 +3,15 @@
 import gzip
 import html
 import json
+from typing import get_args
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from bridge_fgo.tools.arms.runner import ArmFailed, ArmRun
-from bridge_fgo.tools.bench import command, figures, presets, table, trace
+from bridge_fgo.tools.bench import command, figures, options, presets, trace
 from bridge_fgo.tools.bench.floor import floor_seconds
-from bridge_fgo.tools.bench.options import Preset
 from bridge_fgo.tools.main import app
 
 GB = 10**9
@@ -34,7 +34,6 @@ def arm(name, seconds, peak, released=0, digest="a"):
         "pin_seconds": 1.5 if released else 0.0,
         "enqueue_seconds": [0.01] * len(seconds) if released else [0.0] * len(seconds),
         "enqueue_alone_seconds": [0.02, 0.007, 0.007] if released else [0.0] * 3,
-        "collector_seconds": [0.4, *[0.0] * (len(seconds) - 2), 0.3],
         "base_bytes": 20 * GB,
         "peak_allocated_bytes": peak,
         "peak_reserved_bytes": peak + GB,
@@ -70,22 +69,18 @@ RESIDENT = [1.0, *[0.5] * 8]
 OFFLOADED = [1.5, 0.9, *[0.8] * 4, 0.7, 0.7, 0.6]
 
 
-def test_the_row_of_an_arm_counts_from_the_seventh_step_on(tmp_path):
-    write_trace(tmp_path / "t.gz", [(0.0, 0.2), (0.35, 0.2)])
+def test_the_row_of_an_arm_counts_from_the_seventh_step_on():
     resident, mine = [arm("resident", RESIDENT, 40 * GB)], [arm("native", OFFLOADED, 30 * GB, 10 * GB)]
-    row = figures.make_row(resident, mine, LINK, trace.read_trace(tmp_path / "t.gz"), True)
+    row = figures.make_row(resident, mine, LINK, True)
     assert row.step_seconds == 0.7
-    assert row.collector_seconds == 0.3
     assert row.added_seconds == pytest.approx(0.2)
-    assert (row.forward_seconds, row.rest_seconds, row.rest_seconds_of_ranks) == (0.05, 0.12, (0.12, 0.18))
+    assert (row.forward_seconds, row.rest_seconds) == (0.05, 0.12)
     assert row.e == pytest.approx(0.2 * 50 / 10)
     assert (row.saved_allocated, row.saved_reserved) == (1.0, 1.0)
     assert row.first_two_steps_added_seconds == pytest.approx(0.9)
     assert row.enqueue_share == pytest.approx(0.007 / 0.7)
     assert row.enqueue_by_the_clock_share == pytest.approx(0.01 / 0.7)
     assert row.bitwise_equal is True
-    assert row.overlaps_kernels == pytest.approx(0.25 / 0.4)
-    assert row.longest_waits_seconds == (0.1, 0.002)
 
 
 def test_e_of_copies_leaves_out_how_fast_the_host_launched_the_other_forwards():
@@ -94,31 +89,16 @@ def test_e_of_copies_leaves_out_how_fast_the_host_launched_the_other_forwards():
     waiting = {"forward": 0.05, "first_forward": 0.06, "backward": 0.1, "rest": 0.4}
     slow = {"forward": 0.09, "first_forward": 0.11, "backward": 0.1, "rest": 0.2}
     mine[0].result["phase_seconds_of_ranks"] = [waiting, slow]
-    row = figures.make_row(resident, mine, LINK, None, True)
+    row = figures.make_row(resident, mine, LINK, True)
     assert row.e_of_copies == pytest.approx((0.02 + 0.2 - 0.12) * 50 / 10)
-    assert figures.make_row(resident, resident, LINK, None, True).e_of_copies is None
+    assert figures.make_row(resident, resident, LINK, True).e_of_copies is None
     slow["rest"] = None  # of a pipeline
-    assert figures.make_row(resident, mine, LINK, None, True).e_of_copies is None
-
-
-def test_what_is_hidden_goes_by_the_phases_with_copies_where_they_are_known(tmp_path):
-    write_trace(tmp_path / "t.gz", [(0.0, 0.2), (0.35, 0.2)])
-    profile = trace.read_trace(tmp_path / "t.gz")
-    resident, mine = [arm("resident", RESIDENT, 40 * GB)], [arm("native", OFFLOADED, 30 * GB, 10 * GB)]
-    slow_launches = {"forward": 0.05, "first_forward": 0.07, "backward": 0.1, "rest": 0.25}
-    mine[0].result["phase_seconds_of_ranks"] = [slow_launches]
-    floor = figures.least_added(resident[0].result, mine[0].result, LINK)
-    assert floor is not None and floor < 0.15
-    row = figures.make_row(resident, mine, LINK, profile, True)
-    assert row.hidden == pytest.approx((0.4 - (0.02 + 0.25 - 0.12)) / (0.4 - floor))
-    slow_launches["rest"] = None  # of a pipeline: by the whole step
-    row = figures.make_row(resident, mine, LINK, profile, True)
-    assert row.hidden == pytest.approx((0.4 - 0.2) / (0.4 - floor))
+    assert figures.make_row(resident, mine, LINK, True).e_of_copies is None
 
 
 def test_another_digest_is_not_equal():
     resident = [arm("resident", RESIDENT, 40 * GB)]
-    row = figures.make_row(resident, [arm("native", OFFLOADED, 30 * GB, 10 * GB, "b")], LINK, None, True)
+    row = figures.make_row(resident, [arm("native", OFFLOADED, 30 * GB, 10 * GB, "b")], LINK, True)
     assert row.bitwise_equal is False
 
 
@@ -142,11 +122,11 @@ def test_no_more_can_hide_than_activations_leave_room_for():
     assert without == pytest.approx(10 / 45)
 
 
-def test_intervals_merge_and_intersect():
-    merged = trace.merge([(3, 4), (0, 1), (0.5, 2), (2.1, 2.2)], gap=0.2)
-    assert merged == [(0, 2.2), (3, 4)]
-    assert trace.length(merged) == pytest.approx(3.2)
-    assert trace.overlap(merged, [(1, 3.5), (3.9, 9)]) == pytest.approx(1.2 + 0.5 + 0.1)
+def test_a_trace_has_the_copies_of_the_offload_and_intervals_that_touch_are_one(tmp_path):
+    write_trace(tmp_path / "t.gz", [(0.35, 0.2), (0.0, 0.2), (0.1, 0.2)])
+    read = trace.read_trace(tmp_path / "t.gz")
+    assert read.d2h == [(0.0, pytest.approx(0.3)), (0.35, pytest.approx(0.55))] and read.h2d == []
+    assert trace.merge([(3, 4), (0, 1), (0.5, 2), (2.1, 2.2)], gap=0.2) == [(0, 2.2), (3, 4)]
 
 
 def test_every_checkout_of_megatron_lm_is_an_arm_of_its_own(tmp_path):
@@ -176,7 +156,8 @@ def test_a_misspelt_arm_is_refused_before_the_gpu_is_touched(monkeypatch, tmp_pa
 
 
 def test_every_preset_can_be_asked_for():
-    assert [preset.value for preset in Preset] == list(presets.PRESETS) == list(presets.MICROBATCHES)
+    assert list(get_args(options.Preset)) == list(presets.PRESETS) == list(presets.MICROBATCHES)
+    assert get_args(options.Optimizer) == presets.OPTIMIZERS and get_args(options.Sharding) == presets.STRATEGIES
 
 
 def test_the_preset_of_many_slabs_sets_their_size_for_this_packages_engine_alone():
@@ -197,7 +178,7 @@ def made_up(monkeypatch):
     digests, failing = {}, set()
 
     def run_one(settings, one, number, resident):
-        write_trace(settings.folder / f"{one.name}.{number}.trace.gz", [] if one.name == "resident" else [(0.1, 0.2)])
+        write_trace(settings.keep / f"{one.name}.{number}.trace.gz", [] if one.name == "resident" else [(0.1, 0.2)])
         if one.name in failing:
             raise ArmFailed(one.name, "made up", "the log")
         if one.name == "resident":
@@ -229,7 +210,7 @@ def test_the_bench_prints_a_table_and_leaves_json_and_pictures(made_up, tmp_path
     page = (tmp_path / "bench.html").read_text()
     assert page.count("data:image/png;base64,") == 2
     assert "<td>native</td>" in page
-    for heading in table.table_of([])[0]:
+    for heading in figures.table_of([])[0]:
         assert f"<p>{html.escape(heading)}: " in page, "each column is explained"
 
 
@@ -240,19 +221,15 @@ def test_what_was_trained_is_said_with_its_number_of_layers_and_microbatches(mad
     assert size in " ".join(result.stdout.split()) and html.escape(size) in (tmp_path / "bench.html").read_text()
 
 
-def test_the_terminal_has_four_figures_an_arm_and_with_verbose_all_with_a_legend(made_up, tmp_path):
+def test_the_terminal_has_five_figures_an_arm_and_with_verbose_all_with_a_legend(made_up, tmp_path):
     short = bench(tmp_path, "--arms", "resident,native", "--no-traces").stdout
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in short.splitlines()]
-    assert ["resident", "0.500", "-", "-", "-"] in rows
-    assert ["native", "0.700", "+40.0%", "10.00", "yes"] in rows
+    assert ["resident", "0.500", "-", "-", "-", "-"] in rows
+    assert ["native", "0.700", "+40.0%", "1.00", "10.00", "yes"] in rows
     assert "floor E" not in short and "--verbose" in short
     long = bench(tmp_path, "--arms", "resident,native", "--no-traces", "--verbose").stdout
-    for heading in table.table_of([])[0]:
+    for heading in figures.table_of([])[0]:
         assert f"\n{heading}: " in long
-
-
-def test_every_heading_of_the_table_has_a_legend():
-    assert list(table.LEGEND) == table.table_of([], saves=True)[0]
 
 
 @pytest.mark.parametrize("megatron_lm", [False, True])
@@ -272,12 +249,6 @@ def test_more_gpus_than_there_are_is_an_error_that_names_both(made_up, tmp_path)
 def test_json_is_the_only_thing_on_standard_output(made_up, tmp_path):
     result = bench(tmp_path, "--arms", "resident,native", "--json", "--no-traces")
     assert json.loads(result.stdout)["arms"][1]["arm"] == "native"
-
-
-@pytest.mark.parametrize("saves", [False, True])
-def test_the_stall_of_a_save_is_in_the_table_where_arms_save(made_up, tmp_path, saves):
-    assert bench(tmp_path, "--arms", "resident,native", *["--saves"] * saves).exit_code == 0
-    assert ("save stall, s" in (tmp_path / "bench.html").read_text()) is saves
 
 
 def test_the_reference_of_the_hosts_speed_is_that_of_all_arms(made_up, monkeypatch, tmp_path):

@@ -10,13 +10,14 @@ from test_bench import GB, LINK, OFFLOADED, RESIDENT, arm, checkout
 from bridge_fgo.tools.arms import gpu
 from bridge_fgo.tools.arms.phase_clock import FIRST_COUNTED_STEP
 from bridge_fgo.tools.bench import command, figures, presets
+from bridge_fgo.tools.bench.options import Settings
 
 
 def test_every_round_counts():
     slow = [*OFFLOADED[:6], 0.9, 0.9, 0.9]
     resident = [arm("resident", RESIDENT, 40 * GB) for _ in range(2)]
     mine = [arm("native", OFFLOADED, 30 * GB, 10 * GB), arm("native", slow, 32 * GB, 10 * GB, "b")]
-    row = figures.make_row(resident, mine, LINK, None, True)
+    row = figures.make_row(resident, mine, LINK, True)
     assert row.bitwise_equal is False
     assert (row.peak_allocated_bytes, row.saved_allocated) == (32 * GB, pytest.approx(0.8))
     assert (row.step_seconds, row.step_seconds_max) == (pytest.approx(0.8), 0.9)
@@ -40,8 +41,6 @@ def test_the_floor_is_of_what_is_copied_over_the_slower_direction_into_the_room_
 
 
 HEADINGS = {
-    "step, s": "step_seconds",
-    "GC, most, s": "collector_seconds",
     "added, s": "added_seconds",
     "E": "e",
     "E of copies": "e_of_copies",
@@ -52,29 +51,25 @@ HEADINGS = {
     "saved reserved / S": "saved_reserved",
     "pin, s": "pin_seconds",
     "steps 1-2 added, s": "first_two_steps_added_seconds",
-    "hidden / floor": "hidden",
 }
 
 
 def test_each_figure_of_the_table_is_beside_its_heading():
     resident, mine = [arm("resident", RESIDENT, 40 * GB)], [arm("native", OFFLOADED, 30 * GB, 10 * GB, "b")]
     values = {field: 10.0 + i for i, field in enumerate(HEADINGS.values())}
-    row = replace(figures.make_row(resident, mine, LINK, None, True), **values)
-    shown = dict(zip(*command.table_of([row]), strict=True))
+    row = replace(figures.make_row(resident, mine, LINK, True), **values)
+    shown = dict(zip(*figures.table_of([row]), strict=True))
     assert {name: float(shown[name]) for name in HEADINGS} == {name: values[HEADINGS[name]] for name in HEADINGS}
-    assert (shown["bitwise equal"], shown["ins first"]) == ("NO", "-")
-    assert "save stall, s" not in shown
-    shown = dict(zip(*command.table_of([replace(row, copies_in_first_of_ranks=(True, None, False))]), strict=True))
-    assert shown["ins first"] == "1 of 2"
-    shown = dict(zip(*command.table_of([replace(row, save_stall_seconds=0.25)], saves=True), strict=True))
-    assert (shown["bitwise equal"], shown["save stall, s"]) == ("NO", "0.25")
+    assert (shown["step, s"], shown["bitwise equal"], shown["save stall, s"]) == ("0.700 (0.600-0.700)", "NO", "-")
+    shown = dict(zip(*figures.table_of([replace(row, save_stall_seconds=0.25)]), strict=True))
+    assert shown["save stall, s"] == "0.25"
 
 
 @pytest.fixture
 def start(monkeypatch, tmp_path):
     """Returns what starts an arm by its name, and returns its options by name and its environment."""
 
-    def start(name, gpus=1, preset="short", megatron_lm=(), saves=False, steps=9, layers=None, alone_steps=3):
+    def start(name, megatron_lm=(), **changes):
         seen = {}
 
         def run_arm(name, module, options, folder, launcher, environment, timeout):
@@ -85,23 +80,14 @@ def start(monkeypatch, tmp_path):
             return arm(name, RESIDENT, 40 * GB)
 
         monkeypatch.setattr(command, "run_arm", run_arm)
-        settings = command.Settings(
-            arms=[],
-            preset=preset,
-            steps=steps,
-            rounds=1,
-            gpus=gpus,
-            folder=tmp_path,
-            megatron_lm=list(megatron_lm),
-            json_output=False,
+        settings = Settings(
+            arms=",".join(dict.fromkeys(["resident", name])),
+            keep=tmp_path,
+            megatron_lm=[Path(path) for path in megatron_lm],
             traces=False,
-            arm_timeout=1.0,
-            alone_steps=alone_steps,
-            saves=saves,
-            layers=layers,
+            **changes,
         )
-        arms = presets.arms(list(dict.fromkeys(["resident", name])), list(megatron_lm), preset)
-        command.run_one(settings, arms[-1], 0, arm("resident", RESIDENT, 40 * GB))
+        command.run_one(settings, settings.chosen()[-1], 0, arm("resident", RESIDENT, 40 * GB))
         if "checkpoints" in seen:
             assert seen["checkpoints"].parent == tmp_path and not seen["checkpoints"].exists()
         parsed = gpu.parse([*seen["options"], "--events", "unused"])
@@ -221,9 +207,3 @@ def test_the_config_of_an_arm_with_saves_is_of_background_saves_into_its_folder(
     checkpoint = build_config(gpu.parse([*presets.size_options("short", 1), *saves, "--events", "unused"])).checkpoint
     assert (checkpoint.save, checkpoint.save_interval, checkpoint.async_save) == (str(tmp_path), 8, True)
     assert checkpoint.ckpt_format == "torch_dist"
-
-
-def test_a_fused_loss_is_refused_in_the_deterministic_mode(capsys):
-    with pytest.raises(SystemExit):
-        gpu.parse(["--fused-loss", "--events", "unused"])
-    assert "--no-deterministic" in capsys.readouterr().err

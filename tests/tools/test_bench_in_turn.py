@@ -9,7 +9,7 @@ import pytest
 from test_bench import GB, LINK, arm, bench, made_up  # noqa: F401 (a fixture)
 
 from bridge_fgo.tools.arms import gpu
-from bridge_fgo.tools.arms.runner import ArmFailed, ArmProcess
+from bridge_fgo.tools.arms.runner import ArmFailed, ArmProcess, launcher
 from bridge_fgo.tools.bench import command, in_turn, rounds, steps
 
 STEPS = 3
@@ -29,7 +29,7 @@ def turns(tmp_path):
                 ["--steps", str(in_turn.WARM_UP_STEPS + STEPS * count), "--turns", str(address), "--name", name,
                  "--diary", str(diary), *arms[name]],
                 tmp_path,
-                launcher=command.launcher(ranks),
+                launcher=launcher(ranks),
                 environment={"PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])},
             )  # fmt: skip
 
@@ -155,7 +155,7 @@ def test_arms_are_compared_within_each_round():
 
 def test_it_is_said_in_how_many_rounds_which_arm_was_faster():
     arms = figures(native=([[0.6], [1.0], [1.2]],), mcore=([[0.7], [1.1], [1.1]],))
-    assert [str(line) for line in rounds.faster(arms, {"resident"})] == [
+    assert rounds.faster(arms, {"resident"}) == [
         "native faster than mcore in 2 of 3 rounds",
         "native faster than resident in 0 of 3 rounds",
         "mcore faster than resident in 0 of 3 rounds",

@@ -67,9 +67,3 @@ def test_what_asks_for_the_offload_is_what_the_arm_names(monkeypatch, cpu_standi
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     flags = {"chunked_optimizer_state_offload", "use_layer_wise_distributed_optimizer"}
     assert asked(*layer_wise) == (flags, {"optimizer_state_offload_chunk_size_mb": LAYER_WISE_CHUNK_MIB})
-
-
-@pytest.mark.parametrize("options", [[], ["--offload", "on"], ["--optimizer", "dist_muon"]])
-def test_a_layer_wise_arm_that_nothing_would_drive_is_refused(options):
-    with pytest.raises(SystemExit):
-        gpu.parse(["--layer-wise", *options, "--events", "unused"])

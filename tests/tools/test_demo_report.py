@@ -133,7 +133,7 @@ def arms_run(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The module and options of every arm that the demo runs, none of which is a process."""
     called: list[Any] = []
 
-    def run_arm(name: str, module: str, options: list[str], *_: Any) -> runner.ArmRun:
+    def run_arm(name: str, module: str, options: list[str], *_: Any, **__: Any) -> runner.ArmRun:
         called.append((module, options))
         return arm(name, [step(1)])
 

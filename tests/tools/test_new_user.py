@@ -35,6 +35,8 @@ COMMANDS = [
     ("plan", 2, "Usage: bridge-fgo plan", LIGHT),
     ("run", 2, "Usage: bridge-fgo run", LIGHT),
     ("run nothere.py", 2, "bridge-fgo run: there is no script 'nothere.py'", LIGHT),
+    ("run nothere.py --help", 2, "bridge-fgo run: there is no script 'nothere.py'", LIGHT),
+    ("run .", 2, "bridge-fgo run: there is no script '.'", LIGHT),
     ("run --fraction 9 ok.py", 2, "bridge-fgo run: OffloadConfig.fraction=9.0: use a number in (0, 1]", LIGHT),
     ("run --fraction half ok.py", 2, "Usage: bridge-fgo run", LIGHT),
     ("run --engin native ok.py", 2, "Usage: bridge-fgo run", LIGHT),

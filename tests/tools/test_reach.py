@@ -10,57 +10,22 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from bridge_fgo.tools.reach.table import by_class, table
-from bridge_fgo.tools.reach.verdict import Verdict, setting_of, verdict_of, without_hugging_face
+from reach import Verdict, by_class, config_functions, setting_of, table, verdict_of, without_hugging_face
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("recipes", "perf_recipes", "diffusion/recipes")
 
-ONE_OF_EACH = [
-    ("recipes.llama.h100.llama3", "llama32_1b_pretrain_1gpu_h100_bf16_config", "accepted", ""),
-    (
-        "perf_recipes.deepseek.b300.deepseek_v3",
-        "deepseek_v3_pretrain_256gpu_b300_fp8mx_config",
-        "accepted",
-        "",
-    ),
-    (
-        "perf_recipes.gpt_oss.b300.gpt_oss",
-        "gpt_oss_20b_pretrain_64gpu_b300_fp8mx_config",
-        "accepted",
-        "",
-    ),
-    (
-        "perf_recipes.deepseek.gb300.deepseek_v3",
-        "deepseek_v3_pretrain_64gpu_gb300_bf16_fsdp_config",
-        "accepted",
-        "",
-    ),
-    (
-        "perf_recipes.deepseek.gb300.deepseek_v3",
-        "deepseek_v3_pretrain_128gpu_gb300_fp8mx_hsdp_config",
-        "accepted",
-        "",
-    ),
-    (
-        "perf_recipes.kimi.b200.kimi_k2",
-        "kimi_k2_pretrain_256gpu_b200_bf16_config",
-        "accepted",
-        "",
-    ),
-    (
-        "recipes.deepseek.gb200.deepseek_v4",
-        "deepseek_v4_flash_pretrain_64gpu_gb200_bf16_muon_config",
-        "accepted",
-        "",
-    ),
-    (
-        "recipes.gemma.h100.gemma2",
-        "gemma2_27b_peft_4gpu_h100_bf16_config",
-        "accepted",
-        "",
-    ),
+ACCEPTED = [
+    ("recipes.llama.h100.llama3", "llama32_1b_pretrain_1gpu_h100_bf16_config"),
+    ("perf_recipes.deepseek.b300.deepseek_v3", "deepseek_v3_pretrain_256gpu_b300_fp8mx_config"),
+    ("perf_recipes.gpt_oss.b300.gpt_oss", "gpt_oss_20b_pretrain_64gpu_b300_fp8mx_config"),
+    ("perf_recipes.deepseek.gb300.deepseek_v3", "deepseek_v3_pretrain_64gpu_gb300_bf16_fsdp_config"),
+    ("perf_recipes.deepseek.gb300.deepseek_v3", "deepseek_v3_pretrain_128gpu_gb300_fp8mx_hsdp_config"),
+    ("perf_recipes.kimi.b200.kimi_k2", "kimi_k2_pretrain_256gpu_b200_bf16_config"),
+    ("recipes.deepseek.gb200.deepseek_v4", "deepseek_v4_flash_pretrain_64gpu_gb200_bf16_muon_config"),
+    ("recipes.gemma.h100.gemma2", "gemma2_27b_peft_4gpu_h100_bf16_config"),
+]
+OTHERS = [
     (
         "recipes.qwen_vl.h100.qwen35_vl",
         "qwen35_vl_35b_a3b_sft_2gpu_h100_bf16_fsdp_config",
@@ -83,7 +48,9 @@ ONE_OF_EACH = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "name", "outcome", "reason"), ONE_OF_EACH)
+@pytest.mark.parametrize(
+    ("module", "name", "outcome", "reason"), [*((*case, "accepted", "") for case in ACCEPTED), *OTHERS]
+)
 def test_a_config_of_each_class_has_its_verdict_and_reason(cpu_standins, module, name, outcome, reason):
     function = getattr(importlib.import_module(f"megatron.bridge.{module}"), name)
     with without_hugging_face():
@@ -93,8 +60,6 @@ def test_a_config_of_each_class_has_its_verdict_and_reason(cpu_standins, module,
 
 @pytest.mark.slow
 def test_the_listing_finds_every_config_function_that_the_sources_define(cpu_standins):
-    from bridge_fgo.tools.reach.functions import config_functions
-
     found = {(function.__module__, function.__name__) for function in config_functions()}
     assert found == set(functions_in_sources())
 
@@ -159,7 +124,7 @@ def test_what_a_function_raises_is_its_verdict():
 @pytest.mark.slow
 def test_the_counts_of_the_pages_are_those_of_the_installed_bridge(cpu_standins):
     done = subprocess.run(
-        [sys.executable, "-m", "bridge_fgo.tools.reach"],
+        [sys.executable, "tests/tools/reach.py"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -168,7 +133,7 @@ def test_the_counts_of_the_pages_are_those_of_the_installed_bridge(cpu_standins)
     )
     counted = {(outcome, reason): int(count) for count, outcome, reason in rows(done.stdout)}
     total = sum(counted.values())
-    page = (ROOT / "bridge_fgo/tools/reach/README.md").read_text()
+    page = (ROOT / "tests/tools/reach.md").read_text()
     assert rows(page) == rows(done.stdout)
     told = re.search(r"\[(\d+) of Bridge's (\d+) configs\]", (ROOT / "README.md").read_text())
     assert told and [int(number) for number in told.groups()] == [counted["accepted", ""], total]

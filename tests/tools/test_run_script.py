@@ -192,11 +192,6 @@ def test_options_of_python_stay_before_the_package(tmp_path, monkeypatch):
     assert found == [*words[:4], "-m", "bridge_fgo", "run", "--offload", "train.py", "-x"]
 
 
-def test_a_folder_is_no_script(tmp_path: Path) -> None:
-    outcome = command_line("run", tmp_path)
-    assert (outcome.returncode, outcome.stderr) == (2, f"bridge-fgo run: there is no script {str(tmp_path)!r}\n")
-
-
 def test_options_not_given_keep_the_defaults_of_offload_config() -> None:
     assert options.settings({}) == {}
     assert options.settings({"master_weights": False, "slab_bytes": None}) == {"master_weights": False}
@@ -229,25 +224,6 @@ def test_an_interrupt_is_no_short_message(script: Any) -> None:
     assert outcome.stderr.rstrip().endswith("KeyboardInterrupt")
 
 
-def test_a_missing_script_is_a_clean_error() -> None:
-    outcome = command_line("run", "not_there.py", "--help")
-    assert outcome.returncode == 2
-    assert outcome.stderr == "bridge-fgo run: there is no script 'not_there.py'\n"
-
-
-def test_a_setting_that_offload_config_refuses_is_a_clean_error(script: Any) -> None:
-    outcome = command_line("run", "--fraction", "1.5", script("raise SystemExit(0)"))
-    assert outcome.returncode == 2
-    assert "fraction" in outcome.stderr
-    assert "Traceback" not in outcome.stderr
-
-
-def test_a_misspelt_option_is_not_taken_for_the_script(script: Any) -> None:
-    outcome = command_line("run", "--engin", "native", script("raise SystemExit(0)"))
-    assert outcome.returncode == 2
-    assert "--engin" in outcome.stderr
-
-
 def test_help_imports_neither_torch_nor_megatron() -> None:
     code = (
         "import sys\n"
@@ -275,17 +251,6 @@ def test_python_dash_m_installs_the_package_for_the_script(script: Any) -> None:
         check=False,
     )
     assert (outcome.returncode, outcome.stdout) == (0, "0.25\n"), outcome.stderr
-
-
-def test_python_dash_m_reports_a_missing_script() -> None:
-    outcome = subprocess.run(
-        [sys.executable, "-m", "bridge_fgo", "run", "not_there.py"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-    assert (outcome.returncode, outcome.stderr) == (2, "bridge-fgo run: there is no script 'not_there.py'\n")
 
 
 # A config as Bridge would validate it, through the wrapper that the package puts around that.
@@ -317,11 +282,6 @@ def test_a_module_is_run_as_python_dash_m_runs_it(script: Any, monkeypatch: Any)
     monkeypatch.chdir(path.parent)
     seen = shown(command_line("run", "--fraction", "0.5", "-m", "trained", "--help"))
     assert (seen["name"], seen["file"], seen["argv"][1:]) == ("__main__", str(path), ["--help"])
-    outcome = command_line("run", "-m", "no_such_module.train")
-    assert (outcome.returncode, outcome.stderr) == (
-        2,
-        "bridge-fgo run: -m no_such_module.train: there is no module 'no_such_module'\n",
-    )
 
 
 @pytest.mark.parametrize("as_module", [True, False])

@@ -48,11 +48,6 @@ def bits(value: float | None, as_fp32: bool = False) -> bytes:
     return struct.pack("<d", ctypes.c_float(value).value if as_fp32 else value)
 
 
-def number_bits(event: Event, name: str) -> bytes:
-    """Return the `bits` of a number of an event."""
-    return bits(exact_number(event, name))
-
-
 def compare_scalar(
     part: str, first: Mapping[int, float | None], second: Mapping[int, float | None], as_fp32: bool = False
 ) -> Parity:

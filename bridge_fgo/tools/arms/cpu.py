@@ -99,7 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         peak_reserved_bytes=0,
         peak_forward_backward_bytes=record.peak_forward_backward_bytes,
         peak_step_bytes=record.peak_step_bytes,
-        step_seconds=[step.seconds for step in record.steps],
     )
     writer.close()
 

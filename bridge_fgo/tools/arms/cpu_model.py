@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from bridge_fgo.tools.arms.lengths import cut, length_of
+from bridge_fgo.tools.arms.shared_config import ON_THE_CPU, container, gpt
 
 Precision = Literal["bf16", "fp16", "fp32_params"]
 Optimizer = Literal["adam", "muon", "adaptive_muon", "dist_muon"]
@@ -42,8 +43,6 @@ class CpuOptions:
     precision: Precision = "bf16"
     """"fp16" scales the loss dynamically, from so high that the first steps overflow and are skipped.
     "fp32_params" is bf16 with native fp32 layer norms, whose "masters" are views of DDP's buffers."""
-    adam: Literal["torch"] = "torch"
-    """The Adam inside: mcore's fallback, torch.optim.AdamW."""
     optimizer: Optimizer = "adam"
     """`cfg.optimizer.optimizer`. Muons need emerging-optimizers, and `distributed=False`."""
     distributed: bool = True
@@ -85,7 +84,7 @@ class CpuOptions:
     vocab: int = 256
     sequence: int = 32
     lengths: tuple[int, ...] = ()
-    """Lengths up to `sequence` that sequences take in turn, in steps and within them; see `harness.lengths`."""
+    """Lengths up to `sequence` that sequences take in turn, in steps and within them; see `tools.arms.lengths`."""
     microbatches: int = 2
     micro_batch_size: int = 2
     seed: int = 1234
@@ -95,20 +94,18 @@ class CpuOptions:
             raise ValueError(f"chunks={self.chunks}: use 1 or 2")
         if self.layers % (self.chunks * self.pp):
             raise ValueError(f"layers={self.layers}: use a multiple of chunks={self.chunks} x pp={self.pp}")
-        if self.precision not in get_args(Precision):
-            one_of = ", ".join(get_args(Precision))
-            raise ValueError(f"precision={self.precision!r}: use one of {one_of}")
-        if self.optimizer not in get_args(Optimizer):
-            raise ValueError(f"optimizer={self.optimizer!r}: use one of {', '.join(get_args(Optimizer))}")
+        words = {
+            "precision": get_args(Precision),
+            "optimizer": get_args(Optimizer),
+            "fsdp": (*get_args(Sharding), None),
+        }
+        for name, one_of in words.items():
+            if getattr(self, name) not in one_of:
+                raise ValueError(f"{name}={getattr(self, name)!r}: use one of {', '.join(map(str, one_of))}")
         if self.optimizer != "adam" and self.distributed:
             raise ValueError(f"optimizer={self.optimizer!r}: set distributed=False, as mcore asks for")
-        if self.fsdp is not None:
-            if self.fsdp not in get_args(Sharding):
-                raise ValueError(f"fsdp={self.fsdp!r}: use one of {', '.join(get_args(Sharding))}")
-            if self.chunks != 1 or self.precision != "bf16" or not self.distributed:
-                raise ValueError(f"fsdp={self.fsdp!r}: use chunks=1, precision='bf16' and distributed=True")
-        if self.adam != "torch":
-            raise ValueError(f"adam={self.adam!r}: only 'torch' runs on the CPU")
+        if self.fsdp is not None and (self.chunks != 1 or self.precision != "bf16" or not self.distributed):
+            raise ValueError(f"fsdp={self.fsdp!r}: use chunks=1, precision='bf16' and distributed=True")
         if any(not 0 < length <= self.sequence for length in self.lengths):
             raise ValueError(f"lengths={self.lengths}: use lengths up to sequence={self.sequence}")
         if self.overlap_param_gather and not self.overlap_grad_reduce:
@@ -126,11 +123,11 @@ def make_config(options: CpuOptions) -> Any:
 
     Nothing in it depends on how many steps will run, so that a shorter run is the beginning of a longer one.
     """
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training import config as bridge
 
     half = torch.float16 if options.precision == "fp16" else torch.bfloat16
     is_fp16 = half == torch.float16
+    precision = {"fp16": is_fp16, "bf16": not is_fp16, "params_dtype": half}
     variants: dict[str, Any] = {}
     if options.experts:
         variants.update(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=options.hidden)
@@ -138,38 +135,6 @@ def make_config(options: CpuOptions) -> Any:
         variants.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
     if options.fsdp is not None:
         variants.update(calculate_per_token_loss=True)  # else gradients are averaged by a reduction that gloo lacks
-    model = GPTModelProvider(
-        num_layers=options.layers,
-        hidden_size=options.hidden,
-        ffn_hidden_size=4 * options.hidden,
-        num_attention_heads=4,
-        tensor_model_parallel_size=options.tp,
-        pipeline_model_parallel_size=options.pp,
-        vocab_size=options.vocab,
-        seq_length=options.sequence,
-        virtual_pipeline_model_parallel_size=options.chunks if options.chunks > 1 else None,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        hidden_dropout=0.1,  # so that a rerun that did not restore the random state would differ
-        attention_dropout=0.0,
-        add_bias_linear=not options.experts,  # mcore's plain-torch experts cannot differentiate a bias
-        fp16=is_fp16,
-        bf16=not is_fp16,
-        params_dtype=half,
-        pipeline_dtype=half,
-        autocast_dtype=half,
-        use_cpu_initialization=True,
-        # Everything fused is a CUDA kernel.
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        cross_entropy_loss_fusion=False,
-        persist_layer_norm=False,
-        transformer_layer_spec=layer_spec,
-        **variants,
-    )
     optimizer: Any = bridge.OptimizerConfig(
         optimizer=options.optimizer,
         muon_tp_mode=options.muon_tp_mode,
@@ -177,14 +142,12 @@ def make_config(options: CpuOptions) -> Any:
         lr=2e-3,
         min_lr=1e-4,
         clip_grad=1.0,
-        fp16=is_fp16,
-        bf16=not is_fp16,
-        params_dtype=half,
         use_distributed_optimizer=options.distributed,
         loss_scale=CONSTANT_LOSS_SCALE if options.found_inf_steps and not is_fp16 else None,
         initial_loss_scale=2.0**20,
         loss_scale_window=4,
         hysteresis=1,
+        **precision,
     )
     # An attribute and no argument: mcore releases without an offloader have no such field.
     optimizer.offload_optimizer_states = options.offload
@@ -197,22 +160,27 @@ def make_config(options: CpuOptions) -> Any:
         )
     validates = options.rerun_steps or options.checkpoint_exit_step is not None
     rerun_mode = "validate_results" if validates else "disabled"
-    return bridge.ConfigContainer(
-        model=model,
-        train=bridge.TrainingConfig(
-            micro_batch_size=options.micro_batch_size,
-            global_batch_size=options.micro_batch_size * options.microbatches,
-            train_iters=1000,
+    return container(
+        model=gpt(
+            num_layers=options.layers,
+            hidden_size=options.hidden,
+            ffn_hidden_size=4 * options.hidden,
+            num_attention_heads=4,
+            tensor_model_parallel_size=options.tp,
+            pipeline_model_parallel_size=options.pp,
+            vocab_size=options.vocab,
+            seq_length=options.sequence,
+            virtual_pipeline_model_parallel_size=options.chunks if options.chunks > 1 else None,
+            hidden_dropout=0.1,  # so that a rerun that did not restore the random state would differ
+            add_bias_linear=not options.experts,  # mcore's plain-torch experts cannot differentiate a bias
+            pipeline_dtype=half,
+            autocast_dtype=half,
+            transformer_layer_spec=layer_spec,
+            **precision,
+            **ON_THE_CPU,
+            **variants,
         ),
         optimizer=optimizer,
-        scheduler=bridge.SchedulerConfig(
-            lr_decay_style="cosine",
-            lr_decay_iters=1000,
-            lr_warmup_iters=0,  # with a warm-up the first step's learning rate is 0 and updates nothing
-            start_weight_decay=0.01,
-            end_weight_decay=0.01,
-            weight_decay_incr_style="constant",
-        ),
         ddp=bridge.DistributedDataParallelConfig(
             use_distributed_optimizer=options.distributed,
             grad_reduce_in_fp32=True,
@@ -222,16 +190,15 @@ def make_config(options: CpuOptions) -> Any:
             num_distributed_optimizer_instances=options.instances,
             **fsdp,
         ),
-        dataset=bridge.MockGPTDatasetConfig(
-            seq_length=options.sequence,
-            random_seed=options.seed,
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-        ),
+        iterations=1000,
+        micro_batch_size=options.micro_batch_size,
+        global_batch_size=options.micro_batch_size * options.microbatches,
+        sequence=options.sequence,
+        vocab=options.vocab,
+        seed=options.seed,
+        # With a warm-up the first step's learning rate is 0 and updates nothing.
+        scheduler={"lr_decay_style": "cosine", "lr_decay_iters": 1000, "lr_warmup_iters": 0},
         rerun_state_machine=bridge.RerunStateMachineConfig(rerun_mode=rerun_mode),
-        logger=bridge.LoggerConfig(),
-        tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=options.vocab),
         checkpoint=bridge.CheckpointConfig(ckpt_format="torch_dist" if options.fsdp is None else "fsdp_dtensor"),
     )
 

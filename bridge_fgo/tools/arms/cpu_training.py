@@ -8,13 +8,13 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
 import bridge_fgo
+from bridge_fgo.tools.arms import final_state
 from bridge_fgo.tools.arms.cpu_model import (
     CpuOptions,
     forward_backward_chunks,
@@ -22,24 +22,12 @@ from bridge_fgo.tools.arms.cpu_model import (
     make_model,
     microbatches,
 )
-from bridge_fgo.tools.arms.final_state import MOMENTS, fsdp_states, fsdp_weights, mcore_optimizers
 from bridge_fgo.tools.arms.record import RunRecord, StepRecord, digest
 from bridge_fgo.tools.standins.cuda import install_standins
 from bridge_fgo.tools.standins.fsdp import fsdp_on_cpu
 
 FAULT = 64.0
 """Factor by which an injected fault raises the loss: far above what validation accepts."""
-
-
-def _lists_of(leaf: Any) -> list[tuple[Any, Any, Any]]:
-    """Return lists of an optimizer's parameters, of what it has of each on this rank, and of their masters."""
-    if hasattr(leaf, "fp32_from_fp32_groups"):  # Float16OptimizerWithFloat16Params
-        native, halves = leaf.fp32_from_fp32_groups, leaf.float16_groups
-        return [(native, native, native), (halves, halves, leaf.fp32_from_float16_groups)]
-    return [
-        (leaf.model_fp32_groups, leaf.shard_fp32_groups, leaf.shard_fp32_groups),
-        (leaf.model_float16_groups, leaf.shard_float16_groups, leaf.shard_fp32_from_float16_groups),
-    ]
 
 
 class CpuTraining:
@@ -222,49 +210,14 @@ class CpuTraining:
         )
         return loss, tokens, report
 
-    def _state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (kind, name, tensor) of all parameters, then of the master weights and moments that exist.
-
-        Looks for them itself, because what is compared should not depend on what is being tested.
-        """
-        if self.options.fsdp is not None:
-            for name, weight in fsdp_weights(self.model).items():
-                yield "params", name, weight
-            for leaf in mcore_optimizers(self.optimizer):
-                yield from fsdp_states(leaf)
-            return
-        names = {}
-        for chunk, module in enumerate(self.model):
-            for name, parameter in module.named_parameters():
-                names[parameter] = f"{chunk}.{name}"
-                yield "params", names[parameter], parameter
-        for leaf in mcore_optimizers(self.optimizer):
-            if leaf.is_stub_optimizer:
-                continue
-            for weights, shards, mains in _lists_of(leaf):
-                for weight, shard, main in zip(chain(*weights), chain(*shards), chain(*mains), strict=True):
-                    # A precision-aware Adam steps the shard, and has the master, once it is made, among its states.
-                    state = leaf.optimizer.state.get(shard if main is None else main, {})
-                    master = state.get("master_param", main)
-                    if master is not None:
-                        yield "masters", names[weight], master
-                    for key in MOMENTS:
-                        if key in state:
-                            yield "moments", f"{names[weight]}.{key}", state[key]
-
     def state_tensors(self) -> dict[str, list[tuple[str, torch.Tensor]]]:
         """Return parameters, master weights and moments, each in a fixed order: (name, tensor) by kind.
 
         Raises:
             RuntimeError: a tensor's memory is released, so that it cannot be read.
         """
-        found: dict[str, list[tuple[str, torch.Tensor]]] = {"params": [], "masters": [], "moments": []}
-        for kind, name, tensor in self._state():
-            end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-            if tensor.untyped_storage().nbytes() < end:
-                raise RuntimeError(f"{kind} {name} cannot be read: its memory is released")
-            found[kind].append((name, tensor))
-        return found
+        found = final_state.state_tensors(self.model, self.optimizer)
+        return {kind: list(tensors.items()) for kind, tensors in found.items()}
 
     def digests(self) -> dict[str, str]:
         """Return the sha256 of the bytes of `state_tensors`, by kind."""
@@ -277,7 +230,7 @@ class CpuTraining:
         Masters that are views of DDP's buffers (native fp32 parameters) are weights, and do not count.
         """
         weights, states = {}, {}
-        for kind, _, tensor in self._state():
+        for kind, _, tensor in final_state.states(self.model, self.optimizer):
             storage = tensor.untyped_storage()
             (weights if kind == "params" else states)[storage._cdata] = storage.nbytes()
         return sum(nbytes for storage, nbytes in states.items() if storage not in weights)

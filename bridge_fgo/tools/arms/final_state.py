@@ -90,39 +90,57 @@ def _weights(model: Sequence[Any]) -> dict[str, torch.Tensor]:
     return {f"{chunk}.{name}": parameter for chunk, name, parameter in named}
 
 
-def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """Return this rank's parameters, master weights and moments, each by name.
+def states(model: Sequence[Any], optimizer: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield (kind, name, tensor) of this rank's parameters, and of the masters and moments that exist.
 
-    Masters are the inner optimizer's parameters, or their `master_param` states (fp32,
-    or int16 remainders) where the precision-aware optimizer holds them. Looks for them
-    itself instead of asking the package: what is compared should not depend on what is
-    being tested.
+    Masters are the inner optimizer's parameters, or their `master_param` states (fp32, or int16 remainders) where the
+    precision-aware optimizer holds them. Looks for them itself instead of asking the package: what is compared should
+    not depend on what is being tested.
+    """
+    leaves = list(mcore_optimizers(optimizer))
+    has_fsdp = any(is_fsdp(leaf) for leaf in leaves)
+    for name, weight in (fsdp_weights(model) if has_fsdp else _weights(model)).items():
+        yield "params", name, weight
+    if has_fsdp:
+        for number, leaf in enumerate(leaves):
+            for kind, name, tensor in fsdp_states(leaf):
+                yield kind, f"{number}.{name}", tensor
+        return
+    for name, leaf, parameter in _stepped(optimizer):
+        moments = _state_of(leaf, parameter)
+        yield "masters", name, moments.pop("master")
+        for key, moment in moments.items():
+            yield "moments", f"{name}.{key}", moment
+
+
+def state_tensors(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Return what `states` yields, by kind and name.
 
     Raises:
-        RuntimeError: a tensor's memory is released, or there are no masters or moments: equal digests of nothing would
-            prove nothing.
+        RuntimeError: a tensor's memory is released, so that it cannot be read.
     """
-    state: dict[str, dict[str, torch.Tensor]] = {"params": _weights(model), "masters": {}, "moments": {}}
+    found: dict[str, dict[str, torch.Tensor]] = {"params": {}, "masters": {}, "moments": {}}
+    for kind, name, tensor in states(model, optimizer):
+        end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        if tensor.untyped_storage().nbytes() < end:
+            raise RuntimeError(f"{kind} {name} cannot be read: its memory is released")
+        found[kind][name] = tensor
+    return found
+
+
+def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the `state_tensors` after training.
+
+    Raises:
+        RuntimeError: as those, or there are no masters or moments: equal digests of nothing would prove nothing.
+    """
     for leaf in mcore_optimizers(optimizer):
         if hasattr(leaf, "synchronize_optimizer_state_for_checkpoint"):
             leaf.synchronize_optimizer_state_for_checkpoint()  # mcore generation 2
-    if any(is_fsdp(leaf) for leaf in mcore_optimizers(optimizer)):
-        state["params"] = fsdp_weights(model)
-        for number, leaf in enumerate(mcore_optimizers(optimizer)):
-            for kind, name, tensor in fsdp_states(leaf):
-                state[kind][f"{number}.{name}"] = tensor
-    else:
-        for name, leaf, parameter in _stepped(optimizer):
-            moments = _state_of(leaf, parameter)
-            state["masters"][name] = moments.pop("master")
-            state["moments"] |= {f"{name}.{key}": moment for key, moment in moments.items()}
+    state = state_tensors(model, optimizer)
     for part, tensors in state.items():
         if not tensors:
             raise RuntimeError(f"found no {part} to compare after training")
-        for name, tensor in tensors.items():
-            end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-            if tensor.untyped_storage().nbytes() < end:
-                raise RuntimeError(f"{part} {name} has no memory after training: it is still released")
     return state
 
 

@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    from bridge_fgo.tools.arms.gpu_recorder import Recorder
+    from bridge_fgo.tools.arms.gpu_recorder import ArmRecorder
     from bridge_fgo.tools.arms.lengths import in_turn
 
     if options.lengths:
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     skip_building_what_is_built()
     forget_attention_backend()
     clock = PhaseClock(options.steps)
-    config, recorder = build_config(options), Recorder(options, clock)
+    config, recorder = build_config(options), ArmRecorder(options, clock)
     config.model.register_post_wrap_hook(recorder.model_is_built)
     # Events that are captured tell no time, and a replay calls no forward step.
     pretrain(config, forward_step if options.full_graphs else clock.timed(forward_step), callbacks=[recorder])

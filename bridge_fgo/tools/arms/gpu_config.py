@@ -7,6 +7,8 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
+from bridge_fgo.tools.arms.shared_config import container, gpt
+
 if TYPE_CHECKING:
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training.config import ConfigContainer
@@ -52,11 +54,10 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
     """Return the configuration that `pretrain()` runs."""
     import torch
     import torch.nn.functional as F
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training import config as bridge
     from megatron.core.transformer.enums import AttnBackend
 
-    model = GPTModelProvider(
+    model = gpt(
         num_layers=options.layers,
         hidden_size=options.hidden,
         ffn_hidden_size=options.ffn,
@@ -66,11 +67,8 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         normalization="RMSNorm",
         activation_func=F.silu,
         gated_linear_unit=True,
-        position_embedding_type="rope",
         add_bias_linear=False,
-        attention_dropout=0.0,
         hidden_dropout=0.0,
-        share_embeddings_and_output_weights=False,
         tensor_model_parallel_size=options.tp,
         pipeline_model_parallel_size=options.pp,
         virtual_pipeline_model_parallel_size=options.vpp,
@@ -83,7 +81,6 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         bf16=True,
         make_vocab_size_divisible_by=128,
         vocab_size=None,
-        gradient_accumulation_fusion=False,  # needs Apex
         # Deterministic, and does not depend on the cuDNN that is here.
         attention_backend=AttnBackend.unfused,
         deterministic_mode=options.deterministic,
@@ -141,38 +138,26 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
     )
     if options.fsdp is not None:
         ddp.use_megatron_fsdp, ddp.data_parallel_sharding_strategy = True, options.fsdp
-    return bridge.ConfigContainer(
+    return container(
         model=model,
-        train=bridge.TrainingConfig(
-            train_iters=options.steps + options.alone_steps + (0 if options.trace is None else 2),
-            global_batch_size=options.gbs,
-            micro_batch_size=options.mbs,
-        ),
-        validation=bridge.ValidationConfig(eval_interval=None, eval_iters=0),
         optimizer=optimizer,
-        scheduler=bridge.SchedulerConfig(
-            start_weight_decay=0.01,
-            end_weight_decay=0.01,
-            weight_decay_incr_style="constant",
-            lr_decay_style="cosine",
-            lr_warmup_iters=min(2, options.steps - 1),
-            lr_decay_iters=options.steps,
-            override_opt_param_scheduler=True,
-        ),
         ddp=ddp,
-        dataset=bridge.MockGPTDatasetConfig(
-            random_seed=1234,
-            reset_attention_mask=False,
-            reset_position_ids=False,
-            eod_mask_loss=False,
-            seq_length=options.seq,
-            num_dataset_builder_threads=1,
-            data_sharding=True,
-            dataloader_type="single",
-            num_workers=1,
-        ),
-        logger=bridge.LoggerConfig(),
-        tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=options.vocab),
+        iterations=options.steps + options.alone_steps + (0 if options.trace is None else 2),
+        micro_batch_size=options.mbs,
+        global_batch_size=options.gbs,
+        sequence=options.seq,
+        vocab=options.vocab,
+        seed=1234,
+        scheduler={
+            "lr_decay_style": "cosine",
+            "lr_warmup_iters": min(2, options.steps - 1),
+            "lr_decay_iters": options.steps,
+            "override_opt_param_scheduler": True,
+        },
+        dataset={
+            "num_dataset_builder_threads": 1, "data_sharding": True, "dataloader_type": "single", "num_workers": 1,
+        },
+        validation=bridge.ValidationConfig(eval_interval=None, eval_iters=0),
         checkpoint=bridge.CheckpointConfig(
             save=None if options.save is None else str(options.save),
             save_interval=options.save_interval if options.save is not None else None,
@@ -187,4 +172,4 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         rng=bridge.RNGConfig(seed=1234),
         # Bridge's validation asks for it where passes are captured whole.
         rerun_state_machine=bridge.RerunStateMachineConfig(check_for_nan_in_loss=not options.full_graphs),
-    )
+    )  # fmt: skip

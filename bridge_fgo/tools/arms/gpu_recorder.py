@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import time
+from collections import defaultdict
 from typing import Any, override
 
 import torch
@@ -13,7 +15,6 @@ from megatron.bridge.training.checkpointing import maybe_finalize_async_save
 import bridge_fgo
 from bridge_fgo.figures import Stats
 from bridge_fgo.memory.meters import COMMON_POOL
-from bridge_fgo.tools.arms.collector_clock import CollectorClock
 from bridge_fgo.tools.arms.final_state import (
     digests_by_parameter,
     digests_of_ranks,
@@ -30,14 +31,16 @@ from bridge_fgo.tools.arms.turns import TurnTaker
 
 FIRST_MEASURED_STEP = 4
 """From this step on moments exist and buffers are warm: peaks are those of all steps that come."""
+PHASES = ("forward_backward", "step")
+"""What the package tells the peaks of apart."""
 
 
-def enqueue_seconds(stats: Stats | None) -> float:
-    """Return the host's seconds for the moves of the newest step; 0 without offload."""
-    return 0.0 if stats is None else stats.enqueue_seconds
+def figure(stats: Stats | None, name: str) -> Any:
+    """Return a figure of the newest step by its name; 0 where it has none, or nothing is offloaded."""
+    return 0 if stats is None else getattr(stats, name) or 0
 
 
-class Recorder(Callback):
+class ArmRecorder(Callback):
     """Measures the run and, on rank 0, writes its events.
 
     Args:
@@ -50,39 +53,29 @@ class Recorder(Callback):
         self._clock = clock
         self.writer: EventWriter | None = None
         self.step = 0
-        self.started = 0.0
-        self.seconds: list[float] = []
-        self.collector = CollectorClock()
-        self.collector_seconds: list[float] = []
-        self.host_loop_seconds: list[float] = []
-        self.trained = 0.0
-        self.between_seconds: list[float] = []
-        self.save_steps: list[int] = []
+        self.started = self.trained = 0.0
         self.newest: dict[str, Any] = {}
-        self.peaks: dict[str, Any] = {}
-        self.first_step_peak: int | None = None
-        self.setup: dict[str, int] = {}
-        self.base = 0
-        self.pools = 0
-        """Bytes that CUDA graphs have for themselves in the last step."""
-        self.enqueue: list[float] = []
-        self.enqueue_alone: list[float] = []
+        """The event of the step that is not over yet."""
+        self.peaks: dict[str, int] = {}
+        self.figures: dict[str, Any] = {"first_step_peak_bytes": None, "base_bytes": 0, "graph_pool_bytes": 0}
+        """Of the result, in bytes; `graph_pool_bytes` is what CUDA graphs have for themselves in the last step."""
+        self.series: dict[str, list[float]] = defaultdict(list)
+        """Of the result, a value a step."""
+        self.save_steps: list[int] = []
         self.alone: MovesAlone | None = None
         self.trace: StepTrace | None = None
         self.turns: TurnTaker | None = None
 
     def model_is_built(self, model: Any) -> Any:
         """Take the peak of building the model, from where that of the optimizer and of a load is counted anew."""
-        self.setup = {
-            "peak_model_bytes": torch.cuda.max_memory_allocated(),  # mcore's DDP holds the weights twice for a moment
-            "model_bytes": torch.cuda.memory_allocated(),
-        }
+        self.figures["peak_model_bytes"] = torch.cuda.max_memory_allocated()  # DDP holds the weights twice for a moment
+        self.figures["model_bytes"] = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return model
 
     @override
     def on_train_start(self, context: Any) -> None:
-        self.setup["peak_setup_bytes"] = torch.cuda.max_memory_allocated()
+        self.figures["peak_setup_bytes"] = torch.cuda.max_memory_allocated()
         if self._options.turns is not None:
             ranks = torch.distributed.get_world_size()
             self.turns = TurnTaker(self._options.turns, torch.distributed.get_rank(), ranks)
@@ -102,27 +95,33 @@ class Recorder(Callback):
             maybe_finalize_async_save(context.state, context.state.cfg.checkpoint, blocking=True)
         self.step += 1
         self.await_turn(self.step)
-        if self.turns is not None and self.turns.ends_early and self.step < self._options.steps:
-            self.end_with_this_step(context.state.cfg.train)
-        if self.step <= self._options.steps:
+        measured = self._options.steps
+        if self.turns is not None and self.turns.ends_early and self.step < measured:
+            # The step that begins is the last of those that are measured.
+            context.state.cfg.train.train_iters -= measured - self.step
+            measured = self._options.steps = self.step
+            self._clock.end_with(self.step)
+        if self.step <= measured:
             # Between the last step's end and this one's begin, so that it is in neither's seconds. Of the phases
             # `rest` has it, and copies go on meanwhile: a thousandth of a step, in all arms alike.
-            self.host_loop_seconds.append(host_loop_seconds())
-        if self.step == self._options.steps + 1 and self._options.save is not None:
+            self.series["host_loop_seconds"].append(host_loop_seconds())
+        if self.step == measured + 1 and self._options.save is not None:
             context.state.cfg.checkpoint.save_interval = 0  # Bridge's word for no more saves, nor one at the end
-        if self.step == self._options.steps + 1 and self._options.alone_steps:
+        if self.step == measured + 1 and self._options.alone_steps:
             self.alone = MovesAlone(torch.cuda.current_stream())
-        if self.step == self._options.steps + self._options.alone_steps + 1:
+        if self.step == measured + self._options.alone_steps + 1:
             self.end_alone()
             self.trace = StepTrace()
         if self.trace is not None:
             self.trace.begin_step()
-        elif self.step == min(FIRST_MEASURED_STEP, self._options.steps):
+        elif self.step == min(FIRST_MEASURED_STEP, measured):
             torch.cuda.reset_peak_memory_stats()
-            self.base = torch.cuda.memory_allocated()
+            self.figures["base_bytes"] = torch.cuda.memory_allocated()
         if self.step == FIRST_COUNTED_STEP:
-            self.collector.forget_what_lives()
-        self.collector.take()  # what came before the first step is of none
+            # No later collection looks through what lives now. A full one takes 0.6 to 0.9 s on an H100's host, as long
+            # as a step, and comes in another step in each arm and on each rank. Jobs have `train.manual_gc` for it.
+            gc.collect()
+            gc.freeze()
         self.started = time.perf_counter()
 
     @override
@@ -132,19 +131,18 @@ class Recorder(Callback):
             self.trace.end_step()
             return
         if self.alone is not None:
-            self.enqueue_alone.append(enqueue_seconds(bridge_fgo.stats()))
+            self.series["enqueue_alone_seconds"].append(figure(bridge_fgo.stats(), "enqueue_seconds"))
             return
-        self.sample_peaks()
+        stats = bridge_fgo.stats()
+        self.sample_peaks(stats)
         loss = (context.loss_dict or {}).get("lm loss")
         loss = None if loss is None else float(loss)
         if self._options.pp > 1:  # only the last pipeline stage has it, and rank 0 is in the first
             loss = next((value for value in of_ranks(loss) if value is not None), None)
-        stats = bridge_fgo.stats()
+        peaks = max(figure(stats, f"peak_{phase}_bytes") for phase in PHASES)
         self.newest = dict(
             step=self.step,
-            peak_bytes=None
-            if stats is None
-            else max(stats.peak_forward_backward_bytes or 0, stats.peak_step_bytes or 0),
+            peak_bytes=None if stats is None else peaks,
             loss=loss,
             grad_norm=None if context.grad_norm is None else float(context.grad_norm),
             skipped=bool(context.skipped_iter),
@@ -169,12 +167,6 @@ class Recorder(Callback):
         self.turns.take()
         self._clock.begin_turn(step)
 
-    def end_with_this_step(self, train: Any) -> None:
-        """Have the step that begins be the last of those that are measured; `train`: Bridge's settings."""
-        train.train_iters -= self._options.steps - self.step
-        self._options.steps = self.step
-        self._clock.end_with(self.step)
-
     def end_alone(self) -> None:
         """Make moves as in training again."""
         if self.alone is not None:
@@ -185,90 +177,76 @@ class Recorder(Callback):
         """Write the event of the step that ended at `now`, if it is among those that are measured."""
         if not self.newest:
             return
-        self.seconds.append(now - self.started)
-        self.between_seconds.append(now - self.trained)
-        self.collector_seconds.append(self.collector.take())
+        self.series["step_seconds"].append(now - self.started)
+        self.series["between_seconds"].append(now - self.trained)
         if self.writer is not None:
-            self.writer.step(**self.newest, seconds=self.seconds[-1])
+            self.writer.step(**self.newest, seconds=now - self.started)
         self.newest = {}
 
-    def sample_peaks(self) -> None:
+    def sample_peaks(self, stats: Stats | None) -> None:
         """Take the newest step's peaks into account.
 
         The package resets the allocator's peaks between the phases of a step, to tell
         them apart. So its own figures, where it is at work, complete the allocator's.
         """
-        stats = bridge_fgo.stats()
+        phases = {name: figure(stats, f"peak_{name}_bytes") for name in PHASES}
         if self.step == 1 and stats is not None:
-            self.first_step_peak = stats.peak_step_bytes
+            self.figures["first_step_peak_bytes"] = phases["step"]
         if self.step < min(FIRST_MEASURED_STEP, self._options.steps):
             return
-        forward_backward = 0 if stats is None else stats.peak_forward_backward_bytes or 0
-        step = 0 if stats is None else stats.peak_step_bytes or 0
-        reserved = 0 if stats is None else stats.peak_reserved_bytes or 0
-        self.enqueue.append(enqueue_seconds(stats))
+        self.series["enqueue_seconds"].append(figure(stats, "enqueue_seconds"))
         newest = {
-            "allocated": max(torch.cuda.max_memory_allocated(), forward_backward, step),
-            "reserved": max(torch.cuda.max_memory_reserved(), reserved),
-            "forward_backward": forward_backward,
-            "step": step,
+            "allocated": max(torch.cuda.max_memory_allocated(), *phases.values()),
+            "reserved": max(torch.cuda.max_memory_reserved(), figure(stats, "peak_reserved_bytes")),
+            **phases,
         }
         self.peaks = {name: max(self.peaks.get(name, 0), value) for name, value in newest.items()}
         if self.step == self._options.steps:
             segments = torch.cuda.memory_snapshot()  # takes too long for every step
-            self.pools = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != COMMON_POOL)
+            pools = [s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != COMMON_POOL]
+            self.figures["graph_pool_bytes"] = sum(pools)
 
     @override
     def on_train_end(self, context: Any) -> None:
         torch.cuda.synchronize()
         self.end_step(time.perf_counter())
         self.await_turn(self.step + 1)  # digests keep the host busy and the link, too
-        self.collector.end()
+        gc.unfreeze()
         self.end_alone()
         if self.trace is not None:
             self.trace.end(self._options.trace if self.writer is not None else None)
         digests, state_bytes = self.final_digests(context)
         phases = of_ranks(self._clock.medians())
-        host_loops = of_ranks(self.host_loop_seconds)
-        stats = bridge_fgo.stats()
-        precedence = of_ranks(None if stats is None else (stats.copies_in_first, stats.copy_wait_seconds))
+        host_loops = of_ranks(self.series.pop("host_loop_seconds", []))
         if self.writer is None:
             return
+        stats = bridge_fgo.stats()
+        peaks: dict[str, int | None] = {**self.peaks}
         if stats is None:  # nobody told the phases of a step apart
-            self.peaks.update(forward_backward=None, step=None)
+            peaks |= dict.fromkeys(PHASES)
+        named = ("step_seconds", "between_seconds", "enqueue_seconds", "enqueue_alone_seconds")
         self.writer.result(
             digests=digests,
-            engine=self.engine(stats),
+            engine=self.engine(None if stats is None else stats.engine),
             state_bytes=state_bytes,
-            released_bytes=0 if stats is None else stats.released_bytes,
-            copied_bytes=0 if stats is None else stats.bytes_offloaded,
-            pinned_bytes=0 if stats is None else stats.pinned_bytes,
-            step_seconds=self.seconds,
-            collector_seconds=self.collector_seconds,
+            released_bytes=figure(stats, "released_bytes"),
+            copied_bytes=figure(stats, "bytes_offloaded"),
+            pinned_bytes=figure(stats, "pinned_bytes"),
+            pin_seconds=figure(stats, "pin_seconds"),
             host_loop_seconds_of_ranks=host_loops,
-            between_seconds=self.between_seconds,
-            save_steps=self.save_steps,
-            base_bytes=self.base,
-            graph_pool_bytes=self.pools,
-            first_step_peak_bytes=self.first_step_peak,
-            **self.setup,
-            pin_seconds=0.0 if stats is None else stats.pin_seconds,
-            enqueue_seconds=self.enqueue,
-            enqueue_alone_seconds=self.enqueue_alone,
             phase_seconds=phases[0],
             phase_seconds_of_ranks=phases,
-            copies_in_first_of_ranks=[each and each[0] for each in precedence],
-            copy_wait_seconds_of_ranks=[each and each[1] for each in precedence],
-            **{f"peak_{name}_bytes": value for name, value in self.peaks.items()},
+            save_steps=self.save_steps,
+            **{name: self.series[name] for name in named},
+            **self.figures,
+            **{f"peak_{name}_bytes": value for name, value in peaks.items()},
         )
 
-    def engine(self, stats: Stats | None) -> str | None:
-        """Return what has moved the states; None in a resident run."""
+    def engine(self, moved: str | None) -> str | None:
+        """Return what has moved the states, by what `Stats` says; None in a resident run."""
         if self._options.hybrid:
             return "hybrid"
-        if self._options.layer_wise:
-            return "mcore generation 2"
-        return None if stats is None else stats.engine
+        return "mcore generation 2" if self._options.layer_wise else moved
 
     def final_digests(self, context: Any) -> tuple[dict[str, str], int]:
         """Return the digests of what training left behind, over all ranks, and the bytes of this rank's states."""

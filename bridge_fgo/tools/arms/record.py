@@ -71,65 +71,17 @@ class EventWriter:
         versions = {name: metadata.version(wheel) for name, wheel in distributions.items()}
         self._write("start", device=device, **versions)
 
-    def step(
-        self,
-        *,
-        step: int,
-        loss: float | None,
-        grad_norm: float | None,
-        skipped: bool,
-        passes: int,
-        seconds: float,
-        **figures: Any,
-    ) -> None:
-        """Write the event of one training step.
+    def step(self, *, loss: float | None, grad_norm: float | None, **figures: Any) -> None:
+        """Write the event of one training step: `step` (its number), `skipped`, `passes`, `seconds`, and what else."""
+        self._write("step", **_number("loss", loss), **_number("grad_norm", grad_norm), **figures)
 
-        `figures` are what arms on GPUs add, as they are.
-        """
-        self._write(
-            "step",
-            step=step,
-            **_number("loss", loss),
-            **_number("grad_norm", grad_norm),
-            skipped=skipped,
-            passes=passes,
-            seconds=seconds,
-            **figures,
-        )
-
-    def result(
-        self,
-        *,
-        digests: Mapping[str, str],
-        engine: str | None,
-        state_bytes: int,
-        released_bytes: int,
-        pinned_bytes: int,
-        peak_allocated_bytes: int,
-        peak_reserved_bytes: int,
-        peak_forward_backward_bytes: int | None,
-        peak_step_bytes: int | None,
-        step_seconds: list[float],
-        **figures: Any,
-    ) -> None:
+    def result(self, *, digests: Mapping[str, str], **figures: Any) -> None:
         """Write the last event: the final state and the figures of the run, in bytes and seconds.
 
-        None stands for what an arm could not measure. `figures` are those that only some arms have.
+        Every arm has `engine`, `state_bytes`, `released_bytes`, `pinned_bytes` and `peak_allocated_bytes`; None stands
+        for what it could not measure.
         """
-        self._write(
-            "result",
-            digests=dict(digests),
-            engine=engine,
-            state_bytes=state_bytes,
-            released_bytes=released_bytes,
-            pinned_bytes=pinned_bytes,
-            peak_allocated_bytes=peak_allocated_bytes,
-            peak_reserved_bytes=peak_reserved_bytes,
-            peak_forward_backward_bytes=peak_forward_backward_bytes,
-            peak_step_bytes=peak_step_bytes,
-            step_seconds=step_seconds,
-            **figures,
-        )
+        self._write("result", digests=dict(digests), **figures)
 
     def close(self) -> None:
         """Close the file."""

@@ -45,6 +45,11 @@ class ArmRun:
         """Return the number called `name` of every step; None where JSON has no word for it."""
         return [event.get(name) for event in self.steps]
 
+    def numbers(self, name: str) -> dict[int, float]:
+        """Return the number called `name` of the steps that have it, to the last bit, by step."""
+        found = ((event["step"], exact_number(event, name)) for event in self.steps)
+        return {step: value for step, value in found if value is not None}
+
 
 class ArmFailed(RuntimeError):
     """An arm ended with an error, or without a result; `log_tail`, its note, is what `telling_lines` returns."""
@@ -92,6 +97,14 @@ class EventTail:
             self._offset += len(line) + 1
             if line.strip():
                 yield json.loads(line)
+
+
+def read_arm(events: Path) -> ArmRun:
+    """Return what an arm has written into `NAME.events.jsonl`."""
+    arm = ArmRun(events.name.removesuffix(".events.jsonl"))
+    for event in EventTail(events).new_events():
+        arm.add(event)
+    return arm
 
 
 class ArmProcess:
@@ -171,32 +184,25 @@ class ArmProcess:
         return self._arm
 
 
-def run_arm(
-    name: str,
-    module: str,
-    options: list[str],
-    folder: Path,
-    on_event: Callable[[Event], None] = lambda event: None,
-    launcher: tuple[str, ...] = (),
-    environment: Mapping[str, str] | None = None,
-    timeout: float | None = None,
-) -> ArmRun:
+def launcher(ranks: int) -> tuple[str, ...]:
+    """Return what goes between `python` and `-m` to start a process a rank."""
+    if ranks == 1:
+        return ()
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+
+
+def run_arm(*process: Any, timeout: float | None = None, **others: Any) -> ArmRun:
     """Run an arm to its end and return its events.
 
     Args:
-        name: as the others, see `ArmProcess`.
-        module: what runs it.
-        options: the module's.
-        folder: where its files go.
-        on_event: called with each event as it comes in.
-        launcher: for arms of several ranks.
-        environment: variables beside this process's.
-        timeout: in seconds.
+        *process: arguments of `ArmProcess`.
+        timeout: in seconds; None for none.
+        **others: of `ArmProcess`, by name.
 
     Raises:
         ArmFailed: the process failed, took too long, or left no result.
     """
-    arm = ArmProcess(name, module, options, folder, on_event, launcher, environment)
+    arm = ArmProcess(*process, **others)
     deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
     late = ""
     try:

@@ -1,4 +1,4 @@
-"""What a GPU did in one training step: kernels and copies on its clock, host waits, and memory."""
+"""What a GPU did in one training step: kernels and copies on its clock, and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 KINDS = {"kernel": "kernel", "gpu_memset": "kernel"}
 COPIES = {"Memcpy DtoH": "d2h", "Memcpy HtoD": "h2d"}
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 STEP = "bridge_fgo step"
 MEMORY_ENTRIES = 2_000_000
 
@@ -52,9 +51,8 @@ class StepTrace:
     def end(self, path: Path | None) -> None:
         """Write what happened in the step that was kept as gzipped JSON; times in seconds from its begin.
 
-        step: (begin, end); gpu: (kind, start, duration, bytes) with kind "kernel", "d2h" or "h2d"; host: (name,
-        start, duration) of calls that wait for the GPU; memory: (time, allocated bytes). A `path` of None
-        only stops the profiler.
+        step: (begin, end); gpu: (kind, start, duration, bytes) with kind "kernel", "d2h" or "h2d"; memory: (time,
+        allocated bytes). A `path` of None only stops the profiler.
         """
         import torch
 
@@ -75,9 +73,6 @@ class StepTrace:
         trace = {
             "step": (0.0, step["dur"] / 1e6),
             "gpu": sorted(e for e in gpu if e[1] + e[2] > 0),
-            "host": [
-                (e["name"], (e["ts"] - zero) / 1e6, e["dur"] / 1e6) for e in events if _is_wait(e) and e["ts"] > zero
-            ],
             "memory": _memory(device_traces[torch.cuda.current_device()], self._allocated),
         }
         with gzip.open(path, "wt") as file:
@@ -98,10 +93,6 @@ def _gpu_event(event: dict[str, Any], zero: float) -> tuple[str, float, float, i
     kind = KINDS.get(event["cat"]) or _copy_kind(event)
     assert kind is not None
     return kind, (event["ts"] - zero) / 1e6, event["dur"] / 1e6, int(event.get("args", {}).get("bytes", 0))
-
-
-def _is_wait(event: dict[str, Any]) -> bool:
-    return event.get("ph") == "X" and event.get("cat") == "cuda_runtime" and event["name"].startswith(WAITS)
 
 
 def _memory(trace: Sequence[Any], allocated: int) -> list[tuple[float, int]]:

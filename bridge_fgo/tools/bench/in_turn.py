@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bridge_fgo.tools.arms.phase_clock import FIRST_COUNTED_STEP
@@ -54,6 +55,7 @@ def squeezed_arms(runs: Mapping[str, list[ArmRun]]) -> dict[str, str]:
     }
 
 
+@dataclass
 class InTurn:
     """Arms that take turns.
 
@@ -68,31 +70,20 @@ class InTurn:
         time_limit: seconds from the start of `run`, after which it should have ended; None for no limit.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        start: Callable[[str, Path], ArmProcess],
-        rounds: int,
-        turn_steps: int,
-        timeout: float,
-        is_needed: Callable[[str], bool] = lambda name: False,
-        tell: Callable[[str], None] = lambda line: None,
-        time_limit: float | None = None,
-    ) -> None:
-        self.names = names
-        self._start = start
-        self._rounds = rounds
-        self._turn_steps = turn_steps
-        self._timeout = timeout
-        self._is_needed = is_needed
-        self._tell = tell
-        self._time_limit = time_limit
-        self._turnstile = Turnstile()
-        self._processes: dict[str, ArmProcess] = {}
-        self.results: dict[str, ArmRun] = {}
-        """Events and results of the arms that ended well, by name."""
-        self.failures: dict[str, ArmFailed] = {}
-        """Why the others did not, by name."""
+    names: list[str]
+    start: Callable[[str, Path], ArmProcess]
+    rounds: int
+    turn_steps: int
+    timeout: float
+    is_needed: Callable[[str], bool] = lambda name: False
+    tell: Callable[[str], None] = lambda line: None
+    time_limit: float | None = None
+    results: dict[str, ArmRun] = field(default_factory=dict, init=False)
+    """Events and results of the arms that ended well, by name."""
+    failures: dict[str, ArmFailed] = field(default_factory=dict, init=False)
+    """Why the others did not, by name."""
+    _turnstile: Turnstile = field(default_factory=Turnstile, init=False)
+    _processes: dict[str, ArmProcess] = field(default_factory=dict, init=False)
 
     def run(self) -> None:
         """Run all arms to their end.
@@ -104,28 +95,28 @@ class InTurn:
         with self._turnstile:
             try:
                 for name in self.names:
-                    self._processes[name] = self._start(name, self._turnstile.add(name))
+                    self._processes[name] = self.start(name, self._turnstile.add(name))
                 for name in self.names:
                     self._await(name, "its start", until_it_waits=True)
-                self._tell("all arms wait for their turns: warm-up")
+                self.tell("all arms wait for their turns: warm-up")
                 self._take_turns(self.names, WARM_UP, WARM_UP_STEPS)
                 done, longest = 0, 0.0
-                while not done or (done < self._rounds and not self._is_late(started, longest)):
+                while not done or (done < self.rounds and not self._is_late(started, longest)):
                     before = time.monotonic()
                     done += 1
-                    self._take_turns(order_of(self.names, done), done, self._turn_steps)
+                    self._take_turns(order_of(self.names, done), done, self.turn_steps)
                     longest = max(longest, time.monotonic() - before)
-                    self._tell(f"round {done} of {self._rounds}: {self._newest_medians()}")
-                self._take_turns(self.names, done + 1, None, ends_early=done < self._rounds)
+                    self.tell(f"round {done} of {self.rounds}: {self._newest_medians()}")
+                self._take_turns(self.names, done + 1, None, ends_early=done < self.rounds)
             finally:
                 for process in self._processes.values():  # Ctrl-C here must not leave a trainer on the GPU
                     process.end()
 
     def _is_late(self, started: float, longest: float) -> bool:
         """Return whether another round, as long as the longest so far, would leave no time for the ends of the arms."""
-        if self._time_limit is None:
+        if self.time_limit is None:
             return False
-        return time.monotonic() - started + longest + END_SECONDS * len(self._processes) > self._time_limit
+        return time.monotonic() - started + longest + END_SECONDS * len(self._processes) > self.time_limit
 
     def _newest_medians(self) -> str:
         """Return each arm's median seconds in the round that is over, which are known also where no end is reached."""
@@ -144,13 +135,13 @@ class InTurn:
         process = self._processes.get(name)
         if process is None:
             return
-        deadline, late = time.monotonic() + self._timeout, ""
+        deadline, late = time.monotonic() + self.timeout, ""
         while not (until_it_waits and self._turnstile.is_waiting(name)):
             self._turnstile.poll(POLL_SECONDS)
             if not process.is_running():
                 break
             if time.monotonic() >= deadline:
-                late = f"{what} took longer than {self._timeout:g} s"
+                late = f"{what} took longer than {self.timeout:g} s"
                 break
         else:
             return
@@ -159,7 +150,7 @@ class InTurn:
         try:
             self.results[name] = process.result(late)
         except ArmFailed as failure:
-            if self._is_needed(name):
+            if self.is_needed(name):
                 raise
             self.failures[name] = failure
-            self._tell(f"{failure}\n{failure.log_tail}")
+            self.tell(f"{failure}\n{failure.log_tail}")

@@ -185,29 +185,31 @@ def _check_fsdp(kinds: list[str], optimizer: str, fsdp: str | None) -> None:
 
 def _arms_of(kind: str, megatron_lm: list[str], preset: str, optimizer: str, fsdp: str | None) -> list[BenchArm]:
     muon = () if optimizer == "adam" else ("--no-distributed", "--optimizer", optimizer)
-    native = (*muon, "--offload", "on", "--engine", "native")
-    if preset in SLAB_BYTES:
-        native += ("--slab-bytes", str(SLAB_BYTES[preset]))
-    if fsdp is not None and kind.startswith("fsdp"):
-        # Its checkpoints are not written in the background.
-        resident = ("--offload", "off", *RESIDENT.get(preset, ()))
-        return [BenchArm(kind, ("--fsdp", fsdp, *(resident if kind in RESIDENTS else native)), saves=False)]
-    if kind == "resident":
-        return [BenchArm(kind, (*muon, "--offload", "off", *RESIDENT.get(preset, ())))]
-    if kind == "recomputed":
-        return [BenchArm(kind, (*muon, "--offload", "off", *RECOMPUTED), bitwise=False)]
-    if kind == "native":
-        return [BenchArm(kind, native)]
-    if kind == "whole":
-        return [BenchArm(kind, (*native, "--no-master-remainders"))]
-    if kind == "half":
-        return [BenchArm(kind, native, half=True)]
-    if kind == "auto":
-        return [BenchArm(kind, (*native, "--gpu-memory-budget-gib", "auto"))]
+    if kind == "mcore":
+        return _mcore_arms(megatron_lm, muon)
     if kind == "hybrid" and muon:
         raise ValueError(f"--optimizer {optimizer} with the hybrid arm: HybridDeviceOptimizer is Adam; leave it out")
-    if kind == "hybrid":
-        return [BenchArm(kind, ("--hybrid",), bitwise=False)]
+    resident = ("--offload", "off", *RESIDENT.get(preset, ()))
+    native = ("--offload", "on", "--engine", "native")
+    if preset in SLAB_BYTES:
+        native += ("--slab-bytes", str(SLAB_BYTES[preset]))
+    of_fsdp = ("--fsdp", str(fsdp))
+    each = [
+        BenchArm("resident", (*muon, *resident)),
+        BenchArm("recomputed", (*muon, "--offload", "off", *RECOMPUTED), bitwise=False),
+        BenchArm("native", (*muon, *native)),
+        BenchArm("whole", (*muon, *native, "--no-master-remainders")),
+        BenchArm("half", (*muon, *native), half=True),
+        BenchArm("auto", (*muon, *native, "--gpu-memory-budget-gib", "auto")),
+        # Checkpoints of Megatron-FSDP are not written in the background.
+        BenchArm("fsdp_resident", (*of_fsdp, *resident), saves=False),
+        BenchArm("fsdp", (*of_fsdp, *native), saves=False),
+        BenchArm("hybrid", ("--hybrid",), bitwise=False),
+    ]
+    return [arm for arm in each if arm.name == kind]
+
+
+def _mcore_arms(megatron_lm: list[str], muon: tuple[str, ...]) -> list[BenchArm]:
     for path in megatron_lm:
         # Bridge imports `megatron.training` too, and that of the wheel does not go with the checkout's `megatron.core`.
         missing = [part for part in ("core", "training") if not Path(path, "megatron", part, "__init__.py").exists()]

@@ -9,11 +9,10 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from bridge_fgo.tools.arms.runner import ArmRun
-from bridge_fgo.tools.bench.steps import warm_steps_of_turns
+from bridge_fgo.tools.bench.steps import warm_steps
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,8 @@ class ArmRounds:
 
     seconds: median of the steps that count, which are all of a turn but its first.
     host_loop_seconds: median of their slowest ranks' loop; () where nobody timed it.
-    ratio: `seconds` over those of the arm that this one is compared with.
-    compared_with: its name.
+    compared_with: name of the arm that this one is compared with.
+    ratio: `seconds` over those of that arm.
     added_seconds: median over rounds of what is added to that arm's.
     e: that over S / link; None for a resident arm.
     """
@@ -39,10 +38,13 @@ class ArmRounds:
 
 def medians(run: ArmRun) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the median seconds of a step and of its host loop, in each round in order."""
-    rounds = warm_steps_of_turns(run)
-    seconds = tuple(statistics.median(step.seconds for step in steps) for _, steps in sorted(rounds.items()))
-    loops = [[step.host_loop for step in steps if step.host_loop is not None] for _, steps in sorted(rounds.items())]
-    return seconds, tuple(statistics.median(of_round) for of_round in loops) if all(loops) else ()
+    seconds, loops = [], []
+    for _, of_round in itertools.groupby(warm_steps([run]), lambda step: step.turn):
+        steps = list(of_round)
+        seconds.append(statistics.median(step.seconds for step in steps))
+        timed = [step.host_loop for step in steps if step.host_loop is not None]
+        loops += [statistics.median(timed)] if timed else []
+    return tuple(seconds), tuple(loops)
 
 
 def rounds_of(
@@ -70,26 +72,14 @@ def rounds_of(
     return found
 
 
-@dataclass(frozen=True)
-class Faster:
-    """In how many rounds an arm was faster than another one."""
-
-    arm: str
-    than: str
-    rounds: int
-    of: int
-
-    def __str__(self) -> str:
-        return f"{self.arm} faster than {self.than} in {self.rounds} of {self.of} rounds"
-
-
-def faster(arms: list[ArmRounds], residents: set[str]) -> list[Faster]:
-    """Return for each two arms in how many rounds the first was faster; resident arms come second."""
+def faster(arms: list[ArmRounds], residents: set[str]) -> list[str]:
+    """Say of each two arms in how many rounds the first was faster; resident arms come second."""
     order = sorted(arms, key=lambda arm: arm.arm in residents)
-    return [
-        Faster(a.arm, b.arm, sum(x < y for x, y in zip(a.seconds, b.seconds, strict=True)), len(a.seconds))
-        for a, b in itertools.combinations(order, 2)
-    ]
+    found = []
+    for one, other in itertools.combinations(order, 2):
+        count = sum(x < y for x, y in zip(one.seconds, other.seconds, strict=True))
+        found.append(f"{one.arm} faster than {other.arm} in {count} of {len(one.seconds)} rounds")
+    return found
 
 
 def table_of_rounds(arms: list[ArmRounds]) -> list[list[str]]:
@@ -105,12 +95,3 @@ def table_of_rounds(arms: list[ArmRounds]) -> list[list[str]]:
     cells.append(["median", *over])
     cells.append(["E by rounds", *("-" if arm.e is None else f"{arm.e:.2f}" for arm in arms)])
     return cells
-
-
-def as_json(arms: list[ArmRounds], order: list[list[str]], comparisons: list[Faster]) -> dict[str, Any]:
-    """Return what `bench.json` holds of the rounds. order: in which arms had their turns, in each round."""
-    return {
-        "order": order,
-        "arms": [asdict(arm) for arm in arms],
-        "faster": [asdict(comparison) for comparison in comparisons],
-    }

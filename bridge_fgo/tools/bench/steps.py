@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bridge_fgo.tools.arms.phase_clock import FIRST_COUNTED_STEP
-from bridge_fgo.tools.arms.runner import ArmRun, Event
+from bridge_fgo.tools.arms.runner import ArmRun
 from bridge_fgo.tools.arms.turns import WARM_UP
 
 SLOWER = 1.25
@@ -32,52 +32,25 @@ a quiet host and a busy one."""
 
 @dataclass(frozen=True)
 class Step:
-    """One step. host_loop: seconds of its slowest rank's loop; None where nobody timed it."""
+    """One step. host_loop: seconds of its slowest rank's loop, and turn: its number; None where there is none."""
 
     seconds: float
     host_loop: float | None
-
-
-@dataclass(frozen=True)
-class CountedSteps:
-    """The steps of an arm that count.
-
-    of: how many there are, with those at another host speed.
-    at_equal_speed: False where too few steps were, so that all count; None where no loop was timed.
-    """
-
-    seconds: list[float]
-    of: int
-    at_equal_speed: bool | None
-
-    def __str__(self) -> str:
-        text = f"{len(self.seconds)} of {self.of}"
-        return f"{text}, uneven host" if self.at_equal_speed is False else text
+    turn: int | None
 
 
 def warm_steps(runs: Iterable[ArmRun]) -> list[Step]:
     """Return the steps of all rounds of an arm that are neither cold nor disturbed by a save."""
-    return [step for run in runs for _, step in _warm_steps(run)]
-
-
-def warm_steps_of_turns(run: ArmRun) -> dict[int, list[Step]]:
-    """Return the same steps of an arm that trained in turns, by the number of the turn."""
-    turns: dict[int, list[Step]] = {}
-    for event, step in _warm_steps(run):
-        turns.setdefault(event["turn"], []).append(step)
-    return turns
-
-
-def _warm_steps(run: ArmRun) -> list[tuple[Event, Step]]:
-    saves = set(_save_steps(run))
-    steps = list(zip(run.steps, _host_loops(run), strict=True))
-    return [
-        (event, Step(event["seconds"], loop))
-        for (before, _), (event, loop) in itertools.pairwise(steps)
-        if event["step"] >= FIRST_COUNTED_STEP
-        and not {event["step"], event["step"] - 1} & saves
-        and event.get("turn") == before.get("turn") != WARM_UP
-    ]
+    found = []
+    for run in runs:
+        saves = _save_steps(run)
+        of_ranks = run.result.get("host_loop_seconds_of_ranks")
+        loops = itertools.repeat(None) if of_ranks is None else map(max, zip(*of_ranks, strict=True))
+        for (before, _), (event, loop) in itertools.pairwise(zip(run.steps, loops, strict=False)):
+            is_cold = event["step"] < FIRST_COUNTED_STEP or not event.get("turn") == before.get("turn") != WARM_UP
+            if not is_cold and event["step"] not in saves and event["step"] - 1 not in saves:
+                found.append(Step(event["seconds"], loop, event.get("turn")))
+    return found
 
 
 def _save_steps(run: ArmRun) -> list[int]:
@@ -101,30 +74,23 @@ def save_stall_seconds(runs: Iterable[ArmRun], step_seconds: float) -> float | N
     return statistics.median(stalls) if stalls else None
 
 
-def _host_loops(run: ArmRun) -> list[float | None]:
-    """Return the loop time of each step's slowest rank; None for each where the arm's package times none."""
-    of_ranks = run.result.get("host_loop_seconds_of_ranks")
-    return [None] * len(run.steps) if of_ranks is None else [max(loops) for loops in zip(*of_ranks, strict=True)]
-
-
 def reference_loop(runs: Iterable[ArmRun]) -> float | None:
     """Return the first quartile of the loop times of all runs of all arms; None where no loop was timed."""
     loops = sorted(step.host_loop for step in warm_steps(runs) if step.host_loop is not None)
     return loops[(len(loops) - 1) // 4] if loops else None
 
 
-def counted_steps(steps: list[Step], reference: float | None) -> CountedSteps:
-    """Return which of an arm's steps count, by the rule on top of this file.
+def counted_steps(steps: list[Step], reference: float | None) -> tuple[list[float], str]:
+    """Return the seconds of an arm's steps that count, by the rule on top of this file, and how many of how many.
 
     Args:
         steps: of all rounds of the arm.
         reference: see `reference_loop`.
     """
     every = [step.seconds for step in steps]
-    loops = [step.host_loop for step in steps if step.host_loop is not None]
-    if reference is None or len(loops) < len(steps):
-        return CountedSteps(every, len(steps), None)
-    fast = [second for second, loop in zip(every, loops, strict=True) if loop <= SLOWER * reference]
+    if reference is None or any(step.host_loop is None for step in steps):
+        return every, f"{len(steps)} of {len(steps)}"
+    fast = [step.seconds for step in steps if (step.host_loop or 0.0) <= SLOWER * reference]
     if 2 * len(fast) < len(steps):
-        return CountedSteps(every, len(steps), False)
-    return CountedSteps(fast, len(steps), True)
+        return every, f"{len(steps)} of {len(steps)}, uneven host"
+    return fast, f"{len(fast)} of {len(steps)}"

@@ -1,4 +1,4 @@
-"""The trace of a step: how much of the copies lies beside computation, and who waited for the GPU."""
+"""The trace of a step: kernels, copies and memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ class Trace:
     kernels: list[Interval]
     d2h: list[Interval]
     h2d: list[Interval]
-    waits: list[tuple[float, float, str]]
-    """(duration, start, function) of calls on the host that waited for the GPU, the longest first."""
     memory: list[tuple[float, int]]
     """(time, allocated bytes)."""
 
@@ -41,7 +39,6 @@ def read_trace(path: Path) -> Trace:
         kernels=of("kernel"),
         d2h=of("d2h", BIG_COPY_BYTES),
         h2d=of("h2d", BIG_COPY_BYTES),
-        waits=sorted(((took, start, name) for name, start, took in raw["host"]), reverse=True),
         memory=[(time, nbytes) for time, nbytes in raw["memory"]],
     )
 
@@ -55,20 +52,3 @@ def merge(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
         else:
             merged.append((start, end))
     return merged
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Return the sum of the lengths of disjoint intervals."""
-    return sum(end - start for start, end in intervals)
-
-
-def overlap(a: list[Interval], b: list[Interval]) -> float:
-    """Return the length of the intersection of two unions of intervals, each in order and disjoint."""
-    total, i, j = 0.0, 0, 0
-    while i < len(a) and j < len(b):
-        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total

@@ -16,12 +16,13 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.memory.host_memory import Need, available_bytes, host_memory_refusal, pools, total_bytes
 from bridge_fgo.tools.arms.runner import ArmFailed
 from bridge_fgo.tools.bench.command import probe
-from bridge_fgo.tools.demo import missing_packages, readable_bytes
+from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.doctor.installed import installed
 from bridge_fgo.tools.doctor.machine import Machine, look, warnings
 from bridge_fgo.tools.job.job import Job, ask_builder, read_job
 from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, make_estimate
 from bridge_fgo.tools.plan.rank_layout import is_upstreams
+from bridge_fgo.tools.show import readable_bytes
 
 REFUSED = 1
 CONFIG_NOT_READ = 2
@@ -233,42 +234,46 @@ def _judged(lockable: int | None, pinned: int | None) -> str:
 def _print(console: Console, findings: Findings) -> None:
     console.print(findings.verdict, markup=False, style="bold")
     table = Table(show_header=False)
-    for name, value in findings.installed.items():
-        if name != "install":
-            table.add_row(name, "-" if value is None else str(value))
-    machine = findings.machine
-    for gpu in machine["gpus"]:
-        near = "not known" if gpu["near_cpus"] is None else str(gpu["near_cpus"])
-        table.add_row("GPU", f"{gpu['name']}, {readable_bytes(gpu['memory_bytes'])}, CPUs near it: {near}")
-    table.add_row("NUMA nodes, CPUs", f"{machine['numa_nodes']}, {machine['cpus']}")
-    table.add_row(
-        "host memory", f"{readable_bytes(machine['host_bytes'])}, free {readable_bytes(machine['free_bytes'])}"
-    )
-    shared = machine["shared_memory_bytes"]
-    table.add_row("/dev/shm, free", "-" if shared is None else readable_bytes(shared))
-    lockable = machine["lockable_bytes"]
-    table.add_row("ulimit -l", _judged(lockable, (findings.config or {}).get("pinned_by_rank")))
-    if findings.link_bytes_per_second is not None:
-        speeds = {name: value / 1e9 for name, value in findings.link_bytes_per_second.items()}
-        table.add_row("link, GB/s", "D2H {d2h:.1f}, H2D {h2d:.1f}, both at once {duplex:.1f} each".format(**speeds))
-    config = findings.config or {}
-    for name, title in (("flag", "offload_optimizer_states"), ("engine", "engine"), ("gpus", "GPUs of the job")):
-        if config.get(name) is not None:
-            table.add_row(title, str(config[name]))
-    if "pinned_by_rank" in config:
-        states = ", ".join(readable_bytes(count) for count in config["state_bytes"])
-        table.add_row("states, by stage", states)
-        if config["flag"]:
-            table.add_row("pinned by a rank", f"{readable_bytes(config['pinned_by_rank'])} at most")
-            if config["pinned_by_node"] is not None:
-                node, host, ranks = config["pinned_by_node"], machine["host_bytes"], config["ranks_of_node"]
-                of_node = f"{readable_bytes(node)} by {ranks} rank(s), {node / host:.0%} of the host here"
-                table.add_row("pinned by a node", of_node)
-        else:
-            table.add_row("pinned by a rank", "nothing, the flag is not set")
+    for row in [*_of_machine(findings), *_of_config(findings)]:
+        table.add_row(*row)
     console.print(table)
     for word, lines in (("note", findings.notes), ("warning", findings.warnings), ("REFUSED", findings.refusals)):
         for line in lines:
             console.print(f"{word}: {line}", markup=False, style="red" if word == "REFUSED" else None)
     if not findings.refusals and findings.config is not None:
         console.print("Nothing is refused by the offload.")
+
+
+def _of_machine(findings: Findings) -> Iterator[tuple[str, str]]:
+    for name, value in findings.installed.items():
+        if name != "install":
+            yield name, "-" if value is None else str(value)
+    machine, size = findings.machine, readable_bytes
+    for gpu in machine["gpus"]:
+        near = "not known" if gpu["near_cpus"] is None else gpu["near_cpus"]
+        yield "GPU", f"{gpu['name']}, {size(gpu['memory_bytes'])}, CPUs near it: {near}"
+    yield "NUMA nodes, CPUs", f"{machine['numa_nodes']}, {machine['cpus']}"
+    yield "host memory", f"{size(machine['host_bytes'])}, free {size(machine['free_bytes'])}"
+    yield "/dev/shm, free", size(machine["shared_memory_bytes"])
+    yield "ulimit -l", _judged(machine["lockable_bytes"], (findings.config or {}).get("pinned_by_rank"))
+    if findings.link_bytes_per_second is not None:
+        speeds = {name: value / 1e9 for name, value in findings.link_bytes_per_second.items()}
+        yield "link, GB/s", "D2H {d2h:.1f}, H2D {h2d:.1f}, both at once {duplex:.1f} each".format(**speeds)
+
+
+def _of_config(findings: Findings) -> Iterator[tuple[str, str]]:
+    config = findings.config or {}
+    for name, title in (("flag", "offload_optimizer_states"), ("engine", "engine"), ("gpus", "GPUs of the job")):
+        if config.get(name) is not None:
+            yield title, str(config[name])
+    if "pinned_by_rank" not in config:
+        return
+    yield "states, by stage", ", ".join(map(readable_bytes, config["state_bytes"]))
+    if not config["flag"]:
+        yield "pinned by a rank", "nothing, the flag is not set"
+        return
+    yield "pinned by a rank", f"{readable_bytes(config['pinned_by_rank'])} at most"
+    if config["pinned_by_node"] is not None:
+        node, share = config["pinned_by_node"], config["pinned_by_node"] / findings.machine["host_bytes"]
+        ranks = config["ranks_of_node"]
+        yield "pinned by a node", f"{readable_bytes(node)} by {ranks} rank(s), {share:.0%} of the host here"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from bridge_fgo.memory.host_memory import available_bytes, local_cpus, numa_nodes, total_bytes
-from bridge_fgo.tools.demo import readable_bytes
+from bridge_fgo.tools.show import readable_bytes
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reads runs that are over: TensorBoard and W&B logs of Bridge, and what `bridge-fgo bench` or `demo --keep` left."""
+"""Reads runs that are over: logs in TensorBoard or W&B, and what `bridge-fgo bench` or `demo --keep` left."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bridge_fgo.tools.arms.runner import ArmRun, EventTail, exact_number
+from bridge_fgo.tools.arms.runner import read_arm
 from bridge_fgo.tools.iteration_picture import State, states_of_run
-from bridge_fgo.tools.report.wandb_log import read_history
 
 LOSS = "lm loss"
 GRAD_NORM = "grad-norm"
 SECONDS = "iteration-time"
-REWARD = "reward"
 OURS = "bridge_fgo/"
 """Names of scalars are Bridge's TensorBoard tags, and this package's begin with this; see `Stats.scalars`."""
 
 EVENTS = ".events.jsonl"
 TFEVENTS = "events.out.tfevents*"
-WANDB = ".wandb"
+WANDB = "wandb:"
+OF_ARMS = {LOSS: "loss", GRAD_NORM: "grad_norm", SECONDS: "seconds"}
+"""What the events of an arm call these scalars."""
 
 TOTALS: dict[str, tuple[str, tuple[str, ...]]] = {
     "state_bytes": ("optimizer state", ()),
@@ -36,30 +36,31 @@ TOTALS: dict[str, tuple[str, tuple[str, ...]]] = {
     "bytes_offloaded": ("copied to the host in a step", (f"{OURS}bytes_offloaded",)),
     "bytes_reloaded": ("copied to the GPU in a step", (f"{OURS}bytes_reloaded",)),
 }
-"""Figures of a whole run in bytes: what they are called, and tags, whose largest value a figure is. The first tag that
-was logged counts."""
+"""Figures of a whole run in bytes: their headings, and tags, of which the first that was logged counts. Its largest
+value is the figure."""
 
-NO_PACKAGE = "needs the package {0}, which is not here: pip install 'bridge-fgo[bench]'"
+Scalars = dict[str, dict[int, float]]
 
 
 @dataclass(kw_only=True)
 class Run:
     """One training run.
 
-    scalars: by name and step (counted from 1). Seconds; numbers of TensorBoard are as exact as fp32.
+    scalars: by name and step (counted from 1), in seconds where they are times.
+    is_fp32: whether the log keeps 32 bits of each number, as TensorBoard does.
     totals: see `TOTALS`; what a run did not log is not in it.
-    digests: sha256 of the final parameters, masters and moments, where an arm left them.
+    digests: sha256 of the final parameters, masters and moments, where an arm wrote them.
     where: device and versions, where known.
     trace: of one step, for the pictures of it.
     note: what of the log does not belong to the run; "" for nothing.
-    row: of the bench's table, where there is one; see `bridge_fgo.tools.bench.figures.Row`.
+    row: of the bench's table, where there is one; see `bridge_fgo.tools.bench.figures`.
     is_beside: shown for its memory and speed, and not asked to be bitwise equal.
     iteration: of `demo --rl`, the phases of an iteration; see `State`.
     """
 
     name: str
     is_fp32: bool
-    scalars: dict[str, dict[int, float]] = field(default_factory=dict)
+    scalars: Scalars = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     where: str = ""
@@ -82,44 +83,40 @@ class Run:
         return self.is_beside or by_the_bench
 
 
-def load(path: Path) -> list[Run]:
-    """Return the runs that `path` holds, a resident one first.
+def load(given: str | Path) -> list[Run]:
+    """Return the runs that an argument of `bridge-fgo report` names, a resident one first.
 
     Args:
-        path: a folder or file of TensorBoard events; a folder of W&B's (`wandb/run-...`) or the file in it; a folder
-            of `bridge-fgo bench` or `demo --keep`, or its `bench.json`, which without the events beside it has the
-            table's figures and no steps; or one arm's `NAME.events.jsonl`.
+        given: a folder or file of TensorBoard events; `wandb:ENTITY/PROJECT/RUN`; a folder of `bridge-fgo bench` or
+            `demo --keep`, or its `bench.json`, which without the events beside it has the table's figures and no
+            steps; or one arm's `NAME.events.jsonl`.
 
     Raises:
-        ValueError: it holds none, or more than one where one is meant.
+        ValueError: it names none, or more than one where one is meant.
     """
-    if path.name == "bench.json" and path.is_file():
+    if str(given).startswith(WANDB):
+        return [_wandb(str(given).removeprefix(WANDB))]
+    path = Path(given)
+    if path.is_file() and path.name == "bench.json":
         path = path.parent
-    if path.suffix == WANDB and path.is_file():
-        return [_wandb(path, path.parent.name)]
-    if path.is_file():
-        return [_arm(path)] if path.name.endswith(EVENTS) else [_tensorboard(path, path.parent.name)]
+    elif path.is_file():
+        return [_arm(path) if path.name.endswith(EVENTS) else _tensorboard(path, path.parent.name)]
     if not path.is_dir():
         raise ValueError(f"{path}: there is no such file or folder")
-    arms = _bench(path)
-    folders = sorted({file.parent for file in path.rglob(TFEVENTS)})
-    if arms:
+    if arms := _bench(path):
         return arms
-    of_wandb = sorted(path.rglob(f"*{WANDB}"))
-    if not folders and len(of_wandb) == 1:
-        return [_wandb(of_wandb[0], path.name)]
-    if not folders and of_wandb:
-        names = ", ".join(str(file.parent) for file in of_wandb)
-        raise ValueError(f"{path} holds {len(of_wandb)} runs of W&B: name one of {names}")
+    folders = sorted({file.parent for file in path.rglob(TFEVENTS)})
     if len(folders) > 1:
         names = ", ".join(str(folder) for folder in folders)
         raise ValueError(f"{path} holds {len(folders)} TensorBoard logs: name one of {names}")
-    if not folders:
-        raise ValueError(
-            f"{path}: neither TensorBoard events ({TFEVENTS}, from logger.tensorboard_dir), nor a run of W&B "
-            f"(*{WANDB}), nor arms of `bridge-fgo bench` (*{EVENTS})"
-        )
-    return [_tensorboard(folders[0], path.name)]
+    if folders:
+        return [_tensorboard(folders[0], path.name)]
+    if any(path.rglob("*.wandb")):
+        raise ValueError(f"{path}: only W&B reads its files: `wandb sync` them, then name {WANDB}ENTITY/PROJECT/RUN")
+    raise ValueError(
+        f"{path}: neither TensorBoard events ({TFEVENTS}, from logger.tensorboard_dir), nor arms of "
+        f"`bridge-fgo bench` (*{EVENTS}); a run of W&B is named {WANDB}ENTITY/PROJECT/RUN"
+    )
 
 
 def _bench(folder: Path) -> list[Run]:
@@ -157,26 +154,31 @@ def _where(start: dict[str, str]) -> str:
 
 
 def _arm(path: Path) -> Run:
-    arm = ArmRun(path.name.removesuffix(EVENTS))
-    for event in EventTail(path).new_events():
-        arm.add(event)
+    arm = read_arm(path)
     if not arm.steps:
         raise ValueError(f"{path} holds no training step")
     trace = path.with_name(f"{arm.name}.trace.gz")
     return Run(
         name=arm.name.removesuffix(".0"),  # the bench's first round, and mostly the only one
         is_fp32=False,
-        scalars={
-            tag: {event["step"]: value for event in arm.steps if (value := exact_number(event, name)) is not None}
-            for tag, name in ((LOSS, "loss"), (GRAD_NORM, "grad_norm"), (SECONDS, "seconds"), (REWARD, "reward"))
-            if tag != REWARD or REWARD in arm.steps[-1]
-        },
+        scalars={tag: arm.numbers(name) for tag, name in OF_ARMS.items()},
         totals={name: arm.result[name] for name in TOTALS if arm.result.get(name) is not None},
         digests=arm.result.get("digests", {}),
         where=_where(arm.start),
         trace=trace if trace.exists() else None,
         iteration=states_of_run(arm) if "phases" in arm.steps[-1] else [],
     )
+
+
+def _of_log(name: str, scalars: Scalars, **others: Any) -> Run:
+    """Return the run of a log, and work out the figures of the whole run from those of its steps."""
+    scalars = {tag: values for tag, values in scalars.items() if not tag.endswith(" vs samples") and values}
+    run = Run(name=name, scalars=scalars, **others)
+    for total, (_, tags) in TOTALS.items():
+        for tag in [tag for tag in tags if tag in scalars][:1]:
+            unit = 1e9 if tag.endswith("gigabytes") else 1.0
+            run.totals[total] = max(scalars[tag].values()) * unit
+    return run
 
 
 def _begun(file: Path) -> tuple[str, int]:
@@ -190,15 +192,14 @@ def _tensorboard(path: Path, name: str) -> Run:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
-        raise ValueError(f"{path} {NO_PACKAGE.format('tensorboard')}") from None
-    scalars: dict[str, dict[int, float]] = {}
+        raise ValueError(f"{path} needs the package tensorboard: pip install 'bridge-fgo[bench]'") from None
+    scalars: Scalars = {}
     end = None  # of the newest file with losses
     for file in sorted(path.glob(TFEVENTS), key=_begun) if path.is_dir() else [path]:
         log = EventAccumulator(str(file), size_guidance={"scalars": 0})  # 0: all of them
         log.Reload()
         for tag in log.Tags()["scalars"]:
-            if not tag.endswith(" vs samples"):
-                scalars.setdefault(tag, {}).update({event.step: event.value for event in log.Scalars(tag)})
+            scalars.setdefault(tag, {}).update({event.step: event.value for event in log.Scalars(tag)})
         if LOSS in log.Tags()["scalars"]:
             end = max(event.step for event in log.Scalars(LOSS))
     if not scalars:
@@ -210,26 +211,33 @@ def _tensorboard(path: Path, name: str) -> Run:
             f"{name}: steps {min(stale)} to {max(stale)} are of an earlier file of this folder and left out; the "
             f"newest ends at step {end}"
         )
-        scalars = {tag: {step: v for step, v in values.items() if step <= end} for tag, values in scalars.items()}
-        scalars = {tag: values for tag, values in scalars.items() if values}
-    run = Run(name=name, is_fp32=True, scalars=scalars, note=note)
-    _add_totals(run)
-    return run
+        scalars = {
+            tag: {step: value for step, value in values.items() if step <= end or tag.endswith(" vs samples")}
+            for tag, values in scalars.items()
+        }
+    return _of_log(name, scalars, is_fp32=True, note=note)
 
 
-def _wandb(file: Path, name: str) -> Run:
-    """Return the run of a W&B log, which has numbers as exactly as they were logged."""
-    history = read_history(file)
-    scalars = {tag: values for tag, values in history.items() if not tag.endswith(" vs samples")}
-    run = Run(name=name, is_fp32=False, scalars=scalars)
-    _add_totals(run)
-    return run
+def _wandb(address: str) -> Run:
+    """Return a run that W&B's server has, whose numbers are as exact as they were logged.
 
-
-def _add_totals(run: Run) -> None:
-    """Work out the figures of a whole run from those of its steps."""
-    scalars = run.scalars
-    for total, (_, tags) in TOTALS.items():
-        for tag in [tag for tag in tags if tag in scalars][:1]:
-            unit = 1e9 if tag.endswith("gigabytes") else 1.0
-            run.totals[total] = max(scalars[tag].values()) * unit
+    Args:
+        address: ENTITY/PROJECT/RUN.
+    """
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ValueError(f"{WANDB}{address} needs the package wandb: pip install wandb") from None
+    scalars: Scalars = {}
+    try:
+        for row in wandb.Api().run(address).scan_history():
+            for tag, value in row.items():
+                # JSON has no NaN and no infinity: W&B writes them as words.
+                value = float(value) if value in ("NaN", "Infinity", "-Infinity") else value
+                if isinstance(value, int | float) and not isinstance(value, bool) and not tag.startswith("_"):
+                    scalars.setdefault(tag, {})[row["_step"]] = float(value)
+    except wandb.errors.Error as error:
+        raise ValueError(f"{WANDB}{address}: {error}") from None
+    if not scalars:
+        raise ValueError(f"{WANDB}{address}: has no number in its history")
+    return _of_log(address.rpartition("/")[2], scalars, is_fp32=False)

@@ -123,9 +123,6 @@ def _end(writer: EventWriter | None, loop: Loop, phases: list[dict[str, Any]]) -
         pinned_bytes=loop.policy.pinned_bytes + loop.reference.pinned_bytes if loop.options.sleep else 0,
         peak_allocated_bytes=max(phase["memory"].get("peak", 0) for phase in phases),
         peak_reserved_bytes=max(phase["memory"].get("reserved", 0) for phase in phases),
-        peak_forward_backward_bytes=None,
-        peak_step_bytes=None,
-        step_seconds=[],
         bytes_by_kind=memory,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.sleep.moved import Moved
-from bridge_fgo.tools.arms.final_state import mcore_optimizers
+from bridge_fgo.tools.arms.final_state import states
 
 KINDS = ("params", "grads", "optimizer", "reference")
 
@@ -27,10 +27,11 @@ class Memory:
     def now(self) -> dict[str, int]:
         """Return the bytes of `KINDS`."""
         parameters = [parameter for chunk in self._model for parameter in chunk.parameters()]
+        found = states(self._model, self._optimizer)
         tensors: dict[str, Iterable[torch.Tensor]] = {
             "params": parameters,
             "grads": [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")],
-            "optimizer": self._states(),
+            "optimizer": [tensor for kind, _, tensor in found if kind != "params"],
             "reference": [parameter for chunk in self._reference for parameter in chunk.parameters()],
         }
         counted: set[int] = set()  # masters of fp32 parameters, say, are these parameters
@@ -46,16 +47,6 @@ class Memory:
             "reserved": torch.cuda.memory_reserved(self._device),
         }
         torch.cuda.reset_peak_memory_stats(self._device)
-        return found
-
-    def _states(self) -> list[torch.Tensor]:
-        found = []
-        for leaf in mcore_optimizers(self._optimizer):
-            if leaf.optimizer is None:  # a rank with nothing to train
-                continue
-            found += [param for group in leaf.optimizer.param_groups for param in group["params"]]
-            states = [value for state in leaf.optimizer.state.values() for value in state.values()]
-            found += [value for value in states if isinstance(value, torch.Tensor)]
         return found
 
     def _bytes(self, tensors: Iterable[torch.Tensor], counted: set[int]) -> int:

@@ -1,10 +1,15 @@
-"""One HTML page that opens from disk, with no network: its pictures are inside it."""
+"""What reports share: figures as text, tables, and one HTML page that opens from disk, with no network."""
 
 from __future__ import annotations
 
 import base64
 import html
 from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 STYLE = """
 :root { color-scheme: light dark; --text: #222; --ground: #fff; --line: #ccc; --good: #efe; --bad: #fee }
@@ -26,6 +31,41 @@ p.bad { border-color: #c22; background: var(--bad) }
 }
 """
 """Pictures are drawn on white; in the dark they are turned around, with their colours as they were."""
+
+
+def unit_of(nbytes: float) -> tuple[str, float]:
+    """Return the largest unit of bytes in which a number has a digit before the point, and the unit's bytes."""
+    return next(((name, size) for name, size in UNITS if abs(nbytes) >= size), ("B", 1.0))
+
+
+def readable_bytes(count: float | None) -> str:
+    """Return a number of bytes in its `unit_of`."""
+    if count is None:
+        return "-"
+    unit, size = unit_of(count)
+    return f"{count / size:.2f} {unit}" if size > 1 else f"{count:.0f} B"
+
+
+def readable_number(value: float | None) -> str:
+    """Return a number with nine digits, enough to tell any two fp32 numbers apart."""
+    return "-" if value is None else f"{value:.9g}"
+
+
+def print_table(console: Console, cells: list[list[str]]) -> None:
+    """Print cells as a table; the first row is the head."""
+    table = Table(*cells[0])
+    for row in cells[1:]:
+        table.add_row(*row)
+    console.print(table)
+
+
+def print_parts(console: Console, parts: dict[str, bool], how: str = "") -> None:
+    """Print which compared parts are equal, by name. how: said after "Bitwise equal" where all of them are."""
+    told = ", ".join(f"{name} {'equal' if equal else 'DIFFERENT'}" for name, equal in parts.items())
+    if all(parts.values()):
+        console.print(f"[bold green]Bitwise equal[/]{how}: {told}.")
+    else:
+        console.print(f"[bold red]NOT bitwise equal[/]: {told}.")
 
 
 def write_page(path: Path, title: str, parts: list[str]) -> None:

@@ -1,11 +1,23 @@
-"""What this package says of one of Bridge's configs with the flag set, where Bridge itself makes a job of it."""
+"""What this package says of every config that the installed Megatron-Bridge ships, on a machine without a GPU.
+
+    python tests/tools/reach.py [--verbose]
+
+Takes less than a minute, most of it to import Bridge. `reach.md` has the table, and what stands in.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib
+import inspect
+import logging
 import os
+import pkgutil
 import re
-from collections.abc import Callable, Iterator
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -14,7 +26,10 @@ from unittest import mock
 from bridge_fgo.bridge.compat import FLAG
 from bridge_fgo.bridge.refusals import all_refusals
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.tools.standins.cuda import without_gpu
+from bridge_fgo.tools.standins.hollow import import_bridge
 
+PACKAGES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes", "megatron.bridge.diffusion.recipes")
 VOCABULARY = 128
 """Tokens of the stand-in models; some recipes need the model to say how many."""
 
@@ -23,6 +38,50 @@ ARGUMENTS = {"megatron.bridge.diffusion.recipes.nemotron_labs_diffusion.ar_to_dl
 """What the config functions of a module are called with. These make no model unless they are told which."""
 
 SETTING = re.compile(r"(?:^|[ (])(\w+\.\w+=(?:'[^']*'|[\w.]+))")
+
+ORDER = ("accepted", "refused", "Bridge refuses", "not built")
+
+
+def config_functions() -> dict[Callable[..., Any], set[str]]:
+    """Return the config functions of `PACKAGES`, each with the public names that its modules give it.
+
+    A config function is public, is annotated to return a ConfigContainer, and can be called without arguments. Bridge
+    names one function several times: by its GPUs and precision where it is defined, and by a short alias.
+
+    Raises:
+        ImportError: a module of Bridge's recipes cannot be imported, so that what it holds is not known.
+    """
+    names: dict[Callable[..., Any], set[str]] = {}
+    for package_name in PACKAGES:
+        package = importlib.import_module(package_name)
+        modules = [package_name, *_modules_of(package)]
+        for module in map(importlib.import_module, modules):
+            for name, value in vars(module).items():
+                if not name.startswith("_") and _makes_config(value):
+                    names.setdefault(value, set()).add(name)
+    return names
+
+
+def _modules_of(package: Any) -> list[str]:
+    def cannot_be_imported(name: str) -> None:
+        raise ImportError(f"{name}: a package of Bridge's recipes could not be imported")
+
+    walked = pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=cannot_be_imported)
+    return [module.name for module in walked]
+
+
+def _makes_config(value: Any) -> bool:
+    if not inspect.isfunction(value) or not value.__module__.startswith(PACKAGES) or value.__name__.startswith("_"):
+        return False
+    signature = inspect.signature(value)
+    returned = signature.return_annotation
+    name = returned.strip("'\"") if isinstance(returned, str) else getattr(returned, "__name__", "")
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    callable_as_it_is = all(
+        parameter.kind in optional or parameter.default is not parameter.empty
+        for parameter in signature.parameters.values()
+    )
+    return name == "ConfigContainer" and callable_as_it_is
 
 
 @dataclass(frozen=True)
@@ -147,3 +206,53 @@ def without_hugging_face() -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         yield
+
+
+def by_class(verdicts: Mapping[str, Verdict]) -> dict[tuple[str, str], list[str]]:
+    """Return the names of each (outcome, reason), in the order of `ORDER` and the most first."""
+    classes: dict[tuple[str, str], list[str]] = {}
+    for name, verdict in verdicts.items():
+        classes.setdefault((verdict.outcome, verdict.reason), []).append(name)
+    ordered = sorted(classes, key=lambda key: (ORDER.index(key[0]), -len(classes[key]), key[1]))
+    return {key: sorted(classes[key]) for key in ordered}
+
+
+def table(verdicts: Mapping[str, Verdict], names: int, *, verbose: bool) -> str:
+    """Return the table as text.
+
+    Args:
+        verdicts: of each config function, by module and name.
+        names: how many names Bridge gives these functions.
+        verbose: whether the functions and their whole reasons follow each row. What did not
+            get as far as this package is named always.
+    """
+    built = sum(verdict.outcome != "not built" for verdict in verdicts.values())
+    lines = [f"{len(verdicts)} config functions under {names} names; {built} build", ""]
+    for (outcome, reason), functions in by_class(verdicts).items():
+        lines.append(f"{len(functions):5}  {outcome:14}  {reason}".rstrip())
+        if verbose or outcome in ("Bridge refuses", "not built"):
+            for function in functions:
+                lines.append(f"{'':23}{function}")
+                lines.extend(f"{'':25}{why}" for why in verdicts[function].reasons)
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="just reach")
+    parser.add_argument("--verbose", action="store_true", help="print the functions and the whole reasons too")
+    verbose = parser.parse_args().verbose
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    with contextlib.redirect_stdout(sys.stderr):  # Bridge prints what it turns on
+        import_bridge()
+        functions = config_functions()
+        with without_gpu(), without_hugging_face():
+            verdicts = {f"{function.__module__}.{function.__name__}": verdict_of(function) for function in functions}
+    assert len(verdicts) == len(functions), "two functions of one name and module"
+    names = sum(map(len, functions.values()))
+    sys.stdout.write(table(verdicts, names, verbose=verbose))
+
+
+if __name__ == "__main__":
+    main()

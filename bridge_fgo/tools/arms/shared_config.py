@@ -1,0 +1,93 @@
+"""What the configurations of the arms have in common: a GPT on made-up data, and every section but the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ON_THE_CPU: dict[str, Any] = {
+    "use_cpu_initialization": True,
+    # Everything fused is a CUDA kernel.
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "persist_layer_norm": False,
+}
+"""Fields of a model of plain torch."""
+
+
+def gpt(**fields: Any) -> Any:
+    """Return the provider of a GPT with rotary embeddings and an output layer of its own."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    return GPTModelProvider(
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,  # needs Apex
+        **fields,
+    )
+
+
+def container(
+    *,
+    model: Any,
+    optimizer: Any,
+    ddp: Any,
+    iterations: int,
+    micro_batch_size: int,
+    global_batch_size: int,
+    sequence: int,
+    vocab: int,
+    seed: int,
+    scheduler: Mapping[str, Any],
+    weight_decay: float = 0.01,
+    dataset: Mapping[str, Any] | None = None,
+    **sections: Any,
+) -> Any:
+    """Return Bridge's ConfigContainer, not validated yet.
+
+    Args:
+        model: provider of the model; like `optimizer`, `ddp` and `sections` a section of the config.
+        optimizer: a section.
+        ddp: a section.
+        iterations: of the run.
+        micro_batch_size: sequences of a microbatch.
+        global_batch_size: sequences of a step, over all ranks.
+        sequence: tokens of a sequence.
+        vocab: tokens that there are.
+        seed: of the data.
+        scheduler: fields of the learning rate's schedule.
+        weight_decay: the scheduler's, from the first step to the last.
+        dataset: fields of the mock dataset beside its sizes.
+        **sections: others, by name.
+    """
+    from megatron.bridge.training import config as bridge
+
+    return bridge.ConfigContainer(
+        model=model,
+        train=bridge.TrainingConfig(
+            train_iters=iterations, micro_batch_size=micro_batch_size, global_batch_size=global_batch_size
+        ),
+        optimizer=optimizer,
+        scheduler=bridge.SchedulerConfig(
+            start_weight_decay=weight_decay,
+            end_weight_decay=weight_decay,
+            weight_decay_incr_style="constant",
+            **scheduler,
+        ),
+        ddp=ddp,
+        dataset=bridge.MockGPTDatasetConfig(
+            seq_length=sequence,
+            random_seed=seed,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            **(dataset or {}),
+        ),
+        logger=bridge.LoggerConfig(),
+        tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocab),
+        **sections,
+    )

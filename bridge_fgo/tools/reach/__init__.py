@@ -1,1 +1,0 @@
-"""Which of the configs that Megatron-Bridge ships the offload accepts, and why it refuses the others."""
