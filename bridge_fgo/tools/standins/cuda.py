@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+import bridge_fgo.memory.guard  # noqa: F401  (it knows functions of torch by identity: before any is replaced)
 from bridge_fgo.tools.standins.hollow import import_bridge
 
 CPU = torch.device("cpu")
