@@ -70,8 +70,17 @@ def test_adam_has_12_bytes_a_parameter_and_muon_8(options):
     assert (muon > 0) == (options is MUON)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("changes", [{"fraction": 0.5}, {"moments": False}, {"master_weights": False}])
+SHARES = [{"fraction": 0.5}, {"moments": False}, {"master_weights": False}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        pytest.param(changes, name, marks=() if SHARES.index(changes) == number else pytest.mark.slow)
+        for changes in SHARES
+        for number, name in enumerate(OPTIMIZERS)
+    ],
+)
 def test_a_share_of_the_states_is_bitwise_equal_and_keeps_the_rest(name, changes):
     config = dataclasses.replace(DEFAULTS, **changes)
     _, record, stats = both(config, 5, **OPTIMIZERS[name])
@@ -392,8 +401,18 @@ def back_in_time(offload, options, saved_after, config=SMALL_SLABS):
         return [*digests, run.digests()]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("config", [SMALL_SLABS, dataclasses.replace(DEFAULTS, fraction=0.5)])
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        *((SMALL_SLABS, name) for name in OPTIMIZERS),
+        *(
+            pytest.param(
+                dataclasses.replace(DEFAULTS, fraction=0.5), name, marks=() if name == "muon" else pytest.mark.slow
+            )
+            for name in OPTIMIZERS
+        ),
+    ],
+)
 def test_torchs_state_dictionary_is_loaded_where_states_are_and_trained_on_from_there(name, config):
     assert back_in_time(True, OPTIMIZERS[name], 2, config) == back_in_time(False, OPTIMIZERS[name], 2)
 

@@ -72,7 +72,7 @@ def test_the_files_that_the_table_of_tests_names_are_there():
 
 
 def test_the_test_command_is_the_one_that_ci_runs():
-    command = "uv run pytest -n 2 --dist loadfile"
+    command = "uv run pytest -n 2 --dist worksteal"
     assert command in text_of("README.md")
     assert command in (ROOT / ".ci/run").read_text().splitlines()
 
