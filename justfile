@@ -5,7 +5,7 @@ default:
 
 # The CPU lane, as CI runs it.
 test *ARGS:
-    uv run pytest -n 2 --dist loadfile {{ARGS}}
+    uv run pytest -n 2 --dist worksteal {{ARGS}}
 
 # The GPU lane: needs CUDA, Transformer Engine and Megatron-Bridge in the environment of PYTHON.
 test-gpu PYTHON="python3" *ARGS="":

@@ -4,12 +4,15 @@ import gc
 import os
 import signal
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores; torch reads it when it is imported
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # as images set it: each process would compile Megatron, in 20 s
+    sys.dont_write_bytecode = False
 
 import bridge_fgo
 

@@ -294,9 +294,17 @@ def finish(run, terminate=True):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("deadline")
-@pytest.mark.parametrize("constant_structure", [False, True], ids=["", "constant structure"])
-@pytest.mark.parametrize("worker", ["fork", "mcore", "nvrx"])
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    ("kind", "worker", "constant_structure"),
+    [
+        ("fully_reshardable", "fork", True),
+        ("fully_reshardable", "mcore", False),
+        ("fully_reshardable", "nvrx", False),
+        ("dp_reshardable", "fork", False),
+        ("dp_reshardable", "mcore", True),
+        ("dp_reshardable", "nvrx", True),
+    ],
+)
 def test_three_checkpoints_in_the_background_have_the_bytes_of_their_step(
     tmp_path, monkeypatch, kind, worker, constant_structure
 ):
@@ -307,7 +315,7 @@ def test_three_checkpoints_in_the_background_have_the_bytes_of_their_step(
             exc_type=ImportError,
         )
     if worker != "fork":  # the persistent workers are spawned, and import what they run
-        as_bridge_does = worker == "nvrx" or (kind == "fully_reshardable" and not constant_structure)
+        as_bridge_does = worker == "nvrx" or kind == "fully_reshardable"
         async_worker.have_bridge_use(worker, monkeypatch.setattr, quickly=not as_bridge_does)
     for offload in (False, True):
         context = {}

@@ -144,7 +144,13 @@ def test_building_holds_no_more_of_the_states_than_two_parts(kind):
     assert offloaded <= allowed
 
 
-@pytest.fixture(scope="module", params=[None, *PRECISION_AWARE], ids=lambda name: name or "masters in mcore")
+ADAMS = {name: pytest.mark.slow for name in ("fp32", "bf16")} | {None: (), "fp16 masters": (), "bf16, remainders": ()}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, id=name or "masters in mcore", marks=marks) for name, marks in ADAMS.items()],
+)
 def adam(request, cpu_standins):
     """Settings of a precision-aware Adam, which mcore then builds; None for an Adam with fp32 masters in mcore."""
     with pytest.MonkeyPatch.context() as patch:

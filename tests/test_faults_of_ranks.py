@@ -144,6 +144,12 @@ def test_what_fails_on_one_rank_in_a_verb_fails_on_all_of_them_and_all_can_be_br
     assert {"round_again", "HostTransfers.copy_in", "OptimizerStates.finish_reload"} <= reached["reload"]
 
 
+def contexts(turns):
+    """Return pairs of a context and a parallelism: of every three of a context, those whose turn it is."""
+    pairs = [(i + j, context, parallel) for i, context in enumerate(CONTEXTS) for j, parallel in enumerate(PARALLEL)]
+    return [(context, parallel) for number, context, parallel in pairs if number % len(PARALLEL) in turns]
+
+
 def run_in_a_block(folder, context, alone, offload, changes):
     """Run both ranks through blocks of a context that raise; return what each has left, and how it ended."""
     folder.mkdir()
@@ -153,8 +159,7 @@ def run_in_a_block(folder, context, alone, offload, changes):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("parallel", PARALLEL)
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(("context", "parallel"), contexts(turns=(0, 1)))
 def test_no_rank_waits_for_one_whose_block_has_raised_and_its_own_error_is_seen(tmp_path, context, parallel):
     others, failing = run_in_a_block(tmp_path / "ranks", context, True, True, PARALLEL[parallel])
     assert failing["error"] == "Injected('in the block')"
@@ -165,8 +170,7 @@ def test_no_rank_waits_for_one_whose_block_has_raised_and_its_own_error_is_seen(
     assert failing["away"] == stays and len(failing["notes"]) == len(left) == (context == "asleep")
 
 
-@pytest.mark.parametrize("parallel", PARALLEL)
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(("context", "parallel"), contexts(turns=(2,)))
 def test_ranks_whose_blocks_have_raised_wake_and_train_on_bitwise(tmp_path, context, parallel):
     resident, raised = (
         run_in_a_block(tmp_path / str(offload), context, False, offload, PARALLEL[parallel])

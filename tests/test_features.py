@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from test_parity import SMALL_SLABS, numbers
+from both import numbers
+from test_parity import SMALL_SLABS
 
 import bridge_fgo
 from bridge_fgo.tools.arms import cpu_model, cpu_training

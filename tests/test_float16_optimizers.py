@@ -8,13 +8,14 @@ import dataclasses
 import async_worker
 import pytest
 import torch
+from both import both
 from saving import load, save
 from test_checkpoints import assert_same_shards, background, finish, session_of, training
-from test_parity import DEFAULTS, SMALL_SLABS, numbers, released
+from test_parity import DEFAULTS, SMALL_SLABS, released
 
 import bridge_fgo
 from bridge_fgo.offload.step_pipeline import StepPipeline
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining, run
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -44,22 +45,13 @@ FAST = ("adam_with_trouble", "muon_with_trouble", "dist_muon_with_trouble")
 """What the fast lane trains; the slow one has the rest."""
 
 
-def both(options, steps=STEPS, config=None):
-    """Train resident and offloaded; return both records, and the offloaded run's newest figures."""
-    resident, figures = run(CpuOptions(**options), steps), []
-    in_fp16 = options.get("precision") == "fp16"  # whose masters cannot be copied in part
-    with bridge_fgo.install(config or (DEFAULTS if in_fp16 else SMALL_SLABS)):
-        record = run(CpuOptions(offload=True, **options), steps, lambda step: figures.append(bridge_fgo.stats()))
-    assert numbers(record) == numbers(resident)
-    assert record.digests == resident.digests
-    return resident, record, figures[-1]
-
-
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SCENARIOS]
 )
 def test_12_steps_are_bitwise_equal_to_resident_with_every_state_off_in_forward_and_backward(name):
-    resident, record, stats = both(SCENARIOS[name])
+    options = SCENARIOS[name]
+    in_fp16 = options.get("precision") == "fp16"  # whose masters cannot be copied in part
+    resident, record, stats = both(DEFAULTS if in_fp16 else SMALL_SLABS, STEPS, **options)
     assert len({step.loss for step in record.steps if step.loss is not None}) > STEPS // 2
     assert record.peak_forward_backward_bytes == 0 < resident.peak_forward_backward_bytes
     assert stats.released_bytes == stats.state_bytes == stats.offloaded_bytes > 0
@@ -78,11 +70,20 @@ def test_adam_has_12_bytes_a_parameter_and_muon_8(options):
     assert (muon > 0) == (options is MUON)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("changes", [{"fraction": 0.5}, {"moments": False}, {"master_weights": False}])
+SHARES = [{"fraction": 0.5}, {"moments": False}, {"master_weights": False}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        pytest.param(changes, name, marks=() if SHARES.index(changes) == number else pytest.mark.slow)
+        for changes in SHARES
+        for number, name in enumerate(OPTIMIZERS)
+    ],
+)
 def test_a_share_of_the_states_is_bitwise_equal_and_keeps_the_rest(name, changes):
     config = dataclasses.replace(DEFAULTS, **changes)
-    _, record, stats = both(OPTIMIZERS[name], 5, config)
+    _, record, stats = both(config, 5, **OPTIMIZERS[name])
     assert 0 < stats.offloaded_bytes < stats.state_bytes
     assert record.peak_forward_backward_bytes == stats.state_bytes - stats.offloaded_bytes
 
@@ -98,14 +99,14 @@ def adaptive(monkeypatch):
 
 @pytest.mark.usefixtures("adaptive")
 def test_adaptive_muon_offloads_a_second_moment_of_each_element():
-    _, record, stats = both(ADAPTIVE, 5)
+    _, record, stats = both(SMALL_SLABS, 5, **ADAPTIVE)
     assert record.peak_forward_backward_bytes == 0
     assert stats.offloaded_bytes == stats.state_bytes
 
 
 @pytest.mark.usefixtures("adaptive")
 def test_adaptive_muon_keeps_a_second_moment_of_each_row_on_the_gpu():
-    resident, record, stats = both(ADAPTIVE | {"moment2": "normuon"}, 5)
+    resident, record, stats = both(SMALL_SLABS, 5, **ADAPTIVE, moment2="normuon")
     assert record.peak_forward_backward_bytes == resident.state_bytes - stats.state_bytes < resident.state_bytes // 100
 
 
@@ -400,8 +401,18 @@ def back_in_time(offload, options, saved_after, config=SMALL_SLABS):
         return [*digests, run.digests()]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("config", [SMALL_SLABS, dataclasses.replace(DEFAULTS, fraction=0.5)])
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        *((SMALL_SLABS, name) for name in OPTIMIZERS),
+        *(
+            pytest.param(
+                dataclasses.replace(DEFAULTS, fraction=0.5), name, marks=() if name == "muon" else pytest.mark.slow
+            )
+            for name in OPTIMIZERS
+        ),
+    ],
+)
 def test_torchs_state_dictionary_is_loaded_where_states_are_and_trained_on_from_there(name, config):
     assert back_in_time(True, OPTIMIZERS[name], 2, config) == back_in_time(False, OPTIMIZERS[name], 2)
 

@@ -1,6 +1,7 @@
 """Full-iteration CUDA graphs in Bridge's real train_step on the CPU, with a stand-in for the graph."""
 
 import pytest
+from both import resident
 from fake_meter import FakeMeter, have_sessions_take_it
 from graph_standin import CapturedSchedule
 
@@ -8,7 +9,7 @@ import bridge_fgo
 from bridge_fgo.bridge import session
 from bridge_fgo.bridge.session import SESSION, active_session
 from bridge_fgo.tools.arms.cpu_model import CpuOptions
-from bridge_fgo.tools.arms.cpu_training import CpuTraining, run
+from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
 STEPS = 8
 MODES = ["eager", "eager", "capture and replay", *["replay"] * (STEPS - 3)]
@@ -31,14 +32,14 @@ def native(**settings):
 
 @pytest.mark.parametrize("kind", [{}, {"experts": True}], ids=["dense", "experts"])
 def test_passes_that_are_captured_and_replayed_are_bitwise_resident_ones_without_a_graph(monkeypatch, kind):
-    resident = run(CpuOptions(**kind), STEPS)
+    expected = resident(STEPS, **kind)
     with bridge_fgo.install(native()), CpuTraining(CpuOptions(offload=True, **kind)) as training:
         schedule = captured(monkeypatch, training)
         steps = [training.step() for _ in range(STEPS)]
         held = training.live_bytes
-        assert training.digests() == resident.digests
+        assert training.digests() == expected.digests
     assert schedule.modes == MODES
-    assert [(step.loss, step.grad_norm) for step in steps] == [(step.loss, step.grad_norm) for step in resident.steps]
+    assert [(step.loss, step.grad_norm) for step in steps] == [(step.loss, step.grad_norm) for step in expected.steps]
     assert held and not any(held), "states are away while the graph runs"
 
 

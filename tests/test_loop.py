@@ -56,6 +56,8 @@ SAVES = {
     ),
 }  # fmt: skip
 """Settings, and the steps after which there are checkpoints."""
+FAST = [("fork", when) for when in ("at an interval", "on a signal", "at the rerun machine's exit", "non-persistent")]
+"""Saves in the background that the fast lane has."""
 EXIT_STATUS = {"at exit_interval": 0, "at exit_duration": 0, "on a signal": 0, "at the rerun machine's exit": 16}
 """The last is mcore's `EXIT_CODE_RESUME_TO_DISAMBIGUATE`."""
 
@@ -94,8 +96,14 @@ def resident(cpu_standins, tmp_path_factory):
 
 
 @pytest.mark.usefixtures("deadline")
-@pytest.mark.parametrize("when", SAVES)
-@pytest.mark.parametrize("writer", ["foreground", "fork", pytest.param("mcore", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("writer", "when"),
+    [
+        pytest.param(writer, when, marks=() if writer == "foreground" or (writer, when) in FAST else pytest.mark.slow)
+        for writer in ("foreground", "fork", "mcore")
+        for when in SAVES
+    ],
+)
 def test_what_the_loop_saves_has_the_bytes_of_a_resident_run(resident, tmp_path, monkeypatch, when, writer):
     kind = "fully_reshardable" if writer == "foreground" else "dp_reshardable"  # which hands out the states themselves
     workers = async_worker.have_bridge_use("mcore", monkeypatch.setattr, quickly=True) if writer == "mcore" else []

@@ -9,9 +9,10 @@ from unittest import mock
 import fused_adam
 import pytest
 import torch
+from both import numbers
 from saving import load, save
 from test_checkpoints import session_of
-from test_parity import DEFAULTS, SMALL_SLABS, numbers
+from test_parity import DEFAULTS, SMALL_SLABS
 
 import bridge_fgo
 from bridge_fgo.states.inner_step import InnerStep

@@ -1,4 +1,4 @@
-"""Bridge's own train_step, resident and offloaded: 20 steps, bit for bit."""
+"""Bridge's own train_step, resident and offloaded: 12 steps, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from both import both, numbers, resident
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import bridge_fgo
@@ -18,7 +19,7 @@ from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining, run
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
-STEPS = 20
+STEPS = 12
 DEFAULTS = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, piece_bytes=2**16)
 SMALL_SLABS = dataclasses.replace(DEFAULTS, master_remainders=True)
 
@@ -43,23 +44,8 @@ SCENARIOS = {
 }
 
 
-def numbers(record):
-    """Return what each step reported, as exact values."""
-    return [(s.loss, s.grad_norm, s.skipped, s.passes) for s in record.steps]
-
-
-def offloaded(options, config=SMALL_SLABS, steps=STEPS):
-    """Run with the package installed and the flag set; return the record and the last step's figures."""
-    figures = []
-    with bridge_fgo.install(config):
-        record = run(CpuOptions(offload=True, **options), steps, lambda step: figures.append(bridge_fgo.stats()))
-    return record, figures[-1]
-
-
 OF_BF16 = [name for name, options in SCENARIOS.items() if options.get("precision") != "fp16"]
 DEFAULT_SETTINGS = ["plain", "fp16_with_loss_scaling", "all_at_once"]
-
-
 LONG = ("two_model_chunks", "all_at_once")
 """For the slow lane alone: what else trains in two chunks is in the fast one."""
 
@@ -71,12 +57,9 @@ LONG = ("two_model_chunks", "all_at_once")
         *(pytest.param(name, DEFAULTS, marks=pytest.mark.slow if name in LONG else ()) for name in DEFAULT_SETTINGS),
     ],
 )
-def test_20_steps_are_bitwise_equal_to_resident(name, config):
-    resident = run(CpuOptions(**SCENARIOS[name]), STEPS)
-    record, stats = offloaded(SCENARIOS[name], config)
-    assert len(resident.steps) == STEPS
-    assert numbers(record) == numbers(resident)
-    assert record.digests == resident.digests
+def test_12_steps_are_bitwise_equal_to_resident(name, config):
+    _, record, stats = both(config, STEPS, **SCENARIOS[name])
+    assert len(record.steps) == STEPS
     assert record.peak_forward_backward_bytes == 0, "every state was off during forward and backward"
     assert stats.released_bytes >= stats.state_bytes > 0
     assert stats.steps == STEPS
@@ -84,11 +67,8 @@ def test_20_steps_are_bitwise_equal_to_resident(name, config):
 
 @pytest.mark.parametrize("fraction", [0.25, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_a_fraction_is_bitwise_equal_and_keeps_the_rest(fraction):
-    resident = run(CpuOptions(), STEPS)
     config = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, fraction=fraction)
-    record, stats = offloaded({}, config)
-    assert numbers(record) == numbers(resident)
-    assert record.digests == resident.digests
+    _, record, stats = both(config, STEPS)
     assert stats.offloaded_bytes >= fraction * stats.state_bytes
     left = record.peak_forward_backward_bytes
     assert 0 < left <= (1 - fraction) * stats.state_bytes
@@ -96,26 +76,21 @@ def test_a_fraction_is_bitwise_equal_and_keeps_the_rest(fraction):
 
 @pytest.mark.parametrize("kinds", [{"moments": False}, {"master_weights": False}])
 def test_one_kind_alone_is_bitwise_equal(kinds):
-    resident = run(CpuOptions(), 5)
-    record, _ = offloaded({}, bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, **kinds), steps=5)
-    assert numbers(record) == numbers(resident)
-    assert record.digests == resident.digests
+    both(bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, **kinds), 5)
 
 
 def test_installed_but_never_enabled_is_the_run_without_it():
-    resident = run(CpuOptions(experts=True), 5)
+    expected = resident(5, experts=True)
     with bridge_fgo.install(SMALL_SLABS):
         record = run(CpuOptions(experts=True), 5)
-    assert numbers(record) == numbers(resident)
-    assert record.digests == resident.digests
+    assert numbers(record) == numbers(expected)
+    assert record.digests == expected.digests
     assert record.peak_forward_backward_bytes > 0
 
 
 def test_an_early_exit_that_checkpoints_leaves_readable_and_right_states():
-    resident = run(CpuOptions(checkpoint_exit_step=4), STEPS)
-    record, _ = offloaded({"checkpoint_exit_step": 4})
+    _, record, _ = both(SMALL_SLABS, STEPS, checkpoint_exit_step=4)
     assert record.steps[-1].should_checkpoint
-    assert record.digests == resident.digests
 
 
 def test_a_second_pass_and_a_skipped_step_move_again_only_what_had_come_back():
@@ -236,7 +211,7 @@ def test_a_checkpoint_load_while_offloaded_is_right_and_what_it_loaded_is_offloa
 def test_the_wrapped_step_that_train_still_holds_works_after_an_uninstall():
     from megatron.bridge.training import train as bridge_train
 
-    resident = run(CpuOptions(), 4)
+    expected = resident(4)
     handle = bridge_fgo.install(SMALL_SLABS)
     held = bridge_train.train_step
     with CpuTraining(CpuOptions(offload=True)) as training:
@@ -246,11 +221,11 @@ def test_the_wrapped_step_that_train_still_holds_works_after_an_uninstall():
         with mock.patch.object(bridge_train, "train_step", held):
             for _ in range(2):
                 training.step()
-        assert training.digests() == resident.digests
+        assert training.digests() == expected.digests
 
 
 def test_a_flag_that_is_unset_in_mid_run_brings_the_states_back():
-    resident = run(CpuOptions(), 6)
+    expected = resident(6)
     with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
         for _ in range(3):
             training.step()
@@ -258,11 +233,11 @@ def test_a_flag_that_is_unset_in_mid_run_brings_the_states_back():
         for _ in range(3):
             training.step()
         assert min(training.live_bytes) > 0
-        assert training.digests() == resident.digests
+        assert training.digests() == expected.digests
 
 
 def test_a_flag_that_is_unset_after_an_uninstall_and_another_install_has_nothing_to_bring_back():
-    resident = run(CpuOptions(), 3)
+    expected = resident(3)
     with CpuTraining(CpuOptions(offload=True)) as training:
         with bridge_fgo.install(SMALL_SLABS):
             for _ in range(2):
@@ -271,7 +246,7 @@ def test_a_flag_that_is_unset_after_an_uninstall_and_another_install_has_nothing
             training.cfg.optimizer.offload_optimizer_states = False
             training.step()
             assert SESSION not in vars(training.optimizer)
-        assert training.digests() == resident.digests
+        assert training.digests() == expected.digests
 
 
 def test_uninstall_in_mid_run_lets_the_host_memory_go():
@@ -297,7 +272,7 @@ def test_an_uninstall_that_cannot_bring_the_states_back_leaves_all_as_it_was_and
     monkeypatch, cause
 ):
     # Without the bindings the next step or save would meet tensors with no memory behind them.
-    resident = run(CpuOptions(), 6)
+    expected = resident(6)
     handle = bridge_fgo.install(SMALL_SLABS)
     with CpuTraining(CpuOptions(offload=True)) as training:
         for _ in range(3):
@@ -322,7 +297,7 @@ def test_an_uninstall_that_cannot_bring_the_states_back_leaves_all_as_it_was_and
         assert session.closed
         for _ in range(2):
             training.step()
-        assert training.digests() == resident.digests
+        assert training.digests() == expected.digests
 
 
 def test_weights_that_change_after_an_uninstall_that_failed_are_found_before_the_update(monkeypatch):
@@ -362,7 +337,7 @@ def test_an_uninstall_is_not_held_up_by_a_training_that_is_over():
 
 
 def test_uninstall_in_the_first_forward_is_no_silent_no_op():
-    resident = run(CpuOptions(), 2)
+    expected = resident(2)
     handle = bridge_fgo.install(SMALL_SLABS)
     with CpuTraining(CpuOptions(offload=True)) as training:
         forward = training._forward_step
@@ -374,12 +349,12 @@ def test_uninstall_in_the_first_forward_is_no_silent_no_op():
         training._forward_step = uninstalls
         for _ in range(2):
             training.step()
-        assert training.digests() == resident.digests
+        assert training.digests() == expected.digests
 
 
 def test_an_uninstall_in_a_pass_that_is_run_again_is_bitwise_equal():
     # The rerun machine that Bridge's step has taken goes on telling of passes.
-    resident = run(CpuOptions(rerun_steps=frozenset({2})), 3)
+    expected = resident(3, rerun_steps=frozenset({2}))
     handle = bridge_fgo.install(SMALL_SLABS)
     with CpuTraining(CpuOptions(offload=True, rerun_steps=frozenset({2}))) as training:
         training.step()
@@ -393,7 +368,7 @@ def test_an_uninstall_in_a_pass_that_is_run_again_is_bitwise_equal():
         assert training.step().passes == 2
         training.step()
         assert bridge_fgo.stats() is None
-        assert training.digests() == resident.digests
+        assert training.digests() == expected.digests
 
 
 def test_the_norm_of_one_model_leaves_the_masters_of_another_where_they_are():
@@ -415,7 +390,7 @@ def test_the_norm_of_one_model_leaves_the_masters_of_another_where_they_are():
 
 
 def test_uninstall_in_mid_run_brings_the_states_back():
-    resident = run(CpuOptions(), 6)
+    expected = resident(6)
     handle = bridge_fgo.install(SMALL_SLABS)
     with CpuTraining(CpuOptions(offload=True)) as training:
         for _ in range(3):
@@ -423,7 +398,7 @@ def test_uninstall_in_mid_run_brings_the_states_back():
         handle.uninstall()
         for _ in range(3):
             training.step()
-        assert training.digests() == resident.digests
+        assert training.digests() == expected.digests
 
 
 def with_a_stub_in_a_nested_chain(offload):
@@ -519,13 +494,14 @@ def test_torchs_hook_for_kinetos_daemon_is_called_once_a_step_and_leaves_it_divi
     monkeypatch.setattr(InnerStep, "update", lambda inner, part: (updates.append(part), update(inner, part))[1])
     handle = register_optimizer_step_post_hook(torch.profiler._optimizer_post_hook)  # as with KINETO_USE_DAEMON=1
     try:
-        resident = run(CpuOptions(experts=True), 4)
+        expected = run(CpuOptions(experts=True), 4)
         of_resident = list(counted)
         counted.clear()
-        record, _ = offloaded({"experts": True}, steps=4)
+        with bridge_fgo.install(SMALL_SLABS):
+            record = run(CpuOptions(experts=True, offload=True), 4)
     finally:
         handle.remove()
-    assert record.digests == resident.digests
+    assert record.digests == expected.digests
     assert counted == of_resident and len(counted) == 8  # of two optimizers
     assert len(updates) > 2 * 8
 
@@ -564,7 +540,7 @@ def interrupt(*args):
 
 def test_after_ctrl_c_in_a_move_a_new_training_goes_on_and_uninstalls_though_the_old_optimizer_lives(bridge_train):
     # In a notebook the traceback keeps it.
-    original, resident = bridge_train.train_step, run(CpuOptions(), 3)
+    original, expected = bridge_train.train_step, resident(3)
     bridge_fgo.install(SMALL_SLABS)
     with CpuTraining(CpuOptions(offload=True)) as training:
         training.step()
@@ -583,7 +559,7 @@ def test_after_ctrl_c_in_a_move_a_new_training_goes_on_and_uninstalls_though_the
             training.step()
         bridge_fgo.reload_states()
         bridge_train.calc_params_l2_norm(training.model, training.cfg.model)
-        assert training.digests() == resident.digests
+        assert training.digests() == expected.digests
     assert vars(old)[SESSION].is_lost and model
     bridge_fgo.uninstall()
     assert bridge_train.train_step is original

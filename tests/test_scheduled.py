@@ -7,6 +7,7 @@ from functools import wraps
 import fused_adam
 import pytest
 import torch
+from both import resident
 from bridge_loop import train
 from fake_meter import FakeMeter, have_sessions_take_it
 from test_parity import SMALL_SLABS
@@ -54,11 +55,11 @@ def watched(options, config, held):
 def test_bits_are_equal_and_no_more_is_held_than_the_plan_has_room_for(meter, share, name):
     kinds = {"plain": {}, "two chunks": {"chunks": 2}, "experts": {"experts": True}}
     options = CpuOptions(offload=True, **kinds[name])
-    resident = run(CpuOptions(**kinds[name]), STEPS)
+    expected = resident(STEPS, **kinds[name])
     meter.forward_points = 5  # two layers with two children, and the norm after them
-    meter.activation = int(share * resident.state_bytes) // meter.forward_points
+    meter.activation = int(share * expected.state_bytes) // meter.forward_points
     held = []
-    assert watched(options, SMALL_SLABS, held) == resident.digests
+    assert watched(options, SMALL_SLABS, held) == expected.digests
     assert all(nbytes <= plan.leave[index] for index, nbytes, plan in held)
     first, last = held[0][0], max(index for index, _, _ in held)
     in_forward = [nbytes for index, nbytes, _ in held if index <= first + 1]
@@ -83,14 +84,14 @@ def test_a_step_of_which_nothing_is_away_is_divided_only_where_it_needs_memory_o
     called, step = [], fused_adam.FusedAdam.step
     monkeypatch.setattr(fused_adam.FusedAdam, "step", wraps(step)(lambda self: called.append(1) or step(self)))
     monkeypatch.setattr(known_steps, "UPSTREAM", known_steps.UPSTREAM | {__name__})  # where that wrapper is
-    resident = run(CpuOptions(), STEPS)
+    expected = run(CpuOptions(), STEPS)
     config = replace(SMALL_SLABS, gpu_memory_budget_gib=budget_gib)
     with bridge_fgo.install(config), CpuTraining(CpuOptions(offload=True)) as training:
         training.optimizer.chained_optimizers[0].optimizer.name_to_dtype_map["exp_avg"] = moments
         for _ in range(STEPS):
             called.clear()
             training.step()
-        assert training.digests() == resident.digests
+        assert training.digests() == expected.digests
     assert (len(called) > 1) == is_divided
 
 
@@ -112,10 +113,10 @@ def test_lengths_that_change_are_bitwise_equal_and_no_step_is_above_what_releasi
     meter, monkeypatch
 ):
     lengths, steps = (4, 32), 16
-    resident = run(CpuOptions(lengths=lengths), steps)
-    assert resident.digests != run(CpuOptions(), steps).digests
+    expected = resident(steps, lengths=lengths)
+    assert expected.digests != resident(steps).digests
     monkeypatch.setattr(session, "PeakMeter", MeterOfMarks)
-    monkeypatch.setattr(MeterOfMarks, "scale", resident.state_bytes / 60_000)  # of long sequences as much as the states
+    monkeypatch.setattr(MeterOfMarks, "scale", expected.state_bytes / 60_000)  # of long sequences as much as the states
     reached, excess, planned = 0, [], []
     with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True, lengths=lengths)) as training:
         training.step()
@@ -135,9 +136,9 @@ def test_lengths_that_change_are_bitwise_equal_and_no_step_is_above_what_releasi
             planned.append(schedule.is_planned)
             reached = max(reached, 2 * largest, *(others for others, _ in seen))
             excess.append(max(others + held for others, held in seen) - reached)
-        assert training.digests() == resident.digests
+        assert training.digests() == expected.digests
     assert max(excess) <= largest
-    assert min(max(others for others, _ in seen), resident.state_bytes) > resident.state_bytes / 2
+    assert min(max(others for others, _ in seen), expected.state_bytes) > expected.state_bytes / 2
     assert sum(planned) > len(planned) / 2
 
 
@@ -224,7 +225,7 @@ def test_layers_are_captured_with_no_state_on_the_gpu_and_what_they_need_is_meas
     for name in ("__init__", "create_cudagraphs", "delete_cuda_graphs"):
         monkeypatch.setattr(TECudaGraphHelper, name, vars(StandInGraphs)[name])
     meter.forward_points = 5
-    meter.activation = 10 * run(CpuOptions(), 2).state_bytes // meter.forward_points
+    meter.activation = 10 * resident(2).state_bytes // meter.forward_points
     digests, seen = {}, {}
     for offload in (False, True):
         install = bridge_fgo.install(SMALL_SLABS) if offload else nullcontext()

@@ -248,7 +248,7 @@ def test_under_a_budget_what_stays_goes_too_where_a_step_needs_its_room(monkeypa
 MICROBATCH = st.lists(st.integers(0, WHOLE // 4), min_size=1, max_size=4).map(lambda sizes: list(enumerate(sizes, 1)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.lists(MICROBATCH, min_size=1, max_size=3), min_size=1, max_size=4),
     st.data(),

@@ -135,7 +135,7 @@ def seeds(first, of):
     return [*range(first), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(first, of))]
 
 
-@pytest.mark.parametrize("seed", seeds(10, of=60))
+@pytest.mark.parametrize("seed", seeds(6, of=30))
 @pytest.mark.usefixtures("updates_are_seen")
 def test_no_two_streams_meet_in_the_same_memory(order, seed):
     try:
@@ -144,7 +144,7 @@ def test_no_two_streams_meet_in_the_same_memory(order, seed):
         pytest.fail(str(race), pytrace=False)
 
 
-@pytest.mark.parametrize("seed", seeds(5, of=20))
+@pytest.mark.parametrize("seed", seeds(3, of=10))
 @pytest.mark.usefixtures("updates_are_seen")
 def test_no_two_streams_meet_in_debug_mode_either(order, seed):
     try:

@@ -18,7 +18,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "slurm" / "dsv4_flash.sh"
 GOLDEN = Path(__file__).with_name("golden")
 
-needs_slurm = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+def needs_slurm(test):
+    """Mark a test that has a Slurm of one node of its own: daemons of minutes, for the slow lane."""
+    return pytest.mark.slow(pytest.mark.skipif(why_not() is not None, reason=str(why_not()))(test))
 
 
 def dry_run(*arguments, **environment):
