@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge_fgo.options import add_offload_options, offload_config
 
 if TYPE_CHECKING:
-    from bridge_fgo.tools.arms.cpu_training import CpuOptions
     from bridge_fgo.tools.arms.record import StepRecord
 
 
@@ -40,37 +38,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
-    scenario = parser.add_argument_group("scenario", "see CpuOptions; a list of steps is 3,5")
-    scenario.add_argument("--chunks", type=int, choices=(1, 2))
-    scenario.add_argument("--precision", choices=("bf16", "fp16", "fp32_params"))
-    for name in ("experts", "overlap-grad-reduce"):
-        scenario.add_argument(f"--{name}", action="store_true", default=None)
-    for name in ("found-inf-steps", "grad-norm-skip-steps", "rerun-steps"):
-        scenario.add_argument(f"--{name}", type=step_numbers, metavar="STEPS")
-    scenario.add_argument("--checkpoint-exit-step", type=int, metavar="STEP")
-    size = parser.add_argument_group("size")
-    for name in ("layers", "hidden", "vocab", "sequence", "microbatches", "micro-batch-size", "seed"):
-        size.add_argument(f"--{name}", type=int)
+    for name in ("rerun-steps", "grad-norm-skip-steps"):
+        parser.add_argument(f"--{name}", type=step_numbers, default=frozenset(), help="see CpuOptions; as in 3,5")
     offload = parser.add_argument_group("offload")
     offload.add_argument("--offload", choices=("off", "on"), default="off")
     add_offload_options(offload)
     return parser.parse_args(arguments)
 
 
-def training_options(options: argparse.Namespace) -> CpuOptions:
-    """Return the training's options; what was not given keeps its default."""
-    from bridge_fgo.tools.arms.cpu_training import CpuOptions
-
-    names = {field.name for field in fields(CpuOptions)} - {"offload"}
-    given = {name: value for name, value in vars(options).items() if name in names and value is not None}
-    return CpuOptions(offload=options.offload == "on", **given)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one arm. What goes wrong ends the process with a traceback and a status other than 0."""
     options = parse(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: nothing may take a GPU that is there
-    from bridge_fgo.tools.arms.cpu_training import run
+    from bridge_fgo.tools.arms.cpu_training import CpuOptions, run
     from bridge_fgo.tools.arms.record import EventWriter
     from bridge_fgo.tools.standins.cuda import install_standins
 
@@ -88,7 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         writer.step(**step.event())
         stats = bridge_fgo.stats()  # now, because the figures go when the optimizer goes
 
-    record = run(training_options(options), options.steps, on_step)
+    training = CpuOptions(
+        offload=options.offload == "on",
+        rerun_steps=options.rerun_steps,
+        grad_norm_skip_steps=options.grad_norm_skip_steps,
+    )
+    record = run(training, options.steps, on_step)
     writer.result(
         digests=record.digests,
         engine=None if stats is None else stats.engine,
