@@ -115,7 +115,7 @@ def sleeper(cpu_standins, poisoned):
         def make(steps=1, config=None, early=False, **changes):
             stack.close()
             made = Sleeper(stack.enter_context(CpuTraining(options(**changes))), changes, config)
-            assert not early or not made.res.away
+            assert not early or made.res is not None
             made.train(steps)
             return made
 
