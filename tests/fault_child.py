@@ -273,6 +273,9 @@ class OneFails:
         self.run, self.fails = run, run.rank == job.ranks - 1
         self.seen: list[tuple[str, str | None, str | None]] = []
         """Of each attempt: of what, at which place, and the error that came out on this rank."""
+        self.every = 3 if job.changes else 1
+        """Data parallelism tries all places; the others a third of each verb's, which takes turns."""
+        self.turn = 0
 
     def _change_moments(self) -> None:
         for _, moment in self.run.state_tensors()["moments"]:
@@ -289,7 +292,8 @@ class OneFails:
         prepare()
         places = places_of(act)
         recover()
-        for number in range(gather(len(places))[-1]):
+        self.turn += 1
+        for number in range(self.turn % self.every, gather(len(places))[-1], self.every):
             self._change_moments()
             before = self._bytes()
             prepare()

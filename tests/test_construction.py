@@ -192,11 +192,11 @@ def measured_load(run, folder):
 
 
 # An optimizer of experts is one of dense parameters too.
-@pytest.fixture(scope="module", params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["dense", "experts"])
-def saved(request, adam, tmp_path_factory):
+@pytest.fixture(scope="module")
+def saved(adam, tmp_path_factory):
     """A resident run that is saved: options, its folder by format, what there was then, and how it went on."""
     folders = {}
-    options = {"experts": request.param, "precision_aware": adam}
+    options = {"experts": True, "precision_aware": adam}
     with training(False, **options) as run:
         trained(run, 2)
         for kind in FORMATS:

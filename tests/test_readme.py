@@ -83,7 +83,7 @@ def test_the_functions_of_the_time_line_are_in_the_package():
 def test_the_test_command_is_the_one_that_ci_runs():
     command = "uv run pytest -n 2 --dist worksteal"
     assert command in text_of("README.md")
-    assert command in (ROOT / ".ci/run").read_text().splitlines()
+    assert f"{command} -m 'not gpu'" in (ROOT / ".ci/run").read_text().splitlines(), "with the slow lane"
 
 
 def test_the_settings_of_the_table_are_settings_with_these_defaults():
