@@ -86,7 +86,7 @@ def _naming(func: Callable[..., Any]) -> Callable[..., Any]:
     def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = func(self, *args, **kwargs)
         is_named = not args and not kwargs and not result.startswith("torch.cuda.")  # it is: a TorchFunctionMode asks
-        return result.replace("torch.", "torch.cuda.") if is_named else result
+        return f"torch.cuda.{result.rpartition('.')[2]}" if is_named else result  # also of "torch.meta.FloatTensor"
 
     return type_of
 
