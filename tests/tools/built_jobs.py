@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
+from test_plan_measured import RUNS
 
 SMALL = "--layers 8 --hidden 256 --ffn 512 --heads 8 --seq 128 --vocab 1000 --mbs 1 --gbs 16"
-GPUS = {"dense": 16, "moe": 16, "latent": 4, "biased": 4, "mxfp8": 4, "fsdp": 8, "refused": None, "unsized": 1}
+GPUS = {
+    "dense": 16, "moe": 16, "latent": 4, "biased": 4, "mxfp8": 4, "fsdp": 8, "pipelined_fsdp": 8, "dist_muon": 4,
+    "refused": None, "unsized": 1,
+}  # fmt: skip
 
 OVERRIDES = {"refused": ["optimizer.optimizer_cuda_graph=true"]}
 
@@ -75,7 +80,17 @@ def mxfp8():
 
 
 def fsdp():
-    return config(f"{SMALL} --fsdp optim_grads_params --experts 8 --ep 2 --pp 2")
+    return config(f"{SMALL} --fsdp optim_grads_params --experts 8 --ep 2")
+
+
+def pipelined_fsdp():
+    return config(f"{SMALL} --fsdp optim_grads_params --pp 2")
+
+
+def dist_muon():
+    result = config(f"{SMALL} --no-distributed")
+    result.optimizer.optimizer = "dist_muon"
+    return result
 
 
 def refused():
@@ -88,6 +103,12 @@ def unsized():
     result = config(SMALL)
     result.model.vocab_size = result.tokenizer.vocab_size = None
     return result
+
+
+MEASURED = {}
+for number, (run, (options, gpus, *_)) in enumerate(RUNS.items()):
+    MEASURED[run] = name = f"measured_{number}"
+    globals()[name], GPUS[name] = partial(config, options), gpus
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Counts the temporary buckets that a training under Megatron-FSDP has at a time, and plans them."""
+"""Counts the temporary buckets that a training under Megatron-FSDP has at a time, and asks for their bounds."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import json
 from unittest import mock
 
 import torch
-from fsdp_plans import tensors_of
 from rank_child import Job, Rank
 
 from bridge_fgo.tools.arms import cpu_training
 from bridge_fgo.tools.arms.cpu_model import make_config, microbatches
 from bridge_fgo.tools.arms.cpu_training import CpuOptions
+from bridge_fgo.tools.job.fsdp_layout import Temporary, buckets_of
 from bridge_fgo.tools.job.parallel import Parallel
-from bridge_fgo.tools.plan.fsdp_gathered import gathered_of
-from bridge_fgo.tools.plan.fsdp_layout import groups_of
 
 
 class Meter:
@@ -64,7 +62,7 @@ class Meter:
 
 
 def train_and_measure(rank, job: Job, ddp: dict, model: dict):
-    """Run as a rank of a training; leave what is planned and what is there in `RANK.json`.
+    """Run as a rank of a training; leave the bounds and what is there in `RANK.json`.
 
     ddp, model: settings of these sections that no option of the training has.
     """
@@ -85,6 +83,7 @@ def train_and_measure(rank, job: Job, ddp: dict, model: dict):
             for _ in range(job.steps):
                 run.step()
             cfg, parallel = run.cfg, Parallel(job.ranks, 1, 1, 1, 1, 1, options.instances)
-            planned = gathered_of(groups_of(tensors_of(run), True, cfg.ddp, parallel), cfg.ddp, parallel)
+            (chunk,) = run.model
+            planned = Temporary.of(list(buckets_of(chunk, cfg.ddp, parallel)), chunk.module, cfg.ddp)
             seen = {"planned": dataclasses.asdict(planned), "found": {"most": meter.most, "kept": kept}}
             (job.folder / f"{rank}.json").write_text(json.dumps(seen))

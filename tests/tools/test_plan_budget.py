@@ -19,6 +19,7 @@ from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.job.tensors import Tensor
 from bridge_fgo.tools.plan import estimate
+from bridge_fgo.tools.plan.bound import bound_of
 from bridge_fgo.tools.plan.estimate import make_estimate
 
 
@@ -125,8 +126,10 @@ def test_each_stage_keeps_what_its_own_peak_leaves_room_for_and_the_fullest_deci
 
 
 def test_the_least_budget_is_of_the_rank_with_the_largest_part():
-    job = job_of([[64 * 2000] + [64 * 100] * 20], 0, False)
-    job = replace(job, parallel=Parallel(2, 1, 1, 1, 1, 1))
+    job, of_other = job_of([[64 * 2000]], 0, False), job_of([[64 * 100] * 20], 0, False)
+    first, second = bound_of(job, 0), bound_of(of_other, 0)
+    held = replace(first, optimizers=[*first.optimizers, *second.optimizers], ranks=[[0], [1]])
+    job = replace(job, parallel=Parallel(2, 1, 1, 1, 1, 1), held=[held])
     plan = make_estimate(job, OffloadConfig(), [], None, None)
     (stage,) = plan.stages
     largest = [max(of_rank.parts) for of_rank in plan.states[0]]

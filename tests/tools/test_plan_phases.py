@@ -14,6 +14,7 @@ import bridge_fgo
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.job.layout import held_of, states_of_leaves
 from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.job.tensors import Tensor
 from bridge_fgo.tools.plan import command
@@ -98,7 +99,9 @@ def planned(training):
     ]
     cfg = training.cfg
     config = SimpleNamespace(optimizer=cfg.optimizer, ddp=cfg.ddp, train=cfg.train, model=cfg.model, dist=cfg.dist)
-    of_job = Job(config, Parallel(1, 1, 1, 1, 1, 1), [chunks], "test")
+    optimizers = list(states_of_leaves(training.optimizer))
+    held = held_of(cfg.model, training.model, optimizers, [[*range(len(optimizers))]])
+    of_job = Job(config, Parallel(1, 1, 1, 1, 1, 1), [chunks], "test", held=[held])
     (stage,) = plan_phases(make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None, GB)).stages
     return stage
 

@@ -28,9 +28,12 @@ import torch
 
 from bridge_fgo.bridge.fsdp_refusals import uses_fsdp
 from bridge_fgo.tools.arms.process_setup import forget_attention_backend
+from bridge_fgo.tools.job.fsdp_layout import held_in_fsdp
+from bridge_fgo.tools.job.layout import held_in_ddp
 from bridge_fgo.tools.job.parallel import parallel_of
 from bridge_fgo.tools.standins import te_shapes
 from bridge_fgo.tools.standins.cuda import without_gpu
+from bridge_fgo.tools.standins.fsdp import fsdp_on_meta
 
 FSDP_SETTINGS = (
     "ddp.use_megatron_fsdp=true checkpoint.ckpt_format=fsdp_dtensor "
@@ -95,10 +98,12 @@ def examine(request: dict[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             return {"error": str(error)}
         try:
-            found["stages"] = [build_stage(config, gpus, stage) for stage in range(pipeline_size(config))]
+            builder = StageBuilder(config, gpus)
+            found["stages"] = [builder.build(stage) for stage in range(pipeline_size(config))]
         except Exception as error:  # of layers that have no shapes here; the whole of it goes to stderr
             traceback.print_exc()
             return {"error": f"the model could not be built without a GPU: {type(error).__name__}: {error}"}
+        found |= {"held": builder.held, "not_held": builder.not_held}
         found["bridge_estimate"] = bridge_estimate(config)
     found["config"] = plain_config(config)  # last: the vocabulary is only now known
     return found
@@ -170,52 +175,83 @@ def offload_of(config: Any, offload: dict[str, Any]) -> dict[str, Any]:
     return {"flag": flag, "refusals": refusals, "engine": engine, "settings": asdict(settings)}
 
 
-def build_stage(config: Any, gpus: int, stage: int) -> list[list[dict[str, Any]]]:
-    """Return the tensors of each model chunk of a pipeline stage, in the model's order."""
-    from megatron.bridge.models.model_provider import get_model
-    from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.module import Float16Module
+class StageBuilder:
+    """Builds a job's pipeline stages, each in a world of its own.
 
-    model = config.model
-    rank = stage * model.tensor_model_parallel_size * model.context_parallel_size
-    if not config.dist.use_tp_pp_dp_mapping:
-        rank = stage * (gpus // pipeline_size(config))
-    with world(gpus, rank):
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=model.tensor_model_parallel_size,
-            pipeline_model_parallel_size=model.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=model.virtual_pipeline_model_parallel_size,
-            context_parallel_size=model.context_parallel_size,
-            expert_model_parallel_size=model.expert_model_parallel_size,
-            expert_tensor_parallel_size=model.expert_tensor_parallel_size,
-            order="tp-cp-ep-pp-dp" if config.dist.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-            create_gloo_process_groups=False,
-        )
-        try:
-            assert parallel_state.get_pipeline_model_parallel_rank() == stage
-            groups = ProcessGroupCollection.use_mpu_process_groups()
-            model._pg_collection = groups
-            for name in ("gradient_accumulation_fusion", "use_transformer_engine_op_fuser"):
-                setattr(model, name, False)  # they need CUDA extensions or fused operations, and change no parameter
-            chunks = get_model(
-                model,
-                config.ddp,
-                wrap_with_ddp=False,
-                mixed_precision_wrapper=Float16Module,
-                init_model_with_meta_device=True,
-                pg_collection=groups,
+    Attributes:
+        held: of each stage what its ranks hold (`bridge_fgo.tools.job.held.Held`), as JSON takes it.
+        not_held: why that cannot be told, and `held` is empty; else "".
+    """
+
+    def __init__(self, config: Any, gpus: int) -> None:
+        self._config, self._parallel = config, parallel_of(config, gpus)
+        self.held: list[dict[str, Any]] = []
+        self.not_held = ""
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def build(self, stage: int) -> list[list[dict[str, Any]]]:
+        """Return the tensors of each model chunk of a pipeline stage, in the model's order."""
+        from megatron.bridge.models.model_provider import get_model
+        from megatron.core import parallel_state
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.transformer.module import Float16Module
+
+        config, model, gpus = self._config, self._config.model, self._parallel.gpus
+        rank = stage * model.tensor_model_parallel_size * model.context_parallel_size
+        if not config.dist.use_tp_pp_dp_mapping:
+            rank = stage * self._parallel.stage_ranks
+        with world(gpus, rank):
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=model.tensor_model_parallel_size,
+                pipeline_model_parallel_size=model.pipeline_model_parallel_size,
+                virtual_pipeline_model_parallel_size=model.virtual_pipeline_model_parallel_size,
+                context_parallel_size=model.context_parallel_size,
+                expert_model_parallel_size=model.expert_model_parallel_size,
+                num_distributed_optimizer_instances=self._parallel.optimizer_instances,
+                expert_tensor_parallel_size=model.expert_tensor_parallel_size,
+                order="tp-cp-ep-pp-dp" if config.dist.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+                create_gloo_process_groups=False,
             )
-            with_matrices = config.optimizer.optimizer != "adam"
-            found = [
-                [tensor_of(name, param, with_matrices) for name, param in chunk.named_parameters()] for chunk in chunks
-            ]
-            if uses_fsdp(config):
-                for chunk, tensors in zip(chunks, found, strict=True):
-                    add_what_fsdp_asks(chunk, tensors, config.ddp)
-            return found
-        finally:
-            parallel_state.destroy_model_parallel()
+            try:
+                assert parallel_state.get_pipeline_model_parallel_rank() == stage
+                groups = ProcessGroupCollection.use_mpu_process_groups()
+                model._pg_collection = groups
+                for name in ("gradient_accumulation_fusion", "use_transformer_engine_op_fuser"):
+                    setattr(model, name, False)  # they need CUDA extensions or fused operations; change no parameter
+                chunks = get_model(
+                    model,
+                    config.ddp,
+                    wrap_with_ddp=False,
+                    mixed_precision_wrapper=Float16Module,
+                    init_model_with_meta_device=True,
+                    pg_collection=groups,
+                )
+                with_matrices = config.optimizer.optimizer != "adam"
+                found = [
+                    [tensor_of(name, param, with_matrices) for name, param in chunk.named_parameters()]
+                    for chunk in chunks
+                ]
+                if not self.not_held:
+                    self._lay_out(chunks, groups, key=json.dumps([stage == 0, found]))
+                return found
+            finally:
+                parallel_state.destroy_model_parallel()
+
+    def _lay_out(self, chunks: list[Any], groups: Any, key: str) -> None:
+        """Note what the ranks of a stage hold; stages of the same `key` hold the same."""
+        try:
+            if key not in self._known:
+                if uses_fsdp(self._config):
+                    with fsdp_on_meta():
+                        held = held_in_fsdp(self._config, chunks, groups, self._parallel)
+                else:
+                    held = held_in_ddp(self._config, chunks, groups, self._parallel)
+                self._known[key] = asdict(held)
+            self.held.append(self._known[key])
+        except Exception as error:  # of optimizers and layouts that mcore cannot make, or not here
+            traceback.print_exc()
+            self.not_held = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self.held = []
 
 
 def set_vocabulary(config: Any, vocab_size: int | None) -> None:
@@ -245,22 +281,6 @@ def tensor_of(name: str, param: torch.nn.Parameter, with_matrices: bool) -> dict
         "own_bucket": bool(getattr(param, "shared_embedding", False)),
         "trainable": param.requires_grad,
     }
-
-
-def add_what_fsdp_asks(chunk: torch.nn.Module, tensors: list[dict[str, Any]], ddp: Any) -> None:
-    """Say of each tensor of a model chunk how long its rows are, and which layer Megatron-FSDP gathers with it."""
-    from megatron.core.ssm.mamba_layer import MambaLayer
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    units: dict[str, int] = {}
-    if ddp.data_parallel_sharding_strategy == "optim_grads_params":
-        # Those of mcore's adapter, FullyShardedDataParallel; what lies within one is of it.
-        layers = [name for name, module in chunk.named_modules() if isinstance(module, (TransformerLayer, MambaLayer))]
-        outermost = [name for name in layers if not any(name.startswith(f"{other}.") for other in layers)]
-        units = {f"{name}.": number for number, name in enumerate(outermost)}
-    for tensor, (name, param) in zip(tensors, chunk.named_parameters(), strict=True):
-        tensor["row"] = param.shape[1:].numel()
-        tensor["unit"] = next((number for layer, number in units.items() if name.startswith(layer)), None)
 
 
 def bridge_estimate(config: Any) -> dict[str, float] | None:

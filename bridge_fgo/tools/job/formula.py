@@ -90,19 +90,17 @@ def _chunk(config: SimpleNamespace, layers: range, begin: bool, end: bool) -> It
     dtype = torch.float16 if model.fp16 else torch.bfloat16 if model.bf16 else torch.float32
 
     def tensor(name: str, *shape: int, **kind: bool) -> Tensor:
-        return Tensor(name, math.prod(shape), dtype, row=math.prod(shape[1:]), **{"matrix": len(shape) == 2, **kind})
+        return Tensor(name, math.prod(shape), dtype, **{"matrix": len(shape) == 2, **kind})
 
     embedding = (padded_vocabulary(config) // model.tensor_model_parallel_size, hidden)
     several_stages = model.pipeline_model_parallel_size > 1
-    is_gathered_by_layers = getattr(config.ddp, "data_parallel_sharding_strategy", None) == "optim_grads_params"
     if begin:
         yield tensor("embedding", *embedding, matrix=False, own_bucket=tied and several_stages)
         if getattr(model, "position_embedding_type", "rope") == "learned_absolute":
             yield tensor("position_embedding", model.seq_length, hidden)
     for layer in layers:
         for of_layer in _layer(model, layer, tensor):
-            unit = layer if is_gathered_by_layers else None
-            yield replace(of_layer, name=f"decoder.layers.{layer}.{of_layer.name}", unit=unit)
+            yield replace(of_layer, name=f"decoder.layers.{layer}.{of_layer.name}")
     if end:
         yield from _norm(model, "final_norm", hidden, tensor)
         if not tied or several_stages:

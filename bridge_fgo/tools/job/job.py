@@ -18,6 +18,7 @@ from bridge_fgo.bridge.settings import settings_of
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.job.formula import stages_from_numbers
+from bridge_fgo.tools.job.held import Held, held_from
 from bridge_fgo.tools.job.kept import kept_answer
 from bridge_fgo.tools.job.parallel import Parallel, parallel_of
 from bridge_fgo.tools.job.saved_config import load_saved_config
@@ -39,6 +40,8 @@ class Job:
     bridge_refuses: why Bridge itself refuses the config.
     bridge_estimate: bytes that Bridge's own estimator expects; None where it was not asked.
     gpus_given: whether the user or the recipe says on how many GPUs; else `parallel` is of the fewest.
+    held: of each pipeline stage what its ranks hold, by mcore's own layout; empty where that is not known.
+    not_held: why it is not.
     """
 
     config: SimpleNamespace
@@ -52,6 +55,8 @@ class Job:
     bridge_refuses: str | None = None
     bridge_estimate: dict[str, float] | None = None
     gpus_given: bool = True
+    held: list[Held] = field(default_factory=list)
+    not_held: str = "Megatron-Bridge is not installed"
 
     @property
     def gpus_note(self) -> str:
@@ -127,6 +132,8 @@ def job_of(found: dict[str, Any], settings: OffloadConfig | None = None) -> Job:
         found["bridge_refuses"],
         found.get("bridge_estimate"),
         found["gpus_given"],
+        [held_from(of_stage) for of_stage in found.get("held", [])],
+        found.get("not_held", ""),
     )
 
 

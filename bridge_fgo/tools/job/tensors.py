@@ -14,9 +14,7 @@ class Tensor:
     dtype: of its elements; quantized: kept in FP8 (dtype is then what it was made from); expert: belongs to an
     expert that not every rank has, so that its states are spread over fewer ranks; own_bucket: a shared
     embedding, which mcore gives a bucket of its own; trainable: has gradients and states; matrix: of two dimensions
-    and no embedding or output layer, so that Muon updates it (not said of jobs with Adam); row: elements of one of its
-    rows, all dimensions but the first; unit: number of the layer that Megatron-FSDP gathers with it, None outside of
-    layers (these two are said of jobs with Megatron-FSDP alone).
+    and no embedding or output layer, so that Muon updates it (not said of jobs with Adam).
     """
 
     name: str
@@ -27,8 +25,6 @@ class Tensor:
     own_bucket: bool = False
     trainable: bool = True
     matrix: bool = field(default=False, compare=False)
-    row: int = field(default=1, compare=False)
-    unit: int | None = field(default=None, compare=False)
 
 
 Chunk = list[Tensor]

@@ -9,13 +9,13 @@ from bridge_fgo.bridge.fsdp_refusals import uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.offload.policy import MemoryProfile, budget_refusal, choose_staying, least_budget
 from bridge_fgo.tools.bench.floor import floor_seconds
+from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.activations import WORKSPACES, activation_bytes
+from bridge_fgo.tools.plan.bound import is_layer_wise
 from bridge_fgo.tools.plan.links import Link
-from bridge_fgo.tools.plan.rank_layout import Layout, is_upstreams, layout_of
+from bridge_fgo.tools.plan.rank_layout import Layout, is_upstreams, layout_of, updates_whole_parameters
 from bridge_fgo.tools.plan.state import StateBytes
-from bridge_fgo.tools.plan.weights import WeightBytes
-from bridge_fgo.tools.plan.whole_state import is_layer_wise, updates_whole_parameters
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class StageEstimate:
     """The rank of a pipeline stage that needs the most memory, in bytes.
 
     parameters, gradients: with the padding of their buffers. other: workspaces, and what Megatron-FSDP gathers.
-    states: exact. activations: None where not known.
+    states: exact, or an upper bound (`Held.bound`). activations: None where not known.
     offloaded: of the states, what the peak falls by. count: trainable parameters that the rank computes with.
     least_state: of the stage's rank that updates the fewest. least_budget: the least peak that all ranks of the stage
     can keep to, the engine's `least_budget`; activations that are not known count as nothing in it.
@@ -79,6 +79,7 @@ class Estimate:
     job: Job
     offload: OffloadConfig
     stages: list[StageEstimate]
+    held: list[Held]
     states: list[list[StateBytes]]
     most_offloaded: int
     pinned: list[int]
@@ -148,7 +149,7 @@ def make_estimate(
     layout = layout or layout_of(job, offload)
     states, upstream = layout.states, is_upstreams(job, offload)
     stages = [
-        _stage_estimate(job, stage, layout.weights[stage], states[stage], activations)
+        _stage_estimate(job, stage, layout.held[stage], states[stage], activations)
         for stage in range(job.parallel.pipeline)
     ]
     moved = [
@@ -167,30 +168,32 @@ def make_estimate(
     ranks = [of_rank for of_stage in states for of_rank in of_stage]
     pinned = [of_rank.pinned_upstream if upstream else of_rank.offloaded for of_rank in ranks]
     of_links = [_link_estimate(link, pinned, loads, forward, backward) for link in links]
-    return Estimate(job, offload, stages, states, most, pinned, of_links, _notes(job, stages, activations))
+    return Estimate(
+        job, offload, stages, layout.held, states, most, pinned, of_links, _notes(job, stages, layout, activations)
+    )
 
 
 def _stage_estimate(
-    job: Job, stage: int, weights: WeightBytes, states: list[StateBytes], activations: int | None
+    job: Job, stage: int, held: Held, states: list[StateBytes], activations: int | None
 ) -> StageEstimate:
     tensors = [tensor for chunk in job.stages[stage] for tensor in chunk]
     if activations is None:
         activations = activation_bytes(job, stage)
     of_ranks = sorted(states, key=lambda state: state.total)
     # In the optimizer step there are no activations, and of gathered weights those that lie in no layer.
-    other = WORKSPACES + max(weights.gathered, weights.in_step - (activations or 0))
-    held = weights.parameters + weights.gradients + WORKSPACES
+    other = WORKSPACES + max(held.gathered, held.in_step - (activations or 0))
+    throughout = held.parameters + held.gradients + WORKSPACES
     return StageEstimate(
         stage=stage,
         count=sum(tensor.numel for tensor in tensors if tensor.trainable),
-        parameters=weights.parameters,
-        gradients=weights.gradients,
+        parameters=held.parameters,
+        gradients=held.gradients,
         other=other,
         states=of_ranks[-1],
         least_state=of_ranks[0].total,
         activations=activations,
         least_budget=max(
-            _least_budget(held, weights.gathered + (activations or 0), weights.in_step, of_rank)
+            _least_budget(throughout, held.gathered + (activations or 0), held.in_step, of_rank)
             for of_rank in set(states)
         ),
     )
@@ -288,7 +291,7 @@ def _link_estimate(
     )
 
 
-def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> list[str]:
+def _notes(job: Job, stages: list[StageEstimate], layout: Layout, activations: int | None) -> list[str]:
     model: Any = job.config.model
     notes = [f"tensors from {job.source}"]
     if job.gpus_note:
@@ -301,14 +304,18 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> li
         notes.append("activations: tokens spread evenly over experts, no dispatcher's buffers; not held against runs")
     if activations is None and getattr(model, "fp8", None):
         notes.append("activations: counted as 16-bit, without the FP8 copies of weights; not held against runs")
+    if bound := layout.held[0].bound:
+        notes.append(
+            f"upper bounds, without mcore's own layout ({bound}): each rank has its share of every parameter, padded"
+        )
     if uses_fsdp(job.config):
         notes.append(
-            "Megatron-FSDP: `other` has the most weights that are gathered and gradients that wait for their reduction "
-            "at a time; when activations are at their most, there may be fewer"
+            "Megatron-FSDP: `other` is an upper bound of the weights that are gathered, and of the gradients that wait "
+            "for their reduction; each rank's states are those of the first, which has the least padding"
         )
     elif is_layer_wise(job.config.optimizer):
         notes.append("the layer-wise optimizer's all-gather of updated parameters is not counted")
-    elif updates_whole_parameters(job.config.optimizer, job.config.ddp):
+    elif updates_whole_parameters(job):
         notes.append("each data-parallel rank has all states of its parameters: no DistributedOptimizer shards them")
     if hasattr(job.config.optimizer, "provide"):
         notes.append(

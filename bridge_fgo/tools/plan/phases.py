@@ -13,10 +13,8 @@ from typing import Any
 
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
-from bridge_fgo.tools.plan.layout import Buffer
 from bridge_fgo.tools.plan.links import Link
-from bridge_fgo.tools.plan.rank_layout import is_upstreams, stage_buffers
-from bridge_fgo.tools.plan.state import keeps_masters_in_adam
+from bridge_fgo.tools.plan.rank_layout import is_upstreams
 
 SLEEP, ALONE, REST, SLEEP_ALL, WAKE_ALL, REFERENCE = (
     "sleep, of an iteration",
@@ -123,10 +121,10 @@ def plan_phases(estimate: Estimate) -> Phases:
 
 def _stage(estimate: Estimate, of_stage: StageEstimate) -> StagePhases:
     job = estimate.job
-    buffers = stage_buffers(job, of_stage.stage)
+    held = estimate.held[of_stage.stage]
     tensors = [tensor for chunk in job.stages[of_stage.stage] for tensor in chunk]
     frozen = sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors if not tensor.trainable)
-    params = frozen + sum(buffer.numel * buffer.dtype.itemsize for buffer in buffers)
+    params = frozen + sum(nbytes for _, nbytes, _ in held.buffers)
     states = of_stage.states
     # With the flag the states are those that its settings send away, packed where they say so.
     leaving, crossing = (states.offloaded, states.copied) if job.flag else (states.total, states.total)
@@ -137,23 +135,12 @@ def _stage(estimate: Estimate, of_stage: StageEstimate) -> StagePhases:
         grads=of_stage.gradients,
         optimizer=leaving,
         stays=of_stage.parameters - params + states.total - leaving,
-        shard=sum(map(_shard_bytes, buffers)),
-        untold=sum(_shard_bytes(buffer) for buffer in buffers if is_packed or not _is_told(job, buffer)),
+        shard=sum(share for *_, share in held.buffers),
+        untold=sum(share for size, _, share in held.buffers if is_packed or not (size == 2 and held.has_masters)),
         frozen=frozen,
         states=crossing,
         reference=sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors),
     )
-
-
-def _shard_bytes(buffer: Buffer) -> int:
-    """Return the bytes of a rank's share of each bucket, padding included."""
-    return sum((end - start) // buffer.shards * buffer.dtype.itemsize for start, end in buffer.buckets)
-
-
-def _is_told(job: Job, buffer: Buffer) -> bool:
-    """Return whether masters are rounded to the weights of a buffer: 16-bit ones, whose masters mcore keeps."""
-    takes_masters = job.config.optimizer.use_precision_aware_optimizer and keeps_masters_in_adam(job.config.optimizer)
-    return buffer.dtype.itemsize == 2 and not takes_masters
 
 
 def phase_refusals(job: Job) -> Iterator[str]:

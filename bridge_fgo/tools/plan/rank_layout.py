@@ -1,26 +1,23 @@
-"""How weights and states lie on the ranks of a job: in DDP's buffers, whole, or in Megatron-FSDP's parameter groups."""
+"""What the ranks of a job hold: weights and gradients, and the states as the offload's settings divide them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from bridge_fgo.bridge.fsdp_refusals import uses_fsdp
+from bridge_fgo.bridge.refusals import MUONS
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
-from bridge_fgo.tools.plan.fsdp_layout import groups_of, sharding_of
-from bridge_fgo.tools.plan.fsdp_state import fsdp_state_bytes, fsdp_weights
-from bridge_fgo.tools.plan.layout import Buffer, buffers_of
-from bridge_fgo.tools.plan.state import StateBytes, state_bytes
-from bridge_fgo.tools.plan.weights import WeightBytes, ddp_weights
-from bridge_fgo.tools.plan.whole_state import kept_by, updates_whole_parameters, whole_state_bytes
+from bridge_fgo.tools.plan.bound import bound_of, name_of
+from bridge_fgo.tools.plan.state import StateBytes, sum_of
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Weights of the ranks of each stage, and the states of each rank of each stage: the slow part of an estimate."""
+    """What the ranks of each stage hold, and the states of each rank of each stage: the slow part of an estimate."""
 
-    weights: list[WeightBytes]
+    held: list[Held]
     states: list[list[StateBytes]]
 
 
@@ -28,19 +25,30 @@ def layout_of(job: Job, offload: OffloadConfig) -> Layout:
     """Return the layout of a job: of many experts, what takes the time of an estimate.
 
     Raises:
-        ValueError: the states are not those of Adam or Muon, or it is not known how they lie; names the setting.
+        ValueError: the states are not those of Adam or Muon; names the setting.
     """
-    # Upstream copies masters as they are.
-    copied = replace(offload, master_remainders=False) if is_upstreams(job, offload) else offload
-    of_stage = _whole_stage if updates_whole_parameters(job.config.optimizer, job.config.ddp) else _ddp_stage
-    if uses_fsdp(job.config):
-        if (name := job.config.optimizer.optimizer) != "adam":
-            raise ValueError(
-                f"optimizer.optimizer={name!r} with ddp.use_megatron_fsdp=True: the plan knows Adam's states alone here"
-            )
-        of_stage = _fsdp_stage
-    found = [of_stage(job, stage, copied) for stage in range(job.parallel.pipeline)]
-    return Layout([weights for weights, _ in found], [states for _, states in found])
+    require_known_states(job)
+    # Upstream copies masters as they are, and so does Megatron-FSDP's source.
+    is_whole = is_upstreams(job, offload) or uses_fsdp(job.config)
+    copied = replace(offload, master_remainders=False) if is_whole else offload
+    held = job.held or [bound_of(job, stage) for stage in range(job.parallel.pipeline)]
+    return Layout(held, [_states(of_stage, copied) for of_stage in held])
+
+
+def require_known_states(job: Job) -> None:
+    """Raise ValueError where a job's states are not those of Adam or Muon."""
+    name = name_of(job.config.optimizer)
+    scalar = getattr(job.config.optimizer, "muon_scalar_optimizer", "adam")
+    if name not in ("adam", *MUONS):
+        raise ValueError(f"optimizer.optimizer={name!r}: the plan knows the states of Adam and Muon alone")
+    if name != "adam" and scalar != "adam":
+        raise ValueError(
+            f"optimizer.muon_scalar_optimizer={scalar!r}: the plan knows the states of Adam and Muon alone"
+        )
+    if name != "adam" and uses_fsdp(job.config):
+        raise ValueError(
+            f"optimizer.optimizer={name!r} with ddp.use_megatron_fsdp=True: the plan knows Adam's states alone here"
+        )
 
 
 def is_upstreams(job: Job, offload: OffloadConfig) -> bool:
@@ -48,79 +56,18 @@ def is_upstreams(job: Job, offload: OffloadConfig) -> bool:
     return offload.engine == "mcore" if job.engine is None else job.engine.startswith("mcore")
 
 
-def stage_buffers(job: Job, stage: int) -> list[Buffer]:
-    """Return DDP's buffers of a pipeline stage."""
-    return [
-        buffer
-        for index, chunk in enumerate(job.stages[stage])
-        for buffer in buffers_of(chunk, stage == index == 0, job.config.ddp, job.parallel, _others(job, stage))
-    ]
+def updates_whole_parameters(job: Job) -> bool:
+    """Return whether each rank has whole states: of Muon, and of Adam without a DistributedOptimizer."""
+    return name_of(job.config.optimizer) != "adam" or not job.config.ddp.use_distributed_optimizer
 
 
-def _others(job: Job, stage: int) -> int:
-    """Return the elements of a stage's chunks but the first, which the size of its buckets may go by."""
-    return sum(tensor.numel for chunk in job.stages[stage][1:] for tensor in chunk)
-
-
-def _is_mxfp8(job: Job) -> bool:
-    return getattr(job.config.model, "fp8_recipe", None) == "mxfp8"
-
-
-def _ddp_stage(job: Job, stage: int, offload: OffloadConfig) -> tuple[WeightBytes, list[StateBytes]]:
-    buffers = stage_buffers(job, stage)
-
-    def states_of(rank: int, dense: int, expert: int) -> StateBytes:
-        shards = [(buffer, expert if buffer.expert else dense) for buffer in buffers]
-        return state_bytes(shards, job.config.optimizer, job.config.ddp, offload)
-
-    return _ddp_weights(job, stage, buffers), _of_ranks(job, states_of)
-
-
-def _whole_stage(job: Job, stage: int, offload: OffloadConfig) -> tuple[WeightBytes, list[StateBytes]]:
-    tensors = [tensor for chunk in job.stages[stage] for tensor in chunk]
-
-    def states_of(rank: int, dense: int, expert: int) -> StateBytes:
-        kept = kept_by(rank, tensors, job.config.optimizer, job.parallel)
-        return whole_state_bytes(kept, job.config.optimizer, offload)
-
-    return _ddp_weights(job, stage, stage_buffers(job, stage)), _of_ranks(job, states_of)
-
-
-def _ddp_weights(job: Job, stage: int, buffers: list[Buffer]) -> WeightBytes:
-    tensors = [tensor for chunk in job.stages[stage] for tensor in chunk]
-    return ddp_weights(tensors, buffers, _is_mxfp8(job))
-
-
-def _fsdp_stage(job: Job, stage: int, offload: OffloadConfig) -> tuple[WeightBytes, list[StateBytes]]:
-    optimizer, ddp, parallel = job.config.optimizer, job.config.ddp, job.parallel
-    chunks = [groups_of(chunk, i == 0, ddp, parallel) for i, chunk in enumerate(job.stages[stage])]
-    sharding = sharding_of(ddp, parallel)
-
-    def states_of(rank: int, dense: int, expert: int) -> StateBytes:
-        return fsdp_state_bytes(chunks, (dense, expert), optimizer, ddp, parallel, offload)
-
-    def index(rank: int, expert: bool) -> int:
-        return sharding.index(parallel, rank, expert) if sharding.states else 0
-
-    return fsdp_weights(chunks, optimizer, ddp, parallel, _is_mxfp8(job)), _of_ranks(job, states_of, index)
-
-
-def _of_ranks(
-    job: Job, states_of: Callable[[int, int, int], StateBytes], index: Callable[[int, bool], int] | None = None
-) -> list[StateBytes]:
-    """Return the states of each rank of a stage.
-
-    Args:
-        job: with its parallelism.
-        states_of: of a rank, by its number and by which shards of dense and expert parameters it has.
-        index: of a rank's number, and whether it is about experts, which shard it has; None for DDP's.
-    """
-    index = index or job.parallel.shard_index
-    known: dict[tuple[int, int], StateBytes] = {}
-    found = []
-    for rank in range(job.parallel.stage_ranks):
-        key = (index(rank, False), index(rank, True))
-        if key not in known:
-            known[key] = states_of(rank, *key)
-        found.append(known[key])
-    return found
+def _states(held: Held, offload: OffloadConfig) -> list[StateBytes]:
+    """Return the states of each rank of a stage."""
+    known: dict[tuple[int, ...], StateBytes] = {}
+    for optimizers in map(tuple, held.ranks):
+        if optimizers not in known:
+            of_rank = [held.optimizers[i] for i in optimizers]
+            found = sum_of(((each.states(), each.divides) for each in of_rank), offload)
+            homes = sum(sum(each.homes) for each in of_rank)
+            known[optimizers] = replace(found, masters=homes or found.masters)  # a home without states is there too
+    return [known[tuple(optimizers)] for optimizers in held.ranks]

@@ -1,11 +1,9 @@
-"""The optimizer states of one rank, by the engine's own arithmetic on tensors without memory."""
+"""The bytes of one rank's optimizer states, by the engine's own arithmetic on tensors without memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -15,9 +13,6 @@ from bridge_fgo.memory.layout import PartLayout, copied_whole, lay_out, offloade
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.state import Bundle
 from bridge_fgo.offload.policy import PartBytes
-from bridge_fgo.states.master_copy import MasterCopy
-from bridge_fgo.states.megatron import MASTER, MOMENTS, bundles
-from bridge_fgo.tools.plan.layout import Buffer
 
 META = torch.device("meta")
 
@@ -48,23 +43,6 @@ class StateBytes:
     def total(self) -> int:
         """All optimizer state: the engine's `state_bytes`."""
         return self.masters + self.moments
-
-
-def state_bytes(shards: list[tuple[Buffer, int]], optimizer: Any, ddp: Any, config: OffloadConfig) -> StateBytes:
-    """Return the states of the rank that updates the given shards.
-
-    Args:
-        shards: buffers, each with the index of the rank's shard.
-        optimizer: Bridge's OptimizerConfig.
-        ddp: Bridge's DistributedDataParallelConfig.
-        config: what is offloaded. With a fraction, exact to the states of one parameter.
-    """
-    of_optimizers = []
-    for expert in (False, True):  # mcore makes an optimizer of each, and so does the engine
-        of_kind = _optimizer([(buffer, index) for buffer, index in shards if buffer.expert is expert], optimizer, ddp)
-        master_copy = MasterCopy(of_kind)
-        of_optimizers.append((bundles(of_kind, master_copy.rounded_weights()), master_copy.divides()))
-    return sum_of(of_optimizers, config)
 
 
 def sum_of(of_optimizers: Iterable[tuple[list[Bundle], bool]], config: OffloadConfig) -> StateBytes:
@@ -122,46 +100,3 @@ def padding_bytes(part: PartLayout) -> int:
 def written_back_bytes(part: PartLayout) -> int:
     """Return the bytes of a part's slabs whose states are copied to the model's weights after the update."""
     return sum(slab.layout.nbytes for slab in part.slabs if slab.written_back)
-
-
-def _optimizer(shards: list[tuple[Buffer, int]], config: Any, ddp: Any) -> SimpleNamespace:
-    """Return what the engine's layout reads of a DistributedOptimizer, as mcore would build it for these shards."""
-    adam_has_masters = keeps_masters_in_adam(config)
-    masters, weights, models = [], [], []
-    for buffer, index in shards:
-        for tensor, numel in buffer.shard(index):
-            of_model = torch.empty(numel, dtype=tensor.dtype, device="meta")
-            if tensor.dtype == torch.float32 or adam_has_masters:
-                weights.append(of_model)  # of native fp32 parameters the weight itself is updated
-            else:
-                masters.append(of_model.float())
-                models.append(of_model if not tensor.quantized else of_model.to(torch.uint8))
-    adam = SimpleNamespace(param_groups=[{"params": [*weights, *masters]}], state={})
-    if config.use_precision_aware_optimizer:
-        adam.name_to_dtype_map = {key: getattr(config, f"{key}_dtype") for key in MOMENTS}
-        adam.name_to_dtype_map[MASTER] = config.main_params_dtype
-        adam.master_weights = adam_has_masters
-        adam.store_param_remainders = config.store_param_remainders
-    return SimpleNamespace(
-        optimizer=adam,
-        shard_fp32_from_float16_groups=[masters],
-        model_float16_groups=[models],
-        model_param_gbuf_map=dict.fromkeys(models, (0, None, 0)),
-        _get_model_param_range_map=lambda model: {"gbuf_world_in_bucket": SimpleNamespace(start=0, size=model.numel())},
-        buffers=[SimpleNamespace(buckets=[None])],
-        config=config,
-        ddp_config=ddp,
-    )
-
-
-def keeps_masters_in_adam(config: Any) -> bool:
-    """Return whether Transformer Engine's Adam has the master weights, and not mcore.
-
-    mcore's `use_precision_aware_optimizer_no_fp8_or_ds_fp8`: it has them under the precision-aware optimizer, but
-    for FP8 recipes other than delayed scaling.
-    """
-    return config.use_precision_aware_optimizer and (
-        config.main_params_dtype != torch.float32
-        or config.fp8_recipe in (None, "delayed")
-        or config.optimizer_cpu_offload
-    )

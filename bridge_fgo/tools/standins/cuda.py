@@ -17,9 +17,12 @@ from unittest import mock
 
 import torch
 from torch.distributed.distributed_c10d import ProcessGroupGloo
+from torch.utils._device import _device_constructors
 
 import bridge_fgo.memory.guard  # noqa: F401  (it knows functions of torch by identity: before any is replaced)
 from bridge_fgo.tools.standins.hollow import import_bridge
+
+_device_constructors()  # `torch.device("meta")` keeps the functions that take a device: before any is replaced
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -86,7 +89,7 @@ def _naming(func: Callable[..., Any]) -> Callable[..., Any]:
     def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = func(self, *args, **kwargs)
         is_named = not args and not kwargs and not result.startswith("torch.cuda.")  # it is: a TorchFunctionMode asks
-        return result.replace("torch.", "torch.cuda.") if is_named else result
+        return f"torch.cuda.{result.rpartition('.')[2]}" if is_named else result  # also of "torch.meta.FloatTensor"
 
     return type_of
 

@@ -148,18 +148,28 @@ class DotProductAttention(torch.nn.Module):
             self.softmax_offset = parameter(heads, dtype=torch.float32)
 
 
-class FusedAdam:
-    """Only its signature is read, when a precision-aware config is made."""
+class FusedAdam(torch.optim.Optimizer):
+    """The settings that say which states it has; it makes none, and does not step."""
 
     def __init__(
         self,
-        params: Any = None,
-        master_weight_dtype: Any = None,
-        exp_avg_dtype: Any = None,
-        exp_avg_sq_dtype: Any = None,
+        params: Any,
+        lr: float = 1e-3,
+        master_weights: bool = False,
         use_decoupled_grad: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+        **ignored: Any,
     ) -> None:
-        raise RuntimeError("FusedAdam is a shape here and computes nothing")
+        super().__init__(params, {"lr": lr})
+        self.master_weights, self.store_param_remainders = master_weights, store_param_remainders
+        self.name_to_dtype_map = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            "master_param": master_weight_dtype,
+        }
 
 
 LAYERS = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, LayerNorm, DotProductAttention, FusedAdam)

@@ -1,0 +1,123 @@
+"""What the ranks of a pipeline stage hold beside activations, as plain data: weights, gradients, optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bridge_fgo.memory.state import Bundle, Home, State, WeightShard, local
+
+MXFP8_BYTES = 2 * (1 + 1 / 32)
+"""Bytes of a parameter's element in MXFP8: its rows and its columns, each one byte, and one for every 32 (the
+microscaling format's block). Without the padding of the scales."""
+FP8_BYTES = 2
+"""Bytes of a parameter's element in FP8 with another recipe: the value, in DDP's buffer, and its transpose."""
+
+StateKind = tuple[str, str, str, bool, bool, bool, bool]
+"""Of a state its `kind`, `name`, dtype ("float32"), `late`, `written_back`, whether it rounds to bf16 weights, and
+whether it lies in a storage that others hold views of."""
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """The states of one of mcore's optimizers on a rank: what the engine's source says of them.
+
+    divides: whether masters are copied to weights part by part.
+    kinds: the lists of states that its parameters have; bundles: of each parameter the number of its list and its
+    elements, and where the states lie in a home (`State.home`) the number of that and their first byte there.
+    homes: bytes of each home.
+    """
+
+    divides: bool
+    kinds: list[list[StateKind]]
+    bundles: list[list[int]]
+    homes: list[int]
+
+    def states(self) -> list[Bundle]:
+        """Return the states as the source gave them, on tensors without memory."""
+        homes = [Home(nbytes) for nbytes in self.homes]
+        found = []
+        for kind, numel, *place in self.bundles:
+            param = torch.empty(numel, device="meta")
+            states = [_state(param, each, homes, place) for each in self.kinds[kind]]
+            found.append(Bundle(param, states))
+        return found
+
+
+def _state(param: torch.Tensor, kind: StateKind, homes: list[Home], place: list[int]) -> State:
+    of_kind, name, dtype, late, written_back, rounds, at_home = kind
+    return State(
+        of_kind,
+        name,
+        param,
+        getattr(torch, dtype),
+        lambda: None,
+        late=late,
+        written_back=written_back,
+        rounds_to=WeightShard(lambda: param, 0, param.numel()) if rounds else None,
+        home=homes[place[0]] if at_home else None,
+        offset=place[1] if at_home else 0,
+    )
+
+
+def states_of(divides: bool, bundles: Iterable[Bundle]) -> OptimizerStates:
+    """Return what a source says of its states.
+
+    Args:
+        divides: its `writes_back_by_part`.
+        bundles: its `states`.
+    """
+    kinds: dict[tuple[StateKind, ...], int] = {}
+    homes: dict[Home, int] = {}
+    found = []
+    for bundle in bundles:
+        kind = tuple(_kind(state) for state in bundle.states)
+        place = [
+            value
+            for state in bundle.states
+            if state.home is not None
+            for value in (homes.setdefault(state.home, len(homes)), state.offset)
+        ]
+        found.append([kinds.setdefault(kind, len(kinds)), local(bundle.param).numel(), *place])
+    return OptimizerStates(divides, [list(kind) for kind in kinds], found, [home.nbytes for home in homes])
+
+
+def _kind(state: State) -> StateKind:
+    dtype = str(state.dtype).removeprefix("torch.")
+    rounds, at_home = state.rounds_to is not None, state.home is not None
+    return state.kind, state.name, dtype, state.late, state.written_back, rounds, at_home
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the ranks of a pipeline stage hold, in bytes.
+
+    parameters, gradients: of each rank, with the padding of buffers. Under Megatron-FSDP also gathered: at most so much
+    beside them in forward and backward, of weights that all ranks gather and of gradients that are not reduced yet;
+    in_step: what of these stays in the optimizer step, and the step's gradients in the masters' dtype.
+    buffers: of each of DDP's buffers of parameters the bytes of an element, of the buffer, and of a rank's share of it.
+    optimizers: the states of mcore's optimizers, each once; ranks: of each rank which of them it has.
+    bound: why the figures are upper bounds, made without mcore's own layout; "" where they are exact.
+    """
+
+    parameters: int
+    gradients: int
+    gathered: int
+    in_step: int
+    buffers: list[tuple[int, int, int]]
+    optimizers: list[OptimizerStates]
+    ranks: list[list[int]]
+    bound: str = ""
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether mcore keeps masters, which it rounds to the weights."""
+        return any(kind[4] for each in self.optimizers for kinds in each.kinds for kind in kinds)
+
+
+def held_from(found: dict[str, Any]) -> Held:
+    """Return what `dataclasses.asdict` made plain."""
+    return Held(**{**found, "optimizers": [OptimizerStates(**each) for each in found["optimizers"]]})
