@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge_fgo.bridge.fsdp_refusals import STRATEGIES
+from bridge_fgo.bridge.refusals import STRATEGIES
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.job.parallel import Parallel

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.bridge.fsdp_refusals import STRATEGIES
+from bridge_fgo.bridge.refusals import STRATEGIES
 from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.job.tensors import Chunk, Tensor
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.states.distributed import MOMENTS
 from bridge_fgo.states.fsdp import BUFFER, FsdpSource
-from bridge_fgo.states.megatron import MOMENTS
 from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.plan.fsdp_gathered import gathered_of
 from bridge_fgo.tools.plan.fsdp_layout import Group, gradients_dtype, itemsize, sharding_of

@@ -15,8 +15,8 @@ from bridge_fgo.memory.layout import PartLayout, copied_whole, lay_out, offloade
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.state import Bundle
 from bridge_fgo.offload.policy import PartBytes
-from bridge_fgo.states.master_copy import MasterCopy
-from bridge_fgo.states.megatron import MASTER, MOMENTS, bundles
+from bridge_fgo.states.distributed import MASTER, MOMENTS, bundles
+from bridge_fgo.states.masters import MasterCopy
 from bridge_fgo.tools.plan.layout import Buffer
 
 META = torch.device("meta")
