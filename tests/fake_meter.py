@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 from bridge_fgo import figures
 from bridge_fgo.bridge import session
-from bridge_fgo.engines import share
+from bridge_fgo.engines import offloaded_source
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.offload import policy
 
@@ -62,5 +62,5 @@ def have_sessions_take_it(set_attribute) -> None:
     """Have sessions measure by it, and plan without margins. set_attribute: `setattr`, or a monkeypatch's."""
     set_attribute(session, "PeakMeter", FakeMeter)
     set_attribute(figures, "StepClock", FakeClock)
-    set_attribute(share, "MARGIN_PARTS", 0)
+    set_attribute(offloaded_source, "MARGIN_PARTS", 0)
     set_attribute(policy, "MARGIN_SHARE", 0)

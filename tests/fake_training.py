@@ -10,8 +10,8 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.meters import Ledger
 from bridge_fgo.offload.profile import Mark
+from bridge_fgo.states.distributed import MegatronSource
 from bridge_fgo.states.inner_step import InnerStep
-from bridge_fgo.states.megatron import MegatronSource
 
 SIZES = [1000, 300, 2000, 64, 1500, 700, 1200]
 POINTS = 8
@@ -25,7 +25,7 @@ def use_small_parts(monkeypatch):
     """Has parts of a few kilobytes, and no margin."""
     monkeypatch.setattr("bridge_fgo.memory.layout.BYTES_WHILE_ENQUEUING", 200)
     monkeypatch.setattr("bridge_fgo.memory.layout.LEAST_PART_BYTES", 4096)
-    monkeypatch.setattr("bridge_fgo.engines.share.MARGIN_PARTS", 0)
+    monkeypatch.setattr("bridge_fgo.engines.offloaded_source.MARGIN_PARTS", 0)
     monkeypatch.setattr("bridge_fgo.offload.policy.MARGIN_SHARE", 0)
 
 
@@ -91,7 +91,7 @@ class Training:
         self.schedule.signature = 1
         for source, optimizer in zip(self.sources, self.optimizers, strict=True):
             if together is not None:
-                self.engine._shares[source].group_bytes = together
+                self.engine._offloaded[source].group_bytes = together
             wrapped = optimizer._copy_main_params_to_model_params
             write_back = partial(self.engine.write_back, source, wrapped)
             optimizer._copy_main_params_to_model_params = write_back

@@ -43,7 +43,7 @@ from bridge_fgo.memory.transfers import HostTransfers  # noqa: E402
 from bridge_fgo.offload.snapshot import Snapshot  # noqa: E402
 from bridge_fgo.sleep.moved import KINDS  # noqa: E402
 from bridge_fgo.states.inner_step import InnerStep  # noqa: E402
-from bridge_fgo.states.master_copy import MasterCopy  # noqa: E402
+from bridge_fgo.states.masters import MasterCopy  # noqa: E402
 from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 
 POINTS = {
@@ -405,7 +405,7 @@ def fail_in_a_block(rank: int, job: Job, context: str, alone: bool) -> None:
         (job.folder / f"{rank}.json").write_text(json.dumps(seen))
 
 
-ATTACHING = [(NativeEngine, "__init__"), (NativeEngine, "pin"), (NativeEngine, "take_in")]
+ATTACHING = [(NativeEngine, "__init__"), (NativeEngine, "pin"), (NativeEngine, "offload_now")]
 ENDING = [(NativeEngine, "settle"), (Figures, "end_step")]
 """Where one rank can fail with the flag, before all attach, and before all choose what stays on the GPU."""
 

@@ -179,10 +179,10 @@ def have_mcore_take_it(set_attribute, adam=FusedAdam):
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    from bridge_fgo.states import known_steps
+    from bridge_fgo.states import inner_step
 
-    set_attribute(known_steps, "KNOWN", known_steps.KNOWN | {f"{__name__}.FusedAdam.step"})
-    set_attribute(known_steps, "UPSTREAM", known_steps.UPSTREAM | {__name__})
+    set_attribute(inner_step, "KNOWN", inner_step.KNOWN | {f"{__name__}.FusedAdam.step"})
+    set_attribute(inner_step, "UPSTREAM", inner_step.UPSTREAM | {__name__})
     set_attribute(optimizer, "Adam", adam)
     set_attribute(optimizer, "USING_PYTORCH_OPTIMIZER", False)
     set_attribute(distrib_optimizer, "Adam", adam)

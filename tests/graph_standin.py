@@ -2,8 +2,7 @@
 
 from contextlib import contextmanager
 
-from bridge_fgo.bridge.finalize import ReloadThenFinalize
-from bridge_fgo.bridge.points import PointHook
+from bridge_fgo.bridge.points import PointHook, ReloadThenFinalize
 
 WARM_UP = 2
 

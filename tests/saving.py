@@ -32,4 +32,4 @@ def send_all_away():
     from bridge_fgo.bridge.session import all_sessions
 
     for session in all_sessions():
-        session.engine.make_room()
+        session.engine.offload_now()

@@ -334,7 +334,7 @@ def test_a_build_that_fails_leaves_a_model_that_can_be_given_another_optimizer(m
                     raise KeyError("no")
 
                 name = {"building": "megatron.bridge.training.optim._get_scheduler"}.get(fails)
-                patch.setattr(name or "bridge_fgo.bridge.wrappers.attach", fail)
+                patch.setattr(name or "bridge_fgo.bridge.before_training.attach", fail)
                 with pytest.raises(KeyError, match="no"):
                     setup.setup_optimizer(*how)
             weights = [p for chunk in run.model for p in chunk.parameters() if p.dtype == torch.bfloat16]

@@ -282,7 +282,7 @@ def test_an_uninstall_that_cannot_bring_the_states_back_leaves_all_as_it_was_and
             if cause == "no memory":
                 patch.setattr(Slab, "allocate", mock.Mock(side_effect=torch.cuda.OutOfMemoryError("none left")))
             else:
-                session.engine.make_room()
+                session.engine.offload_now()
                 weight = next(training.model[0].parameters())
                 before = weight.detach().clone()
                 weight.data.add_(1)
@@ -327,7 +327,7 @@ def test_an_uninstall_is_not_held_up_by_a_training_that_is_over():
         with CpuTraining(CpuOptions(offload=True)) as training:
             for _ in range(2):
                 training.step()
-            vars(training.optimizer)[SESSION].engine.make_room()
+            vars(training.optimizer)[SESSION].engine.offload_now()
             next(training.model[0].parameters()).data.add_(1)
             training.optimizer.cycle = training
 
@@ -378,7 +378,7 @@ def test_the_norm_of_one_model_leaves_the_masters_of_another_where_they_are():
         for _ in range(2):
             training.step()
         session = vars(training.optimizer)[SESSION]
-        session.engine.make_room()
+        session.engine.offload_now()
         released = residencies(session)
         other = [torch.nn.Linear(2, 2)]
         assert session.trains(training.model) and not session.trains(other)

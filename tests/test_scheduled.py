@@ -15,7 +15,7 @@ from test_parity import SMALL_SLABS
 import bridge_fgo
 from bridge_fgo.bridge import session, state_wrappers
 from bridge_fgo.bridge.session import SESSION
-from bridge_fgo.states import known_steps
+from bridge_fgo.states import inner_step
 from bridge_fgo.tools.arms.cpu_model import CpuOptions
 from bridge_fgo.tools.arms.cpu_training import CpuTraining, run
 
@@ -83,7 +83,7 @@ def test_a_step_of_which_nothing_is_away_is_divided_only_where_it_needs_memory_o
     fused_adam.have_mcore_take_it(monkeypatch.setattr)
     called, step = [], fused_adam.FusedAdam.step
     monkeypatch.setattr(fused_adam.FusedAdam, "step", wraps(step)(lambda self: called.append(1) or step(self)))
-    monkeypatch.setattr(known_steps, "UPSTREAM", known_steps.UPSTREAM | {__name__})  # where that wrapper is
+    monkeypatch.setattr(inner_step, "UPSTREAM", inner_step.UPSTREAM | {__name__})  # where that wrapper is
     expected = run(CpuOptions(), STEPS)
     config = replace(SMALL_SLABS, gpu_memory_budget_gib=budget_gib)
     with bridge_fgo.install(config), CpuTraining(CpuOptions(offload=True)) as training:

@@ -98,8 +98,7 @@ def upstream_generation() -> Choice | None:
     """Return which offloader the installed mcore has, by its capabilities; None where it has none."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from bridge_fgo.engines.mcore1 import Generation1
-    from bridge_fgo.engines.mcore2 import Generation2
+    from bridge_fgo.engines.mcore import Generation1, Generation2
 
     if Generation2.is_available(DistributedOptimizer):
         return "mcore generation 2"
@@ -141,7 +140,7 @@ def _in_chunks(optimizer_config: Any) -> Choice | None:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from bridge_fgo.engines.mcore1_chunks import Generation1InChunks
+    from bridge_fgo.engines.mcore import Generation1InChunks
 
     numel = getattr(optimizer_config, CHUNK_NUMEL, 0)
     if numel == 0 or not Generation1InChunks.is_available(DistributedOptimizer):

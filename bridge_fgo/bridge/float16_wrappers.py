@@ -1,7 +1,6 @@
 """What the patched methods of Float16OptimizerWithFloat16Params do, which checkpoints get states from by other names.
 
-Its state dictionary has the states of the optimizer inside, in torch's form, and the masters. Each wrapper passes
-through unless the optimizer is attached to an engine; none runs where nothing is installed, see `FunctionPatch`.
+Its state dictionary has the states of the optimizer inside, in torch's form, and the masters.
 """
 
 from __future__ import annotations
@@ -10,16 +9,15 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 
-from bridge_fgo.bridge.shadowing import shadowed
-from bridge_fgo.bridge.wrappers import Args, Kwargs, Wrapped
-from bridge_fgo.engines.attachment import Attachment, attachment_of
-from bridge_fgo.states.late_masters import whole_masters_made_late
-from bridge_fgo.states.megatron import TORCH
+from bridge_fgo.bridge.calls import Args, Call, Kwargs, Wrapped, served, shadowed
+from bridge_fgo.states.distributed import TORCH, as_they_are, load_groups
+from bridge_fgo.states.masters import whole_masters_made_late
 
 MASTER = "fp32_param"
 """What the master is called here, among the states of its parameter: no optimizer's state has that name."""
@@ -38,75 +36,65 @@ def builds_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) 
         return wrapped(*args, **kwargs)
 
 
-def copies_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+@served
+def copies_masters(call: Call) -> Any:
     """Copy the masters that were not copied part by part."""
-    to = attachment_of(instance)
-    if to is None:
-        return wrapped(*args, **kwargs)
-    return to.engine.write_back(to.source, _where_any(instance, lambda: wrapped(*args, **kwargs)))
+    return call.engine.write_back(call.source, _where_any(call))
 
 
-def rewrites_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+@served
+def rewrites_masters(call: Call) -> Any:
     """Have every master made anew of the weights, part by part."""
-    to = attachment_of(instance)
-    if to is None:
-        return wrapped(*args, **kwargs)
-    return to.engine.rewrite_masters(to.source, _where_any(instance, lambda: wrapped(*args, **kwargs)))
+    return call.engine.rewrite_masters(call.source, _where_any(call))
 
 
-def _where_any(optimizer: Any, copy_masters: Callable[[], Any]) -> Callable[[], Any]:
+def _where_any(call: Call) -> Callable[[], Any]:
     """Return the copy but for empty lists: of fp16 it is one kernel for all, which refuses to copy nothing."""
-    return lambda: copy_masters() if any(getattr(optimizer, GROUPS)) else None
+    return lambda: call() if any(getattr(call.optimizer, GROUPS)) else None
 
 
-def saves_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+@served
+def saves_states(call: Call) -> Any:
     """Have a state dictionary for a distributed checkpoint made without bringing states to the GPU.
 
     Made for loading it has the states made, and says where they are to be loaded.
     """
-    to = attachment_of(instance)
-    if to is None:
-        return wrapped(*args, **kwargs)
-    with _taken(to, _is_loading(wrapped, args, kwargs)):
-        return wrapped(*args, **kwargs)
+    with _taken(call):
+        return call()
 
 
-def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+@served
+def hands_out_states(call: Call) -> Any:
     """Give a state dictionary of host tensors, without bringing states to the GPU: copies, but for loading."""
-    to = attachment_of(instance)
-    if to is None:
-        return wrapped(*args, **kwargs)
-    inner: Any = instance.optimizer
-    with _taken(to, _is_loading(wrapped, args, kwargs)), _states_as_they_are(inner):
-        result = wrapped(*args, **kwargs)
-        masters = {id(master) for master in chain(*getattr(instance, GROUPS))}
+    inner: Any = call.optimizer.optimizer
+    groups = getattr(call.optimizer, GROUPS)
+    with _taken(call), shadowed(inner, as_they_are(inner)):
+        result = call()
+        masters = {id(master) for master in chain(*groups)}
         saved, handed = result["optimizer"]["state"], {}
         for index, param in enumerate(_params(inner.param_groups)):
-            states = to.engine.hand_out(to.source, param, lambda p=param: _states(inner, p, id(p) in masters))
+            read = partial(_states, inner, param, id(param) in masters)
+            states = call.engine.hand_out(call.source, param, read)
             if id(param) in masters:
                 handed[id(param)] = states.pop(MASTER)
             if index in saved:  # a count of steps is not shared with what is trained on
                 saved[index] = {name: _own(value) for name, value in states.items()}
-        result[MASTERS[0]] = [[handed[id(master)] for master in group] for group in getattr(instance, GROUPS)]
+        result[MASTERS[0]] = [[handed[id(master)] for master in group] for group in groups]
     return result
 
 
-def _is_loading(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> bool:
-    return bool(inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("is_loading", False))
-
-
 @contextlib.contextmanager
-def _taken(to: Attachment, is_loading: bool) -> Iterator[None]:
+def _taken(call: Call) -> Iterator[None]:
     """Context in which the engine hands out states, to be saved or to be loaded into."""
-    if to.engine.is_away(to.source):  # mcore's methods call each other
+    if call.is_checkpointing:  # mcore's methods call each other
         yield
         return
-    if is_loading:
-        with to.engine.loading(to.source, everything=True):
+    if call.is_loading:
+        with call.engine.loading(call.source, everything=True):
             yield
         return
-    to.engine.require_whole(to.source, "saved")
-    with to.engine.saving(to.source, copies=True):
+    call.engine.require_whole(call.source, "saved")
+    with call.engine.saving(call.source, copies=True):
         yield
 
 
@@ -123,54 +111,38 @@ def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
-@contextlib.contextmanager
-def _states_as_they_are(inner: Any) -> Iterator[None]:
-    """Context in which TE's `state_dict` takes states as they are, be they readable or not."""
-    mine = {"get_unscaled_state": lambda param, name: inner.state[param][name]}
-    with shadowed(inner, mine if hasattr(inner, "get_unscaled_state") else {}):
-        yield
-
-
-def loads_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+@served
+def loads_states(call: Call) -> Any:
     """Have a state dictionary loaded where states are; torch would make every one of them anew on the GPU."""
-    to = attachment_of(instance)
-    if to is None:
-        return wrapped(*args, **kwargs)
-    state_dict = inspect.signature(wrapped).bind(*args, **kwargs).arguments["state_dict"]
+    groups, state_dict = getattr(call.optimizer, GROUPS), call.arguments["state_dict"]
     saved = next((state_dict[name] for name in MASTERS if name in state_dict), [])
-    pairs = zip(getattr(instance, GROUPS), saved, strict=False)  # as mcore pairs them
+    pairs = zip(groups, saved, strict=False)  # as mcore pairs them
     masters = {id(own): value for group, values in pairs for own, value in zip(group, values, strict=False)}
-    is_whole = all(id(master) in masters for master in chain(*getattr(instance, GROUPS)))
-
-    def load(packed: Mapping[str, Any]) -> None:
-        _load(to, instance, packed, masters)
-
+    is_whole = all(id(master) in masters for master in chain(*groups))
     with (
-        to.engine.loading(to.source, masters=is_whole),
-        shadowed(instance.optimizer, {"load_state_dict": load}),
-        shadowed(instance, {GROUPS: []}),  # the masters are put in their place with the rest
+        call.engine.loading(call.source, masters=is_whole),
+        shadowed(call.optimizer.optimizer, {"load_state_dict": partial(_load, call, masters)}),
+        shadowed(call.optimizer, {GROUPS: []}),  # the masters are put in their place with the rest
     ):
-        return wrapped(*args, **kwargs)
+        return call()
 
 
 @torch.no_grad()
-def _load(to: Attachment, optimizer: Any, packed: Mapping[str, Any], masters: Mapping[int, torch.Tensor]) -> None:
+def _load(call: Call, masters: Mapping[int, torch.Tensor], packed: Mapping[str, Any]) -> None:
     """Load what torch's `state_dict` of the optimizer inside has, and the masters by the `id` of their parameter."""
-    inner = optimizer.optimizer
-    state = inner.state
-    torch.optim.Optimizer.load_state_dict(inner, {**packed, "state": {}})
-    inner.state = state
+    inner = call.optimizer.optimizer
+    load_groups(inner, packed)
     for index, param in zip(_params(packed["param_groups"]), _params(inner.param_groups), strict=True):
         values = packed["state"].get(index)
         if values is None:
-            values = _as_made(inner, state.get(param, {}))
+            values = _as_made(inner, inner.state.get(param, {}))
         tensors = {name: value for name, value in values.items() if _is_whole_tensor(value)}
         if counts := {name: value for name, value in values.items() if name not in tensors}:
-            state[param].update(copy.deepcopy(counts))
+            inner.state[param].update(copy.deepcopy(counts))
         if id(param) in masters:
             tensors[MASTER] = masters[id(param)]
         if tensors:
-            _put(to, inner, param, tensors)
+            _put(call, param, tensors)
 
 
 def _as_made(inner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,8 +156,9 @@ def _is_whole_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _put(to: Attachment, inner: Any, param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-    has_master = MASTER in tensors
+def _put(call: Call, param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+    inner = call.optimizer.optimizer
+    read = partial(_states, inner, param, MASTER in tensors)
 
     def write(values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -195,7 +168,4 @@ def _put(to: Attachment, inner: Any, param: torch.Tensor, tensors: Mapping[str, 
             elif own is not value:
                 own.copy_(value)
 
-    def hand_out() -> object:
-        return to.engine.hand_out(to.source, param, lambda: _states(inner, param, has_master))
-
-    to.engine.put(to.source, param, hand_out, tensors, write)
+    call.engine.put(call.source, param, lambda: call.engine.hand_out(call.source, param, read), tensors, write)

@@ -2,9 +2,25 @@
 
 Megatron-FSDP gives the masters, as DTensors, in the model's state dictionary, and the optimizer its moments. Bridge
 makes views of them (a gated layer's matrix is two entries), which reads no bytes, and then has torch's distributed
-checkpoint write them, or read into them. So the entries are made of tensors without memory where states are away, and
-the writer or reader gets views of host memory in their place. The rest of a load is in `fsdp_loads`. Each wrapper
-passes through where no Megatron-FSDP is offloaded.
+checkpoint write them, or read into them. So the entries are made of tensors without memory where states are offloaded,
+and the writer or reader gets views of host memory in their place (`hands_out_states`).
+
+In a load upstream has all states of a rank on the parameters' device in four steps. Here each goes part by part, or
+without the bytes:
+
+1. mcore makes the moments by a step of the Adam inside, on gradients of zeros. It is taken for one part after another,
+   whose states are then offloaded (`makes_states`). So what else it does is as upstream's, also to states that the
+   checkpoint lacks: it counts, and its weight decay scales masters.
+2. The reader writes into DTensors, which have host memory.
+3. The model's `load_state_dict` copies each master onto itself, which torch leaves out, and then all of them to the
+   weights, which goes part by part (`rewrites_weights`).
+4. Transformer Engine's `load_state_dict` makes each moment anew, beside the loaded ones. It gets the param groups alone
+   (`loads_states`).
+
+All states are on the GPU, as without offload, where the Adam's step cannot be divided (`Source.kept_whole_by`), in the
+first of these steps, and where moments are in fp16, in the last: Transformer Engine scales them anew. All masters are
+there, and no moments, in the third step where weights are in FP8, whose copy is one collective, and where the layout of
+gated layers is changed (`moe_mlp_glu_interleave_size`), by copies on the GPU.
 """
 
 from __future__ import annotations
@@ -18,37 +34,24 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from bridge_fgo.bridge.session import active_session, all_sessions
-from bridge_fgo.bridge.wrappers import Args, Kwargs, Wrapped
-from bridge_fgo.engines.attachment import Attachment
+from bridge_fgo.bridge.calls import Args, Call, Kwargs, Wrapped, arguments_of, served, shadowed
+from bridge_fgo.bridge.session import all_sessions
+from bridge_fgo.engines.engine import Attachment, attachment_of
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.state import local
-from bridge_fgo.states.fsdp import FsdpSource, place, stepped_params
+from bridge_fgo.states.choice import leaves
+from bridge_fgo.states.distributed import load_groups
+from bridge_fgo.states.fsdp import BUFFER, FsdpSource, is_fsdp, place, stepped_params
 
 CLOSURES = ("__create_chunk_list__", "__create_write_items__")
 """What Megatron-FSDP hangs on a local shard, by which torch's checkpoints know its place in the whole."""
-
-_served = False
-"""Whether a checkpoint is being made or loaded that finds the states by itself."""
 
 _loaded_into: list[Attachment] | None = None
 """The sources whose states a checkpoint is being loaded into; None while none is."""
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[None]:
-    """Context in which nobody who asks for the model's parameters reads masters, so that none counts as touched."""
-    global _served
-    before, _served = _served, True
-    try:
-        with own():
-            yield
-    finally:
-        _served = before
-
-
-@contextlib.contextmanager
-def loading_into(found: list[Attachment]) -> Iterator[None]:
+def _loading_into(found: list[Attachment]) -> Iterator[None]:
     """Context in which a checkpoint is loaded into the states of some sources; inside another it is that other."""
     global _loaded_into
     if _loaded_into is not None:
@@ -64,7 +67,7 @@ def loading_into(found: list[Attachment]) -> Iterator[None]:
         engine.load_ends(source)
 
 
-def attachments() -> list[Attachment]:
+def _attachments() -> list[Attachment]:
     """Return each source of Megatron-FSDP in an open session, with its engine."""
     engines = {id(session.engine): session.engine for session in all_sessions() if not session.is_lost}
     return [
@@ -77,7 +80,7 @@ def attachments() -> list[Attachment]:
 
 def makes_state_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have a state dictionary made without bringing states to the GPU: nothing reads their bytes yet."""
-    with serving() if attachments() else contextlib.nullcontext():
+    with own() if _attachments() else contextlib.nullcontext():
         return wrapped(*args, **kwargs)
 
 
@@ -88,7 +91,7 @@ def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
     """
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     hosts = _Hosts()
-    for engine, source in attachments() if _loaded_into is None else _loaded_into:
+    for engine, source in _attachments() if _loaded_into is None else _loaded_into:
         assert isinstance(source, FsdpSource)
         if _loaded_into is None:
             engine.require_whole(source, "saved")
@@ -98,24 +101,24 @@ def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
             handing_out = engine.loading(source, everything=True)
         with handing_out:
             for _, param in stepped_params(source.optimizer):
-                own = source.of_param(param)
-                handed = engine.hand_out(source, param, partial(dict, own))
-                for name, shard in own.items():
+                states = source.of_param(param)
+                handed = engine.hand_out(source, param, partial(dict, states))
+                for name, shard in states.items():
                     hosts.add(shard, handed[name])
-    bound.arguments[STATE_DICT] = replaced(bound.arguments[STATE_DICT], hosts.without_memory)
-    return replaced(wrapped(*bound.args, **bound.kwargs), hosts.on_the_host)
+    bound.arguments[STATE_DICT] = _replaced(bound.arguments[STATE_DICT], hosts.without_memory)
+    return _replaced(wrapped(*bound.args, **bound.kwargs), hosts.on_the_host)
 
 
 STATE_DICT = "raw_state_dict"
 """The parameter with the state dictionary."""
 
 
-def replaced(value: Any, by: Callable[[DTensor], DTensor]) -> Any:
+def _replaced(value: Any, by: Callable[[DTensor], DTensor]) -> Any:
     """Return a state dictionary, or a value of one, with each DTensor replaced; itself where none was."""
     if isinstance(value, DTensor):
         return by(value)
     if isinstance(value, dict):
-        inside = {key: replaced(each, by) for key, each in value.items()}
+        inside = {key: _replaced(each, by) for key, each in value.items()}
         # A dictionary of the optimizer's own must not change.
         return inside if any(inside[key] is not each for key, each in value.items()) else value
     return value
@@ -174,9 +177,89 @@ def _of_shard(name: str, tensor: DTensor, *args: Any) -> Any:
     return closure(args[0], tensor) if args else closure()
 
 
-def reads_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the masters readable where somebody is about to get them as the model's parameters, outside of a step."""
-    if not _served and active_session() is None:
-        for engine, source in attachments():
-            engine.require_readable(source, masters_only=True)
+# The rest of a load.
+
+MAKING = "_init_optimizer_states_with_dummy_values"
+"""The method by which mcore makes the moments before a load."""
+
+
+def loads_checkpoint(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have states away while a checkpoint is loaded, and afterwards; see the module."""
+    optimizer = arguments_of(wrapped, args, kwargs).get("optimizer")
+    given = [to for leaf in leaves(optimizer) if is_fsdp(leaf) and (to := attachment_of(leaf)) is not None]
+    found = given or _attachments()  # a load of weights may be given no optimizer, whose masters they are
+    if not found:
+        return wrapped(*args, **kwargs)
+    for engine, _ in found:
+        engine.offload_now()
+    with own(), _loading_into(found):  # it finds the states by itself, and none counts as touched
+        result = wrapped(*args, **kwargs)
+    for engine, _ in found:
+        engine.offload_now()
+    return result
+
+
+def reads_checkpoint(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have it known that a checkpoint is read, and none written, by whoever calls it."""
+    with _loading_into(_attachments()):
+        return wrapped(*args, **kwargs)
+
+
+@served
+def makes_states(call: Call) -> Any:
+    """Have the moments made part by part."""
+    if not is_fsdp(call.optimizer):
+        return call()
+    call.engine.make_states(call.source, call)
+    return None
+
+
+def gives_states(call: Call) -> dict[str, Any]:
+    """Return a state dictionary of the states themselves, whose bytes nothing reads yet, or which are to be loaded.
+
+    Its entries are in the order of the optimizer's parameters, as without offload, where states are made in that order:
+    what follows is a collective for each entry, and parts step in an order that differs from rank to rank.
+    """
+    if call.is_loading and not hasattr(call.optimizer, MAKING):
+        call.engine.require_writable(call.source)  # this mcore makes them in another way
+    result = call()
+    state = result["state"]
+    groups = call.optimizer.optimizer.param_groups
+    names = [call.optimizer._param_name(param) for group in groups for param in group["params"]]
+    return {**result, "state": {name: state[name] for name in dict.fromkeys([*names, *state]) if name in state}}
+
+
+def loads_states(call: Call) -> Any:
+    """Have param groups loaded, and states only where they are not the optimizer's own, loaded where they are."""
+    source, adam = call.source, call.optimizer.optimizer
+    assert isinstance(source, FsdpSource)
+    load = adam.load_state_dict
+
+    def load_what_differs(state_dict: dict[str, Any]) -> None:
+        if source.has_own(state_dict):
+            load_groups(adam, state_dict)
+            return
+        call.engine.require_writable(source)
+        load(state_dict)
+        call.engine.states_replaced(source)
+
+    with shadowed(adam, {"load_state_dict": load_what_differs}):
+        return call()
+
+
+def rewrites_weights(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have the weights of a model that Megatron-FSDP shards made anew of its masters part by part."""
+    buffer = getattr(instance, BUFFER)
+    for engine, source in _attachments():
+        assert isinstance(source, FsdpSource)
+        # It has one optimizer, for dense parameters and experts alike.
+        if any(getattr(chunk, BUFFER) is buffer for chunk in source.optimizer.model_chunks):
+            return engine.rewrite_weights(source, lambda: wrapped(*args, **kwargs))
+    return wrapped(*args, **kwargs)
+
+
+def interleaves_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the masters writable: the layout of gated layers is changed by copies on the GPU, in a load to them."""
+    for engine, source in _attachments():
+        engine.require_writable(source, masters_only=True)
     return wrapped(*args, **kwargs)

@@ -175,7 +175,7 @@ def uninstall() -> None:
         return
     _installation.check_undo()
     if "bridge_fgo.bridge.session" in sys.modules:
-        from bridge_fgo.bridge.attaching import close_all
+        from bridge_fgo.bridge.session import close_all
 
         close_all()
     if "bridge_fgo.sleep.upstream" in sys.modules:

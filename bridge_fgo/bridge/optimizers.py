@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
-from bridge_fgo.bridge.refusals import FLAG_TEXT, hybrid_refusal, refuse_fp8_moment
+from bridge_fgo.bridge.refusals import FLAG_TEXT, FP8_MOMENTS, HYBRID, STEP_IN_GRAPH, Asked, refuse, told
+from bridge_fgo.states.choice import leaves
+from bridge_fgo.states.distributed import MOMENTS, is_adam
 from bridge_fgo.states.float16 import is_muon
 from bridge_fgo.states.fsdp import BUFFER, is_fsdp
-from bridge_fgo.states.leaves import leaves
-from bridge_fgo.states.megatron import MOMENTS, is_adam
 
 
 def eligible(optimizer: Any) -> list[Any]:
@@ -55,8 +56,8 @@ def check_inner(leaf: Any) -> None:
             "only the first version of Megatron-FSDP can be offloaded; use that, or leave the flag unset"
         )
     inner = leaf.optimizer
-    if type(inner).__name__ == "HybridDeviceOptimizer":
-        raise ValueError(hybrid_refusal(leaf.config, is_fsdp(leaf)))
+    sections = SimpleNamespace(optimizer=leaf.config, ddp=getattr(leaf, "ddp_config", None))
+    refuse(told([HYBRID, STEP_IN_GRAPH], Asked(sections)))
     if is_muon(inner) and not isinstance(leaf, distrib_optimizer.DistributedOptimizer):
         return
     if not is_adam(inner):
@@ -65,12 +66,13 @@ def check_inner(leaf: Any) -> None:
             "optimizer.optimizer='adam' (of Muon's scalar parameters optimizer.muon_scalar_optimizer='adam') or leave "
             "the flag unset"
         )
-    for key in MOMENTS:
-        refuse_fp8_moment(key, getattr(inner, "name_to_dtype_map", {}).get(key))
-    if getattr(inner, "capturable", False) or getattr(leaf.config, "optimizer_cuda_graph", False):
+    dtypes = getattr(inner, "name_to_dtype_map", {})
+    built = SimpleNamespace(**{f"{moment}_dtype": dtypes.get(moment) for moment in MOMENTS})
+    refuse(told(FP8_MOMENTS, Asked(SimpleNamespace(optimizer=built))))
+    if getattr(inner, "capturable", False):
         raise ValueError(
-            f"{FLAG_TEXT} with optimizer.optimizer_cuda_graph=True: the graph has the "
-            "states' addresses baked in; set optimizer.optimizer_cuda_graph=False"
+            f"{FLAG_TEXT} with a {type(inner).__name__} of capturable=True: a graph would have the states' addresses "
+            "baked in; make it with capturable=False (optimizer.optimizer_cuda_graph=False)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Telling the engine how far forward and backward have come: hooks on the model's layers, within a step."""
+"""Hooks that tell the engine, within a step, how far forward and backward have come: on layers, and on finalize."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, NamedTuple
 
 import torch
@@ -227,3 +227,49 @@ def _beside_lists(module: Module) -> Iterator[Module]:
 
 def _has_parameters(module: Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+# The end of the last backward.
+
+HOOK = "finalize_model_grads_func"
+
+
+class ReloadThenFinalize:
+    """A hook that starts the reload, then calls what was bound, with the same arguments.
+
+    Why here: mcore's schedules call the hook once, after the last microbatch's backward, when activations
+    are gone and the gradient reduction that follows can hide the copies. Delegating keeps Bridge's
+    `partial(finalize_model_grads, pg_collection=...)` and MIMO's multimodule finalize as they are.
+    """
+
+    def __init__(self, bound: Callable[..., Any], reload: Callable[[], None]) -> None:
+        update_wrapper(self, bound, updated=())
+        self.bound = bound
+        self._reload = reload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Reload, then delegate."""
+        self._reload()
+        return self.bound(*args, **kwargs)
+
+
+@contextmanager
+def reload_hook(model_config: Any, reload: Callable[[], None]) -> Iterator[None]:
+    """Have `reload` called before the bound finalize inside the block; afterwards, bind again what was bound.
+
+    Only for the length of a training step: an in-process restart binds another hook between steps, and a
+    checkpoint's run config, saved between steps, must name Bridge's function and not ours. With no hook
+    bound, mcore's schedule calls none, and the optimizer step itself reloads.
+    """
+    bound = getattr(model_config, HOOK, None)
+    if bound is None:
+        yield
+        return
+    hook = ReloadThenFinalize(bound, reload)
+    setattr(model_config, HOOK, hook)
+    try:
+        yield
+    finally:
+        # Where the step itself bound another one, that one stays.
+        if getattr(model_config, HOOK, None) is hook:
+            setattr(model_config, HOOK, bound)

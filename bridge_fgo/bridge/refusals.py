@@ -1,30 +1,314 @@
-"""What is refused before a model is built, by the name of the setting.
+"""What is refused before training: one row for each combination, with its settings, its condition and its text.
 
-Each `..._refusals` yields all that is wrong, for `bridge-fgo doctor`; the `refuse_...` beside it raises the first,
-as training does. All read attributes only, of Bridge's configs or of a saved run config's plain namespaces.
+Every text begins with the settings and their values, and ends with what to do. Rows read attributes only, of Bridge's
+configs or of a saved run config's plain namespaces. `bridge-fgo doctor` lists all that is wrong, training raises the
+first. Settings that no engine honours are refused by `compat.choose_engine`, built optimizers by `optimizers.eligible`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from bridge_fgo.bridge.compat import Choice, check_flag, choose_engine, flag_is_set
-from bridge_fgo.bridge.fsdp_refusals import fsdp_refusals, fsdp_setting_refusals, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.memory.host_memory import ranks_of_this_node
 from bridge_fgo.memory.shared_host_buffer import OTHER_FILES, hands_out_descriptors
-from bridge_fgo.states.megatron import MOMENTS
+from bridge_fgo.states.distributed import MOMENTS
 
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
+FSDP = "ddp.use_megatron_fsdp=True"
 MUONS = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")
 """What mcore calls Muon; with "dist_" over a LayerWiseDistributedOptimizer."""
 LAYER_WISE = tuple(name for name in MUONS if name.startswith("dist_"))
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Values of `ddp.data_parallel_sharding_strategy`; each shards what the one before does, and one thing more."""
 SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run asks for.
+
+    cfg: a Bridge ConfigContainer, or what has some of its sections.
+    settings: the offload's, where they are known.
+    engine: the one that serves the run, where it is known.
+    """
+
+    cfg: Any
+    settings: OffloadConfig | None = None
+    engine: Choice | None = None
+
+    def __getitem__(self, setting: str) -> Any:
+        """Return the value of a setting, "section.name" or "OffloadConfig.name"; None where there is none."""
+        section, _, name = setting.partition(".")
+        return getattr(self.settings if section == "OffloadConfig" else getattr(self.cfg, section, None), name, None)
+
+    def sets(self, *settings: str) -> bool:
+        """Return whether each of these settings is True; a mock's attribute is not."""
+        return all(self[setting] is True for setting in settings)
+
+    @property
+    def is_fp32(self) -> bool:
+        """Whether the weights are fp32; a recipe that Bridge has not validated says so by `mixed_precision` alone."""
+        is_half = self["model.bf16"] is not False or self["model.fp16"] is not False
+        return not is_half and getattr(self.cfg, "mixed_precision", None) is None
+
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are saved."""
+        return self["checkpoint.save"] is not None
+
+    @property
+    def saves_states(self) -> bool:
+        """Whether checkpoints are saved with the optimizer's states."""
+        return self.saves and bool(self["checkpoint.save_optim"])
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One row of a table.
+
+    setting: its name.
+    beside: what it cannot be combined with, by name; here and in `setting` a name with its value stands as it is.
+    text: why not, and what to do.
+    when: whether it is refused; by default where `setting` is True.
+    """
+
+    setting: str
+    beside: tuple[str, ...]
+    text: str | Callable[[Asked], str]
+    when: Callable[[Asked], bool] | None = None
+
+    def applies(self, asked: Asked) -> bool:
+        """Return whether a run that asks for this is refused."""
+        return asked.sets(self.setting) if self.when is None else self.when(asked)
+
+    def told(self, asked: Asked) -> str:
+        """Return the text, which begins with the settings and their values."""
+        first, *beside = (f"{name}={asked[name]!r}" if _NAME.fullmatch(name) else name for name in self.names)
+        with_ = " and ".join(filter(None, (", ".join(beside[:-1]), beside[-1])))
+        return f"{first} with {with_}: {self.text if isinstance(self.text, str) else self.text(asked)}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All settings that the text names."""
+        return self.setting, *self.beside
+
+
+_NAME = re.compile(r"\w+\.\w+")
+
+
+def told(rows: Iterable[Refusal], asked: Asked) -> Iterator[str]:
+    """Yield the texts of the rows that refuse what is asked for."""
+    return (row.told(asked) for row in rows if row.applies(asked))
+
+
+def refuse(refusals: Iterator[str]) -> None:
+    """Raise ValueError with the first of some texts."""
+    for refusal in refusals:
+        raise ValueError(refusal)
+
+
+def uses_fsdp(cfg: Any) -> bool:
+    """Return whether a Bridge config asks for Megatron-FSDP, in either of the sections by which Bridge knows."""
+    return any(getattr(getattr(cfg, name, None), "use_megatron_fsdp", False) is True for name in ("ddp", "dist"))
+
+
+def _instead_of_hybrid(asked: Asked) -> str:
+    """Return why HybridDeviceOptimizer is refused, and which setting offloads the share that it was given.
+
+    Both take whole parameters in the optimizer's order until their share is reached, HybridDeviceOptimizer of the
+    elements and this package of the bytes. Under Megatron-FSDP this package takes whole parameter groups, and
+    HybridDeviceOptimizer leaves the masters where they are: its copies on the CPU are beside these.
+    """
+    fraction = asked["optimizer.optimizer_offload_fraction"]
+    share = f"optimizer.optimizer_offload_fraction={fraction!r}"
+    if not isinstance(fraction, int | float) or fraction >= 1:
+        instead = "optimizer.optimizer_cpu_offload=False: the flag alone offloads every state"
+    elif fraction > 0:
+        instead = f"optimizer.optimizer_cpu_offload=False and OffloadConfig(fraction={fraction!r}) in place of {share}"
+    else:
+        instead = f"optimizer.optimizer_cpu_offload=False: {share} moves nothing, and the flag alone every state"
+    if uses_fsdp(asked.cfg):
+        return (
+            f"HybridDeviceOptimizer updates copies on the CPU, and with {FSDP} masters stay on the GPU beside them; "
+            f"set {instead}; the masters are offloaded too, and parameter groups as a whole (with "
+            "OffloadConfig.master_weights=False moments alone, which is what HybridDeviceOptimizer frees here)"
+        )
+    return f"HybridDeviceOptimizer keeps and updates states on the CPU; set {instead}; or leave the flag unset"
+
+
+def _is_fp8(dtype: Any) -> bool:
+    return isinstance(dtype, torch.dtype) and not (dtype.is_floating_point and dtype.itemsize >= 2)
+
+
+HYBRID = Refusal("optimizer.optimizer_cpu_offload", (FLAG_TEXT,), _instead_of_hybrid)
+STEP_IN_GRAPH = Refusal(
+    "optimizer.optimizer_cuda_graph", (FLAG_TEXT,),
+    "the graph has the states' addresses baked in; set optimizer.optimizer_cuda_graph=False or leave the flag unset",
+)  # fmt: skip
+FP8_MOMENTS = [
+    Refusal(
+        name, (FLAG_TEXT,),
+        f"FP8 moments have scales of their own and cannot be offloaded; set {name}=torch.bfloat16 or leave the flag "
+        "unset",
+        lambda a, name=name: _is_fp8(a[name]),
+    )
+    for name in (f"optimizer.{moment}_dtype" for moment in MOMENTS)
+]  # fmt: skip
+OF_OPTIMIZERS = [
+    Refusal(
+        "optimizer.optimizer", (FLAG_TEXT,),
+        "only the states of Adam and Muon can be offloaded; set optimizer.optimizer='adam' (or one of "
+        f"{', '.join(MUONS)}) or leave the flag unset",
+        lambda a: a["optimizer.optimizer"] not in ("adam", *MUONS),
+    ),
+    Refusal(
+        "optimizer.muon_scalar_optimizer", ("optimizer.optimizer", FLAG_TEXT),
+        "only the states of Adam and Muon can be offloaded; set optimizer.muon_scalar_optimizer='adam' or leave the "
+        "flag unset",
+        lambda a: a["optimizer.optimizer"] in MUONS and a["optimizer.muon_scalar_optimizer"] not in ("adam", None),
+    ),
+    Refusal(
+        "optimizer.use_distributed_optimizer", ("optimizer.optimizer", FLAG_TEXT),
+        "mcore then asks for DDP buffers laid out by layers, which Bridge does not make, so that no optimizer can be "
+        "built, with the flag or without; set optimizer.use_distributed_optimizer=False and "
+        "ddp.use_distributed_optimizer=False",
+        lambda a: a.sets("optimizer.use_distributed_optimizer") and a["optimizer.optimizer"] in LAYER_WISE,
+    ),
+    HYBRID,
+    STEP_IN_GRAPH,
+    *FP8_MOMENTS,
+]  # fmt: skip
+"""Of the optimizer's section alone."""
+
+OF_CONFIGS = [
+    Refusal(
+        "dist.use_torch_fsdp2", (FLAG_TEXT,),
+        "torch FSDP2 shards the optimizer state itself; set dist.use_torch_fsdp2=False or leave the flag unset",
+    ),
+    Refusal(
+        "optimizer.use_distributed_optimizer", (FLAG_TEXT, "model.bf16", "model.fp16"),
+        "mcore's FP32Optimizer cannot be offloaded; set optimizer.use_distributed_optimizer=True and "
+        "ddp.use_distributed_optimizer=True, or train in bf16",
+        lambda a: a.is_fp32 and not a["optimizer.use_distributed_optimizer"] and not uses_fsdp(a.cfg),
+    ),
+]  # fmt: skip
+"""Of all sections, whatever engine serves the run."""
+
+UNDER_FSDP = [
+    Refusal(
+        "ddp.megatron_fsdp_version", (FLAG_TEXT, FSDP),
+        "only the states of the first can be offloaded; set ddp.megatron_fsdp_version=1 or leave the flag unset",
+        lambda a: a["ddp.megatron_fsdp_version"] not in (1, None),
+    ),
+    Refusal(
+        "checkpoint.async_save", (FLAG_TEXT, FSDP),
+        "the background writer of fsdp_dtensor checkpoints would read states while the next step moves them; set "
+        "checkpoint.async_save=False",
+        lambda a: a.saves and a.sets("checkpoint.async_save"),
+    ),
+    Refusal(
+        "checkpoint.non_persistent_ckpt_type", (FLAG_TEXT, FSDP),
+        "local checkpoints take states as they are, also those that are offloaded; set "
+        "checkpoint.non_persistent_ckpt_type='global' or None",
+        lambda a: a.saves and a["checkpoint.non_persistent_ckpt_type"] == "local",
+    ),
+]  # fmt: skip
+
+GRAPH_OF_ITERATION = Refusal(
+    # mcore calls `finalize_model_grads_func` inside the schedule, and so inside of the graph.
+    "model.cuda_graph_impl", (FLAG_TEXT, "mcore's offloader"),
+    "a full-iteration CUDA graph would capture the reload, which would never run again; use "
+    "OffloadConfig(engine='native'), set model.cuda_graph_impl='none' or capture per-layer modules, or leave the flag "
+    "unset",
+    lambda a: a.engine != "native" and captures_full_iteration(a.cfg.model),
+)  # fmt: skip
+OF_ENGINES = [
+    GRAPH_OF_ITERATION,
+    Refusal(
+        # Its states are host tensors. Megatron-LM's own loop has the same check (its `save_checkpoint`).
+        "checkpoint.ckpt_format", (FLAG_TEXT, "mcore's chunked offloader"),
+        "set checkpoint.ckpt_format='torch_dist', or use OffloadConfig(engine='native')",
+        lambda a: (
+            a.engine == "mcore generation 2" and a.saves_states and a["checkpoint.ckpt_format"] != "torch_dist"
+        ),
+    ),
+    Refusal(
+        # The writer gets the tensors as CUDA IPC handles, or as host memory by reference, and reads them while the next
+        # step releases, reloads and overwrites that memory (NeMo-RL #3312, MLM #6544). The native engine hands out
+        # copies; see `bridge_fgo.offload.snapshot`.
+        "checkpoint.async_save", (FLAG_TEXT, "OffloadConfig.engine='mcore'"),
+        "the background writer could read memory that mcore's offloader has given away; use "
+        "OffloadConfig(engine='native'), or set checkpoint.async_save=False or checkpoint.save_optim=False",
+        lambda a: a.engine != "native" and a.saves_states and bool(a["checkpoint.async_save"]),
+    ),
+]  # fmt: skip
+"""What mcore's own offloaders do not serve."""
+
+REMAINDERS = "OffloadConfig.master_remainders"
+PRECISION_AWARE = "optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8"
+OF_SETTINGS = [
+    Refusal(
+        "OffloadConfig.moments", ("model.bf16", "model.fp16"),
+        "fp32 weights have no masters, so that nothing would be offloaded; set moments=True or leave the flag unset",
+        lambda a: a["OffloadConfig.moments"] is False and a.is_fp32,
+    ),
+    Refusal(
+        "ddp.overlap_param_gather", (FLAG_TEXT, "optimizer.optimizer", "MXFP8 weights (model.fp8_recipe='mxfp8')"),
+        "mcore gathers these from the masters in forward, where they are offloaded; set "
+        "ddp.overlap_param_gather=False, or OffloadConfig(master_weights=False), which offloads the moments alone",
+        lambda a: (
+            a.sets("OffloadConfig.master_weights", "ddp.overlap_param_gather")
+            and a["optimizer.optimizer"] in LAYER_WISE
+            and a["model.fp8_recipe"] == "mxfp8"
+            and (a.sets("ddp.fp8_param_gather") or a.sets("model.fp8_param"))
+        ),
+    ),
+    Refusal(
+        REMAINDERS, ("model.bf16", "model.fp16"),
+        "only masters of bf16 weights can be copied in part; leave it at None",
+        lambda a: a.sets(REMAINDERS) and (a.is_fp32 or a.sets("model.fp16")),
+    ),
+    Refusal(
+        REMAINDERS, ("optimizer.use_precision_aware_optimizer=True",),
+        "Transformer Engine's FusedAdam keeps the masters, which mcore does not round; leave it at None",
+        lambda a: a.sets(REMAINDERS, PRECISION_AWARE),
+    ),
+    *(
+        Refusal(
+            REMAINDERS, (name,), "quantized weights are no roundings of their masters; leave it at None",
+            lambda a, name=name: a.sets(REMAINDERS, name),
+        )
+        for name in ("optimizer.reuse_grad_buf_for_mxfp8_param_ag", "ddp.fp8_param_gather", "ddp.fp4_param_gather")
+    ),
+]  # fmt: skip
+"""Settings of the masters that cannot be honoured: there are none, or no weight is the rounding of one."""
+
+OF_SETTINGS_UNDER_FSDP = [
+    Refusal(
+        "OffloadConfig.engine", (FLAG_TEXT, FSDP),
+        "mcore's offloader knows the buffers of its own DDP alone; use OffloadConfig(engine='native')",
+        lambda a: a["OffloadConfig.engine"] == "mcore",
+    ),
+    Refusal(REMAINDERS, (FLAG_TEXT, FSDP), "its masters are copied whole; leave it at None"),
+    Refusal(
+        "OffloadConfig.moments", ("ddp.megatron_fsdp_main_params_dtype",),
+        "weights have no masters, and nothing would be offloaded; set moments=True or leave the flag unset",
+        lambda a: (
+            a["OffloadConfig.moments"] is False
+            and getattr(a.cfg.ddp, "megatron_fsdp_main_params_dtype", "") is None
+        ),
+    ),
+]  # fmt: skip
 
 
 def refuse_config(cfg: Any, settings: OffloadConfig | None = None) -> None:
@@ -37,7 +321,7 @@ def refuse_config(cfg: Any, settings: OffloadConfig | None = None) -> None:
     Raises:
         ValueError: a setting cannot be combined with the offload; names it, its value and what to do.
     """
-    _raise_first(config_refusals(cfg) if settings is None else all_refusals(cfg, settings))
+    refuse(config_refusals(cfg) if settings is None else all_refusals(cfg, settings))
 
 
 def config_refusals(cfg: Any) -> Iterator[str]:
@@ -47,28 +331,8 @@ def config_refusals(cfg: Any) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    if not flag_is_set(cfg.optimizer):
-        return
-    yield from optimizer_refusals(cfg.optimizer, uses_fsdp(cfg))
-    if getattr(getattr(cfg, "dist", None), "use_torch_fsdp2", False) is True:
-        yield (
-            f"dist.use_torch_fsdp2=True with {FLAG_TEXT}: torch FSDP2 shards the optimizer state itself; set "
-            "dist.use_torch_fsdp2=False or leave the flag unset"
-        )
-    if uses_fsdp(cfg):
-        yield from fsdp_refusals(cfg)
-    elif not cfg.optimizer.use_distributed_optimizer and _is_fp32(cfg):
-        yield (
-            f"optimizer.use_distributed_optimizer=False with {FLAG_TEXT}, model.bf16=False and model.fp16=False: "
-            "mcore's FP32Optimizer cannot be offloaded; set optimizer.use_distributed_optimizer=True and "
-            "ddp.use_distributed_optimizer=True, or train in bf16"
-        )
-
-
-def _is_fp32(cfg: Any) -> bool:
-    """Return whether the weights are fp32; a recipe that Bridge has not validated tells by `mixed_precision` alone."""
-    bf16, fp16 = (getattr(cfg.model, name, None) for name in ("bf16", "fp16"))
-    return bf16 is False and fp16 is False and getattr(cfg, "mixed_precision", None) is None
+    if flag_is_set(cfg.optimizer):
+        yield from told([*OF_OPTIMIZERS, *OF_CONFIGS, *(UNDER_FSDP if uses_fsdp(cfg) else ())], Asked(cfg))
 
 
 def all_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
@@ -80,85 +344,44 @@ def all_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
         else:
-            yield from _graph_refusals(cfg.model, engine)
-            yield from _checkpoint_refusals(cfg.checkpoint, engine)
+            yield from told(OF_ENGINES, Asked(cfg, settings, engine))
         yield from master_refusals(cfg, settings)
 
 
 def master_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
-    """Yield why settings of the masters cannot be honoured: there are none, or no weight is the rounding of one."""
-    model, optimizer, ddp = cfg.model, cfg.optimizer, getattr(cfg, "ddp", None)
-    bf16, fp16 = (getattr(model, name, None) for name in ("bf16", "fp16"))
-    is_fp32 = _is_fp32(cfg)  # what decides is the weights' dtype
-    if uses_fsdp(cfg):
-        yield from fsdp_setting_refusals(cfg, settings)
-        return
-    if not settings.moments and is_fp32:
-        yield (
-            "OffloadConfig.moments=False with model.bf16=False and model.fp16=False: fp32 weights have no masters, so "
-            "that nothing would be offloaded; set moments=True or leave the flag unset"
-        )
-    is_mxfp8 = getattr(model, "fp8_recipe", None) == "mxfp8" and (
-        getattr(ddp, "fp8_param_gather", False) is True or getattr(model, "fp8_param", False) is True
+    """Yield why settings of the masters cannot be honoured."""
+    return told(OF_SETTINGS_UNDER_FSDP if uses_fsdp(cfg) else OF_SETTINGS, Asked(cfg, settings))
+
+
+def refuse_optimizer_config(config: Any) -> None:
+    """Check an OptimizerConfig whose flag is set, if there is one; raise as `refuse_config`."""
+    if config is not None:
+        refuse(told(OF_OPTIMIZERS, Asked(SimpleNamespace(optimizer=config))))
+
+
+def refuse_graph(model_config: Any, engine: Choice) -> None:
+    """Check a model's config for a full-iteration CUDA graph, which the engine may not serve; raise alike."""
+    refuse(told([GRAPH_OF_ITERATION], Asked(SimpleNamespace(model=model_config), engine=engine)))
+
+
+def captures_full_iteration(model_config: Any) -> bool:
+    """Return what Bridge's `is_full_iteration_cuda_graph` does, also where Bridge is not installed."""
+    implementation = getattr(model_config, "cuda_graph_impl", "none")
+    if implementation != "local":
+        return implementation == "full_iteration"
+    return any(
+        "full_iteration" in _member_names(getattr(model_config, name, None))
+        for name in ("cuda_graph_modules", "cuda_graph_scope")
     )
-    overlaps = getattr(ddp, "overlap_param_gather", False) is True
-    if settings.master_weights and is_mxfp8 and overlaps and optimizer.optimizer in LAYER_WISE:
-        yield (
-            f"ddp.overlap_param_gather=True with {FLAG_TEXT}, optimizer.optimizer={optimizer.optimizer!r} and MXFP8 "
-            "weights (model.fp8_recipe='mxfp8', ddp.fp8_param_gather=True): mcore gathers these from the masters in "
-            "forward, where they are away; set ddp.overlap_param_gather=False, or "
-            "OffloadConfig(master_weights=False), which offloads the moments alone"
-        )
-    if not settings.master_remainders:
-        return
-    if is_fp32 or fp16 is True:
-        yield (
-            f"OffloadConfig.master_remainders=True with model.bf16={bf16} and model.fp16={fp16}: only masters of bf16 "
-            "weights can be copied in part; leave it at None"
-        )
-    if getattr(optimizer, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False) is True:
-        yield (
-            "OffloadConfig.master_remainders=True with optimizer.use_precision_aware_optimizer=True: Transformer "
-            "Engine's FusedAdam keeps the masters, which mcore does not round; leave it at None"
-        )
-    for section, owner, name in (
-        ("optimizer", optimizer, "reuse_grad_buf_for_mxfp8_param_ag"),
-        ("ddp", ddp, "fp8_param_gather"),
-        ("ddp", ddp, "fp4_param_gather"),
-    ):
-        if getattr(owner, name, False) is True:
-            yield (
-                f"OffloadConfig.master_remainders=True with {section}.{name}=True: quantized weights are no roundings "
-                "of their masters; leave it at None"
-            )
 
 
-def _checkpoint_refusals(checkpoint: Any, engine: Choice) -> Iterator[str]:
-    for refuse in (refuse_checkpoint_format, refuse_async_save):
-        try:
-            refuse(checkpoint, engine)
-        except ValueError as error:
-            yield str(error)
+def _member_names(value: Any) -> list[str]:
+    """Return the names in a setting of CUDA graphs: an enum member, a list of them, or names joined by commas."""
+    items = value if isinstance(value, list | tuple) else str(value).split(",")
+    return [str(getattr(item, "name", item)).rpartition(".")[2] for item in items]
 
 
-def _raise_first(refusals: Iterator[str]) -> None:
-    for refusal in refusals:
-        raise ValueError(refusal)
-
-
-def refuse_async_save(checkpoint: Any, engine: Choice) -> None:
-    """Raise ValueError where a background writer would be given states that mcore's offloader moves.
-
-    The writer gets the tensors as CUDA IPC handles, or as host memory by reference, and reads them while the
-    next step releases, reloads and overwrites that memory (NeMo-RL #3312, MLM #6544). The native engine hands
-    out copies; see `bridge_fgo.offload.snapshot`.
-    """
-    if engine != "native" and _saves_states(checkpoint) and checkpoint.async_save:
-        raise ValueError(
-            f"checkpoint.async_save=True with {FLAG_TEXT} and OffloadConfig.engine='mcore': the background writer "
-            "could read memory that mcore's offloader has given away; use OffloadConfig(engine='native'), or set "
-            "checkpoint.async_save=False or checkpoint.save_optim=False"
-        )
+# What depends on the machine.
 
 
 def refuse_small_shared_memory(checkpoint: Any, copies: list[int], ranks: int | None = None) -> None:
@@ -203,141 +426,5 @@ def copies_go_to_a_worker(checkpoint: Any) -> bool:
     One that is forked for the save has the memory; of a `fully_reshardable` checkpoint mcore gathers copies of its own.
     """
     takes_tensors = not getattr(checkpoint, "dist_ckpt_optim_fully_reshardable", False)
-    saves = _saves_states(checkpoint) and checkpoint.async_save
+    saves = checkpoint.save is not None and checkpoint.save_optim and checkpoint.async_save
     return bool(saves and takes_tensors and checkpoint.use_persistent_ckpt_worker)
-
-
-def refuse_checkpoint_format(checkpoint: Any, engine: Choice) -> None:
-    """Raise ValueError where generation 2, whose states are host tensors, would be saved in another format.
-
-    Megatron-LM's own loop has the same check (its `save_checkpoint`).
-    """
-    if engine == "mcore generation 2" and _saves_states(checkpoint) and checkpoint.ckpt_format != "torch_dist":
-        raise ValueError(
-            f"checkpoint.ckpt_format={checkpoint.ckpt_format!r} with {FLAG_TEXT} and mcore's chunked offloader: set "
-            "checkpoint.ckpt_format='torch_dist', or use OffloadConfig(engine='native')"
-        )
-
-
-def _saves_states(checkpoint: Any) -> bool:
-    return checkpoint.save is not None and checkpoint.save_optim
-
-
-def refuse_full_iteration_graph(model_config: Any, engine: Choice) -> None:
-    """Raise ValueError where the model asks for a full-iteration CUDA graph, which the engine cannot serve.
-
-    mcore calls `finalize_model_grads_func` inside the schedule, so inside such a graph the reload of mcore's offloader
-    is captured once and its Python never runs again.
-    """
-    _raise_first(_graph_refusals(model_config, engine))
-
-
-def _graph_refusals(model_config: Any, engine: Choice) -> Iterator[str]:
-    if captures_full_iteration(model_config) and engine != "native":
-        yield (
-            f"a full-iteration CUDA graph (model.cuda_graph_impl={getattr(model_config, 'cuda_graph_impl', None)!r}) "
-            f"with {FLAG_TEXT} and mcore's offloader: the reload would be captured and never run again; use "
-            "OffloadConfig(engine='native'), set model.cuda_graph_impl='none' or capture per-layer modules, or leave "
-            "the flag unset"
-        )
-
-
-def captures_full_iteration(model_config: Any) -> bool:
-    """Return what Bridge's `is_full_iteration_cuda_graph` does, also where Bridge is not installed."""
-    implementation = getattr(model_config, "cuda_graph_impl", "none")
-    if implementation != "local":
-        return implementation == "full_iteration"
-    return any(
-        "full_iteration" in _member_names(getattr(model_config, name, None))
-        for name in ("cuda_graph_modules", "cuda_graph_scope")
-    )
-
-
-def _member_names(value: Any) -> list[str]:
-    """Return the names in a setting of CUDA graphs: an enum member, a list of them, or names joined by commas."""
-    items = value if isinstance(value, list | tuple) else str(value).split(",")
-    return [str(getattr(item, "name", item)).rpartition(".")[2] for item in items]
-
-
-def refuse_optimizer_config(config: Any) -> None:
-    """Check an OptimizerConfig whose flag is set.
-
-    Raises:
-        ValueError: as `refuse_config`.
-    """
-    _raise_first(optimizer_refusals(config))
-
-
-def optimizer_refusals(config: Any, fsdp: bool = False) -> Iterator[str]:
-    """Yield why an OptimizerConfig whose flag is set is refused; with `fsdp`, as that of a model in Megatron-FSDP."""
-    if config.optimizer not in ("adam", *MUONS):
-        yield (
-            f"optimizer.optimizer={config.optimizer!r} with {FLAG_TEXT}: only the states of Adam and Muon can be "
-            f"offloaded; set optimizer.optimizer='adam' (or one of {', '.join(MUONS)}) or leave the flag unset"
-        )
-    if config.optimizer in MUONS and (scalar := getattr(config, "muon_scalar_optimizer", "adam")) != "adam":
-        yield (
-            f"optimizer.muon_scalar_optimizer={scalar!r} with {FLAG_TEXT}: only the states of Adam and Muon can be "
-            "offloaded; set optimizer.muon_scalar_optimizer='adam' or leave the flag unset"
-        )
-    distributed = getattr(config, "use_distributed_optimizer", False)
-    if distributed is True and config.optimizer in LAYER_WISE:
-        yield (
-            f"optimizer.use_distributed_optimizer=True with optimizer.optimizer={config.optimizer!r} and {FLAG_TEXT}: "
-            "mcore then asks for DDP buffers laid out by layers, which Bridge does not make, so that no optimizer can "
-            "be built, with the flag or without; set optimizer.use_distributed_optimizer=False and "
-            "ddp.use_distributed_optimizer=False"
-        )
-    if getattr(config, "optimizer_cpu_offload", False) is True:
-        yield hybrid_refusal(config, fsdp)
-    if getattr(config, "optimizer_cuda_graph", False) is True:
-        yield (
-            f"optimizer.optimizer_cuda_graph=True with {FLAG_TEXT}: the graph has the states' addresses baked in; set "
-            "optimizer.optimizer_cuda_graph=False or leave the flag unset"
-        )
-    for key in MOMENTS:
-        try:
-            refuse_fp8_moment(key, getattr(config, f"{key}_dtype", None))
-        except ValueError as error:
-            yield str(error)
-
-
-def hybrid_refusal(config: Any, fsdp: bool = False) -> str:
-    """Say why HybridDeviceOptimizer is refused, and which setting of this package offloads the share that it was given.
-
-    Both take whole parameters in the optimizer's order until their share is reached, HybridDeviceOptimizer of the
-    elements and this package of the bytes. Under Megatron-FSDP this package takes whole parameter groups, and
-    HybridDeviceOptimizer leaves the masters where they are: its copies on the CPU are beside these.
-
-    Args:
-        config: an OptimizerConfig; one without `optimizer_offload_fraction` is told of everything.
-        fsdp: whether Megatron-FSDP shards the model.
-    """
-    fraction = getattr(config, "optimizer_offload_fraction", None)
-    share = f"optimizer.optimizer_offload_fraction={fraction!r}"
-    if not isinstance(fraction, int | float) or fraction >= 1:
-        instead = "optimizer.optimizer_cpu_offload=False: the flag alone offloads every state"
-    elif fraction > 0:
-        instead = f"optimizer.optimizer_cpu_offload=False and OffloadConfig(fraction={fraction!r}) in place of {share}"
-    else:
-        instead = f"optimizer.optimizer_cpu_offload=False: {share} moves nothing, and the flag alone every state"
-    if fsdp:
-        return (
-            f"optimizer.optimizer_cpu_offload=True with {FLAG_TEXT} and ddp.use_megatron_fsdp=True: "
-            "HybridDeviceOptimizer updates copies on the CPU, and Megatron-FSDP's masters stay on the GPU beside them; "
-            f"set {instead}; the masters leave too, and parameter groups as a whole (with "
-            "OffloadConfig.master_weights=False moments alone, which is what HybridDeviceOptimizer frees here)"
-        )
-    return (
-        f"optimizer.optimizer_cpu_offload=True with {FLAG_TEXT}: HybridDeviceOptimizer keeps and updates the states on "
-        f"the CPU already; set {instead}; or leave the flag unset"
-    )
-
-
-def refuse_fp8_moment(key: str, dtype: Any) -> None:
-    """Raise ValueError where a moment's dtype is an 8-bit one; anything that is no dtype passes."""
-    if isinstance(dtype, torch.dtype) and not (dtype.is_floating_point and dtype.itemsize >= 2):
-        raise ValueError(
-            f"optimizer.{key}_dtype={dtype} with {FLAG_TEXT}: FP8 moments carry scales of their own and cannot be "
-            f"offloaded; set optimizer.{key}_dtype=torch.bfloat16 or leave the flag unset"
-        )

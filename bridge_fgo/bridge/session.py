@@ -1,27 +1,31 @@
-"""One session for each top-level optimizer: translates Bridge's events into verbs of the rank's engine."""
+"""One session for each top-level optimizer: translates Bridge's events into verbs of the rank's engine.
+
+It is made at the first training step with the flag, or as the optimizer is built, and closed when the flag or the
+package goes.
+"""
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from bridge_fgo.bridge.compat import FLAG, choose_engine, mcore_version
-from bridge_fgo.bridge.finalize import reload_hook
-from bridge_fgo.bridge.messages import say, warn
+from bridge_fgo.bridge.compat import FLAG, check_flag, choose_engine, flag_is_set, mcore_version
 from bridge_fgo.bridge.optimizers import eligible, stage_of
-from bridge_fgo.bridge.points import ModelPoints
+from bridge_fgo.bridge.points import ModelPoints, reload_hook
 from bridge_fgo.bridge.refusals import (
     captures_full_iteration,
-    refuse_full_iteration_graph,
+    copies_go_to_a_worker,
+    refuse_graph,
     refuse_optimizer_config,
+    refuse_small_shared_memory,
 )
-from bridge_fgo.bridge.release_proof import ReleaseProof
+from bridge_fgo.bridge.reporting import say, warn
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engines.attachment import ATTACHED, Attachment, attachment_of
-from bridge_fgo.engines.engine import Engine
+from bridge_fgo.engines.engine import ATTACHED, Attachment, Engine, attachment_of
 from bridge_fgo.engines.making import make_engine
 from bridge_fgo.engines.ranks import on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
@@ -29,13 +33,60 @@ from bridge_fgo.memory import copy_queues
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.sleep.states import STATES, OptimizerStates
 from bridge_fgo.states.choice import source_of
-from bridge_fgo.states.megatron import McoreSource
+from bridge_fgo.states.distributed import McoreSource
 from bridge_fgo.states.source import Source
 
 SESSION = "_bridge_fgo_session"
 _active: list[Session] = []
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _newest_stats: Stats | None = None  # a snapshot, so that it holds no state of a training that is over
+
+
+class ReleaseProof:
+    """Watches steps until one has released what was planned.
+
+    It is the proof that the flag is no silent no-op. A step that had any state released at least something; and the
+    first step after an update, when every state exists, released what was planned.
+    """
+
+    enough = 0.95
+    """Share of the planned bytes that proves it."""
+
+    def __init__(self) -> None:
+        self.is_given = False
+        self._updates_before = 0
+        self._had_states = False
+
+    def begin_step(self, updates: int) -> None:
+        """Begin a training step, before which optimizers had stepped so often."""
+        self._updates_before = updates
+
+    def begin_pass(self, engine: Engine) -> None:
+        """Note whether there is anything to release."""
+        if not self.is_given:
+            self._had_states = self._had_states or engine.has_states()
+
+    def end_step(self, engine: Engine, what: str) -> None:
+        """Hold the step against the plan.
+
+        Args:
+            engine: what released.
+            what: asked for the offload.
+
+        Raises:
+            RuntimeError: the flag is a no-op, in whole or in part.
+        """
+        if self.is_given:
+            return
+        planned, freed = engine.planned_bytes, engine.traffic.most_released
+        complete = self._updates_before > 0
+        if freed < (self.enough * planned if complete else int(self._had_states)):
+            raise RuntimeError(
+                f"{what}, but a training step released {freed} bytes of the {planned} planned (engine {engine.name}): "
+                "the flag would be a silent no-op. Please report this with the output of the run, and train with the "
+                "flag unset meanwhile"
+            )
+        self.is_given = complete
 
 
 class Session:
@@ -283,10 +334,9 @@ def _make_engine(
 ) -> tuple[list[McoreSource], Engine]:
     """Return this rank's sources and their engine; raise as `Session`."""
     optimizer_config = getattr(optimizer, "config", None)  # an empty chain has none
-    if optimizer_config is not None:
-        refuse_optimizer_config(optimizer_config)
+    refuse_optimizer_config(optimizer_config)
     name = choose_engine(config, optimizer_config)
-    refuse_full_iteration_graph(model_config, name)
+    refuse_graph(model_config, name)
     leaves = eligible(optimizer)
     if any(STATES in vars(leaf) for leaf in leaves):
         raise ValueError(
@@ -331,3 +381,86 @@ def all_sessions() -> list[Session]:
     """
     opened = open_sessions()
     return [session for session in opened if not session.is_lost] or opened
+
+
+def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:
+    """Return the session of a top-level optimizer, made and announced on the first call.
+
+    Raises:
+        ValueError: as `Session`; or the settings are others than at the first call.
+        RuntimeError: as `Session`.
+    """
+    session: Session | None = vars(optimizer).get(SESSION)
+    if session is not None and session.is_lost:
+        raise RuntimeError(
+            "the optimizer cannot be trained any more: something (Ctrl-C, a restart) came while a part of its state "
+            "was on its way between GPU and host; build it anew and resume from the last checkpoint"
+        )
+    if session is None or session.closed:
+        session = Session(optimizer, model_config, config)
+        setattr(optimizer, SESSION, session)
+        session.publish()
+        session.announce()
+    if session.settings != config:
+        raise ValueError(
+            f"{config} after {session.settings}: the offload's settings cannot change while an optimizer trains; build "
+            "it anew, from a checkpoint"
+        )
+    session.model_config = model_config
+    return session
+
+
+def _share_copies(engine: Engine, checkpoint: Any) -> None:
+    """Have a checkpoint worker get this rank's states by shared memory, once it is known that it can."""
+    refuse_small_shared_memory(checkpoint, engine.copied_for_a_save())
+    engine.share_copies()
+
+
+def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: OffloadConfig) -> Session | None:
+    """Return the session that drives a training step, or None where the flag is not set.
+
+    A flag that was unset in mid-run makes the states resident and closes the session.
+
+    Raises:
+        ValueError, RuntimeError: as `Session`, or as `refuse_small_shared_memory`.
+    """
+    check_flag(cfg.optimizer)
+    if flag_is_set(cfg.optimizer):
+        session = attach(optimizer, model_config, config)
+        if not session.began:
+            if copies_go_to_a_worker(cfg.checkpoint):
+                on_every_rank(partial(_share_copies, session.engine, cfg.checkpoint))
+            session.began = True
+        return session
+    session = None if optimizer is None else getattr(optimizer, "__dict__", {}).get(SESSION)
+    if session is not None:
+        session.close()
+        delattr(optimizer, SESSION)
+    return None
+
+
+def close_all() -> None:
+    """End every session, and forget the figures.
+
+    Raises:
+        RuntimeError: as `Session.close`; every session that can be closed is.
+    """
+    if _close_sessions():
+        gc.collect()  # of a training that is over only a cycle of references may be left
+        if failures := _close_sessions():
+            raise failures[0]
+    forget_stats()
+
+
+def _close_sessions() -> list[RuntimeError]:
+    failures = []
+    for session in open_sessions():
+        if session.is_lost:  # and only to be thrown away: nothing can be brought back
+            say("states that an error had caught on their way are left as they are, with the optimizer to throw away")
+            session.closed = True
+            continue
+        try:
+            session.close()
+        except RuntimeError as error:
+            failures.append(error)
+    return failures

@@ -3,6 +3,7 @@
 `cfg.optimizer.offload` holds, by name, the settings of `OffloadConfig` that the run sets; None is one that it does not
 set. It is a plain dict, because Bridge's overrides change neither a frozen dataclass nor one of a class outside of
 Bridge. Once a config is validated it holds all settings as they are in force, so that the saved run config has them.
+No torch here: `bridge-fgo run` asks for the flag also where the script has imported nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from bridge_fgo.bridge.compat import FLAG, flag_is_set
 from bridge_fgo.config import OffloadConfig
 
 SETTINGS = "offload"
@@ -113,3 +115,32 @@ def write_settings(optimizer_config: Any) -> None:
 
 
 DEFAULTS = OffloadConfig()
+
+
+# The flag, for `bridge-fgo run`.
+
+_sets_flag = False
+_flag_was_set = False
+
+
+def set_flag_in_every_config() -> None:
+    """Have the flag set in each config, before Bridge validates it."""
+    global _sets_flag
+    _sets_flag = True
+
+
+def before_validation(optimizer_config: Any) -> None:
+    """Set the flag of an OptimizerConfig where that was asked for."""
+    if _sets_flag:
+        setattr(optimizer_config, FLAG, True)
+
+
+def after_validation(optimizer_config: Any) -> None:
+    """Note whether an OptimizerConfig has the flag set."""
+    global _flag_was_set
+    _flag_was_set = _flag_was_set or flag_is_set(optimizer_config)
+
+
+def flag_was_set() -> bool:
+    """Return whether the flag was set in any config so far."""
+    return _flag_was_set

@@ -1,8 +1,4 @@
-"""What the patched readers and writers of optimizer state do, wherever they are called from.
-
-Each passes through unless the optimizer is attached to an engine. None of them runs where nothing is installed; see
-`FunctionPatch`.
-"""
+"""What the patched readers and writers of optimizer state do, wherever they are called from."""
 
 from __future__ import annotations
 
@@ -13,225 +9,22 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.bridge import fsdp_loads
+from bridge_fgo.bridge import fsdp_wrappers
+from bridge_fgo.bridge.calls import Args, Call, Kwargs, Wrapped, arguments_of, served, shadowed
 from bridge_fgo.bridge.compat import FLAG, flag_is_set
 from bridge_fgo.bridge.session import active_session, all_sessions
-from bridge_fgo.bridge.shadowing import shadowed
-from bridge_fgo.bridge.wrappers import Args, Kwargs, Wrapped, arguments_of
-from bridge_fgo.engines.attachment import Attachment, attachment_of
+from bridge_fgo.bridge.settings import installed_config, settings_of
+from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.memory.guard import own, touch_all
+from bridge_fgo.sleep import upstream
+from bridge_fgo.states.distributed import UPSTREAM_OFFLOADERS, as_they_are, load_groups
 from bridge_fgo.states.fsdp import is_fsdp
-from bridge_fgo.states.megatron import UPSTREAM_OFFLOADERS, load_groups
 
-
-def _require_readable(instance: Any, masters_only: bool = False) -> None:
-    to = attachment_of(instance)
-    if to is not None and not to.engine.is_away(to.source):
-        to.engine.require_readable(to.source, masters_only)
-
-
-def reads_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the states readable first."""
-    to = attachment_of(instance)
-    if to is None:
-        return wrapped(*args, **kwargs)
-    to.engine.require_whole(to.source, "read")
-    _require_readable(instance)
-    with own():
-        return wrapped(*args, **kwargs)
-
-
-def reads_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the masters readable first."""
-    if attachment_of(instance) is None:
-        return wrapped(*args, **kwargs)
-    _require_readable(instance, masters_only=True)
-    with own():  # in each pass, before the forward: masters that are on their way out are read, not touched
-        return wrapped(*args, **kwargs)
-
-
-def copies_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Copy the masters that were not copied part by part."""
-    to = attachment_of(instance)
-    if to is None:
-        return wrapped(*args, **kwargs)
-    return to.engine.write_back(to.source, lambda: wrapped(*args, **kwargs))
-
-
-def writes_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the states readable and writable first."""
-    to = attachment_of(instance)
-    if to is not None:
-        to.engine.require_writable(to.source)
-    return wrapped(*args, **kwargs)
-
-
-def overwrites_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the states writable first; the weights may have been loaded already, and every master follows."""
-    to = attachment_of(instance)
-    if to is None:
-        return wrapped(*args, **kwargs)
-    with to.engine.overwriting_masters(to.source):
-        return wrapped(*args, **kwargs)
-
-
-def rewrites_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have every master made anew of the weights, part by part."""
-    to = attachment_of(instance)
-    if to is None:
-        return wrapped(*args, **kwargs)
-    with shadowed(instance, {SEARCH: _called_once(instance)}):
-        return to.engine.rewrite_masters(to.source, lambda: wrapped(*args, **kwargs))
-
-
-SEARCH = "_build_model_param_to_state_dict_param_map"
-
-
-def _called_once(optimizer: Any) -> Callable[..., Any]:
-    """Return mcore's search for each parameter's weights in a checkpoint, of which one result does for all parts.
-
-    It compares every name with every other, and changes the checkpoint's dictionary.
-    """
-    found: list[Any] = []
-    search: Any = getattr(optimizer, SEARCH, None)
-
-    def once(*args: Any, **kwargs: Any) -> Any:
-        if not found:
-            found.append(search(*args, **kwargs))
-        return found[0]
-
-    return once
-
-
-def _loads_by_parameter(optimizer: Any) -> bool:
-    """Return whether this mcore reads and writes the states of one parameter after another."""
-    return hasattr(optimizer, "_get_main_param_and_optimizer_states") and hasattr(
-        optimizer, "_set_main_param_and_optimizer_states"
-    )
-
-
-def loads_parameters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have the states of every parameter loaded where they are; the weights may have been loaded already."""
-    to = attachment_of(instance)
-    if to is None or not _loads_by_parameter(instance):
-        return overwrites_masters(wrapped, instance, args, kwargs)
-    with to.engine.loading(to.source, masters=True), _adam_kept_from_states(to, instance):
-        return wrapped(*args, **kwargs)
-
-
-def loads_state_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have a state dictionary loaded without bringing states to the GPU."""
-    to = attachment_of(instance)
-    if to is not None and is_fsdp(instance):
-        return fsdp_loads.loads_states(to, wrapped, instance, args, kwargs)
-    if to is None or not _loads_by_parameter(instance):
-        return replaces_states(wrapped, instance, args, kwargs)
-    with to.engine.loading(to.source), _adam_kept_from_states(to, instance):
-        result = wrapped(*args, **kwargs)
-    to.engine.states_replaced(to.source)
-    return result
-
-
-def puts_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Put loaded states of one parameter where they are."""
-    to = attachment_of(instance)
-    if to is None or not to.engine.is_away(to.source):
-        return writes_states(wrapped, instance, args, kwargs)
-    model_param, tensors = inspect.signature(wrapped).bind(*args, **kwargs).args
-    to.engine.put(
-        to.source,
-        _parameter(instance, model_param),
-        lambda: instance._get_main_param_and_optimizer_states(model_param),
-        tensors,
-        lambda left: wrapped(model_param, left),
-    )
-
-
-@contextlib.contextmanager
-def _adam_kept_from_states(to: Attachment, optimizer: Any) -> Iterator[None]:
-    """Context in which the Adam inside neither reads nor replaces states that are away, where any may be.
-
-    TE's `state_dict` makes fp32 of moments in 16 bits, all of them at once, which mcore drops. Its `load_state_dict`
-    makes every state anew, of what mcore found there or made to be overwritten.
-    """
-    adam = optimizer.optimizer
-    if not to.engine.is_away(to.source):
-        yield
-        return
-
-    def load(state_dict: dict[str, Any]) -> None:
-        state = adam.state
-        load_groups(adam, state_dict)
-        params = [param for group in adam.param_groups for param in group["params"]]
-        for index, values in state_dict["state"].items():
-            counts = {n: v for n, v in values.items() if not isinstance(v, torch.Tensor) or v.dim() == 0}
-            if counts:  # torch's `step`; an empty entry would count as made
-                state[params[index]].update(counts)
-
-    mine: dict[str, Callable[..., Any]] = {"load_state_dict": load}
-    if hasattr(adam, "get_unscaled_state"):
-        mine["get_unscaled_state"] = lambda param, name: adam.state[param][name]
-    with shadowed(adam, mine):
-        yield
-
-
-COPIED_AT_ONCE = ("fully_reshardable", "dp_zero_gather_scatter")
-"""Checkpoint formats for which mcore gathers copies of the states; the others take the tensors themselves."""
-
-
-def saves_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have a state dictionary for a checkpoint made without bringing states to the GPU.
-
-    Made for loading it has the states made, and says where they are to be loaded.
-    """
-    to = attachment_of(instance)
-    if to is None:
-        return wrapped(*args, **kwargs)
-    asked = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    if is_fsdp(instance):
-        return fsdp_loads.gives_states(to, wrapped, instance, args, kwargs, asked.get("is_loading", False))
-    if asked.get("is_loading", False) and _loads_by_parameter(instance):
-        with to.engine.loading(to.source, everything=True), _adam_kept_from_states(to, instance):
-            return wrapped(*args, **kwargs)
-    if asked.get("is_loading", False) or not hasattr(instance, "_get_main_param_and_optimizer_states"):
-        return writes_states(wrapped, instance, args, kwargs)
-    to.engine.require_whole(to.source, "saved")
-    # The default is that of mcore's method.
-    sharding = (asked.get("metadata") or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
-    with to.engine.saving(to.source, copies=(asked.get("sharding_type") or sharding) not in COPIED_AT_ONCE):
-        return wrapped(*args, **kwargs)
-
-
-def reads_no_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the states readable first, but for a checkpoint: mcore drops what TE reads of them there.
-
-    TE's `state_dict` makes fp32 of moments in 16 bits, all of them at once.
-    """
-    to = attachment_of(instance)
-    adam: Any = getattr(instance, "optimizer", None)
-    if to is None or not to.engine.is_away(to.source) or not hasattr(adam, "get_unscaled_state"):
-        return reads_states(wrapped, instance, args, kwargs)
-    with shadowed(adam, {"get_unscaled_state": lambda param, name: adam.state[param][name]}):
-        return wrapped(*args, **kwargs)
-
-
-def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Hand out the states of one parameter, for a checkpoint without bringing them to the GPU."""
-    to = attachment_of(instance)
-    if to is None:
-        return wrapped(*args, **kwargs)
-    model_param = args[0] if args else kwargs["model_param"]
-    return to.engine.hand_out(to.source, _parameter(instance, model_param), lambda: wrapped(*args, **kwargs))
-
-
-def _parameter(optimizer: Any, model_param: Any) -> Any:
-    """Return a parameter as the Adam inside a DistributedOptimizer has it."""
-    group, position = optimizer.model_param_group_index_map[model_param]
-    return optimizer.optimizer.param_groups[group]["params"][position]
+# The optimizer step.
 
 
 def updates_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Bring the states for the optimizer step, which is not called where a step is skipped."""
+    """Have the states where the optimizer step needs them; it is not called where a step is skipped."""
     session = active_session()
     to = attachment_of(instance)
     if session is not None:
@@ -272,23 +65,32 @@ def _refuse_unwired(optimizer: Any) -> None:
         )
 
 
-def replaces_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the states writable first; afterwards let go of the memory of tensors that were replaced."""
-    result = writes_states(wrapped, instance, args, kwargs)
-    if (to := attachment_of(instance)) is not None:
-        to.engine.states_replaced(to.source)
-    return result
+@served
+def copies_masters(call: Call) -> Any:
+    """Copy the masters that were not copied part by part."""
+    return call.engine.write_back(call.source, call)
 
 
-def clip_qk(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Make the masters writable for QK-clip, which scales them also after a step that was skipped.
+# Readers and writers between steps.
 
-    From mcore 0.20 on Bridge calls it in every step, with `log_max_only` where nothing is clipped: that writes none.
-    """
-    session = active_session()
-    if session is not None and not arguments_of(wrapped, args, kwargs).get("log_max_only", False):
-        session.engine.require_writable(masters_only=True)
-    return wrapped(*args, **kwargs)
+
+@served
+def reads_states(call: Call) -> Any:
+    """Make the states readable first."""
+    call.engine.require_whole(call.source, "read")
+    if not call.is_checkpointing:
+        call.engine.require_readable(call.source)
+    with own():
+        return call()
+
+
+@served
+def reads_masters(call: Call) -> Any:
+    """Make the masters readable first."""
+    if not call.is_checkpointing:
+        call.engine.require_readable(call.source, masters_only=True)
+    with own():  # in each pass, before the forward: masters that are on their way out are read, not touched
+        return call()
 
 
 def reads_all_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -302,14 +104,215 @@ def reads_all_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
 
 
 def touches_lists(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Bring back what is away of the tensors in the lists first."""
+    """Bring back what is offloaded of the tensors in the lists first."""
     touch_all((args, kwargs))
     return wrapped(*args, **kwargs)
+
+
+def clip_qk(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the masters writable for QK-clip, which scales them also after a step that was skipped.
+
+    From mcore 0.20 on Bridge calls it in every step, with `log_max_only` where nothing is clipped: that writes none.
+    """
+    session = active_session()
+    if session is not None and not arguments_of(wrapped, args, kwargs).get("log_max_only", False):
+        session.engine.require_writable(masters_only=True)
+    return wrapped(*args, **kwargs)
+
+
+@served
+def overwrites_masters(call: Call) -> Any:
+    """Make the states writable first; the weights may have been loaded already, and every master follows."""
+    with call.engine.overwriting_masters(call.source):
+        return call()
+
+
+@served
+def rewrites_masters(call: Call) -> Any:
+    """Have every master made anew of the weights, part by part."""
+    with shadowed(call.optimizer, {SEARCH: _called_once(call.optimizer)}):
+        return call.engine.rewrite_masters(call.source, call)
+
+
+SEARCH = "_build_model_param_to_state_dict_param_map"
+
+
+def _called_once(optimizer: Any) -> Callable[..., Any]:
+    """Return mcore's search for each parameter's weights in a checkpoint, of which one result does for all parts.
+
+    It compares every name with every other, and changes the checkpoint's dictionary.
+    """
+    found: list[Any] = []
+    search: Any = getattr(optimizer, SEARCH, None)
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if not found:
+            found.append(search(*args, **kwargs))
+        return found[0]
+
+    return once
+
+
+@served
+def replaces_states(call: Call) -> Any:
+    """Make the states writable first; afterwards let go of the memory of tensors that were replaced."""
+    result = _write(call)
+    call.engine.states_replaced(call.source)
+    return result
+
+
+def _write(call: Call) -> Any:
+    call.engine.require_writable(call.source)
+    return call()
 
 
 def make_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have every state off the GPU before something between steps takes memory."""
     for session in all_sessions():
         if not session.is_lost:
-            session.engine.make_room()
+            session.engine.offload_now()
     return wrapped(*args, **kwargs)
+
+
+# Checkpoints of a DistributedOptimizer.
+
+COPIED_AT_ONCE = ("fully_reshardable", "dp_zero_gather_scatter")
+"""Checkpoint formats for which mcore gathers copies of the states; the others take the tensors themselves."""
+
+
+@served
+def saves_states(call: Call) -> Any:
+    """Have a state dictionary for a checkpoint made without bringing states to the GPU.
+
+    Made for loading it has the states made, and says where they are to be loaded.
+    """
+    if is_fsdp(call.optimizer):
+        return fsdp_wrappers.gives_states(call)
+    if call.is_loading:
+        with call.engine.loading(call.source, everything=True), _adam_kept_from_states(call):
+            return call()
+    call.engine.require_whole(call.source, "saved")
+    asked = call.arguments
+    # The default is that of mcore's method.
+    sharding = (asked.get("metadata") or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
+    copies = (asked.get("sharding_type") or sharding) not in COPIED_AT_ONCE
+    with call.engine.saving(call.source, copies=copies):
+        return call()
+
+
+@served
+def reads_no_states(call: Call) -> Any:
+    """Make the states readable first, but for a checkpoint: mcore drops what TE reads of them there."""
+    adam: Any = call.optimizer.optimizer
+    if not call.is_checkpointing or not (mine := as_they_are(adam)):
+        return reads_states(call.wrapped, call.optimizer, call.args, call.kwargs)
+    with shadowed(adam, mine):
+        return call()
+
+
+@served
+def hands_out_states(call: Call) -> Any:
+    """Hand out the states of one parameter, for a checkpoint without bringing them to the GPU."""
+    model_param = call.args[0] if call.args else call.kwargs["model_param"]
+    return call.engine.hand_out(call.source, _parameter(call.optimizer, model_param), call)
+
+
+def _parameter(optimizer: Any, model_param: Any) -> Any:
+    """Return a parameter as the Adam inside a DistributedOptimizer has it."""
+    group, position = optimizer.model_param_group_index_map[model_param]
+    return optimizer.optimizer.param_groups[group]["params"][position]
+
+
+@served
+def loads_parameters(call: Call) -> Any:
+    """Have the states of every parameter loaded where they are; the weights may have been loaded already."""
+    with call.engine.loading(call.source, masters=True), _adam_kept_from_states(call):
+        return call()
+
+
+@served
+def loads_state_dict(call: Call) -> Any:
+    """Have a state dictionary loaded without bringing states to the GPU."""
+    if is_fsdp(call.optimizer):
+        return fsdp_wrappers.loads_states(call)
+    with call.engine.loading(call.source), _adam_kept_from_states(call):
+        result = call()
+    call.engine.states_replaced(call.source)
+    return result
+
+
+@served
+def puts_states(call: Call) -> Any:
+    """Put loaded states of one parameter where they are."""
+    if not call.is_checkpointing:
+        return _write(call)
+    model_param, tensors = call.arguments.values()
+    call.engine.put(
+        call.source,
+        _parameter(call.optimizer, model_param),
+        lambda: call.optimizer._get_main_param_and_optimizer_states(model_param),
+        tensors,
+        lambda left: call.wrapped(model_param, left),
+    )
+
+
+@contextlib.contextmanager
+def _adam_kept_from_states(call: Call) -> Iterator[None]:
+    """Context in which the Adam inside neither reads nor replaces states that are away, where any may be.
+
+    TE's `load_state_dict` makes every state anew, of what mcore found there or made to be overwritten.
+    """
+    adam = call.optimizer.optimizer
+    if not call.is_checkpointing:
+        yield
+        return
+
+    def load(state_dict: dict[str, Any]) -> None:
+        load_groups(adam, state_dict)
+        params = [param for group in adam.param_groups for param in group["params"]]
+        for index, values in state_dict["state"].items():
+            counts = {n: v for n, v in values.items() if not isinstance(v, torch.Tensor) or v.dim() == 0}
+            if counts:  # torch's `step`; an empty entry would count as made
+                adam.state[params[index]].update(counts)
+
+    with shadowed(adam, {"load_state_dict": load, **as_they_are(adam)}):
+        yield
+
+
+# mcore's own sleep and wake, which go through this package's memory.
+
+
+def moves_states_to_cpu(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have the states offloaded by an engine.
+
+    mcore's own method rebinds the parameters of precision-aware Adam, which then train no weights any more.
+    """
+    if upstream.can_move(instance):
+        return upstream.offload_states(instance, settings_of(instance.config))
+    return replaces_states(wrapped, instance, args, kwargs)
+
+
+def restores_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have the states reloaded by the engine that offloaded them."""
+    if upstream.can_restore(instance):
+        return upstream.restore_states(instance)
+    return replaces_states(wrapped, instance, args, kwargs)
+
+
+def offloads_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have a DDP buffer offloaded to exact pinned memory, and only what has changed."""
+    upstream.mover_of(instance, installed_config().pin_memory).offload(*_moved_parts(wrapped, args, kwargs))
+
+
+def reloads_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have a DDP buffer reloaded; mcore does it itself where it has offloaded it, before the package was installed."""
+    if upstream.BUFFER not in vars(instance):
+        return wrapped(*args, **kwargs)
+    return upstream.mover_of(instance, installed_config().pin_memory).reload(*_moved_parts(wrapped, args, kwargs))
+
+
+def _moved_parts(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> tuple[bool, bool]:
+    """Return whether parameters, and gradients, are asked for; the defaults are mcore's."""
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments["move_params"], bound.arguments["move_grads"]

@@ -1,25 +1,19 @@
-"""The table of patches: every binding of Bridge and mcore that this package replaces, and why that one."""
+"""The table of patches: every binding of Bridge and mcore that this package replaces, and why that one.
+
+Whoever touches a tensor that is offloaded has it back (`memory.guard`), so no list of readers and writers has to be
+complete. The wrappers of those that are here each save something; their `why` says what.
+"""
 
 from __future__ import annotations
 
-from bridge_fgo.bridge import (
-    float16_wrappers,
-    fsdp_loads,
-    fsdp_wrappers,
-    graphs,
-    sleep_wrappers,
-    state_wrappers,
-    wrappers,
-)
+from bridge_fgo.bridge import before_training, float16_wrappers, fsdp_wrappers, state_wrappers, train_step
 from bridge_fgo.bridge.config_fields import ConfigFieldsPatch
-from bridge_fgo.bridge.patch import FunctionPatch, Patch
-from bridge_fgo.bridge.patched_bridge import StandAsidePatch
+from bridge_fgo.bridge.patch import FunctionPatch, Patch, StandAsidePatch, Wrapper
 
-TRAIN = "megatron.bridge.training.train"
-MIMO = "megatron.bridge.training.train_megatron_mimo"
-CHECKPOINTING = "megatron.bridge.training.checkpointing"
-DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-OPTIMIZER = "megatron.core.optimizer.optimizer"
+TRAINING = "megatron.bridge.training"
+TRAIN = f"{TRAINING}.train"
+MIMO = f"{TRAINING}.train_megatron_mimo"
+CHECKPOINTING = f"{TRAINING}.checkpointing"
 
 READERS = (
     "get_parameter_state_dp_zero",
@@ -40,247 +34,278 @@ LOADERS = (
 
 def patches() -> list[Patch]:
     """Return the table, freshly made: a patch remembers what it replaced."""
-    table: list[Patch] = [
-        StandAsidePatch(),
-        ConfigFieldsPatch(),
+    return [StandAsidePatch(), ConfigFieldsPatch(), *_of_bridge(), *_of_mcore(), *_of_kernels(), *_of_optimizers()]
+
+
+def _of_mcores(
+    module: str, target: str, wrapper: Wrapper, parameters: tuple[str, ...], why: str, optional: bool = True
+) -> FunctionPatch:
+    """Return a patch of a function of mcore's, which some of its releases lack where it is `optional`."""
+    return FunctionPatch(
+        f"megatron.core.{module}", target, wrapper, parameters, why, "megatron-core", ((0, 15), (1, 0)), optional
+    )
+
+
+def _of_bridge() -> list[FunctionPatch]:
+    return [
+        # Before training.
         FunctionPatch(
-            "megatron.bridge.training.config", "ConfigContainer.validate", wrappers.validate_config, (),
+            f"{TRAINING}.config", "ConfigContainer.validate", before_training.validate_config, (),
             "every road into pretrain() ends in it, before a model is built",
         ),
         FunctionPatch(
-            "megatron.bridge.training.pretrain_megatron_mimo", "megatron_mimo_runtime_config_update",
-            wrappers.validate_mimo_config, ("cfg",),
+            f"{TRAINING}.pretrain_megatron_mimo", "megatron_mimo_runtime_config_update",
+            before_training.validate_mimo_config, ("cfg",),
             "MIMO's road into training, which skips the container's validation",
         ),
         FunctionPatch(
-            "megatron.bridge.training.setup", "setup_optimizer", wrappers.build_optimizer,
-            ("optimizer_config", "model"),
+            f"{TRAINING}.setup", "setup_optimizer", before_training.build_optimizer, ("optimizer_config", "model"),
             "setup() looks it up here, before it loads a checkpoint; the flag must be hidden from mcore only while the "
             "optimizer is built",
         ),
-        *(
-            FunctionPatch(
-                "megatron.core.distributed.param_and_grad_buffer", f"_ParamAndGradBuffer.{name}", wrapper,
-                ("move_params", "move_grads"),
-                "what DDP's and every RL framework's offload of buffers ends in",
-                distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
-            )
-            for name, wrapper in (
-                ("offload_to_cpu", sleep_wrappers.offloads_buffer), ("reload_from_cpu", sleep_wrappers.reloads_buffer),
-            )
-        ),
         FunctionPatch(
-            "megatron.core.models.mimo.optimizer", "get_mimo_optimizer", wrappers.build_optimizer,
-            ("mimo_model", "config"),
-            "the MIMO setup imports it from here when it runs",
-            distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
-        ),
-        FunctionPatch(
-            "megatron.bridge.training.setup", "_update_model_config_funcs", wrappers.after_model_hooks,
+            f"{TRAINING}.setup", "_update_model_config_funcs", before_training.after_model_hooks,
             ("optimizer", "model_config"),
-            "binds finalize: the first moment at which everything is there that an engine of mcore's attaches to",
+            "binds finalize: the first moment at which everything exists that an engine of mcore's attaches to",
         ),
         FunctionPatch(
-            "megatron.bridge.training.setup_megatron_mimo", "_update_megatron_mimo_model_config_funcs",
-            wrappers.after_model_hooks, ("optimizer", "model"),
-            "binds finalize in the MIMO setup, there before the checkpoint load",
+            f"{TRAINING}.setup_megatron_mimo", "_update_megatron_mimo_model_config_funcs",
+            before_training.after_model_hooks, ("optimizer", "model"),
+            "binds finalize in the MIMO setup, before the checkpoint load",
         ),
         FunctionPatch(
-            DISTRIBUTED_OPTIMIZER, "DistributedOptimizer._build_model_and_main_param_groups", wrappers.builds_masters,
-            (wrappers.GROUPS,),
-            "makes the masters of every parameter on the GPU, whose weights tell what they are",
-            distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
-        ),
-        FunctionPatch(
-            "megatron.bridge.training.initialize", "compile_helpers", wrappers.compile_helpers, (),
+            f"{TRAINING}.initialize", "compile_helpers", before_training.compile_helpers, (),
             "Bridge looks it up here; mcore's own stays as it is for others",
         ),
+        # A training step.
         FunctionPatch(
-            TRAIN, "train_step", wrappers.train_step, ("model", "optimizer", "global_state"),
+            TRAIN, "train_step", train_step.train_step, ("model", "optimizer", "global_state"),
             "train() looks it up as a module global each run, and NVRx wraps what it finds there",
-            order=wrappers.STEP_ORDER,
+            order=train_step.STEP_ORDER,
         ),
         FunctionPatch(
-            TRAIN, "get_rerun_state_machine", wrappers.get_rerun_state_machine, (),
+            TRAIN, "get_rerun_state_machine", train_step.get_rerun_state_machine, (),
             "should_run_forward_backward is the only call between two passes and before grads are zeroed",
         ),
         FunctionPatch(
-            TRAIN, "_handle_mxfp8_param_buffer_copy", wrappers.release_after, ("optimizer", "model"),
+            TRAIN, "_handle_mxfp8_param_buffer_copy", train_step.release_after, ("optimizer", "model"),
             "the last reader of the masters before forward; called in every pass, also where it does nothing",
         ),
         FunctionPatch(
-            TRAIN, "clip_qk", state_wrappers.clip_qk, (),
-            "writes the masters after the optimizer step; those that mcore's own offloaders have moved have no guard",
-        ),
-        FunctionPatch(
-            TRAIN, "calc_params_l2_norm", state_wrappers.reads_all_masters, ("model",),
-            "reads `param.main_param` between steps; those that mcore's own offloaders have moved have no guard",
-        ),
-        FunctionPatch(
-            "megatron.bridge.training.eval", "evaluate", state_wrappers.make_room, ("model",),
-            "both loops evaluate through it, with states on the GPU that had not left yet",
-        ),
-        FunctionPatch(
-            "megatron.core.transformer.cuda_graphs", "TECudaGraphHelper.create_cudagraphs",
-            state_wrappers.make_room, (),
-            "train() captures layers between two steps, which takes activations' memory; vision's helper inherits it",
-            distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
-        ),
-        FunctionPatch(
-            graphs.MODULE, "FullCudaGraphWrapper.__call__", graphs.run_schedule, (),
-            "runs, captures and replays forward and backward, and nothing in between is called in a replay",
-            distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
-        ),
-        FunctionPatch(
-            "megatron.core.transformer.moe.paged_stash", "PagedStashRunner.prepare_for_rerun", wrappers.pass_around, (),
-            "the overflow retry does not ask the rerun machine; without it the retry runs with states resident",
-            distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
-        ),
-        FunctionPatch(
-            MIMO, "train_step_megatron_mimo", wrappers.train_step_megatron_mimo,
+            MIMO, "train_step_megatron_mimo", train_step.train_step_megatron_mimo,
             ("model", "optimizer", "global_state"),
             "the MIMO loop looks it up as a module global",
-            order=wrappers.STEP_ORDER,
+            order=train_step.STEP_ORDER,
         ),
         FunctionPatch(
-            MIMO, "zero_grad_buffer_for_multimodule", wrappers.release_after, ("module_to_grid_tuple",),
+            MIMO, "zero_grad_buffer_for_multimodule", train_step.release_after, ("module_to_grid_tuple",),
             "the one call between the start of the MIMO step and its forward",
         ),
         FunctionPatch(
-            CHECKPOINTING, "generate_state_dict", fsdp_wrappers.makes_state_dict, (),
-            "asks Megatron-FSDP for its masters as the model's parameters, whose bytes nothing reads yet",
+            f"{TRAINING}.utils.train_utils", "report_memory", train_step.report_memory, (),
+            "Bridge reads the allocator's peaks here, and the phases' figures reset them",
+        ),
+        # Between steps.
+        FunctionPatch(
+            TRAIN, "clip_qk", state_wrappers.clip_qk, (),
+            "writes the masters after the optimizer step. Saves mcore's generation 2 and generation 1 in chunks, whose "
+            "tensors have no guard, from stale masters",
         ),
         FunctionPatch(
-            CHECKPOINTING, "_process_state_dict_for_model_glu_interleaving", fsdp_loads.interleaves_masters, (),
-            "reads these masters before they are saved, and is given them to be overwritten after they were loaded",
+            TRAIN, "calc_params_l2_norm", state_wrappers.reads_all_masters, ("model",),
+            "reads `param.main_param`. Saves mcore's generation 2 and generation 1 in chunks, whose tensors have no "
+            "guard, from a norm of stale masters",
+        ),
+        FunctionPatch(
+            f"{TRAINING}.eval", "evaluate", state_wrappers.make_room, ("model",),
+            "both loops evaluate through it. Saves the GPU memory of states that had not been offloaded yet",
+        ),
+        # Checkpoints of Megatron-FSDP.
+        FunctionPatch(
+            CHECKPOINTING, "generate_state_dict", fsdp_wrappers.makes_state_dict, (),
+            "asks Megatron-FSDP for its masters as the model's parameters, whose bytes nothing reads yet. Saves all of "
+            "them on the GPU",
+        ),
+        FunctionPatch(
+            CHECKPOINTING, "_process_state_dict_for_model_glu_interleaving", fsdp_wrappers.interleaves_masters, (),
+            "reads these masters before they are saved, and is given them to be overwritten after they were loaded: "
+            "inside of `own()`, where no touch counts",
         ),
         FunctionPatch(
             CHECKPOINTING, "preprocess_fsdp_dtensor_state_dict", fsdp_wrappers.hands_out_states,
             (fsdp_wrappers.STATE_DICT,),
-            "the last to look at the tensors of an fsdp_dtensor checkpoint before every writer of one gets them",
+            "the last to look at the tensors of an fsdp_dtensor checkpoint before every writer of one gets them. Saves "
+            "all states on the GPU in a save",
         ),
         FunctionPatch(
-            CHECKPOINTING, "_load_checkpoint_from_path", fsdp_loads.loads_checkpoint, ("optimizer",),
-            "every road of a load, from the state dictionary that is loaded into to the optimizer's own",
+            CHECKPOINTING, "_load_checkpoint_from_path", fsdp_wrappers.loads_checkpoint, ("optimizer",),
+            "every road of a load, from the state dictionary that is loaded into to the optimizer's own. Saves all "
+            "states on the GPU in a load",
         ),
         FunctionPatch(
-            CHECKPOINTING, "load_fsdp_dtensor_checkpoint", fsdp_loads.reads_checkpoint, (),
+            CHECKPOINTING, "load_fsdp_dtensor_checkpoint", fsdp_wrappers.reads_checkpoint, (),
             "reads into the entries that a save writes, from wherever it is called",
         ),
-        FunctionPatch(
-            "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp",
-            "MegatronFSDP.install_optimized_model_weights", fsdp_loads.rewrites_weights, (),
-            "what the model's load_state_dict ends in: it copies every master, outside of any optimizer step",
-            distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
-        ),
-        FunctionPatch(
-            "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp",
-            "MegatronFSDP._replace_param_with_distributed_if_needed", fsdp_wrappers.reads_masters, (),
-            "makes the masters the model's parameters, for whoever asks for a state dictionary: they come in one go",
-            distribution="megatron-core", series=((0, 15), (1, 0)), optional=True,
-        ),
+    ]  # fmt: skip
+
+
+def _of_mcore() -> list[FunctionPatch]:
+    buffers = "distributed.param_and_grad_buffer", "ends every offload of buffers, DDP's and any RL framework's"
+    return [
         *(
-            FunctionPatch(
-                module, "MultiTensorApply.__call__", state_wrappers.touches_lists, (),
-                "hands lists of tensors to kernels in C++, from norms and copies of anybody's, which no tensor can see",
-                distribution=distribution, series=((0, 0), end), optional=True,
-            )
-            for module, distribution, end in (
-                ("transformer_engine.pytorch.optimizers.multi_tensor_apply", "transformer-engine", (3, 0)),
-                ("apex.multi_tensor_apply.multi_tensor_apply", "apex", (1, 0)),
+            _of_mcores(buffers[0], f"_ParamAndGradBuffer.{name}", wrapper, ("move_params", "move_grads"), buffers[1])
+            for name, wrapper in (
+                ("offload_to_cpu", state_wrappers.offloads_buffer), ("reload_from_cpu", state_wrappers.reloads_buffer),
             )
         ),
-        FunctionPatch(
-            "megatron.bridge.training.utils.train_utils", "report_memory", wrappers.report_memory, (),
-            "Bridge reads the allocator's peaks here, and the phases' figures reset them",
+        _of_mcores(
+            "models.mimo.optimizer", "get_mimo_optimizer", before_training.build_optimizer, ("mimo_model", "config"),
+            "the MIMO setup imports it from here when it runs",
+        ),
+        _of_mcores(
+            "transformer.cuda_graphs", "TECudaGraphHelper.create_cudagraphs", state_wrappers.make_room, (),
+            "train() captures layers between two steps, which takes activations' memory; vision's helper inherits it",
+        ),
+        _of_mcores(
+            "full_cuda_graph", "FullCudaGraphWrapper.__call__", train_step.run_schedule, (),
+            "runs, captures and replays forward and backward, and nothing in between is called in a replay",
+        ),
+        _of_mcores(
+            "transformer.moe.paged_stash", "PagedStashRunner.prepare_for_rerun", train_step.pass_around, (),
+            "the overflow retry does not ask the rerun machine; without it the retry runs with states resident",
+        ),
+        _of_mcores(
+            "distributed.fsdp.src.megatron_fsdp.megatron_fsdp", "MegatronFSDP.install_optimized_model_weights",
+            fsdp_wrappers.rewrites_weights, (),
+            "what the model's load_state_dict ends in: it copies every master. Saves all masters on the GPU together",
         ),
     ]  # fmt: skip
-    for names, wrapper, parameters, why in (
-        (("step_with_ready_grads",), state_wrappers.updates_states, (), "the one way to the inner optimizer's step"),
-        (
-            ("_copy_main_params_to_model_params",), state_wrappers.copies_masters, (),
-            "reads what was not copied part by part",
-        ),
-        (
-            ("_copy_main_params_to_param_buffer",),
-            state_wrappers.reads_masters, (),
-            "reads masters in each pass, beside their copies out, which a touch would give up",
-        ),
-        (
-            ("sharded_state_dict",), state_wrappers.saves_states, ("is_loading", "metadata"),
-            "begins a checkpoint, and a load",
-        ),
-        (("state_dict",), state_wrappers.reads_no_states, (), "reads states, also where mcore then drops them"),
-        (
-            ("_get_main_param_and_optimizer_states",), state_wrappers.hands_out_states, ("model_param",),
-            "the one place where checkpoints of every format get the states from",
-        ),
-        (
-            READERS, state_wrappers.reads_states, (),
-            "reads all states: they come in one go, not slab by slab, and those of a step that failed are refused",
-        ),
-        (LOADERS, state_wrappers.loads_parameters, (), "writes states, from wherever it is called"),
-        (
-            ("load_parameter_state_from_dp_zero_legacy",), state_wrappers.overwrites_masters, (),
-            "writes states where they are found, and not by parameter",
-        ),
-        (
-            ("_set_main_param_and_optimizer_states",), state_wrappers.puts_states, ("model_param", "tensors"),
-            "the one place where checkpoints of every format write the states",
-        ),
-        (
-            ("_copy_model_params_to_main_params",), state_wrappers.rewrites_masters, (),
-            "writes every master, from wherever it is called",
-        ),
-        (("load_state_dict",), state_wrappers.loads_state_dict, (), "replaces states, from wherever it is called"),
-        (
-            (fsdp_loads.MAKING,), fsdp_loads.makes_states, (),
-            "makes all moments before a load under Megatron-FSDP, and steps Adam past `step_with_ready_grads`",
-        ),
-        (("offload_to_cpu",), sleep_wrappers.moves_states_to_cpu, (), "rebinds parameters, to make room"),
-        (("restore_from_cpu",), sleep_wrappers.restores_states, (), "rebinds parameters, as the room is theirs again"),
-    ):  # fmt: skip
-        table += [
-            FunctionPatch(
-                DISTRIBUTED_OPTIMIZER, f"DistributedOptimizer.{name}", wrapper, parameters, why,
-                distribution="megatron-core", series=((0, 15), (1, 0)), optional=name != "step_with_ready_grads",
-            )
-            for name in names
-        ]  # fmt: skip
-    # No base class of DistributedOptimizer, and itself no DistributedOptimizer: nothing is wrapped twice.
-    table += [
+
+
+def _of_kernels() -> list[FunctionPatch]:
+    return [
         FunctionPatch(
-            OPTIMIZER, f"Float16OptimizerWithFloat16Params.{name}", wrapper, parameters, why,
-            distribution="megatron-core", series=((0, 15), (1, 0)), optional=name.endswith("_cpu"),
+            module, "MultiTensorApply.__call__", state_wrappers.touches_lists, (),
+            "hands lists of tensors to kernels in C++, from norms and copies of anybody's, which no tensor can see",
+            distribution=distribution, series=((0, 0), end), optional=True,
         )
-        for name, wrapper, parameters, why in (
-            (
-                "__init__", float16_wrappers.builds_masters, ("optimizer",),
-                "makes the masters of every parameter on the GPU, whose weights tell what they are",
-            ),
-            ("step_with_ready_grads", state_wrappers.updates_states, (), "the one way to the inner optimizer's step"),
-            (
-                "_copy_main_params_to_model_params", float16_wrappers.copies_masters, (),
-                "reads what was not copied part by part",
-            ),
-            (
-                "_copy_model_params_to_main_params", float16_wrappers.rewrites_masters, (),
-                "writes every master, from wherever it is called",
-            ),
-            (
-                "state_dict", float16_wrappers.hands_out_states, ("is_loading",),
-                "gives the masters and the states themselves, to checkpoints of every format",
-            ),
-            (
-                "sharded_state_dict", float16_wrappers.saves_states, ("is_loading",),
-                "begins a checkpoint, and a load",
-            ),
-            (
-                "load_state_dict", float16_wrappers.loads_states, ("state_dict",),
-                "replaces states, and writes masters, from wherever it is called",
-            ),
-            ("offload_to_cpu", state_wrappers.replaces_states, (), "rebinds parameters and states, to make room"),
-            ("restore_from_cpu", state_wrappers.replaces_states, (), "rebinds them, as the room is theirs again"),
+        for module, distribution, end in (
+            ("transformer_engine.pytorch.optimizers.multi_tensor_apply", "transformer-engine", (3, 0)),
+            ("apex.multi_tensor_apply.multi_tensor_apply", "apex", (1, 0)),
         )
     ]  # fmt: skip
-    return table
+
+
+REQUIRED = (
+    "step_with_ready_grads", "_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states",
+)  # fmt: skip
+"""Methods without which a DistributedOptimizer is not one that this package can step, save and load."""
+STEPPING = (("step_with_ready_grads",), state_wrappers.updates_states, (), "the one way to the inner optimizer's step")
+MAKES_ROOM = (
+    "rebinds parameters and states, to make room. Saves the slabs' GPU memory, which would stay until the next pass"
+)
+OF_DISTRIBUTED: tuple[tuple[tuple[str, ...], Wrapper, tuple[str, ...], str], ...] = (
+    STEPPING,
+    (
+        ("_build_model_and_main_param_groups",), before_training.builds_masters, (before_training.GROUPS,),
+        "makes the masters of every parameter on the GPU, whose weights tell what they are",
+    ),
+    (
+        ("_copy_main_params_to_model_params",), state_wrappers.copies_masters, (),
+        "in each step reads what was not copied part by part. Saves a second copy, of masters that are offloaded again",
+    ),
+    (
+        ("_copy_main_params_to_param_buffer",), state_wrappers.reads_masters, (),
+        "reads masters in each pass, beside their copies out. Saves these, which a touch would give up",
+    ),
+    (
+        ("sharded_state_dict",), state_wrappers.saves_states, ("is_loading", "metadata"),
+        "begins a checkpoint, and a load. Saves all states on the GPU, which are read and written on the host",
+    ),
+    (
+        ("state_dict",), state_wrappers.reads_no_states, (),
+        "is part of a checkpoint. Saves all states on the GPU, of which mcore then drops what TE reads; elsewhere "
+        "refuses those of a step that failed",
+    ),
+    (
+        ("_get_main_param_and_optimizer_states",), state_wrappers.hands_out_states, ("model_param",),
+        "the one place where checkpoints of every format get the states from; gives those on the host",
+    ),
+    (
+        READERS, state_wrappers.reads_states, (),
+        "reads all states. Saves a checkpoint from those of a step, or a load, that failed, and slabs from coming one "
+        "by one",
+    ),
+    (
+        LOADERS, state_wrappers.loads_parameters, (),
+        "writes states. Saves all of them on the GPU, and packed masters whose weights were loaded before",
+    ),
+    (
+        ("load_parameter_state_from_dp_zero_legacy",), state_wrappers.overwrites_masters, (),
+        "writes states where they are found. Saves packed masters whose weights were loaded before: to a touch they "
+        "would be lost",
+    ),
+    (
+        ("_set_main_param_and_optimizer_states",), state_wrappers.puts_states, ("model_param", "tensors"),
+        "the one place where checkpoints of every format write the states; writes those on the host",
+    ),
+    (
+        ("_copy_model_params_to_main_params",), state_wrappers.rewrites_masters, (),
+        "writes every master, also packed ones whose weights have changed. Saves all masters on the GPU together",
+    ),
+    (
+        ("load_state_dict",), state_wrappers.loads_state_dict, (),
+        "replaces states. Saves the new ones on the GPU beside the old",
+    ),
+    (
+        (fsdp_wrappers.MAKING,), fsdp_wrappers.makes_states, (),
+        "makes all moments before a load under Megatron-FSDP, and steps Adam past `step_with_ready_grads`. Saves all "
+        "moments on the GPU together",
+    ),
+    (("offload_to_cpu",), state_wrappers.moves_states_to_cpu, (), MAKES_ROOM),
+    (("restore_from_cpu",), state_wrappers.restores_states, (), "rebinds them again, as the room is theirs"),
+)  # fmt: skip
+"""Methods of DistributedOptimizer, with what each wrapper does, the parameters that it relies on, and why."""
+
+OF_FLOAT16: tuple[tuple[tuple[str, ...], Wrapper, tuple[str, ...], str], ...] = (
+    STEPPING,
+    (
+        ("__init__",), float16_wrappers.builds_masters, ("optimizer",),
+        "makes the masters of every parameter on the GPU, whose weights tell what they are",
+    ),
+    (
+        ("_copy_main_params_to_model_params",), float16_wrappers.copies_masters, (),
+        "in each step reads what was not copied part by part. Saves a second copy, of masters that are offloaded again",
+    ),
+    (
+        ("_copy_model_params_to_main_params",), float16_wrappers.rewrites_masters, (),
+        "writes every master, also packed ones whose weights have changed. Saves all masters on the GPU together",
+    ),
+    (
+        ("state_dict",), float16_wrappers.hands_out_states, ("is_loading",),
+        "gives the masters and the states themselves, to checkpoints of every format. Saves all of them on the GPU",
+    ),
+    (
+        ("sharded_state_dict",), float16_wrappers.saves_states, ("is_loading",),
+        "begins a checkpoint, and a load. Saves all states on the GPU, which are read and written on the host",
+    ),
+    (
+        ("load_state_dict",), float16_wrappers.loads_states, ("state_dict",),
+        "replaces states, and writes masters. Saves the new ones on the GPU beside the old",
+    ),
+    (("offload_to_cpu",), state_wrappers.replaces_states, (), MAKES_ROOM),
+    (("restore_from_cpu",), state_wrappers.replaces_states, (), "rebinds them again, as the room is theirs"),
+)  # fmt: skip
+"""Those of Float16OptimizerWithFloat16Params, no base class of DistributedOptimizer: nothing is wrapped twice."""
+
+
+def _of_optimizers() -> list[FunctionPatch]:
+    return [
+        _of_mcores(f"optimizer.{module}", f"{cls}.{name}", wrapper, parameters, why, optional=is_optional(name))
+        for module, cls, methods, is_optional in (
+            ("distrib_optimizer", "DistributedOptimizer", OF_DISTRIBUTED, lambda name: name not in REQUIRED),
+            ("optimizer", "Float16OptimizerWithFloat16Params", OF_FLOAT16, lambda name: name.endswith("_cpu")),
+        )
+        for names, wrapper, parameters, why in methods
+        for name in names
+    ]

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from bridge_fgo.engines.offloaded_source import OffloadedSource, pin
 from bridge_fgo.engines.packed_masters import PackedMasters
-from bridge_fgo.engines.share import Share, pin
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.host_buffer import PINNING_THREADS
 from bridge_fgo.memory.host_memory import free_for_each_rank
@@ -28,7 +28,7 @@ class Checkpoints:
     """Hands out states for a save or a load, of one source at a time or of several.
 
     Args:
-        shares: what is offloaded of each source.
+        offloaded: what is offloaded of each source.
         transfers: the copies.
         masters: those that the host may have in part.
         pin_near: the GPU near which host memory is page-locked; None where it is not.
@@ -37,13 +37,13 @@ class Checkpoints:
 
     def __init__(
         self,
-        shares: Mapping[Source, Share],
+        offloaded: Mapping[Source, OffloadedSource],
         transfers: Transfers,
         masters: PackedMasters,
         pin_near: torch.device | None,
         warn: Callable[[str], None],
     ) -> None:
-        self._shares = shares
+        self._offloaded = offloaded
         self._transfers = transfers
         self._masters = masters
         self._pin_near = pin_near
@@ -56,7 +56,7 @@ class Checkpoints:
         self.lends = False
         """Whether a save gets host buffers lent in place of copies."""
 
-    def is_away(self, source: Source) -> bool:
+    def is_checkpointing(self, source: Source) -> bool:
         """Return whether a source is being saved or loaded, so that `hand_out` gives its states."""
         return source in self._snapshots
 
@@ -70,7 +70,7 @@ class Checkpoints:
     def saving(self, source: Source, copies: bool) -> Iterator[None]:
         """Context in which a checkpoint is made, and nothing moves."""
         lends = copies and self.lends and self._has_spares(source)
-        owners = self._shares[source].owners
+        owners = self._offloaded[source].owners
         snapshot = self._snapshots[source] = Snapshot(owners, self._transfers, copies, self._has_worker, lends)
         try:
             with (
@@ -85,7 +85,7 @@ class Checkpoints:
     def share(self) -> None:
         """Have saves get shared memory from now on, as a worker process writes them: lent buffers, or copies."""
         self._has_worker = True
-        slabs = [slab for share in self._shares.values() for slab in share.slabs]
+        slabs = [slab for each in self._offloaded.values() for slab in each.slabs]
         self.lends = has_files_for_buffers(len(slabs))
         if self.lends:
             self._transfers.finish_out()
@@ -95,7 +95,7 @@ class Checkpoints:
 
     def _has_spares(self, source: Source) -> bool:
         """Return whether every slab has a second host buffer. They are made for the first save."""
-        lacking = [slab for slab in self._shares[source].slabs if slab.spare is None]
+        lacking = [slab for slab in self._offloaded[source].slabs if slab.spare is None]
         for slab, buffer in zip(lacking, self._shared_hosts(lacking), strict=False):
             slab.spare = buffer
         return self.lends
@@ -114,8 +114,8 @@ class Checkpoints:
                 pin(buffers, self._pin_near)
         except (ValueError, RuntimeError) as error:
             self.lends = False
-            for share in self._shares.values():
-                for slab in share.slabs:
+            for each in self._offloaded.values():
+                for slab in each.slabs:
                     slab.drop_spare()
             self._warn(f"a background save gets copies of the states, which takes longer: {error}")
             return []
@@ -133,7 +133,7 @@ class Checkpoints:
         with self._masters.trusted(source), self._masters.copied_whole():
             with self._transfers.computing():  # whose memory slabs are
                 self._send_whole(source, everything)
-            loading = self._snapshots[source] = Loading(self._shares[source].owners, self._transfers)
+            loading = self._snapshots[source] = Loading(self._offloaded[source].owners, self._transfers)
             try:
                 with loading.taken():
                     yield
@@ -145,7 +145,7 @@ class Checkpoints:
 
         everything: what else is on the GPU, and may leave, leaves too.
         """
-        for part in self._shares[source].parts:
+        for part in self._offloaded[source].parts:
             for slab in part.slabs:
                 is_new = not slab.exists()
                 if is_new:
@@ -176,7 +176,7 @@ class Checkpoints:
 
     def make_states(self, source: Source, make: Callable[[], None]) -> None:
         """Have states made part by part; see `Engine.make_states`."""
-        with source.making(make, self._shares[source].owners) as of_part:
+        with source.making(make, self._offloaded[source].owners) as of_part:
             self.by_part(source, of_part)
 
     def rewrite_weights(self, source: Source, copy: Callable[[], object]) -> None:
@@ -189,7 +189,7 @@ class Checkpoints:
             return self._copy_by_part(source, copy, writes=True)
 
     def _copy_by_part(self, source: Source, copy: Callable[[], Any], writes: bool) -> Any:
-        parts = self._shares[source].parts
+        parts = self._offloaded[source].parts
         result = None
 
         def of_part(part: Part | None) -> None:
@@ -214,7 +214,7 @@ class Checkpoints:
             writes: whether the host's copies are stale after it.
         """
         with self._transfers.computing():  # whose memory slabs are
-            for part in self._shares[source].parts:
+            for part in self._offloaded[source].parts:
                 slabs = [slab for slab in part.slabs if slab.written_back or not masters_only]
                 leaving = [slab for slab in slabs if slab.state is SlabState.RELEASED or not slab.exists()]
                 for slab in slabs:

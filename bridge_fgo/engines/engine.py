@@ -1,11 +1,11 @@
-"""The protocol between the wiring and whatever moves the bytes: one engine a rank."""
+"""The protocol between the wiring and whatever moves the bytes: one engine a rank, attached to its optimizers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,12 +57,6 @@ class Engine(ABC):
         Raises:
             ValueError: others have taken the memory meanwhile.
             RuntimeError: it could not be page-locked.
-        """
-
-    def take_in(self) -> None:  # noqa: B027
-        """Have every state that exists leave the GPU, those first made that have no memory yet (`State.take_first`).
-
-        Whatever is loaded over the model's weights afterwards, the states are what they were.
         """
 
     # Figures.
@@ -210,8 +204,14 @@ class Engine(ABC):
         """Whether something came in the midst of a move, so that nothing may use the states any more."""
         return False
 
-    def make_room(self) -> None:  # noqa: B027
-        """Let go of all that may leave, as something between steps takes memory."""
+    def offload_now(self, whole: bool = False) -> None:  # noqa: B027
+        """Offload every state that may be, and wait: something between steps takes memory, or loads weights.
+
+        Masters that have no memory yet are made first (`State.take_first`).
+
+        Args:
+            whole: copy masters whole, so that they are right whatever is loaded over the model's weights.
+        """
 
     # Checkpoints.
 
@@ -255,8 +255,8 @@ class Engine(ABC):
         self.require_writable(source)
         write(loaded)
 
-    def is_away(self, source: Source) -> bool:
-        """Return whether states need not be readable now, because `hand_out` gives them."""
+    def is_checkpointing(self, source: Source) -> bool:
+        """Return whether a source is being saved or loaded, so that `hand_out` gives its states wherever they are."""
         return False
 
     def hand_out(self, source: Source, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -278,3 +278,19 @@ class Engine(ABC):
         Raises:
             RuntimeError: states cannot be brought back. They stay as they are, and it may be called again.
         """
+
+
+ATTACHED = "_bridge_fgo_attached"
+"""Attribute of an optimizer of mcore's that holds its `Attachment`."""
+
+
+class Attachment(NamedTuple):
+    """What an optimizer is attached to: the engine, and the source that it is to it."""
+
+    engine: Engine
+    source: Source
+
+
+def attachment_of(optimizer: Any) -> Attachment | None:
+    """Return what an optimizer is attached to, or None."""
+    return vars(optimizer).get(ATTACHED)

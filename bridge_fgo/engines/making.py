@@ -7,21 +7,16 @@ from functools import partial
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.engine import Engine
-from bridge_fgo.engines.mcore import McoreEngine, Member
-from bridge_fgo.engines.mcore1 import Generation1
-from bridge_fgo.engines.mcore1_chunks import Generation1InChunks
-from bridge_fgo.engines.mcore2 import Generation2
+from bridge_fgo.engines.mcore import McoreEngine
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather
 from bridge_fgo.memory.meters import PeakMeter
-from bridge_fgo.states.megatron import McoreSource, MegatronSource
-
-MEMBERS: tuple[type[Member], ...] = (Generation1, Generation1InChunks, Generation2)
+from bridge_fgo.states.source import Source
 
 
 def make_engine(
     name: str,
-    sources: Sequence[McoreSource],
+    sources: Sequence[Source],
     config: OffloadConfig,
     meter: PeakMeter,
     stage: int | None = None,
@@ -31,8 +26,7 @@ def make_engine(
     """Return the engine of that name for the sources of a rank, of which there may be none; nothing is pinned yet.
 
     Args:
-        name: "native", or that of a member: "mcore generation 1", "mcore generation 1 in chunks" or
-            "mcore generation 2".
+        name: "native", or that of one of `bridge_fgo.engines.mcore.MEMBERS`.
         sources: in the order in which they step.
         config: what to offload.
         meter: the allocator's peaks.
@@ -41,23 +35,10 @@ def make_engine(
         warn: gets a line that concerns this rank.
 
     Raises:
-        ValueError: mcore built no offloader, because the flag was set after the optimizer was made; or an optimizer is
-            of a kind for which mcore's offloader is not driven.
-        ValueError, RuntimeError: as `NativeEngine`.
+        ValueError, RuntimeError: as `NativeEngine`, or as `McoreEngine`.
     """
     if name != "native":
-        distributed = [source for source in sources if isinstance(source, MegatronSource)]
-        if len(distributed) < len(sources):
-            raise ValueError(
-                "OffloadConfig.engine='mcore' with a Float16OptimizerWithFloat16Params: mcore's offloader is driven "
-                "under its DistributedOptimizer alone; use OffloadConfig(engine='native')"
-            )
-        if any(source.upstream_offloader() is None for source in distributed):
-            raise ValueError(
-                "optimizer.offload_optimizer_states=True was set after the optimizer was built, so mcore gave it no "
-                "offloader: set it before, or use OffloadConfig(engine='native')"
-            )
-        return McoreEngine(distributed, next(member for member in MEMBERS if member.name == name))
+        return McoreEngine(name, sources)
     engine = NativeEngine(sources, config, meter)
     holding = engine.schedule.holding
     holding.agree, holding.announce, holding.warn = partial(agree, stage), announce, warn

@@ -1,4 +1,16 @@
-"""What drives mcore's own offloaders: one for each optimizer, with every state on the GPU for the optimizer step."""
+"""Drives mcore's own offloaders, one for each optimizer, by their three verbs: offload, release, reload.
+
+Upstream's code copies, pins, and keeps to no budget. Each member supplies the waits that its generation lacks.
+
+- Generation 1, `OptimizerStateOffloader`: in Megatron-LM's `dev` branch from January to 2026-08-18, and in #6544. Its
+  root flaw is that a reload in flight is forgotten: only the inner optimizer step waits for it.
+- Generation 1 in chunks (`optimizer.offload_optimizer_states_chunk_numel`, #6544): `reload_offloaded_states()` moves
+  nothing. `step_with_ready_grads` copies one chunk after another to the GPU, updates it and copies it back. Masters are
+  made in host memory, and state dictionaries of the host's copies.
+- Generation 2, `ChunkedOptimizerStateOffloader`: in `dev` from 2026-08-18 (#6244). States stay in host memory between
+  updates, and `optimizer.step()` streams them through the GPU. Its step, its state dictionaries and its checkpoints
+  restore what they read.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +24,9 @@ import torch
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.memory.host_memory import power_of_two_at_least
 from bridge_fgo.memory.meters import Traffic
+from bridge_fgo.memory.slab import SlabStateMachine
 from bridge_fgo.memory.state import Bundle
-from bridge_fgo.states.megatron import MegatronSource, live_bytes
+from bridge_fgo.states.distributed import MegatronSource, live_bytes
 from bridge_fgo.states.source import Source
 
 
@@ -32,12 +45,13 @@ class Member(ABC):
     serves_saves = False
     """Whether mcore makes its state dictionaries of the host's copies, wherever the states are."""
     interrupted = ""
-    """What came in the midst of a move; what upstream does itself is not watched."""
+    """What interrupted a move; what upstream does itself is not watched."""
 
     def __init__(self, source: MegatronSource, traffic: Traffic) -> None:
         self.optimizer: Any = source.optimizer
         self.states: list[Bundle] = source.states()
         self.state_bytes = self.planned_bytes = sum(bundle.nbytes for bundle in self.states)
+        self._offloader: Any = source.upstream_offloader()
         self._home = source.device
         self._traffic = traffic
         self._away = 0
@@ -72,15 +86,15 @@ class Member(ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """Start the copy out."""
+        """Start the copies to the host."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give the GPU memory back, and count it."""
+        """Give the GPU memory back, and count what is off the GPU."""
 
     @abstractmethod
     def reload(self) -> None:
-        """Start the copy in, and count it."""
+        """Start the copies to the GPU, and count them."""
 
     @abstractmethod
     def require_readable(self) -> None:
@@ -95,19 +109,204 @@ class Member(ABC):
         self.require_readable()
 
 
+class _StaysOnHost(Member):
+    """A member whose states are in host memory between two steps, where upstream's own step finds them."""
+
+    _is_out = False
+    """Whether states were offloaded, and not reloaded since."""
+
+    @abstractmethod
+    def _start_offload(self) -> None:
+        """Do upstream's verb; `_release` and `_start_reload` count too."""
+
+    @abstractmethod
+    def _release(self) -> None: ...
+
+    @abstractmethod
+    def _start_reload(self) -> None: ...
+
+    @override
+    def offload(self) -> None:
+        self._start_offload()
+        self._is_out = True
+
+    @override
+    def release(self) -> None:
+        if self._is_out:
+            self._release()
+
+    @override
+    def reload(self) -> None:
+        if self._is_out:
+            self._start_reload()
+            self._is_out = False
+
+
+class _OfGeneration1(Member):
+    """Upstream's verbs of generation 1, which move all states of an optimizer."""
+
+    @override
+    def host_buffers(self) -> list[Any]:
+        masters = [buffer for group in self._offloader._shard_fp32_from_float16_cpu_buffers for buffer in group]
+        return masters + [b for by_key in self._offloader._opt_state_cpu_buffers.values() for b in by_key.values()]
+
+    def _start_offload(self) -> None:
+        if any(self.optimizer.optimizer.state.values()):
+            # Upstream counts the moments as made only after a step of this process, so those that came
+            # from a checkpoint would stay on the GPU in the first forward after a resume.
+            self._offloader.mark_optimizer_states_initialized()
+        self.optimizer.offload_states()
+
+    def _release(self) -> None:
+        self.optimizer.release_offloaded_gpu_states()  # which keeps the memory from reuse with record_stream
+        self._count_away()
+
+    def _start_reload(self) -> None:
+        self._count_back(self._bytes_off_gpu())
+        self.optimizer.reload_offloaded_states()  # which orders the copy in after the copy out
+
+
+class Generation1(_OfGeneration1, SlabStateMachine, Member):
+    """Drives it as one residency for all states of an optimizer built with `config.offload_optimizer_states=True`."""
+
+    name = "mcore generation 1"
+    verbs = ("offload_states", "release_offloaded_gpu_states", "reload_offloaded_states")
+
+    def __init__(self, source: MegatronSource, traffic: Traffic) -> None:
+        SlabStateMachine.__init__(self, traffic.touches)
+        Member.__init__(self, source, traffic)
+
+    @override
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for bundle in self.states:
+            for state in bundle.states:
+                yield from state.handles()
+
+    def _give_up_offload(self) -> None:
+        """Do nothing: what upstream copied is not looked at again."""
+
+    def _wait_reload(self) -> None:
+        # Race: a second pass of the rerun loop, a skipped step, an early exit's checkpoint and the next step's copy
+        # out would read states that have not landed. Upstream waits before the inner step alone.
+        self._offloader.sync_before_step()
+
+
+class Generation1InChunks(_OfGeneration1, _StaysOnHost):
+    """Drives it, in an optimizer that was built with `config.offload_optimizer_states_chunk_numel` above 0.
+
+    A pass offloads what a reader brought to the GPU, or a first step or a load made there. A reload copies nothing, but
+    counts what the step is going to copy in and out.
+    """
+
+    name = "mcore generation 1 in chunks"
+    verbs = (*Generation1.verbs, "_use_chunked_optimizer_state_reload")
+    serves_saves = True
+
+    @override
+    def require_readable(self) -> None:
+        """Copy every state to the GPU: masters and moments between two steps have no memory there."""
+        # Which orders the copy in after a copy out that is under way, and after which `release` finds nothing.
+        self._offloader.reload()
+        # Race: a reader on any stream, and the host, would see states that have not landed.
+        self._offloader.sync_pending_h2d()
+
+    @override
+    def require_writable(self) -> None:
+        """Do as for a reader: after it the host's copies are not looked at again, but written anew."""
+        self.require_readable()
+
+    @override
+    def settle(self) -> None:
+        """Do nothing: the states stay where upstream's step left them, in host memory."""
+
+
+class Generation2(_StaysOnHost):
+    """Drives it, in an optimizer that was built with `config.chunked_optimizer_state_offload=True`."""
+
+    name = "mcore generation 2"
+    verbs = ("offload_optimizer_state_for_forward", "prefetch_optimizer_state_for_gradient_finalization")
+
+    def __init__(self, source: MegatronSource, traffic: Traffic) -> None:
+        super().__init__(source, traffic)
+        config = self.optimizer.config
+        # With MXFP8 and a shared gradient buffer the masters are read once more after grads are zeroed.
+        self._masters_are_read_late = config.reuse_grad_buf_for_mxfp8_param_ag and config.overlap_param_gather
+        selected = {id(param) for param in self._offloader.selected_params}
+        self.planned_bytes = sum(bundle.nbytes for bundle in self.states if id(bundle.param) in selected)
+
+    @override
+    def host_buffers(self) -> list[Any]:
+        states = [buffer for by_key in self._offloader._cpu_state.values() for buffer in by_key.values()]
+        return [*self._offloader._cpu_master.values(), *states]
+
+    @override
+    def _start_offload(self) -> None:
+        self.optimizer.offload_optimizer_state_for_forward(offload_master=not self._masters_are_read_late)
+
+    @override
+    def _release(self) -> None:
+        if self._masters_are_read_late:
+            self.optimizer.offload_optimizer_state_for_forward()
+        self._count_away()
+
+    @override
+    def _start_reload(self) -> None:
+        self._count_back(self._bytes_off_gpu())
+        self.optimizer.prefetch_optimizer_state_for_gradient_finalization()
+
+    @override
+    def require_readable(self) -> None:
+        self.settle()
+        # Race: upstream binds the moments to host tensors as soon as their copies are enqueued, and only its
+        # sharded state dict waits for them; another reader would see torn bytes.
+        self._offloader._d2h_stream.synchronize()
+
+    @override
+    def require_writable(self) -> None:
+        """Restore what is on its way: upstream's step and its loader bind the moments that they write themselves."""
+        self.settle()
+
+    @override
+    def settle(self) -> None:
+        """Restore the masters; the moments stay in host memory, where upstream keeps them between updates."""
+        self.optimizer.ensure_master_weights_for_param_sync()
+        # Race: of the moments the first chunk was bound to GPU memory when its copy was enqueued, for an update that
+        # did not come; upstream's own event is for the masters, which land before.
+        torch.cuda.current_stream().wait_stream(self._offloader._h2d_stream)
+
+
+MEMBERS: dict[str, type[Member]] = {each.name: each for each in (Generation1, Generation1InChunks, Generation2)}
+
+
 class McoreEngine(Engine):
-    """The members of a rank. Upstream's code enqueues, pins, and keeps to no budget.
+    """The members of a rank, with every state on the GPU for the optimizer step but those in chunks.
 
     Args:
+        name: of a member.
         sources: DistributedOptimizers that were built with upstream's offloader.
-        member: drives that of one of them.
+
+    Raises:
+        ValueError: mcore built no offloader, because the flag was set after the optimizer was made; or an optimizer is
+            of a kind for which mcore's offloader is not driven.
     """
 
     limits = "optimizer.optimizer_state_offload_fraction"
 
-    def __init__(self, sources: Sequence[MegatronSource], member: type[Member]) -> None:
-        self.name, self.sources, self.traffic = member.name, list(sources), Traffic()
-        self._members: dict[Source, Member] = {source: member(source, self.traffic) for source in sources}
+    def __init__(self, name: str, sources: Sequence[Source]) -> None:
+        self.name, self.sources, self.traffic = name, list(sources), Traffic()
+        self._members: dict[Source, Member] = {}
+        for source in sources:
+            if not isinstance(source, MegatronSource):
+                raise ValueError(
+                    "OffloadConfig.engine='mcore' with a Float16OptimizerWithFloat16Params: mcore's offloader is "
+                    "driven under its DistributedOptimizer alone; use OffloadConfig(engine='native')"
+                )
+            if source.upstream_offloader() is None:
+                raise ValueError(
+                    "optimizer.offload_optimizer_states=True was set after the optimizer was built, so mcore gave it "
+                    "no offloader: set it before, or use OffloadConfig(engine='native')"
+                )
+            self._members[source] = MEMBERS[name](source, self.traffic)
         self._saved: set[Source] = set()  # those of which a state dictionary is being made of the host's copies
         self.state_bytes = sum(each.state_bytes for each in self._of())
         self.planned_bytes = sum(each.planned_bytes for each in self._of())
@@ -170,12 +369,12 @@ class McoreEngine(Engine):
             self._saved.discard(source)
 
     @override
-    def is_away(self, source: Source) -> bool:
+    def is_checkpointing(self, source: Source) -> bool:
         return source in self._saved
 
     @override
     def hand_out(self, source: Source, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        return read() if self.is_away(source) else super().hand_out(source, param, read)
+        return read() if self.is_checkpointing(source) else super().hand_out(source, param, read)
 
     @property
     @override

@@ -12,9 +12,8 @@ import torch
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.checkpoints import Checkpoints
 from bridge_fgo.engines.engine import Engine
+from bridge_fgo.engines.offloaded_source import OffloadedSource, WholeSteps, pin
 from bridge_fgo.engines.packed_masters import PackedMasters
-from bridge_fgo.engines.share import Share, pin
-from bridge_fgo.engines.whole_steps import WholeSteps
 from bridge_fgo.memory.blocks import block_rounding
 from bridge_fgo.memory.cuda_transfers import CudaTransfers
 from bridge_fgo.memory.device_room import DeviceRoom
@@ -66,7 +65,7 @@ class NativeEngine(Engine):
             )
         self.sources, self.traffic = list(sources), Traffic()
         asked = {"fraction": config.fraction, "moments": config.moments, "master_weights": config.master_weights}
-        self.limits = ", ".join(f"OffloadConfig.{name}" for name, share in asked.items() if share < 1)
+        self.limits = ", ".join(f"OffloadConfig.{name}" for name, part in asked.items() if part < 1)
         self._config = config
         device = sources[0].device if sources else torch.device("cpu")
         transfers = transfers or make_transfers(device, config)
@@ -79,24 +78,24 @@ class NativeEngine(Engine):
         remainders = Remainders(device, wanted=lambda: config.master_remainders or packing.packs)
         codec_of = copied_whole if config.master_remainders is False else remainders.codec_of
         make_slab = partial(Slab, device=device, transfers=transfers, ledger=schedule.ledger, traffic=self.traffic)
-        shares = [Share(source, config, codec_of, make_slab) for source in sources]
-        self._shares = dict(zip(self.sources, shares, strict=True))
-        schedule.parts += [part for share in shares for part in share.parts]
-        self.state_bytes = sum(share.state_bytes for share in shares)
-        self.planned_bytes = sum(share.planned_bytes for share in shares)
-        schedule.holding.margin_bytes = max((share.margin_bytes for share in shares), default=0)
-        schedule.holding.masters_held_bytes = sum(share.masters_held_bytes for share in shares)
+        offloaded = [OffloadedSource(source, config, codec_of, make_slab) for source in sources]
+        self._offloaded = dict(zip(self.sources, offloaded, strict=True))
+        schedule.parts += [part for each in offloaded for part in each.parts]
+        self.state_bytes = sum(each.state_bytes for each in offloaded)
+        self.planned_bytes = sum(each.planned_bytes for each in offloaded)
+        schedule.holding.margin_bytes = max((each.margin_bytes for each in offloaded), default=0)
+        schedule.holding.masters_held_bytes = sum(each.masters_held_bytes for each in offloaded)
         remainders.ready()
         if config.master_remainders is None and remainders.are_fast:
             for part in schedule.parts:
                 part.packable_bytes = sum(slab.nbytes for slab in part.slabs if slab.codec.family is not None)
         schedule.count_packable()
-        self.masters = PackedMasters(remainders, self._shares, transfers, packing)
+        self.masters = PackedMasters(remainders, self._offloaded, transfers, packing)
         self._pin_near = device if config.pin_memory and device.type == "cuda" else None
         self.checkpoints = Checkpoints(
-            self._shares, transfers, self.masters, self._pin_near, warn=lambda text: schedule.holding.warn(text)
+            self._offloaded, transfers, self.masters, self._pin_near, warn=lambda text: schedule.holding.warn(text)
         )
-        self._whole_steps = WholeSteps(self._shares, schedule.holding)
+        self._whole_steps = WholeSteps(self._offloaded, schedule.holding)
         self._is_saved_next = False
         self._stepped: set[Source] | None = None
         """Sources that have ended their step in the present training step; None before any has begun to step."""
@@ -108,10 +107,10 @@ class NativeEngine(Engine):
 
     def parts_of(self, source: Source) -> list[Part]:
         """Return the parts of one source, in the order in which they step."""
-        return self._shares[source].parts
+        return self._offloaded[source].parts
 
     def _slabs_of(self, source: Source | None, masters_only: bool = False) -> list[Slab]:
-        slabs = self.slabs if source is None else self._shares[source].slabs
+        slabs = self.slabs if source is None else self._offloaded[source].slabs
         return [slab for slab in slabs if slab.written_back] if masters_only else slabs
 
     @property
@@ -123,11 +122,6 @@ class NativeEngine(Engine):
     def pin(self) -> None:
         if self._pin_near is not None and self.slabs:
             self.pin_seconds = pin([slab.host for slab in self.slabs], self._pin_near)
-
-    @override
-    def take_in(self) -> None:
-        with self.masters.copied_whole():
-            self.schedule.release_everything()
 
     # Figures.
 
@@ -202,7 +196,7 @@ class NativeEngine(Engine):
         self.masters.locate_weights()
         self.masters.begin_pass()
         # Of a pass that is run again some are on their way back.
-        coming = [source for source, share in self._shares.items() if share.coming]
+        coming = [source for source, each in self._offloaded.items() if each.coming]
         with self.masters.verified(*coming) if coming else nullcontext():
             send_off(slab for part in self.schedule.parts if not part.stays for slab in part.slabs)
         self.masters.are_here(coming)  # they had come back, and left anew
@@ -251,13 +245,13 @@ class NativeEngine(Engine):
     @contextmanager
     @override
     def stepping(self, source: Source) -> Iterator[None]:
-        share = self._shares[source]
+        offloaded = self._offloaded[source]
 
         def run() -> None:
             keep_masters, in_order = not source.writes_back_by_part, source.keeps_order
             if not in_order:
                 source.step(None)  # parameters whose states are not offloaded
-            self.schedule.step(share.parts, source.step, keep_masters, share.group_bytes, in_order)
+            self.schedule.step(offloaded.parts, source.step, keep_masters, offloaded.group_bytes, in_order)
             if in_order:
                 source.step(None)  # `select` takes the first parameters, so these are the last
 
@@ -271,12 +265,12 @@ class NativeEngine(Engine):
                 self.masters.require_restorable([source])
                 self.masters.check_anew([source])
                 stack.enter_context(self.masters.trusted(source))
-                if source.updates_in_place and share.is_all_here:
+                if source.updates_in_place and offloaded.is_all_here:
                     # One launch for all parameters takes the host less time than one for each part.
-                    for slab in share.slabs:
+                    for slab in offloaded.slabs:
                         slab.require_writable()
                 else:
-                    stack.enter_context(source.stepping(run, share.owners))
+                    stack.enter_context(source.stepping(run, offloaded.owners))
             if self._stepped is not None:
                 self._stepped.discard(source)
                 self.is_torn = True
@@ -292,7 +286,7 @@ class NativeEngine(Engine):
     def write_back(self, source: Source, copy: Callable[[], Any]) -> Any:
         with source.writing_back() as written:
             if written is not None:
-                left = [part for part in self._shares[source].parts if not part.ids <= written]
+                left = [part for part in self._offloaded[source].parts if not part.ids <= written]
                 require_readable(slab for part in left for slab in part.slabs if slab.written_back)
             with own():  # what is on its way out is read, not touched: the copy out goes on
                 return copy()
@@ -300,8 +294,8 @@ class NativeEngine(Engine):
     @override
     def settle(self) -> None:
         """End the step's moves; what is released stays so, and comes back when somebody asks for it."""
-        for source, share in self._shares.items():
-            if coming := share.coming:
+        for source, offloaded in self._offloaded.items():
+            if coming := offloaded.coming:
                 with self.masters.verified(source):
                     require_readable(coming)
                 self.masters.are_here([source])
@@ -373,14 +367,15 @@ class NativeEngine(Engine):
     @override
     def states_replaced(self, source: Source) -> None:
         """Let go of the old tensors' memory; the next pass takes the new ones into the slabs."""
-        for slab in self._shares[source].slabs:
+        for slab in self._offloaded[source].slabs:
             if slab.state is SlabState.RESIDENT:
                 self.schedule.transfers.wait_out(slab)
                 slab.drop_if_left()
 
     @override
-    def make_room(self) -> None:
-        self.schedule.release_everything()
+    def offload_now(self, whole: bool = False) -> None:
+        with self.masters.copied_whole() if whole else nullcontext():
+            self.schedule.release_everything()
 
     # Checkpoints.
 
@@ -391,8 +386,8 @@ class NativeEngine(Engine):
             yield
 
     @override
-    def is_away(self, source: Source) -> bool:
-        return self.checkpoints.is_away(source)
+    def is_checkpointing(self, source: Source) -> bool:
+        return self.checkpoints.is_checkpointing(source)
 
     @contextmanager
     @override
@@ -415,9 +410,9 @@ class NativeEngine(Engine):
 
     @override
     def hand_out(self, source: Source, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if self.is_away(source):
+        if self.is_checkpointing(source):
             return self.checkpoints.hand_out(source, param, read)
-        part = self._shares[source].owners.get(id(param))
+        part = self._offloaded[source].owners.get(id(param))
         if part is not None:
             require_readable(part.slabs)
         with own():
@@ -440,7 +435,7 @@ class NativeEngine(Engine):
         for slab in self.slabs:
             slab.close()
         self.schedule.forget_parts()
-        self._shares.clear()
+        self._offloaded.clear()
         self.sources = []
 
 

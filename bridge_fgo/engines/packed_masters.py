@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from bridge_fgo.engines.share import Share
+from bridge_fgo.engines.offloaded_source import OffloadedSource
 from bridge_fgo.memory.codec import Codec
 from bridge_fgo.memory.remainders import Remainders, WeightWatch
 from bridge_fgo.memory.transfers import Transfers
@@ -18,19 +18,23 @@ class PackedMasters:
 
     Args:
         remainders: packs and unpacks.
-        shares: what is offloaded of each source.
+        offloaded: what is offloaded of each source.
         transfers: the copies.
         packing: decides whether masters leave packed, once it knows whether their weights stay as they are.
     """
 
     def __init__(
-        self, remainders: Remainders, shares: Mapping[Source, Share], transfers: Transfers, packing: PackingPolicy
+        self,
+        remainders: Remainders,
+        offloaded: Mapping[Source, OffloadedSource],
+        transfers: Transfers,
+        packing: PackingPolicy,
     ) -> None:
         self._remainders = remainders
-        self._shares = shares
+        self._offloaded = offloaded
         self._transfers = transfers
         self._packing = packing
-        masters = {source: self._packable(source) for source in shares}
+        masters = {source: self._packable(source) for source in offloaded}
         self._watches = {source: WeightWatch(remainders, codecs) for source, codecs in masters.items() if codecs}
         self._checked: set[Source] = set()
         """Sources whose weights have been compared for the optimizer step that comes next."""
@@ -38,11 +42,11 @@ class PackedMasters:
         """Sources whose masters were brought back though the weights had changed, and were not written since."""
 
     def _packable(self, source: Source) -> list[Codec]:
-        return [slab.codec for slab in self._shares[source].slabs if slab.codec.family is not None]
+        return [slab.codec for slab in self._offloaded[source].slabs if slab.codec.family is not None]
 
     def _encoded(self, sources: Iterable[Source]) -> list[Codec]:
         """Return the codecs of slabs whose masters are on the GPU in part only, of some sources."""
-        return [slab.codec for source in sources for slab in self._shares[source].slabs if slab.is_encoded]
+        return [slab.codec for source in sources for slab in self._offloaded[source].slabs if slab.is_encoded]
 
     # As masters leave, and return.
 

@@ -148,7 +148,7 @@ def touch_all(value: Any) -> None:
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OURS = (f"{_PACKAGE}/memory/", f"{_PACKAGE}/offload/", os.path.dirname(torch.__file__) + os.sep)
+_OURS = (_PACKAGE + os.sep, os.path.dirname(torch.__file__) + os.sep)
 _PYTHONS = (copy.__file__, pickle.__file__, contextlib.__file__)
 
 

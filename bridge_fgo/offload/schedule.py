@@ -3,7 +3,7 @@
 The time line of a step, with the functions that run it. How much the GPU may hold at each moment follows from peaks
 that were measured in an earlier step, one in which everything was released throughout (`HoldPolicy`).
 
-1.  Bridge calls `train_step`: `bridge.wrappers.train_step` > `Session.training_step`.
+1.  Bridge calls `train_step`: `bridge.train_step.train_step` > `Session.training_step`.
 2.  Bridge's rerun machine grants a pass: `Session.begin_pass` > `NativeEngine.begin_pass`.
     a.  Copies out start: `slab.send_off` > `Slab.offload` > `Slab._copy_out` > `CudaTransfers.copy_out` > `Lane.copy` >
         `Copier.copy`, one call of the driver for each piece.

@@ -11,7 +11,7 @@ from bridge_fgo.memory.state import WeightShard
 from bridge_fgo.memory.storage_slab import Range
 from bridge_fgo.memory.strided_sums import StridedSum, compile_sum
 from bridge_fgo.sleep.states import OptimizerStates
-from bridge_fgo.states.megatron import MegatronSource
+from bridge_fgo.states.distributed import MegatronSource
 
 CHUNK = 2**24
 """Masters that PyTorch's operators compare at once: their temporaries take 48 MiB."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engines.attachment import ATTACHED, Attachment, attachment_of
+from bridge_fgo.engines.engine import ATTACHED, Attachment, attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather, on_every_rank, pin_on_every_rank
 from bridge_fgo.memory.meters import PeakMeter
@@ -21,10 +21,9 @@ from bridge_fgo.memory.state import WeightShard
 from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
 from bridge_fgo.sleep.host_copies import HostCopies
 from bridge_fgo.sleep.moved import RETURNED_BYTES, return_to_driver
-from bridge_fgo.states.choice import source_of
+from bridge_fgo.states.choice import leaves, source_of
+from bridge_fgo.states.distributed import McoreSource, MegatronSource, is_adam
 from bridge_fgo.states.float16 import is_muon
-from bridge_fgo.states.leaves import leaves
-from bridge_fgo.states.megatron import McoreSource, MegatronSource, is_adam
 
 STATES = "_bridge_fgo_states"
 """Attribute of an optimizer of mcore's that holds the `OptimizerStates` whose engine is its own."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engines.attachment import attachment_of
+from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.host_buffer import page_lock
 from bridge_fgo.memory.host_memory import local_cpus
@@ -24,7 +24,7 @@ from bridge_fgo.sleep.quantized import ColumnwiseCopies
 from bridge_fgo.sleep.refusals import buffer_refusals
 from bridge_fgo.sleep.states import STATES, OptimizerStates, refusal_of
 from bridge_fgo.sleep.weight_groups import WeightGroup, digests_of, named_weights
-from bridge_fgo.states.megatron import UPSTREAM_OFFLOADERS
+from bridge_fgo.states.distributed import UPSTREAM_OFFLOADERS
 
 BUFFER = "_bridge_fgo_sleep"
 """Attribute of a `_ParamAndGradBuffer` that holds its `Buffer`."""

@@ -1,12 +1,13 @@
-"""Which source an optimizer of mcore's is."""
+"""The optimizers of a rank in what Megatron builds (chains, nested chains, MIMO), and the source that each is."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from bridge_fgo.states.distributed import McoreSource, MegatronSource
 from bridge_fgo.states.float16 import Float16Source
 from bridge_fgo.states.fsdp import FsdpSource, is_fsdp
-from bridge_fgo.states.megatron import McoreSource, MegatronSource
 
 
 def source_of(leaf: Any) -> McoreSource:
@@ -16,3 +17,18 @@ def source_of(leaf: Any) -> McoreSource:
     if not isinstance(leaf, DistributedOptimizer):
         return Float16Source(leaf)
     return FsdpSource(leaf) if is_fsdp(leaf) else MegatronSource(leaf)
+
+
+def leaves(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers that step parameters, through chains of any depth and MIMO's active optimizers.
+
+    mcore's own loop looks at direct children only and misses nested chains (LayerWise among them).
+    """
+    if optimizer is None:
+        return
+    children = vars(optimizer).get("chained_optimizers", vars(optimizer).get("_active_optimizers"))
+    if children is None:
+        yield optimizer
+        return
+    for child in children:
+        yield from leaves(child)

@@ -17,9 +17,8 @@ from typing import Any, override
 import torch
 
 from bridge_fgo.memory.state import Bundle, State, WeightShard
-from bridge_fgo.states.late_masters import take_first
-from bridge_fgo.states.master_copy import Buffers, MasterCopy
-from bridge_fgo.states.megatron import TORCH, McoreSource, adam_states, of_inner
+from bridge_fgo.states.distributed import TORCH, McoreSource, adam_states, of_inner
+from bridge_fgo.states.masters import Buffers, MasterCopy, take_first
 
 MUONS = ("TensorParallelMuon", "TensorParallelAdaptiveMuon")
 """mcore's Muons, by the names of their classes: each steps a parameter by that parameter's states alone."""

@@ -21,8 +21,8 @@ import torch
 
 from bridge_fgo.memory.state import Bundle, Home, State, WeightShard, local
 from bridge_fgo.offload.part import Part
-from bridge_fgo.states.master_copy import MasterCopy
-from bridge_fgo.states.megatron import MOMENTS, McoreSource, adam_states, home_device, of_inner
+from bridge_fgo.states.distributed import MOMENTS, McoreSource, adam_states, home_device, of_inner
+from bridge_fgo.states.masters import MasterCopy
 
 BUFFER = "param_and_grad_buffer"
 """Attribute of a model chunk with what Megatron-FSDP keeps of it."""

@@ -65,7 +65,7 @@ def run(request: Request) -> None:
     script. `sys.argv` and `sys.path` stay as the script leaves them: its threads and exit handlers may still read them.
     """
     import bridge_fgo
-    from bridge_fgo.bridge import flag_use
+    from bridge_fgo.bridge import settings
     from bridge_fgo.options import command_line
     from bridge_fgo.tools import run_again
 
@@ -75,7 +75,7 @@ def run(request: Request) -> None:
     run_again.keep(script, request.module, options)
     measures = bool(request.config.get("measure"))  # a run without the offload on purpose
     if request.offload:
-        flag_use.set_flag_in_every_config()
+        settings.set_flag_in_every_config()
     sys.argv = [str(request.script), *request.args]
     if not sys.flags.safe_path:  # under `python -P` the script's folder is not added either
         # Python resolves symbolic links here, so that a linked script finds its neighbours.
@@ -88,9 +88,9 @@ def run(request: Request) -> None:
             runpy.run_path(str(request.script), run_name="__main__")
     except SystemExit as end:
         if end.code in (None, 0):
-            _say_if_never_set(flag_use.was_set() or measures)
+            _say_if_never_set(settings.flag_was_set() or measures)
         raise
-    _say_if_never_set(flag_use.was_set() or measures)
+    _say_if_never_set(settings.flag_was_set() or measures)
 
 
 def _say_if_never_set(is_as_meant: bool) -> None:

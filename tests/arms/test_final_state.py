@@ -27,7 +27,7 @@ def test_states_read_where_they_are_have_the_digests_of_those_on_the_gpu(remaind
             found, nbytes = digests_by_parameter(run.model, run.optimizer)
             if offload:
                 engine = session_of(run).engine
-                engine.make_room()
+                engine.offload_now()
                 back = engine.traffic.back
                 assert (digests_by_parameter(run.model, run.optimizer), run.live_state_bytes()) == ((found, nbytes), 0)
                 assert remainders or engine.traffic.back == back, "nothing came to the GPU"

@@ -6,11 +6,10 @@ import pytest
 from loop import Loop, RecordingEngine, make_chain
 
 import bridge_fgo
-from bridge_fgo.bridge import session, wrappers
-from bridge_fgo.bridge.attaching import attach
-from bridge_fgo.bridge.session import SESSION, Session
+from bridge_fgo.bridge import before_training, session
+from bridge_fgo.bridge.session import SESSION, Session, attach
 from bridge_fgo.engines import ranks
-from bridge_fgo.engines.attachment import ATTACHED
+from bridge_fgo.engines.engine import ATTACHED
 from bridge_fgo.memory.host_memory import Need
 
 CONFIG = bridge_fgo.OffloadConfig(engine="native")
@@ -108,6 +107,6 @@ def test_a_rank_that_trains_nothing_attaches_when_the_others_do(told, installed)
     def update(optimizer, model_config):
         pass
 
-    optimizer, _ = wrappers.build_optimizer(build, None, (config,), {})
-    wrappers.after_model_hooks(update, None, (optimizer, SimpleNamespace()), {})
+    optimizer, _ = before_training.build_optimizer(build, None, (config,), {})
+    before_training.after_model_hooks(update, None, (optimizer, SimpleNamespace()), {})
     assert told == [None, 0, None]

@@ -70,11 +70,11 @@ def logged(cpu_standins, allocator, monkeypatch):
     """Returns what trains one step on a CPU, resident, with 50 bytes in forward and backward and 20 in the update."""
     from types import SimpleNamespace
 
-    from bridge_fgo.bridge import wrappers
+    from bridge_fgo.bridge import train_step
     from bridge_fgo.tools.arms import cpu_training
 
     written = []
-    monkeypatch.setattr(wrappers, "log_scalars", lambda scalars, state: written.append(scalars))
+    monkeypatch.setattr(train_step, "log_scalars", lambda scalars, state: written.append(scalars))
 
     def train(steps, **options):
         with cpu_training.CpuTraining(cpu_training.CpuOptions(**options)) as training:
@@ -111,7 +111,7 @@ def test_a_resident_run_that_is_measured_logs_its_peaks_by_phase_and_trains_the_
 
 def test_bridges_memory_report_keeps_the_peak_of_a_measured_run(logged):
     import bridge_fgo
-    from bridge_fgo.bridge.measuring import measured_peaks
+    from bridge_fgo.bridge.reporting import measured_peaks
 
     with bridge_fgo.install(OffloadConfig(measure=True)):
         logged(1)

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 import bridge_fgo
-from bridge_fgo.bridge import compat, wrappers
+from bridge_fgo.bridge import before_training, compat
 
 FLAG = "offload_optimizer_states"
 
@@ -63,7 +63,7 @@ def test_only_an_offloader_of_mcores_own_that_serves_the_run_is_built(monkeypatc
         bridge_fgo.install(bridge_fgo.OffloadConfig(engine=engine)),
         pytest.raises(KeyError) if fails else nullcontext(),
     ):
-        wrappers.build_optimizer(setup_optimizer[parameter], None, (config,), {})
+        before_training.build_optimizer(setup_optimizer[parameter], None, (config,), {})
     assert found == [[seen, seen]]
     assert [getattr(config, flag) for flag in flags] == [True, True]
 

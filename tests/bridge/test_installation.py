@@ -59,7 +59,6 @@ transformer.cuda_graphs.TECudaGraphHelper.create_cudagraphs
 distributed.param_and_grad_buffer._ParamAndGradBuffer.offload_to_cpu
 distributed.param_and_grad_buffer._ParamAndGradBuffer.reload_from_cpu
 transformer.moe.paged_stash.PagedStashRunner.prepare_for_rerun full_cuda_graph.FullCudaGraphWrapper.__call__
-distributed.fsdp.src.megatron_fsdp.megatron_fsdp.MegatronFSDP._replace_param_with_distributed_if_needed
 distributed.fsdp.src.megatron_fsdp.megatron_fsdp.MegatronFSDP.install_optimized_model_weights
 """
 DISTRIBUTED_OPTIMIZER = """

@@ -9,7 +9,7 @@ from loop import Loop
 
 import bridge_fgo
 from bridge_fgo.bridge.session import SESSION, Session
-from bridge_fgo.engines.attachment import ATTACHED
+from bridge_fgo.engines.engine import ATTACHED
 from bridge_fgo.engines.native import NativeEngine
 
 ONE_PASS = ["offload", "zero_grad_buffer", "zero_grad", "release", "forward_backward", "reload", "finalize"]

@@ -227,10 +227,10 @@ def test_real_tensorboard_events_are_written(tmp_path):
 def test_bridges_memory_report_keeps_the_peak_of_the_run(monkeypatch, installed):
     from megatron.bridge.training.utils import train_utils
 
-    from bridge_fgo.bridge import wrappers
+    from bridge_fgo.bridge import train_step
 
     session = SimpleNamespace(figures=SimpleNamespace(run_peaks={"allocated_bytes.all.peak": 9_000_000_000}))
-    monkeypatch.setattr(wrappers, "all_sessions", lambda: [session])
+    monkeypatch.setattr(train_step, "all_sessions", lambda: [session])
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocated_bytes.all.peak": 1_000_000_000})
     before = torch.cuda.memory_stats
     report = train_utils.report_memory({"allocated_bytes.all.peak": "mem-max-allocated-bytes"})

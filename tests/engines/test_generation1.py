@@ -8,9 +8,8 @@ import pytest
 import torch
 from fake_optimizer import make_distributed_optimizer, step
 
-from bridge_fgo.engines.mcore import McoreEngine
-from bridge_fgo.engines.mcore1 import Generation1
-from bridge_fgo.states.megatron import MegatronSource, bundles, home_device, live_bytes
+from bridge_fgo.engines.mcore import Generation1, McoreEngine
+from bridge_fgo.states.distributed import MegatronSource, bundles, home_device, live_bytes
 
 
 class FakeStateOffloader:
@@ -75,7 +74,7 @@ def optimizer():
 
 
 def engine_of(*optimizers):
-    return McoreEngine([MegatronSource(optimizer) for optimizer in optimizers], Generation1)
+    return McoreEngine(Generation1.name, [MegatronSource(optimizer) for optimizer in optimizers])
 
 
 def test_it_is_found_by_its_verbs():

@@ -8,9 +8,8 @@ from fake_optimizer import make_distributed_optimizer, step
 
 import bridge_fgo
 from bridge_fgo.bridge.session import Session
-from bridge_fgo.engines.mcore import McoreEngine
-from bridge_fgo.engines.mcore2 import Generation2
-from bridge_fgo.states.megatron import MegatronSource
+from bridge_fgo.engines.mcore import Generation2, McoreEngine
+from bridge_fgo.states.distributed import MegatronSource
 
 
 class FakeGeneration2:
@@ -38,7 +37,7 @@ class FakeGeneration2:
 
 
 def engine_of(optimizer):
-    return McoreEngine([MegatronSource(optimizer)], Generation2)
+    return McoreEngine(Generation2.name, [MegatronSource(optimizer)])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.transfers import HostTransfers
 from bridge_fgo.offload.debug import VARIABLE
 from bridge_fgo.offload.profile import Mark
-from bridge_fgo.states.megatron import MegatronSource, bundles, home_device, live_bytes
+from bridge_fgo.states.distributed import MegatronSource, bundles, home_device, live_bytes
 
 SIZES = [1000, 3, 70_000, 256, 400_000, 12, 64]
 MIB = 2**20
@@ -55,9 +55,10 @@ def test_a_host_that_cannot_hold_the_states_of_all_optimizers_is_refused_before_
     locked = []
     monkeypatch.setattr(MegatronSource, "device", torch.device("cuda"))
     monkeypatch.setattr(native.Remainders, "ready", lambda remainders: None)
-    monkeypatch.setattr("bridge_fgo.engines.share.local_cpus", lambda device: None)
+    monkeypatch.setattr("bridge_fgo.engines.offloaded_source.local_cpus", lambda device: None)
     monkeypatch.setattr(
-        "bridge_fgo.engines.share.page_lock", lambda buffers, _: locked.append(sum(b.tensor.nbytes for b in buffers))
+        "bridge_fgo.engines.offloaded_source.page_lock",
+        lambda buffers, _: locked.append(sum(b.tensor.nbytes for b in buffers)),
     )
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
 
@@ -341,7 +342,7 @@ class AnyOrderOfVerbs(RuleBasedStateMachine):
 
     # The pass.
 
-    @rule(verb=st.sampled_from(["begin_pass", "release", "point", "reload", "settle", "make_room", "take_in"]))
+    @rule(verb=st.sampled_from(["begin_pass", "release", "point", "reload", "settle", "offload_now"]))
     def one_verb(self, verb):
         self.call(verb)
         if verb == "settle":
@@ -535,9 +536,9 @@ class AnyOrderOfVerbs(RuleBasedStateMachine):
             return
         away = [slab for slab in self.engine.slabs if slab.state is SlabState.RELEASED]
         with self.engine.saving(source, copies):
-            assert self.engine.is_away(source)
+            assert self.engine.is_checkpointing(source)
             self.hand_out_all(source, *both)
-        assert not self.engine.is_away(source)
+        assert not self.engine.is_checkpointing(source)
         assert all(slab.state is SlabState.RELEASED for slab in away)
 
     @invariant()

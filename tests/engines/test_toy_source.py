@@ -142,7 +142,7 @@ def test_an_engine_without_sources_is_legal():
         engine.updating()
     engine.settle()
     engine.end_step(updated=True)
-    engine.make_room()
+    engine.offload_now()
     engine.require_writable()
     assert (engine.state_bytes, engine.pinned_bytes, engine.has_states(), engine.is_lost) == (0, 0, False, False)
     engine.close()

@@ -10,7 +10,7 @@ from bridge_fgo.bridge.session import Session
 from bridge_fgo.memory.cuda_transfers import CudaTransfers, Lane
 from bridge_fgo.offload.snapshot import Snapshot
 from bridge_fgo.states.inner_step import InnerStep
-from bridge_fgo.states.master_copy import MasterCopy
+from bridge_fgo.states.masters import MasterCopy
 from bridge_fgo.tools.arms import gpu
 
 POINTS = {

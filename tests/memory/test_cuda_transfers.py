@@ -17,7 +17,7 @@ from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory import cuda_transfers, driver
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.slab import SlabState
-from bridge_fgo.states.megatron import MegatronSource
+from bridge_fgo.states.distributed import MegatronSource
 
 
 class Event:

@@ -89,7 +89,7 @@ def away(training):
     """Have all states of a training be away, in the midst of a pass."""
     training.engine.begin_pass()
     training.engine.release()
-    training.engine.make_room()
+    training.engine.offload_now()
 
 
 def states(training):
@@ -225,7 +225,7 @@ def test_states_that_are_dropped_while_they_are_away_go_at_once(small):
     gc.disable()
     try:
         training.engine.schedule.forget_parts()
-        training.engine._shares.clear()
+        training.engine._offloaded.clear()
         training.optimizers.clear()
         training.sources.clear()
         training.engine.sources.clear()

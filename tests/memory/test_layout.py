@@ -13,7 +13,7 @@ from bridge_fgo.memory.codec import Codec
 from bridge_fgo.memory.layout import ALIGNMENT, lay_out, offloaded_bundles, pack, part_bytes, pieces, select
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.state import Bundle, Home, State
-from bridge_fgo.states.megatron import bundles
+from bridge_fgo.states.distributed import bundles
 from bridge_fgo.tools.plan.state import copied_bytes, size_of, written_back_bytes
 
 sizes = st.lists(st.integers(1, 5_000), max_size=60)

@@ -18,8 +18,8 @@ from bridge_fgo.memory.state import WeightShard
 from bridge_fgo.memory.transfers import HostTransfers
 from bridge_fgo.offload.debug import debugged
 from bridge_fgo.offload.packing_policy import WATCHED_STEPS
-from bridge_fgo.states.master_copy import MasterCopy
-from bridge_fgo.states.megatron import MegatronSource
+from bridge_fgo.states.distributed import MegatronSource
+from bridge_fgo.states.masters import MasterCopy
 
 SIZES = [1000, 7, 70_000, 256, 33]
 CHANGED = "weights of the model were changed while"
@@ -383,9 +383,9 @@ def test_before_masters_leave_between_steps_the_weights_are_looked_up(monkeypatc
     for name in ("locate", "encode"):
         real = getattr(Remainders, name)
         monkeypatch.setattr(Remainders, name, lambda *a, n=name, r=real: (calls.append(n), r(*a))[1])
-    engine.make_room()
+    engine.offload_now()
     assert calls == ["locate", "encode"]
-    engine.make_room()  # nothing is here
+    engine.offload_now()  # nothing is here
     assert calls == ["locate", "encode"]
 
 
@@ -457,7 +457,7 @@ def test_masters_stay_whole_where_weights_had_no_memory_when_packed_ones_would_h
         if seed == 2:
             with monkeypatch.context() as patch:
                 patch.setattr(family, "_kernels", SimpleNamespace(look_up=lambda required: required))
-                engine.make_room()  # an evaluation, with the weights elsewhere
+                engine.offload_now()  # an evaluation, with the weights elsewhere
                 engine.begin_pass()
         send_away(engine)
         update(optimizer, engine, seed)
@@ -470,7 +470,7 @@ def test_masters_stay_whole_where_weights_had_no_memory_when_packed_ones_would_h
 def test_masters_whose_decoding_was_interrupted_are_not_saved(monkeypatch):
     # Ctrl-C in a reader, then a checkpoint: the host has the copied form only, which would be taken for masters.
     optimizer, engine = make(master_remainders=True)
-    engine.make_room()
+    engine.offload_now()
 
     def interrupted(slab):
         raise KeyboardInterrupt

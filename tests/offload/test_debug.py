@@ -14,7 +14,7 @@ from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.slab import Slab, SlabState, SlabStateMachine
 from bridge_fgo.memory.transfers import HostTransfers
 from bridge_fgo.offload.debug import POISON, VARIABLE, DebugTransfers, debugged
-from bridge_fgo.states.megatron import MegatronSource
+from bridge_fgo.states.distributed import MegatronSource
 
 SIZES = [300_000, 1000, 500_000]
 

@@ -23,7 +23,7 @@ from bridge_fgo.memory.shared_host_buffer import LentStorage, SharedHostBuffer, 
 from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.transfers import HostTransfers
 from bridge_fgo.offload.debug import DebugTransfers
-from bridge_fgo.states.megatron import MegatronSource
+from bridge_fgo.states.distributed import MegatronSource
 
 
 def lending(**options):

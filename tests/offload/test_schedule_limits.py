@@ -83,7 +83,7 @@ def test_held_slabs_leave_a_margin_for_holes_that_grows_with_the_activations(mon
 def test_the_least_margin_is_four_parts_and_at_most_a_16th_of_the_states(monkeypatch, while_enqueuing, part, margin):
     monkeypatch.setattr("bridge_fgo.memory.layout.BYTES_WHILE_ENQUEUING", while_enqueuing)
     monkeypatch.setattr("bridge_fgo.memory.layout.LEAST_PART_BYTES", 1024)
-    monkeypatch.setattr("bridge_fgo.engines.share.MARGIN_PARTS", 4)
+    monkeypatch.setattr("bridge_fgo.engines.offloaded_source.MARGIN_PARTS", 4)
     training = Training(layer=WHOLE)
     (source,) = training.sources
     assert part_bytes(source.states(), training.engine._config) == part

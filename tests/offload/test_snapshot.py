@@ -8,13 +8,13 @@ from fake_optimizer import make_distributed_optimizer, step
 
 from bridge_fgo.bridge import state_wrappers
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engines.attachment import ATTACHED, Attachment
+from bridge_fgo.engines.engine import ATTACHED, Attachment
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.transfers import HostTransfers
 from bridge_fgo.offload import snapshot
-from bridge_fgo.states.megatron import MegatronSource
+from bridge_fgo.states.distributed import MegatronSource
 
 SIZES = [300_000, 1000, 500_000, 64, 700_000, 128]
 
@@ -196,7 +196,7 @@ def test_a_save_of_one_source_leaves_those_of_others_where_they_are():
     engine.release()
     saved, other = sources
     with engine.saving(saved, copies=True):
-        assert engine.is_away(saved) and not engine.is_away(other)
+        assert engine.is_checkpointing(saved) and not engine.is_checkpointing(other)
         param = params(optimizers[0])[0]
         engine.hand_out(saved, param, read_as_it_is(optimizers[0], param))
         assert residencies(engine) == {SlabState.RELEASED}
@@ -205,4 +205,4 @@ def test_a_save_of_one_source_leaves_those_of_others_where_they_are():
         assert handed["param"] is param, "a reader gets the states themselves, on the GPU"
         assert all(torch.equal(handed[name], value) for name, value in before.items())
         assert all(slab.state is SlabState.RELEASED for part in engine.parts_of(saved) for slab in part.slabs)
-    assert not engine.is_away(saved)
+    assert not engine.is_checkpointing(saved)

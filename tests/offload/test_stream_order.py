@@ -98,7 +98,7 @@ class RandomTraining(Training):
             verb()
 
     def between_steps(self):
-        nothing, release = (lambda: None), self.engine.make_room
+        nothing, release = (lambda: None), self.engine.offload_now
         with self.somewhere():
             self.random.choice([nothing, nothing, release, self.read, self.overwrite, self.save])()
             if self.random.random() < 0.1:

@@ -10,7 +10,7 @@ import pytest
 import bridge_fgo
 from bridge_fgo.memory.slab import StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
-from bridge_fgo.states.megatron import live_bytes
+from bridge_fgo.states.distributed import live_bytes
 from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 SMALL = {"hidden": 64, "sequence": 16, "vocab": 64}

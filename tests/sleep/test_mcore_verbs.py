@@ -8,9 +8,9 @@ from sleeping import SEVERAL_SLABS, buffers, fail, note, residency, resident, re
 from test_sleep_and_wake import precision_aware
 
 import bridge_fgo
-from bridge_fgo.bridge.attaching import attach
+from bridge_fgo.bridge.session import attach
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engines.attachment import attachment_of
+from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.memory.slab import StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep import upstream

@@ -11,7 +11,7 @@ from sleeping import KINDS, PACKED, WHOLE, options, residency
 
 import bridge_fgo
 from bridge_fgo.bridge.session import active_session
-from bridge_fgo.engines.attachment import attachment_of
+from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.sleep.states import STATES
 from bridge_fgo.tools.arms.cpu_training import CpuTraining
 

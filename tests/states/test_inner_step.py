@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.optim.optimizer as every_optimizer
 
-from bridge_fgo.states import known_steps
+from bridge_fgo.states import inner_step
 from bridge_fgo.states.inner_step import InnerStep
 
 
@@ -39,8 +39,8 @@ class CountsEmptyGroupsToo(GroupCountingAdam):
 
 @pytest.fixture(autouse=True)
 def group_counting_adam_is_known(monkeypatch):
-    monkeypatch.setattr(known_steps, "KNOWN", known_steps.KNOWN | {f"{__name__}.GroupCountingAdam.step"})
-    monkeypatch.setattr(known_steps, "UPSTREAM", known_steps.UPSTREAM | {__name__})
+    monkeypatch.setattr(inner_step, "KNOWN", inner_step.KNOWN | {f"{__name__}.GroupCountingAdam.step"})
+    monkeypatch.setattr(inner_step, "UPSTREAM", inner_step.UPSTREAM | {__name__})
 
 
 def make(cls=GroupCountingAdam):

@@ -8,7 +8,7 @@ import torch
 from fake_optimizer import make_distributed_optimizer, step
 
 from bridge_fgo.memory.state import State
-from bridge_fgo.states.megatron import bundles, home_device, live_bytes
+from bridge_fgo.states.distributed import bundles, home_device, live_bytes
 
 
 class FusedAdam(torch.optim.Optimizer):

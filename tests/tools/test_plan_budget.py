@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.offload.schedule import Schedule
-from bridge_fgo.states.megatron import MegatronSource
+from bridge_fgo.states.distributed import MegatronSource
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.job.tensors import Tensor

@@ -147,8 +147,8 @@ from bridge_fgo.bridge.settings import installed_config
 if "BEGAN" not in os.environ:
     os.chdir("/")
     os.execvpe(sys.executable, [sys.executable, "-X", "utf8", *HOW, *sys.argv[1:]], {**os.environ, "BEGAN": "1"})
-from bridge_fgo.bridge import flag_use
-print(json.dumps([sys.argv[1:], installed_config().fraction, flag_use._sets_flag]))
+from bridge_fgo.bridge import settings
+print(json.dumps([sys.argv[1:], installed_config().fraction, settings._sets_flag]))
 """
 
 
@@ -257,10 +257,10 @@ def test_python_dash_m_installs_the_package_for_the_script(script: Any) -> None:
 VALIDATE = """
 import sys
 from types import SimpleNamespace
-from bridge_fgo.bridge import flag_use
+from bridge_fgo.bridge import settings
 optimizer = SimpleNamespace(offload_optimizer_states={flag})
-flag_use.before_validation(optimizer)
-flag_use.after_validation(optimizer)
+settings.before_validation(optimizer)
+settings.after_validation(optimizer)
 print(optimizer.offload_optimizer_states)
 """
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bridge_fgo.engines.attachment import attachment_of
+from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.states.fsdp import is_fsdp
 from bridge_fgo.tools.arms.record import digest, digest_each, joined
 

@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 
-from bridge_fgo.bridge.fsdp_refusals import uses_fsdp
+from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.tools.arms.process_setup import forget_attention_backend
 from bridge_fgo.tools.job.fsdp_layout import held_in_fsdp
 from bridge_fgo.tools.job.layout import held_in_ddp
@@ -145,7 +145,7 @@ def prepare(config: Any, gpus: int) -> str | None:
     """
     from megatron.bridge.training.config import runtime_config_update
 
-    from bridge_fgo.bridge.wrappers import refusals_left_to_caller
+    from bridge_fgo.bridge.before_training import refusals_left_to_caller
 
     with refusals_left_to_caller(), world(gpus, 0):
         try:

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from bridge_fgo.bridge.compat import FLAG
-from bridge_fgo.states.leaves import leaves
+from bridge_fgo.states.choice import leaves
 from bridge_fgo.tools.job.held import FP8_BYTES, MXFP8_BYTES, Held, OptimizerStates, states_of
 from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.standins import te_shapes

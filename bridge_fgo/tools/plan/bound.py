@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.bridge.fsdp_refusals import STRATEGIES, uses_fsdp
-from bridge_fgo.bridge.refusals import LAYER_WISE, MUONS
+from bridge_fgo.bridge.refusals import LAYER_WISE, MUONS, STRATEGIES, uses_fsdp
+from bridge_fgo.states.distributed import MASTER, MOMENTS
 from bridge_fgo.states.float16 import MOMENTUM, SECOND_MOMENT
-from bridge_fgo.states.megatron import MASTER, MOMENTS
 from bridge_fgo.tools.job.held import FP8_BYTES, MXFP8_BYTES, Held, OptimizerStates, StateKind
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.tensors import Tensor
@@ -85,7 +84,7 @@ def _filled(tensors: list[Tensor], share: int) -> Iterator[int]:
 
 
 def _divides(config: Any) -> bool:
-    """Return whether masters are copied to the weights part by part; see `bridge_fgo.states.master_copy.MasterCopy`."""
+    """Return whether masters are copied to the weights part by part; see `bridge_fgo.states.masters.MasterCopy`."""
     quantized = any(getattr(config.ddp, name, False) for name in ("fp8_param_gather", "fp4_param_gather"))
     if not uses_fsdp(config) and not config.ddp.use_distributed_optimizer:
         return True  # whole parameters, each by itself

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bridge_fgo.bridge.fsdp_refusals import uses_fsdp
+from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.offload.policy import MemoryProfile, budget_refusal, choose_staying, least_budget
 from bridge_fgo.tools.bench.floor import floor_seconds

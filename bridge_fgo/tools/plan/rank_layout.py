@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bridge_fgo.bridge.fsdp_refusals import uses_fsdp
-from bridge_fgo.bridge.refusals import MUONS
+from bridge_fgo.bridge.refusals import MUONS, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-from bridge_fgo.bridge.fsdp_refusals import uses_fsdp
+from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.activations import is_unfused
 from bridge_fgo.tools.plan.compute import ACHIEVED, RATES, Compute, compute_of

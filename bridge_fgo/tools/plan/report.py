@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bridge_fgo.bridge.fsdp_refusals import uses_fsdp
+from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.tools.plan.activations import WORKSPACES
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate, components, offloaded_bytes
 from bridge_fgo.tools.plan.recommend import Recommendation

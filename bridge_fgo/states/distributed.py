@@ -17,8 +17,7 @@ from bridge_fgo.memory.guard import class_of
 from bridge_fgo.memory.state import Bundle, State, WeightShard, local
 from bridge_fgo.offload.part import Part
 from bridge_fgo.states.inner_step import InnerStep
-from bridge_fgo.states.late_masters import take_first
-from bridge_fgo.states.master_copy import PLAIN, MasterCopy
+from bridge_fgo.states.masters import PLAIN, MasterCopy, take_first
 from bridge_fgo.states.source import Source
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -186,11 +185,20 @@ def adam_states(adam: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[St
         yield state("master", MASTER, torch.int16 if remainders else dtypes[MASTER])
 
 
-def load_groups(adam: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def load_groups(adam: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load the param groups of a state dictionary into an Adam, whose states stay as they are."""
     state = adam.state
     torch.optim.Optimizer.load_state_dict(adam, {**state_dict, "state": {}})
     adam.state = state
+
+
+def as_they_are(adam: Any) -> dict[str, Callable[..., Any]]:
+    """Return methods for an Adam by which its `state_dict` takes states as they are, be they readable or not.
+
+    TE's makes fp32 of moments in 16 bits, all of them at once, which mcore drops.
+    """
+    mine = {"get_unscaled_state": lambda param, name: adam.state[param][name]}
+    return mine if hasattr(adam, "get_unscaled_state") else {}
 
 
 def _make(adam: Any, param: torch.Tensor, name: str, dtype: torch.dtype) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_optimizer import make_distributed_optimizer, with_model
 
-from bridge_fgo.states.master_copy import MasterCopy
+from bridge_fgo.states.masters import MasterCopy
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from fake_optimizer import make_distributed_optimizer, state_bytes, with_model
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.meters import PeakMeter
-from bridge_fgo.states.megatron import MegatronSource
+from bridge_fgo.states.distributed import MegatronSource
 
 SIZES = [100, 64, 300, 8, 50]
 QUANTIZED = ("ddp_config", "fp8_param_gather")

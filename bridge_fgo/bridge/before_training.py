@@ -1,0 +1,182 @@
+"""What the patched functions before training do: validate a config, build an optimizer, set up training."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import logging
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from bridge_fgo.bridge.calls import Args, Kwargs, Wrapped, arguments_of
+from bridge_fgo.bridge.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
+from bridge_fgo.bridge.refusals import refuse_config, refuse_optimizer_config
+from bridge_fgo.bridge.session import attach
+from bridge_fgo.bridge.settings import (
+    SETTINGS,
+    after_validation,
+    before_validation,
+    given_settings,
+    settings_of,
+    write_settings,
+)
+from bridge_fgo.config import without_measure
+from bridge_fgo.engines.ranks import on_every_rank
+from bridge_fgo.states.masters import build_groups, masters_made_late
+
+logger = logging.getLogger(__name__)
+
+_caller_refuses = False
+
+
+@contextlib.contextmanager
+def refusals_left_to_caller() -> Iterator[None]:
+    """Context in which Bridge's validation refuses nothing in this package's name: the caller lists the refusals."""
+    global _caller_refuses
+    before, _caller_refuses = _caller_refuses, True
+    try:
+        yield
+    finally:
+        _caller_refuses = before
+
+
+def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Refuse what cannot be combined, once Bridge has validated and finalized the config."""
+    before_validation(instance.optimizer)
+    result = wrapped(*args, **kwargs)
+    _after_validation(instance)
+    return result
+
+
+def validate_mimo_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Refuse what cannot be combined; MIMO's road does not go through the container's own validation."""
+    config = arguments_of(wrapped, args, kwargs)["cfg"]
+    before_validation(config.optimizer)
+    result = wrapped(*args, **kwargs)
+    _after_validation(config)
+    return result
+
+
+def _after_validation(config: Any) -> None:
+    """Refuse what cannot be combined; have the config hold the settings in force, with which it is saved."""
+    optimizer = config.optimizer
+    after_validation(optimizer)
+    if _caller_refuses:
+        return
+    refuse_config(config, settings_of(optimizer))
+    if flag_is_set(optimizer):
+        write_settings(optimizer)
+    elif given := without_measure(given_settings(optimizer)):
+        told = ", ".join(f"optimizer.{SETTINGS}.{name}={value!r}" for name, value in given.items())
+        logger.warning("bridge_fgo: optimizer.%s is not set: nothing is offloaded, in spite of %s", FLAG, told)
+
+
+def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Build an optimizer whose masters never are on the GPU together, and attach, where the native engine serves it.
+
+    So a model can be built, and loaded, that fits only with its states offloaded. With an engine of mcore's
+    `after_model_hooks` attaches.
+    """
+    arguments = arguments_of(wrapped, args, kwargs)
+    config = arguments.get("optimizer_config", arguments.get("config"))
+    check_flag(config)
+    if not flag_is_set(config):
+        return wrapped(*args, **kwargs)
+    refuse_optimizer_config(config)
+    settings = settings_of(config)
+    if choose_engine(settings, config) != "native":
+        result = wrapped(*args, **kwargs)
+        _optimizer_of(result, config)
+        return result
+    with masters_made_late():
+        result = _build_without_flag(wrapped, args, kwargs, config)
+        optimizer = _optimizer_of(result, config)
+        model = arguments.get("model", arguments.get("mimo_model"))
+        if model is not None:
+            engine = attach(optimizer, model_config_of({"model": model}), settings).engine
+            on_every_rank(partial(engine.offload_now, whole=True))
+    return result
+
+
+def _optimizer_of(result: Any, config: Any) -> Any:
+    """Return the optimizer of what was built; the empty chain of a rank that trains nothing gets the config.
+
+    By that `after_model_hooks` knows that the flag is set: else the rank would miss what all ranks do together, and
+    they would wait for it.
+    """
+    optimizer = result[0] if isinstance(result, tuple) else result
+    if getattr(optimizer, "chained_optimizers", None) == []:
+        optimizer.config = config
+    return optimizer
+
+
+def _build_without_flag(wrapped: Wrapped, args: Args, kwargs: Kwargs, config: Any) -> Any:
+    """Keep mcore from building its own offloader.
+
+    Generation 1's constructor asserts on any Adam but TE's, and generation 2's step goes through its
+    offloader, so the flag is hidden while the optimizer is built.
+    """
+    before = {name: getattr(config, name) for name in (FLAG, CHUNKED_FLAG) if hasattr(config, name)}
+    for name in before:
+        setattr(config, name, False)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def builds_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have masters made without memory while `build_optimizer` builds an optimizer for the native engine."""
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+
+    def build(groups: list[Any]) -> Any:
+        bound.arguments[GROUPS] = groups
+        return wrapped(*bound.args, **bound.kwargs)
+
+    return build_groups(build, bound.arguments[GROUPS])
+
+
+GROUPS = "opt_group_ranges"
+"""The parameter with mcore's param groups."""
+
+
+def after_model_hooks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Attach where `build_optimizer` has not, as soon as the optimizer exists and finalize is bound.
+
+    So a refusal comes, and host memory is pinned, before the first collective of training.
+    """
+    result = wrapped(*args, **kwargs)
+    arguments = arguments_of(wrapped, args, kwargs)
+    optimizer = arguments.get("optimizer")
+    if optimizer is not None and flag_is_set(getattr(optimizer, "config", None)):
+        attach(optimizer, model_config_of(arguments), settings_of(optimizer.config))
+    return result
+
+
+def model_config_of(arguments: dict[str, Any]) -> Any:
+    """Return the config of the model that a patched function was given."""
+    from megatron.core.utils import get_model_config
+
+    if "model_config" in arguments:
+        return arguments["model_config"]
+    model = arguments["model"]
+    return get_model_config(model[0] if isinstance(model, list) else model)
+
+
+def compile_helpers(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Let Bridge go on where `make` fails but the compiled dataset helper is there.
+
+    mcore's wheel ships the helper built and no Makefile, so Bridge would exit.
+    """
+    try:
+        return wrapped(*args, **kwargs)
+    except (SystemExit, FileNotFoundError) as error:
+        try:
+            importlib.import_module("megatron.core.datasets.helpers_cpp")
+        except ImportError:
+            raise error from None
+        logger.info("megatron.core.datasets.helpers_cpp is there already; going on without make")
+        return None

@@ -1,0 +1,189 @@
+"""What the patched functions in a training step do.
+
+The time line of one training step, with the functions that run it. `Engine` is the native engine here:
+
+1. Bridge's `train_step` is called: `_run_step` has `Session.training_step` hang hooks on the model's layers and on
+   `finalize_model_grads_func` (`points`).
+2. The rerun machine grants a pass (`PassBeginningMachine`): `Session.begin_pass` -> `Engine.begin_pass` makes the plan
+   of the pass and starts the first copies out. A pass that is run again begins here.
+3. Gradients are zeroed, and nothing reads the masters any more (`release_after`): `Session.release` ->
+   `Engine.release` gives GPU memory back whose copies have landed.
+4. A layer's forward begins, or its backward has ended (`points.PointHook`): `Engine.point` offloads more as activations
+   grow in the first microbatch, and prefetches as they shrink in the last one.
+5. The last backward is done (`points.ReloadThenFinalize`, or `run_schedule` of a graph): `Session.reload` ->
+   `Engine.reload` starts further copies in, beside the reduction of the gradients.
+6. Each optimizer steps (`state_wrappers.updates_states`): `Engine.updating` checks once that all can be updated, and
+   `Engine.stepping` has `Schedule.step` prefetch part k+1, update part k with its copy to the weights
+   (`Source.step`), and offload part k-1. A skipped step has no 6.
+7. `train_step` returns: `Engine.settle` waits for copies in under way, `Figures.end_step` reads the peaks, and
+   `Engine.end_step` learns from them. `log_scalars` hands the figures to Bridge's loggers.
+
+Between steps states stay where they are: whatever touches one has it back (`memory.guard`).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import wrapt
+
+from bridge_fgo.bridge.before_training import model_config_of
+from bridge_fgo.bridge.calls import Args, Kwargs, Wrapped, arguments_of
+from bridge_fgo.bridge.reporting import log_scalars, measured_peaks, measurement_of
+from bridge_fgo.bridge.session import active_session, all_sessions, newest_stats, session_for_step
+from bridge_fgo.bridge.settings import settings_of
+
+STEP_ORDER = ("forward_step_func", "data_iterator", "model", "optimizer", "scheduler", "global_state")
+"""First parameters of a training step; MIMO calls its scheduler's parameter otherwise, and passes all by name."""
+
+
+def _run_step(wrapped: Wrapped, args: Args, kwargs: Kwargs, one_pass: bool) -> Any:
+    """Run a training step with the session of its optimizer active, where the flag is set.
+
+    one_pass: the step has no rerun loop that would tell when a pass begins.
+    """
+    # A step of `*args, **kwargs`, as somebody has wrapped it, has no names: it is called as Bridge's own.
+    by_place = dict(zip(STEP_ORDER, args, strict=False))
+    arguments = {**by_place, **arguments_of(wrapped, args, kwargs), **kwargs}
+    state = arguments["global_state"]
+    settings = settings_of(state.cfg.optimizer)
+    session = session_for_step(arguments["optimizer"], model_config_of(arguments), state.cfg, settings)
+    if session is None:
+        is_measured = settings.measure and arguments["optimizer"] is not None
+        return _measured(wrapped, args, kwargs, arguments) if is_measured else wrapped(*args, **kwargs)
+    with session.training_step(arguments["model"], _microbatches(), _is_saved_next(state)):
+        if one_pass:
+            session.begin_pass()
+        result = wrapped(*args, **kwargs)
+        session.updated = not result[1]  # `skipped_iter`, in Bridge's step and in MIMO's
+    stats = newest_stats()
+    if stats is not None:  # else the package was uninstalled within the step
+        log_scalars(stats.scalars(), state)
+    return result
+
+
+def _measured(wrapped: Wrapped, args: Args, kwargs: Kwargs, arguments: dict[str, Any]) -> Any:
+    """Run a training step without the offload, and log its peaks."""
+    measurement = measurement_of(arguments["optimizer"])
+    with measurement.training_step(model_config_of(arguments)):
+        result = wrapped(*args, **kwargs)
+    log_scalars(measurement.scalars, arguments["global_state"])
+    return result
+
+
+def _microbatches() -> int:
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    return get_num_microbatches()
+
+
+def _is_saved_next(state: Any) -> bool:
+    """Return whether Bridge saves at an interval, or at the end, when the training step that begins is done."""
+    checkpoint, step = state.cfg.checkpoint, state.train_state.step + 1
+    if not checkpoint.save:
+        return False
+    intervals = (checkpoint.save_interval, checkpoint.non_persistent_save_interval, state.cfg.train.train_iters)
+    return any(step % interval == 0 for interval in intervals if interval)
+
+
+def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Run Bridge's step with the session of its optimizer active."""
+    return _run_step(wrapped, args, kwargs, one_pass=False)
+
+
+def train_step_megatron_mimo(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Run Bridge's MIMO step, which has one pass and no rerun loop, with the session active."""
+    return _run_step(wrapped, args, kwargs, one_pass=True)
+
+
+class PassBeginningMachine(wrapt.ObjectProxy):
+    """The rerun state machine, telling the session of every pass that it grants."""
+
+    def should_run_forward_backward(self, *args: Any, **kwargs: Any) -> bool:
+        """Ask the machine; when a pass is granted, start the offload before grads are zeroed."""
+        granted = self.__wrapped__.should_run_forward_backward(*args, **kwargs)
+        session = active_session()
+        if granted and session is not None:
+            session.begin_pass(is_replayed())
+        return granted
+
+
+def get_rerun_state_machine(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Inside an active training step, hand out the machine that tells of passes."""
+    machine = wrapped(*args, **kwargs)
+    return machine if active_session() is None else PassBeginningMachine(machine)
+
+
+def release_after(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Release once the last reader of the masters before forward (MXFP8's copy) or the zeroing is done."""
+    result = wrapped(*args, **kwargs)
+    session = active_session()
+    if session is not None:
+        session.release()
+    return result
+
+
+def pass_around(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Run another attempt at forward and backward in the same pass: offload before it zeroes, release after."""
+    session = active_session()
+    if session is not None:
+        session.begin_pass()  # that resets a graph, so that none is replayed
+    return release_after(wrapped, instance, args, kwargs)
+
+
+# Full-iteration CUDA graphs.
+
+MODULE = "megatron.core.full_cuda_graph"
+
+
+def is_replayed() -> bool:
+    """Return whether a training pass that begins now replays a graph."""
+    return _graphs().get("training") is not None
+
+
+def run_schedule(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run, capture or replay forward and backward, and reload after it, where the graph has no Python that would."""
+    before = _graphs()
+    result = wrapped(*args, **kwargs)
+    if any(graph is not before.get(stage) for stage, graph in _graphs().items()):
+        for session in all_sessions():
+            session.graphs_changed()
+    session = active_session()
+    if session is not None and not kwargs["forward_only"]:
+        session.reload()
+    return result
+
+
+def _graphs() -> dict[str, Any]:
+    """Return the graphs of the process by what they are for, "training" and "validation".
+
+    None, or no entry, where there is none: Bridge deletes the entry after training.
+    """
+    module = sys.modules.get(MODULE)
+    return {} if module is None else dict(module.FullCudaGraphWrapper.cuda_graph)
+
+
+# Figures.
+
+
+def report_memory(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Keep Bridge's peak figures those of the run, though the counters are reset between phases."""
+    peaks: dict[str, int] = {}
+    for of_run in (*(session.figures.run_peaks for session in all_sessions()), *measured_peaks()):
+        for key, value in of_run.items():
+            peaks[key] = max(value, peaks.get(key, 0))
+    if not peaks:
+        return wrapped(*args, **kwargs)
+    original = torch.cuda.memory_stats
+
+    def memory_stats(*stats_args: Any, **stats_kwargs: Any) -> dict[str, Any]:
+        stats = original(*stats_args, **stats_kwargs)
+        return {**stats, **{key: max(peak, stats.get(key, 0)) for key, peak in peaks.items()}}
+
+    torch.cuda.memory_stats = memory_stats
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        torch.cuda.memory_stats = original
