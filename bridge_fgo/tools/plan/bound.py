@@ -37,7 +37,7 @@ def bound_of(job: Job, stage: int) -> Held:
         parameters += weight_bytes(job, kind, share if level == 3 else whole)
         if not kind.trainable:
             continue
-        gradient = torch.float32 if job.config.ddp.grad_reduce_in_fp32 else kind.dtype
+        gradient = _gradients_dtype(job.config, kind)
         gradients += (share if level >= 2 else whole) * gradient.itemsize
         stored = 1 if kind.quantized else kind.dtype.itemsize
         buffers.append((stored, whole * stored, share * stored))
@@ -81,6 +81,13 @@ def _filled(tensors: list[Tensor], share: int) -> Iterator[int]:
         if share > 0:
             yield min(numel, share)
         share -= numel
+
+
+def _gradients_dtype(config: Any, tensor: Tensor) -> torch.dtype:
+    """Return the dtype of a kind of gradients in their buffer."""
+    if uses_fsdp(config):
+        return getattr(config.ddp, "megatron_fsdp_main_grads_dtype", None) or tensor.dtype
+    return torch.float32 if config.ddp.grad_reduce_in_fp32 else tensor.dtype
 
 
 def _divides(config: Any) -> bool:
