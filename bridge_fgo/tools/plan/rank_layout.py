@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bridge_fgo.bridge.refusals import MUONS, uses_fsdp
+from bridge_fgo.bridge.refusals import MUONS, STRATEGIES, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
@@ -44,6 +44,9 @@ def require_known_states(job: Job) -> None:
         raise ValueError(
             f"optimizer.muon_scalar_optimizer={scalar!r}: the plan knows the states of Adam and Muon alone"
         )
+    strategy = job.config.ddp.data_parallel_sharding_strategy
+    if uses_fsdp(job.config) and strategy not in STRATEGIES:
+        raise ValueError(f"ddp.data_parallel_sharding_strategy={strategy!r}: one of {', '.join(STRATEGIES)}")
     if name != "adam" and uses_fsdp(job.config):
         raise ValueError(
             f"optimizer.optimizer={name!r} with ddp.use_megatron_fsdp=True: the plan knows Adam's states alone here"
