@@ -43,10 +43,12 @@ def bridge_train(cpu_standins):
 def cpu_standins():
     """Bridge runs on the CPU for the tests of a module."""
     import shared_gloo
+    import torch
 
     from bridge_fgo.tools.standins.cuda import install_standins, remove_standins
 
     install_standins()
+    torch.set_num_threads(1)  # where cores are busy, threads that wait for each other take ten times as long
     gc.collect()
     gc.freeze()  # what is imported need not be looked through for garbage in every test
     with pytest.MonkeyPatch.context() as patch:
