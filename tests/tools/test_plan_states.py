@@ -164,3 +164,10 @@ def test_each_strategy_of_megatron_fsdp_spreads_what_its_name_says(strategy, par
     whole = 2**23
     assert (most.parameters, most.gradients) == (2 * whole // parameters, 2 * whole // gradients)
     assert layout_of(job, OffloadConfig()).states[0][0].total == 12 * whole // states
+
+
+def test_a_strategy_that_there_is_not_is_an_error_with_its_setting():
+    job, _ = bound([Tensor("a", 1000)], 8)
+    job.config.ddp.use_megatron_fsdp, job.config.ddp.data_parallel_sharding_strategy = True, "zero3"
+    with pytest.raises(ValueError, match=r"ddp\.data_parallel_sharding_strategy='zero3': one of no_shard"):
+        layout_of(job, OffloadConfig())

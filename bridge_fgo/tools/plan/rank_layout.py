@@ -44,8 +44,7 @@ def require_known_states(job: Job) -> None:
         raise ValueError(
             f"optimizer.muon_scalar_optimizer={scalar!r}: the plan knows the states of Adam and Muon alone"
         )
-    strategy = job.config.ddp.data_parallel_sharding_strategy
-    if uses_fsdp(job.config) and strategy not in STRATEGIES:
+    if uses_fsdp(job.config) and (strategy := job.config.ddp.data_parallel_sharding_strategy) not in STRATEGIES:
         raise ValueError(f"ddp.data_parallel_sharding_strategy={strategy!r}: one of {', '.join(STRATEGIES)}")
     if name != "adam" and uses_fsdp(job.config):
         raise ValueError(
