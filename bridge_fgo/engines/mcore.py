@@ -182,6 +182,11 @@ class Generation1(_OfGeneration1, SlabStateMachine, Member):
             for state in bundle.states:
                 yield from state.handles()
 
+    @override
+    def _start_reload(self) -> None:
+        self.optimizer.reload_offloaded_states()  # which orders the copy in after the copy out
+        self._count_back(self._away)
+
     def _give_up_offload(self) -> None:
         """Do nothing: what upstream copied is not looked at again."""
 

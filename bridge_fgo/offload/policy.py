@@ -175,7 +175,8 @@ class HoldPolicy:
         """Compare the peak of a step with what its plan keeps under; return whether to plan anew, as it was above.
 
         More than one part above, that is: so much may be there twice for a moment. From then on such steps hold as much
-        less of the states, each time that they are above, until there is nothing left to hold.
+        less of the states. Where that is not enough, memory beside the states has grown (a cache of the first
+        evaluation, say), and the profile grows by it, until the states have nothing left to give.
 
         Args:
             plan: the one that was followed.
@@ -188,16 +189,19 @@ class HoldPolicy:
         above = peak - self.limit
         if above <= max((part.transit_bytes for part in parts), default=0):
             return False
-        if profile.beyond >= self.limit:
+        if profile.peak > self.limit:  # a budget that does not hold, with everything offloaded
             return False
-        if not profile.beyond:
-            gib = 2**30
-            self.warn(
-                f"a training step allocated {peak / gib:.2f} GiB, though what went through its layers was no larger "
-                f"than in a step that was measured, by which it should have stayed under {self.limit / gib:.2f} GiB: "
-                f"from now on such steps hold {above / gib:.2f} GiB less of the optimizer state"
-            )
-        profile.beyond += above
+        if profile.beyond:
+            profile.intervals = [nbytes + above for nbytes in profile.intervals]
+            profile.step += above
+            return True
+        gib = 2**30
+        self.warn(
+            f"a training step allocated {peak / gib:.2f} GiB, though what went through its layers was no larger "
+            f"than in a step that was measured, by which it should have stayed under {self.limit / gib:.2f} GiB: "
+            f"from now on such steps hold {above / gib:.2f} GiB less of the optimizer state"
+        )
+        profile.beyond = above
         return True
 
     def runs_short(self) -> bool:

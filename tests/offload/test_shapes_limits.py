@@ -71,6 +71,8 @@ def test_where_more_is_beside_the_states_than_was_measured_steps_hold_less_and_t
         peak, reached = training.train_by(beside([LONG], WHOLE // 2))
         assert training.schedule.is_planned and not training.schedule._fresh
         assert peak <= max(reached, budget or 0) + training.part
+    if budget is None:
+        assert max(training.schedule.holding.plans[0].leave) > WHOLE // 4, "and not held back more for it in the end"
     training.check()
 
 
