@@ -187,7 +187,8 @@ def loads_checkpoint(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
     """Have states away while a checkpoint is loaded, and afterwards; see the module."""
     optimizer = arguments_of(wrapped, args, kwargs).get("optimizer")
     given = [to for leaf in leaves(optimizer) if is_fsdp(leaf) and (to := attachment_of(leaf)) is not None]
-    found = given or _attachments()  # a load of weights may be given no optimizer, whose masters they are
+    # A load of weights may be given no optimizer, whose masters they are.
+    found = _attachments() if optimizer is None else given
     if not found:
         return wrapped(*args, **kwargs)
     for engine, _ in found:

@@ -6,10 +6,12 @@ Checks run before a call where that is not enough:
 - Before PyTorch 2.12 C++ reads an address of 0: kernels of Transformer Engine in forward, backward and step, and
   collectives.
 - A step scales gradients, and a load replaces states, before they touch the first state that is away.
+- A save gathers bucket by bucket. A rank whose shard of a bucket is empty touches nothing, and would wait for others.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -98,7 +100,8 @@ class Checks:
         self.before(optimizer, "step", require_for_step, backwards.used)
         for leaf in states.optimizers if states.is_owner else ():
             self.before(leaf, "step_with_ready_grads", self._require_states, stepped)
-            self.before(leaf, "load_state_dict", self._require_states)
+            for name in _OF_ALL_RANKS:
+                self.before(leaf, name, self._require_states)
 
     def before(self, owner: Any, name: str, check: Check, after: Check = lambda: None) -> None:
         """Have `check` called before a method of one object, and `after` once it has returned, until `close`."""
@@ -108,8 +111,10 @@ class Checks:
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             check()
-            # The class's method is looked up now: `install` may have patched it since.
-            result = getattr(type(owner), name)(owner, *args, **kwargs) if own is None else own(*args, **kwargs)
+            # The class's method is looked up now: `install` may have patched it since. It is bound, as in a call
+            # without this check: of a call through the class, wrapt below 2.5 has a signature with `self` in it.
+            method = inspect.getattr_static(type(owner), name).__get__(owner, type(owner)) if own is None else own
+            result = method(*args, **kwargs)
             after()
             return result
 
@@ -150,6 +155,9 @@ _COLLECTIVES: dict[Kind, tuple[str, ...]] = {
     "params": ("start_param_sync", "broadcast_params"),
 }
 """Methods of mcore's DDP that hand memory to NCCL."""
+
+_OF_ALL_RANKS = ("load_state_dict", "sharded_state_dict", "save_parameter_state", "load_parameter_state")
+"""Methods of an optimizer that have collectives, or that replace states before they touch one that is away."""
 
 
 def wrapped_models(chunk: torch.nn.Module) -> list[torch.nn.Module]:
