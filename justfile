@@ -39,6 +39,6 @@ bridge-main BRIDGE MEGATRON_LM *ARGS:
 upstream PATH RANKS="1" *TESTS="":
     uv run python tests/upstream/suite.py {{PATH}} {{RANKS}} {{TESTS}}
 
-# The series in patches/ on copies of the installed wheel; its own tests and the wiring tests on the patched one.
+# The series in patches/ on copies of the installed wheel; its own tests and tests/bridge on the patched one.
 patches:
     uv run pytest tests/patches

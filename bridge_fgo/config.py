@@ -14,6 +14,9 @@ MIB = 2**20
 
 Engine = Literal["auto", "native", "mcore"]
 
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Values of `ddp.data_parallel_sharding_strategy`; each shards what the one before does, and one thing more."""
+
 
 def without_measure(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return all settings but `measure`, the only one that has an effect while the offload is off."""

@@ -28,8 +28,6 @@ FSDP = "ddp.use_megatron_fsdp=True"
 MUONS = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")
 """What mcore calls Muon; with "dist_" over a LayerWiseDistributedOptimizer."""
 LAYER_WISE = tuple(name for name in MUONS if name.startswith("dist_"))
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""Values of `ddp.data_parallel_sharding_strategy`; each shards what the one before does, and one thing more."""
 SHARED_MEMORY = "/dev/shm"
 
 

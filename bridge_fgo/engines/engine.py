@@ -1,4 +1,4 @@
-"""The protocol between the wiring and whatever moves the bytes: one engine a rank, attached to its optimizers."""
+"""The protocol between the patches and whatever moves the bytes: one engine a rank, attached to its optimizers."""
 
 from __future__ import annotations
 

@@ -92,8 +92,9 @@ def plan(
 ) -> None:
     """Compute the memory of each pipeline stage's ranks by component, and what the copies cost.
 
-    States are exact, to the byte; activations are counted for GPTs. Exit status: 0, 1 where training would refuse
-    the config or, with --check, it does not fit; 2 where nothing can be estimated.
+    States are exact where mcore can lay the job out, else upper bounds, as a note says; activations are counted for
+    GPTs. Exit status: 0, 1 where training would refuse the config or, with --check, it does not fit; 2 where nothing
+    can be estimated.
     """
     _check_target("plan", target)
     with spinner("importing torch"):

@@ -1,4 +1,4 @@
-"""Puts the wiring tests on the path, for the mocked loop, and the folder of the series' script."""
+"""Puts `tests/bridge` on the path, for the mocked loop, and the folder of the series' script."""
 
 import sys
 from pathlib import Path

@@ -25,7 +25,7 @@ def commit_all(folder):
 
 
 def run_tests(repository, path):
-    """Run the series' tests and the wiring tests with a patched Bridge first on the path; return how many passed."""
+    """Run the series' tests and tests/bridge with a patched Bridge first on the path; return how many passed."""
     what = [
         "tests/patches/on_patched_bridge.py",
         "tests/bridge",

@@ -15,8 +15,8 @@ from test_plan_measured import RUNS
 
 SMALL = "--layers 8 --hidden 256 --ffn 512 --heads 8 --seq 128 --vocab 1000 --mbs 1 --gbs 16"
 GPUS = {
-    "dense": 16, "moe": 16, "latent": 4, "biased": 4, "mxfp8": 4, "fsdp": 8, "pipelined_fsdp": 8, "dist_muon": 4,
-    "refused": None, "unsized": 1,
+    "dense": 16, "moe": 16, "latent": 4, "biased": 4, "mxfp8": 4, "fsdp": 8, "tensor_parallel_fsdp": 8,
+    "pipelined_fsdp": 8, "dist_muon": 4, "refused": None, "unsized": 1,
 }  # fmt: skip
 
 OVERRIDES = {"refused": ["optimizer.optimizer_cuda_graph=true"]}
@@ -81,6 +81,10 @@ def mxfp8():
 
 def fsdp():
     return config(f"{SMALL} --fsdp optim_grads_params --experts 8 --ep 2")
+
+
+def tensor_parallel_fsdp():
+    return config(f"{SMALL} --fsdp optim_grads_params --tp 2")
 
 
 def pipelined_fsdp():

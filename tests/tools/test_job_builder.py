@@ -119,6 +119,13 @@ def test_megatron_fsdp_is_laid_out_by_its_own_parameter_groups(answers):
     assert any("Megatron-FSDP: `other` is an upper bound" in note for note in plan.notes)
 
 
+def test_megatron_fsdp_is_laid_out_with_tensor_parallelism_too(answers):
+    job = job_of(answers["tensor_parallel_fsdp"])
+    assert not job.not_held
+    (own,) = [sum(tensor.numel for chunk in stage for tensor in chunk) * 12 / 4 for stage in job.stages]
+    assert own <= make_estimate(job, OffloadConfig(), [], None, None).stages[0].states.total <= 1.02 * own
+
+
 def test_what_mcore_cannot_lay_out_is_bounded_and_says_so(answers):
     job = job_of(answers["pipelined_fsdp"])
     assert job.held == [] and job.not_held  # its mesh has no pipeline

@@ -50,5 +50,6 @@ def test_what_cannot_be_read_is_told_by_name(wandb, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="needs the package wandb"):
         load("wandb:me/project/abc")
     (tmp_path / "run-abc.wandb").touch()
-    with pytest.raises(ValueError, match="`wandb sync` them, then name wandb:ENTITY/PROJECT/RUN"):
-        load(tmp_path)
+    for given in (tmp_path, tmp_path / "run-abc.wandb"):
+        with pytest.raises(ValueError, match="`wandb sync` them, then name wandb:ENTITY/PROJECT/RUN"):
+            load(given)

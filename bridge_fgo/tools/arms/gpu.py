@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from bridge_fgo.bridge.refusals import STRATEGIES
+from bridge_fgo.config import STRATEGIES
 from bridge_fgo.options import add_offload_options, offload_config
 from bridge_fgo.tools.arms.gpu_config import build_config
 from bridge_fgo.tools.arms.phase_clock import PhaseClock

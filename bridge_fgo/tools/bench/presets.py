@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bridge_fgo.bridge.refusals import STRATEGIES
+from bridge_fgo.config import STRATEGIES
 
 PRESETS = {
     # 1.64B parameters; 4 microbatches of 2 x 2048 tokens on one GPU, far too short to hide the copies behind.

@@ -180,6 +180,8 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
     }
     if job.gpus_note:
         findings.notes.append(job.gpus_note)
+    if bound := estimate.held[0].bound:
+        findings.notes.append(f"memory is counted by upper bounds, as `plan` says, without mcore's own layout: {bound}")
     of_budget = budget_refusals(job, estimate.stages, job.offload)
     if job.flag:
         findings.refusals += of_budget

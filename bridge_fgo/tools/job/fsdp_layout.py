@@ -28,6 +28,7 @@ def held_in_fsdp(config: Any, chunks: list[Any], groups: Any, parallel: Parallel
     """
     from megatron.bridge.models.model_provider import _ddp_wrap
     from megatron.bridge.training.optim import setup_optimizer
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
     from megatron.core.utils import get_model_config
 
@@ -39,6 +40,9 @@ def held_in_fsdp(config: Any, chunks: list[Any], groups: Any, parallel: Parallel
         for name in ("validate_uneven_dtensor", "update_uneven_dtensor_chunk_metadata"):
             # They ask all ranks, for checkpoints, and take most of the time.
             stack.enter_context(mock.patch.object(param_and_grad_buffer, name, lambda dtensor: None))
+        # It asks the GPU's random number generator, with tensor parallelism.
+        adapter: Any = mcore_fsdp_adapter.FullyShardedDataParallel
+        stack.enter_context(mock.patch.object(adapter, "sync_rng_states_across_tp_group", lambda self: None))
         wrapped = _ddp_wrap(chunks, False, ddp, False, use_megatron_fsdp=True, pg_collection=groups)
     optimizer, _ = setup_optimizer(settings, config.scheduler, wrapped)
     states = list(states_of_leaves(optimizer))

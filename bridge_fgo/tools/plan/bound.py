@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.bridge.refusals import LAYER_WISE, MUONS, STRATEGIES, uses_fsdp
+from bridge_fgo.bridge.refusals import LAYER_WISE, MUONS, uses_fsdp
+from bridge_fgo.config import STRATEGIES
 from bridge_fgo.states.distributed import MASTER, MOMENTS
 from bridge_fgo.states.float16 import MOMENTUM, SECOND_MOMENT
 from bridge_fgo.tools.job.held import FP8_BYTES, MXFP8_BYTES, Held, OptimizerStates, StateKind

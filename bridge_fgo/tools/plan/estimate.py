@@ -309,9 +309,10 @@ def _notes(job: Job, stages: list[StageEstimate], layout: Layout, activations: i
             f"upper bounds, without mcore's own layout ({bound}): each rank has its share of every parameter, padded"
         )
     if uses_fsdp(job.config):
+        of_first = "" if bound else "; each rank's states are those of the first, which has the least padding"
         notes.append(
             "Megatron-FSDP: `other` is an upper bound of the weights that are gathered, and of the gradients that wait "
-            "for their reduction; each rank's states are those of the first, which has the least padding"
+            f"for their reduction{of_first}"
         )
     elif is_layer_wise(job.config.optimizer):
         notes.append("the layer-wise optimizer's all-gather of updated parameters is not counted")

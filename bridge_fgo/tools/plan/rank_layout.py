@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bridge_fgo.bridge.refusals import MUONS, STRATEGIES, uses_fsdp
-from bridge_fgo.config import OffloadConfig
+from bridge_fgo.bridge.refusals import MUONS, uses_fsdp
+from bridge_fgo.config import STRATEGIES, OffloadConfig
 from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.bound import bound_of, name_of

@@ -97,7 +97,7 @@ def load(given: str | Path) -> list[Run]:
     if str(given).startswith(WANDB):
         return [_wandb(str(given).removeprefix(WANDB))]
     path = Path(given)
-    if path.is_file() and path.name == "bench.json":
+    if path.is_file() and (path.name == "bench.json" or path.suffix == ".wandb"):
         path = path.parent
     elif path.is_file():
         return [_arm(path) if path.name.endswith(EVENTS) else _tensorboard(path, path.parent.name)]
