@@ -14,6 +14,7 @@ from sleeping import KINDS, gone, options, residency
 
 import bridge_fgo
 from bridge_fgo.memory.storage_slab import StorageSlab
+from bridge_fgo.sleep.checks import Checks
 from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.usefixtures("poisoned")]
@@ -336,3 +337,21 @@ def loaded(model):
     torch.save(model, held)
     held.seek(0)
     return torch.load(held, weights_only=False)
+
+
+def test_a_checked_method_is_bound_as_in_a_call_without_the_check():
+    """A wrapper of wrapt's that is called through its class has, before wrapt 2.5, a signature with `self` in it."""
+    instances = []
+
+    class Load:
+        def __get__(self, instance, owner):
+            instances.append(instance)
+            return lambda: "loaded"
+
+    class Optimizer:
+        load = Load()
+
+    optimizer, checks = Optimizer(), Checks(frozenset, None)
+    checks.before(optimizer, "load", lambda: None)
+    assert optimizer.load() == "loaded"
+    assert all(instance is optimizer for instance in instances)
