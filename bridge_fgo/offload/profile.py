@@ -70,7 +70,8 @@ class MemoryProfile:
 
     def can_merge(self, other: MemoryProfile) -> bool:
         """Return whether the same layers passed in the same order, and at each point one pass was the larger one."""
-        if self.kind != other.kind or len(self.intervals) != len(other.intervals):
+        sizes = [(len(one.intervals), len(one.marks)) for one in (self, other)]
+        if self.kind != other.kind or sizes[0] != sizes[1]:
             return False
         pairs = zip(self.marks, other.marks, strict=True)
         return all(a.layer == b.layer and (a.nbytes - b.nbytes) * (a.live - b.live) >= 0 for a, b in pairs)
