@@ -62,6 +62,11 @@ class McoreSource(Source):
 
     @property
     @override
+    def device(self) -> torch.device:
+        return home_device(self.optimizer)
+
+    @property
+    @override
     def updates_in_place(self) -> bool:
         # TE's FusedAdam alone says of what dtypes its states are: it makes fp32 of others, for the length of its step.
         # torch's Adam makes several temporaries of each parameter, and Muon some of each matrix.
@@ -115,11 +120,6 @@ class MegatronSource(McoreSource):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, MasterCopy(optimizer))
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return home_device(self.optimizer)
 
     @override
     def states(self) -> list[Bundle]:

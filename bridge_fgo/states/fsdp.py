@@ -21,7 +21,7 @@ import torch
 
 from bridge_fgo.memory.state import Bundle, Home, State, WeightShard, local
 from bridge_fgo.offload.part import Part
-from bridge_fgo.states.distributed import MOMENTS, McoreSource, adam_states, home_device, of_inner
+from bridge_fgo.states.distributed import MOMENTS, McoreSource, adam_states, of_inner
 from bridge_fgo.states.masters import MasterCopy
 
 BUFFER = "param_and_grad_buffer"
@@ -89,11 +89,6 @@ class FsdpSource(McoreSource):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, GroupCopy(optimizer))
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return home_device(self.optimizer)
 
     @override
     def states(self) -> list[Bundle]:
