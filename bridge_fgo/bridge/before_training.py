@@ -1,4 +1,4 @@
-"""What the patched functions before training do: validate a config, build an optimizer, set up training."""
+"""Wrappers of the functions that run before training: validate a config, build an optimizer, set up training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the wrappers are made of: a call of a patched function, and attributes that an object has for a while.
+"""Helpers for wrappers: bind the arguments of a call, find the optimizer's engine, replace an attribute for a while.
 
 A wrapper passes through unless a session is active or the optimizer is attached to an engine. None of them runs where
 nothing is installed; see `FunctionPatch`.

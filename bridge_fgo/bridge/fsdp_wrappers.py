@@ -1,4 +1,4 @@
-"""What the patched functions around `fsdp_dtensor` checkpoints do, in which masters are the model's own parameters.
+"""Save and load `fsdp_dtensor` checkpoints, in which masters are the model's own parameters, without states on the GPU.
 
 Megatron-FSDP gives the masters, as DTensors, in the model's state dictionary, and the optimizer its moments. Bridge
 makes views of them (a gated layer's matrix is two entries), which reads no bytes, and then has torch's distributed
@@ -44,7 +44,7 @@ from bridge_fgo.states.distributed import load_groups
 from bridge_fgo.states.fsdp import BUFFER, FsdpSource, is_fsdp, place, stepped_params
 
 CLOSURES = ("__create_chunk_list__", "__create_write_items__")
-"""What Megatron-FSDP hangs on a local shard, by which torch's checkpoints know its place in the whole."""
+"""Attributes that Megatron-FSDP sets on a local shard: torch's checkpoints read its place in the whole from them."""
 
 _loaded_into: list[Attachment] | None = None
 """The sources whose states a checkpoint is being loaded into; None while none is."""

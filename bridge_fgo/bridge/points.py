@@ -270,6 +270,6 @@ def reload_hook(model_config: Any, reload: Callable[[], None]) -> Iterator[None]
     try:
         yield
     finally:
-        # Where the step itself bound another one, that one stays.
+        # If the step has bound another function meanwhile, keep that one.
         if getattr(model_config, HOOK, None) is hook:
             setattr(model_config, HOOK, bound)

@@ -1,4 +1,4 @@
-"""What is refused before training: one row for each combination, with its settings, its condition and its text.
+"""Refuse configs before training, by a table: each row has the settings, the condition and the text of one refusal.
 
 Every text begins with the settings and their values, and ends with what to do. Rows read attributes only, of Bridge's
 configs or of a saved run config's plain namespaces. `bridge-fgo doctor` lists all that is wrong, training raises the
@@ -26,14 +26,14 @@ from bridge_fgo.states.distributed import MOMENTS
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
 FSDP = "ddp.use_megatron_fsdp=True"
 MUONS = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")
-"""What mcore calls Muon; with "dist_" over a LayerWiseDistributedOptimizer."""
+"""mcore's names of Muon. Those with "dist_" run over a LayerWiseDistributedOptimizer."""
 LAYER_WISE = tuple(name for name in MUONS if name.startswith("dist_"))
 SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run asks for.
+    """The configs and the engine that a run asks for, which rows read.
 
     cfg: a Bridge ConfigContainer, or what has some of its sections.
     settings: the offload's, where they are known.
@@ -186,7 +186,7 @@ OF_OPTIMIZERS = [
     STEP_IN_GRAPH,
     *FP8_MOMENTS,
 ]  # fmt: skip
-"""Of the optimizer's section alone."""
+"""Rows that read the optimizer's section alone."""
 
 OF_CONFIGS = [
     Refusal(
@@ -200,7 +200,7 @@ OF_CONFIGS = [
         lambda a: a.is_fp32 and not a["optimizer.use_distributed_optimizer"] and not uses_fsdp(a.cfg),
     ),
 ]  # fmt: skip
-"""Of all sections, whatever engine serves the run."""
+"""Rows that read all sections and apply to every engine."""
 
 UNDER_FSDP = [
     Refusal(
@@ -250,7 +250,7 @@ OF_ENGINES = [
         lambda a: a.engine != "native" and a.saves_states and bool(a["checkpoint.async_save"]),
     ),
 ]  # fmt: skip
-"""What mcore's own offloaders do not serve."""
+"""Rows that apply to mcore's own offloaders."""
 
 REMAINDERS = "OffloadConfig.master_remainders"
 PRECISION_AWARE = "optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8"
@@ -379,7 +379,7 @@ def _member_names(value: Any) -> list[str]:
     return [str(getattr(item, "name", item)).rpartition(".")[2] for item in items]
 
 
-# What depends on the machine.
+# Refusals that depend on the machine.
 
 
 def refuse_small_shared_memory(checkpoint: Any, copies: list[int], ranks: int | None = None) -> None:

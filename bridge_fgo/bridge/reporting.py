@@ -1,4 +1,4 @@
-"""What a job prints and logs of the offload, and the peaks of a run that leaves the flag unset."""
+"""Print and log the figures of the offload, and measure the peaks of a run that leaves the flag unset."""
 
 from __future__ import annotations
 

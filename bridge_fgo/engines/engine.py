@@ -127,7 +127,7 @@ class Engine(ABC):
         return True
 
     def forward(self, layer: int, nbytes: int) -> None:  # noqa: B027
-        """Note, where `checks_inputs_only`, what goes into a layer whose forward begins; see `Mark`."""
+        """Compare the bytes of a layer's inputs with measured ones as its forward begins, if `checks_inputs_only`."""
 
     @abstractmethod
     def reload(self) -> None:

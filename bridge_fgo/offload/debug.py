@@ -1,7 +1,7 @@
 """A debug mode that makes races visible: late copies, and poison wherever nobody may read.
 
 Set BRIDGE_FGO_DEBUG to a seed (an integer) in the environment of every rank. Training is slower and, where the
-patches and the schedule are right, bitwise the same; a read that comes too early or too late meets NaNs.
+patches and the schedule are right, bitwise the same; a read before its copy has ended, or after a release, gets NaNs.
 """
 
 from __future__ import annotations

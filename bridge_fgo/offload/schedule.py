@@ -23,7 +23,7 @@ that were measured in an earlier step, one in which everything was released thro
 
 If no measured pass covers a point (longer sequences, say), everything is released until the pass ends, and the pass is
 measured from that point on. If every state stays on the GPU, `Schedule.forward` runs in place of `Schedule.point`, and
-compares only what goes into layers. If that is more than was measured, everything is released until the pass ends, and
+compares the layers' input sizes only. If one is larger than measured, everything is released until the pass ends, and
 the next passes report their points again.
 """
 

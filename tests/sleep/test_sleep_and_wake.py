@@ -529,7 +529,7 @@ def test_where_states_cannot_leave_the_weights_stay_and_their_copies_are_waited_
 def test_after_a_sleep_that_failed_half_way_training_goes_on_and_the_next_copies_what_it_wrote(
     sleeper, monkeypatch, where, masters
 ):
-    """A slab whose copy was started before the update would else leave with what it was then."""
+    """Else a slab whose copy was started before the update would be offloaded with the old values."""
     me = sleeper(config=masters, experts=True, **SEVERAL_SLABS)
     assert len(me.res._states.engine.slabs) > MOST_IN_TRANSIT
     transfers = type(me.res._states.engine.schedule.transfers)

@@ -62,7 +62,7 @@ class Meter:
 
 
 def train_and_measure(rank, job: Job, ddp: dict, model: dict):
-    """Run as a rank of a training; leave the bounds and what is there in `RANK.json`.
+    """Run as a rank of a training; write the bounds and the allocated bytes to `RANK.json`.
 
     ddp, model: settings of these sections that no option of the training has.
     """

@@ -185,7 +185,7 @@ class ArmProcess:
 
 
 def launcher(ranks: int) -> tuple[str, ...]:
-    """Return what goes between `python` and `-m` to start a process a rank."""
+    """Return what goes between `python` and `-m` to start one process for each rank."""
     if ranks == 1:
         return ()
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
