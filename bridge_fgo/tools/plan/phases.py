@@ -24,8 +24,6 @@ SLEEP, ALONE, REST, SLEEP_ALL, WAKE_ALL, REFERENCE = (
     "wake as a whole",
     "wake a reference model",
 )
-ITERATION = (SLEEP, ALONE, REST)
-"""Moves of an iteration of reinforcement learning: rollouts and log-probabilities need the weights alone."""
 
 
 @dataclass(frozen=True)
