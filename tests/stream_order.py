@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from bridge_fgo.memory import cuda_transfers
+from bridge_fgo.memory import transfers
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.offload import debug, snapshot
@@ -164,10 +164,10 @@ def install(monkeypatch):
             order.read(read, handle(stream))
             order.write(written, handle(stream))
 
-    monkeypatch.setattr(cuda_transfers, "Event", Event)
-    monkeypatch.setattr(cuda_transfers, "Copier", Copier)
-    monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: order.current)
-    monkeypatch.setattr(cuda_transfers, "Stream", OwnStream)
+    monkeypatch.setattr(transfers, "Event", Event)
+    monkeypatch.setattr(transfers, "Copier", Copier)
+    monkeypatch.setattr(transfers, "current_stream", lambda index: order.current)
+    monkeypatch.setattr(transfers, "Stream", OwnStream)
     monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(order.current))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: order.on(stream.cuda_stream))

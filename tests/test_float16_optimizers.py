@@ -14,7 +14,7 @@ from test_checkpoints import assert_same_shards, background, finish, session_of,
 from test_parity import DEFAULTS, SMALL_SLABS, released
 
 import bridge_fgo
-from bridge_fgo.offload.step_pipeline import StepPipeline
+from bridge_fgo.offload.schedule import Schedule
 from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
@@ -260,7 +260,7 @@ def updates(monkeypatch, landed, options):
         patch.setattr(TensorParallelMuon, "orthogonalize", noted)
         if options.get("offload"):
             parts = session_of(training).engine.schedule.parts
-            patch.setattr(StepPipeline, "_has_landed", lambda pipeline, part: landed(parts.index(part)))
+            patch.setattr(Schedule, "_has_landed", lambda schedule, part: landed(parts.index(part)))
             for number, part in enumerate(parts):
                 part.stays = number % 3 == 1
         for _ in range(3):

@@ -223,7 +223,7 @@ def test_plans_count_all_that_such_a_step_holds(monkeypatch):
         training.step()
         training.step()
         engine = session_of(training).engine
-        assert engine.schedule.holding.masters_held_bytes == sum(slab.nbytes for slab in engine.slabs) > 0
+        assert engine.schedule.holding.held_through_step == sum(slab.nbytes for slab in engine.slabs) > 0
 
 
 class OfTheSameStep(torch.optim.AdamW):

@@ -19,7 +19,7 @@ from test_loop import configured
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bridge_fgo.memory.shared_host_buffer import SharedHostBuffer
+from bridge_fgo.memory.host_buffer import SharedHostBuffer
 from bridge_fgo.offload import snapshot
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins", "deadline"), pytest.mark.slow]

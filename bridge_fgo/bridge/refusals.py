@@ -19,8 +19,8 @@ import torch
 
 from bridge_fgo.bridge.compat import Choice, check_flag, choose_engine, flag_is_set
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.memory.host_buffer import OTHER_FILES, hands_out_descriptors
 from bridge_fgo.memory.host_memory import ranks_of_this_node
-from bridge_fgo.memory.shared_host_buffer import OTHER_FILES, hands_out_descriptors
 from bridge_fgo.states.distributed import MOMENTS
 
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"

@@ -413,7 +413,7 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:
 def _share_copies(engine: Engine, checkpoint: Any) -> None:
     """Have a checkpoint worker get this rank's states by shared memory, once it is known that it can."""
     refuse_small_shared_memory(checkpoint, engine.copied_for_a_save())
-    engine.share_copies()
+    engine.use_worker_memory()
 
 
 def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: OffloadConfig) -> Session | None:

@@ -264,7 +264,7 @@ class Engine(ABC):
         self.require_readable(source)
         return read()
 
-    def share_copies(self) -> None:  # noqa: B027
+    def use_worker_memory(self) -> None:  # noqa: B027
         """Have checkpoints get shared memory from now on, lent or copied: a worker process writes it."""
 
     def copied_for_a_save(self) -> list[int]:

@@ -14,15 +14,12 @@ from bridge_fgo.engines.checkpoints import Checkpoints
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.offloaded_source import OffloadedSource, WholeSteps, pin
 from bridge_fgo.engines.packed_masters import PackedMasters
-from bridge_fgo.memory.blocks import block_rounding
-from bridge_fgo.memory.cuda_transfers import CudaTransfers
-from bridge_fgo.memory.device_room import DeviceRoom
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.layout import copied_whole
-from bridge_fgo.memory.meters import PeakMeter, Traffic
+from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, Traffic, block_rounding
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import Slab, SlabState, require_readable, send_off
-from bridge_fgo.memory.transfers import HostTransfers, Transfers
+from bridge_fgo.memory.transfers import CudaTransfers, HostTransfers, Transfers
 from bridge_fgo.offload.debug import debugged
 from bridge_fgo.offload.part import Part
 from bridge_fgo.offload.profile import Mark
@@ -84,7 +81,7 @@ class NativeEngine(Engine):
         self.state_bytes = sum(each.state_bytes for each in offloaded)
         self.planned_bytes = sum(each.planned_bytes for each in offloaded)
         schedule.holding.margin_bytes = max((each.margin_bytes for each in offloaded), default=0)
-        schedule.holding.masters_held_bytes = sum(each.masters_held_bytes for each in offloaded)
+        schedule.holding.held_through_step = sum(each.held_through_step for each in offloaded)
         remainders.ready()
         if config.master_remainders is None and remainders.are_fast:
             for part in schedule.parts:
@@ -419,7 +416,7 @@ class NativeEngine(Engine):
             return read()
 
     @override
-    def share_copies(self) -> None:
+    def use_worker_memory(self) -> None:
         self.checkpoints.share()
 
     @override

@@ -47,8 +47,8 @@ class OffloadedSource:
         self.planned_bytes = sum(bundle.nbytes for bundle in chosen)
         self.margin_bytes = min(MARGIN_PARTS * target, self.planned_bytes // MARGIN_OF_STATES)
         masters = [slab.block_bytes for slab in self.slabs if slab.written_back]
-        self.masters_held_bytes = 0 if source.writes_back_by_part else sum(masters)
-        self.held_more_if_whole_bytes = sum(slab.block_bytes for slab in self.slabs) - self.masters_held_bytes
+        self.held_through_step = 0 if source.writes_back_by_part else sum(masters)
+        self.held_more_if_whole_bytes = sum(slab.block_bytes for slab in self.slabs) - self.held_through_step
         """What the step holds to its end beside these where it is not divided."""
 
     @property
@@ -111,6 +111,6 @@ class WholeSteps:
             return
         for source in whole ^ self._counted:
             more = self._offloaded[source].held_more_if_whole_bytes
-            self._holding.masters_held_bytes += more if source in whole else -more
+            self._holding.held_through_step += more if source in whole else -more
         self._counted = whole
         self._holding.forget()

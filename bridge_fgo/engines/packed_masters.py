@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from bridge_fgo.engines.offloaded_source import OffloadedSource
-from bridge_fgo.memory.codec import Codec
+from bridge_fgo.memory.layout import Codec
 from bridge_fgo.memory.remainders import Remainders, WeightWatch
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.packing_policy import PackingPolicy

@@ -1,4 +1,4 @@
-"""Host memory of a slab: exactly its bytes, page-aligned, page-locked once."""
+"""Host memory of a slab: exactly its bytes, page-locked once; and such memory that another process reads as it is."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import ctypes
 import mmap
 import os
 import platform
+import resource
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from multiprocessing.reduction import DupFd, ForkingPickler
+from typing import Any, override
 
 import torch
+from torch.multiprocessing.reductions import reduce_storage
 
 from bridge_fgo.memory.driver import PageLock
 from bridge_fgo.memory.host_memory import available_bytes
@@ -134,3 +139,186 @@ def _unlock(lock: PageLock, device: int) -> None:
     # Race: a copy may be under way from or to pages that are being unlocked. Python may collect a buffer in any thread.
     torch.cuda.synchronize(device)
     lock.close()
+
+
+OTHER_FILES = 256
+"""Open files that a process has beside those of memory that it shares, and some to spare."""
+
+
+def hands_out_descriptors() -> bool:
+    """Return whether `torch.multiprocessing` hands memory to another process by an open file, and not by a name."""
+    return torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+
+
+def has_files_for_buffers(slabs: int) -> bool:
+    """Return whether so many slabs may have two shared buffers each.
+
+    A process keeps a file open for each of them, and once more for each that it is handing over.
+    """
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 3 * slabs + OTHER_FILES
+
+
+def shared_storage(nbytes: int) -> torch.UntypedStorage:
+    """Return shared memory that `torch.multiprocessing` hands to another process without copying it.
+
+    Where an open file is handed over, the memory is of no file system: /dev/shm, which containers keep small, does not
+    limit it.
+
+    Raises:
+        OSError: there are no open files, or no memory, left.
+    """
+    if not hands_out_descriptors():
+        return torch.UntypedStorage._new_shared(nbytes)
+    file = _memory_file(nbytes)
+    try:
+        return torch.UntypedStorage._new_shared_fd_cpu(file, nbytes)  # pyright: ignore[reportAttributeAccessIssue]
+    finally:
+        os.close(file)
+
+
+def tensor_of(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """Return the host tensor that a storage holds, of the shape and dtype of `like`."""
+    return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def shared_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor that `torch.multiprocessing` hands to another process without copying it again.
+
+    Raises:
+        OSError: as `shared_storage`.
+    """
+    return tensor_of(shared_storage(tensor.nbytes), tensor).copy_(tensor.detach())
+
+
+class MemoryFile:
+    """A file of `nbytes` that is nothing but memory, open and mapped as long as anything refers to it.
+
+    Raises:
+        OSError: there are no open files, or no memory, left.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.file = _memory_file(nbytes)
+        weakref.finalize(self, os.close, self.file)
+        self.memory = _mapped(self.file, nbytes)
+
+
+class Loan:
+    """Lives as long as anything in this process refers to memory that a buffer has lent.
+
+    mcore refers to what it saves until its writer is done on all ranks (`AsyncCallsQueue.maybe_finalize_async_calls`).
+    """
+
+    def __init__(self, file: MemoryFile) -> None:
+        self.file = file
+
+
+class LentStorage(torch.UntypedStorage):
+    """Memory of one tensor in a `SharedHostBuffer`, which another process gets as it is. Made by `lend` alone."""
+
+    loan: Loan | None = None
+    """None of a storage that torch has made from one of these, with memory of its own."""
+    offset: int
+    """In the file, in bytes."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.UntypedStorage:
+        """Return a copy in ordinary memory: torch refuses to copy a storage to one that is of no class of its own."""
+        return torch.UntypedStorage(self.nbytes()).copy_(self)
+
+
+class SharedHostBuffer(HostBuffer):
+    """A slab's host buffer of which single tensors are lent, each as a storage that is no larger than the tensor.
+
+    mcore copies a tensor that is a part of its storage before it saves it, and torch copies one that is in no shared
+    memory before it hands it to the process that saves. These tensors both take as they are.
+
+    Raises:
+        RuntimeError: the memory could not be mapped; says how much was asked for.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._loan: Callable[[], Loan | None] = lambda: None
+        super().__init__(nbytes)
+
+    @override
+    def _map(self, nbytes: int) -> torch.Tensor:
+        self._file = MemoryFile(nbytes)
+        return torch.frombuffer(self._file.memory, dtype=torch.uint8)
+
+    def lend(self, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """Return the tensor at `offset`, in bytes, of the shape and dtype of `like`.
+
+        As long as it lives, the buffer is lent.
+        """
+        loan = self._loan() or Loan(self._file)
+        self._loan = weakref.ref(loan)
+        storage: Any = _part(self._file.memory, offset, like.nbytes)
+        # torch makes a storage over memory that is there of its own class only. It keeps this object, and so the loan,
+        # as long as any tensor has the storage.
+        storage.__class__ = LentStorage
+        storage.loan, storage.offset = loan, offset
+        return tensor_of(storage, like)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether somebody in this process has a tensor that was lent."""
+        return self._loan() is not None
+
+
+def _reduce_storage(storage: LentStorage) -> tuple[Any, ...]:
+    """Return how another process makes the storage: pickled once, all storages of a file share it there."""
+    if storage.loan is None:
+        return reduce_storage(storage)
+    return _part, (storage.loan.file, storage.offset, storage.nbytes())
+
+
+def _reduce_file(file: MemoryFile) -> tuple[Any, ...]:
+    return _received, (DupFd(file.file), len(file.memory))
+
+
+def _received(handle: Any, nbytes: int) -> Any:
+    """Return the memory of a file of another process, as long as anything refers to it."""
+    file = handle.detach()
+    try:
+        return _mapped(file, nbytes)
+    finally:
+        os.close(file)
+
+
+def _part(memory: Any, offset: int, nbytes: int) -> torch.UntypedStorage:
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=nbytes).untyped_storage()
+
+
+ForkingPickler.register(LentStorage, _reduce_storage)
+ForkingPickler.register(MemoryFile, _reduce_file)
+
+
+def _mapped(file: int, nbytes: int) -> Any:
+    """Return a file's memory as bytes. Python's own mapping would keep another descriptor of it."""
+    base = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    if base == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    memory = (ctypes.c_uint8 * nbytes).from_address(base)
+    # With the last reference to the memory; at exit copies may be under way from and to it.
+    weakref.finalize(memory, _libc().munmap, base, nbytes).atexit = False
+    return memory
+
+
+def _memory_file(nbytes: int) -> int:
+    file = os.memfd_create("bridge_fgo")
+    try:
+        os.ftruncate(file, nbytes)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return libc

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 from bridge_fgo.config import MIB, OffloadConfig
-from bridge_fgo.memory.codec import Codec
 from bridge_fgo.memory.state import Bundle, Home, State
 
 ALIGNMENT = 256
@@ -45,6 +45,26 @@ class SlabLayout:
     members: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     nbytes: int = 0
+
+
+class Codec:
+    """How one slab is copied, by `link_bytes` over the link: as it is, unless a subclass encodes it."""
+
+    family: Any = None
+    """The `Remainders` that encode and decode the slab; None where it is copied as it is."""
+    staging_bytes = 0
+    """Size of the encoded form, which needs GPU memory beside the slab while it is on its way."""
+    encodes = False
+    """Whether a slab that leaves now is to be encoded."""
+    just_rounded = False
+    """Whether the slab was brought in line just now with what encodes it, so that the next encoding needs no check."""
+
+    def __init__(self, link_bytes: int) -> None:
+        self.link_bytes = link_bytes
+
+    def loses(self) -> bool:
+        """Return whether the newest encoding of this slab cannot be undone. The host waits for it."""
+        return False
 
 
 def select(bundle_bytes: Sequence[int], fraction: float) -> list[int]:

@@ -1,4 +1,4 @@
-"""Meters of GPU memory peaks, of bytes and host time of moves, and of the training stream's waits."""
+"""Meters: peaks and room of GPU memory, the allocator's blocks, bytes and host time of moves, waits of the stream."""
 
 from __future__ import annotations
 
@@ -211,3 +211,83 @@ class WaitMeter:
         waits = [begin.elapsed_time(end) / 1e3 for begin, end in self._ended]
         self._ended = None
         return sum(seconds for seconds in waits if seconds > LEAST_SECONDS)
+
+
+MIB_BITS = 20
+LEAST_DIVISION = 512
+"""Smaller divisions are not made."""
+MOST_UNSPLIT = 20 * 2**20
+"""By which a block that must not be split may be larger than what was asked for."""
+
+
+def block_rounding(device: torch.device) -> Callable[[int], int]:
+    """Return what gives the bytes of the block for an allocation, at most, by the allocator's settings.
+
+    `roundup_power2_divisions` has the divisions between one power of two and the next, from 1 MiB on. Of a block that
+    `max_split_size_mb` forbids to split up to 20 MiB more are taken, where segments cannot expand. 1 MiB a block, which
+    may be left over otherwise, is not counted: the margins below a limit are for that.
+    """
+    divisions: list[int] = []
+    splits_below = -1
+    if device.type == "cuda" and torch.cuda.get_allocator_backend() == "native":
+        snapshot: Any = torch.cuda.memory._snapshot()
+        settings = snapshot["allocator_settings"].get("roundup_power2_divisions", {})
+        divisions = [settings[size] for size in sorted(settings, key=int)]
+        if not snapshot["allocator_settings"].get("expandable_segments", False):
+            splits_below = snapshot["allocator_settings"].get("max_split_size", -1)
+
+    def rounded(nbytes: int) -> int:
+        power = nbytes.bit_length() - 1
+        count = divisions[min(max(0, power - MIB_BITS), len(divisions) - 1)] if divisions else 0
+        if count > 1 and nbytes > LEAST_DIVISION * count:
+            division = (1 << power) // count
+            nbytes = -(-nbytes // division) * division
+        return nbytes + MOST_UNSPLIT if 0 < splits_below <= nbytes else nbytes
+
+    return rounded
+
+
+LEAST_MARGIN = 32
+"""The margin is a 32nd of the GPU's memory at least (4.4 of 140 GiB): the first steps show few of the holes to come."""
+
+MOST_HOLES = 16
+"""Of the holes of the first steps no more than a 16th of the memory counts: what a load has reserved is
+used again."""
+
+GROWTH = 1.25
+"""Factor by which the margin grows, at least, each time that it was too small."""
+
+
+class DeviceRoom:
+    """All memory of a GPU that PyTorch may have, but what others have, and a margin.
+
+    Others are the CUDA context, NCCL, libraries' workspaces and other processes. The margin is for holes: memory that
+    PyTorch's allocator has reserved and that fits nothing. Where it was too small, the allocator has to give back what
+    it caches, which takes time, or training would run out of memory.
+
+    Args:
+        meter: the allocator's peaks, of a GPU.
+    """
+
+    def __init__(self, meter: PeakMeter) -> None:
+        self._meter = meter
+        self._margin = 0
+        self._retries = 0
+
+    def budget_bytes(self) -> int:
+        """Return the most bytes that PyTorch may have allocated, by what is known now."""
+        memory = self._meter.device_memory()
+        if not self._margin:
+            holes = min(self._meter.holes, memory.whole // MOST_HOLES)
+            self._margin = max(memory.whole // LEAST_MARGIN, holes)
+            self._retries = self._meter.retries
+        others = memory.whole - memory.free - memory.reserved
+        return min(memory.whole - others, memory.allowed) - self._margin
+
+    def runs_short(self) -> bool:
+        """Return whether the allocator had to give back what it caches since the last call; then the margin grows."""
+        before, self._retries = self._retries, self._meter.retries
+        if self._retries == before:
+            return False
+        self._margin = max(int(GROWTH * self._margin), self._meter.holes)
+        return True

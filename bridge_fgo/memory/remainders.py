@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast, override
+from typing import Any, cast, override
 
 import torch
 
-from bridge_fgo.memory.codec import Codec, CodecFamily
-from bridge_fgo.memory.layout import ALIGNMENT, SlabLayout
-from bridge_fgo.memory.nvrtc import compile_for
+from bridge_fgo.memory.driver import compile_for
+from bridge_fgo.memory.layout import ALIGNMENT, Codec, SlabLayout
 from bridge_fgo.memory.remainder_kernels import HASH_FACTORS, SOURCE, RemainderKernels, RowMove
 from bridge_fgo.memory.state import State, WeightShard
 
@@ -65,11 +64,11 @@ class SlabRemainders(Codec):
         return bool(self._remainders.sums[self.row, 1].item())
 
 
-MastersMove = tuple[SlabRemainders, torch.Tensor, torch.Tensor]
-"""A `Move` of masters."""
+MastersMove = tuple[Any, torch.Tensor, torch.Tensor]
+"""A slab's `SlabRemainders`, its memory and its staging memory, uint8 both."""
 
 
-class Remainders(CodecFamily):
+class Remainders:
     """The remainders of a rank's masters.
 
     Args:
@@ -113,13 +112,17 @@ class Remainders(CodecFamily):
         self.locate()
         self.lacked_weights = False  # they may be there by the first pass
 
-    @override
     def locate(self) -> None:
+        """Find where the weights are now, before a pass first encodes or decodes.
+
+        Raises:
+            RuntimeError: they have no memory, and are needed.
+        """
         if self._kernels is not None and not self._kernels.look_up(required=self.wanted()):
             self.lacked_weights = True
 
-    @override
     def encode(self, moves: Sequence[MastersMove]) -> None:
+        """Write the staging memory of slabs from their masters, on the current stream."""
         if self._kernels is not None:
             self._kernels.pack(_by_row(moves))
             return
@@ -133,8 +136,8 @@ class Remainders(CodecFamily):
                 sums[0] += _sum(weights, here.start)
                 sums[1] += (up > 1).sum()
 
-    @override
     def decode(self, moves: Sequence[MastersMove]) -> None:
+        """Write the masters of slabs from their staging memory, on the current stream."""
         if self._kernels is not None:
             self._kernels.unpack(_by_row(moves))
             return
@@ -145,8 +148,8 @@ class Remainders(CodecFamily):
                 words[here] = (high << 16) | (low[here].int() & 0xFFFF)
 
     @contextmanager
-    @override
     def verified(self, codecs: Sequence[Codec]) -> Iterator[None]:
+        """Take these slabs, inside the block, as checked already, or as about to be overwritten."""
         self.locate()
         before = self._verified
         self._verified = before | {slab.row for slab in cast("Sequence[SlabRemainders]", codecs)}
@@ -155,8 +158,8 @@ class Remainders(CodecFamily):
         finally:
             self._verified = before
 
-    @override
     def verify(self, codecs: Sequence[Codec]) -> None:
+        """Have the host wait, and raise RuntimeError, which says why, where slabs that are away cannot be decoded."""
         if why := self._trouble(codecs, self._verified):
             raise RuntimeError(f"OffloadConfig.master_remainders: {why}")
 

@@ -21,12 +21,11 @@ from typing import override
 
 import torch
 
-from bridge_fgo.memory.codec import Codec, Move
 from bridge_fgo.memory.guard import Guard, Touches, empty, fill, own
-from bridge_fgo.memory.host_buffer import HostBuffer
-from bridge_fgo.memory.layout import SlabPlace
+from bridge_fgo.memory.host_buffer import HostBuffer, SharedHostBuffer
+from bridge_fgo.memory.layout import Codec, SlabPlace
 from bridge_fgo.memory.meters import Ledger, Traffic
-from bridge_fgo.memory.shared_host_buffer import SharedHostBuffer
+from bridge_fgo.memory.remainders import MastersMove
 from bridge_fgo.memory.transfers import Transfers
 
 MOST_IN_TRANSIT = 4
@@ -333,7 +332,7 @@ class Slab(SlabStateMachine):
                             written = _encode([self]) or written
                 self.transfers.copy_out(self, written)
             except BaseException:
-                self.is_encoded = self.codec.is_exact = False  # it was not copied
+                self.is_encoded = self.codec.just_rounded = False  # it was not copied
                 raise
         self.traffic.out += self.moving.numel()
 
@@ -387,7 +386,7 @@ class Slab(SlabStateMachine):
         return moving
 
     @property
-    def move(self) -> Move:
+    def move(self) -> MastersMove:
         """The slab as its codec's family encodes and decodes it."""
         assert self.gpu is not None and self.staging is not None
         return self.codec, self.gpu, self.staging
@@ -645,7 +644,7 @@ def decode_together(slabs: Sequence[Slab]) -> None:
     be encoded in it again. Their codecs are of one family.
 
     Raises:
-        RuntimeError: `CodecFamily.verify` refused, or the driver did. The slabs are as they were, unless that was the
+        RuntimeError: `Remainders.verify` refused, or the driver did. The slabs are as they were, unless that was the
             launch for several: then they are lost.
     """
     coming = [slab for slab in slabs if slab.state is SlabState.RELOADING]
@@ -674,7 +673,9 @@ def encode_together(slabs: Iterable[Slab]) -> set[Slab]:
 
     Their copies out are to start, by `Slab.start_encoded`, before anything else happens to them.
     """
-    ready = [slab for slab in slabs if slab.codec.is_exact and slab.codec.encodes and slab.state is SlabState.RESIDENT]
+    ready = [
+        slab for slab in slabs if slab.codec.just_rounded and slab.codec.encodes and slab.state is SlabState.RESIDENT
+    ]
     if len(ready) < 2:
         return set()
     first = ready[0]
@@ -698,16 +699,16 @@ def _encode(slabs: Sequence[Slab]) -> bool:
     encoding = []
     for slab in slabs:
         codec = slab.codec
-        was_exact, codec.is_exact, slab.is_encoded = codec.is_exact, False, False
+        was_just_rounded, codec.just_rounded, slab.is_encoded = codec.just_rounded, False, False
         # Else it was kept since the slab was decoded, reserved, or a copy out has failed.
         if codec.encodes and (slab.staging is not None or slab.reserve()):
-            encoding.append((slab, was_exact))
+            encoding.append((slab, was_just_rounded))
     if encoding:
         family = slabs[0].codec.family
         assert family is not None
         family.encode([slab.move for slab, _ in encoding])
-    for slab, was_exact in encoding:
-        if was_exact or not slab.codec.loses():
+    for slab, was_just_rounded in encoding:
+        if was_just_rounded or not slab.codec.loses():
             slab.is_encoded = True
         else:
             slab.drop_staging()
@@ -726,7 +727,7 @@ def _decode(slabs: Sequence[Slab], keep_staging: bool = False) -> None:
 
 
 def _verify(slabs: Sequence[Slab]) -> None:
-    """Raise RuntimeError where encoded slabs cannot be decoded (`CodecFamily.verify`); they are as they were then."""
+    """Raise RuntimeError where encoded slabs cannot be decoded (`Remainders.verify`); they are as they were then."""
     family = slabs[0].codec.family
     assert family is not None
     with slabs[0].transfers.computing():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bridge_fgo.memory.driver import Kernel, current_stream, make_grid
-from bridge_fgo.memory.nvrtc import compile_for
+from bridge_fgo.memory.driver import Kernel, compile_for, current_stream, make_grid
 
 THREADS = 256
 MOST_BLOCKS = 1024

@@ -11,8 +11,7 @@ import random
 import weakref
 from typing import override
 
-from bridge_fgo.memory.cuda_transfers import CudaTransfers
-from bridge_fgo.memory.transfers import Movable, Transfers
+from bridge_fgo.memory.transfers import CudaTransfers, Movable, Transfers
 
 VARIABLE = "BRIDGE_FGO_DEBUG"
 POISON = 0xFF

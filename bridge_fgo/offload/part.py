@@ -20,7 +20,7 @@ class Part(PartBytes):
         self.written_back = any(slab.written_back for slab in slabs)
         """Whether some of its states are copied to the model's weights once they are updated."""
 
-    def made_exact(self) -> None:
+    def mark_just_rounded(self) -> None:
         """Note that its states were just updated and copied to the weights that they round to.
 
         Slabs that leave now are encoded without a check; of a part that stays nothing is encoded.
@@ -29,4 +29,4 @@ class Part(PartBytes):
             if self.stays:
                 slab.drop_staging()
             else:
-                slab.codec.is_exact = slab.written_back and slab.codec.family is not None
+                slab.codec.just_rounded = slab.written_back and slab.codec.family is not None

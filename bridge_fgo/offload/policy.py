@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from bridge_fgo.memory.device_room import DeviceRoom
-from bridge_fgo.offload.profile import MemoryProfile
+from bridge_fgo.memory.meters import DeviceRoom
+from bridge_fgo.offload.profile import HoldPlan, MemoryProfile
 
 MOST_PROFILES = 8
 """Profiles that are kept, of passes that cannot merge: they are of several kinds, or several layers ran in them. Each
@@ -39,22 +39,6 @@ class PartBytes:
     nbytes: int
     transit_bytes: int
     stays: bool = False
-
-
-@dataclass(frozen=True)
-class HoldPlan:
-    """The most bytes of state that the GPU may hold.
-
-    leave[i]: in the interval of point i. Whatever is above has to leave at the point.
-    come[i]: from point i to the end of the optimizer step. Up to that much may come back at the point, and stay.
-    step: while the optimizer steps.
-    profile: the pass that it was made from.
-    """
-
-    leave: tuple[int, ...]
-    come: tuple[int, ...]
-    step: int
-    profile: MemoryProfile
 
 
 def plan_holding(
@@ -116,7 +100,7 @@ class HoldPolicy:
         self._room = room
         self.margin_bytes = 0
         """The least margin below the limit, a few parts; see `_margin`."""
-        self.masters_held_bytes = 0
+        self.held_through_step = 0
         """Bytes that cannot leave before the optimizer step is over: masters that are copied to the model at once, and
         all states of a source whose step is not divided."""
         self.agree: Callable[[int, int], tuple[int, int]] = lambda room, least: (room, least)
@@ -230,8 +214,8 @@ class HoldPolicy:
         profiles = self._profiles
         sizes = [part.transit_bytes for part in parts]
         peak = max(each.peak for each in profiles)
-        least = max(least_budget(each, sizes, self.masters_held_bytes) for each in profiles)
-        wanted = max(least_budget(each, sizes, self.masters_held_bytes) + each.beyond for each in profiles)
+        least = max(least_budget(each, sizes, self.held_through_step) for each in profiles)
+        wanted = max(least_budget(each, sizes, self.held_through_step) + each.beyond for each in profiles)
         if self._room is not None:
             self.budget_bytes = max(self._room.budget_bytes(), wanted)  # what ran fits, with everything offloaded
         staying = set() if self.budget_bytes is None else self._choose(parts, self.budget_bytes, least, wanted)
@@ -239,7 +223,7 @@ class HoldPolicy:
         kept = sum(parts[position].nbytes for position in staying)
         self.plans = [
             plan_holding(
-                each, self.limit - each.beyond - self._margin(each, expands), kept, sizes, self.masters_held_bytes
+                each, self.limit - each.beyond - self._margin(each, expands), kept, sizes, self.held_through_step
             )
             for each in profiles
         ]

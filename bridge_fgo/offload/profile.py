@@ -1,10 +1,14 @@
-"""What one pass needed beside the slabs, point by point, and what went through the model at each point."""
+"""What a pass needed beside the slabs, point by point: measured, and compared with a pass that runs."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
+
+from bridge_fgo.memory.meters import Ledger, PeakMeter
 
 
 class Mark(NamedTuple):
@@ -86,3 +90,173 @@ class MemoryProfile:
             self.kind,
             max(self.beyond, other.beyond),
         )
+
+
+@dataclass(frozen=True)
+class HoldPlan:
+    """The most bytes of state that the GPU may hold.
+
+    leave[i]: in the interval of point i. Whatever is above has to leave at the point.
+    come[i]: from point i to the end of the optimizer step. Up to that much may come back at the point, and stay.
+    step: while the optimizer steps.
+    profile: the pass that it was made from.
+    """
+
+    leave: tuple[int, ...]
+    come: tuple[int, ...]
+    step: int
+    profile: MemoryProfile
+
+
+class PassMatcher:
+    """Compares one pass with the measured ones of its kind.
+
+    A plan holds as long as its profile covers every point that was passed: then the pass needs no more memory up to the
+    next point than was measured. Of several plans that hold, the one whose pass needed least is followed.
+
+    Args:
+        plans: those of the pass's kind; () where none was measured.
+        checks_inputs_only: whether every state stays in this pass, so that `forward` is called in place of `point`. It
+            takes the host a third of the time.
+    """
+
+    def __init__(self, plans: Sequence[HoldPlan] = (), checks_inputs_only: bool = False) -> None:
+        self.checks_inputs_only = checks_inputs_only
+        self.marks: list[Mark] = []
+        """What has passed each point."""
+        self._forwards = 0
+        """How many forwards have begun, where these alone are compared."""
+        self._fitting = sorted(plans, key=lambda plan: sum(plan.profile.intervals))
+
+    @property
+    def plan(self) -> HoldPlan | None:
+        """The plan to follow; None where none holds, or no more."""
+        return self._fitting[0] if self._fitting else None
+
+    def point(self, mark: Mark) -> HoldPlan | None:
+        """Pass a point; return the plan that was followed up to it, where another one, or none, is from now on."""
+        self.marks.append(mark)
+        before, index = self.plan, len(self.marks)
+        self._fitting = [plan for plan in self._fitting if plan.profile.covers(index, mark)]
+        return None if self.plan is before else before
+
+    def forward(self, layer: int, nbytes: int) -> bool:
+        """Note that a layer's forward begins; return whether no plan holds any more from it on.
+
+        Args:
+            layer: its number, as in `Mark`.
+            nbytes: of the tensors that go into it.
+        """
+        if not self._fitting:
+            return False
+        index, self._forwards = self._forwards, self._forwards + 1
+        self._fitting = [plan for plan in self._fitting if plan.profile.covers_forward(index, layer, nbytes)]
+        return not self._fitting
+
+    @property
+    def is_shorter(self) -> bool:
+        """Whether every plan that holds is of a pass with more points than have been passed; only points tell."""
+        if self.checks_inputs_only:
+            return False
+        return bool(self._fitting) and all(len(plan.leave) > len(self.marks) + 1 for plan in self._fitting)
+
+    def known(self, plan: HoldPlan, points: int, newest: int) -> MemoryProfile:
+        """Return what is known of this pass from a plan that held for its first `points` points, point 0 included.
+
+        Args:
+            plan: the one that held.
+            points: for how many.
+            newest: a bound in bytes for the last of these intervals. In the measured pass it may have ended earlier, at
+                another layer.
+        """
+        intervals = plan.profile.intervals[:points]
+        intervals[-1] = max(intervals[-1], newest)
+        return MemoryProfile(intervals, plan.profile.step, self.marks, plan.profile.kind)
+
+
+class PeakRecorder:
+    """Fills the profile of a pass, point by point, while slabs come and go.
+
+    Each reading of the peaks takes the host some 100 microseconds, so that few passes are measured.
+
+    Args:
+        meter: the allocator's peaks; where it does not work (no GPU), nothing is ever measured.
+        ledger: the bytes that slabs hold.
+    """
+
+    def __init__(self, meter: PeakMeter, ledger: Ledger) -> None:
+        self._meter, self._ledger = meter, ledger
+        self.profile: MemoryProfile | None = None
+        """Of the pass that is measured; None where none is."""
+        self.in_step = False
+        """Whether the pass is over, and the optimizer steps."""
+        self._pass_peak = 0
+        """Of a pass that is not measured: the peak of all that was allocated, as far as it was read."""
+
+    @property
+    def expands(self) -> bool:
+        """Whether the allocator's segments can grow."""
+        return self._meter.expands
+
+    def begin_pass(self) -> None:
+        """Forget what was before: an evaluation, or the same pass that is run again."""
+        self.drop()
+        self.in_step = False
+
+    def release(self) -> None:
+        """Pass point 0; peaks count from here."""
+        if self._meter.works:
+            self._meter.end_interval()
+            self._pass_peak = 0
+
+    def record(self, profile: MemoryProfile) -> None:
+        """Measure from now on, into the last interval of a profile and those that follow."""
+        if self._meter.works:
+            self._meter.end_interval()  # what came before belongs to no interval
+            self.profile = profile
+            self._ledger.observer = weakref.WeakMethod(self._memory_changes)
+
+    def drop(self) -> None:
+        """Measure no more."""
+        self.profile = self._ledger.observer = None
+
+    def point(self) -> None:
+        """Pass a point."""
+        self.measure()
+        if self.profile is not None:
+            self.profile.intervals.append(0)
+
+    def end_pass(self) -> None:
+        """End the pass: what follows is the optimizer step."""
+        self.measure()
+        self.in_step = True
+
+    def measure(self) -> None:
+        """Note the peak since the last reading."""
+        if self.profile is None:
+            return
+        others = self._meter.end_interval() - self._ledger.nbytes
+        if self.in_step:
+            self.profile.step = max(others, self.profile.step)
+        else:
+            self.profile.intervals[-1] = max(others, self.profile.intervals[-1])
+
+    def _memory_changes(self, before: bool) -> None:
+        """Measure what was there until slabs take or give back memory, and leave out the change itself."""
+        if before:
+            self.measure()
+        elif self.profile is not None:
+            self._meter.end_interval()
+
+    def newest_others(self) -> int:
+        """Return a bound in bytes for what was beside the slabs since the newest point of a pass that is not measured.
+
+        Since then slabs have held what they hold now, so that this is in the peak; unless a reader, a checkpoint in the
+        midst of a pass say, has had some brought back.
+        """
+        self._pass_peak = max(self._pass_peak, self._meter.end_interval())
+        return self._pass_peak - self._ledger.nbytes
+
+    def peak(self) -> int:
+        """Return the peak of all that was allocated in a pass that was not measured, and in its step."""
+        return max(self._pass_peak, self._meter.end_interval())

@@ -15,8 +15,8 @@ that were measured in an earlier step, one in which everything was released thro
 5.  A layer's backward has ended: the same way. Activations shrink, and in the last microbatch `SlabQueue.bring_ahead`
     prefetches slabs, in the order in which they step.
 6.  The last backward is done: `Session.reload` > `Schedule.reload` prefetches what the optimizer step has room for.
-7.  The optimizer steps: `Session.stepping` > `NativeEngine.stepping` > `Schedule.step` > `StepPipeline.run`. For one
-    part after another, small ones in groups, it waits for the slabs, updates them and starts their copies out, while
+7.  The optimizer steps: `Session.stepping` > `NativeEngine.stepping` > `Schedule.step`. For one part
+    after another, small ones in groups, it waits for the slabs, updates them and starts their copies out, while
     the next slabs are copied in. Once all are on their way in, copies out may wait for them (`CopyOrder`).
 8.  The step ends: `NativeEngine.end_step` > `Schedule.end_step`. Peaks that were measured give a plan for the steps
     that follow; otherwise the peak of the step is compared with what its plan keeps under.
@@ -29,23 +29,26 @@ the next passes report their points again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import groupby, takewhile
+from operator import attrgetter
 
 import torch
 
-from bridge_fgo.memory.device_room import DeviceRoom
-from bridge_fgo.memory.meters import Ledger, PeakMeter
-from bridge_fgo.memory.slab import Slab, SlabState
+from bridge_fgo.memory.meters import DeviceRoom, Ledger, PeakMeter
+from bridge_fgo.memory.slab import Slab, SlabState, decode_together, encode_together
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.copy_order import CopyOrder
 from bridge_fgo.offload.packing_policy import PackingPolicy
 from bridge_fgo.offload.part import Part
-from bridge_fgo.offload.pass_matcher import PassMatcher
 from bridge_fgo.offload.policy import HoldPlan, HoldPolicy
-from bridge_fgo.offload.profile import Mark, MemoryProfile
-from bridge_fgo.offload.recorder import PeakRecorder
+from bridge_fgo.offload.profile import Mark, MemoryProfile, PassMatcher, PeakRecorder
 from bridge_fgo.offload.slab_queue import SlabQueue
-from bridge_fgo.offload.step_pipeline import GROUPS_HELD, StepPipeline
+
+GROUPS_HELD = 8
+"""Groups of more than one part that the optimizer step has room for, at least: the one in hand, those that are copied
+in, and so many that are copied out that the step does not wait for the copy of what was updated just before."""
 
 
 class Schedule:
@@ -83,7 +86,6 @@ class Schedule:
         self._wants_points = False
         """Whether passes report their points though nothing moves: one of them was larger than any measured one."""
         self.queue = SlabQueue(transfers, self.ledger, lambda text: holding.warn(text))
-        self._pipeline = StepPipeline(self.queue, transfers)
         self._newest = 0
         """`PeakRecorder.newest_others` at the end of a pass that went by a plan."""
         self._start()
@@ -253,7 +255,7 @@ class Schedule:
     @property
     def _bytes_in_any_case(self) -> int:
         """Bytes that stay for good, or are held to the end of the optimizer step."""
-        return sum(part.nbytes for part in self.parts if part.stays) + self.holding.masters_held_bytes
+        return sum(part.nbytes for part in self.parts if part.stays) + self.holding.held_through_step
 
     def _room_to_make(self) -> int:
         """Return the bytes to keep free in the first step, for the states that the update of a part makes.
@@ -274,16 +276,67 @@ class Schedule:
         group_bytes: int,
         in_order: bool = False,
     ) -> None:
-        """Bring back, update and send off the parts of one source, as `StepPipeline.run` does.
+        """Prefetch, update and offload the parts of one source, in both directions of the link at once.
 
-        `group_bytes` (`pipeline_bytes`) holds where the step has room for `GROUPS_HELD` groups of that size.
+        Parts that are small go in groups: a call of the driver's takes the host twice as long after an update as after
+        another such call.
+
+        Args:
+            parts: in order.
+            update: called once for each of them.
+            keep_masters: whether masters stay on the GPU until the next pass; their copy out starts all the same.
+            group_bytes: size of a group at most (`pipeline_bytes`), where the step has room for `GROUPS_HELD` of them.
+            in_order: whether parts are updated in their order, whatever has landed (`Source.keeps_order`).
         """
-        limit = self.step_limit
+        queue, limit = self.queue, self.step_limit
         group_bytes = min(group_bytes, (limit - self._bytes_in_any_case) // GROUPS_HELD)
         room_to_make = self._room_to_make()
         limit -= room_to_make
         h2d_first = self.copy_order.h2d_first
-        self._pipeline.run(parts, update, limit, group_bytes, keep_masters, room_to_make > 0, in_order, h2d_first)
+        for run in self._runs(parts, in_order):
+            for group in _groups(run, group_bytes):
+                slabs = [slab for part in group for slab in part.slabs]
+                if room_to_make:
+                    queue.release_down_to(limit)
+                queue.bring_for(slabs, limit)
+                for slab in slabs:
+                    if slab.state is SlabState.RELEASED:  # there was no room for it ahead of its turn
+                        queue.fetch(slab, limit)
+                decode_together(slabs)
+                for slab in reversed(slabs):  # the last lands last: for those before it nothing need wait
+                    slab.require_writable()
+                    queue.mark_here(slab)
+                for part in group:
+                    update(part)
+                if not group[0].stays:
+                    self._send_off(slabs, keep_masters, yields=h2d_first and queue.is_through)
+
+    def _runs(self, parts: list[Part], in_order: bool) -> list[list[Part]]:
+        """Return the parts as they are updated, those that stay apart from those that move."""
+        if in_order:
+            return [list(run) for _, run in groupby(parts, key=attrgetter("stays"))]
+        # Parts that have landed are updated first, so that their copies out begin. Parts that stay need no copy: they
+        # are updated while the others come.
+        moving = [part for part in parts if not part.stays]
+        landed = list(takewhile(self._has_landed, moving))
+        return [landed, [part for part in parts if part.stays], moving[len(landed) :]]
+
+    def _has_landed(self, part: Part) -> bool:
+        if any(slab.state is SlabState.RELEASED for slab in part.slabs):
+            return False
+        return all(slab.state is not SlabState.RELOADING or self.transfers.has_landed(slab) for slab in part.slabs)
+
+    def _send_off(self, slabs: list[Slab], keep_masters: bool, yields: bool) -> None:
+        """Start the copies out; where it `yields`, after all copies in that have begun."""
+        encoded = encode_together(slabs)
+        with self.transfers.yielding() if yields else nullcontext(), self.transfers.back_to_back():
+            for slab in slabs:
+                if slab.exists():
+                    slab.offload(slab.start_encoded if slab in encoded else None)
+                    if keep_masters and slab.written_back:
+                        self.queue.cancel_leaving(slab)  # from the offload that the update gave up
+                    else:
+                        self.queue.mark_leaving(slab)
 
     def release_everything(self) -> None:
         """Free every slab that may leave; for work between steps that needs the memory."""
@@ -337,3 +390,17 @@ class Schedule:
             if not (self.holding.runs_short() or is_exceeded):
                 return None
         return self.holding.plan(self.parts, recorder.expands)
+
+
+def _groups(parts: Sequence[Part], group_bytes: int) -> Iterator[list[Part]]:
+    """Yield the parts in order, as many at once as hold no more bytes on their way, but one at least."""
+    group: list[Part] = []
+    held = 0
+    for part in parts:
+        if group and held + part.transit_bytes > group_bytes:
+            yield group
+            group, held = [], 0
+        group.append(part)
+        held += part.transit_bytes
+    if group:
+        yield group

@@ -91,7 +91,7 @@ class McoreSource(Source):
             # Part by part the copy to the model's weights hides behind the copies of the parts that follow, and the
             # masters may leave at once.
             self._master_copy.copy_part(part.ids)
-            part.made_exact()
+            part.mark_just_rounded()
 
     @override
     def writing_back(self) -> AbstractContextManager[frozenset[int] | None]:

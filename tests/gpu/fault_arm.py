@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 from bridge_fgo.bridge.session import Session
-from bridge_fgo.memory.cuda_transfers import CudaTransfers, Lane
+from bridge_fgo.memory.transfers import CudaTransfers, Lane
 from bridge_fgo.offload.snapshot import Snapshot
 from bridge_fgo.states.inner_step import InnerStep
 from bridge_fgo.states.masters import MasterCopy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from bridge_fgo.memory.cuda_transfers import CudaTransfers
+from bridge_fgo.memory.transfers import CudaTransfers
 from bridge_fgo.tools.arms import gpu
 
 

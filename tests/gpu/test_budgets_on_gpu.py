@@ -43,7 +43,7 @@ def test_auto_keeps_to_what_pytorch_may_take_of_the_gpu(tmp_path: Path) -> None:
 
 BLOCKS = """
 import torch
-from bridge_fgo.memory.blocks import block_rounding
+from bridge_fgo.memory.meters import block_rounding
 torch.empty(1, device="cuda")
 rounded = block_rounding(torch.device("cuda", 0))
 for mib in (3, 5, 9, 33, 100, 129, 256, 300, 513, 700, 1025):

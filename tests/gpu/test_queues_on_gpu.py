@@ -20,7 +20,7 @@ if len(sys.argv) > 1:
     import bridge_fgo
     bridge_fgo.install()
 from bridge_fgo.memory.copy_queues import shortage
-from bridge_fgo.memory.cuda_transfers import Lane
+from bridge_fgo.memory.transfers import Lane
 from bridge_fgo.memory.driver import Copier, Event
 nbytes = 2**30
 gpu = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")

@@ -7,7 +7,7 @@ import torch
 from fake_training import POINTS, SHAPE, WHOLE, Meter, Training, use_small_parts
 
 from bridge_fgo.engines import native
-from bridge_fgo.memory.blocks import block_rounding
+from bridge_fgo.memory.meters import block_rounding
 
 MIB = 2**20
 GPU = torch.device("cuda")

@@ -14,7 +14,7 @@ from fake_optimizer import make_distributed_optimizer, step, with_model
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
-from bridge_fgo.memory import cuda_transfers, driver
+from bridge_fgo.memory import driver, transfers
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.states.distributed import MegatronSource
@@ -50,11 +50,11 @@ class Stream:
 def mocked(monkeypatch):
     """Copies that copy nothing, on streams that are none; returns the copies as (target, source, bytes)."""
     copies = []
-    monkeypatch.setattr(cuda_transfers, "Event", Event)
-    monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: 0)
+    monkeypatch.setattr(transfers, "Event", Event)
+    monkeypatch.setattr(transfers, "current_stream", lambda index: 0)
     copier = mock.Mock(copy=lambda *args: copies.append(args[:3]))
-    monkeypatch.setattr(cuda_transfers, "Copier", lambda to_gpu: copier)
-    monkeypatch.setattr(cuda_transfers, "Stream", lambda: mock.Mock(handle=ctypes.c_void_p(1)))
+    monkeypatch.setattr(transfers, "Copier", lambda to_gpu: copier)
+    monkeypatch.setattr(transfers, "Stream", lambda: mock.Mock(handle=ctypes.c_void_p(1)))
     monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     return copies
@@ -68,7 +68,7 @@ def slab_at(host, gpu, nbytes):
 
 def engine_of(optimizer, remainders):
     config = OffloadConfig(engine="native", master_remainders=remainders)
-    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 2**20)
+    moves = transfers.CudaTransfers(torch.device("cpu"), 2**20)
     return NativeEngine([MegatronSource(optimizer)], config, PeakMeter(), transfers=moves)
 
 
@@ -95,13 +95,13 @@ def test_lanes_copy_on_streams_of_their_own_which_go_when_their_copies_are_done(
         cuMemcpyHtoDAsync_v2=lambda *of_copy: calls.append(("in", of_copy[3].value)),
     )
     monkeypatch.setattr(driver, "_library", lambda: library)
-    monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: 0)
+    monkeypatch.setattr(transfers, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(
         torch.cuda, "ExternalStream", lambda *of: mock.Mock(synchronize=lambda: calls.append(("synchronize", *of)))
     )
     cpu = torch.device("cpu")
-    moves = cuda_transfers.CudaTransfers(cpu, 100)
+    moves = transfers.CudaTransfers(cpu, 100)
     slab = slab_at(1000, 5000, 250)
     moves.copy_out(slab)
     moves.copy_in(slab)
@@ -169,14 +169,14 @@ def test_memory_of_states_that_were_replaced_goes_at_once(mocked):
 def test_streams_take_turns_after_at_most_a_piece_however_it_is_cut(mocked):
     handles = []
     copier = mock.Mock(copy=lambda target, source, nbytes, stream: handles.append((stream, nbytes)))
-    lane = cuda_transfers.Lane(torch.device("cpu"), 100, copier)
+    lane = transfers.Lane(torch.device("cpu"), 100, copier)
     lane._handles = ("a", "b")
     for nbytes in (250, 50, 30, 20, 1, 100):
         lane.copy(0, 0, nbytes, Event())
     assert handles == [("a", 100), ("b", 100), ("a", 50), ("a", 50), ("b", 30), ("b", 20), ("b", 1), ("a", 100)]
 
 
-class LoggingLane(cuda_transfers.Lane):
+class LoggingLane(transfers.Lane):
     """A lane of pieces of 100 bytes on streams "a" and "b", whose calls are in `log`; the next of a kind may fail."""
 
     def __init__(self):
@@ -241,7 +241,7 @@ def test_a_lane_stays_one_sequence_where_the_driver_refuses_an_event(mocked, nby
 
 def test_a_pass_on_another_stream_waits_for_what_the_one_before_has_waited_for(mocked, monkeypatch):
     # Else a copy in would read a host buffer that a copy out between the steps still writes.
-    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
     other = mock.Mock(cuda_stream=7)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: other)
     assert moves._here[0].waiting == []
@@ -250,7 +250,7 @@ def test_a_pass_on_another_stream_waits_for_what_the_one_before_has_waited_for(m
 
 
 def test_a_pass_that_is_tried_again_on_another_stream_waits_for_the_one_before_too(mocked, monkeypatch):
-    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock(cuda_stream=7))
     with (
         mock.patch.object(moves._here[0], "record", side_effect=RuntimeError("refused")),
@@ -265,7 +265,7 @@ def test_a_pass_that_is_tried_again_on_another_stream_waits_for_the_one_before_t
 def test_what_delays_a_copy_delays_it_also_on_the_other_stream(mocked, monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextmanager(lambda: (yield))())
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-    lane = cuda_transfers.Lane(torch.device("cpu"), 100, mock.Mock())
+    lane = transfers.Lane(torch.device("cpu"), 100, mock.Mock())
     lane._handles = ("a", "b")
     lane.copy(0, 0, 100, Event())
     lane.delay(1000)
@@ -274,7 +274,7 @@ def test_what_delays_a_copy_delays_it_also_on_the_other_stream(mocked, monkeypat
 
 
 def test_the_training_stream_waits_once_for_copies_that_end_one_after_another(mocked):
-    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
     slabs = [slab_at(i, i, 8) for i in range(3)]
     landed = [moves._events(slab)[1] for slab in slabs]
     for slab in slabs:
@@ -289,17 +289,17 @@ def test_the_training_stream_waits_once_for_copies_that_end_one_after_another(mo
 
 def test_a_copy_is_cut_into_pieces_without_a_gap(mocked):
     slab = slab_at(1000, 5000, 250)
-    cuda_transfers.CudaTransfers(torch.device("cpu"), 100).copy_out(slab)
+    transfers.CudaTransfers(torch.device("cpu"), 100).copy_out(slab)
     assert mocked == [(1000, 5000, 100), (1100, 5100, 100), (1200, 5200, 50)]
 
 
 def test_a_read_on_a_side_stream_orders_the_training_stream_too(mocked, monkeypatch):
     # The slab counts as readable from then on: without it the optimizer step would wait for nothing.
-    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
     slab = slab_at(1000, 5000, 250)
     moves.copy_in(slab)
     side = 7
-    monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: side)
+    monkeypatch.setattr(transfers, "current_stream", lambda index: side)
     landed = moves._events(slab)[1]
     landed.waiting.clear()
     moves.wait_in(slab)
@@ -307,7 +307,7 @@ def test_a_read_on_a_side_stream_orders_the_training_stream_too(mocked, monkeypa
 
 
 def test_only_the_training_streams_waits_for_copies_are_timed(mocked, monkeypatch):
-    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
     slab = slab_at(1000, 5000, 250)
     timed = []
     monkeypatch.setattr(moves.waits, "around", lambda wait, stream: timed.append(stream) or wait())
@@ -322,17 +322,17 @@ def test_only_the_training_streams_waits_for_copies_are_timed(mocked, monkeypatc
     assert timed == [moves._compute] * 2
     assert [event.waiting.count(Stream.cuda_stream) for event in moves._events(slab)] == [2, 1]
     moves.copy_in(slab)
-    monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: 7)
+    monkeypatch.setattr(transfers, "current_stream", lambda index: 7)
     moves.wait_in(slab)
     assert timed == [moves._compute] * 3  # and not that of the reader
 
 
 def test_memory_is_the_training_streams_also_where_a_side_stream_asks_for_it(mocked, monkeypatch):
     # Taken from a side stream's pool it would go back to that, while the copy out of a later offload reads it.
-    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
     slab = slab_at(1000, 5000, 250)
     stream = [7]
-    monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: stream[0])
+    monkeypatch.setattr(transfers, "current_stream", lambda index: stream[0])
 
     @contextmanager
     def entered(which):
@@ -361,7 +361,7 @@ class CountingEvent(Event):
 
 @pytest.mark.parametrize("way", ["out", "in"])
 def test_copies_back_to_back_are_ordered_once_unless_something_is_enqueued_between(mocked, monkeypatch, way):
-    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 1000)
+    moves = transfers.CudaTransfers(torch.device("cpu"), 1000)
     moves._here = CountingEvent(), CountingEvent()
     slabs = [slab_at(0, 0, 8) for _ in range(2)]
 
@@ -396,9 +396,9 @@ def test_what_is_computed_for_a_reader_on_a_side_stream_runs_on_the_training_str
         def block(self, stream):
             order.append(("block", stream))
 
-    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
     moves._here = Ordering(), Ordering()
-    monkeypatch.setattr(cuda_transfers, "current_stream", lambda index: 7)
+    monkeypatch.setattr(transfers, "current_stream", lambda index: 7)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextmanager(lambda: (yield order.append("inside")))())
     around = [("record", 7), ("block", 0), "inside", ("record", 0), ("block", 7)]
     with moves.computing():
@@ -412,7 +412,7 @@ def test_what_is_computed_for_a_reader_on_a_side_stream_runs_on_the_training_str
 
 
 def test_a_copy_in_waits_for_the_memory_it_was_given(mocked, monkeypatch):
-    moves = cuda_transfers.CudaTransfers(torch.device("cpu"), 100)
+    moves = transfers.CudaTransfers(torch.device("cpu"), 100)
     moves._here = CountingEvent(), CountingEvent()
     before = CountingEvent.recorded
     moves.copy_in(slab_at(0, 0, 8))
@@ -424,7 +424,7 @@ def test_an_offload_given_up_keeps_what_it_copies_until_it_is_copied(mocked, mon
     engine.begin_pass()
     (slab,) = [slab for slab in engine.slabs if slab.is_encoded]
     order = []
-    for of, name in ((cuda_transfers.CudaTransfers, "wait_out"), (type(slab), "drop_staging")):
+    for of, name in ((transfers.CudaTransfers, "wait_out"), (type(slab), "drop_staging")):
         real = getattr(of, name)
         monkeypatch.setattr(of, name, lambda *args, n=name, r=real: (order.append((n, args[-1])), r(*args)))
     slab.require_writable()

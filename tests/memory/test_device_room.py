@@ -4,8 +4,7 @@ import pytest
 import torch
 from fake_training import WHOLE, Meter, Training, use_small_parts
 
-from bridge_fgo.memory.device_room import GROWTH, LEAST_MARGIN, MOST_HOLES, DeviceRoom
-from bridge_fgo.memory.meters import DeviceMemory, PeakMeter
+from bridge_fgo.memory.meters import GROWTH, LEAST_MARGIN, MOST_HOLES, DeviceMemory, DeviceRoom, PeakMeter
 from bridge_fgo.memory.slab import SlabState
 
 GIB = 2**30

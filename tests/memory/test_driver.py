@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_fgo.memory import driver, nvrtc
+from bridge_fgo.memory import driver
 
 
 class Refuses:
@@ -75,7 +75,7 @@ def test_what_nvrtc_says_of_a_source_is_in_the_error():
         nvrtcGetCUBIN=lambda *args: 0,
     )
     with pytest.raises(RuntimeError, match=r"\(6\): line 3"):
-        nvrtc.compile_source(library, "source", "sm_90")
+        driver.compile_source(library, "source", "sm_90")
 
 
 @pytest.mark.parametrize("error", [OSError, RuntimeError])
@@ -84,10 +84,10 @@ def test_an_nvrtc_that_is_not_there_or_too_old_leaves_it_to_the_next_and_the_las
         raise error("too old")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(nvrtc, "_candidates", lambda: ["old", "new"])
-    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda path: path)
-    monkeypatch.setattr(nvrtc, "compile_source", lambda library, *args: fails() if library == "old" else b"code")
-    monkeypatch.setattr(nvrtc, "Module", lambda code: code)
-    assert nvrtc.compile_for(f"one of {error.__name__}", torch.device("cpu")) == b"code"
-    monkeypatch.setattr(nvrtc, "compile_source", fails)
-    assert nvrtc.compile_for(f"another of {error.__name__}", torch.device("cpu")) is None
+    monkeypatch.setattr(driver, "_candidates", lambda: ["old", "new"])
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda path: path)
+    monkeypatch.setattr(driver, "compile_source", lambda library, *args: fails() if library == "old" else b"code")
+    monkeypatch.setattr(driver, "Module", lambda code: code)
+    assert driver.compile_for(f"one of {error.__name__}", torch.device("cpu")) == b"code"
+    monkeypatch.setattr(driver, "compile_source", fails)
+    assert driver.compile_for(f"another of {error.__name__}", torch.device("cpu")) is None

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_fgo.config import MIB, OffloadConfig
-from bridge_fgo.memory.codec import Codec
-from bridge_fgo.memory.layout import ALIGNMENT, lay_out, offloaded_bundles, pack, part_bytes, pieces, select
+from bridge_fgo.memory.layout import ALIGNMENT, Codec, lay_out, offloaded_bundles, pack, part_bytes, pieces, select
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.state import Bundle, Home, State
 from bridge_fgo.states.distributed import bundles

@@ -17,9 +17,9 @@ from test_snapshot import SIZES, made, params, read_as_it_is, residencies, state
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines import checkpoints
 from bridge_fgo.engines.native import NativeEngine
-from bridge_fgo.memory import shared_host_buffer
+from bridge_fgo.memory import host_buffer
+from bridge_fgo.memory.host_buffer import LentStorage, SharedHostBuffer, shared_copy
 from bridge_fgo.memory.meters import PeakMeter
-from bridge_fgo.memory.shared_host_buffer import LentStorage, SharedHostBuffer, shared_copy
 from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.transfers import HostTransfers
 from bridge_fgo.offload.debug import DebugTransfers
@@ -28,7 +28,7 @@ from bridge_fgo.states.distributed import MegatronSource
 
 def lending(**options):
     optimizer, engine, source, before = made(**options)
-    engine.share_copies()
+    engine.use_worker_memory()
     return optimizer, engine, source, before
 
 
@@ -175,7 +175,7 @@ def with_remainders():
     engine = NativeEngine([source], config, PeakMeter(), transfers=HostTransfers(2**16))
     step(optimizer, 1)
     optimizer._copy_main_params_to_model_params()
-    engine.share_copies()
+    engine.use_worker_memory()
     engine.begin_pass()
     engine.release()
     assert any(slab.is_encoded for slab in engine.slabs)
@@ -222,7 +222,7 @@ def test_debug_mode_poisons_no_buffer_that_is_lent():
     transfers = DebugTransfers(HostTransfers(2**16), 1)
     engine = NativeEngine([source], OffloadConfig(engine="native"), PeakMeter(), transfers=transfers)
     step(optimizer, 1)
-    engine.share_copies()
+    engine.use_worker_memory()
     engine.begin_pass()
     engine.release()
     handed = save(optimizer, engine, source)
@@ -252,7 +252,7 @@ def test_where_a_buffer_cannot_be_page_locked_training_goes_on_with_those_that_i
     monkeypatch.setattr(engine.schedule.holding, "warn", said.append)
     monkeypatch.setattr(engine.checkpoints, "_pin_near", torch.device("cuda"))
     monkeypatch.setattr(checkpoints, "pin", refuses)
-    engine.share_copies()
+    engine.use_worker_memory()
     handed = save(optimizer, engine, source)
     assert len(said) == 1 and "could not page-lock" in said[0]
     assert are_equal(handed, [before[id(param)] for param in params(optimizer)])
@@ -260,9 +260,9 @@ def test_where_a_buffer_cannot_be_page_locked_training_goes_on_with_those_that_i
 
 def test_with_too_few_open_files_a_checkpoint_gets_copies(monkeypatch):
     optimizer, engine, source, before = made()
-    limit = shared_host_buffer.OTHER_FILES + 3 * len(engine.slabs) - 1
+    limit = host_buffer.OTHER_FILES + 3 * len(engine.slabs) - 1
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
-    engine.share_copies()
+    engine.use_worker_memory()
     assert not any(isinstance(slab.host, SharedHostBuffer) for slab in engine.slabs)
     handed = save(optimizer, engine, source)
     assert are_equal(handed, [before[id(param)] for param in params(optimizer)])
@@ -276,7 +276,7 @@ def mappings():
 def test_however_torch_hands_memory_over_a_buffer_goes_as_one_file_and_the_other_process_has_its_bytes(monkeypatch):
     sent = []
     monkeypatch.setattr(torch.multiprocessing, "get_sharing_strategy", lambda: "file_system")
-    monkeypatch.setattr(shared_host_buffer, "DupFd", lambda file: sent.append(file) or DupFd(file))
+    monkeypatch.setattr(host_buffer, "DupFd", lambda file: sent.append(file) or DupFd(file))
     optimizer, engine, source, _ = lending()
     handed = tensors(save(optimizer, engine, source))
     received = pickle.loads(ForkingPickler.dumps(handed))
@@ -326,7 +326,7 @@ def test_in_any_order_of_steps_saves_and_loads_writers_read_the_states_of_their_
         transfers = DebugTransfers(transfers, 3) if debug else transfers
         engine = NativeEngine([source], OffloadConfig(engine="native"), PeakMeter(), transfers=transfers)
         step(optimizer, 0)
-        engine.share_copies()
+        engine.use_worker_memory()
         writers = []
         for seed, what in enumerate(order):
             if what == "step":

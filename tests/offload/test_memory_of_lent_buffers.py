@@ -12,7 +12,7 @@ from fake_training import Training
 from stream_order import install
 
 from bridge_fgo.engines import checkpoints
-from bridge_fgo.memory.cuda_transfers import CudaTransfers
+from bridge_fgo.memory.transfers import CudaTransfers
 
 SLACK = 1.05
 
@@ -66,7 +66,7 @@ def trained(monkeypatch):
 
 
 def test_a_background_save_takes_second_buffers_and_no_third(trained):
-    trained.engine.share_copies()
+    trained.engine.use_worker_memory()
     assert trained.taken() <= SLACK * trained.own
     for source in trained.training.sources:
         trained.save(source)
@@ -83,7 +83,7 @@ def test_a_background_save_takes_second_buffers_and_no_third(trained):
 def test_second_buffers_that_can_be_lent_no_more_are_let_go_of(trained, monkeypatch, steps_before):
     said = []
     monkeypatch.setattr(trained.engine.schedule.holding, "warn", said.append)
-    trained.engine.share_copies()
+    trained.engine.use_worker_memory()
     first, second = trained.training.sources
     handed, expected = trained.save(first)
     for seed in range(steps_before):  # the copies out go to the others

@@ -5,8 +5,7 @@ from fake_training import WHOLE, use_small_parts
 from test_shapes import SHORT, Shapes, layers, plans, profile
 
 from bridge_fgo.memory.slab import SlabState
-from bridge_fgo.offload.pass_matcher import PassMatcher
-from bridge_fgo.offload.profile import Mark, MemoryProfile
+from bridge_fgo.offload.profile import Mark, MemoryProfile, PassMatcher
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ def test_masters_that_are_held_count_in_the_step_and_in_the_least_budget():
 
 def test_a_plan_has_room_for_masters_that_are_held(parts):
     policy = HoldPolicy()
-    policy.margin_bytes, policy.masters_held_bytes = 50, 30  # the margin leaves less than is held in any case
+    policy.margin_bytes, policy.held_through_step = 50, 30  # the margin leaves less than is held in any case
     add(policy, 0, MemoryProfile([0], 100), parts)
     assert policy.plans[0].step == 30 + 2 * 11
 
@@ -114,7 +114,7 @@ def test_a_plan_has_room_for_masters_that_are_held(parts):
 @pytest.mark.parametrize("short", [0, 1])
 def test_a_budget_that_has_no_room_for_masters_that_are_held_is_refused(parts, short):
     policy = HoldPolicy(100 + 30 + 2 * 11 - short)
-    policy.masters_held_bytes = 30
+    policy.held_through_step = 30
     if short:
         with pytest.raises(ValueError, match="cannot be met"):
             add(policy, 0, MemoryProfile([0], 100), parts)

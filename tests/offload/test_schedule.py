@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import Slab, SlabState
-from bridge_fgo.offload import step_pipeline
+from bridge_fgo.offload import schedule
 from bridge_fgo.offload.packing_policy import (
     IN_A_ROW,
     MOST_TIMED,
@@ -157,7 +157,7 @@ def test_masters_that_are_made_alone_are_as_they_were_after_an_error_and_lost_af
 @given(st.lists(st.integers(1, 100), max_size=30), st.integers(0, 300))
 def test_groups_are_whole_in_order_and_no_larger_than_they_may_be(sizes, together):
     parts = [SimpleNamespace(transit_bytes=size) for size in sizes]
-    groups = list(step_pipeline._groups(parts, together))
+    groups = list(schedule._groups(parts, together))
     assert [part for group in groups for part in group] == parts
     held = [sum(part.transit_bytes for part in group) for group in groups]
     assert all(size <= together or len(group) == 1 for size, group in zip(held, groups, strict=True))
@@ -503,7 +503,7 @@ def test_masters_that_could_not_leave_are_checked_before_they_are_packed(monkeyp
     training.step(0)
     training.check()
     masters = next(slab for slab in training.schedule.parts[0].slabs if slab.written_back)
-    masters.codec.is_exact = True  # updated just now
+    masters.codec.just_rounded = True  # updated just now
 
     def no_memory(slab):
         raise RuntimeError("no memory")
@@ -511,7 +511,7 @@ def test_masters_that_could_not_leave_are_checked_before_they_are_packed(monkeyp
     monkeypatch.setattr(Slab, "adopt", no_memory)
     with pytest.raises(RuntimeError, match="no memory"):
         masters.offload()
-    assert not masters.codec.is_exact
+    assert not masters.codec.just_rounded
 
 
 def test_masters_of_a_group_whose_copy_out_is_refused_are_here_whole(monkeypatch):
@@ -519,7 +519,7 @@ def test_masters_of_a_group_whose_copy_out_is_refused_are_here_whole(monkeypatch
     for seed in range(3):
         training.step(seed)
     training.run_pass()
-    encode, encoded = step_pipeline.encode_together, []
+    encode, encoded = schedule.encode_together, []
 
     def refuse(*args):
         raise RuntimeError("refused")
@@ -530,7 +530,7 @@ def test_masters_of_a_group_whose_copy_out_is_refused_are_here_whole(monkeypatch
             monkeypatch.setattr(type(training.schedule.transfers), "copy_out", refuse)
         return set(encoded)
 
-    monkeypatch.setattr(step_pipeline, "encode_together", encodes)
+    monkeypatch.setattr(schedule, "encode_together", encodes)
     with pytest.raises(RuntimeError, match="refused"):
         training.update(3)
     assert len(encoded) > 1 and not any(slab.is_encoded for slab in encoded)

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bridge_fgo.memory.layout import part_bytes
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, SlabState
-from bridge_fgo.offload import policy, step_pipeline
+from bridge_fgo.offload import policy, schedule
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +145,7 @@ def test_an_evaluation_finds_nothing_held():
 def test_masters_that_cannot_leave_in_the_step_are_counted():
     training = Training(layer=WHOLE // 4, step=WHOLE)
     training.optimizers[0].ddp_config = SimpleNamespace(fp8_param_gather=True)
-    training.schedule.holding.masters_held_bytes = 4 * sum(SIZES)
+    training.schedule.holding.held_through_step = 4 * sum(SIZES)
     for seed in range(4):
         training.step(seed)
     assert not training.schedule.queue.to_come
@@ -308,15 +308,15 @@ def test_what_goes_together_leaves_room_for_what_is_held(monkeypatch, held):
     else:
         training = Training(0, step=3 * whole, together=whole, sizes=MANY_SIZES, master_remainders=False)
         training.optimizers[0].ddp_config = SimpleNamespace(fp8_param_gather=True)
-        training.schedule.holding.masters_held_bytes = whole // 3 + 1024 * len(training.schedule.parts)
+        training.schedule.holding.held_through_step = whole // 3 + 1024 * len(training.schedule.parts)
     for seed in range(3):
         training.step(seed)
-    groups, asked = step_pipeline._groups, []
-    monkeypatch.setattr(step_pipeline, "_groups", lambda run, together: asked.append(together) or groups(run, together))
+    groups, asked = schedule._groups, []
+    monkeypatch.setattr(schedule, "_groups", lambda run, together: asked.append(together) or groups(run, together))
     assert most_held_in(training, lambda: training.step(3)) <= training.schedule.step_limit
     staying = sum(part.nbytes for part in training.schedule.parts if part.stays)
-    nbytes = staying + training.schedule.holding.masters_held_bytes
-    assert nbytes and asked and max(asked) <= (training.schedule._plan.step - nbytes) // step_pipeline.GROUPS_HELD
+    nbytes = staying + training.schedule.holding.held_through_step
+    assert nbytes and asked and max(asked) <= (training.schedule._plan.step - nbytes) // schedule.GROUPS_HELD
 
 
 def test_a_few_slabs_at_a_time_are_on_their_way_packed(monkeypatch):

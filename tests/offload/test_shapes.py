@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge_fgo.memory.meters import Ledger
-from bridge_fgo.offload.pass_matcher import PassMatcher
 from bridge_fgo.offload.policy import MOST_LOST, MOST_PROFILES, HoldPolicy, PartBytes, plan_holding
-from bridge_fgo.offload.profile import Mark, MemoryProfile
+from bridge_fgo.offload.profile import Mark, MemoryProfile, PassMatcher
 
 MODEL = 0
 """Number of the model chunk: its embeddings need memory before any layer does, and have no point in backward."""

@@ -9,9 +9,9 @@ import torch
 from fake_training import MANY_SIZES, POINTS, SIZES, WHOLE, Training, mark, use_small_parts
 from stream_order import HOST, Race, install
 
-from bridge_fgo.memory.cuda_transfers import CudaTransfers, Lane
 from bridge_fgo.memory.slab import decode_together, encode_together
-from bridge_fgo.offload import step_pipeline
+from bridge_fgo.memory.transfers import CudaTransfers, Lane
+from bridge_fgo.offload import schedule
 from bridge_fgo.offload.debug import DebugTransfers
 from bridge_fgo.states.inner_step import InnerStep
 
@@ -183,13 +183,13 @@ def test_copies_out_that_yield_come_after_every_copy_in_and_no_copy_in_waits_for
             yielding.append(any(started.values()))
 
     monkeypatch.setattr(CudaTransfers, "copy_out", watch)
-    send_off = step_pipeline.StepPipeline._send_off
+    send_off = schedule.Schedule._send_off
 
-    def through(pipeline, slabs, keep_masters, yields):
-        assert pipeline._queue.is_through or not yields
-        send_off(pipeline, slabs, keep_masters, yields)
+    def through(of, slabs, keep_masters, yields):
+        assert of.queue.is_through or not yields
+        send_off(of, slabs, keep_masters, yields)
 
-    monkeypatch.setattr(step_pipeline.StepPipeline, "_send_off", through)
+    monkeypatch.setattr(schedule.Schedule, "_send_off", through)
     for seed in range(4):
         train(order, seed)
     assert sum(yielding) > 20
@@ -325,7 +325,7 @@ def with_masters_made_together_before_they_have_landed(patch):
             without_wait_for_what_landed(inside)
             decode_together(slabs)
 
-    patch.setattr(step_pipeline, "decode_together", decodes)
+    patch.setattr(schedule, "decode_together", decodes)
 
 
 def with_masters_packed_together_once_copies_are_ordered(patch):
@@ -339,7 +339,7 @@ def with_masters_packed_together_once_copies_are_ordered(patch):
         moves._is_ordered = bool(encoded)
         return encoded
 
-    patch.setattr(step_pipeline, "encode_together", encodes)
+    patch.setattr(schedule, "encode_together", encodes)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class FakePart:
     def __init__(self, params, written_back=True):
         self.ids, self.written_back, self.noted = frozenset(map(id, params)), written_back, 0
 
-    def made_exact(self):
+    def mark_just_rounded(self):
         self.noted += 1
 
 
@@ -260,7 +260,7 @@ def test_masters_that_are_not_copied_by_part_are_on_the_gpu_for_the_copy_of_all_
     optimizer.ddp_config = SimpleNamespace(fp8_param_gather=True)
     engine = engine_of(optimizer, source)
     masters = sum(slab.nbytes for slab in engine.slabs if slab.written_back)
-    assert engine.schedule.holding.masters_held_bytes == masters > 0
+    assert engine.schedule.holding.held_through_step == masters > 0
     engine.begin_pass()
     engine.release()
     engine.reload()

@@ -26,7 +26,7 @@ class StateBytes:
     saved: of each copy that the native engine makes for a checkpoint (its `copied_for_a_save`).
     parts: of each part that the native engine updates in one go, in its order; transits: the most GPU memory that
     each holds on its way; copied: of all parts, what a copy takes over the link.
-    masters_held: what of them the optimizer step holds to its end (`HoldPolicy.masters_held_bytes`).
+    masters_held: what of them the optimizer step holds to its end (`HoldPolicy.held_through_step`).
     """
 
     masters: int
