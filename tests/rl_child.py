@@ -14,9 +14,9 @@ install_standins()
 import torch  # noqa: E402
 
 from bridge_fgo.tools.arms.final_state import final_state, joined_digests  # noqa: E402
-from bridge_fgo.tools.arms.rl.grpo import Rollouts  # noqa: E402
 from bridge_fgo.tools.arms.rl.loop import Loop  # noqa: E402
 from bridge_fgo.tools.arms.rl.options import RlOptions  # noqa: E402
+from bridge_fgo.tools.arms.rl.task import Rollouts  # noqa: E402
 
 SMALL: dict[str, Any] = {"hidden": 32, "prompts": 4, "group": 4, "micro_batch_size": 8, "length": 3}
 

@@ -10,7 +10,7 @@ import typer
 
 from bridge_fgo.options import takes_offload_options
 from bridge_fgo.recipes.catalog import RECIPES
-from bridge_fgo.tools.spinner import spinner
+from bridge_fgo.tools.show import spinner
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Overrides of Bridge's config.")

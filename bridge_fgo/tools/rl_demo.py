@@ -7,16 +7,19 @@ torch, except to look for a GPU.
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from bridge_fgo.tools.arms.comparator import compare
 from bridge_fgo.tools.arms.rl.options import RlOptions
+from bridge_fgo.tools.arms.runner import ArmRun, Event
 from bridge_fgo.tools.demo import NOT_EQUAL, find_device, run_arms, status_of
 from bridge_fgo.tools.iteration_picture import draw_iteration, states_of_run
-from bridge_fgo.tools.rl_report import RlRuns
+from bridge_fgo.tools.show import print_parts, print_table, readable_bytes
 
 MODULE = "bridge_fgo.tools.arms.rl.arm"
 ARMS = (("resident", False), ("sleeping", True))
@@ -32,6 +35,18 @@ ON_A_GPU: dict[str, Any] = {
 }
 """Defaults of a GPU: 0.27 billion parameters, which take 5 GB with gradients and states. The learning rate is such that
 an update moves the policy as far as the CPU's does."""
+
+MOVES = {
+    "asleep": "sleep: offload everything",
+    "params wake": "wake: reload the weights",
+    "awake": "wake: reload the rest",
+    "reference wakes": "reload the reference model",
+    "reference sleeps": "offload the reference model",
+}
+"""Phases of an iteration in which something moves, and what to call that."""
+FIGURES = ("seconds", "copied", "freed", "returned")
+ENDS = 10
+"""Iterations at either end whose mean reward is shown: that of one is noisy."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +82,91 @@ def _run(settings: Settings, errors: Console) -> int:
     if settings.ranks % (options.tp * options.pp):
         raise ValueError(f"--ranks {settings.ranks}: use a multiple of --tp x --pp = {options.tp * options.pp}")
     arms = {name: replace(options, sleep=sleep).as_arguments() for name, sleep in ARMS}
-    runs = RlRuns(
-        *run_arms(
-            settings.arm_module, arms, options.steps, settings.keep, errors, settings.ranks,
-            told=lambda event: f"reward {event['reward']:.2f}",
-        )
+    resident, sleeping = run_arms(
+        settings.arm_module, arms, options.steps, settings.keep, errors, settings.ranks,
+        told=lambda event: f"reward {event['reward']:.2f}",
     )  # fmt: skip
+    same_rewards = resident.values("reward") == sleeping.values("reward")
+    equal = {"rewards": same_rewards, **compare(resident, sleeping).parts}
     if settings.picture is not None:
-        draw_iteration(states_of_run(runs.sleeping), settings.picture, "One iteration, as it was measured")
+        draw_iteration(states_of_run(sleeping), settings.picture, "One iteration, as it was measured")
     if settings.json_output:
-        print(json.dumps(runs.as_json(), allow_nan=False))
+        print(json.dumps(json_report(resident, sleeping, equal), allow_nan=False))
     else:
-        runs.print(Console())
-    return 0 if runs.bitwise_equal else NOT_EQUAL
+        print_report(Console(), resident, sleeping, equal)
+    return 0 if all(equal.values()) else NOT_EQUAL
+
+
+def after_the_first(arm: ArmRun) -> list[Event]:
+    """Return an arm's iterations but the first, which takes tensors into slabs, and before whose update are no moments.
+
+    Of an arm with one iteration that one is returned.
+    """
+    return arm.steps[1:] or arm.steps
+
+
+def ends_of_rewards(arm: ArmRun) -> tuple[float, float]:
+    """Return the mean reward of an arm's first and of its last iterations, `ENDS` of each."""
+    found = [float(reward or 0.0) for reward in arm.values("reward")]
+    return statistics.fmean(found[:ENDS]), statistics.fmean(found[-ENDS:])
+
+
+def median_seconds(arm: ArmRun) -> float:
+    """Return the median seconds of an iteration."""
+    return statistics.median(event["seconds"] for event in after_the_first(arm))
+
+
+def moves_of(sleeping: ArmRun) -> dict[str, dict[str, float]]:
+    """Return the medians of what each move took."""
+    found = {}
+    for name in MOVES:
+        events = [phase for step in after_the_first(sleeping) for phase in step["phases"] if phase["phase"] == name]
+        if events:
+            found[name] = {figure: statistics.median(event[figure] for event in events) for figure in FIGURES}
+    return found
+
+
+def held_bytes(sleeping: ArmRun) -> int:
+    """Return the fewest bytes that the second process held in a sleep; 0 where there was none."""
+    return min(step["held"] for step in after_the_first(sleeping))
+
+
+def json_report(resident: ArmRun, sleeping: ArmRun, equal: dict[str, bool]) -> Event:
+    """Return the object that `--json` prints; equal: every part that was compared, by name."""
+    return {
+        **{name: sleeping.start.get(name) for name in ("device", "bridge", "mcore")},
+        "steps": len(sleeping.steps),
+        "rewards": sleeping.values("reward"),
+        "reward": dict(zip(("first", "last"), ends_of_rewards(sleeping), strict=True)),
+        "bitwise_equal": all(equal.values()),
+        "equal": equal,
+        "moves": moves_of(sleeping),
+        "held_bytes": held_bytes(sleeping),
+        "pinned_bytes": sleeping.result.get("pinned_bytes"),
+        "bytes": sleeping.result.get("bytes_by_kind"),
+        "seconds": {arm.name: median_seconds(arm) for arm in (resident, sleeping)},
+        "iteration": sleeping.steps[-1]["phases"],
+    }
+
+
+def print_report(console: Console, resident: ArmRun, sleeping: ArmRun, equal: dict[str, bool]) -> None:
+    """Print rewards, moves, and whether the arms are bitwise equal."""
+    on_cpu = sleeping.start.get("device") == "cpu"
+    ends = min(ENDS, len(sleeping.steps))
+    rewards = [["", f"reward, first {ends}", f"last {ends}", "an iteration"]]
+    for arm in (resident, sleeping):
+        first, last = ends_of_rewards(arm)
+        rewards.append([arm.name, f"{first:.3f}", f"{last:.3f}", f"{median_seconds(arm):.3f} s"])
+    print_table(console, rewards)
+    moves = [["of an iteration", *FIGURES]]
+    for name, move in moves_of(sleeping).items():
+        copied, freed, returned = (readable_bytes(move[figure]) for figure in ("copied", "freed", "returned"))
+        moves.append([MOVES[name], f"{move['seconds']:.4f}", copied, freed, "-" if on_cpu else returned])
+    print_table(console, moves)
+    second = f"A second process took and filled {readable_bytes(held_bytes(sleeping))} in each sleep."
+    if on_cpu:
+        second = "On the CPU there is no driver to give memory back to, and no second process that takes it."
+    console.print(second, markup=False)
+    print_parts(console, equal, ", asleep between updates or not")
+    if on_cpu:
+        console.print("This ran on the CPU: it shows correctness and bytes, not speed.")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import html
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -31,6 +33,14 @@ p.bad { border-color: #c22; background: var(--bad) }
 }
 """
 """Pictures are drawn on white; in the dark they are turned around, with their colours as they were."""
+
+
+@contextlib.contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """Context in which a terminal shows `text` on standard error; where that is no terminal nothing is written."""
+    console = Console(stderr=True)
+    with console.status(text) if console.is_terminal else contextlib.nullcontext():
+        yield
 
 
 def unit_of(nbytes: float) -> tuple[str, float]:

@@ -9,9 +9,8 @@ import torch
 
 import bridge_fgo
 from bridge_fgo.memory.meters import Traffic
-from bridge_fgo.tools.arms import gpu, host_loop
-from bridge_fgo.tools.arms.moves_alone import MovesAlone
-from bridge_fgo.tools.arms.phase_clock import FIRST_COUNTED_STEP, PhaseClock
+from bridge_fgo.tools.arms import clocks, gpu
+from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP, MovesAlone, PhaseClock
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -258,8 +257,8 @@ def test_the_loop_takes_the_time_that_the_clock_shows(stream, monkeypatch):
             stream.now += 0.25
             return 3
 
-    monkeypatch.setattr(host_loop, "ADDITIONS", Additions())
-    assert host_loop.host_loop_seconds() == 0.25
+    monkeypatch.setattr(clocks, "ADDITIONS", Additions())
+    assert clocks.host_loop_seconds() == 0.25
 
 
 def test_an_arm_in_turns_waits_before_each_at_rest_and_in_no_steps_seconds(recorder, stream, monkeypatch):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bridge_fgo.tools.arms.rl.grpo import advantages, grpo_loss
 from bridge_fgo.tools.arms.rl.neighbour import OWN_BYTES, Holder, Neighbour
 from bridge_fgo.tools.arms.rl.options import RlOptions
-from bridge_fgo.tools.arms.rl.task import Copying
+from bridge_fgo.tools.arms.rl.task import Copying, advantages, grpo_loss
 
 
 def test_the_reward_is_the_share_of_letters_at_their_places() -> None:
@@ -113,7 +112,7 @@ def test_the_second_process_takes_what_it_is_asked_to_and_ends_with_its_context(
         assert neighbour.take(OWN_BYTES + 12345) == 12345
         neighbour.give_back()
         assert neighbour.take(0) == 0
-    assert neighbour._process.returncode == 0
+    assert neighbour._process.exitcode == 0
 
 
 @pytest.mark.slow

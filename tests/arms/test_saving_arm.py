@@ -9,7 +9,7 @@ from test_checkpoints import background, training
 from test_loop import configured
 
 from bridge_fgo.tools.arms import gpu
-from bridge_fgo.tools.arms.phase_clock import PhaseClock
+from bridge_fgo.tools.arms.clocks import PhaseClock
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "deadline")
 

@@ -57,10 +57,9 @@ def test_a_rank_that_is_gone_does_not_wait_any_more(turnstile):
     taken = []
     start(other, 0, 1, taken)
     taker = TurnTaker(address, 0, 1)
-    taker._socket.sendall(taker._hello.encode())
+    taker._connection.send(taker._asks)
     until(turnstile, lambda: turnstile.is_waiting("arm") and turnstile.is_waiting("other"))
-    taker._lines.close()
-    taker._socket.close()
+    taker._connection.close()
     until(turnstile, lambda: not turnstile.is_waiting("arm"))
     assert turnstile.is_waiting("other")
 

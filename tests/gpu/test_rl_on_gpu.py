@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from bridge_fgo.tools import rl_demo
-from bridge_fgo.tools.rl_report import MOVES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -57,7 +56,7 @@ def test_a_second_process_gets_in_each_sleep_what_the_trainer_held(run: Any, cap
     with capfd.disabled():
         print(f"\n{found['held_bytes'] / 1e9:.2f} of {wanted / 1e9:.2f} GB held; {found['bytes']}")
         for name, move in found["moves"].items():
-            print(f"{MOVES[name]}: {move}")
+            print(f"{rl_demo.MOVES[name]}: {move}")
     assert found["held_bytes"] >= LEAST_RETURNED * wanted
     weights = found["bytes"]["params"]
     assert found["moves"]["params wake"]["copied"] <= 1.01 * weights

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from bridge_fgo.tools.arms.runner import ArmFailed, ArmRun
-from bridge_fgo.tools.bench import command, figures, options, presets, trace
+from bridge_fgo.tools.bench import command, figures, options, plots, presets
 from bridge_fgo.tools.bench.floor import floor_seconds
 from bridge_fgo.tools.main import app
 
@@ -124,9 +124,9 @@ def test_no_more_can_hide_than_activations_leave_room_for():
 
 def test_a_trace_has_the_copies_of_the_offload_and_intervals_that_touch_are_one(tmp_path):
     write_trace(tmp_path / "t.gz", [(0.35, 0.2), (0.0, 0.2), (0.1, 0.2)])
-    read = trace.read_trace(tmp_path / "t.gz")
+    read = plots.read_trace(tmp_path / "t.gz")
     assert read.d2h == [(0.0, pytest.approx(0.3)), (0.35, pytest.approx(0.55))] and read.h2d == []
-    assert trace.merge([(3, 4), (0, 1), (0.5, 2), (2.1, 2.2)], gap=0.2) == [(0, 2.2), (3, 4)]
+    assert plots.merge([(3, 4), (0, 1), (0.5, 2), (2.1, 2.2)], gap=0.2) == [(0, 2.2), (3, 4)]
 
 
 def test_every_checkout_of_megatron_lm_is_an_arm_of_its_own(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from test_bench import GB, LINK, OFFLOADED, RESIDENT, arm, checkout
 
 from bridge_fgo.tools.arms import gpu
-from bridge_fgo.tools.arms.phase_clock import FIRST_COUNTED_STEP
+from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP
 from bridge_fgo.tools.bench import command, figures, presets
 from bridge_fgo.tools.bench.options import Settings
 

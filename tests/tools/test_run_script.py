@@ -14,7 +14,7 @@ import pytest
 
 from bridge_fgo import options
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.tools import run_again
+from bridge_fgo.tools import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -180,15 +180,15 @@ def test_a_script_that_starts_itself_anew_has_the_package_again(script, is_modul
 def test_another_program_is_started_as_it_is(tmp_path, monkeypatch, path, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    assert run_again.with_run(path, words, tmp_path / "train.py", False, ["--offload"]) == words
-    assert run_again.with_run(path, words, Path("train"), True, ["--offload"]) == words
+    assert run_script.with_run(path, words, tmp_path / "train.py", False, ["--offload"]) == words
+    assert run_script.with_run(path, words, Path("train"), True, ["--offload"]) == words
 
 
 def test_options_of_python_stay_before_the_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     words = ["python3", "-u", "-W", "ignore", "train.py", "-x"]
-    found = run_again.with_run("/usr/bin/python3", words, tmp_path / "train.py", False, ["--offload"])
+    found = run_script.with_run("/usr/bin/python3", words, tmp_path / "train.py", False, ["--offload"])
     assert found == [*words[:4], "-m", "bridge_fgo", "run", "--offload", "train.py", "-x"]
 
 

@@ -161,7 +161,7 @@ def make_config(options: CpuOptions) -> Any:
     validates = options.rerun_steps or options.checkpoint_exit_step is not None
     rerun_mode = "validate_results" if validates else "disabled"
     return container(
-        model=gpt(
+        gpt(
             num_layers=options.layers,
             hidden_size=options.hidden,
             ffn_hidden_size=4 * options.hidden,
@@ -180,8 +180,8 @@ def make_config(options: CpuOptions) -> Any:
             **ON_THE_CPU,
             **variants,
         ),
-        optimizer=optimizer,
-        ddp=bridge.DistributedDataParallelConfig(
+        optimizer,
+        bridge.DistributedDataParallelConfig(
             use_distributed_optimizer=options.distributed,
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=options.overlap_grad_reduce,
@@ -191,9 +191,7 @@ def make_config(options: CpuOptions) -> Any:
             **fsdp,
         ),
         iterations=1000,
-        micro_batch_size=options.micro_batch_size,
-        global_batch_size=options.micro_batch_size * options.microbatches,
-        sequence=options.sequence,
+        batch=(options.micro_batch_size, options.micro_batch_size * options.microbatches),
         vocab=options.vocab,
         seed=options.seed,
         # With a warm-up the first step's learning rate is 0 and updates nothing.

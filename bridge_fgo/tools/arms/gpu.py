@@ -17,8 +17,8 @@ from pathlib import Path
 
 from bridge_fgo.config import STRATEGIES
 from bridge_fgo.options import add_offload_options, offload_config
+from bridge_fgo.tools.arms.clocks import PhaseClock
 from bridge_fgo.tools.arms.gpu_config import build_config
-from bridge_fgo.tools.arms.phase_clock import PhaseClock
 from bridge_fgo.tools.arms.process_setup import (
     forget_attention_backend,
     make_deterministic,

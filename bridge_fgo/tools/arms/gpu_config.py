@@ -139,13 +139,11 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
     if options.fsdp is not None:
         ddp.use_megatron_fsdp, ddp.data_parallel_sharding_strategy = True, options.fsdp
     return container(
-        model=model,
-        optimizer=optimizer,
-        ddp=ddp,
+        model,
+        optimizer,
+        ddp,
         iterations=options.steps + options.alone_steps + (0 if options.trace is None else 2),
-        micro_batch_size=options.mbs,
-        global_batch_size=options.gbs,
-        sequence=options.seq,
+        batch=(options.mbs, options.gbs),
         vocab=options.vocab,
         seed=1234,
         scheduler={

@@ -15,6 +15,7 @@ from megatron.bridge.training.checkpointing import maybe_finalize_async_save
 import bridge_fgo
 from bridge_fgo.figures import Stats
 from bridge_fgo.memory.meters import COMMON_POOL
+from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP, MovesAlone, PhaseClock, host_loop_seconds
 from bridge_fgo.tools.arms.final_state import (
     digests_by_parameter,
     digests_of_ranks,
@@ -22,9 +23,6 @@ from bridge_fgo.tools.arms.final_state import (
     joined_digests,
     of_ranks,
 )
-from bridge_fgo.tools.arms.host_loop import host_loop_seconds
-from bridge_fgo.tools.arms.moves_alone import MovesAlone
-from bridge_fgo.tools.arms.phase_clock import FIRST_COUNTED_STEP, PhaseClock
 from bridge_fgo.tools.arms.record import EventWriter
 from bridge_fgo.tools.arms.step_trace import StepTrace
 from bridge_fgo.tools.arms.turns import TurnTaker
@@ -100,7 +98,7 @@ class ArmRecorder(Callback):
             # The step that begins is the last of those that are measured.
             context.state.cfg.train.train_iters -= measured - self.step
             measured = self._options.steps = self.step
-            self._clock.end_with(self.step)
+            self._clock.last = self.step
         if self.step <= measured:
             # Between the last step's end and this one's begin, so that it is in neither's seconds. Of the phases
             # `rest` has it, and copies go on meanwhile: a thousandth of a step, in all arms alike.

@@ -32,55 +32,47 @@ def gpt(**fields: Any) -> Any:
 
 
 def container(
-    *,
     model: Any,
     optimizer: Any,
     ddp: Any,
+    *,
     iterations: int,
-    micro_batch_size: int,
-    global_batch_size: int,
-    sequence: int,
+    batch: tuple[int, int],
     vocab: int,
     seed: int,
     scheduler: Mapping[str, Any],
-    weight_decay: float = 0.01,
     dataset: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Any:
     """Return Bridge's ConfigContainer, not validated yet.
 
     Args:
-        model: provider of the model; like `optimizer`, `ddp` and `sections` a section of the config.
-        optimizer: a section.
-        ddp: a section.
+        model: provider of the model.
+        optimizer: section of the config.
+        ddp: section of the config.
         iterations: of the run.
-        micro_batch_size: sequences of a microbatch.
-        global_batch_size: sequences of a step, over all ranks.
-        sequence: tokens of a sequence.
+        batch: sequences of a microbatch, and of a step over all ranks.
         vocab: tokens that there are.
         seed: of the data.
         scheduler: fields of the learning rate's schedule.
-        weight_decay: the scheduler's, from the first step to the last.
         dataset: fields of the mock dataset beside its sizes.
-        **sections: others, by name.
+        **sections: other sections, by name.
     """
     from megatron.bridge.training import config as bridge
 
     return bridge.ConfigContainer(
         model=model,
-        train=bridge.TrainingConfig(
-            train_iters=iterations, micro_batch_size=micro_batch_size, global_batch_size=global_batch_size
-        ),
+        train=bridge.TrainingConfig(train_iters=iterations, micro_batch_size=batch[0], global_batch_size=batch[1]),
         optimizer=optimizer,
         scheduler=bridge.SchedulerConfig(
-            start_weight_decay=weight_decay,
-            end_weight_decay=weight_decay,
+            start_weight_decay=optimizer.weight_decay,
+            end_weight_decay=optimizer.weight_decay,
             weight_decay_incr_style="constant",
             **scheduler,
         ),
         ddp=ddp,
         dataset=bridge.MockGPTDatasetConfig(
-            seq_length=sequence,
+            seq_length=model.seq_length,
             random_seed=seed,
             reset_position_ids=False,
             reset_attention_mask=False,

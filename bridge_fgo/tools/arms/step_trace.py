@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-KINDS = {"kernel": "kernel", "gpu_memset": "kernel"}
 COPIES = {"Memcpy DtoH": "d2h", "Memcpy HtoD": "h2d"}
 STEP = "bridge_fgo step"
 MEMORY_ENTRIES = 2_000_000
@@ -68,31 +67,22 @@ class StepTrace:
         raw.unlink()
         step = next(e for e in events if e.get("name") == STEP and e.get("cat") == "user_annotation")
         zero = step["ts"]
-        gpu = [_gpu_event(e, zero) for e in events if _is_gpu(e)]
         device_traces: Any = snapshot.get("device_traces", [])
         trace = {
             "step": (0.0, step["dur"] / 1e6),
-            "gpu": sorted(e for e in gpu if e[1] + e[2] > 0),
+            "gpu": sorted(event for event in _gpu_events(events, zero) if event[1] + event[2] > 0),
             "memory": _memory(device_traces[torch.cuda.current_device()], self._allocated),
         }
         with gzip.open(path, "wt") as file:
             json.dump(trace, file)
 
 
-def _is_gpu(event: dict[str, Any]) -> bool:
-    return event.get("ph") == "X" and (event.get("cat") in KINDS or _copy_kind(event) is not None)
-
-
-def _copy_kind(event: dict[str, Any]) -> str | None:
-    if event.get("cat") != "gpu_memcpy":
-        return None
-    return next((kind for name, kind in COPIES.items() if event["name"].startswith(name)), "kernel")
-
-
-def _gpu_event(event: dict[str, Any], zero: float) -> tuple[str, float, float, int]:
-    kind = KINDS.get(event["cat"]) or _copy_kind(event)
-    assert kind is not None
-    return kind, (event["ts"] - zero) / 1e6, event["dur"] / 1e6, int(event.get("args", {}).get("bytes", 0))
+def _gpu_events(events: Sequence[dict[str, Any]], zero: float) -> Iterator[tuple[str, float, float, int]]:
+    """Yield (kind, start, duration, bytes) of what the GPU did; copies on the GPU, and memsets, are kernels."""
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy"):
+            kind = next((kind for name, kind in COPIES.items() if event["name"].startswith(name)), "kernel")
+            yield kind, (event["ts"] - zero) / 1e6, event["dur"] / 1e6, int(event.get("args", {}).get("bytes", 0))
 
 
 def _memory(trace: Sequence[Any], allocated: int) -> list[tuple[float, int]]:

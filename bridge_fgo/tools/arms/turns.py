@@ -5,23 +5,19 @@ asks for a turn before its first step, and blocks until it gets one. It asks aga
 and its GPU has come to rest, so that one message says both: the turn is over, and the next is awaited. All ranks of an
 arm get their turn together, since a rank may wait in a collective for another one.
 
-A message is a line of JSON: `{"rank": 0, "ranks": 2}` from a rank, and to it `{"turn": 3, "steps": 5, "ends_early":
-false}`.
 Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import selectors
 import socket
 from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-MESSAGE_BYTES = 4096
 WARM_UP = 0
 """Number of the turn that does not count."""
 
@@ -38,10 +34,8 @@ class TurnTaker:
     """
 
     def __init__(self, address: Path, rank: int, ranks: int) -> None:
-        self._hello = json.dumps({"rank": rank, "ranks": ranks}) + "\n"
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(str(address))
-        self._lines = self._socket.makefile()
+        self._asks = (rank, ranks)
+        self._connection = Client(str(address), "AF_UNIX")
         self._left: float = 0
         self.turn: int | None = None
         """Number of the current turn; None before the first."""
@@ -61,21 +55,21 @@ class TurnTaker:
         Raises:
             ConnectionError: whoever gives the turns is gone.
         """
-        self._socket.sendall(self._hello.encode())
-        line = self._lines.readline()
-        if not line:
-            raise ConnectionError("the bench that gives this arm its turns has ended")
-        granted = json.loads(line)
-        self.turn = granted["turn"]
-        self._left = math.inf if granted["steps"] is None else granted["steps"] - 1
-        self.ends_early = granted["ends_early"]
+        self._connection.send(self._asks)
+        try:
+            self.turn, steps, self.ends_early = self._connection.recv()
+        except EOFError:
+            raise ConnectionError("the bench that gives this arm its turns has ended") from None
+        self._left = math.inf if steps is None else steps - 1
 
 
 @dataclass
 class _Arm:
-    address: Path
+    listener: socket.socket
     ranks: int | None = None
-    waiting: dict[int, socket.socket] = field(default_factory=dict)
+    connected: list[Connection] = field(default_factory=list)
+    waiting: dict[Connection, int] = field(default_factory=dict)
+    """Ranks that wait for a turn, by their connections."""
 
 
 class Turnstile:
@@ -84,16 +78,15 @@ class Turnstile:
     def __init__(self) -> None:
         # Its permissions keep others out; and the path of a socket may have 107 bytes only.
         self._folder = TemporaryDirectory(prefix="turns.")
-        self._selector = selectors.DefaultSelector()
         self._arms: dict[str, _Arm] = {}
 
     def __enter__(self) -> Turnstile:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for key in list(self._selector.get_map().values()):
-            self._drop(key.fileobj)
-        self._selector.close()
+        for arm in self._arms.values():
+            for each in (arm.listener, *arm.connected):
+                each.close()
         self._folder.cleanup()
 
     def add(self, name: str) -> Path:
@@ -102,32 +95,24 @@ class Turnstile:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(address))
         listener.listen()
-        self._arms[name] = _Arm(address)
-        self._selector.register(listener, selectors.EVENT_READ, (name, None))
+        self._arms[name] = _Arm(listener)
         return address
 
     def poll(self, timeout: float) -> None:
         """Read what ranks have said; wait up to `timeout` seconds for it."""
-        for key, _ in self._selector.select(timeout):
-            name, said = key.data
-            if said is None:
-                connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
-                self._selector.register(connection, selectors.EVENT_READ, (name, bytearray()))
+        owners: dict[Any, _Arm] = {each: arm for arm in self._arms.values() for each in (arm.listener, *arm.connected)}
+        for ready in wait(list(owners), timeout):
+            arm = owners[ready]
+            if ready is arm.listener:
+                arm.connected.append(Connection(arm.listener.accept()[0].detach()))
                 continue
+            assert isinstance(ready, Connection)
             try:
-                received = key.fileobj.recv(MESSAGE_BYTES)  # type: ignore[union-attr]
-            except ConnectionResetError:
-                received = b""
-            if not received:
-                self._drop(key.fileobj)
-                continue
-            said += received
-            if said.endswith(b"\n"):
-                hello = json.loads(said)
-                said.clear()
-                arm = self._arms[name]
-                arm.ranks = hello["ranks"]
-                arm.waiting[hello["rank"]] = key.fileobj  # type: ignore[assignment]
+                arm.waiting[ready], arm.ranks = ready.recv()
+            except (EOFError, ConnectionResetError):  # the rank has ended
+                arm.connected.remove(ready)
+                arm.waiting.pop(ready, None)
+                ready.close()
 
     def is_waiting(self, name: str) -> bool:
         """Return whether all ranks of an arm wait for a turn."""
@@ -143,18 +128,10 @@ class Turnstile:
             steps: after which it has to ask again; None for all that are left.
             ends_early: whether of these it is to train one alone.
         """
-        arm = self._arms[name]
         assert self.is_waiting(name), name
-        line = json.dumps({"turn": turn, "steps": steps, "ends_early": ends_early}) + "\n"
-        for connection in arm.waiting.values():
+        for connection in self._arms[name].waiting:
             try:
-                connection.sendall(line.encode())
+                connection.send((turn, steps, ends_early))
             except (BrokenPipeError, ConnectionResetError):
                 continue  # the rank has died: its arm's process ends, which the one that started it sees
-        arm.waiting.clear()
-
-    def _drop(self, connection: Any) -> None:
-        self._selector.unregister(connection)
-        connection.close()
-        for arm in self._arms.values():
-            arm.waiting = {rank: waiting for rank, waiting in arm.waiting.items() if waiting is not connection}
+        self._arms[name].waiting.clear()

@@ -17,16 +17,14 @@ from rich.console import Console
 
 from bridge_fgo.tools import show
 from bridge_fgo.tools.arms.runner import ArmFailed, ArmProcess, ArmRun, launcher, run_arm
-from bridge_fgo.tools.bench.figures import Row, legend, make_row, summary_of, table_of
+from bridge_fgo.tools.bench.figures import legend, make_row, summary_of, table_of
 from bridge_fgo.tools.bench.in_turn import InTurn, order_of, squeezed_arms
 from bridge_fgo.tools.bench.options import Settings
-from bridge_fgo.tools.bench.plots import gantt, memory_timeline
+from bridge_fgo.tools.bench.plots import draw_step
 from bridge_fgo.tools.bench.presets import BenchArm, resident_of, save_options
 from bridge_fgo.tools.bench.rounds import faster, rounds_of, table_of_rounds
 from bridge_fgo.tools.bench.steps import reference_loop
-from bridge_fgo.tools.bench.trace import read_trace
 
-ARM = "bridge_fgo.tools.arms.gpu"
 NOT_EQUAL = 1
 FAILED = 2
 
@@ -67,38 +65,49 @@ def run(settings: Settings) -> int:
     reference = reference_loop(run for of_arm in runs.values() for run in of_arm)
     compared_with = {arm.name: resident_of(arm, there).name for arm in there}
     rows = [make_row(runs[compared_with[arm.name]], runs[arm.name], link, arm.bitwise, reference) for arm in there]
-    by_rounds: dict[str, Any] = {}
-    tables = [summary_of(rows, runs[chosen[0].name][0].result["state_bytes"])]
+    resident = runs[chosen[0].name][0]
+    state_bytes, size = resident.result["state_bytes"], " ".join(settings.size())
+    result: dict[str, Any] = {
+        "preset": settings.preset,
+        "size": size,
+        "optimizer": settings.optimizer,
+        "gpus": settings.gpus,
+        "where": {name: resident.start.get(name) for name in ("device", "bridge", "mcore", "torch")},
+        "link_bytes_per_second": link,
+        "state_bytes": state_bytes,
+        "phase_seconds": resident.result["phase_seconds"],
+        "arms": [asdict(row) for row in rows],
+        "failed": failures,
+    }
+    tables = [summary_of(rows, state_bytes)]
     if settings.in_turn:
         rounds = rounds_of({arm.name: runs[arm.name][0] for arm in there}, compared_with, link)
         comparisons = faster(rounds, {arm.name for arm in there if arm.is_resident})
         for comparison in comparisons:
             console.print(comparison, markup=False)
-        names = [arm.name for arm in chosen]
-        order = [order_of(names, number + 1) for number in range(len(rounds[0].seconds))]
-        by_rounds = {"order": order, "arms": [asdict(arm) for arm in rounds], "faster": comparisons}
+        order = [order_of([arm.name for arm in chosen], number + 1) for number in range(len(rounds[0].seconds))]
+        result["in_turn"] = {"order": order, "arms": [asdict(arm) for arm in rounds], "faster": comparisons}
         tables.append(table_of_rounds(rounds))
-    resident = runs[chosen[0].name][0]
-    result = {
-        "preset": settings.preset,
-        "size": " ".join(settings.size()),
-        "optimizer": settings.optimizer,
-        "gpus": settings.gpus,
-        "where": {name: resident.start.get(name) for name in ("device", "bridge", "mcore", "torch")},
-        "link_bytes_per_second": link,
-        "state_bytes": resident.result["state_bytes"],
-        "phase_seconds": resident.result["phase_seconds"],
-        "arms": [asdict(row) for row in rows],
-        "failed": failures,
-        **({"in_turn": by_rounds} if by_rounds else {}),
-    }
     (settings.keep / "bench.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if settings.traces:
-        write_page(settings, result, rows, tables, [arm for arm in chosen if runs[arm.name]])
+        traces = {arm.name: trace_path(settings, arm, 0) for arm in chosen if runs[arm.name]}
+        title = f"bridge-fgo bench: {settings.preset}, {settings.gpus} x {result['where']['device']}"
+        parts = [*map(show.table, tables), *map(show.picture, draw_step(traces, settings.keep))]
+        parts += [show.heading("Every figure"), show.table(table_of(rows)), *map(show.paragraph, legend())]
+        show.write_page(settings.keep / "bench.html", title, [*parts, show.paragraph(f"Trained with {size}")])
     if settings.json_output:
         print(json.dumps(result))
     else:
-        print_tables(settings, console, rows, tables, resident.result["state_bytes"])
+        if settings.verbose:
+            tables.append([list(cells) for cells in zip(*table_of(rows), strict=True)])  # an arm a column
+        for table in tables:
+            show.print_table(console, table)
+        for line in legend() if settings.verbose else ():
+            console.print(line, markup=False, highlight=False)
+        trained = f"S = {state_bytes / 1e9:.2f} GB of {size}"
+        console.print(f"{trained}; all files are in {settings.keep}", markup=False)
+        if not settings.verbose:
+            console.print("Every figure and what it tells: --verbose.", markup=False)
     if failures:
         return FAILED
     return NOT_EQUAL if any(row.bitwise_equal is False for row in rows) else 0
@@ -113,37 +122,6 @@ def _gpus(asked: int | None) -> int:
     if asked is not None and asked > here:
         raise ValueError(f"--gpus {asked}: torch sees {here} CUDA devices here")
     return asked or here
-
-
-def write_page(
-    settings: Settings, result: dict[str, Any], rows: list[Row], tables: list[list[list[str]]], arms: list[BenchArm]
-) -> None:
-    """Write `bench.html`: the tables, and pictures of one step of each arm that left a trace."""
-    traces = {arm.name: read_trace(trace_path(settings, arm, 0)) for arm in arms}
-    pictures = [settings.keep / "memory.png", settings.keep / "gantt.png"]
-    memory_timeline(traces, pictures[0])
-    gantt(traces, pictures[1])
-    title = f"bridge-fgo bench: {settings.preset}, {settings.gpus} x {result['where']['device']}"
-    parts = [*map(show.table, tables), *map(show.picture, pictures)]
-    parts += [show.heading("Every figure"), show.table(table_of(rows)), *map(show.paragraph, legend())]
-    parts += [show.paragraph(f"Trained with {result['size']}")]
-    show.write_page(settings.keep / "bench.html", title, parts)
-
-
-def print_tables(
-    settings: Settings, console: Console, rows: list[Row], tables: list[list[list[str]]], state_bytes: int
-) -> None:
-    """Print the summary and what there is of rounds; with `--verbose` every figure and what each tells."""
-    if settings.verbose:
-        tables = [*tables, [list(cells) for cells in zip(*table_of(rows), strict=True)]]  # an arm a column
-    for table in tables:
-        show.print_table(console, table)
-    for line in legend() if settings.verbose else ():
-        console.print(line, markup=False, highlight=False)
-    trained = f"S = {state_bytes / 1e9:.2f} GB of {' '.join(settings.size())}"
-    console.print(f"{trained}; all files are in {settings.keep}", markup=False)
-    if not settings.verbose:
-        console.print("Every figure and what it tells: --verbose.", markup=False)
 
 
 def probe(gpus: int) -> dict[str, float]:
@@ -161,16 +139,22 @@ def budget_gib(resident: ArmRun) -> float:
     return (resident.result["peak_allocated_bytes"] - resident.result["state_bytes"] / 2) / 2**30
 
 
+def trace_path(settings: Settings, arm: BenchArm, number: int) -> Path:
+    """Return where the trace of one arm in one round is left."""
+    return settings.keep / f"{arm.file_name}.{number}.trace.gz"
+
+
 def arm_options(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | None) -> list[str]:
     """Return the options of `bridge_fgo.tools.arms.gpu` for one arm in one round, without those for saves and turns."""
     options = [*settings.size(), "--steps", str(settings.train_steps), *arm.options]
-    if arm.half:
+    if arm.kind == "half":
         budget = settings.half_budget_gib
         if budget is None:
             assert resident is not None
             budget = budget_gib(resident)
         options += ["--gpu-memory-budget-gib", repr(budget)]
-    options += ["--full-graphs"] if settings.full_graphs else []
+    if settings.full_graphs:
+        options.append("--full-graphs")
     # In every arm, as the profiled steps: they train too. The step that saves last lasts until another one begins.
     alone_steps = max(settings.alone_steps, int(settings.saves and not settings.traces))
     options += ["--alone-steps", str(alone_steps)]
@@ -179,18 +163,20 @@ def arm_options(settings: Settings, arm: BenchArm, number: int, resident: ArmRun
     return options
 
 
-def trace_path(settings: Settings, arm: BenchArm, number: int) -> Path:
-    """Return where the trace of one arm in one round is left."""
-    return settings.keep / f"{arm.file_name}.{number}.trace.gz"
-
-
-def arm_environment(arm: BenchArm) -> dict[str, str]:
-    """Return the variables of an arm beside this process's."""
+def _process_of(settings: Settings, arm: BenchArm, number: int, options: list[str]) -> dict[str, Any]:
+    """Return the arguments of `ArmProcess` for one arm in one round."""
     environment = dict(arm.environment)
     if arm.python_path:
         paths = [arm.python_path, *sys.path[:1], os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # an empty one is the current folder
-    return environment
+    return {
+        "name": f"{arm.file_name}.{number}",
+        "module": "bridge_fgo.tools.arms.gpu",
+        "options": options,
+        "folder": settings.keep,
+        "launcher": launcher(settings.gpus or 1),
+        "environment": environment,
+    }
 
 
 def run_one(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | None) -> ArmRun:
@@ -200,15 +186,7 @@ def run_one(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | N
         if settings.saves and arm.saves:
             checkpoints = TemporaryDirectory(prefix=f"{arm.file_name}.{number}.checkpoints.", dir=settings.keep)
             options += save_options(settings.train_steps, until_it_ends.enter_context(checkpoints))
-        run = run_arm(
-            f"{arm.file_name}.{number}",
-            ARM,
-            options,
-            settings.keep,
-            launcher=launcher(settings.gpus or 1),
-            environment=arm_environment(arm),
-            timeout=settings.arm_timeout,
-        )
+        run = run_arm(**_process_of(settings, arm, number, options), timeout=settings.arm_timeout)
     run.name = arm.name
     return run
 
@@ -222,15 +200,8 @@ def run_in_turn(settings: Settings, chosen: list[BenchArm], console: Console) ->
     by_name = {arm.name: arm for arm in chosen}
 
     def start(name: str, address: Path) -> ArmProcess:
-        arm = by_name[name]
-        return ArmProcess(
-            f"{arm.file_name}.0",
-            ARM,
-            [*arm_options(settings, arm, 0, None), "--turns", str(address)],
-            settings.keep,
-            launcher=launcher(settings.gpus or 1),
-            environment=arm_environment(arm),
-        )
+        options = [*arm_options(settings, by_name[name], 0, None), "--turns", str(address)]
+        return ArmProcess(**_process_of(settings, by_name[name], 0, options))
 
     turns = InTurn(
         list(by_name),
@@ -268,7 +239,7 @@ def run_one_by_one(settings: Settings, chosen: list[BenchArm], console: Console)
                     raise
                 failures[arm.name] = str(failure)
                 console.print(f"{failure}\n{failure.log_tail}", markup=False)
-                continue
-            runs[arm.name].append(run)
-            console.print(f"{arm.name}, round {number + 1}: done", markup=False)
+            else:
+                runs[arm.name].append(run)
+                console.print(f"{arm.name}, round {number + 1}: done", markup=False)
     return runs, failures

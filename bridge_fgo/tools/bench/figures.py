@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from bridge_fgo.tools.arms.comparator import compare
@@ -17,146 +17,133 @@ RAW = ("step_seconds", "between_seconds", "host_loop_seconds_of_ranks", "save_st
 from the end of `train_step()` to the next step, a loop time of each rank, and which steps end with a save."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """The measured figures of one arm; `COLUMNS` says what each tells.
+def _column(heading: str, tells: str, show: str | Callable[[Any], str] = "{:.2f}") -> Any:
+    """Return a field that is a column of the whole table.
 
-    Seconds and bytes are rank 0's, and S is its optimizer state in bytes. Step times, added time and E are of the steps
-    that count (`tools.bench.steps`); phases, and with them E of copies and the floor, are medians over all steps from
-    the seventh on. What is not known or not asked is None.
+    Args:
+        heading: of the column.
+        tells: what the figure is, for the legend.
+        show: format of the field's value, or what makes the cell from the row.
     """
-
-    arm: str
-    engine: str | None
-    step_seconds: float
-    step_seconds_min: float
-    step_seconds_max: float
-    steps_counted: str
-    host_loop_seconds: tuple[float, float, float] | None
-    """Median, least and most, of each step's slowest rank."""
-    added_seconds: float
-    e: float | None
-    e_of_copies: float | None
-    floor_e: float | None
-    forward_seconds: float | None
-    rest_seconds: float | None
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    saved_allocated: float
-    saved_reserved: float
-    pinned_bytes: int
-    pin_seconds: float | None
-    first_two_steps_added_seconds: float
-    enqueue_share: float | None
-    enqueue_by_the_clock_share: float | None
-    bitwise_equal: bool | None
-    save_stall_seconds: float | None
-    rounds: tuple[dict[str, Any], ...]
-    """The raw values of each round, a list with one value a step for each field of `RAW`."""
+    return field(metadata={"heading": heading, "tells": tells, "show": show})
 
 
-def _number(name: str, digits: int = 2, scale: float = 1.0) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
-        value = getattr(row, name)
-        return "-" if value is None else f"{value * scale:.{digits}f}"
-
-    return cell
+def _gb(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{getattr(row, name) / 1e9:.2f}"
 
 
-def _percent(name: str) -> Callable[[Row], str]:
-    return lambda row: "-" if getattr(row, name) is None else f"{getattr(row, name):.1%}"
+def _range(middle: float, least: float, most: float, digits: int) -> str:
+    return f"{middle:.{digits}f} ({least:.{digits}f}-{most:.{digits}f})"
 
 
 def _step(row: Row) -> str:
-    return f"{row.step_seconds:.3f} ({row.step_seconds_min:.3f}-{row.step_seconds_max:.3f})"
+    return _range(row.step_seconds, row.step_seconds_min, row.step_seconds_max, 3)
 
 
 def _host_loop(row: Row) -> str:
-    return "-" if row.host_loop_seconds is None else "{:.2f} ({:.2f}-{:.2f})".format(*_ms(row.host_loop_seconds))
-
-
-def _ms(seconds: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(1e3 * each for each in seconds)
+    return "-" if row.host_loop_seconds is None else _range(*(1e3 * each for each in row.host_loop_seconds), digits=2)
 
 
 def _equal(row: Row) -> str:
     return {True: "yes", False: "NO", None: "-"}[row.bitwise_equal]
 
 
-COLUMNS: list[tuple[str, str, Callable[[Row], str]]] = [
-    ("arm", "what was trained; see the bench's README", lambda row: row.arm),
-    ("step, s", "median (min-max) seconds of the steps that count", _step),
-    (
-        "steps counted",
-        "how many of how many steps count: those in which the host was equally fast",
-        lambda row: row.steps_counted,
-    ),
-    (
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The measured figures of one arm.
+
+    Seconds and bytes are rank 0's, and S is its optimizer state in bytes. Step times, added time and E are of the steps
+    that count (`tools.bench.steps`); phases, and with them E of copies and the floor, are medians over all steps from
+    the seventh on. What is not known or not asked is None.
+    """
+
+    arm: str = _column("arm", "what was trained; see the bench's README", "{}")
+    engine: str | None
+    step_seconds: float = _column("step, s", "median (min-max) seconds of the steps that count", _step)
+    step_seconds_min: float
+    step_seconds_max: float
+    steps_counted: str = _column(
+        "steps counted", "how many of how many steps count: those in which the host was equally fast", "{}"
+    )
+    host_loop_seconds: tuple[float, float, float] | None = _column(
         "host loop, ms",
         "median (min-max) of a short loop of Python before each step: the host's speed, over all steps from the 7th on",
         _host_loop,
-    ),
-    ("added, s", "by how much the step is longer than the resident arm's", _number("added_seconds", 3)),
-    ("E", "added time over the time in which S, the optimizer state, crosses the link once", _number("e")),
-    (
+    )
+    """Of each step's slowest rank."""
+    added_seconds: float = _column("added, s", "by how much the step is longer than the resident arm's", "{:.3f}")
+    e: float | None = _column("E", "added time over the time in which S, the optimizer state, crosses the link once")
+    e_of_copies: float | None = _column(
         "E of copies",
         "E of the phases in which copies run: without the other forwards, which tell the host's speed only; of several "
         "ranks, of the one that waits least for others",
-        _number("e_of_copies"),
-    ),
-    ("floor E", "the least E that this step and this link allow for the bytes that were copied", _number("floor_e")),
-    ("forward, s", "a microbatch's forward, without the step's first", _number("forward_seconds", 3)),
-    ("rest, s", "from the end of a step's last forward to the next step's first", _number("rest_seconds", 3)),
-    ("allocated, GB", "peak of allocated GPU memory", _number("peak_allocated_bytes", scale=1e-9)),
-    ("reserved, GB", "peak of GPU memory that PyTorch reserved", _number("peak_reserved_bytes", scale=1e-9)),
-    ("saved / S", "share of S by which the allocated peak is smaller", _number("saved_allocated", 3)),
-    ("saved reserved / S", "share of S by which the reserved peak is smaller", _number("saved_reserved", 3)),
-    ("pinned, GB", "page-locked host memory", _number("pinned_bytes", scale=1e-9)),
-    ("pin, s", "time to page-lock it, before the first step", _number("pin_seconds")),
-    (
-        "steps 1-2 added, s",
-        "by how much the first two steps together are longer",
-        _number("first_two_steps_added_seconds"),
-    ),
-    (
-        "enqueue",
-        "host time to enqueue copies, measured by itself, as a share of the step",
-        _percent("enqueue_share"),
-    ),
-    (
+    )
+    floor_e: float | None = _column(
+        "floor E", "the least E that this step and this link allow for the bytes that were copied"
+    )
+    forward_seconds: float | None = _column("forward, s", "a microbatch's forward, without the step's first", "{:.3f}")
+    rest_seconds: float | None = _column(
+        "rest, s", "from the end of a step's last forward to the next step's first", "{:.3f}"
+    )
+    peak_allocated_bytes: int = _column("allocated, GB", "peak of allocated GPU memory", _gb("peak_allocated_bytes"))
+    peak_reserved_bytes: int = _column(
+        "reserved, GB", "peak of GPU memory that PyTorch reserved", _gb("peak_reserved_bytes")
+    )
+    saved_allocated: float = _column("saved / S", "share of S by which the allocated peak is smaller", "{:.3f}")
+    saved_reserved: float = _column("saved reserved / S", "share of S by which the reserved peak is smaller", "{:.3f}")
+    pinned_bytes: int = _column("pinned, GB", "page-locked host memory", _gb("pinned_bytes"))
+    pin_seconds: float | None = _column("pin, s", "time to page-lock it, before the first step")
+    first_two_steps_added_seconds: float = _column(
+        "steps 1-2 added, s", "by how much the first two steps together are longer"
+    )
+    enqueue_share: float | None = _column(
+        "enqueue", "host time to enqueue copies, measured by itself, as a share of the step", "{:.1%}"
+    )
+    enqueue_by_the_clock_share: float | None = _column(
         "by the clock",
         "the same with the host's waits while the driver's queue is full; without copies it would wait elsewhere",
-        _percent("enqueue_by_the_clock_share"),
-    ),
-    ("bitwise equal", "losses, gradient norms and final state are the resident arm's; - is not asked", _equal),
-    (
-        "save stall, s",
-        "time that a background save adds to the step in which it starts",
-        _number("save_stall_seconds"),
-    ),
-]
-"""Each column of the whole table: its heading, what it tells, and its cell."""
+        "{:.1%}",
+    )
+    bitwise_equal: bool | None = _column(
+        "bitwise equal", "losses, gradient norms and final state are the resident arm's; - is not asked", _equal
+    )
+    save_stall_seconds: float | None = _column(
+        "save stall, s", "time that a background save adds to the step in which it starts"
+    )
+    rounds: tuple[dict[str, Any], ...]
+    """The raw values of each round, a list with one value a step for each field of `RAW`."""
+
+
+COLUMNS = [each for each in fields(Row) if each.metadata]
+
+
+def _cell(row: Row, column: Any) -> str:
+    show, value = column.metadata["show"], getattr(row, column.name)
+    if callable(show):
+        return show(row)
+    return "-" if value is None else show.format(value)
 
 
 def table_of(rows: list[Row]) -> list[list[str]]:
     """Return the cells of the whole table, its head first."""
-    return [[heading for heading, _, _ in COLUMNS], *([cell(row) for _, _, cell in COLUMNS] for row in rows)]
+    head = [column.metadata["heading"] for column in COLUMNS]
+    return [head, *([_cell(row, column) for column in COLUMNS] for row in rows)]
 
 
 def legend() -> list[str]:
     """Return a line for each heading that says what it tells."""
-    return [f"{heading}: {text}" for heading, text, _ in COLUMNS]
+    return [f"{column.metadata['heading']}: {column.metadata['tells']}" for column in COLUMNS]
 
 
 def summary_of(rows: list[Row], state_bytes: int) -> list[list[str]]:
     """Return the cells of the table that most users want, its head first; state_bytes: S."""
     table = [["arm", "step, s", "slower", "E", "saved, GB", "bitwise equal"]]
     for row in rows:
-        slower, saved = "-", "-"
+        slower = e = saved = "-"
         if row.e is not None:
             slower = f"{row.added_seconds / (row.step_seconds - row.added_seconds):+.1%}"
-            saved = f"{row.saved_allocated * state_bytes / 1e9:.2f}"
-        table.append([row.arm, f"{row.step_seconds:.3f}", slower, _number("e")(row), saved, _equal(row)])
+            e, saved = f"{row.e:.2f}", f"{row.saved_allocated * state_bytes / 1e9:.2f}"
+        table.append([row.arm, f"{row.step_seconds:.3f}", slower, e, saved, _equal(row)])
     return table
 
 

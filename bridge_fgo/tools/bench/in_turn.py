@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bridge_fgo.tools.arms.phase_clock import FIRST_COUNTED_STEP
+from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP
 from bridge_fgo.tools.arms.runner import POLL_SECONDS, ArmFailed, ArmProcess, ArmRun
 from bridge_fgo.tools.arms.turns import WARM_UP, Turnstile
 from bridge_fgo.tools.bench.presets import read_name

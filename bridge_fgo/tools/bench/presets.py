@@ -36,27 +36,22 @@ CHUNK_NUMEL = 2**25
 """Elements of a chunk of the step of Megatron-LM #6544, whose states are 0.4 GB: about as much as a part of this
 package's step has."""
 NAMES = ("resident", "recomputed", "native", "whole", "half", "auto", "mcore", "fsdp_resident", "fsdp", "hybrid")
-RESIDENTS = ("resident", "fsdp_resident")
-"""Arms that others are compared with: those of Megatron-FSDP with a resident one of its own."""
+"""Kinds of arms."""
 
 
 @dataclass(frozen=True)
 class BenchArm:
-    """One arm. options: of `bridge_fgo.tools.arms.gpu`; python_path: comes first in PYTHONPATH.
-
-    name: with variables of its own it is `native:CUDA_DEVICE_MAX_CONNECTIONS=1`.
-    """
+    """One arm."""
 
     name: str
+    """With variables of its own it is `native:CUDA_DEVICE_MAX_CONNECTIONS=1`."""
     options: tuple[str, ...]
+    """Of `bridge_fgo.tools.arms.gpu`."""
     python_path: str = ""
+    """Comes first in PYTHONPATH."""
     bitwise: bool = True
     """Whether it has to be bitwise equal to the resident arm: Adam on the CPU rounds otherwise, and so do microbatches
     of another size."""
-    half: bool = False
-    """Whether it gets a budget that asks for half of the saving, from the resident arm's peak."""
-    saves: bool = True
-    """Whether it can save in the background: with mcore's offloaders that is refused."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that set it apart from another arm of its kind."""
 
@@ -67,13 +62,18 @@ class BenchArm:
 
     @property
     def is_resident(self) -> bool:
-        """Whether others are compared with it."""
-        return self.kind in RESIDENTS
+        """Whether others are compared with it: those of Megatron-FSDP have a resident one of their own."""
+        return self.kind in ("resident", "fsdp_resident")
 
     @property
     def is_fsdp(self) -> bool:
         """Whether Megatron-FSDP shards its model."""
         return self.kind.startswith("fsdp")
+
+    @property
+    def saves(self) -> bool:
+        """Whether it can save in the background: Megatron-FSDP cannot, and with mcore's offloaders it is refused."""
+        return not self.kind.startswith(("fsdp", "mcore"))
 
     @property
     def file_name(self) -> str:
@@ -84,14 +84,14 @@ class BenchArm:
 def size_options(
     preset: str, gpus: int, tp: int = 1, microbatches: int | None = None, layers: int | None = None
 ) -> list[str]:
-    """Return the arm's options for the sizes of a preset.
+    """Return the arm's options for the sizes of a preset, of which `microbatches` and `layers` may be others.
 
     Args:
         preset: of `PRESETS`.
         gpus: how many.
         tp: tensor-parallel ranks, with sequence parallelism; the rest is data-parallel.
-        microbatches: of a step on each data-parallel rank; None for the preset's.
-        layers: of the model; None for the preset's.
+        microbatches: of a step on each data-parallel rank.
+        layers: of the model.
 
     Raises:
         ValueError: the GPUs are no whole number of tensor-parallel groups.
@@ -151,30 +151,36 @@ def arms(
             the first; or a checkout is not whole; or an arm cannot train with the optimizer.
     """
     read = [read_name(name) for name in names]
-    unknown = [kind for kind, _ in read if kind not in NAMES]
+    kinds = [kind for kind, _ in read]
+    unknown = [kind for kind in kinds if kind not in NAMES]
     if unknown or not names or names[0] != "resident":
         near = [other for kind in unknown for other in difflib.get_close_matches(kind, NAMES, n=1)]
         meant = f"{', '.join(unknown)} is no arm: did you mean {', '.join(near)}? " if near else ""
         raise ValueError(f"--arms {','.join(names)}: {meant}use resident first, then any of {', '.join(NAMES[1:])}")
     if len(set(names)) < len(names):
         raise ValueError(f"--arms {','.join(names)}: an arm is there twice; --rounds says how often each runs")
-    _check_fsdp([kind for kind, _ in read], optimizer, fsdp)
+    if optimizer != "adam" and "hybrid" in kinds:
+        raise ValueError(f"--optimizer {optimizer} with the hybrid arm: HybridDeviceOptimizer is Adam; leave it out")
+    _check_fsdp(kinds, optimizer, fsdp)
+    options = _options_of_kinds(preset, optimizer, fsdp)
     found: list[BenchArm] = []
     for kind, environment in read:
+        of_kind = [BenchArm(kind, options[kind], bitwise=kind not in ("recomputed", "hybrid"))]
+        if kind == "mcore":
+            of_kind = _mcore_arms(options[kind], megatron_lm, optimizer)
         suffix = "".join(f":{name}={value}" for name, value in environment.items())
-        for arm in _arms_of(kind, megatron_lm, preset, optimizer, fsdp):
-            found.append(replace(arm, name=arm.name + suffix, environment=environment))
+        found += [replace(arm, name=arm.name + suffix, environment=environment) for arm in of_kind]
     return found
 
 
 def _check_fsdp(kinds: list[str], optimizer: str, fsdp: str | None) -> None:
     """Raise ValueError where arms with Megatron-FSDP and what it is to shard do not go together."""
-    has_arms = {kind: kind in kinds for kind in ("fsdp_resident", "fsdp")}
-    if fsdp is None and not any(has_arms.values()):
+    there = {"fsdp_resident", "fsdp"}.intersection(kinds)
+    if fsdp is None and not there:
         return
     if fsdp not in STRATEGIES:
         raise ValueError(f"the arms fsdp_resident and fsdp: say what it shards, --fsdp {', '.join(STRATEGIES)}")
-    if not all(has_arms.values()):
+    if len(there) < 2:
         raise ValueError(
             f"--fsdp {fsdp} with --arms {','.join(kinds)}: the arms of Megatron-FSDP are two, fsdp_resident and fsdp, "
             "which is compared with it; name both"
@@ -183,33 +189,29 @@ def _check_fsdp(kinds: list[str], optimizer: str, fsdp: str | None) -> None:
         raise ValueError(f"--fsdp {fsdp} with --optimizer {optimizer}: its arms train with Adam alone; leave one out")
 
 
-def _arms_of(kind: str, megatron_lm: list[str], preset: str, optimizer: str, fsdp: str | None) -> list[BenchArm]:
+def _options_of_kinds(preset: str, optimizer: str, fsdp: str | None) -> dict[str, tuple[str, ...]]:
+    """Return the options of each kind of arm."""
     muon = () if optimizer == "adam" else ("--no-distributed", "--optimizer", optimizer)
-    if kind == "mcore":
-        return _mcore_arms(megatron_lm, muon)
-    if kind == "hybrid" and muon:
-        raise ValueError(f"--optimizer {optimizer} with the hybrid arm: HybridDeviceOptimizer is Adam; leave it out")
-    resident = ("--offload", "off", *RESIDENT.get(preset, ()))
-    native = ("--offload", "on", "--engine", "native")
+    resident = (*muon, "--offload", "off", *RESIDENT.get(preset, ()))
+    native = (*muon, "--offload", "on", "--engine", "native")
     if preset in SLAB_BYTES:
         native += ("--slab-bytes", str(SLAB_BYTES[preset]))
-    of_fsdp = ("--fsdp", str(fsdp))
-    each = [
-        BenchArm("resident", (*muon, *resident)),
-        BenchArm("recomputed", (*muon, "--offload", "off", *RECOMPUTED), bitwise=False),
-        BenchArm("native", (*muon, *native)),
-        BenchArm("whole", (*muon, *native, "--no-master-remainders")),
-        BenchArm("half", (*muon, *native), half=True),
-        BenchArm("auto", (*muon, *native, "--gpu-memory-budget-gib", "auto")),
-        # Checkpoints of Megatron-FSDP are not written in the background.
-        BenchArm("fsdp_resident", (*of_fsdp, *resident), saves=False),
-        BenchArm("fsdp", (*of_fsdp, *native), saves=False),
-        BenchArm("hybrid", ("--hybrid",), bitwise=False),
-    ]
-    return [arm for arm in each if arm.name == kind]
+    mcore = ("--offload", "on", "--engine", "mcore")
+    return {
+        "resident": resident,
+        "recomputed": (*muon, "--offload", "off", *RECOMPUTED),
+        "native": native,
+        "whole": (*native, "--no-master-remainders"),
+        "half": native,
+        "auto": (*native, "--gpu-memory-budget-gib", "auto"),
+        "mcore": ("--optimizer", "muon", "--layer-wise", "--offload", "on", "--no-install") if muon else mcore,
+        "fsdp_resident": ("--fsdp", str(fsdp), *resident),
+        "fsdp": ("--fsdp", str(fsdp), *native),
+        "hybrid": ("--hybrid",),
+    }
 
 
-def _mcore_arms(megatron_lm: list[str], muon: tuple[str, ...]) -> list[BenchArm]:
+def _mcore_arms(options: tuple[str, ...], megatron_lm: list[str], optimizer: str) -> list[BenchArm]:
     for path in megatron_lm:
         # Bridge imports `megatron.training` too, and that of the wheel does not go with the checkout's `megatron.core`.
         missing = [part for part in ("core", "training") if not Path(path, "megatron", part, "__init__.py").exists()]
@@ -218,20 +220,16 @@ def _mcore_arms(megatron_lm: list[str], muon: tuple[str, ...]) -> list[BenchArm]
                 f"--megatron-lm {path}: there is no megatron/{missing[0]} in it; give the top of a checkout of "
                 "Megatron-LM's dev branch with its whole `megatron` folder"
             )
-    if muon:
-        # Its parameters are in other optimizers than the resident arm's, so that digests would be of other lists.
-        upstream, is_bitwise = ("--optimizer", "muon", "--layer-wise", "--offload", "on", "--no-install"), False
-    else:
-        upstream, is_bitwise = ("--offload", "on", "--engine", "mcore"), True
+    # A layer-wise Muon has its parameters in other optimizers than the resident arm: digests would be of other lists.
+    is_adam = optimizer == "adam"
     return [
-        BenchArm(f"mcore{i or ''}", (*upstream, *_chunks(path, muon)), path, bitwise=is_bitwise, saves=False)
+        BenchArm(f"mcore{i or ''}", options + (_chunks(path) if is_adam else ()), path, bitwise=is_adam)
         for i, path in enumerate(megatron_lm or [""])
     ]
 
 
-def _chunks(megatron_lm: str, muon: tuple[str, ...]) -> tuple[str, ...]:
+def _chunks(megatron_lm: str) -> tuple[str, ...]:
     """Return the options that have a checkout with Megatron-LM #6544 step in chunks."""
     config = Path(megatron_lm, "megatron", "core", "optimizer", "optimizer_config.py")
-    if muon or not config.is_file() or "offload_optimizer_states_chunk_numel" not in config.read_text(encoding="utf-8"):
-        return ()
-    return ("--chunk-numel", str(CHUNK_NUMEL))
+    steps_in_chunks = config.is_file() and "offload_optimizer_states_chunk_numel" in config.read_text(encoding="utf-8")
+    return ("--chunk-numel", str(CHUNK_NUMEL)) if steps_in_chunks else ()

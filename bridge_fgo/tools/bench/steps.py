@@ -1,7 +1,7 @@
 """Which steps of an arm count: those in which nothing is saved and the host was as fast as in every other arm's.
 
 A host that others use, too, changes its speed by a factor of two within seconds, and with it the time of a step. So
-each arm times a fixed loop of Python before each step, on every rank (`tools.arms.host_loop`). The loop time of
+each arm times a fixed loop of Python before each step, on every rank (`tools.arms.clocks`). The loop time of
 a step is that of its slowest rank, for which the others wait. The first quartile of all arms' loop times is the
 reference; a step counts if its loop took at most `SLOWER` times that. Where fewer than half of an arm's steps would be
 left, all count, and the table says so.
@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bridge_fgo.tools.arms.phase_clock import FIRST_COUNTED_STEP
+from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP
 from bridge_fgo.tools.arms.runner import ArmRun
 from bridge_fgo.tools.arms.turns import WARM_UP
 

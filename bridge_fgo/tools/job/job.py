@@ -24,7 +24,7 @@ from bridge_fgo.tools.job.parallel import Parallel, parallel_of
 from bridge_fgo.tools.job.saved_config import load_saved_config
 from bridge_fgo.tools.job.target import is_saved_config
 from bridge_fgo.tools.job.tensors import Chunk, Tensor
-from bridge_fgo.tools.spinner import spinner
+from bridge_fgo.tools.show import spinner
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import typer
 
 from bridge_fgo.tools import show
 from bridge_fgo.tools.arms.comparator import Parity, compare_digests, compare_scalar
-from bridge_fgo.tools.bench.plots import gantt, memory_timeline
-from bridge_fgo.tools.bench.trace import read_trace
+from bridge_fgo.tools.bench.plots import draw_step
 from bridge_fgo.tools.iteration_picture import draw_iteration
 from bridge_fgo.tools.report.runs import GRAD_NORM, LOSS, SECONDS, TOTALS, Run, load
 from bridge_fgo.tools.show import readable_bytes, readable_number
@@ -242,16 +241,11 @@ def _pictures(runs: list[Run]) -> list[str]:
     """Return what only arms leave: the traces of a step, and the memory of an iteration of a run that slept."""
     parts = []
     with TemporaryDirectory() as folder:
-
-        def drawn(name: str) -> Path:
-            return Path(folder) / f"{name}.png"
-
-        if traces := {run.name: read_trace(run.trace) for run in runs if run.trace is not None}:
-            memory_timeline(traces, drawn("memory"))
-            gantt(traces, drawn("gantt"))
-            parts += [show.heading("One step"), show.picture(drawn("memory")), show.picture(drawn("gantt"))]
+        if traces := {run.name: run.trace for run in runs if run.trace is not None}:
+            parts += [show.heading("One step"), *map(show.picture, draw_step(traces, Path(folder)))]
         slept = [run for run in runs if any(state.copied for state in run.iteration)]
         if slept:
-            draw_iteration(slept[0].iteration, drawn("iteration"), f"One iteration, {slept[0].name}")
-            parts += [show.heading("Memory of an iteration"), show.picture(drawn("iteration"))]
+            iteration = Path(folder) / "iteration.png"
+            draw_iteration(slept[0].iteration, iteration, f"One iteration, {slept[0].name}")
+            parts += [show.heading("Memory of an iteration"), show.picture(iteration)]
     return parts

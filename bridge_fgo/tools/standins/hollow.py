@@ -18,7 +18,7 @@ import sys
 
 import torch
 
-from bridge_fgo.tools.standins.finder import StandInFinder, Table
+from bridge_fgo.tools.standins.finder import StandInFinder
 
 IMPORTED_WITHOUT_TRANSFORMER_ENGINE = (
     "extensions.transformer_engine",
@@ -44,29 +44,6 @@ def _hollow_class(module: str, name: str) -> type | None:
     return type(name, (torch.nn.Module,), {"__module__": module, "__init__": _refuse}) if name[0].isupper() else None
 
 
-def table() -> Table:
-    """Return what stands in on this machine."""
-    packages = {"transformer_engine"}
-    if importlib.util.find_spec("nvidia_resiliency_ext") is None:
-        packages.add("nvidia_resiliency_ext")
-    return Table(
-        packages=frozenset(packages),
-        # Those that Bridge imports without a fallback.
-        modules=frozenset(
-            {
-                "transformer_engine",
-                "transformer_engine.pytorch",
-                "transformer_engine.pytorch.ops",
-                "nvidia_resiliency_ext",
-                "nvidia_resiliency_ext.inprocess",
-            }
-        ),
-        submodules=frozenset({"pytorch", "ops", "inprocess"}),
-        attribute=_hollow_class,
-        version="0.0.0",
-    )
-
-
 def import_bridge() -> None:
     """Import mcore as if Transformer Engine were not there, then Bridge with the hollow one. Idempotent.
 
@@ -81,7 +58,24 @@ def import_bridge() -> None:
             "transformer_engine is imported already, so that mcore would build an Adam for CUDA tensors; run "
             "the CPU arm in a process of its own"
         )
-    finder = StandInFinder(table(), is_hiding=True)
+    missing = [] if importlib.util.find_spec("nvidia_resiliency_ext") else ["nvidia_resiliency_ext"]
+    finder = StandInFinder(
+        packages=frozenset({"transformer_engine", *missing}),
+        # Those that Bridge imports without a fallback.
+        modules=frozenset(
+            {
+                "transformer_engine",
+                "transformer_engine.pytorch",
+                "transformer_engine.pytorch.ops",
+                "nvidia_resiliency_ext",
+                "nvidia_resiliency_ext.inprocess",
+            }
+        ),
+        submodules=frozenset({"pytorch", "ops", "inprocess"}),
+        attribute=_hollow_class,
+        version="0.0.0",
+        is_hiding=True,
+    )
     sys.meta_path.insert(0, finder)
     try:
         for name in IMPORTED_WITHOUT_TRANSFORMER_ENGINE:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any, override
+from typing import Any
 
 import torch
 
-from bridge_fgo.tools.standins.finder import StandInFinder, Table
+from bridge_fgo.tools.standins.finder import StandInFinder
 
 _quantized = False
 
@@ -44,72 +44,50 @@ def parameter(*shape: int, dtype: torch.dtype, may_be_quantized: bool = False) -
 
 
 class Linear(torch.nn.Module):
-    """`weight` (out, in) and `bias` (out) of this rank."""
+    """`weight` (out, in) and `bias` (out) of this rank; several of each with a number behind their names."""
 
     save_original_input = False
     """mcore sets it, where the real layer has it."""
+    has_norm = False
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         *,
+        num_gemms: int | None = None,
         tp_size: int = 1,
         parallel_mode: str | None = None,
         bias: bool = True,
         params_dtype: torch.dtype = torch.float32,
+        normalization: str = "LayerNorm",
         **ignored: Any,
     ) -> None:
         super().__init__()
-        self._begin(in_features, params_dtype, **ignored)
-        self.use_bias, self.tp_size = bias, tp_size
+        if self.has_norm:
+            self.layer_norm_weight = parameter(in_features, dtype=params_dtype)
+            if normalization == "LayerNorm":
+                self.layer_norm_bias = parameter(in_features, dtype=params_dtype)
+        self.num_gemms, self.use_bias, self.tp_size = num_gemms, bias, tp_size
         self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
         self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
-        self.weight = parameter(self.out_features, self.in_features, dtype=params_dtype, may_be_quantized=True)
-        self.bias = parameter(self.out_features, dtype=params_dtype) if bias else None
-
-    def _begin(self, in_features: int, params_dtype: torch.dtype, **ignored: Any) -> None:
-        pass
+        for end in [""] if num_gemms is None else map(str, range(num_gemms)):
+            weight = parameter(self.out_features, self.in_features, dtype=params_dtype, may_be_quantized=True)
+            self.register_parameter(f"weight{end}", weight)
+            self.register_parameter(f"bias{end}", parameter(self.out_features, dtype=params_dtype) if bias else None)
 
 
 class LayerNormLinear(Linear):
     """A Linear with the norm before it: `layer_norm_weight` (in), and `layer_norm_bias` (in) of a LayerNorm."""
 
-    @override
-    def _begin(
-        self, in_features: int, params_dtype: torch.dtype, normalization: str = "LayerNorm", **ignored: Any
-    ) -> None:
-        self.layer_norm_weight = parameter(in_features, dtype=params_dtype)
-        if normalization == "LayerNorm":
-            self.layer_norm_bias = parameter(in_features, dtype=params_dtype)
+    has_norm = True
 
 
-class GroupedLinear(torch.nn.Module):
+class GroupedLinear(Linear):
     """`weight0` ... of (out, in) and `bias0` ... of (out), one for each expert of this rank."""
 
-    save_original_input = False
-
-    def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        *,
-        tp_size: int = 1,
-        parallel_mode: str | None = None,
-        bias: bool = True,
-        params_dtype: torch.dtype = torch.float32,
-        **ignored: Any,
-    ) -> None:
-        super().__init__()
-        self.num_gemms, self.use_bias = num_gemms, bias
-        self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
-        self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
-        for index in range(num_gemms):
-            weight = parameter(self.out_features, self.in_features, dtype=params_dtype, may_be_quantized=True)
-            self.register_parameter(f"weight{index}", weight)
-            if bias:
-                self.register_parameter(f"bias{index}", parameter(self.out_features, dtype=params_dtype))
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, **others: Any) -> None:
+        super().__init__(in_features, out_features, num_gemms=num_gemms, **others)
 
     def set_tensor_parallel_group(self, group: Any) -> None:
         """Do nothing; mcore calls it."""
@@ -118,24 +96,22 @@ class GroupedLinear(torch.nn.Module):
 class RMSNorm(torch.nn.Module):
     """`weight` (hidden)."""
 
+    has_bias = False
+
     def __init__(
         self, normalized_shape: int | None = None, *, params_dtype: torch.dtype = torch.float32, **others: Any
     ) -> None:
         super().__init__()
         size = normalized_shape if normalized_shape is not None else others["hidden_size"]
         self.weight = parameter(size, dtype=params_dtype)
-        self._end(size, params_dtype)
-
-    def _end(self, size: int, params_dtype: torch.dtype) -> None:
-        pass
+        if self.has_bias:
+            self.bias = parameter(size, dtype=params_dtype)
 
 
 class LayerNorm(RMSNorm):
     """`weight` and `bias` (hidden)."""
 
-    @override
-    def _end(self, size: int, params_dtype: torch.dtype) -> None:
-        self.bias = parameter(size, dtype=params_dtype)
+    has_bias = True
 
 
 class DotProductAttention(torch.nn.Module):
@@ -194,22 +170,6 @@ class _HollowLayer(torch.nn.Module):
         super().__init__()
 
 
-def _shape_or_hollow(module: str, name: str) -> Any:
-    """Return what has a shape here; for any other name a class that only has to be there."""
-    return REAL.get(name) or _Hollow(name, (_HollowLayer,), {})
-
-
-TABLE = Table(
-    packages=frozenset({"transformer_engine", "mamba_ssm", "deep_ep", "nvidia_resiliency_ext"}),
-    # mcore takes the absence of these, and would call their hollow functions while it builds.
-    hidden=frozenset({"transformer_engine.pytorch.cpu_offload", "transformer_engine.pytorch.tensor.grouped_tensor"}),
-    # mcore reaches these as attributes, without importing them.
-    submodules=frozenset({"pytorch", "common", "recipe", "ops", "fp8", "distributed", "tensor", "optimizers"}),
-    attribute=_shape_or_hollow,
-    version="2.17.1",
-)
-
-
 def install() -> None:
     """Put the shapes in the place of Transformer Engine, from now on in this process.
 
@@ -218,7 +178,19 @@ def install() -> None:
     """
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already: shapes need a process of their own")
-    sys.meta_path.insert(0, StandInFinder(TABLE))
+    finder = StandInFinder(
+        packages=frozenset({"transformer_engine", "mamba_ssm", "deep_ep", "nvidia_resiliency_ext"}),
+        # mcore takes the absence of these, and would call their hollow functions while it builds.
+        hidden=frozenset(
+            {"transformer_engine.pytorch.cpu_offload", "transformer_engine.pytorch.tensor.grouped_tensor"}
+        ),
+        # mcore reaches these as attributes, without importing them.
+        submodules=frozenset({"pytorch", "common", "recipe", "ops", "fp8", "distributed", "tensor", "optimizers"}),
+        # What has a shape here; any other name is a class that only has to be there.
+        attribute=lambda module, name: REAL.get(name) or _Hollow(name, (_HollowLayer,), {}),
+        version="2.17.1",
+    )
+    sys.meta_path.insert(0, finder)
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:

@@ -14,13 +14,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from bridge_fgo.tools.arms.rl.options import RlOptions
-
-if TYPE_CHECKING:
-    from bridge_fgo.tools.arms.record import EventWriter
-    from bridge_fgo.tools.arms.rl.loop import Iteration, Loop
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[RlOptions, Path]:
@@ -62,69 +57,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from bridge_fgo.tools.arms.process_setup import make_deterministic
 
         make_deterministic()
+    import torch
+
+    from bridge_fgo.tools.arms.final_state import final_state, joined_digests
     from bridge_fgo.tools.arms.record import EventWriter
     from bridge_fgo.tools.arms.rl.loop import Loop
     from bridge_fgo.tools.arms.rl.neighbour import Neighbour
 
-    rank = int(os.environ.get("RANK", "0"))
     with contextlib.ExitStack() as stack:
         writer = None
-        if rank == 0:
+        if os.environ.get("RANK", "0") == "0":
             writer = EventWriter(events)
             stack.callback(writer.close)
-            writer.start(_device(options))
+            writer.start("cpu" if options.device == "cpu" else torch.cuda.get_device_name())
         neighbour = None
         if options.device == "cuda" and options.sleep:
             neighbour = stack.enter_context(Neighbour(f"cuda:{os.environ.get('LOCAL_RANK', '0')}"))
         loop = Loop(options, neighbour)
         stack.callback(loop.close)
-        iterations = []
+        phases = []
         for number in range(1, options.steps + 1):
-            iterations.append(loop.iterate(number))
+            iteration = loop.iterate(number)
+            phases += iteration.phases
             if writer is not None:
-                _write(writer, iterations[-1])
-        _end(writer, loop, [phase for iteration in iterations for phase in iteration.phases])
-
-
-def _device(options: RlOptions) -> str:
-    import torch
-
-    return "cpu" if options.device == "cpu" else torch.cuda.get_device_name()
-
-
-def _write(writer: EventWriter, iteration: Iteration) -> None:
-    writer.step(
-        step=iteration.number,
-        loss=iteration.loss,
-        grad_norm=iteration.grad_norm,
-        skipped=iteration.skipped,
-        passes=1,
-        seconds=iteration.phases[-1]["at"],
-        reward=iteration.reward,
-        kl=iteration.kl,
-        held=iteration.held,
-        phases=iteration.phases,
-    )
-
-
-def _end(writer: EventWriter | None, loop: Loop, phases: list[dict[str, Any]]) -> None:
-    """Write the final state of all ranks, and the most of what was in the phases. A collective."""
-    from bridge_fgo.tools.arms.final_state import final_state, joined_digests
-
-    digests = joined_digests(final_state(loop.trainer.model, loop.trainer.optimizer))
-    if writer is None:
-        return
-    memory = loop.memory.now()
-    writer.result(
-        digests=digests,
-        engine="native" if loop.options.sleep else None,
-        state_bytes=memory["optimizer"],
-        released_bytes=max(phase.get("freed", 0) for phase in phases),
-        pinned_bytes=loop.policy.pinned_bytes + loop.reference.pinned_bytes if loop.options.sleep else 0,
-        peak_allocated_bytes=max(phase["memory"].get("peak", 0) for phase in phases),
-        peak_reserved_bytes=max(phase["memory"].get("reserved", 0) for phase in phases),
-        bytes_by_kind=memory,
-    )
+                writer.step(**vars(iteration), passes=1, seconds=iteration.phases[-1]["at"])
+        digests = joined_digests(final_state(loop.trainer.model, loop.trainer.optimizer))
+        if writer is None:
+            return
+        memory = loop.memory.now()
+        writer.result(
+            digests=digests,
+            engine="native" if options.sleep else None,
+            state_bytes=memory["optimizer"],
+            released_bytes=max(phase.get("freed", 0) for phase in phases),
+            pinned_bytes=loop.policy.pinned_bytes + loop.reference.pinned_bytes if options.sleep else 0,
+            peak_allocated_bytes=max(phase["memory"].get("peak", 0) for phase in phases),
+            peak_reserved_bytes=max(phase["memory"].get("reserved", 0) for phase in phases),
+            bytes_by_kind=memory,
+        )
 
 
 if __name__ == "__main__":

@@ -9,17 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 import bridge_fgo
 from bridge_fgo.sleep.moved import Moved
 from bridge_fgo.tools.arms.final_state import of_ranks
 from bridge_fgo.tools.arms.rl.diary import Diary, Memory
-from bridge_fgo.tools.arms.rl.grpo import advantages
 from bridge_fgo.tools.arms.rl.neighbour import Neighbour
 from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.arms.rl.rollouts import Sampler
-from bridge_fgo.tools.arms.rl.task import Copying
+from bridge_fgo.tools.arms.rl.task import Copying, advantages
 from bridge_fgo.tools.arms.rl.trainer import Trainer
 
 
@@ -37,7 +34,7 @@ class Awake:
 class Iteration:
     """Figures of one iteration. Rewards and losses are of all ranks, phases of this one."""
 
-    number: int
+    step: int
     reward: float
     loss: float
     kl: float
@@ -83,7 +80,8 @@ class Loop:
 
         # The weights alone: mcore's engine samples with them, and log-probabilities need no more.
         diary.note("params wake", policy.reload("params"))
-        prompts = self.task.prompts(options.prompts, seed=self._seed(number))
+        seed = options.seed + 1000 * number + trainer.groups.dp.rank()
+        prompts = self.task.prompts(options.prompts, seed)
         rollouts = self.sampler.generate([prompt for prompt in prompts for _ in range(options.group)])
         diary.note("rollouts")
         old = trainer.log_probs(trainer.model, rollouts)
@@ -105,16 +103,10 @@ class Loop:
         diary.note("trained")
         if self.neighbour is not None and options.crowd and number == 1:  # the allocator has what training needs
             self.neighbour.crowd()
-        return Iteration(number, **self._of_all(rollouts.rewards, figures), held=held, phases=diary.phases)
-
-    def _seed(self, number: int) -> int:
-        """Return what prompts are drawn by: another number in each iteration and on each data-parallel rank."""
-        return self.options.seed + 1000 * number + self.trainer.data_rank
-
-    def _of_all(self, rewards: torch.Tensor, figures: dict[str, Any]) -> dict[str, Any]:
-        """Return the mean reward of all ranks, and the figures of the last, whose pipeline stage has the loss."""
-        ranks = of_ranks((float(rewards.mean()), figures))
-        return {"reward": sum(reward for reward, _ in ranks) / len(ranks), **ranks[-1][1]}
+        ranks = of_ranks((float(rollouts.rewards.mean()), figures))
+        reward = sum(reward for reward, _ in ranks) / len(ranks)
+        # The last rank's pipeline stage has the loss.
+        return Iteration(number, reward, **ranks[-1][1], held=held, phases=diary.phases)
 
     def close(self) -> None:
         """Bring everything back and tear down what Bridge has set up."""

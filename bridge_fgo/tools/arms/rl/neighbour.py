@@ -1,20 +1,11 @@
-"""The other process of a shared GPU: takes memory that a sleep has given back, and fills it.
-
-    python -m bridge_fgo.tools.arms.rl.neighbour --device cuda:0
-
-Reads a number of bytes a line, takes and fills as many, and answers with how many they are; 0 gives all back. It fills
-them with a number of its own each time, and finds that number in all of them before it gives them back. "crowd" has it
-take what is free, but for some room, and keep it to the end.
-"""
+"""The other process of a shared GPU: takes memory that a sleep has given back, and fills it."""
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
+import multiprocessing
 from contextlib import suppress
-from types import TracebackType
-from typing import TYPE_CHECKING
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -30,17 +21,19 @@ OWN_BYTES = 4 * 2**20
 class Neighbour:
     """The second process as seen by the trainer. A context: the process ends with it.
 
+    It fills what it takes with a number of its own each time, and finds that number in all of it before it gives the
+    memory back.
+
     Args:
         device: "cuda:0" or another GPU, or "cpu".
     """
 
     def __init__(self, device: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name, "--device", device],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        spawned = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawned.Pipe()
+        self._process = spawned.Process(target=serve, args=(theirs, device), daemon=True)
+        self._process.start()
+        theirs.close()  # or nobody would see that the process has ended
         self._ask(0)  # it has its CUDA context before anything is measured
 
     def take(self, nbytes: int) -> int:
@@ -64,28 +57,22 @@ class Neighbour:
         return self._ask("crowd")
 
     def _ask(self, what: int | str) -> int:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            print(what, file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            raise RuntimeError(f"the second process, asked to hold {what} bytes: it has ended") from None
-        answer = self._process.stdout.readline().strip()
-        if not answer.isdigit():
-            raise RuntimeError(f"the second process, asked to hold {what} bytes: {answer or 'it has ended'}")
-        return int(answer)
+        answer: int | str = "it has ended"
+        with suppress(EOFError, OSError):
+            self._pipe.send(what)
+            answer = self._pipe.recv()
+        if isinstance(answer, str):
+            raise RuntimeError(f"the second process, asked to hold {what} bytes: {answer}")
+        return answer
 
     def __enter__(self) -> Neighbour:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # where it has ended, what it has not read
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    def __exit__(self, *error: Any) -> None:
+        self._pipe.close()
+        self._process.join(timeout=30)
+        self._process.kill()
+        self._process.join()
 
 
 class Holder:
@@ -112,34 +99,29 @@ class Holder:
         if self._device.type == "cuda":
             self._torch.cuda.empty_cache()
         self._number = self._number % 255 + 1
-        self._fill(self._held, nbytes)
-        return sum(tensor.numel() for tensor in self._held)
+        return self._fill(self._held, nbytes)
 
     def crowd(self) -> int:
         """Take what is free on the GPU, but for `ROOM`, and keep it; return the bytes."""
         free, _ = self._torch.cuda.mem_get_info(self._device)
-        self._fill(self._kept, max(0, free - ROOM))
-        return sum(tensor.numel() for tensor in self._kept)
+        return self._fill(self._kept, max(0, free - ROOM))
 
-    def _fill(self, tensors: list[torch.Tensor], nbytes: int) -> None:
+    def _fill(self, tensors: list[torch.Tensor], nbytes: int) -> int:
         for start in range(0, nbytes, LARGEST):
             size = min(LARGEST, nbytes - start)
             tensors.append(self._torch.full((size,), self._number, dtype=self._torch.uint8, device=self._device))
         if self._device.type == "cuda":
             self._torch.cuda.synchronize(self._device)
+        return sum(tensor.numel() for tensor in tensors)
 
 
-def main() -> None:
-    """Serve until the standard input ends."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda:0")
-    holder = Holder(parser.parse_args().device)
-    for line in sys.stdin:
-        try:
-            print(holder.crowd() if line.strip() == "crowd" else holder.hold(int(line)), flush=True)
-        except RuntimeError as error:  # torch.OutOfMemoryError too: the trainer says it, and ends
-            print(str(error).splitlines()[0], flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def serve(pipe: Connection, device: str) -> None:
+    """Hold as many bytes as each message says, or "crowd", until the trainer closes the pipe; answer how many."""
+    holder = Holder(device)
+    with suppress(EOFError):
+        while True:
+            what = pipe.recv()
+            try:
+                pipe.send(holder.crowd() if what == "crowd" else holder.hold(what))
+            except RuntimeError as error:  # torch.OutOfMemoryError too: the trainer says it, and ends
+                pipe.send(str(error).splitlines()[0])

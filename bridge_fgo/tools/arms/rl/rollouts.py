@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.tools.arms.rl.grpo import Rollouts
 from bridge_fgo.tools.arms.rl.options import RlOptions
-from bridge_fgo.tools.arms.rl.task import Copying
+from bridge_fgo.tools.arms.rl.task import Copying, Rollouts
 
 
 class Sampler:
@@ -76,6 +75,5 @@ class Sampler:
 def _forget_positions(model: torch.nn.Module) -> None:
     """Clear mcore's cache of rotary embeddings."""
     for module in model.modules():
-        clear = getattr(type(module).forward, "cache_clear", None)
-        if clear is not None:
-            clear()
+        if hasattr(type(module).forward, "cache_clear"):
+            type(module).forward.cache_clear()

@@ -1,8 +1,9 @@
-"""The task: repeat a prompt. Its reward can be checked: the share of letters that are right."""
+"""What the policy learns: to repeat a prompt, by group-relative policy optimization (GRPO)."""
 
 from __future__ import annotations
 
 import string
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +12,7 @@ END = "|"
 
 
 class Copying:
-    """Prompts such as "caab|", to be answered with "caab".
+    """Prompts such as "caab|", to be answered with "caab"; the reward is the share of letters that are right.
 
     Serves mcore's engine as its tokenizer: a token is a letter.
 
@@ -46,3 +47,62 @@ class Copying:
     def reward(self, prompt: str, answer: str) -> float:
         """Return the share of the prompt's letters that the answer has at their places."""
         return sum(asked == given for asked, given in zip(prompt, answer, strict=False)) / self.length
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Answers of an iteration on this rank; all on the model's device.
+
+    Args:
+        tokens: prompts with their answers, int64 (sequences, length of both).
+        rewards: of each answer, fp32 (sequences,).
+        answers: 1 where the next token is one of the answer's, fp32 (sequences, length of both - 1).
+    """
+
+    tokens: torch.Tensor
+    rewards: torch.Tensor
+    answers: torch.Tensor
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Return what the model sees and what it is to say next, int64 (sequences, length of both - 1)."""
+        return {"tokens": self.tokens[:, :-1].contiguous(), "labels": self.tokens[:, 1:].contiguous()}
+
+
+def advantages(rewards: torch.Tensor, group: int) -> torch.Tensor:
+    """Return how much better each answer is than the others to its prompt, in their standard deviation.
+
+    Args:
+        rewards: fp32 (sequences,), answers to one prompt after another.
+        group: answers to a prompt.
+    """
+    grouped = rewards.view(-1, group)
+    spread = grouped.std(dim=1, keepdim=True)
+    return ((grouped - grouped.mean(dim=1, keepdim=True)) / (spread + 1e-4)).view(-1)
+
+
+def grpo_loss(
+    losses: torch.Tensor, batch: dict[str, torch.Tensor], clip: float, kl: float
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return Bridge's loss function's three: the sum over tokens, how many there are, and what to report.
+
+    Args:
+        losses: cross entropies of the labels, fp32 (sequences, length): with labels mcore's model returns these, of
+            vocabularies that ranks share too, and they are minus the log-probabilities.
+        batch: "answers", "advantages" (sequences,), "old" and "reference" (log-probabilities, as `losses`).
+        clip: range around 1 in which the ratio of new to old probabilities has a gradient.
+        kl: weight of the distance to the reference model.
+    """
+    logp, mask = -losses.float(), batch["answers"]
+    ratio = torch.exp(logp - batch["old"])
+    advantage = batch["advantages"][:, None]
+    gain = torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+    apart = batch["reference"] - logp
+    distance = torch.exp(apart) - apart - 1  # never negative, and its mean over samples is the KL divergence
+    loss = ((kl * distance - gain) * mask).sum()
+    tokens = mask.sum()
+    # With two numbers in each Bridge sums both over ranks and microbatches, and reports their quotient.
+    report = {
+        "grpo loss": torch.stack([loss.detach(), tokens]),
+        "kl": torch.stack([(distance * mask).sum().detach(), tokens]),
+    }
+    return loss, tokens.int(), report

@@ -7,13 +7,88 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from bridge_fgo.tools.arms.cpu_model import layer_spec
 from bridge_fgo.tools.arms.process_setup import forget_attention_backend, skip_building_what_is_built
-from bridge_fgo.tools.arms.rl.config import build_config
-from bridge_fgo.tools.arms.rl.grpo import Rollouts, grpo_loss
 from bridge_fgo.tools.arms.rl.options import RlOptions
+from bridge_fgo.tools.arms.rl.task import Rollouts, grpo_loss
+from bridge_fgo.tools.arms.shared_config import ON_THE_CPU, container, gpt
 
 Batch = dict[str, torch.Tensor]
+
+
+def build_config(options: RlOptions, vocab_size: int, ranks: int) -> Any:
+    """Return Bridge's ConfigContainer of the policy, not validated yet.
+
+    Args:
+        options: sizes and parallelism.
+        vocab_size: tokens, with padding.
+        ranks: of the job.
+    """
+    from megatron.bridge.training import config as bridge
+    from megatron.core.transformer.enums import AttnBackend
+
+    on_cpu = options.device == "cpu"
+    bf16: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16}
+    if on_cpu:
+        layers = {**ON_THE_CPU, "transformer_layer_spec": layer_spec}
+        layers["attention_backend"] = AttnBackend.local  # the engine makes its attention's mask only for this one
+    else:  # Transformer Engine's layers, which compute the same bits in each run
+        layers = {
+            "normalization": "RMSNorm",
+            "activation_func": F.silu,
+            "gated_linear_unit": True,
+            "cross_entropy_loss_fusion": False,  # compiled by torch it ends in one of two results
+            "attention_backend": AttnBackend.unfused,  # does not depend on the cuDNN that is here
+            "deterministic_mode": True,
+            # torch.compile makes these, and would make them anew for inference mode and for each length of its steps.
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+            "apply_rope_fusion": False,
+        }
+    iterations = options.steps * options.updates
+    return container(
+        gpt(
+            num_layers=options.layers,
+            hidden_size=options.hidden,
+            ffn_hidden_size=4 * options.hidden,
+            num_attention_heads=options.heads,
+            vocab_size=vocab_size,
+            seq_length=options.sequence,
+            add_bias_linear=False,
+            # Dropout would have log-probabilities differ between the policy that samples and the one that is trained.
+            hidden_dropout=0.0,
+            tensor_model_parallel_size=options.tp,
+            pipeline_model_parallel_size=options.pp,
+            sequence_parallel=False,  # mcore's static engine has none
+            pipeline_dtype=torch.bfloat16,
+            autocast_dtype=torch.bfloat16,
+            **bf16,
+            **layers,
+        ),
+        bridge.OptimizerConfig(
+            optimizer="adam",
+            lr=options.lr,
+            min_lr=options.lr,
+            weight_decay=0.0,
+            clip_grad=1.0,
+            use_distributed_optimizer=True,
+            **bf16,
+        ),
+        bridge.DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=False
+        ),
+        iterations=iterations,
+        batch=(options.micro_batch_size, options.sequences * (ranks // (options.tp * options.pp))),
+        vocab=vocab_size,
+        seed=options.seed,  # the mock data are not used: rollouts are the data
+        scheduler={"lr_decay_style": "constant", "lr_decay_iters": iterations, "lr_warmup_iters": 0},
+        rng=bridge.RNGConfig(seed=options.seed),
+        dist=bridge.DistributedInitConfig(distributed_backend="gloo" if on_cpu else "nccl"),
+        rerun_state_machine=bridge.RerunStateMachineConfig(rerun_mode="disabled"),
+        checkpoint=bridge.CheckpointConfig(),
+    )
 
 
 class Trainer:
@@ -30,6 +105,7 @@ class Trainer:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
         self.options = options
+        on_cpu = options.device == "cpu"
         join(options.device)
         skip_building_what_is_built()
         forget_attention_backend()
@@ -37,44 +113,29 @@ class Trainer:
         cfg.validate()
         self.state = GlobalState()
         self.state.cfg = cfg
-        self.groups: Any = initialize.initialize_megatron(cfg, allow_no_cuda=options.device == "cpu")
-        build = partial(
-            cfg.model.provide_distributed_model,
-            pg_collection=self.groups,
-            use_cpu_initialization=options.device == "cpu",
-        )
+        self.groups: Any = initialize.initialize_megatron(cfg, allow_no_cuda=on_cpu)
+        build = partial(cfg.model.provide_distributed_model, pg_collection=self.groups, use_cpu_initialization=on_cpu)
         self.model: Any = build(ddp_config=cfg.ddp)
         self.optimizer: Any
         self.optimizer, self.scheduler = setup.setup_optimizer(cfg.optimizer, cfg.scheduler, self.model)
         # Sets `finalize_model_grads_func` too. Without it gradients are not reduced over data-parallel ranks, nor those
         # of shared embeddings over pipeline stages: nothing fails, and each rank trains a model of its own.
         setup._update_model_config_funcs(self.model, cfg.model, cfg.ddp, self.optimizer, pg_collection=self.groups)
+        self.inner: Any = self.model[0].module
+        """The policy without DDP, whose hooks are for training: what an inference engine takes."""
         self.reference: Any = build(wrap_with_ddp=False)
-        self._copy_to_reference()
-        self.device = next(self.model[0].parameters()).device
+        with torch.no_grad():
+            for mine, theirs in zip(self.inner.parameters(), self.reference[0].parameters(), strict=True):
+                theirs.copy_(mine)
+                theirs.requires_grad_(False)
+        self.reference[0].eval()
+        self.device = next(self.inner.parameters()).device
         self.p2p = P2PCommunicator(pp_group=self.groups.pp, config=cfg.model)
         self._forward_backward = get_forward_backward_func(pp_size=options.pp)
         square = torch.ones(options.sequence, options.sequence, dtype=torch.bool, device=self.device)
         # True where a position must not look, (1, 1, sequence, sequence); Transformer Engine has one of its own.
-        self._mask = square.triu(1)[None, None] if options.device == "cpu" else None
+        self._mask = square.triu(1)[None, None] if on_cpu else None
         self._positions = torch.arange(options.sequence, device=self.device)
-
-    @torch.no_grad()
-    def _copy_to_reference(self) -> None:
-        for mine, theirs in zip(self.model[0].module.parameters(), self.reference[0].parameters(), strict=True):
-            theirs.copy_(mine)
-            theirs.requires_grad_(False)
-        self.reference[0].eval()
-
-    @property
-    def inner(self) -> Any:
-        """The policy without DDP, whose hooks are for training: what an inference engine takes."""
-        return self.model[0].module
-
-    @property
-    def data_rank(self) -> int:
-        """This rank's number among those that train on different data."""
-        return self.groups.dp.rank()
 
     def log_probs(self, model: list[Any], rollouts: Rollouts) -> torch.Tensor:
         """Return log-probabilities of all tokens but the first by the policy or the reference model.
@@ -96,12 +157,10 @@ class Trainer:
                 p2p_communicator=self.p2p,
                 pg_collection=self.groups,
             )
-        if not found:
-            return torch.zeros(inputs["labels"].shape, device=self.device)
-        return -torch.cat(found)
+        return -torch.cat(found) if found else torch.zeros(inputs["labels"].shape, device=self.device)
 
-    def update(self, batch: Batch) -> dict[str, float]:
-        """Run one of Bridge's training steps; return "loss", "kl" and "grad_norm".
+    def update(self, batch: Batch) -> dict[str, Any]:
+        """Run one of Bridge's training steps; return "loss", "kl", "grad_norm" and "skipped".
 
         The first two are zeros on pipeline stages that are not the last.
         """
@@ -139,8 +198,7 @@ class Trainer:
         batch = next(data_iterator)
         positions = self._positions.expand(len(batch["tokens"]), -1)
         output = model(batch["tokens"], positions, self._mask, labels=batch["labels"])
-        options = self.options
-        return output, loss or partial(grpo_loss, batch=batch, clip=options.clip, kl=options.kl)
+        return output, loss or partial(grpo_loss, batch=batch, clip=self.options.clip, kl=self.options.kl)
 
     def close(self) -> None:
         """Tear down process groups and Bridge's global state. Idempotent."""
@@ -152,10 +210,7 @@ class Trainer:
 
 
 def join(device: str) -> None:
-    """Join the job's process group: torchrun's, or this process's own.
-
-    Before Bridge does, whose barrier is one of NCCL's.
-    """
+    """Join the job's process group, torchrun's or this process's own, before Bridge does: its barrier is NCCL's."""
     if torch.distributed.is_initialized():
         return
     backend = "gloo" if device == "cpu" else "nccl"

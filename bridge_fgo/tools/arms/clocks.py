@@ -1,0 +1,131 @@
+"""What a GPU arm times: phases of a step on the GPU, the host's speed, and the host's work for copies by itself.
+
+Nothing here imports torch before it is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+FIRST_COUNTED_STEP = 7
+"""The first step whose time counts. By then moments exist, peaks are measured, two steps were timed, and masters are
+copied as they will be: every step is like the next."""
+
+ADDITIONS = 20_000
+"""Additions of one loop: 0.5 to 1 ms. Long beside the clock's resolution, short beside a step of half a second and
+beside the tens of milliseconds for which a scheduler lets a process run."""
+
+APART = 0.002
+"""Seconds, at least, between two waits. The driver's queue takes about 1000 launches, and the host enqueues no more
+than 500 in that time. A wait makes the moves after it slower by itself: 12 to 29% with one before each, in a loop of
+the engine alone on an H200's host, where nothing fills the queue."""
+
+
+def host_loop_seconds() -> float:
+    """Return how fast the host runs Python just now: the seconds of a loop that does the same work each time.
+
+    A host that others use, too, launches kernels at another speed within seconds, and in several processes at once.
+    The loop allocates nothing that the garbage collector counts.
+    """
+    started = time.perf_counter()
+    total = 0
+    for number in range(ADDITIONS):
+        total += number
+    return time.perf_counter() - started
+
+
+class MovesAlone:
+    """Has the host wait for the training stream before a move of a slab, `APART` after it last has, until `end`.
+
+    So the steps tell what the host's work for copies takes by itself. Where the host runs ahead of the GPU until the
+    driver's queue of launches is full, whoever enqueues next waits for the GPU, and the clock counts that as theirs; in
+    these steps the queue never fills. The wait is not among what `Traffic` counts. It makes the step longer, and
+    changes no bit.
+
+    Args:
+        stream: the training stream.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        from bridge_fgo.memory.meters import Traffic
+
+        self._stream = stream
+        self._waited = -math.inf
+        self._before_block = Traffic.before_block
+        self._before_block.append(self._wait)
+
+    def _wait(self) -> None:
+        if time.perf_counter() - self._waited > APART:
+            self._stream.synchronize()
+            self._waited = time.perf_counter()
+
+    def end(self) -> None:
+        """Make moves as they were."""
+        self._before_block.remove(self._wait)
+
+
+class PhaseClock:
+    """Times phases by CUDA events around the calls of the forward step; no pipeline parallelism.
+
+    What lies between the end of a forward and the begin of the next one is a backward. After the last forward of
+    a step there are its backward, the gradients' reduction and the optimizer step.
+
+    Args:
+        last: the last step that counts.
+    """
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+        self._steps: list[list[tuple[Any, Any]]] = []
+        self._turns: list[int] = []
+
+    def begin_turn(self, step: int) -> None:
+        """Note that `step`, counted from 1, is the first of a turn: it begins cold, and after a wait for others."""
+        self._turns.append(step)
+
+    def timed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward step with events around it."""
+        import torch
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        @functools.wraps(forward_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if not self._steps or len(self._steps[-1]) == get_num_microbatches():
+                self._steps.append([])
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            result = forward_step(*args, **kwargs)
+            end.record()
+            self._steps[-1].append((start, end))
+            return result
+
+        return step
+
+    def medians(self) -> dict[str, float | None]:
+        """Return the medians, in seconds, of `forward`, `backward` and `rest` of all whole steps.
+
+        `rest` is the time from the end of a step's last forward to the first forward of the next step. All
+        but the first forward and all but the last backward of a step count: those may wait for copies.
+        `first_forward` is that first one. None where there is nothing to tell a phase by. In turns, the first turn
+        does not count, nor does the first step of a turn, nor the wait for it.
+        """
+        begin = self._turns[1] if len(self._turns) > 1 else FIRST_COUNTED_STEP
+        last = min(self.last, len(self._steps))
+        steps = {n: self._steps[n - 1] for n in range(begin, last + 1) if n not in self._turns}
+        groups = {
+            "forward": [_seconds(*pair) for step in steps.values() for pair in (step[1:] or step)],
+            "first_forward": [_seconds(*step[0]) for step in steps.values()],
+            "backward": [_seconds(a[1], b[0]) for step in steps.values() for a, b in itertools.pairwise(step)],
+            "rest": [_seconds(step[-1][1], steps[n + 1][0][0]) for n, step in steps.items() if n + 1 in steps],
+        }
+        return {name: statistics.median(values) if values else None for name, values in groups.items()}
+
+
+def _seconds(start: Any, end: Any) -> float:
+    return start.elapsed_time(end) / 1e3
