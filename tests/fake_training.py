@@ -1,6 +1,9 @@
 """Optimizers with offload and twins without, in the order of calls of a training step, with made-up peaks."""
 
+from collections import deque
 from functools import partial
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -60,16 +63,30 @@ class Meter:
 class Training:
     """Optimizers with offload, and twins without, in the order of calls of a training step.
 
-    together: bytes of parts that the step moves in one go; None for what the engine takes for so few states.
-    Masters are packed from the start; with master_remainders=None a test may choose that as it goes.
+    Gradients are those of the next seed, unless a test names one. Masters are packed from the start; with
+    master_remainders=None a test may choose that as it goes.
+
+    Args:
+        layer, step: bytes beside the slabs, see `Meter`.
+        optimizers: how many.
+        budget: bytes, or "auto".
+        transfers: the copies; by default those of the CPU.
+        sizes: elements of the masters of each optimizer.
+        together: bytes of parts that the step moves in one go; None for what the engine takes for so few states.
+        meter: measures in place of a `Meter`.
+        fp32_views: parameters of each optimizer that are views of the parameter buffer.
+        quantized: whether masters are copied to the model in one go.
+        settings: of the `OffloadConfig`.
     """
 
     calls = 1
     """How often a pass begins, is released and is reloaded: the verbs are idempotent."""
+    made: ClassVar = deque(maxlen=0)
+    """Where each training is noted."""
 
     def __init__(
         self,
-        layer,
+        layer=0,
         step=0,
         optimizers=1,
         budget=None,
@@ -77,25 +94,30 @@ class Training:
         sizes=SIZES,
         together=None,
         meter=None,
+        fp32_views=0,
+        quantized=False,
         **settings,
     ):
-        self.twins = [with_model(make_distributed_optimizer(sizes, seed=i)) for i in range(optimizers)]
-        self.optimizers = [with_model(make_distributed_optimizer(sizes, seed=i)) for i in range(optimizers)]
+        self.twins, self.optimizers = ([_made(sizes, i, fp32_views) for i in range(optimizers)] for _ in range(2))
+        for optimizer in self.optimizers:
+            optimizer.ddp_config = SimpleNamespace(fp8_param_gather=quantized)
         self.meter = meter = meter or Meter(layer, step)
         gib = budget / 2**30 if isinstance(budget, int) else budget
-        settings = {"master_remainders": True, **settings}
-        config = OffloadConfig(engine="native", piece_bytes=65536, gpu_memory_budget_gib=gib, **settings)
+        settings = {"master_remainders": True, "piece_bytes": 65536, **settings}
+        config = OffloadConfig(engine="native", gpu_memory_budget_gib=gib, **settings)
         self.sources = [MegatronSource(optimizer) for optimizer in self.optimizers]
         self.engine = NativeEngine(self.sources, config, meter, transfers=transfers)
         self.schedule = meter.schedule = self.engine.schedule
         self.schedule.signature = 1
+        self.said = []
+        self.schedule.holding.warn = self.said.append
         for source, optimizer in zip(self.sources, self.optimizers, strict=True):
             if together is not None:
                 self.engine._offloaded[source].group_bytes = together
             wrapped = optimizer._copy_main_params_to_model_params
-            write_back = partial(self.engine.write_back, source, wrapped)
-            optimizer._copy_main_params_to_model_params = write_back
-        self.held = []
+            optimizer._copy_main_params_to_model_params = partial(self.engine.write_back, source, wrapped)
+        self.held, self.seed = [], 0
+        self.made.append(self)
 
     def slabs(self, source=None):
         """Return the slabs of one source, or of all."""
@@ -105,10 +127,35 @@ class Training:
         """Return the parts of one source, or of all."""
         return self.schedule.parts if source is None else self.engine.parts_of(source)
 
-    def run_pass(self, points=POINTS):
+    @property
+    def whole(self):
+        """Bytes of all states that are offloaded."""
+        return sum(part.nbytes for part in self.parts())
+
+    @property
+    def staying(self):
+        """Bytes of states that stay on the GPU."""
+        return sum(part.nbytes for part in self.parts() if part.stays)
+
+    @property
+    def residencies(self):
+        """States of all slabs."""
+        return {slab.state for slab in self.slabs()}
+
+    # A step.
+
+    def begin(self):
         for verb in (self.engine.begin_pass, self.engine.release):
             for _ in range(self.calls):
                 verb()
+
+    def away(self):
+        """Have all states be away, in the midst of a pass."""
+        self.begin()
+        self.engine.offload_now()
+
+    def run_pass(self, points=POINTS):
+        self.begin()
         self.held = [self.schedule.ledger.nbytes]
         for i in range(1, points + 1):
             self.engine.point(mark(i, self.meter.layer))
@@ -116,49 +163,130 @@ class Training:
         for _ in range(self.calls):
             self.engine.reload()
 
-    def update(self, seed):
-        for optimizer, of_twin, source in zip(self.optimizers, self.twins, self.sources, strict=True):
-            for each in (optimizer, of_twin):
-                generator = torch.Generator().manual_seed(seed)
-                for param in each.optimizer.param_groups[0]["params"]:
-                    param.grad = torch.randn(param.shape, generator=generator)
-            optimizer.copied.clear()
-            with self.engine.stepping(source):
-                optimizer.optimizer.step()
-                optimizer._copy_main_params_to_model_params()
-            of_twin.optimizer.step()
-            of_twin._copy_main_params_to_model_params()
+    def next_seed(self):
+        self.seed += 1
+        return self.seed
 
-    def end_step(self, updated):
+    def give_grads(self, of_both, seed=None):
+        """Give an optimizer and its twin the same gradients."""
+        seed = self.next_seed() if seed is None else seed
+        for each in of_both:
+            generator = torch.Generator().manual_seed(seed)
+            for param in each.optimizer.param_groups[0]["params"]:
+                param.grad = torch.randn(param.shape, generator=generator)
+
+    def update(self, seed=None):
+        """Update all optimizers, and the twins."""
+        seed = self.next_seed() if seed is None else seed
+        for source in self.sources:
+            self.update_one(source, seed)
+
+    def update_one(self, source, seed=None):
+        optimizer, of_twin = self.both(source)
+        self.give_grads((optimizer, of_twin), seed)
+        optimizer.copied.clear()
+        with self.engine.stepping(source):
+            optimizer.optimizer.step()
+            optimizer._copy_main_params_to_model_params()
+        of_twin.optimizer.step()
+        of_twin._copy_main_params_to_model_params()
+
+    def end_step(self, updated=True):
         self.engine.settle()
         self.engine.end_step(updated)
 
-    def step(self, seed, passes=1, skip=False, points=POINTS):
-        for _ in range(passes):
-            self.run_pass(points)
-        if not skip:
-            self.update(seed)
-        self.end_step(updated=not skip)
+    def finish(self, seed=None):
+        """Update, and end the step, after a pass."""
+        self.update(seed)
+        self.end_step()
+
+    def step(self, seed=None, passes=1, skip=False, points=POINTS, is_saved_next=False):
+        with self.engine.training_step(self.schedule.signature, is_saved_next):
+            for _ in range(passes):
+                self.run_pass(points)
+            if not skip:
+                self.engine.updating()
+                self.update(seed)
+            self.engine.settle()
+        self.engine.end_step(updated=not skip)
+
+    def steps(self, count, **how):
+        for _ in range(count):
+            self.step(**how)
+
+    # Readers.
+
+    def both(self, source):
+        """Return a source's optimizer, and its twin."""
+        return source.optimizer, self.twins[self.sources.index(source)]
 
     def pairs(self, source):
         """Return each parameter of a source's optimizer, and that of its twin."""
-        of_twin = self.twins[self.sources.index(source)]
-        (group,), (twins,) = source.optimizer.optimizer.param_groups, of_twin.optimizer.param_groups
+        (group,), (twins,) = (one.optimizer.param_groups for one in self.both(source))
         return list(zip(group["params"], twins["params"], strict=True))
+
+    def states(self, source=None):
+        """Return each state that may be offloaded of all parameters, and that of the twin."""
+        found = []
+        for each in self.sources if source is None else [source]:
+            mine, of_twin = (one.optimizer.state for one in self.both(each))
+            for param, twin in self.pairs(each):
+                found.append((param, twin))
+                found += [(mine[param][n], of_twin[twin][n]) for n in ("exp_avg", "exp_avg_sq") if param in mine]
+        return found
 
     def hand_out(self, source, param, twin):
         """Return what a checkpoint is handed of a parameter's states, and what the twin's are; in `saving`."""
-        of_twin = self.twins[self.sources.index(source)]
-        states = {"param": param, **source.optimizer.optimizer.state.get(param, {})}
+        optimizer, of_twin = self.both(source)
+        states = {"param": param, **optimizer.optimizer.state.get(param, {})}
         expected = {"param": twin, **of_twin.optimizer.state.get(twin, {})}
         return self.engine.hand_out(source, param, lambda: states), expected
 
+    def saved(self, source, copies=True):
+        """Save a source's states; return what a writer gets, and check that it is what the twin has."""
+        with self.engine.saving(source, copies):
+            assert self.engine.is_checkpointing(source)
+            return self.handed(source)
+
+    def handed(self, source):
+        """Return the tensors that are handed out of all parameters; check that they are what the twin has."""
+        tensors = []
+        for pair in self.pairs(source):
+            handed, expected = self.hand_out(source, *pair)
+            assert handed.keys() == expected.keys()
+            assert all(torch.equal(handed[name], expected[name]) for name in expected)
+            tensors += [value for value in handed.values() if value.dim()]  # torch's count of steps is in no slab
+        return tensors
+
     def check(self):
         self.engine.require_readable()
-        for optimizer, of_twin in zip(self.optimizers, self.twins, strict=True):
-            assert state_bytes(optimizer) == state_bytes(of_twin)
-            pairs = zip(optimizer.model_float16_groups[0], of_twin.model_float16_groups[0], strict=True)
-            assert all(torch.equal(a, b) for a, b in pairs)
+        for source in self.sources:
+            self.check_one(source)
+
+    def check_one(self, source):
+        optimizer, of_twin = self.both(source)
+        assert state_bytes(optimizer) == state_bytes(of_twin)
+        pairs = zip(optimizer.model_float16_groups[0], of_twin.model_float16_groups[0], strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def trained(steps=3, **how):
+    """Return a training that is some steps old."""
+    training = Training(**how)
+    training.steps(steps)
+    return training
+
+
+def _made(sizes, seed, fp32_views):
+    return with_model(make_distributed_optimizer(sizes, seed, fp32_views))
+
+
+def masters_of(optimizer):
+    return optimizer.shard_fp32_from_float16_groups[0]
+
+
+def weights_of(optimizer):
+    return optimizer.model_float16_groups[0]
 
 
 def most_held_in(training, run):

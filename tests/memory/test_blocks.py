@@ -1,12 +1,10 @@
-"""The blocks that PyTorch's allocator takes for slabs, and a budget that counts them."""
+"""The blocks that PyTorch's allocator takes for slabs; a budget counts them (`offload/test_schedule_limits.py`)."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from fake_training import POINTS, SHAPE, WHOLE, Meter, Training, use_small_parts
 
-from bridge_fgo.engines import native
 from bridge_fgo.memory.meters import block_rounding
 
 MIB = 2**20
@@ -41,48 +39,6 @@ def test_each_power_of_two_has_divisions_of_its_own(settings):
 
 def test_without_the_setting_and_without_a_gpu_a_block_is_what_was_asked_for(settings):
     assert [block_rounding(device)(5 * MIB) for device in (GPU, torch.device("cpu"))] == [5 * MIB] * 2
-
-
-class BlockMeter(Meter):
-    """Peaks of an allocator whose blocks are half as large again as what is asked for."""
-
-    def end_interval(self):
-        index = min(self.schedule._index, POINTS)
-        others = self.step if self.schedule.recorder.in_step else self.layer * SHAPE[index]
-        return others + sum(
-            half_more(slab.gpu.untyped_storage().nbytes()) for slab in self.slabs if slab.gpu is not None
-        )
-
-    @property
-    def slabs(self):
-        return [slab for part in self.schedule.parts for slab in part.slabs]
-
-
-def half_more(nbytes):
-    return nbytes * 3 // 2
-
-
-@pytest.mark.parametrize("share", [0.3, 0.8])
-def test_a_budget_holds_also_where_blocks_are_larger_than_slabs(monkeypatch, share):
-    use_small_parts(monkeypatch)
-    monkeypatch.setattr(native, "block_rounding", lambda device: half_more)
-    layer = WHOLE
-    budget = 4 * layer + int(share * WHOLE)
-    meter = BlockMeter(layer)
-    training = Training(layer, budget=budget, meter=meter, master_remainders=False)
-    peaks = []
-    point = training.engine.point
-
-    def watched(mark):
-        point(mark)
-        peaks.append(meter.end_interval())
-
-    monkeypatch.setattr(training.engine, "point", watched)
-    for seed in range(4):
-        training.step(seed)
-    assert max(peaks) <= budget
-    assert any(part.stays for part in training.schedule.parts)
-    training.check()
 
 
 def test_a_block_that_must_not_be_split_counts_with_what_may_be_left_of_it(settings):

@@ -5,8 +5,7 @@ import sys
 from functools import partial
 
 import pytest
-import torch
-from fake_training import WHOLE, Training, use_small_parts
+from fake_training import WHOLE, Training
 
 from bridge_fgo import engines, memory, offload, states
 from bridge_fgo.memory.slab import SlabState
@@ -40,12 +39,8 @@ class Interruption:
 
 
 def save(training):
-    """Reads every state as a checkpoint does, and compares it with the twin's."""
     for source in training.sources:
-        with training.engine.saving(source, copies=True):
-            for param, twin in training.pairs(source):
-                handed, expected = training.hand_out(source, param, twin)
-                assert all(torch.equal(handed[name], expected[name]) for name in expected)
+        training.saved(source)
 
 
 def interrupted(seed, after=0):
@@ -53,8 +48,7 @@ def interrupted(seed, after=0):
     choose = random.Random(seed).choice
     settings = {"optimizers": choose([1, 2]), "master_remainders": choose([True, False])}
     training = Training(choose([0, WHOLE // 10, WHOLE // 4, WHOLE]), choose([0, WHOLE // 2]), **settings)
-    for number in range(4):
-        training.step(number)
+    training.steps(4)
     readers = [partial(training.engine.require_readable, source) for source in training.sources]
     act = choose([training.run_pass, training.schedule.release_everything, lambda: save(training), *readers])
     with Interruption(after) as interruption:
@@ -70,14 +64,13 @@ def require_memory(training):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_what_was_interrupted_is_right_or_refused(monkeypatch, seed):
-    use_small_parts(monkeypatch)
+def test_what_was_interrupted_is_right_or_refused(seed):
     _, lines = interrupted(seed)  # not at all, to count them
     choose = random.Random(seed)
     training, ran = interrupted(seed, after=choose.randrange(1, lines + 1) if lines else 0)
     assert ran <= lines
     require_memory(training)
-    afterwards = [training.check, lambda: save(training), lambda: [training.step(n) for n in (4, 5)]]
+    afterwards = [training.check, lambda: save(training), lambda: training.steps(2)]
     choose.shuffle(afterwards)
     try:
         for use in afterwards:

@@ -3,15 +3,12 @@
 import copy
 import pickle
 import resource
-import warnings
 from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
 
 import pytest
 import torch
 from fake_optimizer import make_distributed_optimizer, step, with_model
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_snapshot import SIZES, made, params, read_as_it_is, residencies, states
 
 from bridge_fgo.config import OffloadConfig
@@ -313,36 +310,3 @@ def test_in_the_step_before_a_save_masters_leave_whole():
             engine.settle()
         masters = [slab for slab in engine.slabs if slab.written_back and slab.state is SlabState.RELEASED]
         assert masters and all(slab.is_encoded is encoded for slab in masters)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.sampled_from(["step", "save", "done", "load", "here"]), max_size=14), st.booleans())
-def test_in_any_order_of_steps_saves_and_loads_writers_read_the_states_of_their_save(order, debug):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer = make_distributed_optimizer([30_000, 500, 20_000])
-        source = MegatronSource(optimizer)
-        transfers = HostTransfers(2**10)
-        transfers = DebugTransfers(transfers, 3) if debug else transfers
-        engine = NativeEngine([source], OffloadConfig(engine="native"), PeakMeter(), transfers=transfers)
-        step(optimizer, 0)
-        engine.use_worker_memory()
-        writers = []
-        for seed, what in enumerate(order):
-            if what == "step":
-                one_step(optimizer, engine, seed)
-            elif what == "save":
-                handed = save(optimizer, engine, source)
-                writers.append((handed, [{n: v.clone() for n, v in of_param.items()} for of_param in handed]))
-                assert are_equal(handed, now(optimizer, engine))
-                del handed
-            elif what == "done" and writers:
-                writers.pop(0)
-            elif what == "load":
-                load(optimizer, engine, source, float(seed), everything=True)
-            elif what == "here":
-                engine.require_writable()
-            assert all(are_equal(*writer) for writer in writers)
-        engine.require_writable()
-        engine.close()
-        assert all(are_equal(*writer) for writer in writers)

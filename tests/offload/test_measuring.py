@@ -1,18 +1,15 @@
 """What the schedule measures of a step, where the allocator's peak is over by the time that it is asked."""
 
 import pytest
-from fake_training import WHOLE, Training, mark, use_small_parts
+from fake_training import WHOLE, mark, trained
 
 BESIDE = 7 * WHOLE
 
 
 @pytest.fixture
-def training(monkeypatch):
+def training():
     """One step old: the next is measured."""
-    use_small_parts(monkeypatch)
-    training = Training(layer=WHOLE // 4)
-    training.step(0)
-    return training
+    return trained(1, layer=WHOLE // 4)
 
 
 def measured(training):
@@ -36,31 +33,24 @@ def test_a_peak_in_an_update_counts_however_little_the_next_one_needs(training):
             spike(training)
 
     inner.update = first_is_large
-    training.update(1)
-    training.end_step(True)
+    training.finish()
     assert measured(training).step == BESIDE
 
 
 def test_a_peak_in_the_pass_counts_where_a_reader_has_slabs_come_after_it(training):
-    engine = training.engine
-    engine.begin_pass()
-    engine.release()
-    engine.point(mark(1, WHOLE // 4))
+    training.begin()
+    training.engine.point(mark(1, WHOLE // 4))
     spike(training)
-    engine.require_readable()
-    engine.point(mark(2, WHOLE // 4))
+    training.engine.require_readable()
+    training.engine.point(mark(2, WHOLE // 4))
     assert training.schedule.recorder.profile.intervals[1] == BESIDE
 
 
-def test_what_was_needed_between_steps_is_of_no_interval(training):
+def test_what_was_needed_between_steps_is_of_no_interval_nor_of_the_step_before(training):
     spike(training)  # an evaluation
-    training.step(1)
-    assert measured(training).intervals[0] == 0
-
-
-def test_what_is_needed_after_the_measured_step_is_not_in_its_profile(training):
-    training.step(1)
+    training.step()
     before = [*measured(training).intervals, measured(training).step]
+    assert before[0] == 0
     spike(training)
     training.check()
     assert [*measured(training).intervals, measured(training).step] == before
@@ -79,23 +69,21 @@ def test_the_change_of_a_slab_itself_does_not_count(training):
         return change(difference, act, *args)
 
     training.schedule.ledger.change = spiky
-    training.step(1)
+    training.step()
     assert measured(training).step < BESIDE
 
 
 def test_a_step_that_was_skipped_says_nothing_of_what_an_update_needs(training):
-    training.step(1, skip=True)
+    training.step(skip=True)
     assert not training.schedule.holding.plans
-    training.step(2)
+    training.step()
     assert training.schedule.holding.plans
 
 
 def test_a_measured_pass_that_was_given_up_leaves_the_next_to_its_plan(training):
-    for seed in (1, 2):
-        training.step(seed)
+    training.steps(2)
     training.schedule.signature = 2
     training.run_pass(points=3)
     training.schedule.signature = 1
-    training.step(3)
+    training.step()
     assert training.held[0] > training.held[4] == 0 and training.schedule.is_planned
-    training.check()

@@ -1,10 +1,11 @@
-"""What may be held when, and which parts stay under a budget: arithmetic on generated sizes and made-up profiles."""
+"""What may be held when, which parts stay under a budget, and which measured pass covers one that runs: arithmetic."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_fgo.offload.policy import (
+    MOST_PROFILES,
     HoldPolicy,
     PartBytes,
     budget_refusal,
@@ -12,7 +13,7 @@ from bridge_fgo.offload.policy import (
     least_budget,
     plan_holding,
 )
-from bridge_fgo.offload.profile import MemoryProfile
+from bridge_fgo.offload.profile import Mark, MemoryProfile, PassMatcher
 
 SIZES = st.integers(0, 100)
 PROFILES = st.builds(MemoryProfile, st.lists(SIZES, min_size=1, max_size=20), SIZES)
@@ -155,8 +156,136 @@ def test_a_rank_with_room_keeps_to_what_ranks_agreed_on(parts):
     assert staying(parts) == 0
 
 
+def test_a_budget_that_another_rank_cannot_meet_is_refused(parts):
+    policy = HoldPolicy(200)
+    policy.agree = lambda room, least: (room, 201)
+    with pytest.raises(ValueError, match="cannot be met"):
+        add(policy, 0, MemoryProfile([50], 50), parts)
+
+
 def test_the_least_margin_is_kept_free(parts):
     policy = HoldPolicy()
     policy.margin_bytes = 30
     add(policy, 0, MemoryProfile([100, 50], 0), parts)
     assert policy.plans[0].leave == (0, 20)
+
+
+# Which measured pass covers one that runs.
+
+
+def marked(*sizes, kind=None):
+    """Return a profile of a pass of layers 0, 1 and so on, which get as many bytes and need as many."""
+    return MemoryProfile([0, *sizes], 0, [Mark(i, size, size) for i, size in enumerate(sizes)], kind)
+
+
+def measured(*forwards):
+    """Return the profile of a pass with these forwards, (layer, bytes), each with its backward right behind it."""
+    marks = [mark for layer, nbytes in forwards for mark in (Mark(layer, nbytes, nbytes), Mark(~layer, nbytes, 0))]
+    return MemoryProfile([0] * (len(marks) + 1), 0, marks)
+
+
+def matcher_of(*profiles):
+    return PassMatcher([plan_holding(each, 1000, 0, [1]) for each in profiles])
+
+
+def watched(matcher, *forwards):
+    """Pass these forwards; return the profile of the plan that holds then."""
+    for forward in forwards:
+        matcher.forward(*forward)
+    return None if matcher.plan is None else matcher.plan.profile
+
+
+def test_the_plan_of_the_pass_that_needed_least_is_followed_as_long_as_it_holds():
+    small, large = marked(1, 2, 3), marked(4, 4, 4)
+    matcher = matcher_of(large, small)
+    assert matcher.plan.profile is small
+    assert matcher.point(Mark(0, 1, 1)) is None
+    assert matcher.point(Mark(1, 3, 3)).profile is small and matcher.plan.profile is large
+    assert matcher.point(Mark(2, 5, 5)).profile is large and matcher.plan is None
+    assert matcher.point(Mark(3, 1, 1)) is None
+    assert matcher.marks == [Mark(0, 1, 1), Mark(1, 3, 3), Mark(2, 5, 5), Mark(3, 1, 1)]
+
+
+@pytest.mark.parametrize("other", [Mark(1, 2, 2), Mark(0, 3, 2), Mark(0, 2, 3), Mark(~0, 2, 2)])
+def test_another_layer_a_larger_one_or_more_in_flight_is_not_covered(other):
+    assert marked(2).covers(1, Mark(0, 2, 2)) and marked(2).covers(1, Mark(0, 1, 1))
+    assert not marked(2).covers(1, other) and not marked(2).covers(2, Mark(0, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("forwards", "covered"),
+    [
+        ([(0, 5)], True),
+        ([(0, 5), (1, 2), (0, 4)], True),
+        ([(0, 6)], False),
+        ([(0, 4), (1, 3), (0, 5)], False),  # no larger than the measured pass's first, but than its second
+        ([(0, 5), (0, 4)], False),
+        ([(0, 5), (1, 3), (0, 4), (1, 0)], False),
+    ],
+    ids=["begun", "no_more", "larger", "larger_later", "another_layer", "one_more"],
+)
+def test_forwards_of_the_same_layers_that_get_no_more_are_covered_and_what_follows_others_is_not(forwards, covered):
+    one = measured((0, 5), (1, 3), (0, 4))
+    assert [mark.nbytes for mark in one.forwards] == [5, 3, 4], "backwards are no forwards"
+    matcher = matcher_of(one)
+    assert watched(matcher, *forwards) is (one if covered else None)
+    assert covered or watched(matcher, (0, 0)) is None
+
+
+def test_of_several_measured_passes_one_must_cover_all_of_it():
+    one, other = measured((0, 5), (1, 3)), measured((0, 4), (1, 9))
+    assert watched(matcher_of(one, other), (0, 4), (1, 9)) is other
+    assert watched(matcher_of(one, other), (0, 5), (1, 9)) is None
+
+
+def test_passes_of_the_same_layers_are_one_profile_the_maximum_of_all():
+    policy = HoldPolicy()
+    for sizes in ((10, 30), (20, 10), (15, 40)):
+        policy.add(marked(*sizes, kind=1))
+    (merged,) = policy._profiles
+    assert merged.intervals == [0, 20, 40]
+    assert merged.marks == [Mark(0, 20, 20), Mark(1, 40, 40)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        MemoryProfile([0, 7], 0, [Mark(0, 3, 9)], kind=1),  # more in flight, and a smaller layer
+        MemoryProfile([0, 7], 0, [Mark(1, 5, 6)], kind=1),
+        MemoryProfile([0, 7], 0, [Mark(0, 5, 6)], kind=2),
+        MemoryProfile([0, 7, 7], 0, [Mark(0, 5, 6), Mark(1, 5, 6)], kind=1),
+    ],
+    ids=["not_comparable", "another_layer", "another_kind", "longer"],
+)
+def test_passes_of_which_none_bounds_the_other_do_not_merge(other):
+    one = MemoryProfile([0, 7], 0, [Mark(0, 5, 6)], kind=1)
+    assert one.can_merge(one) and not one.can_merge(other) and not other.can_merge(one)
+
+
+def test_where_there_are_too_many_profiles_the_least_recently_used_goes(parts):
+    policy = HoldPolicy()
+    for kind in range(MOST_PROFILES):
+        policy.add(marked(10, kind=kind))
+    policy.plan(parts, expands=True)
+    policy.is_exceeded(policy.plans[0], 0, parts)  # used: so the second is the oldest
+    policy.add(marked(10, kind=MOST_PROFILES))
+    assert [one.kind for one in policy._profiles] == [*range(2, MOST_PROFILES), 0, MOST_PROFILES]
+
+
+def test_a_peak_above_the_plan_is_said_and_its_kind_holds_as_much_less():
+    policy, parts, said = HoldPolicy(), [PartBytes(10, 10), PartBytes(10, 10)], []
+    policy.warn = said.append
+    for kind, size in ((1, 100), (2, 60)):
+        policy.add(marked(size, kind=kind))
+    policy.plan(parts, expands=True)
+    (plan,) = policy.plans_for(2)
+    assert plan.leave[1] == 100 - 60 - policy._margin(plan.profile, True)
+    assert not policy.is_exceeded(plan, 110, parts) and not said
+    assert policy.is_exceeded(plan, 125, parts) and len(said) == 1
+    policy.plan(parts, expands=True)
+    assert policy.limit == 100, "what went wrong raises no limit"
+    assert policy.plans_for(2)[0].leave[1] == plan.leave[1] - 25
+    assert policy.plans_for(1)[0].leave[0] == 100 - policy._margin(marked(100), True)
+    assert policy.is_exceeded(policy.plans_for(2)[0], 115, parts) and len(said) == 1, "it is said once"
+    policy.plan(parts, expands=True)
+    assert policy.plans_for(2)[0].leave[1] == max(0, plan.leave[1] - 40)

@@ -1,14 +1,18 @@
-"""Shapes that change from step to step: no step's peak is above what releasing throughout has reached."""
+"""Shapes that change from step to step: no step's peak is above what releasing throughout has reached.
+
+And peaks above a plan, and passes that no plan is for: what is said, what leaves, and that it ends.
+"""
 
 import pytest
 import torch
-from fake_training import WHOLE, Training, use_small_parts
+from fake_training import WHOLE, Training, seen_at_changes, use_small_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge_fgo.memory.meters import Ledger
-from bridge_fgo.offload.policy import MOST_LOST, MOST_PROFILES, HoldPolicy, PartBytes, plan_holding
-from bridge_fgo.offload.profile import Mark, MemoryProfile, PassMatcher
+from bridge_fgo.memory.remainders import Remainders
+from bridge_fgo.memory.slab import SlabState
+from bridge_fgo.offload.policy import MOST_LOST, MOST_PROFILES, HoldPolicy
+from bridge_fgo.offload.profile import Mark
 
 MODEL = 0
 """Number of the model chunk: its embeddings need memory before any layer does, and have no point in backward."""
@@ -40,12 +44,13 @@ class World:
         return peak
 
 
-def passing(microbatches, warmup=0):
+def passing(microbatches, warmup=0, more=0):
     """Yield the marks of a pass, each with the bytes beside the slabs before it and from it on.
 
     A microbatch is a list of layers, each as (number, bytes). `warmup` forwards run before the first backward, as in a
     pipeline. A layer holds its bytes until its backward, and needs some times as many while it runs, by its number.
-    Embeddings need three times what the first layer gets.
+    Embeddings need three times what the first layer gets. `more` bytes are there throughout, of which no mark says
+    anything.
     """
     order, ahead = [], []
     for microbatch in microbatches:
@@ -54,49 +59,49 @@ def passing(microbatches, warmup=0):
         if len(ahead) > warmup:
             order.append((ahead.pop(0), False))
     order += [(microbatch, False) for microbatch in ahead]
-    live = before = 0
+    live, before = 0, more
     for microbatch, is_forward in order:
         if is_forward:
             nbytes = microbatch[0][1]
-            yield Mark(MODEL, nbytes, live), min(before, live), live + 3 * nbytes
-            before = live + 3 * nbytes
+            now = more + live + 3 * nbytes
+            yield Mark(MODEL, nbytes, live), min(before, more + live), now
+            before = now
         for number, nbytes in microbatch if is_forward else reversed(microbatch):
             live += nbytes if is_forward else -nbytes
-            now = live + number % 4 * nbytes if is_forward else live
-            yield Mark(number if is_forward else ~number, nbytes, live), min(before, live - nbytes * is_forward), now
+            now = more + live + (number % 4 * nbytes if is_forward else 0)
+            mark = Mark(number if is_forward else ~number, nbytes, live)
+            yield mark, min(before, more + live - nbytes * is_forward), now
             before = now
 
 
 class Shapes(Training):
-    """A training whose passes are lists of microbatches."""
+    """A training whose passes are lists of microbatches, and keep to the highest peak of releasing throughout.
 
-    def __init__(self, monkeypatch, step=0, **how):
-        super().__init__(0, step, sizes=[340] * 20, **how)  # a 20th of the states to a part
-        self.world = self.schedule.recorder._meter = World()
-        self.world.schedule = self.schedule
-        self.step_others, self.reached, self.seed = step, 0, 0
-        change = Ledger.change
+    Under a budget they keep to that. A 20th of the states is a part.
+    """
 
-        def watched(ledger, *how):
-            result = change(ledger, *how)
-            self.world.look()
-            return result
-
-        monkeypatch.setattr(Ledger, "change", watched)
+    def __init__(self, monkeypatch, step=0, budget=None, **how):
+        self.world = World()
+        super().__init__(step=step, budget=budget, sizes=[340] * 20, meter=self.world, **how)
+        self.step_others, self.allowed = step, budget or 0
+        seen_at_changes(monkeypatch, self.world.look)
 
     @property
     def part(self):
-        return max(part.transit_bytes for part in self.schedule.parts)
+        return max(part.transit_bytes for part in self.parts())
 
-    def train(self, microbatches, warmup=0):
-        """Run a step; return its peak, and the highest that releasing throughout has reached up to it."""
+    @property
+    def warnings_of_peaks(self):
+        return [text for text in self.said if "a training step allocated" in text]
+
+    def train(self, *microbatches, warmup=0):
+        """Run a step; return its peak."""
         return self.train_by(list(passing(microbatches, warmup)))
 
-    def train_by(self, points):
-        """Run a step with these points, as `passing` yields them."""
+    def train_by(self, points, foreseen=True):
+        """Run a step with these points, as `passing` yields them; check that it is not above what is allowed."""
         world = self.world
-        self.engine.begin_pass()
-        self.engine.release()
+        self.begin()
         world.become(0)
         world.highest = 0
         for mark, before, after in points:
@@ -109,94 +114,57 @@ class Shapes(Training):
         world.become(0)
         self.engine.reload()
         world.become(self.step_others)
-        in_pass = world.highest
-        self.update(self.seed)
-        self.seed += 1
+        self.update()
         world.become(0)
         peak = world.highest
-        self.end_step(True)
-        throughout = max([after for _, _, after in points])
-        self.reached = max(self.reached, throughout, self.step_others + 2 * self.part)
-        return max(peak, in_pass), self.reached
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch):
-    use_small_parts(monkeypatch)
+        self.end_step()
+        self.allowed = max(self.allowed, self.step_others + 2 * self.part, *(after for _, _, after in points))
+        assert not foreseen or peak <= self.allowed + self.part
+        return peak
 
 
 def layers(nbytes, count=4, first=1):
     return [(number, nbytes) for number in range(first, first + count)]
 
 
-LONG, SHORT = layers(WHOLE // 5), layers(WHOLE // 80)
+LONG, SHORT, LARGE = layers(WHOLE // 5), layers(WHOLE // 80), layers(WHOLE // 4)
+VISION, EMBEDDED = layers(WHOLE // 400, first=9), [(4, WHOLE), *SHORT[1:]]
 
 
-def test_long_and_short_that_change_places_keep_to_the_peak_of_the_activations(monkeypatch):
-    training = Shapes(monkeypatch)
-    for _ in range(4):
-        training.train([LONG, SHORT])
+def planned(monkeypatch, *microbatches, steps=4, **how):
+    """Return a training that has run some steps of the same microbatches."""
+    training = Shapes(monkeypatch, **how)
+    for _ in range(steps):
+        training.train(*microbatches)
+    return training
+
+
+@pytest.mark.parametrize(
+    ("measured", "then"),
+    [
+        ([LONG, SHORT], [SHORT, LONG]),
+        ([VISION + LONG], [LONG]),
+        ([SHORT], [EMBEDDED]),
+        ([layers(WHOLE // 6, first=4, count=1)], [layers(WHOLE // 6, first=3, count=1)]),
+        ([SHORT], [SHORT, LONG]),
+    ],
+    ids=["change_places", "some_layers_less", "larger_embeddings", "another_layer", "another_microbatch_follows"],
+)
+def test_what_a_step_needs_that_was_not_measured_it_has_and_it_is_planned_for(monkeypatch, measured, then):
+    training = planned(monkeypatch, *measured)
+    assert training.schedule.ledger.nbytes > 0, "what came early has to leave again"
     for _ in range(3):
-        peak, reached = training.train([SHORT, LONG])
-        assert peak <= reached + training.part
-    assert training.schedule.is_planned, "and is planned for"
-    training.check()
-
-
-def test_a_step_without_some_layers_does_not_use_the_room_of_others(monkeypatch):
-    vision, text = layers(WHOLE // 400, first=9), layers(WHOLE // 5)
-    training = Shapes(monkeypatch)
-    for _ in range(4):
-        training.train([vision + text])
-    for _ in range(3):
-        peak, reached = training.train([text])
-        assert peak <= reached + training.part
-    training.check()
-
-
-def test_a_larger_batch_is_seen_before_its_embeddings(monkeypatch):
-    training = Shapes(monkeypatch)
-    large = layers(WHOLE // 80)
-    large[0] = (4, WHOLE)
-    for batch in (SHORT, SHORT, SHORT, large):
-        peak, reached = training.train([batch])
-    assert peak <= reached + training.part
-
-
-def test_another_layer_of_the_same_size_has_no_room_of_the_measured_one(monkeypatch):
-    training = Shapes(monkeypatch)
-    for _ in range(4):
-        training.train([layers(WHOLE // 6, first=4, count=1)])
-    peak, reached = training.train([layers(WHOLE // 6, first=3, count=1)])
-    assert peak <= reached + training.part
-
-
-def test_what_came_early_leaves_again_where_another_layer_follows(monkeypatch):
-    # The measured pass ends after these layers; then this one's next microbatch begins.
-    training = Shapes(monkeypatch)
-    for _ in range(4):
-        training.train([SHORT])
-    held = training.schedule.ledger.nbytes
-    assert held > 0
-    peak, reached = training.train([SHORT, LONG])
-    assert peak <= reached + training.part
-    training.check()
+        training.train(*then)
+    assert training.schedule.is_planned
 
 
 def test_lengths_at_random_are_covered_once_the_longest_were_seen(monkeypatch):
     training, generator = Shapes(monkeypatch), torch.Generator().manual_seed(1)
-
-    def batch():
-        return [layers(int(n)) for n in torch.randint(100, WHOLE // 5, (3,), generator=generator)]
-
-    for _ in range(40):
-        peak, reached = training.train(batch())
-        assert peak <= reached + training.part
-    planned = 0
-    for _ in range(20):
-        training.train(batch())
-        planned += training.schedule.is_planned
-    assert planned >= 15
+    are_planned = []
+    for _ in range(60):
+        training.train(*(layers(int(n)) for n in torch.randint(100, WHOLE // 5, (3,), generator=generator)))
+        are_planned.append(training.schedule.is_planned)
+    assert sum(are_planned[40:]) >= 15
     assert len(training.schedule.holding.plans) == 1
 
 
@@ -204,44 +172,38 @@ def test_passes_that_do_not_compare_are_planned_for_each_by_itself(monkeypatch):
     # As of a pipeline, whose forwards run ahead: of each pass there is less in one respect, and more in the other.
     training = Shapes(monkeypatch)
     for batch in [[LONG, SHORT]] * 3 + [[SHORT, LONG]] * 3:
-        training.train(batch, warmup=1)
+        training.train(*batch, warmup=1)
     assert len(training.schedule.holding.plans) == 2
     for batch in ([LONG, SHORT], [SHORT, LONG]):
-        peak, reached = training.train(batch, warmup=1)
-        assert peak <= reached + training.part
+        training.train(*batch, warmup=1)
         assert training.schedule.is_planned
-    training.check()
 
 
 @pytest.mark.parametrize("is_last", [False, True])
 def test_layers_that_report_no_more_are_planned_for_by_what_they_needed(monkeypatch, is_last):
     # As layers do that are captured into CUDA graphs. The first such step cannot be foreseen.
-    points = list(passing([layers(WHOLE // 4)]))
+    training, points = planned(monkeypatch, LARGE), list(passing([LARGE]))
     _, _, most = max(points, key=lambda point: point[2])
     (begin, *_), end = points[0], Mark(9, WHOLE // 4, WHOLE // 4)
     replayed = [(begin, 0, most)] if is_last else [(begin, 0, most), (end, 0, 0)]
-    training = Shapes(monkeypatch)
-    for _ in range(4):
-        training.train_by(points)
-    training.train_by(replayed)
+    training.train_by(replayed, foreseen=False)
     for _ in range(3):
-        peak, reached = training.train_by(replayed)
-        assert peak <= reached + training.part
+        training.train_by(replayed)
         assert training.schedule.is_planned
-    training.check()
 
 
-def test_under_a_budget_what_stays_goes_too_where_a_step_needs_its_room(monkeypatch):
-    budget = 2 * WHOLE
-    training = Shapes(monkeypatch, budget=budget)
-    for _ in range(4):
-        training.train([SHORT])
-    assert all(part.stays for part in training.schedule.parts)
+@pytest.mark.parametrize("kind", [1, 2])
+@pytest.mark.parametrize("skip", [False, True])
+def test_under_a_budget_what_stays_goes_too_where_a_step_needs_its_room(monkeypatch, kind, skip):
+    training = planned(monkeypatch, SHORT, budget=2 * WHOLE)
+    assert all(part.stays for part in training.parts())
+    training.schedule.signature = kind
+    if skip:
+        training.run_pass(points=0)
+        training.end_step(False)
     for _ in range(3):
-        peak, _ = training.train([layers(WHOLE // 4)])
-        assert WHOLE < peak <= budget
-    assert 0 < sum(part.stays for part in training.schedule.parts) < len(training.schedule.parts)
-    training.check()
+        assert WHOLE < training.train(LARGE) <= 2 * WHOLE
+    assert 0 < training.staying < training.whole
 
 
 MICROBATCH = st.lists(st.integers(0, WHOLE // 4), min_size=1, max_size=4).map(lambda sizes: list(enumerate(sizes, 1)))
@@ -261,97 +223,16 @@ def test_no_step_is_above_what_releasing_throughout_has_reached(kinds, data, war
         use_small_parts(monkeypatch)
         monkeypatch.setattr("bridge_fgo.offload.policy.MOST_PROFILES", profiles)
         training = Shapes(monkeypatch, step=WHOLE // 8)
-        budget = None
         if share is not None:
             most = max(after for kind in kinds for _, _, after in passing(kind, warmup))
             budget = max(most, WHOLE // 8 + 2 * training.part) + int(share * WHOLE)
             training = Shapes(monkeypatch, step=WHOLE // 8, budget=budget)
         for kind in order:
-            peak, reached = training.train(kinds[kind], warmup)
-            assert peak <= max(reached, budget or 0) + training.part
+            training.train(*kinds[kind], warmup=warmup)
         training.check()
 
 
-# The parts.
-
-
-def profile(*sizes, kind=None, scale=1):
-    marks = [Mark(i, size, size) for i, size in enumerate(sizes)]
-    return MemoryProfile([0, *(scale * size for size in sizes)], 0, marks, kind)
-
-
-def plans(*profiles):
-    return [plan_holding(each, 1000, 0, [1]) for each in profiles]
-
-
-def test_the_plan_of_the_pass_that_needed_least_is_followed_as_long_as_it_holds():
-    small, large = profile(1, 2, 3), profile(4, 4, 4)
-    matcher = PassMatcher(plans(large, small))
-    assert matcher.plan.profile is small
-    assert matcher.point(Mark(0, 1, 1)) is None
-    assert matcher.point(Mark(1, 3, 3)).profile is small and matcher.plan.profile is large
-    assert matcher.point(Mark(2, 5, 5)).profile is large and matcher.plan is None
-    assert matcher.point(Mark(3, 1, 1)) is None
-    assert matcher.marks == [Mark(0, 1, 1), Mark(1, 3, 3), Mark(2, 5, 5), Mark(3, 1, 1)]
-
-
-@pytest.mark.parametrize("other", [Mark(1, 2, 2), Mark(0, 3, 2), Mark(0, 2, 3), Mark(~0, 2, 2)])
-def test_another_layer_a_larger_one_or_more_in_flight_is_not_covered(other):
-    assert profile(2).covers(1, Mark(0, 2, 2)) and profile(2).covers(1, Mark(0, 1, 1))
-    assert not profile(2).covers(1, other) and not profile(2).covers(2, Mark(0, 2, 2))
-
-
-def test_passes_of_the_same_layers_are_one_profile_the_maximum_of_all():
-    policy = HoldPolicy()
-    for sizes in ((10, 30), (20, 10), (15, 40)):
-        policy.add(profile(*sizes, kind=1))
-    (merged,) = policy._profiles
-    assert merged.intervals == [0, 20, 40]
-    assert merged.marks == [Mark(0, 20, 20), Mark(1, 40, 40)]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        MemoryProfile([0, 7], 0, [Mark(0, 3, 9)], kind=1),  # more in flight, and a smaller layer
-        MemoryProfile([0, 7], 0, [Mark(1, 5, 6)], kind=1),
-        MemoryProfile([0, 7], 0, [Mark(0, 5, 6)], kind=2),
-        MemoryProfile([0, 7, 7], 0, [Mark(0, 5, 6), Mark(1, 5, 6)], kind=1),
-    ],
-    ids=["not_comparable", "another_layer", "another_kind", "longer"],
-)
-def test_passes_of_which_none_bounds_the_other_do_not_merge(other):
-    one = MemoryProfile([0, 7], 0, [Mark(0, 5, 6)], kind=1)
-    assert one.can_merge(one) and not one.can_merge(other) and not other.can_merge(one)
-
-
-def test_where_there_are_too_many_profiles_the_least_recently_used_goes():
-    policy, parts = HoldPolicy(), [PartBytes(10, 10)]
-    for kind in range(MOST_PROFILES):
-        policy.add(profile(10, kind=kind))
-    policy.plan(parts, expands=True)
-    policy.is_exceeded(policy.plans[0], 0, parts)  # used: so the second is the oldest
-    policy.add(profile(10, kind=MOST_PROFILES))
-    assert [one.kind for one in policy._profiles] == [*range(2, MOST_PROFILES), 0, MOST_PROFILES]
-
-
-def test_a_peak_above_the_plan_is_said_and_its_kind_holds_as_much_less():
-    policy, parts, said = HoldPolicy(), [PartBytes(10, 10), PartBytes(10, 10)], []
-    policy.warn = said.append
-    for kind, size in ((1, 100), (2, 60)):
-        policy.add(profile(size, kind=kind))
-    policy.plan(parts, expands=True)
-    (plan,) = policy.plans_for(2)
-    assert plan.leave[1] == 100 - 60 - policy._margin(plan.profile, True)
-    assert not policy.is_exceeded(plan, 110, parts) and not said
-    assert policy.is_exceeded(plan, 125, parts) and len(said) == 1
-    policy.plan(parts, expands=True)
-    assert policy.limit == 100, "what went wrong raises no limit"
-    assert policy.plans_for(2)[0].leave[1] == plan.leave[1] - 25
-    assert policy.plans_for(1)[0].leave[0] == 100 - policy._margin(profile(100), True)
-    assert policy.is_exceeded(policy.plans_for(2)[0], 115, parts) and len(said) == 1, "it is said once"
-    policy.plan(parts, expands=True)
-    assert policy.plans_for(2)[0].leave[1] == max(0, plan.leave[1] - 40)
+# Peaks above a plan.
 
 
 def test_where_no_profile_covers_the_next_pass_only_some_are_measured(monkeypatch):
@@ -359,6 +240,114 @@ def test_where_no_profile_covers_the_next_pass_only_some_are_measured(monkeypatc
     add = HoldPolicy.add
     monkeypatch.setattr(HoldPolicy, "add", lambda policy, one: (measured.append(one), add(policy, one)))
     for number in range(4 * MOST_LOST):
-        training.train([layers(WHOLE // 50, count=1, first=number + 1), SHORT])
+        training.train(layers(WHOLE // 50, count=1, first=number + 1), SHORT)
     assert MOST_LOST < len(measured) <= 1 + MOST_LOST + 3
-    training.check()
+
+
+def test_states_that_were_read_between_two_steps_are_not_held_against_the_plan(monkeypatch):
+    training = planned(monkeypatch, SHORT)
+    limit = training.schedule.holding.limit
+    training.engine.require_readable()
+    training.train(SHORT)
+    assert training.schedule.is_planned and not training.schedule._fresh
+    training.engine.require_readable()
+    for _ in range(2):
+        training.train(layers(WHOLE // 60))  # lost at the first point, and so measured from there
+    assert not training.said
+    assert training.schedule.holding.limit < limit + WHOLE // 10
+
+
+@pytest.mark.parametrize("budget", [None, 2 * WHOLE])
+def test_where_more_is_beside_the_states_than_was_measured_steps_hold_less_and_that_is_said_once(monkeypatch, budget):
+    training, more = planned(monkeypatch, LONG, budget=budget), list(passing([LONG], more=WHOLE // 2))
+    for _ in range(4):
+        training.train_by(more, foreseen=False)
+    assert len(training.warnings_of_peaks) == 1
+    for _ in range(2):
+        training.train_by(more)
+        assert training.schedule.is_planned and not training.schedule._fresh
+    if budget is None:
+        assert max(training.schedule.holding.plans[0].leave) > WHOLE // 4, "and not held back more for it in the end"
+
+
+@pytest.mark.parametrize("budget", [None, 3 * WHOLE // 2])
+def test_a_peak_that_nothing_can_lower_is_let_be_in_the_end(monkeypatch, budget):
+    # As where something reads all states in each pass, when activations are at their peak.
+    training, points = planned(monkeypatch, LONG, steps=3, budget=budget), list(passing([LONG]))
+    most = max(range(len(points)), key=lambda i: points[i][2])
+    point, passed = training.engine.point, []
+
+    def read_at_the_peak(mark):
+        passed.append(mark)
+        if len(passed) % len(points) == most:
+            training.engine.require_readable()
+        return point(mark)
+
+    training.engine.point = read_at_the_peak
+    for _ in range(24):
+        training.train_by(points, foreseen=False)
+    assert not training.schedule._fresh, "and is planned for no more"
+    assert len(training.warnings_of_peaks) <= 1
+
+
+def test_the_weights_are_checked_once_where_a_plan_holds_no_more(monkeypatch):
+    training = planned(monkeypatch, SHORT)
+    sums, checks = Remainders.sums_now, []
+    monkeypatch.setattr(Remainders, "sums_now", lambda of, slabs: (checks.append(len(slabs)), sums(of, slabs))[1])
+    point, at_points = training.engine.point, []
+
+    def watched(mark):
+        before = len(checks)
+        moved = point(mark)
+        at_points.extend(checks[before:])
+        return moved
+
+    training.engine.point = watched
+    training.train(SHORT, LONG)
+    assert len(at_points) == 1 < at_points[0]
+
+
+# Where every state stays, passes are compared with measured ones by their forwards alone.
+
+
+@pytest.fixture
+def staying(monkeypatch):
+    """Return a training under a budget that has room for everything, once it is planned."""
+    training = planned(monkeypatch, SHORT, SHORT, budget=2 * WHOLE)
+    assert training.staying == training.whole
+    return training
+
+
+def test_passes_in_which_nothing_moves_are_watched_and_reported_otherwise(staying):
+    schedule, before, reported = staying.schedule, staying.engine.traffic.back, []
+    schedule.recorder.point = lambda: reported.append(1)
+    staying.train(SHORT, SHORT)
+    assert schedule.checks_inputs_only and schedule.is_planned and not reported
+    assert staying.engine.traffic.back == before
+
+
+def test_a_larger_pass_has_everything_leave_at_once_and_the_next_one_is_measured(staying):
+    forward, states = staying.engine.forward, []
+    staying.engine.forward = lambda *of: (forward(*of), states.append(staying.residencies))
+    staying.train(SHORT, LARGE)
+    assert states[len(SHORT)] == {SlabState.RESIDENT}, "the last forward of the short microbatch"
+    assert states[len(SHORT) + 1] == {SlabState.RELEASED}, "the model's own forward, before any layer's"
+    staying.train(SHORT, LARGE)
+    assert not staying.schedule.checks_inputs_only
+    profiles = [plan.profile for plan in staying.schedule.holding.plans]
+    assert max(mark.nbytes for each in profiles for mark in each.marks) == WHOLE // 4
+
+
+def test_what_was_measured_anew_is_watched_again_where_everything_stays(monkeypatch):
+    training = planned(monkeypatch, SHORT, budget=4 * WHOLE)
+    for _ in range(4):
+        assert training.train(LARGE) <= 4 * WHOLE
+    assert training.schedule.checks_inputs_only
+
+
+def test_a_pass_that_is_run_again_is_watched_from_its_begin(staying):
+    staying.engine.begin_pass()
+    staying.engine.forward(9, 1)
+    assert not staying.schedule.is_planned
+    staying.train(SHORT, SHORT)
+    assert not staying.schedule.checks_inputs_only, "points are reported until a pass of them was measured"
