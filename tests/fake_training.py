@@ -243,20 +243,17 @@ class Training:
         return self.engine.hand_out(source, param, lambda: states), expected
 
     def saved(self, source, copies=True):
-        """Save a source's states; return what a writer gets, and check that it is what the twin has."""
+        """Save a source's states; return the tensors that a writer gets, after a check that they are the twin's."""
         with self.engine.saving(source, copies):
             assert self.engine.is_checkpointing(source)
-            return self.handed(source)
+            if not copies:  # what is not copied is of use in the block alone
+                return self.handed(source)
+            pairs = [self.hand_out(source, *pair) for pair in self.pairs(source)]
+        return _same(pairs)  # what is lent has landed at the end of the block
 
     def handed(self, source):
-        """Return the tensors that are handed out of all parameters; check that they are what the twin has."""
-        tensors = []
-        for pair in self.pairs(source):
-            handed, expected = self.hand_out(source, *pair)
-            assert handed.keys() == expected.keys()
-            assert all(torch.equal(handed[name], expected[name]) for name in expected)
-            tensors += [value for value in handed.values() if value.dim()]  # torch's count of steps is in no slab
-        return tensors
+        """Return the tensors that are handed out of all parameters, after a check that they are the twin's."""
+        return _same(self.hand_out(source, *pair) for pair in self.pairs(source))
 
     def check(self):
         self.engine.require_readable()
@@ -268,6 +265,15 @@ class Training:
         assert state_bytes(optimizer) == state_bytes(of_twin)
         pairs = zip(optimizer.model_float16_groups[0], of_twin.model_float16_groups[0], strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def _same(pairs):
+    tensors = []
+    for handed, expected in pairs:
+        assert handed.keys() == expected.keys()
+        assert all(torch.equal(handed[name], expected[name]) for name in expected)
+        tensors += [value for value in handed.values() if value.dim()]  # torch's count of steps is in no slab
+    return tensors
 
 
 def trained(steps=3, **how):

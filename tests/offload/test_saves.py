@@ -1,0 +1,459 @@
+"""What a checkpoint is given: right bytes, in memory that nothing writes, and no slab moved that need not be.
+
+With a background worker host buffers are lent to it. Any order of steps, saves and loads: `engines/test_any_order.py`.
+"""
+
+import copy
+import gc
+import pickle
+import resource
+from multiprocessing.reduction import DupFd, ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from fake_optimizer import make_distributed_optimizer, step
+from fake_training import Training, masters_of
+from stream_order import install
+
+from bridge_fgo.bridge import state_wrappers
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engines import checkpoints
+from bridge_fgo.engines.engine import ATTACHED, Attachment
+from bridge_fgo.engines.native import NativeEngine
+from bridge_fgo.memory import host_buffer
+from bridge_fgo.memory.host_buffer import LentStorage, SharedHostBuffer, shared_copy
+from bridge_fgo.memory.meters import PeakMeter
+from bridge_fgo.memory.slab import SlabState
+from bridge_fgo.memory.transfers import CudaTransfers, HostTransfers
+from bridge_fgo.offload import snapshot
+from bridge_fgo.states.distributed import MegatronSource
+
+SIZES = [300_000, 1000, 500_000, 64, 700_000, 128]
+
+
+def made(**settings):
+    """Return a training whose states are all released."""
+    training = Training(**{"sizes": SIZES, "master_remainders": False, **settings})
+    training.update()
+    training.away()
+    return training
+
+
+def lending(**settings):
+    training = made(**settings)
+    training.engine.use_worker_memory()
+    return training
+
+
+def save(training):
+    return training.saved(*training.sources)
+
+
+def one_step(training):
+    training.step()
+    training.away()
+
+
+def clones(tensors):
+    return [tensor.clone() for tensor in tensors]
+
+
+def are_equal(tensors, expected):
+    return all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
+
+
+def is_lent(training, tensor):
+    """Whether the tensor's memory is a host buffer's: what is written there is seen in it."""
+    hosts = [(slab.host.address, slab.host.address + slab.nbytes) for slab in training.slabs()]
+    return any(start <= tensor.data_ptr() < end for start, end in hosts)
+
+
+def are_lent(training, tensors):
+    (lent,) = {is_lent(training, tensor) for tensor in tensors}
+    return lent
+
+
+def goes_as_it_is(tensor):
+    """Check that mcore and torch hand a tensor to another process without a copy."""
+    assert tensor.untyped_storage().nbytes() == tensor.nbytes, "mcore would copy a part of a storage"
+    place = tensor.data_ptr()
+    ForkingPickler.dumps(tensor)
+    assert tensor.data_ptr() == place, "torch would copy what is in no shared memory"
+
+
+# Copies.
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_released_states_are_handed_out_from_the_host_and_stay_there_and_copies_share_no_memory_with_it(copies):
+    training = made()
+    moved = training.engine.traffic.back
+    tensors = training.saved(*training.sources, copies)
+    assert training.engine.traffic.back == moved
+    assert training.residencies == {SlabState.RELEASED}
+    assert are_lent(training, tensors) is not copies
+
+
+def in_bf16():
+    """Return an Adam with states in 16 bits, which a save reads as fp32, all released; its engine, and the source."""
+    optimizer = make_distributed_optimizer(SIZES)
+    for param in masters_of(optimizer):  # TE keeps moments in 16 bits beside fp32 masters; torch's Adam has one dtype
+        param.data = param.data.bfloat16()
+    optimizer.optimizer.master_weights = True  # by which it is TE's Adam with masters of its own
+    dtypes = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16, "master_param": torch.float32}
+    optimizer.optimizer.name_to_dtype_map = dtypes
+    source = MegatronSource(optimizer)
+    engine = NativeEngine([source], OffloadConfig(engine="native"), PeakMeter(), transfers=HostTransfers(2**16))
+    step(optimizer, 1)
+    before = {id(param): clones(moments(optimizer, param)) for param in masters_of(optimizer)}
+    engine.begin_pass()
+    engine.release()
+    return optimizer, engine, source, before
+
+
+def moments(optimizer, param):
+    state = optimizer.optimizer.state[param]
+    return [state["exp_avg"], state["exp_avg_sq"]]
+
+
+def test_states_that_are_read_in_another_dtype_come_back_a_few_parts_at_a_time(monkeypatch):
+    monkeypatch.setattr(snapshot.Snapshot, "most_borrowed", 1)
+    optimizer, engine, source, before = in_bf16()
+    present = []
+
+    def read(param):
+        present.append(sum(slab.gpu_bytes > 0 for slab in engine.slabs))
+        return dict(zip("ab", (moment.float() for moment in moments(optimizer, param)), strict=True))
+
+    with engine.saving(source, copies=True):
+        for param in masters_of(optimizer):
+            handed = engine.hand_out(source, param, lambda param=param: read(param))
+            assert are_equal(handed.values(), [moment.float() for moment in before[id(param)]])
+    assert 0 < max(present) < len(engine.slabs) // 2
+    assert {slab.state for slab in engine.slabs} == {SlabState.RELEASED}
+    engine.require_readable()
+    assert all(are_equal(moments(optimizer, param), before[id(param)]) for param in masters_of(optimizer))
+
+
+def test_what_interrupts_a_save_comes_out_and_the_rest_of_what_was_borrowed_goes_back(monkeypatch):
+    optimizer, engine, source, _ = in_bf16()
+    borrowed, copies = [], HostTransfers.copy_in
+
+    def copy_in(transfers, slab):
+        borrowed.append(slab)
+        if len(borrowed) == 3:
+            raise KeyboardInterrupt
+        copies(transfers, slab)
+
+    monkeypatch.setattr(HostTransfers, "copy_in", copy_in)
+    with pytest.raises(KeyboardInterrupt), engine.saving(source, copies=True):
+        for param in masters_of(optimizer):
+            engine.hand_out(source, param, lambda: {})
+    assert [slab.interrupted for slab in engine.slabs if slab in borrowed] == ["", "", "KeyboardInterrupt"]
+    assert all(slab.state is SlabState.RELEASED for slab in engine.slabs if slab is not borrowed[2])
+
+
+def test_what_is_not_offloaded_is_handed_out_as_it_is():
+    training = made(fraction=0.2)
+    (source,) = training.sources
+    offloaded = {i for part in training.parts() for i in part.ids}
+    left = next(pair for pair in training.pairs(source) if id(pair[0]) not in offloaded)
+    with training.engine.saving(source, copies=True):
+        assert training.hand_out(source, *left)[0]["param"] is left[0]
+
+
+def test_a_checkpoints_state_dict_does_not_have_te_read_states_that_mcore_drops():
+    training = made()
+    (source,), (param, *_) = training.sources, masters_of(training.optimizers[0])
+
+    class Adam:
+        state = source.optimizer.optimizer.state
+
+        def get_unscaled_state(self, param, name):
+            return self.state[param][name].float() + 1  # reads: of released memory
+
+    distributed = SimpleNamespace(optimizer=Adam(), **{ATTACHED: Attachment(training.engine, source)})
+
+    def state_dict():
+        return distributed.optimizer.get_unscaled_state(param, "exp_avg")
+
+    with training.engine.saving(source, copies=True):
+        found = state_wrappers.reads_no_states(state_dict, distributed, (), {})
+        assert found is Adam.state[param]["exp_avg"]
+    assert "get_unscaled_state" not in vars(distributed.optimizer)
+    assert training.residencies == {SlabState.RELEASED}
+    state_wrappers.reads_no_states(state_dict, distributed, (), {})
+    assert training.residencies == {SlabState.RESIDENT}
+
+
+def test_a_state_that_somebody_replaced_while_its_slab_was_away_is_saved_as_it_is():
+    training = made()
+    (source,) = training.sources
+    param, twin = training.pairs(source)[0]
+    new = torch.full_like(param, 3.0)
+    for one, of in ((source.optimizer, param), (training.twins[0], twin)):
+        one.optimizer.state[of]["exp_avg"] = new.clone()
+    mine = source.optimizer.optimizer.state[param]["exp_avg"]
+    assert not any(tensor.data_ptr() == mine.data_ptr() for tensor in save(training))
+
+
+def test_a_save_of_one_source_leaves_those_of_others_where_they_are():
+    training = made(optimizers=2)
+    saved, other = training.sources
+    (param, twin), *_ = training.pairs(other)
+    with training.engine.saving(saved, copies=True):
+        assert training.engine.is_checkpointing(saved) and not training.engine.is_checkpointing(other)
+        training.hand_out(saved, *training.pairs(saved)[0])
+        assert training.residencies == {SlabState.RELEASED}
+        handed, expected = training.hand_out(other, param, twin)
+        assert handed["param"] is param, "a reader gets the states themselves, on the GPU"
+        assert all(torch.equal(handed[name], value) for name, value in expected.items())
+        assert {slab.state for slab in training.slabs(saved)} == {SlabState.RELEASED}
+    assert not training.engine.is_checkpointing(saved)
+
+
+def test_what_a_load_does_not_write_is_kept():
+    training = lending()
+    handed = save(training)
+    expected = clones(handed)
+    with training.engine.loading(*training.sources):
+        pass
+    training.check()
+    assert are_equal(handed, expected)
+
+
+# Lent buffers.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("shape", [(7,), (250, 3), (40, 25)])
+def test_a_shared_copy_has_the_bits_and_goes_to_another_process_as_it_is(dtype, shape):
+    tensor = torch.arange(torch.Size(shape).numel()).to(dtype).reshape(shape)
+    for each in (tensor, tensor.t() if len(shape) > 1 else tensor):
+        copied = shared_copy(each)
+        assert torch.equal(copied, each) and copied.dtype == dtype and copied.is_contiguous()
+        goes_as_it_is(copied)
+
+
+def test_a_lent_state_is_the_whole_of_a_shared_storage_and_goes_to_another_process_as_it_is():
+    training = lending()
+    for tensor in save(training):
+        assert is_lent(training, tensor)
+        goes_as_it_is(tensor)
+
+
+def test_steps_write_no_byte_of_what_a_writer_reads_and_its_buffers_are_used_again_when_it_is_done():
+    training = lending()
+    handed = save(training)
+    expected, lenders = clones(handed), [slab for slab in training.slabs() if slab.is_lent]
+    read = [slab.host for slab in lenders]
+    for _ in range(3):
+        one_step(training)
+    assert are_equal(handed, expected)
+    assert lenders and not any(slab.host in read for slab in lenders)
+    del handed
+    later = save(training)
+    expected = clones(later)
+    one_step(training)
+    assert [slab.host for slab in lenders] == read
+    assert are_equal(later, expected)
+
+
+def test_a_save_while_the_writer_before_is_busy_gets_copies_and_without_a_step_between_the_same_buffers():
+    training = lending()
+    first = save(training)
+    of_first = clones(first)
+    assert [t.data_ptr() for t in save(training)] == [t.data_ptr() for t in first]
+    one_step(training)
+    second = save(training)
+    of_second = clones(second)
+    assert not are_lent(training, second)
+    one_step(training)
+    assert are_equal(first, of_first) and are_equal(second, of_second)
+    del first
+    assert are_lent(training, save(training))
+
+
+def test_states_on_the_gpu_are_lent_whole_and_stay_there():
+    training = lending()
+    training.engine.require_writable()
+    handed = save(training)
+    expected = clones(handed)
+    assert training.residencies == {SlabState.RESIDENT} and are_lent(training, handed)
+    training.update()
+    assert are_equal(handed, expected)
+
+
+@pytest.mark.parametrize("on_their_way", [False, True])
+def test_masters_that_were_copied_in_part_come_back_once_and_are_lent_whole(on_their_way):
+    training = lending(master_remainders=True)
+    if on_their_way:
+        training.engine.require_writable()
+        training.engine.begin_pass()
+    packed = [slab for slab in training.slabs() if slab.is_encoded]
+    assert any(slab.state is SlabState.OFFLOADING for slab in packed) is on_their_way
+    moved = training.engine.traffic.back
+    handed = save(training)
+    if not on_their_way:
+        assert training.engine.traffic.back - moved == sum(slab.codec.link_bytes for slab in packed)
+        assert training.residencies == {SlabState.RELEASED}
+    assert packed and not any(slab.is_encoded for slab in packed) and are_lent(training, handed)
+
+
+def test_in_the_step_before_a_save_masters_leave_whole():
+    training = lending(master_remainders=True)
+    for saved_next in (False, True):
+        training.step(is_saved_next=saved_next)
+        masters = [slab for slab in training.slabs() if slab.written_back and slab.state is SlabState.RELEASED]
+        assert masters and all(slab.is_encoded is not saved_next for slab in masters)
+
+
+def test_what_interrupts_a_save_that_lends_comes_out(monkeypatch):
+    training = lending()
+    training.engine.require_writable()
+
+    def interrupted(transfers, slab, written=True):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HostTransfers, "copy_out", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(training)
+    assert [bool(slab.interrupted) for slab in training.slabs()].count(True) == 1
+
+
+def no_memory(training, patch):
+    training.engine.use_worker_memory()
+    patch.setattr(checkpoints, "free_for_each_rank", lambda: 1000)
+    return "gets copies of the states, which takes longer"
+
+
+def no_pages(training, patch):
+    patch.setattr(training.engine.checkpoints, "_pin_near", torch.device("cuda"))
+    patch.setattr(checkpoints, "pin", mock.Mock(side_effect=RuntimeError("could not page-lock")))
+    training.engine.use_worker_memory()
+    return "could not page-lock"
+
+
+def no_files(training, patch):
+    limit = host_buffer.OTHER_FILES + 3 * len(training.slabs()) - 1
+    patch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    training.engine.use_worker_memory()
+    assert not any(isinstance(slab.host, SharedHostBuffer) for slab in training.slabs())
+    return None
+
+
+@pytest.mark.parametrize("lack", [no_memory, no_pages, no_files])
+def test_without_what_lending_takes_a_checkpoint_gets_copies_in_shared_memory_and_that_is_said_once(monkeypatch, lack):
+    training = made()
+    said = lack(training, monkeypatch)
+    for _ in range(2):
+        handed = save(training)
+        assert not are_lent(training, handed)
+        assert all(tensor.is_shared() for tensor in handed), "and torch copies none of them again"
+    assert len(training.said) == bool(said) and all(said in line for line in training.said)
+
+
+def mappings():
+    return Path("/proc/self/maps").read_text().count("memfd:bridge_fgo")
+
+
+def test_however_torch_hands_memory_over_a_buffer_goes_as_one_file_and_the_other_process_has_its_bytes(monkeypatch):
+    sent = []
+    monkeypatch.setattr(torch.multiprocessing, "get_sharing_strategy", lambda: "file_system")
+    monkeypatch.setattr(host_buffer, "DupFd", lambda file: sent.append(file) or DupFd(file))
+    training = lending()
+    handed = save(training)
+    received = pickle.loads(ForkingPickler.dumps(handed))
+    lenders = [slab for slab in training.slabs() if slab.is_lent]
+    assert len(sent) == len(set(sent)) == len(lenders) < len(handed)
+    for mine, theirs in zip(handed, received, strict=True):
+        assert torch.equal(mine, theirs) and theirs.data_ptr() != mine.data_ptr()
+        assert theirs.untyped_storage().nbytes() == theirs.nbytes
+        mine.view(-1)[0] += 1  # it is the same memory
+        assert torch.equal(mine, theirs)
+        mine.view(-1)[0] -= 1
+    mapped = mappings()
+    del received, theirs
+    assert mappings() == mapped - len(lenders)
+    training.made.clear()  # bits may be others: x + 1 - 1
+
+
+def test_a_copy_of_a_lent_state_is_ordinary_memory():
+    state = save(training := lending())[0]
+    assert is_lent(training, state)
+    for other in (copy.deepcopy(state), state.clone(), state.to(torch.bfloat16)):
+        assert not isinstance(other.untyped_storage(), LentStorage)
+        assert torch.equal(pickle.loads(ForkingPickler.dumps(other)), state.to(other.dtype))
+
+
+# How much host memory buffers take that may be lent, by what the kernel says that is resident.
+
+SLACK = 1.05
+
+
+def resident_bytes():
+    """Return the bytes of shared memory of this process; every host buffer is such."""
+    gc.collect()
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem"))
+    return int(line.split()[1]) * 1024
+
+
+class Measured:
+    """A training of two optimizers whose states are away, on made-up streams, and the bytes of its host buffers."""
+
+    def __init__(self):
+        transfers = CudaTransfers(torch.device("cpu"), 2**24)
+        transfers.waits._make_event = lambda: mock.Mock(**{"elapsed_time.return_value": 0.0})
+        self._before = resident_bytes()
+        self.training = made(optimizers=2, transfers=transfers, sizes=[500_000] * 5)
+        self.engine, self.own = self.training.engine, self.taken()
+        assert self.own >= sum(slab.nbytes for slab in self.training.slabs())
+
+    def taken(self):
+        return resident_bytes() - self._before
+
+    def save(self, source):
+        handed = self.training.saved(source)
+        for slab in self.training.slabs(source):
+            if slab.spare is not None:
+                slab.spare.tensor.zero_()  # as page-locking it does
+        return handed
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    install(monkeypatch)
+    return Measured()
+
+
+def test_a_background_save_takes_second_buffers_and_no_third(measured):
+    measured.engine.use_worker_memory()
+    assert measured.taken() <= SLACK * measured.own
+    for _ in range(3):
+        for source in measured.training.sources:
+            measured.save(source)
+        assert measured.taken() <= SLACK * 2 * measured.own
+        one_step(measured.training)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_second_buffers_that_can_be_lent_no_more_are_let_go_of(measured, monkeypatch, steps_before):
+    training = measured.training
+    measured.engine.use_worker_memory()
+    first, second = training.sources
+    handed = measured.save(first)
+    expected = clones(handed)
+    for _ in range(steps_before):  # the copies out go to the others
+        one_step(training)
+    monkeypatch.setattr(checkpoints, "free_for_each_rank", lambda: 0)
+    measured.save(second)
+    assert len(training.said) == 1 and "gets copies of the states" in training.said[0]
+    assert not any(slab.spare for slab in training.slabs())
+    one_step(training)
+    assert are_equal(handed, expected)
+    del handed
+    copies = sum(slab.nbytes for slab in training.slabs(second))
+    assert measured.taken() <= SLACK * (measured.own + copies)
