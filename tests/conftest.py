@@ -50,11 +50,11 @@ def cpu_standins():
     install_standins()
     torch.set_num_threads(1)  # where cores are busy, threads that wait for each other take ten times as long
     gc.collect()
-    gc.freeze()  # what is imported need not be looked through for garbage in every test
+    # What is imported need not be looked through for garbage in every test, nor again before the next module: it stays.
+    gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
         shared_gloo.have_torch_take_it(patch.setattr)
         yield
-    gc.unfreeze()
     remove_standins()
 
 

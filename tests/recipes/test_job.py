@@ -34,7 +34,7 @@ def test_a_segment_fits_a_rack_and_divides_the_nodes(nodes, segment):
     ("settings", "message"),
     [
         ({"account": None}, "account=None: Slurm needs an account"),
-        ({"recipe": "llama"}, "recipe='llama': there is no such recipe"),
+        ({"recipe": "llama"}, "recipe='llama': there is no such recipe; use one of dsv4_flash_64gpu, "),
         ({"recipe": ""}, "recipe='': give --factory NAME, one of "),
         ({"scheduler": "pbs"}, "scheduler='pbs': use one of slurm, local"),
         ({"hf_config": "mine"}, "hf_config='mine': use one of auto, hub, kept"),

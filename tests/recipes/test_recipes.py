@@ -50,18 +50,15 @@ MXFP8 = {"dsv4_flash_64gpu", "dsv4_flash_128gpu", "deepseek_v3_256gpu_mxfp8", "q
 
 
 @pytest.mark.parametrize("name", UPSTREAMS)
-def test_a_recipe_is_for_the_gpus_of_its_name_and_in_the_precision_it_stands_for(name):
+def test_a_recipe_has_the_gpus_the_precision_and_the_environment_that_it_stands_for_and_saves_as_is_said(name):
     """The other tests compare with the builder that the catalog names: a wrong one there would be equal to itself."""
-    recipe, precision = catalog.find(name), upstream(name).mixed_precision
+    recipe, theirs = catalog.find(name), upstream(name)
     gpus = int(re.search(r"_(\d+)gpu", name)[1])
     assert recipe.gpus == gpus and f"_{gpus}gpu_" in recipe.builder
-    assert (getattr(precision, "fp8", None) is not None) == (name in MXFP8)
-
-
-@pytest.mark.parametrize("name", UPSTREAMS)
-def test_only_a_benchmark_recipe_is_said_to_save_nothing(name):
-    theirs = upstream(name)
-    assert catalog.find(name).benchmark == (theirs.checkpoint.save is None and theirs.train.train_iters == 50)
+    assert (getattr(theirs.mixed_precision, "fp8", None) is not None) == (name in MXFP8)
+    assert recipe.benchmark == (theirs.checkpoint.save is None and theirs.train.train_iters == 50)
+    asked = {variable: str(value) for variable, value in theirs.env_vars.items()}
+    assert recipe.environment == asked, "python -m recipes.config > recipes/environment.json"
 
 
 @pytest.mark.parametrize("name", UPSTREAMS)
@@ -88,12 +85,6 @@ def test_an_override_comes_last_and_is_refused_where_it_conflicts():
         refuse_config(built.config)
 
 
-@pytest.mark.parametrize("name", UPSTREAMS)
-def test_the_kept_environment_is_what_bridges_builder_asks_for(name):
-    asked = {variable: str(value) for variable, value in upstream(name).env_vars.items()}
-    assert catalog.find(name).environment == asked, "python -m recipes.config > recipes/environment.json"
-
-
 @pytest.mark.slow
 def test_recipes_config_prints_the_kept_environments_and_nothing_else():
     """In a process of its own, which has yet to import Bridge: that logs to stdout, and wants Transformer Engine."""
@@ -115,11 +106,6 @@ def test_without_bridge_the_error_of_a_recipe_says_what_to_install(missing, monk
     monkeypatch.setattr(config.importlib.util, "find_spec", find_spec)
     with pytest.raises(ValueError, match="needs megatron-bridge: pip install 'megatron-bridge"):
         config.build(catalog.find("tiny"), offload=True)
-
-
-def test_a_recipe_that_is_not_there_is_an_error_that_names_the_others():
-    with pytest.raises(ValueError, match=r"recipe='llama': there is no such recipe; use one of dsv4_flash_64gpu, "):
-        catalog.find("llama")
 
 
 def test_tiny_for_a_gpu_is_a_config_that_the_package_accepts():

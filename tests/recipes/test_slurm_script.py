@@ -1,4 +1,5 @@
-"""slurm/dsv4_flash.sh: what it would run, and what it does in a real Slurm of one node, where that can be had."""
+"""slurm/dsv4_flash.sh: what it would run, what a job runs with commands of Slurm's that only write down how they are
+called, and what it does in a real Slurm of one node, where that can be had."""
 
 import os
 import re
@@ -24,6 +25,14 @@ def needs_slurm(test):
     return pytest.mark.slow(pytest.mark.skipif(why_not() is not None, reason=str(why_not()))(test))
 
 
+def write_command(path, text):
+    path.write_text(f"#!/usr/bin/env bash\n{text}")
+    path.chmod(0o755)
+
+
+# --- dry runs ---
+
+
 def dry_run(*arguments, **environment):
     """Return what the script prints in a dry run, with no more than PATH from this environment."""
     environment = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1"} | environment
@@ -41,10 +50,11 @@ def test_dry_run_is_the_kept_one():
 
 def test_dry_run_prints_what_bash_would_run(tmp_path):
     """The printed lines, run by bash with an srun that prints its arguments, give the arguments unchanged."""
-    (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "srun").chmod(0o755)
+    write_command(tmp_path / "srun", 'printf "%s\\n" "$@"\n')
     text = dry_run("x='a b'", "y=$HOME", PREFLIGHT="", NUMA="0")
-    done = subprocess.run(["bash", "-c", text], env={"PATH": f"{tmp_path}:/bin"}, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", text], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True
+    )
     assert done.stdout.splitlines()[-2:] == ["x='a b'", "y=$HOME"]
 
 
@@ -54,23 +64,41 @@ def test_environment_is_the_recipes(name):
     assert exports == [f"export {variable}={value}" for variable, value in catalog.find(name).environment.items()]
 
 
-def test_everything_that_can_be_left_out_is_left_out():
-    last = dry_run(RECIPE="tiny", OFFLOAD="0", NUMA="0", PREFLIGHT="", CHECKPOINTS="").splitlines()[-1]
-    assert last == "srun --kill-on-bad-exit=1 python -m bridge_fgo.recipes.train tiny --no-offload"
+BARE = {"NUMA": "0", "CHECKPOINTS": ""}
 
 
-def test_the_preflight_examines_the_job_that_is_trained():
-    given = {"OFFLOAD_OPTIONS": "--fraction 0.5", "NUMA": "0"}
-    preflight, training = dry_run("optimizer.lr=1", "x='a b'", **given).splitlines()[-2:]
-    arguments = training.split(" dsv4_flash_64gpu --offload ")[1]
-    assert arguments.startswith("--fraction 0.5 checkpoint.save=") and " optimizer.lr=1 " in arguments
-    assert preflight.endswith(f" python -m bridge_fgo doctor dsv4_flash_64gpu --gpus 64 {arguments}")
-
-
-def test_the_preflight_examines_the_gpus_and_the_python_of_the_job():
-    preflight = dry_run(SLURM_JOB_NUM_NODES="8", SLURM_NTASKS="32", PYTHON="/opt/venv/bin/python").splitlines()[-2]
-    assert "--ntasks=8 " in preflight
-    assert " /opt/venv/bin/python -m bridge_fgo doctor dsv4_flash_64gpu --gpus 32 " in preflight
+@pytest.mark.parametrize(
+    ("arguments", "environment", "preflight", "training"),
+    [
+        ("", {"OFFLOAD": "0"}, None, "--no-offload"),
+        ("", {"PREFLIGHT": ""}, None, "--offload"),
+        ("", {"RECIPE": "tiny", "OFFLOAD": "0", "PREFLIGHT": ""}, None, "--no-offload"),
+        ("a=1", {"PREFLIGHT": "nvidia-smi -L", "OFFLOAD": "0"}, "16: nvidia-smi -L", "--no-offload a=1"),
+        # The preflight examines the job that is trained, on its GPUs and with its Python.
+        ("a=1", {"OFFLOAD_OPTIONS": "--fraction 0.5 --engine native"},
+         "16: python -m bridge_fgo doctor dsv4_flash_64gpu --gpus 64 --fraction 0.5 --engine native a=1",
+         "--offload --fraction 0.5 --engine native a=1"),
+        ("lr=1 \"x='a b'\"", {"CHECKPOINTS": "/c"},
+         "16: python -m bridge_fgo doctor dsv4_flash_64gpu --gpus 64 checkpoint.save=/c checkpoint.load=/c "
+         "train.exit_signal_handler=true lr=1 x='a b'",
+         "--offload checkpoint.save=/c checkpoint.load=/c train.exit_signal_handler=true lr=1 x='a b'"),
+        ("", {"SLURM_JOB_NUM_NODES": "8", "SLURM_NTASKS": "32", "PYTHON": "/venv/python"},
+         "8: /venv/python -m bridge_fgo doctor dsv4_flash_64gpu --gpus 32", "--offload"),
+        # Each task trains tiny by itself, on the CPU without Bridge's config: by default it gets no overrides.
+        ("", {"RECIPE": "tiny", "SLURM_NTASKS": "64", "CHECKPOINTS": None}, "16: python -m bridge_fgo doctor tiny",
+         "--offload"),
+    ],
+)  # fmt: skip
+def test_a_job_runs_its_preflight_and_its_training(arguments, environment, preflight, training):
+    given = {name: value for name, value in (BARE | environment).items() if value is not None}
+    lines = dry_run(*shlex.split(arguments), **given).splitlines()
+    found = [" ".join(shlex.split(line)) for line in lines if line.startswith("srun ")]
+    python, recipe = environment.get("PYTHON", "python"), environment.get("RECIPE", "dsv4_flash_64gpu")
+    expected = [f"srun --kill-on-bad-exit=1 {python} -m bridge_fgo.recipes.train {recipe} {training}"]
+    if preflight is not None:
+        nodes, _, command = preflight.partition(": ")
+        expected.insert(0, f"srun --ntasks={nodes} --ntasks-per-node=1 {command}")
+    assert found == expected
 
 
 @pytest.mark.parametrize("folder", ["/a=b/c", "/a,b", "~/x", "my dir (x)", "2024"])
@@ -80,29 +108,6 @@ def test_a_folder_of_checkpoints_is_one_value_to_hydra(folder):
     words = shlex.split(dry_run(CHECKPOINTS=folder, PREFLIGHT="", NUMA="0").splitlines()[-1])
     given = [word for word in words if word.startswith("checkpoint.")]
     assert [override.value() for override in OverridesParser.create().parse_overrides(given)] == [folder, folder]
-
-
-def test_tiny_takes_no_overrides_by_default():
-    # On the CPU it trains without Bridge's config.
-    preflight, last = dry_run(RECIPE="tiny", NUMA="0", SLURM_NTASKS="64").splitlines()[-2:]
-    assert last == "srun --kill-on-bad-exit=1 python -m bridge_fgo.recipes.train tiny --offload"
-    assert preflight.endswith(" python -m bridge_fgo doctor tiny"), "each task trains by itself there"
-
-
-@pytest.mark.parametrize("environment", [{"OFFLOAD": "0"}, {"PREFLIGHT": ""}])
-def test_there_is_no_preflight_without_offload_or_where_it_is_turned_off(environment):
-    lines = [line for line in dry_run(**environment).splitlines() if line.startswith("srun ")]
-    assert len(lines) == 1 and "bridge_fgo.recipes.train" in lines[0]
-
-
-def test_another_preflight_is_run_as_it_is():
-    preflight = dry_run("train.train_iters=3", PREFLIGHT="nvidia-smi -L", OFFLOAD="0").splitlines()[-2]
-    assert preflight == "srun --ntasks=16 --ntasks-per-node=1 nvidia-smi -L"
-
-
-def test_options_of_the_offload_go_to_training_before_the_overrides():
-    last = dry_run("train.train_iters=3", OFFLOAD_OPTIONS="--fraction 0.5 --engine native", NUMA="0", CHECKPOINTS="")
-    assert last.endswith(" dsv4_flash_64gpu --offload --fraction 0.5 --engine native train.train_iters=3\n")
 
 
 @pytest.mark.parametrize(
@@ -135,6 +140,54 @@ def test_shellcheck_has_nothing_to_say():
     assert done.returncode == 0, done.stdout
 
 
+# --- as a job, with commands of Slurm's that write down how they are called ---
+
+SETTINGS = {"NUMA": "0", "PREFLIGHT": "", "CHECKPOINTS": ""}
+
+
+def job(folder, srun="exit 0", **environment):
+    """Run the script as a job whose `srun` ends as given; return its status, and the calls of Slurm's commands."""
+    calls = folder / "calls"
+    calls.write_text("")
+    for name, ends in (("srun", srun), ("scontrol", ""), ("scancel", "")):
+        write_command(folder / name, f'echo "{name} $*" >>"$CALLS"\n{ends}\n')
+    given = {"PATH": f"{folder}:/usr/bin:/bin", "CALLS": str(calls), "SLURM_JOB_ID": "7", **SETTINGS, **environment}
+    done = subprocess.run([SCRIPT], cwd=folder, env=given, capture_output=True, text=True, check=False)
+    return done.returncode, calls.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("restarts", "status", "again"), [("0", 3, True), ("2", 3, True), ("3", 3, False), ("0", 0, False)]
+)
+def test_a_job_that_failed_is_queued_again_up_to_max_restarts_and_ends_with_its_status(
+    tmp_path, restarts, status, again
+):
+    ended, calls = job(tmp_path, f"exit {status}", SLURM_RESTART_COUNT=restarts, MAX_RESTARTS="3")
+    assert ended == status
+    assert ("scontrol requeue 7" in calls) == again
+
+
+def test_a_preflight_that_refuses_is_status_1_and_the_job_is_not_queued_again(tmp_path):
+    ended, calls = job(tmp_path, "exit 5", PREFLIGHT="check")
+    assert ended == 1 and len(calls) == 1
+
+
+def test_a_job_runs_what_the_dry_run_prints(tmp_path):
+    given = {"CONTAINER_IMAGE": "/i.sqsh", "ENV_NAMES": "HF_TOKEN", "CONTAINER_MOUNTS": "/a:/b", "PREFLIGHT": "check"}
+    _, calls = job(tmp_path, **given)
+    lines = dry_run(**SETTINGS | given).splitlines()
+    printed = [" ".join(shlex.split(line)) for line in lines if line.startswith("srun ")]
+    assert calls == printed and len(printed) == 2
+
+
+def test_slurm_is_asked_for_time_to_save_and_to_queue_the_job_again():
+    options = [line.split()[1] for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH ")]
+    assert {"--requeue", "--signal=B:USR1@600", "--open-mode=append"} <= set(options)
+
+
+# --- in a real Slurm ---
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     """A running Slurm; returns its environment, in which `python` is this one."""
@@ -152,8 +205,8 @@ def submit(slurm, tmp_path):
     lines = SCRIPT.read_text().splitlines(keepends=True)
     script.write_text("".join(line for line in lines if "SBATCH --segment" not in line and "SBATCH --gpus" not in line))
 
-    def call(*arguments, options=(), **environment):
-        one_node = ["--nodes=1", "--ntasks-per-node=1", f"--output={tmp_path}/%j.out", *options]
+    def call(*arguments, **environment):
+        one_node = ["--nodes=1", "--ntasks-per-node=1", f"--output={tmp_path}/%j.out"]
         variables = slurm | {"RECIPE": "tiny", "NUMA": "0", "PREFLIGHT": "true"} | environment
         done = subprocess.run(
             ["sbatch", "--parsable", *one_node, str(script), *arguments],
@@ -169,11 +222,6 @@ def submit(slurm, tmp_path):
 
 
 @needs_slurm
-def test_sbatch_accepts_the_script(submit):
-    submit(options=["--test-only"])
-
-
-@needs_slurm
 def test_tiny_trains_by_sbatch(submit, slurm):
     job, printed = submit("train.train_iters=3", CHECKPOINTS="", PREFLIGHT=None)
     wait_for_job(job, slurm)
@@ -186,9 +234,7 @@ def test_tiny_trains_by_sbatch(submit, slurm):
 @pytest.fixture
 def launch(slurm, tmp_path):
     """Submit a recipe by NeMo-Run to the one node; returns what its task printed: its environment, then python's."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/bash\nenv\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    write_command(tmp_path / "python", f'env\nexec {sys.executable} "$@"\n')
 
     def call(recipe, *arguments):
         node = ["scheduler=slurm", "account=acct", "nodes=1", "gpus_per_node=0", "segment=0", "env=PYTHONPATH"]
@@ -233,7 +279,6 @@ def test_a_refusing_preflight_ends_the_job_before_training(submit, slurm):
 
 
 TRAINER = """\
-#!/usr/bin/env bash
 echo "restart ${SLURM_RESTART_COUNT:-0}: $*"
 case ${SLURM_RESTART_COUNT:-0} in
 0) trap 'sleep 8; echo "saved"; exit 0' TERM; touch "$STARTED"; for i in {1..600}; do sleep 0.1; done ;;
@@ -246,8 +291,7 @@ esac
 def test_a_job_saves_as_its_time_ends_and_is_queued_again_also_after_a_failure(submit, slurm, tmp_path):
     """Saving takes longer than the KillWait after which Slurm kills what it has asked to end."""
     trainer, started = tmp_path / "trainer", tmp_path / "started"
-    trainer.write_text(TRAINER)
-    trainer.chmod(0o755)
+    write_command(trainer, TRAINER)
     job, printed = submit(PYTHON=str(trainer), CHECKPOINTS="/ck", STARTED=str(started))
     wait_until(started.exists)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)  # as --signal=B:USR1@600 does
@@ -269,8 +313,7 @@ def test_a_job_saves_as_its_time_ends_and_is_queued_again_also_after_a_failure(s
 @needs_slurm
 def test_without_checkpoints_a_job_whose_time_is_up_is_not_queued_again(submit, slurm, tmp_path):
     trainer, started = tmp_path / "trainer", tmp_path / "started"
-    trainer.write_text('#!/usr/bin/env bash\ntouch "$STARTED"\nsleep 600\n')
-    trainer.chmod(0o755)
+    write_command(trainer, 'touch "$STARTED"\nsleep 600\n')
     job, printed = submit(PYTHON=str(trainer), CHECKPOINTS="", STARTED=str(started))
     wait_until(started.exists)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)

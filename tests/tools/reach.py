@@ -18,9 +18,8 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, NamedTuple
 from unittest import mock
 
 from bridge_fgo.bridge.compat import FLAG
@@ -40,6 +39,27 @@ ARGUMENTS = {"megatron.bridge.diffusion.recipes.nemotron_labs_diffusion.ar_to_dl
 SETTING = re.compile(r"(?:^|[ (])(\w+\.\w+=(?:'[^']*'|[\w.]+))")
 
 ORDER = ("accepted", "refused", "Bridge refuses", "not built")
+"""Outcomes: the first two are this package's; Bridge's validation raised; the function raised."""
+
+
+class Verdict(NamedTuple):
+    """What came of one config function: an outcome of `ORDER`, and the refusals or the error."""
+
+    outcome: str
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """The class of the reasons: of each refusal the setting that it begins with, of an error its type."""
+        if self.outcome in ("Bridge refuses", "not built"):
+            return self.reasons[0].partition(":")[0]
+        return ", ".join(dict.fromkeys(map(setting_of, self.reasons)))
+
+
+def setting_of(refusal: str) -> str:
+    """Return the first `section.setting=value` of a refusal, or all of it where it names none."""
+    found = SETTING.search(refusal)
+    return found[1] if found else refusal
 
 
 def config_functions() -> dict[Callable[..., Any], set[str]]:
@@ -51,23 +71,18 @@ def config_functions() -> dict[Callable[..., Any], set[str]]:
     Raises:
         ImportError: a module of Bridge's recipes cannot be imported, so that what it holds is not known.
     """
+
+    def cannot_be_imported(name: str) -> None:
+        raise ImportError(f"{name}: a package of Bridge's recipes could not be imported")
+
     names: dict[Callable[..., Any], set[str]] = {}
-    for package_name in PACKAGES:
-        package = importlib.import_module(package_name)
-        modules = [package_name, *_modules_of(package)]
-        for module in map(importlib.import_module, modules):
+    for package in map(importlib.import_module, PACKAGES):
+        walked = pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=cannot_be_imported)
+        for module in [package, *(importlib.import_module(found.name) for found in walked)]:
             for name, value in vars(module).items():
                 if not name.startswith("_") and _makes_config(value):
                     names.setdefault(value, set()).add(name)
     return names
-
-
-def _modules_of(package: Any) -> list[str]:
-    def cannot_be_imported(name: str) -> None:
-        raise ImportError(f"{name}: a package of Bridge's recipes could not be imported")
-
-    walked = pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=cannot_be_imported)
-    return [module.name for module in walked]
 
 
 def _makes_config(value: Any) -> bool:
@@ -77,66 +92,25 @@ def _makes_config(value: Any) -> bool:
     returned = signature.return_annotation
     name = returned.strip("'\"") if isinstance(returned, str) else getattr(returned, "__name__", "")
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    callable_as_it_is = all(
+    return name == "ConfigContainer" and all(
         parameter.kind in optional or parameter.default is not parameter.empty
         for parameter in signature.parameters.values()
     )
-    return name == "ConfigContainer" and callable_as_it_is
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What came of one config function.
-
-    outcome: "accepted" or "refused" by this package; "Bridge refuses": its validation raised; "not built": the function
-        raised.
-    reasons: the refusals, or the error; empty where it is accepted.
-    """
-
-    outcome: Literal["accepted", "refused", "Bridge refuses", "not built"]
-    reasons: tuple[str, ...] = ()
-
-    @property
-    def reason(self) -> str:
-        """The class of the reasons: of each refusal the setting that it begins with, of an error its type."""
-        if self.outcome in ("Bridge refuses", "not built"):
-            return self.reasons[0].partition(":")[0]
-        return ", ".join(dict.fromkeys(setting_of(refusal) for refusal in self.reasons))
-
-
-def setting_of(refusal: str) -> str:
-    """Return the first `section.setting=value` of a refusal, or all of it where it names none."""
-    found = SETTING.search(refusal)
-    return found[1] if found else refusal
-
-
-def verdict_of(function: Callable[..., Any], settings: OffloadConfig | None = None) -> Verdict:
-    """Build a config, set the flag, and ask this package's own refusals.
-
-    Args:
-        function: makes a ConfigContainer; to be called in `without_hugging_face`.
-        settings: of the offload; the defaults when None.
-    """
+def verdict_of(function: Callable[..., Any]) -> Verdict:
+    """Build a config, set the flag, and ask this package's own refusals; to be called in `without_hugging_face`."""
+    outcome = "not built"
     with mock.patch.dict(os.environ):  # a recipe's variables are not the next one's
-        return _verdict_of(function, settings or OffloadConfig())
-
-
-def _verdict_of(function: Callable[..., Any], settings: OffloadConfig) -> Verdict:
-    try:
-        config = function(**ARGUMENTS.get(function.__module__, {}))
-    except Exception as error:  # whatever a recipe raises is told by its name and never skipped
-        return Verdict("not built", (_told(error),))
-    try:
-        prepare(config)
-    except Exception as error:  # its asserts and ValueErrors, as in `bridge_fgo.tools.job.builder`
-        return Verdict("Bridge refuses", (_told(error),))
-    setattr(config.optimizer, FLAG, True)
-    refusals = tuple(all_refusals(config, settings))
-    return Verdict("refused", refusals) if refusals else Verdict("accepted")
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+        try:
+            config = function(**ARGUMENTS.get(function.__module__, {}))
+            outcome = "Bridge refuses"
+            prepare(config)
+        except Exception as error:  # whatever is raised is told by its name and never skipped
+            return Verdict(outcome, (f"{type(error).__name__}: {error}",))
+        setattr(config.optimizer, FLAG, True)
+        refusals = tuple(all_refusals(config, OffloadConfig()))
+    return Verdict("refused" if refusals else "accepted", refusals)
 
 
 def prepare(config: Any) -> None:
@@ -169,7 +143,7 @@ def without_hugging_face() -> Iterator[None]:
     from megatron.bridge.diffusion.conversion.flux.flux_bridge import FluxBridge
     from megatron.bridge.diffusion.conversion.nemotron_labs_diffusion import nemotron_labs_diffusion_bridge
     from megatron.bridge.diffusion.models.flux.flux_provider import FluxProvider
-    from megatron.bridge.diffusion.models.nemotron_labs_diffusion import nemotron_labs_diffusion_provider
+    from megatron.bridge.diffusion.models.nemotron_labs_diffusion import nemotron_labs_diffusion_provider as labs
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
@@ -180,45 +154,27 @@ def without_hugging_face() -> Iterator[None]:
             """Return itself: it has no vision tower to leave out."""
             return self
 
-    def diffusion_provider(*args: object, **kwargs: object) -> Any:
-        return nemotron_labs_diffusion_provider.NemotronLabsDiffusionModelProvider(**MODEL)
-
-    def provider(*args: object, **kwargs: object) -> StandInProvider:
-        return StandInProvider(**MODEL)
-
-    def bridge(*args: object, **kwargs: object) -> SimpleNamespace:
-        return SimpleNamespace(to_megatron_provider=provider)
-
-    def hf_config(*args: object, **kwargs: object) -> SimpleNamespace:
-        return SimpleNamespace(text_config=SimpleNamespace())
-
+    bridge = SimpleNamespace(to_megatron_provider=lambda *args, **kwargs: StandInProvider(**MODEL))
+    hf_config = SimpleNamespace(text_config=SimpleNamespace())
+    labs_bridge = nemotron_labs_diffusion_bridge.NemotronLabsDiffusionBridge
     with contextlib.ExitStack() as stack:
-        for owner, name, stand_in in (
-            (AutoBridge, "from_hf_pretrained", bridge),
-            (AutoBridge, "from_hf_config", bridge),
-            (transformers.AutoConfig, "from_pretrained", hf_config),
-            (transformers.AutoTokenizer, "from_pretrained", lambda *args, **kwargs: range(VOCABULARY)),
-            (FluxBridge, "provider_bridge", lambda *args, **kwargs: FluxProvider()),
-            (nemotron_labs_diffusion_bridge.NemotronLabsDiffusionBridge, "provider_bridge", diffusion_provider),
-            (PreTrainedCausalLM, "from_pretrained", hf_config),
+        for owner, name, make in (
+            (AutoBridge, "from_hf_pretrained", lambda: bridge),
+            (AutoBridge, "from_hf_config", lambda: bridge),
+            (transformers.AutoConfig, "from_pretrained", lambda: hf_config),
+            (transformers.AutoTokenizer, "from_pretrained", lambda: range(VOCABULARY)),
+            (FluxBridge, "provider_bridge", FluxProvider),
+            (labs_bridge, "provider_bridge", lambda: labs.NemotronLabsDiffusionModelProvider(**MODEL)),
+            (PreTrainedCausalLM, "from_pretrained", lambda: hf_config),
             # Transformer Engine may not be here either, and FP4 asks how old it is.
-            (mixed_precision, "is_te_min_version", lambda *args, **kwargs: True),
+            (mixed_precision, "is_te_min_version", lambda: True),
         ):
-            stack.enter_context(mock.patch.object(owner, name, stand_in))
+            stack.enter_context(mock.patch.object(owner, name, lambda *args, make=make, **kwargs: make()))
         yield
 
 
-def by_class(verdicts: Mapping[str, Verdict]) -> dict[tuple[str, str], list[str]]:
-    """Return the names of each (outcome, reason), in the order of `ORDER` and the most first."""
-    classes: dict[tuple[str, str], list[str]] = {}
-    for name, verdict in verdicts.items():
-        classes.setdefault((verdict.outcome, verdict.reason), []).append(name)
-    ordered = sorted(classes, key=lambda key: (ORDER.index(key[0]), -len(classes[key]), key[1]))
-    return {key: sorted(classes[key]) for key in ordered}
-
-
 def table(verdicts: Mapping[str, Verdict], names: int, *, verbose: bool) -> str:
-    """Return the table as text.
+    """Return the table as text: a row for each outcome and reason, in the order of `ORDER` and the most first.
 
     Args:
         verdicts: of each config function, by module and name.
@@ -226,14 +182,17 @@ def table(verdicts: Mapping[str, Verdict], names: int, *, verbose: bool) -> str:
         verbose: whether the functions and their whole reasons follow each row. What did not
             get as far as this package is named always.
     """
+    classes: dict[tuple[str, str], list[str]] = {}
+    for name, verdict in sorted(verdicts.items()):
+        classes.setdefault((verdict.outcome, verdict.reason), []).append(name)
     built = sum(verdict.outcome != "not built" for verdict in verdicts.values())
     lines = [f"{len(verdicts)} config functions under {names} names; {built} build", ""]
-    for (outcome, reason), functions in by_class(verdicts).items():
+    for outcome, reason in sorted(classes, key=lambda key: (ORDER.index(key[0]), -len(classes[key]), key[1])):
+        functions = classes[outcome, reason]
         lines.append(f"{len(functions):5}  {outcome:14}  {reason}".rstrip())
-        if verbose or outcome in ("Bridge refuses", "not built"):
-            for function in functions:
-                lines.append(f"{'':23}{function}")
-                lines.extend(f"{'':25}{why}" for why in verdicts[function].reasons)
+        for function in functions if verbose or outcome in ("Bridge refuses", "not built") else ():
+            lines.append(f"{'':23}{function}")
+            lines.extend(f"{'':25}{why}" for why in verdicts[function].reasons)
     return "\n".join(lines) + "\n"
 
 
@@ -250,8 +209,7 @@ def main() -> None:
         with without_gpu(), without_hugging_face():
             verdicts = {f"{function.__module__}.{function.__name__}": verdict_of(function) for function in functions}
     assert len(verdicts) == len(functions), "two functions of one name and module"
-    names = sum(map(len, functions.values()))
-    sys.stdout.write(table(verdicts, names, verbose=verbose))
+    sys.stdout.write(table(verdicts, sum(map(len, functions.values())), verbose=verbose))
 
 
 if __name__ == "__main__":

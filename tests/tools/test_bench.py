@@ -1,8 +1,9 @@
-"""The bench without a GPU: arithmetic of its figures, reading of traces, and the whole report on made-up arms."""
+"""The bench without a GPU: arithmetic of its figures, reading of traces, and the whole command on made-up arms."""
 
 import gzip
 import html
 import json
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -16,9 +17,14 @@ from bridge_fgo.tools.main import app
 
 GB = 10**9
 LINK = {"d2h": 50.0 * GB, "h2d": 55.0 * GB, "duplex": 45.0 * GB}
+RESIDENT = [1.0, *[0.5] * 8]
+OF_FSDP = ["resident", "native", "fsdp_resident", "fsdp", "hybrid"]
+OFFLOADED = [1.5, 0.9, *[0.8] * 4, 0.7, 0.7, 0.6]
 
 
 def arm(name, seconds, peak, released=0, digest="a"):
+    """Return an arm that has ended, with these seconds of its steps; what it offloads it copies in 10 GB."""
+    phases = {"forward": 0.05, "first_forward": 0.05, "backward": 0.1}
     run = ArmRun(name)
     run.start = {"event": "start", "device": "GPU", "bridge": "0.6.2", "mcore": "0.19.2", "torch": "2"}
     run.steps = [
@@ -28,22 +34,25 @@ def arm(name, seconds, peak, released=0, digest="a"):
         "digests": dict.fromkeys(("params", "masters", "moments"), digest),
         "engine": "native" if released else None,
         "state_bytes": 10 * GB,
-        "released_bytes": released,
-        "copied_bytes": released,
-        "pinned_bytes": released,
+        **dict.fromkeys(("released_bytes", "copied_bytes", "pinned_bytes"), released),
         "pin_seconds": 1.5 if released else 0.0,
         "enqueue_seconds": [0.01] * len(seconds) if released else [0.0] * len(seconds),
         "enqueue_alone_seconds": [0.02, 0.007, 0.007] if released else [0.0] * 3,
         "base_bytes": 20 * GB,
         "peak_allocated_bytes": peak,
         "peak_reserved_bytes": peak + GB,
-        "phase_seconds": {"forward": 0.05, "first_forward": 0.05, "backward": 0.1, "rest": 0.12},
-        "phase_seconds_of_ranks": [
-            {"forward": 0.05, "first_forward": 0.05, "backward": 0.1, "rest": 0.12},
-            {"forward": 0.04, "first_forward": 0.05, "backward": 0.1, "rest": 0.18},
-        ],
+        "phase_seconds": {**phases, "rest": 0.12},
+        "phase_seconds_of_ranks": [{**phases, "rest": 0.12}, {**phases, "forward": 0.04, "rest": 0.18}],
     }
     return run
+
+
+def resident_arm():
+    return arm("resident", RESIDENT, 40 * GB)
+
+
+def native_arm(seconds=OFFLOADED, peak=30 * GB, digest="a"):
+    return arm("native", seconds, peak, 10 * GB, digest)
 
 
 def checkout(folder, parts=("core", "training")):
@@ -65,13 +74,11 @@ def write_trace(path, copies):
         json.dump(step, file)
 
 
-RESIDENT = [1.0, *[0.5] * 8]
-OFFLOADED = [1.5, 0.9, *[0.8] * 4, 0.7, 0.7, 0.6]
+# --- figures ---
 
 
 def test_the_row_of_an_arm_counts_from_the_seventh_step_on():
-    resident, mine = [arm("resident", RESIDENT, 40 * GB)], [arm("native", OFFLOADED, 30 * GB, 10 * GB)]
-    row = figures.make_row(resident, mine, LINK, True)
+    row = figures.make_row([resident_arm()], [native_arm()], LINK, True)
     assert row.step_seconds == 0.7
     assert row.added_seconds == pytest.approx(0.2)
     assert (row.forward_seconds, row.rest_seconds) == (0.05, 0.12)
@@ -83,8 +90,16 @@ def test_the_row_of_an_arm_counts_from_the_seventh_step_on():
     assert row.bitwise_equal is True
 
 
+def test_every_round_counts():
+    slow = native_arm([*OFFLOADED[:6], 0.9, 0.9, 0.9], 32 * GB, "b")
+    row = figures.make_row([resident_arm(), resident_arm()], [native_arm(), slow], LINK, True)
+    assert row.bitwise_equal is False
+    assert (row.peak_allocated_bytes, row.saved_allocated) == (32 * GB, pytest.approx(0.8))
+    assert (row.step_seconds, row.step_seconds_max) == (pytest.approx(0.8), 0.9)
+
+
 def test_e_of_copies_leaves_out_how_fast_the_host_launched_the_other_forwards():
-    resident, mine = [arm("resident", RESIDENT, 40 * GB)], [arm("native", OFFLOADED, 30 * GB, 10 * GB)]
+    resident, mine = [resident_arm()], [native_arm()]
     # The first rank waits for the other, whose host launches slowly.
     waiting = {"forward": 0.05, "first_forward": 0.06, "backward": 0.1, "rest": 0.4}
     slow = {"forward": 0.09, "first_forward": 0.11, "backward": 0.1, "rest": 0.2}
@@ -96,10 +111,14 @@ def test_e_of_copies_leaves_out_how_fast_the_host_launched_the_other_forwards():
     assert figures.make_row(resident, mine, LINK, True).e_of_copies is None
 
 
-def test_another_digest_is_not_equal():
-    resident = [arm("resident", RESIDENT, 40 * GB)]
-    row = figures.make_row(resident, [arm("native", OFFLOADED, 30 * GB, 10 * GB, "b")], LINK, True)
-    assert row.bitwise_equal is False
+def test_the_floor_is_of_what_is_copied_over_the_slower_direction_into_the_room_of_activations(monkeypatch):
+    asked, mine = {}, native_arm()
+    monkeypatch.setattr(figures, "floor_seconds", lambda **given: asked.update(given) or 0.0)
+    mine.result["copied_bytes"] = 7 * GB
+    figures.least_added(resident_arm().result, mine.result, LINK)
+    rates = {"link": 50 * GB, "duplex": 45 * GB}
+    phases = {"backward": 0.1, "first_forward": 0.05, "between": pytest.approx(0.02)}
+    assert asked == {"nbytes": 7 * GB, **rates, **phases, "room": 20 * GB}
 
 
 def test_the_floor_is_what_two_directions_at_once_leave_over():
@@ -111,15 +130,34 @@ def test_the_floor_is_what_two_directions_at_once_leave_over():
     assert added == pytest.approx(0.1 + 0.1 - 0.02 - 0.05)
 
 
-def test_the_floor_is_zero_where_forward_and_backward_are_longer_than_the_copies():
-    assert floor_seconds(10 * GB, 50 * GB, 45 * GB, backward=0.4, first_forward=0.3, between=0.0, room=20 * GB) == 0.0
+@pytest.mark.parametrize(("room", "added"), [(20 * GB, 0.0), (0, 10 / 45)])
+def test_copies_hide_behind_longer_passes_where_activations_leave_them_room(room, added):
+    floor = floor_seconds(10 * GB, 50 * GB, 45 * GB, backward=0.4, first_forward=0.3, between=0.0, room=room)
+    assert floor == pytest.approx(added)
 
 
-def test_no_more_can_hide_than_activations_leave_room_for():
-    with_room = floor_seconds(10 * GB, 50 * GB, 45 * GB, 0.4, 0.3, 0.0, room=20 * GB)
-    without = floor_seconds(10 * GB, 50 * GB, 45 * GB, 0.4, 0.3, 0.0, room=0)
-    assert with_room == 0.0
-    assert without == pytest.approx(10 / 45)
+HEADINGS = {
+    "added, s": "added_seconds",
+    "E": "e",
+    "E of copies": "e_of_copies",
+    "floor E": "floor_e",
+    "forward, s": "forward_seconds",
+    "rest, s": "rest_seconds",
+    "saved / S": "saved_allocated",
+    "saved reserved / S": "saved_reserved",
+    "pin, s": "pin_seconds",
+    "steps 1-2 added, s": "first_two_steps_added_seconds",
+}
+
+
+def test_each_figure_of_the_table_is_beside_its_heading():
+    values = {field: 10.0 + i for i, field in enumerate(HEADINGS.values())}
+    row = replace(figures.make_row([resident_arm()], [native_arm(digest="b")], LINK, True), **values)
+    shown = dict(zip(*figures.table_of([row]), strict=True))
+    assert {name: float(shown[name]) for name in HEADINGS} == {name: values[HEADINGS[name]] for name in HEADINGS}
+    assert (shown["step, s"], shown["bitwise equal"], shown["save stall, s"]) == ("0.700 (0.600-0.700)", "NO", "-")
+    shown = dict(zip(*figures.table_of([replace(row, save_stall_seconds=0.25)]), strict=True))
+    assert shown["save stall, s"] == "0.25"
 
 
 def test_a_trace_has_the_copies_of_the_offload_and_intervals_that_touch_are_one(tmp_path):
@@ -129,47 +167,16 @@ def test_a_trace_has_the_copies_of_the_offload_and_intervals_that_touch_are_one(
     assert plots.merge([(3, 4), (0, 1), (0.5, 2), (2.1, 2.2)], gap=0.2) == [(0, 2.2), (3, 4)]
 
 
-def test_every_checkout_of_megatron_lm_is_an_arm_of_its_own(tmp_path):
-    a, b = checkout(tmp_path / "a"), checkout(tmp_path / "b")
-    found = presets.arms(["resident", "mcore"], [a, b], "short")
-    assert [(one.name, one.python_path) for one in found] == [("resident", ""), ("mcore", a), ("mcore1", b)]
+def test_the_half_arm_asks_for_half_of_the_saving():
+    assert command.budget_gib(resident_arm()) == 35 * GB / 2**30
 
 
-def test_a_checkout_with_a_part_of_megatron_is_refused_before_anything_starts(tmp_path):
-    path = checkout(tmp_path, parts=("core",))
-    with pytest.raises(ValueError, match=r"no megatron/training in it"):
-        presets.arms(["resident", "mcore"], [path], "short")
-
-
-@pytest.mark.parametrize("names", [["native"], ["resident", "nativ"], [""]])
-def test_an_unknown_arm_or_a_missing_resident_one_is_refused(names):
-    with pytest.raises(ValueError, match="resident first"):
-        presets.arms(names, [], "short")
-
-
-def test_a_misspelt_arm_is_refused_before_the_gpu_is_touched(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("looked for a GPU"))
-    monkeypatch.setattr(command, "probe", lambda gpus: pytest.fail("used the GPU"))
-    result = bench(tmp_path / "kept", "--arms", "resident,nativ")
-    assert result.exit_code == 2 and "nativ is no arm: did you mean native?" in result.output
-    assert not (tmp_path / "kept").exists()
-
-
-def test_every_preset_can_be_asked_for():
+def test_every_choice_of_the_command_is_there():
     assert list(get_args(options.Preset)) == list(presets.PRESETS) == list(presets.MICROBATCHES)
     assert get_args(options.Optimizer) == presets.OPTIMIZERS and get_args(options.Sharding) == presets.STRATEGIES
 
 
-def test_the_preset_of_many_slabs_sets_their_size_for_this_packages_engine_alone():
-    names, fsdp = list(presets.NAMES), "optim"
-    small = {one.name: "--slab-bytes" in one.options for one in presets.arms(names, [], "slabs", fsdp=fsdp)}
-    ours = ("native", "whole", "half", "auto", "fsdp")
-    assert small == {name: name in ours for name in presets.NAMES}
-    assert not any("--slab-bytes" in one.options for one in presets.arms(names, [], "short", fsdp=fsdp))
-
-
-def test_the_half_arm_asks_for_half_of_the_saving():
-    assert command.budget_gib(arm("resident", RESIDENT, 40 * GB)) == 35 * GB / 2**30
+# --- the command ---
 
 
 @pytest.fixture
@@ -182,7 +189,7 @@ def made_up(monkeypatch):
         if one.name in failing:
             raise ArmFailed(one.name, "made up", "the log")
         if one.name == "resident":
-            return arm(one.name, RESIDENT, 40 * GB)
+            return resident_arm()
         return arm(one.name, OFFLOADED, 30 * GB, 10 * GB, digests.get(one.name, "a"))
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -195,30 +202,30 @@ def bench(folder, *options):
     return CliRunner().invoke(app, ["bench", "--gpus", "1", "--keep", str(folder), *options])
 
 
-def test_a_resident_arm_that_fails_is_status_2_and_no_table(made_up, tmp_path):
-    made_up[1].add("resident")
-    result = bench(tmp_path, "--arms", "resident,native", "--no-traces")
-    assert result.exit_code == 2 and not (tmp_path / "bench.json").exists()
+def ran(folder, options, status=0):
+    """Run the bench without traces; return its `bench.json`."""
+    result = bench(folder, "--no-traces", *options.split())
+    assert result.exit_code == status, result.output
+    return json.loads((folder / "bench.json").read_text())
+
+
+def names_of(saved):
+    return [row["arm"] for row in saved["arms"]]
 
 
 def test_the_bench_prints_a_table_and_leaves_json_and_pictures(made_up, tmp_path):
-    result = bench(tmp_path, "--arms", "resident,native,half")
+    result = bench(tmp_path, "--arms", "resident,native,half", "--layers", "12", "--microbatches", "8")
     assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "bench.json").read_text())
-    assert [row["arm"] for row in saved["arms"]] == ["resident", "native", "half"]
+    assert names_of(saved) == ["resident", "native", "half"]
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "bench.html").read_text()
     assert page.count("data:image/png;base64,") == 2
     assert "<td>native</td>" in page
     for heading in figures.table_of([])[0]:
         assert f"<p>{html.escape(heading)}: " in page, "each column is explained"
-
-
-def test_what_was_trained_is_said_with_its_number_of_layers_and_microbatches(made_up, tmp_path):
-    result = bench(tmp_path, "--arms", "resident,native", "--layers", "12", "--microbatches", "8")
-    size = json.loads((tmp_path / "bench.json").read_text())["size"]
-    assert "--layers 12 " in size and "--gbs 16" in size
-    assert size in " ".join(result.stdout.split()) and html.escape(size) in (tmp_path / "bench.html").read_text()
+    assert "--layers 12 " in saved["size"] and "--gbs 16" in saved["size"]
+    assert saved["size"] in " ".join(result.stdout.split()) and html.escape(saved["size"]) in page
 
 
 def test_the_terminal_has_five_figures_an_arm_and_with_verbose_all_with_a_legend(made_up, tmp_path):
@@ -232,23 +239,37 @@ def test_the_terminal_has_five_figures_an_arm_and_with_verbose_all_with_a_legend
         assert f"\n{heading}: " in long
 
 
-@pytest.mark.parametrize("megatron_lm", [False, True])
-def test_mcores_offloader_is_an_arm_by_default_where_a_checkout_is_given(made_up, tmp_path, megatron_lm):
-    given = ["--megatron-lm", checkout(tmp_path)] if megatron_lm else []
-    assert bench(tmp_path, "--no-traces", *given).exit_code == 0
-    saved = json.loads((tmp_path / "bench.json").read_text())
-    mcore = ["mcore"] if megatron_lm else []
-    assert [row["arm"] for row in saved["arms"]] == ["resident", "native", "half", *mcore, "hybrid"]
-
-
-def test_more_gpus_than_there_are_is_an_error_that_names_both(made_up, tmp_path):
-    result = bench(tmp_path, "--gpus", "2")
-    assert result.exit_code == 2 and "--gpus 2: torch sees 1 CUDA devices here" in result.output
-
-
 def test_json_is_the_only_thing_on_standard_output(made_up, tmp_path):
     result = bench(tmp_path, "--arms", "resident,native", "--json", "--no-traces")
-    assert json.loads(result.stdout)["arms"][1]["arm"] == "native"
+    assert names_of(json.loads(result.stdout)) == ["resident", "native"]
+
+
+@pytest.mark.parametrize("megatron_lm", [False, True])
+def test_mcores_offloader_is_an_arm_by_default_where_a_checkout_is_given(made_up, tmp_path, megatron_lm):
+    given = f"--megatron-lm {checkout(tmp_path)}" if megatron_lm else ""
+    assert names_of(ran(tmp_path, given)) == ["resident", "native", "half", *["mcore"] * megatron_lm, "hybrid"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--arms resident,nativ", "nativ is no arm: did you mean native?"),
+        ("--gpus 2", "--gpus 2: torch sees 1 CUDA devices here"),
+        ("--fsdp optim --full-graphs", "--full-graphs with --fsdp optim"),
+        ("--time-limit 60", "give that too"),
+        ("--in-turn --saves", "leave one out"),
+        ("--in-turn --arms resident,half:A=1", "--half-budget-gib"),
+        ("--in-turn --steps 9", "--rounds"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_starts(made_up, monkeypatch, tmp_path, options, said):
+    for name in ("probe", "run_one", "run_in_turn"):
+        monkeypatch.setattr(command, name, lambda *_: pytest.fail("used the GPU"))
+    if "torch sees" not in said:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("looked for a GPU"))
+    result = bench(tmp_path / "kept", *options.split())
+    assert result.exit_code == 2 and said in result.output
+    assert not (tmp_path / "kept").exists()
 
 
 def test_the_reference_of_the_hosts_speed_is_that_of_all_arms(made_up, monkeypatch, tmp_path):
@@ -260,22 +281,81 @@ def test_the_reference_of_the_hosts_speed_is_that_of_all_arms(made_up, monkeypat
         return run
 
     monkeypatch.setattr(command, "run_one", run_one)
-    result = bench(tmp_path, "--arms", "resident,native", "--json", "--no-traces")
-    counted = {row["arm"]: row["steps_counted"] for row in json.loads(result.stdout)["arms"]}
+    counted = {row["arm"]: row["steps_counted"] for row in ran(tmp_path, "--arms resident,native")["arms"]}
     assert counted == {"resident": "3 of 3, uneven host", "native": "3 of 3"}
 
 
 def test_an_arm_that_is_not_bitwise_equal_is_status_1_unless_it_need_not_be(made_up, tmp_path):
-    made_up[0]["hybrid"] = "b"
-    assert bench(tmp_path, "--arms", "resident,hybrid", "--no-traces").exit_code == 0
-    made_up[0]["native"] = "b"
-    assert bench(tmp_path, "--arms", "resident,native", "--no-traces").exit_code == 1
+    made_up[0].update(hybrid="b", native="b")
+    ran(tmp_path, "--arms resident,hybrid")
+    ran(tmp_path, "--arms resident,native", status=1)
 
 
-def test_a_failing_peer_is_named_and_the_others_are_reported(made_up, tmp_path):
+def test_a_failing_peer_is_named_and_the_others_are_reported_but_without_the_resident_arm_there_is_no_table(
+    made_up, tmp_path
+):
     made_up[1].add("mcore")
-    result = bench(tmp_path, "--arms", "resident,mcore,native", "--no-traces")
-    assert result.exit_code == 2
+    saved = ran(tmp_path, "--arms resident,mcore,native", status=2)
+    assert list(saved["failed"]) == ["mcore"] and names_of(saved) == ["resident", "native"]
+    (tmp_path / "bench.json").unlink()
+    made_up[1].add("resident")
+    assert bench(tmp_path, "--arms", "resident,native", "--no-traces").exit_code == 2
+    assert not (tmp_path / "bench.json").exists()
+
+
+# --- Megatron-FSDP beside DistributedOptimizer ---
+
+
+@pytest.fixture
+def trained(made_up, monkeypatch):
+    """Arms of which those with Megatron-FSDP have other steps than those without; returns the names that fail."""
+    seconds = {"resident": RESIDENT, "native": [0.7] * 9, "hybrid": [2.0] * 9}
+    seconds |= {"fsdp_resident": [0.4] * 9, "fsdp": [0.65] * 9}
+
+    def run_one(settings, one, number, resident):
+        if one.name in made_up[1]:
+            raise command.ArmFailed(one.name, "made up", "the log")
+        released = 0 if one.is_resident else 10 * GB
+        digest = "b" if one.name == "hybrid" else "of fsdp" if one.is_fsdp else "a"
+        return arm(one.name, seconds[one.name], 40 * GB - released, released, digest)
+
+    monkeypatch.setattr(command, "run_one", run_one)
+    return made_up[1]
+
+
+def test_one_command_says_e_of_both_and_of_hybrid_device_optimizer(trained, tmp_path):
+    result = bench(tmp_path, "--fsdp", "optim_grads_params", "--no-traces")
+    assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "bench.json").read_text())
-    assert list(saved["failed"]) == ["mcore"]
-    assert [row["arm"] for row in saved["arms"]] == ["resident", "native"]
+    assert names_of(saved) == OF_FSDP
+    rows = {row["arm"]: row for row in saved["arms"]}
+    assert rows["fsdp"]["bitwise_equal"] and rows["fsdp"]["added_seconds"] == pytest.approx(0.25)
+    # 10 GB cross the link in 0.2 s.
+    assert [rows[name]["e"] for name in ("fsdp", "native", "hybrid")] == pytest.approx([1.25, 1.0, 7.5])
+    cells = [[cell.strip() for cell in line.split("│")] for line in result.output.splitlines() if "│" in line]
+    shown = {row[1]: row[4] for row in cells}
+    assert [shown[name] for name in ("fsdp", "native", "hybrid")] == ["1.25", "1.00", "7.50"]
+
+
+@pytest.mark.parametrize("failing", ["fsdp_resident", "fsdp", "native"])
+def test_without_one_of_the_arms_nothing_is_compared_and_the_others_are_reported(trained, tmp_path, failing):
+    trained.add(failing)
+    saved = ran(tmp_path, "--fsdp optim", status=2)
+    gone = {"fsdp_resident", "fsdp"} if failing == "fsdp_resident" else {failing}
+    assert set(saved["failed"]) == gone
+    assert names_of(saved) == [name for name in OF_FSDP if name not in gone]
+
+
+def test_in_turn_each_kind_is_compared_with_its_resident_arm_within_each_round(trained, monkeypatch, tmp_path):
+    def run_in_turn(settings, chosen, console):
+        runs = {one.name: [command.run_one(settings, one, 0, None)] for one in chosen}
+        for (run,) in runs.values():
+            for number, event in enumerate(run.steps):
+                event["turn"] = number // 3  # the first is the warm-up
+        return runs, {}
+
+    monkeypatch.setattr(command, "run_in_turn", run_in_turn)
+    saved = ran(tmp_path, "--fsdp optim --in-turn --rounds 2")
+    rounds = {row["arm"]: row for row in saved["in_turn"]["arms"]}
+    assert rounds["fsdp"]["compared_with"] == "fsdp_resident" and rounds["fsdp_resident"]["compared_with"] == "resident"
+    assert rounds["fsdp"]["e"] == pytest.approx(1.25)

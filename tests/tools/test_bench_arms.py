@@ -1,68 +1,22 @@
-"""What the bench starts for each arm, and what of several rounds goes where in its table."""
+"""What the bench starts for each arm: its options, its environment, its config, and with whom it is compared."""
 
-from dataclasses import replace
+import importlib.util
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from test_bench import GB, LINK, OFFLOADED, RESIDENT, arm, checkout
+from test_bench import GB, OF_FSDP, checkout, resident_arm
 
 from bridge_fgo.tools.arms import gpu
 from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP
-from bridge_fgo.tools.bench import command, figures, presets
+from bridge_fgo.tools.bench import command, presets
 from bridge_fgo.tools.bench.options import Settings
 
 
-def test_every_round_counts():
-    slow = [*OFFLOADED[:6], 0.9, 0.9, 0.9]
-    resident = [arm("resident", RESIDENT, 40 * GB) for _ in range(2)]
-    mine = [arm("native", OFFLOADED, 30 * GB, 10 * GB), arm("native", slow, 32 * GB, 10 * GB, "b")]
-    row = figures.make_row(resident, mine, LINK, True)
-    assert row.bitwise_equal is False
-    assert (row.peak_allocated_bytes, row.saved_allocated) == (32 * GB, pytest.approx(0.8))
-    assert (row.step_seconds, row.step_seconds_max) == (pytest.approx(0.8), 0.9)
-
-
-def test_the_floor_is_of_what_is_copied_over_the_slower_direction_into_the_room_of_activations(monkeypatch):
-    asked = {}
-    monkeypatch.setattr(figures, "floor_seconds", lambda **given: asked.update(given) or 0.0)
-    resident, mine = arm("resident", RESIDENT, 40 * GB), arm("native", OFFLOADED, 30 * GB, 10 * GB)
-    mine.result["copied_bytes"] = 7 * GB
-    figures.least_added(resident.result, mine.result, LINK)
-    assert asked == {
-        "nbytes": 7 * GB,
-        "link": 50 * GB,
-        "duplex": 45 * GB,
-        "backward": 0.1,
-        "first_forward": 0.05,
-        "between": pytest.approx(0.02),
-        "room": 20 * GB,
-    }
-
-
-HEADINGS = {
-    "added, s": "added_seconds",
-    "E": "e",
-    "E of copies": "e_of_copies",
-    "floor E": "floor_e",
-    "forward, s": "forward_seconds",
-    "rest, s": "rest_seconds",
-    "saved / S": "saved_allocated",
-    "saved reserved / S": "saved_reserved",
-    "pin, s": "pin_seconds",
-    "steps 1-2 added, s": "first_two_steps_added_seconds",
-}
-
-
-def test_each_figure_of_the_table_is_beside_its_heading():
-    resident, mine = [arm("resident", RESIDENT, 40 * GB)], [arm("native", OFFLOADED, 30 * GB, 10 * GB, "b")]
-    values = {field: 10.0 + i for i, field in enumerate(HEADINGS.values())}
-    row = replace(figures.make_row(resident, mine, LINK, True), **values)
-    shown = dict(zip(*figures.table_of([row]), strict=True))
-    assert {name: float(shown[name]) for name in HEADINGS} == {name: values[HEADINGS[name]] for name in HEADINGS}
-    assert (shown["step, s"], shown["bitwise equal"], shown["save stall, s"]) == ("0.700 (0.600-0.700)", "NO", "-")
-    shown = dict(zip(*figures.table_of([replace(row, save_stall_seconds=0.25)]), strict=True))
-    assert shown["save stall, s"] == "0.25"
+def options_of(names, megatron_lm=(), preset="short", **how):
+    """Return the parsed options of each arm, by its name."""
+    found = presets.arms(names, list(megatron_lm), preset, **how)
+    return {arm.name: gpu.parse([*arm.options, "--events", "unused"]) for arm in found}
 
 
 @pytest.fixture
@@ -77,7 +31,7 @@ def start(monkeypatch, tmp_path):
             if "--save" in options:
                 seen["checkpoints"] = Path(options[options.index("--save") + 1])
                 (seen["checkpoints"] / "iter_0000004").mkdir()  # into a folder that is there
-            return arm(name, RESIDENT, 40 * GB)
+            return resident_arm()
 
         monkeypatch.setattr(command, "run_arm", run_arm)
         settings = Settings(
@@ -87,22 +41,72 @@ def start(monkeypatch, tmp_path):
             traces=False,
             **changes,
         )
-        command.run_one(settings, settings.chosen()[-1], 0, arm("resident", RESIDENT, 40 * GB))
+        command.run_one(settings, settings.chosen()[-1], 0, resident_arm())
         if "checkpoints" in seen:
             assert seen["checkpoints"].parent == tmp_path and not seen["checkpoints"].exists()
         parsed = gpu.parse([*seen["options"], "--events", "unused"])
         assert parsed.async_save is parsed.finish_saves is ("checkpoints" in seen)
-        options = seen["options"]
-        values = {option: value for option, value in pairwise(options) if option.startswith("--")}
+        values = {option: value for option, value in pairwise(seen["options"]) if option.startswith("--")}
         return values, seen["environment"]
 
     return start
 
 
-def test_a_step_follows_the_one_that_saves_last_whose_seconds_would_else_hold_the_writing(start):
-    assert start("native", saves=True, alone_steps=0)[0]["--alone-steps"] == "1"
-    assert start("native", saves=False, alone_steps=0)[0]["--alone-steps"] == "0"
-    assert start("native", saves=True)[0]["--alone-steps"] == "3"
+def config_of(*options):
+    """Return the config that an arm of these options makes."""
+    from bridge_fgo.tools.arms.gpu_config import build_config
+
+    return build_config(gpu.parse([*options, "--events", "unused"]))
+
+
+# --- which arms there are ---
+
+
+@pytest.mark.parametrize(
+    ("names", "how", "why"),
+    [
+        (["native"], {}, "resident first"),
+        (["resident", "nativ"], {}, "resident first"),
+        ([""], {}, "resident first"),
+        (["resident", "native", "native"], {}, "twice"),
+        (["resident", "hybrid"], {"optimizer": "muon"}, "HybridDeviceOptimizer is Adam"),
+        (OF_FSDP[:1] + OF_FSDP[2:4], {}, "say what it shards, --fsdp no_shard"),
+        (OF_FSDP[:1] + OF_FSDP[2:4], {"fsdp": "zero"}, "say what it shards"),
+        (OF_FSDP[:1] + OF_FSDP[2:4], {"fsdp": "optim", "optimizer": "muon"}, "with --optimizer muon"),
+        (["resident", "native"], {"fsdp": "optim"}, "name both"),
+        (["resident", "fsdp"], {"fsdp": "optim"}, "name both"),
+    ],
+)
+def test_arms_that_are_not_there_or_do_not_go_together_are_refused_by_name(names, how, why):
+    with pytest.raises(ValueError, match=why):
+        presets.arms(names, [], "short", **how)
+
+
+def test_every_checkout_of_megatron_lm_is_an_arm_of_its_own_and_has_to_be_whole(tmp_path):
+    a, b, part = checkout(tmp_path / "a"), checkout(tmp_path / "b"), checkout(tmp_path / "part", parts=("core",))
+    found = presets.arms(["resident", "mcore"], [a, b], "short")
+    assert [(one.name, one.python_path) for one in found] == [("resident", ""), ("mcore", a), ("mcore1", b)]
+    with pytest.raises(ValueError, match=r"no megatron/training in it"):
+        presets.arms(["resident", "mcore"], [part], "short")
+
+
+def test_an_arm_is_compared_with_the_resident_one_of_its_kind_and_of_its_variables_where_there_is_one():
+    names = ["native", "resident:A=1", "native:A=1", "native:A=2", *OF_FSDP[2:], "fsdp:A=1"]
+    found = presets.arms(["resident", *names], [], "short", fsdp="optim")
+    compared = {one.name: presets.resident_of(one, found).name for one in found}
+    assert compared == {
+        **dict.fromkeys(("resident", "native", "native:A=2", "hybrid"), "resident"),
+        **dict.fromkeys(("native:A=1", "resident:A=1"), "resident:A=1"),
+        **dict.fromkeys(("fsdp_resident", "fsdp", "fsdp:A=1"), "fsdp_resident"),
+    }
+
+
+def test_a_value_of_a_variable_may_have_a_colon():
+    variable = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert presets.read_name(f"native:{variable}") == ("native", dict([variable.split("=")]))
+
+
+# --- what each arm is started with ---
 
 
 def test_an_arm_is_started_with_what_its_name_stands_for(start, tmp_path):
@@ -118,33 +122,15 @@ def test_an_arm_is_started_with_what_its_name_stands_for(start, tmp_path):
     assert environment == {"A": "1", "B": "x", "y": "z"} and options["--engine"] == "native"
 
 
-def test_a_value_of_a_variable_may_have_a_colon():
-    variable = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    assert presets.read_name(f"native:{variable}") == ("native", dict([variable.split("=")]))
-
-
-def test_an_arm_is_compared_with_the_resident_one_of_its_variables_where_there_is_one():
-    names = ["resident", "native", "native:A=1", "resident:A=1", "native:A=2"]
-    found = presets.arms(names, [], "short")
-    compared = [presets.resident_of(one, found).name for one in found]
-    assert compared == ["resident", "resident", "resident:A=1", "resident:A=1", "resident"]
-
-
-def test_an_arm_that_is_named_twice_is_refused():
-    with pytest.raises(ValueError, match="twice"):
-        presets.arms(["resident", "native", "native"], [], "short")
-
-
 def test_where_nothing_resident_fits_as_it_is_resident_arms_recompute_and_offloaded_ones_do_not(start):
     recomputes = {name: start(name, preset="tight")[0] for name in ("resident", "recomputed", "auto", "native")}
-    assert {name: found.get("--recompute") for name, found in recomputes.items()} == {
-        "resident": "attention",
-        "recomputed": "full",
-        "auto": None,
-        "native": None,
-    }
+    wanted = {"resident": "attention", "recomputed": "full", "auto": None, "native": None}
+    assert {name: found.get("--recompute") for name, found in recomputes.items()} == wanted
     assert recomputes["auto"]["--gpu-memory-budget-gib"] == "auto" and recomputes["recomputed"]["--offload"] == "off"
     assert "--recompute" not in start("resident")[0]
+    of_fsdp = options_of(OF_FSDP, preset="tight", fsdp="optim_grads_params")
+    recomputing = {name: one.recompute for name, one in of_fsdp.items() if one.recompute != "none"}
+    assert recomputing == {"resident": "attention", "fsdp_resident": "attention"}
 
 
 @pytest.mark.parametrize("name", ["native", "whole", "half", "hybrid"])
@@ -160,21 +146,120 @@ def test_mcores_offloaders_which_cannot_save_in_the_background_train_without_sav
     assert "--save" not in start("mcore", saves=True)[0]
 
 
-def test_every_gpu_gets_its_microbatches_and_the_experts_are_over_all(start):
+def test_a_step_follows_the_one_that_saves_last_whose_seconds_would_else_hold_the_writing(start):
+    assert start("native", saves=True, alone_steps=0)[0]["--alone-steps"] == "1"
+    assert start("native", saves=False, alone_steps=0)[0]["--alone-steps"] == "0"
+    assert start("native", saves=True)[0]["--alone-steps"] == "3"
+
+
+def test_the_preset_of_many_slabs_sets_their_size_for_this_packages_engine_alone():
+    names, fsdp = list(presets.NAMES), "optim"
+    small = {one.name: "--slab-bytes" in one.options for one in presets.arms(names, [], "slabs", fsdp=fsdp)}
+    ours = ("native", "whole", "half", "auto", "fsdp")
+    assert small == {name: name in ours for name in presets.NAMES}
+    assert not any("--slab-bytes" in one.options for one in presets.arms(names, [], "short", fsdp=fsdp))
+
+
+def test_sizes_are_the_presets_or_those_asked_for_and_gpus_share_them(start):
     options, _ = start("native", gpus=8, preset="moe")
-    assert (options["--gbs"], options["--ep"]) == (str(2 * 4 * 8), "8")
-
-
-def test_every_arm_has_the_layers_asked_for_or_the_presets(start):
+    assert (options["--gbs"], options["--ep"]) == (str(2 * 4 * 8), "8"), "microbatches for each, experts over all"
     assert [start(arm, layers=12)[0]["--layers"] for arm in ("resident", "native")] == ["12", "12"]
     assert start("resident")[0]["--layers"] == "24"
-
-
-def test_tensor_parallel_gpus_share_their_microbatches():
     options = dict(pairwise(presets.size_options("short", gpus=4, tp=2, microbatches=8)))
     assert (options["--tp"], options["--gbs"]) == ("2", str(2 * 8 * 2))
     with pytest.raises(ValueError, match="--tp 3"):
         presets.size_options("short", gpus=4, tp=3)
+
+
+# --- optimizers and offloaders ---
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "dist_muon"])
+def test_every_arm_trains_with_the_same_optimizer(optimizer):
+    found = options_of(["resident", "native", "whole", "half", "auto", "recomputed"], optimizer=optimizer)
+    assert {(one.optimizer, one.distributed, one.layer_wise) for one in found.values()} == {(optimizer, False, False)}
+    assert found["resident"].offload == "off" and found["native"].offload == "on"
+
+
+def test_mcores_own_muon_is_layer_wise_and_driven_by_a_patched_bridge():
+    mcore = options_of(["resident", "mcore"], optimizer="dist_muon")["mcore"]
+    assert (mcore.optimizer, mcore.distributed, mcore.layer_wise) == ("muon", True, True)
+    assert mcore.no_install and mcore.offload == "on"
+    assert not presets.arms(["resident", "mcore"], [], "short", "muon")[1].bitwise
+
+
+def test_a_checkout_whose_mcore_steps_in_chunks_does_so_in_its_arm_beside_those_that_do_not(tmp_path):
+    paths = [checkout(tmp_path / name) for name in ("generation_1", "in_chunks", "generation_2")]
+    config = tmp_path / "in_chunks/megatron/core/optimizer/optimizer_config.py"
+    config.parent.mkdir()
+    config.write_text("    offload_optimizer_states_chunk_numel: int = 0\n")
+    found = options_of(["resident", "mcore"], paths)
+    chunks = {name: one.chunk_numel for name, one in found.items()}
+    assert chunks == {"resident": 0, "mcore": 0, "mcore1": presets.CHUNK_NUMEL, "mcore2": 0}
+    assert all(one.engine == "mcore" for name, one in found.items() if name != "resident")
+
+
+@pytest.mark.parametrize("strategy", presets.STRATEGIES)
+def test_two_arms_have_megatron_fsdp_with_what_it_shards_and_the_others_have_not(strategy):
+    found = options_of(OF_FSDP, fsdp=strategy)
+    assert {name: one.fsdp for name, one in found.items() if one.fsdp} == {"fsdp_resident": strategy, "fsdp": strategy}
+    assert (found["fsdp_resident"].offload, found["fsdp"].offload) == ("off", "on")
+    assert found["fsdp"].engine == "native" and found["hybrid"].hybrid
+
+
+def test_what_asks_for_the_offload_is_what_the_arm_names(monkeypatch, cpu_standins):
+    from megatron.bridge.training import config as bridge
+
+    from bridge_fgo.tools.arms.gpu_config import LAYER_WISE_CHUNK_MIB, ask_for_offload
+
+    names = ("offload_optimizer_states", "chunked_optimizer_state_offload", "use_layer_wise_distributed_optimizer",
+             "offload_optimizer_states_chunk_numel", "optimizer_state_offload_chunk_size_mb")  # fmt: skip
+
+    def asked(*options):
+        optimizer = bridge.OptimizerConfig()
+        ask_for_offload(optimizer, gpu.parse([*options, "--offload", "on", "--events", "unused"]))
+        return {name: getattr(optimizer, name) for name in names if getattr(optimizer, name, False)}
+
+    assert asked() == {"offload_optimizer_states": True}
+    chunked = {"offload_optimizer_states": True, "offload_optimizer_states_chunk_numel": 8}
+    assert asked("--chunk-numel", "8") == chunked
+    layer_wise = ("--optimizer", "muon", "--layer-wise", "--no-install")
+    with pytest.raises(ValueError, match="apply patches/"):
+        asked(*layer_wise)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert asked(*layer_wise) == dict.fromkeys(names[1:3], True) | {names[4]: LAYER_WISE_CHUNK_MIB}
+
+
+# --- configs ---
+
+
+@pytest.mark.parametrize("preset", presets.PRESETS)
+@pytest.mark.usefixtures("cpu_standins")
+def test_arms_are_comparable_bit_by_bit_and_only_experts_need_the_deterministic_mode_for_it(preset):
+    model = config_of(*presets.size_options(preset, gpus=2)).model
+    assert not model.cross_entropy_loss_fusion
+    assert model.deterministic_mode is (model.num_moe_experts is not None) is (preset == "moe")
+
+
+@pytest.mark.usefixtures("cpu_standins")
+def test_the_config_of_an_arm_with_saves_is_of_background_saves_into_its_folder(tmp_path):
+    checkpoint = config_of(*presets.size_options("short", 1), *presets.save_options(16, str(tmp_path))).checkpoint
+    assert (checkpoint.save, checkpoint.save_interval, checkpoint.async_save) == (str(tmp_path), 8, True)
+    assert checkpoint.ckpt_format == "torch_dist"
+
+
+@pytest.mark.usefixtures("cpu_standins")
+def test_arms_with_and_without_megatron_fsdp_train_the_same_model_on_the_same_data():
+    arms = presets.arms(OF_FSDP, [], "short", fsdp="optim")
+    configs = {one.name: config_of(*presets.size_options("short", 1), *one.options) for one in arms}
+    assert {name for name, config in configs.items() if config.ddp.use_megatron_fsdp} == {"fsdp_resident", "fsdp"}
+    assert configs["fsdp"].checkpoint.ckpt_format == "fsdp_dtensor"
+    assert configs["fsdp"].ddp.data_parallel_sharding_strategy == "optim"
+    kinds = {
+        (config.model.num_layers, config.model.hidden_size, config.train.global_batch_size, config.dataset.seq_length)
+        for config in configs.values()
+    }
+    assert len(kinds) == 1
 
 
 @pytest.mark.parametrize(
@@ -186,24 +271,3 @@ def test_a_link_probe_that_fails_gives_no_figures(monkeypatch, script, why):
     monkeypatch.setattr(command, "launcher", lambda gpus: ("-c", script))  # before "-m" and the probe's module
     with pytest.raises(command.ArmFailed, match=why):
         command.probe(1)
-
-
-@pytest.mark.parametrize("preset", presets.PRESETS)
-@pytest.mark.usefixtures("cpu_standins")
-def test_arms_are_comparable_bit_by_bit_and_only_experts_need_the_deterministic_mode_for_it(preset):
-    from bridge_fgo.tools.arms.gpu_config import build_config
-
-    options = gpu.parse([*presets.size_options(preset, gpus=2), "--events", "unused"])
-    model = build_config(options).model
-    assert not model.cross_entropy_loss_fusion
-    assert model.deterministic_mode is (model.num_moe_experts is not None) is (preset == "moe")
-
-
-@pytest.mark.usefixtures("cpu_standins")
-def test_the_config_of_an_arm_with_saves_is_of_background_saves_into_its_folder(tmp_path):
-    from bridge_fgo.tools.arms.gpu_config import build_config
-
-    saves = presets.save_options(16, str(tmp_path))
-    checkpoint = build_config(gpu.parse([*presets.size_options("short", 1), *saves, "--events", "unused"])).checkpoint
-    assert (checkpoint.save, checkpoint.save_interval, checkpoint.async_save) == (str(tmp_path), 8, True)
-    assert checkpoint.ckpt_format == "torch_dist"

@@ -1,36 +1,47 @@
-"""The demo: what counts as bitwise equal, and what its exit status says."""
+"""The demo: what counts as bitwise equal, what its exit status says, its report, and where it runs."""
 
-from __future__ import annotations
-
-import importlib.util
+import io
 import json
 import math
+import re
 import struct
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
-from finished_arms import arm, step
+from rich.console import Console
+from typer.testing import CliRunner
 
 from bridge_fgo.tools import demo
 from bridge_fgo.tools.arms import comparator, runner
+from bridge_fgo.tools.main import app
 
 NAN_BITS = 0x7FF8000000000000
 
-Captured = pytest.CaptureFixture[str]
+
+def step(number, loss=1.0, grad_norm=0.5, skipped=False, seconds=0.1):
+    """Return a step's event as an arm writes it."""
+    exact = {"loss_hex": loss.hex(), "grad_norm_hex": grad_norm.hex()}
+    made = {"event": "step", "step": number, "loss": loss, "grad_norm": grad_norm, "skipped": skipped}
+    return {**made, **exact, "passes": 1, "seconds": seconds}
 
 
-# --- the comparison -----------------------------------------------------------------
+def arm(name, steps, **digests):
+    """Return an arm that has ended, without a training."""
+    all_digests = {"params": "p", "masters": "m", "moments": "o"} | digests
+    result = {"event": "result", "digests": all_digests, "released_bytes": 10, "state_bytes": 10}
+    return runner.ArmRun(name, {"device": "cpu"}, steps, result)
 
-LAST_BIT = {"loss": math.nextafter(1.0, 2.0), "grad_norm": math.nextafter(0.5, 1.0)}
-DIFFERENT: dict[str, tuple[list[runner.Event], list[runner.Event], dict[str, str], list[str]]] = {
+
+# --- the comparison ---
+
+DIFFERENT = {
     "nothing": ([step(1), step(2)], [step(1), step(2)], {}, []),
     "the same NaN": ([step(1, loss=math.nan)], [step(1, loss=math.nan)], {}, []),
     "a NaN": ([step(1, loss=math.nan)], [step(1)], {}, ["losses"]),
     "the sign of zero": ([step(1, loss=0.0)], [step(1, loss=-0.0)], {}, ["losses"]),
-    "the last bit of a loss": ([step(1)], [step(1, loss=LAST_BIT["loss"])], {}, ["losses"]),
-    "the last bit of a norm": ([step(1)], [step(1, grad_norm=LAST_BIT["grad_norm"])], {}, ["grad norms"]),
+    "the last bit of a loss": ([step(1)], [step(1, loss=math.nextafter(1.0, 2.0))], {}, ["losses"]),
+    "the last bit of a norm": ([step(1)], [step(1, grad_norm=math.nextafter(0.5, 1.0))], {}, ["grad norms"]),
     "a skipped step": ([step(1)], [step(1, skipped=True)], {}, ["losses"]),
     "a missing step": ([step(1), step(2)], [step(1)], {}, ["losses", "grad norms"]),
     "no steps at all": ([], [], {}, ["losses", "grad norms"]),
@@ -39,30 +50,30 @@ DIFFERENT: dict[str, tuple[list[runner.Event], list[runner.Event], dict[str, str
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_arms_are_equal_but_for_the_parts_whose_bits_differ(what: str) -> None:
+def test_arms_are_equal_but_for_the_parts_whose_bits_differ(what):
     theirs, ours, digests, different = DIFFERENT[what]
     same = comparator.compare(arm("resident", theirs), arm("offloaded", ours, **digests))
     assert [part for part, equal in same.parts.items() if not equal] == different
     assert same.bitwise_equal is not bool(different)
 
 
-def test_a_digest_that_neither_arm_has_is_no_equality() -> None:
-    resident, offloaded = arm("resident", [step(1)]), arm("offloaded", [step(1)])
-    for run in (resident, offloaded):
+def test_a_digest_that_neither_arm_has_is_no_equality():
+    runs = [arm(name, [step(1)]) for name in ("resident", "offloaded")]
+    for run in runs:
         del run.result["digests"]["moments"]
-    assert not comparator.compare(resident, offloaded).bitwise_equal
+    assert not comparator.compare(*runs).bitwise_equal
 
 
-def test_bits_tell_nans_apart_and_a_number_from_none() -> None:
+def test_bits_tell_nans_apart_and_a_number_from_none():
     nan, other = (struct.unpack("<d", struct.pack("<Q", NAN_BITS | payload))[0] for payload in (1, 2))
     assert comparator.bits(nan) == comparator.bits(nan) != comparator.bits(other)
     assert comparator.bits(None) != comparator.bits(0.0)
 
 
-# --- following an arm ---------------------------------------------------------------
+# --- following an arm ---
 
 
-def test_a_line_that_is_still_being_written_waits(tmp_path: Path) -> None:
+def test_a_line_that_is_still_being_written_waits(tmp_path):
     path = tmp_path / "events.jsonl"
     tail = runner.EventTail(path)
     assert list(tail.new_events()) == []
@@ -106,116 +117,229 @@ FAKE_ARM = """
 
 
 @pytest.fixture
-def run_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns a function that runs the demo with an arm whose offloaded run has the given trouble."""
+def run_fake(tmp_path, monkeypatch, capfd):
+    """Run the demo with an arm whose offloaded run has the given trouble; returns status, output and errors."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
 
-    def run(trouble: str = "", steps: int = 3, **settings: Any) -> int:
+    def run(trouble="", steps=3, **settings):
         (tmp_path / "fake_arm.py").write_text(textwrap.dedent(FAKE_ARM.format(trouble=trouble)))
-        return demo.run(demo.Settings(arm_module="fake_arm", steps=steps, **settings))
+        status = demo.run(demo.Settings(arm_module="fake_arm", steps=steps, **settings))
+        return status, *capfd.readouterr()
 
     return run
 
 
-def test_equal_arms_exit_with_0_and_print_one_json_object(run_fake: Any, capfd: Captured) -> None:
-    assert run_fake(json_output=True) == 0
-    printed = json.loads(capfd.readouterr().out)
-    assert printed["loss_resident"] == printed["loss_offloaded"] == [1 / 3, 2 / 3, 1.0]
+def test_equal_arms_exit_with_0_and_print_one_json_object_or_a_table(run_fake):
+    status, out, _ = run_fake(json_output=True)
+    printed = json.loads(out)
+    assert status == 0 and printed["loss_resident"] == printed["loss_offloaded"] == [1 / 3, 2 / 3, 1.0]
     wanted = {
-        "device": "fake",
-        "bridge": "0.6.2",
-        "mcore": "0.19.2",
-        "engine": "native",
-        "steps": 3,
-        "bitwise_equal": True,
-        "state_bytes": 100,
-        "released_bytes": 60,
-    }
+        "device": "fake", "bridge": "0.6.2", "mcore": "0.19.2", "engine": "native", "steps": 3, "bitwise_equal": True,
+        "state_bytes": 100, "released_bytes": 60,
+    }  # fmt: skip
     assert {name: printed[name] for name in wanted} == wanted
+    status, out, _ = run_fake()
+    assert status == 0 and "Bitwise equal" in out and "0.333333333" in out
+    assert "correctness and bytes, not speed" in " ".join(out.split())
 
 
-def test_a_folder_that_cannot_be_made_has_a_status_of_its_own(run_fake: Any, capfd: Captured) -> None:
-    assert run_fake(keep=Path("/dev/null/x")) == 2
-    assert "/dev/null/x" in capfd.readouterr().err
+@pytest.mark.parametrize(
+    ("trouble", "settings", "status", "said"),
+    [
+        ("loss", {}, 1, "NOT bitwise equal"),
+        ("loss", {"json_output": True}, 1, '"bitwise_equal": false'),
+        ("nothing", {}, 1, "released no memory"),
+        ("silent", {}, 2, "no result"),
+        ("", {"keep": Path("/dev/null/x")}, 2, "/dev/null/x"),
+    ],
+)
+def test_what_went_wrong_has_its_status_and_is_said(run_fake, trouble, settings, status, said):
+    found, *printed = run_fake(trouble, **settings)
+    assert found == status and said in "".join(printed)
 
 
-def test_the_report_says_bitwise_equal(run_fake: Any, capfd: Captured) -> None:
-    assert run_fake() == 0
-    printed = capfd.readouterr().out
-    assert "Bitwise equal" in printed
-    assert "correctness and bytes, not speed" in " ".join(printed.split())
-    assert "0.333333333" in printed
+def test_an_arm_that_fails_exits_with_2_and_shows_its_last_lines(run_fake):
+    status, out, errors = run_fake("crash", json_output=True, steps=40)
+    assert (status, out) == (2, "")
+    assert "out of luck" in errors and "trained step 40" in errors
+    assert "trained step 11\n" not in errors, "only the last 30 lines are shown"
 
 
-def test_arms_that_differ_exit_with_1(run_fake: Any, capfd: Captured) -> None:
-    assert run_fake("loss") == 1
-    assert "NOT bitwise equal" in capfd.readouterr().out
-    assert run_fake("loss", json_output=True) == 1
-    assert json.loads(capfd.readouterr().out)["bitwise_equal"] is False
+def test_json_has_null_for_a_loss_that_is_nan(run_fake):
+    status, out, _ = run_fake("nan", json_output=True)
+    printed = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert status == 1 and printed["loss_offloaded"] == [None] * 3
 
 
-def test_an_offloaded_arm_that_released_nothing_exits_with_1(run_fake: Any, capfd: Captured) -> None:
-    assert run_fake("nothing") == 1
-    assert "released no memory" in capfd.readouterr().err
-
-
-def test_an_arm_that_fails_exits_with_2_and_shows_its_last_lines(run_fake: Any, capfd: Captured) -> None:
-    assert run_fake("crash", json_output=True, steps=40) == 2
-    captured = capfd.readouterr()
-    assert captured.out == ""
-    assert "out of luck" in captured.err
-    assert "trained step 40" in captured.err
-    assert "trained step 11\n" not in captured.err, "only the last 30 lines are shown"
-
-
-def test_an_arm_without_a_result_exits_with_2(run_fake: Any, capfd: Captured) -> None:
-    assert run_fake("silent") == 2
-    assert "no result" in capfd.readouterr().err
-
-
-def test_json_has_null_for_a_loss_that_is_nan(run_fake: Any, capfd: Captured) -> None:
-    assert run_fake("nan", json_output=True) == 1
-    text = capfd.readouterr().out
-    printed = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert printed["loss_offloaded"] == [None] * 3
-
-
-def test_keep_leaves_logs_and_events_and_a_second_demo_starts_afresh(run_fake: Any, tmp_path: Path) -> None:
+def test_keep_leaves_logs_and_events_and_a_second_demo_starts_afresh(run_fake, tmp_path):
     for _ in range(2):
-        assert run_fake(keep=tmp_path / "kept") == 0
+        assert run_fake(keep=tmp_path / "kept")[0] == 0
     kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
     assert kept == ["offloaded.events.jsonl", "offloaded.log", "resident.events.jsonl", "resident.log"]
     assert len((tmp_path / "kept" / "resident.events.jsonl").read_text().splitlines()) == 5
 
 
-def test_without_megatron_bridge_the_error_names_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capfd: Captured
-) -> None:
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+# --- the report ---
+
+
+def gpu_arm(name, scale, steps):
+    """Return an arm whose figures are `scale` times as large as one would be."""
+    figures = {
+        "state_bytes": 2_000,
+        "released_bytes": 3_000_000,
+        "pinned_bytes": 4_000_000_000,
+        "peak_allocated_bytes": 5_000_000_000,
+        "peak_reserved_bytes": 6_000_000_000,
+        "peak_forward_backward_bytes": 7,
+    }
+    finished = arm(name, steps)
+    finished.result |= {figure: scale * value for figure, value in figures.items()}
+    return finished
+
+
+def report(resident, offloaded, cpu):
+    """Return the report as text, and the cells after the first of each of its rows by the first."""
+    console = Console(file=io.StringIO(), width=120)
+    demo.print_report(console, resident, offloaded, comparator.compare(resident, offloaded), cpu)
+    text = console.file.getvalue()
+    rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in text.splitlines() if line[:1] in "│┃"]
+    return text, {row[0]: row[1:] for row in rows if row}
+
+
+def test_the_report_has_the_figures_of_each_arm_in_its_column():
+    slow_at_first = [step(number, seconds=9.0 if number <= 3 else 0.25) for number in range(1, 6)]
+    text, cells = report(gpu_arm("resident", 1, slow_at_first), gpu_arm("offloaded", 2, slow_at_first), cpu=False)
+    assert (
+        cells
+        | {
+            "optimizer state": ["2.00 kB", "4.00 kB"],
+            "released during forward and backward": ["3.00 MB", "6.00 MB"],
+            "pinned host memory": ["4.00 GB", "8.00 GB"],
+            "peak allocated": ["5.00 GB", "10.00 GB"],
+            "peak reserved": ["6.00 GB", "12.00 GB"],
+            "median step": ["0.250 s", "0.250 s"],  # without the first three steps
+        }
+        == cells
+    )
+    assert "peak state" not in text and "not speed" not in text
+
+
+def test_the_report_of_the_cpu_has_the_peak_of_the_state_and_no_times():
+    _, cells = report(gpu_arm("resident", 1, [step(1)]), gpu_arm("offloaded", 2, [step(1)]), cpu=True)
+    assert cells["peak state in forward and backward"] == ["7 B", "14 B"]
+    assert not {"peak allocated", "peak reserved", "median step"} & set(cells)
+
+
+def test_a_step_that_differs_is_in_the_report_of_a_long_run_and_equal_ones_half_way_are_not():
+    ours = [step(number, loss=1.5) for number in range(1, 101)]
+    theirs = [*ours[:49], step(50, loss=2.5), *ours[50:]]
+    text, cells = report(arm("resident", ours), arm("offloaded", theirs), cpu=True)
+    assert cells["50"] == ["1.5", "2.5", "NO"] and cells["30"] == cells["71"] == ["1.5", "1.5", "yes"]
+    assert not {"31", "49", "51", "70"} & set(cells)
+    assert "NOT bitwise equal: losses DIFFERENT, grad norms equal, params equal" in " ".join(text.split())
+
+
+def test_json_has_what_each_arm_took_and_what_is_equal():
+    arms = gpu_arm("resident", 1, [step(1)]), gpu_arm("offloaded", 2, [step(1)])
+    printed = demo.json_report(*arms, comparator.compare(*arms))
+    assert printed["peak_allocated_bytes"] == {"resident": 5_000_000_000, "offloaded": 10_000_000_000}
+    assert printed["peak_reserved_bytes"] == {"resident": 6_000_000_000, "offloaded": 12_000_000_000}
+    assert printed["peak_forward_backward_bytes"] == {"resident": 7, "offloaded": 14}
+    assert (printed["released_bytes"], printed["pinned_bytes"]) == (6_000_000, 8_000_000_000)
+    assert printed["equal"] == dict.fromkeys(("losses", "grad norms", "params", "masters", "moments"), True)
+
+
+# --- where it runs ---
+
+
+@pytest.mark.parametrize("missing", ["megatron.bridge", "megatron.core"])
+def test_what_is_not_installed_is_named_alone(monkeypatch, capfd, missing):
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None if name == missing else object())
+    assert demo.missing_packages() == [missing.replace(".", "-")]
     assert demo.run(demo.Settings()) == 2
-    assert "megatron-bridge" in capfd.readouterr().err
+    assert f"bridge-fgo demo: {missing.replace('.', '-')} is not installed" in capfd.readouterr().err
 
 
-def test_a_missing_megatron_core_is_named_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None if name == "megatron.core" else object())
-    assert demo.missing_packages() == ["megatron-core"]
+def test_the_cpu_is_taken_where_asked_for_without_a_look_for_a_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("looked for a GPU"))
+    assert demo.choose_device("cpu") == ("cpu", None)
 
 
-# --- the real thing -----------------------------------------------------------------
+def test_without_a_gpu_the_cpu_is_taken_unless_cuda_was_asked_for(monkeypatch, capfd):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(demo, "run_arm", lambda *arguments: pytest.fail("ran an arm"))
+    assert demo.choose_device("auto") == ("cpu", "torch sees no CUDA device")
+    assert demo.run(demo.Settings(device="cuda")) == 2
+    assert "bridge-fgo demo: --device cuda: torch sees no CUDA device here" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("missing", [None, "transformer_engine/pytorch.py", "megatron/bridge.py"])
+def test_auto_takes_a_gpu_only_with_all_that_its_arm_imports(missing, monkeypatch, tmp_path):
+    needed = ("transformer_engine/__init__.py", "transformer_engine/pytorch.py", "megatron/__init__.py",
+              "megatron/bridge.py")  # fmt: skip
+    for name in needed:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if name != missing:
+            (tmp_path / name).touch()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    device, why = demo.choose_device("auto")
+    if missing is None:
+        assert (device, why) == ("cuda", None)
+        return
+    assert device == "cpu" and why is not None
+    assert why.startswith("Transformer Engine or megatron.bridge does not import: ModuleNotFoundError: No module named")
+    # What the user asks for is tried: its arm says what is wrong.
+    assert demo.choose_device("cuda") == ("cuda", None)
+
+
+@pytest.fixture
+def run_without_arms(monkeypatch, capfd):
+    """Run the demo on a device with arms that are no process; returns status, what it called, and what it printed."""
+
+    def run(device, why, **settings):
+        called = []
+        run_arm = lambda name, module, options, *_, **__: called.append((module, options)) or arm(name, [step(1)])  # noqa: E731
+        monkeypatch.setattr(demo, "run_arm", run_arm)
+        monkeypatch.setattr(demo, "missing_packages", lambda: [])
+        monkeypatch.setattr(demo, "choose_device", lambda requested: (device, why))
+        return demo.run(demo.Settings(steps=5, **settings)), called, "".join(capfd.readouterr())
+
+    return run
+
+
+def test_on_a_gpu_both_arms_are_the_gpus_with_the_sizes_that_were_given(run_without_arms):
+    status, called, printed = run_without_arms("cuda", None, gpu_options=("--layers", "2"))
+    options = ["--steps", "5", "--layers", "2", "--offload"]
+    assert status == 0 and called == [("bridge_fgo.tools.arms.gpu", [*options, on]) for on in ("off", "on")]
+    assert "median step" in printed and "on the CPU" not in printed
+
+
+def test_on_the_cpu_the_user_is_told_why_and_sizes_of_the_gpus_demo_are_refused(run_without_arms):
+    status, called, printed = run_without_arms("cpu", "the test says so")
+    assert status == 0 and {module for module, _ in called} == {"bridge_fgo.tools.arms.cpu"}
+    assert "Running on the CPU: the test says so." in printed
+    status, called, printed = run_without_arms("cpu", "", gpu_options=("--layers", "2"))
+    assert (status, called) == (2, []) and "demo: --layers 2: only the GPU's demo has these sizes" in printed
+
+
+def test_every_option_of_the_command_reaches_the_demo(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(demo, "run", lambda settings: given.append(settings) or 1)
+    sizes = "--layers 2 --hidden 64 --ffn 96 --heads 4 --seq 32 --mbs 1 --gbs 8"
+    options = [*sizes.split(), "--precision-aware", "--moments-dtype", "bf16"]
+    command = ["demo", "--steps", "7", "--json", "--device", "cuda", "--keep", str(tmp_path), *options]
+    assert CliRunner().invoke(app, command).exit_code == 1
+    assert given == [demo.Settings(7, True, "cuda", tmp_path, tuple(options))]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("bridge_fgo.tools.arms") is None
-    or importlib.util.find_spec("bridge_fgo.tools.arms.cpu") is None,
-    reason="the CPU arm is not there",
-)
-def test_demo_on_the_cpu_is_bitwise_equal(tmp_path: Path, capfd: Captured) -> None:
+def test_demo_on_the_cpu_is_bitwise_equal(tmp_path, capfd):
     status = demo.run(demo.Settings(steps=4, json_output=True, device="cpu", keep=tmp_path))
-    captured = capfd.readouterr()
-    assert status == 0, captured.err
-    printed = json.loads(captured.out)
+    out, errors = capfd.readouterr()
+    assert status == 0, errors
+    printed = json.loads(out)
     assert printed["bitwise_equal"] is True
     assert printed["steps"] == 4 == len(printed["loss_resident"]) == len(printed["loss_offloaded"])
     assert 0 < printed["released_bytes"] <= printed["state_bytes"]

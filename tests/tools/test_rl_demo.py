@@ -1,12 +1,8 @@
 """`bridge-fgo demo --rl`: what it asks of its arms, and what it reports of them."""
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap
-from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -15,8 +11,6 @@ from bridge_fgo.tools import demo, rl_demo
 from bridge_fgo.tools.arms import runner
 from bridge_fgo.tools.iteration_picture import State, states_of_run
 from bridge_fgo.tools.main import app
-
-Captured = pytest.CaptureFixture[str]
 
 FAKE_ARM = """
     import argparse, json, sys
@@ -58,61 +52,59 @@ FAKE_ARM = """
 
 
 @pytest.fixture
-def run_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns a function that runs the demo with an arm whose sleeping run has the given trouble."""
+def run_fake(tmp_path, monkeypatch, capfd):
+    """Run the demo with an arm whose sleeping run has the given trouble; returns status, output and errors."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
 
-    def run(trouble: str = "", device: str = "cpu", **settings: Any) -> int:
+    def run(trouble="", device="cpu", **settings):
         (tmp_path / "fake_rl.py").write_text(textwrap.dedent(FAKE_ARM.format(trouble=trouble, device=device)))
         given = {"options": {"steps": 30}, "device": "cpu", "arm_module": "fake_rl"} | settings
-        return rl_demo.run(rl_demo.Settings(**given))
+        return rl_demo.run(rl_demo.Settings(**given)), *capfd.readouterr()
 
     return run
 
 
-def test_json_has_rewards_moves_and_what_is_equal(run_fake: Any, capfd: Captured) -> None:
-    assert run_fake(json_output=True) == 0
-    printed = json.loads(capfd.readouterr().out)
-    assert printed["bitwise_equal"] is True and printed["steps"] == 30
+def test_json_has_rewards_moves_and_what_is_equal(run_fake):
+    status, out, _ = run_fake(json_output=True)
+    printed = json.loads(out)
+    assert status == 0 and printed["bitwise_equal"] is True and printed["steps"] == 30
     assert printed["reward"] == pytest.approx({"first": 0.055, "last": 0.255})
     assert printed["moves"]["asleep"] == {"seconds": 0.25, "copied": 1400, "freed": 1800, "returned": 1800}
     assert printed["held_bytes"] == 1002, "the least that the second process got, but in the first sleep"
     assert printed["equal"] == dict.fromkeys(("rewards", "losses", "grad norms", "params", "masters", "moments"), True)
 
 
-def test_the_tables_say_what_each_move_took(run_fake: Any, capfd: Captured) -> None:
-    assert run_fake() == 0
-    printed = " ".join(capfd.readouterr().out.split())
-    assert "Bitwise equal, asleep between updates or not" in printed
+def test_the_tables_say_what_each_move_took(run_fake):
+    status, out, _ = run_fake()
+    printed = " ".join(out.split())
+    assert status == 0 and "Bitwise equal, asleep between updates or not" in printed
     assert "sleep: offload everything │ 0.2500 │ 1.40 kB │ 1.80 kB │ - │" in printed
     assert "no second process" in printed and "correctness and bytes, not speed" in printed
-    assert run_fake(device="a GPU") == 0
-    printed = " ".join(capfd.readouterr().out.split())
-    assert "│ 1.40 kB │ 1.80 kB │ 1.80 kB │" in printed
+    status, out, _ = run_fake(device="a GPU")
+    printed = " ".join(out.split())
+    assert status == 0 and "│ 1.40 kB │ 1.80 kB │ 1.80 kB │" in printed
     assert "took and filled 1.00 kB in each sleep" in printed and "not speed" not in printed
 
 
-@pytest.mark.parametrize("trouble", ["bits", "reward"])
-def test_arms_that_differ_exit_with_1(trouble: str, run_fake: Any, capfd: Captured) -> None:
-    assert run_fake(trouble) == 1
-    assert "NOT bitwise equal" in capfd.readouterr().out
+@pytest.mark.parametrize(
+    ("trouble", "settings", "status", "said"),
+    [
+        ("bits", {}, 1, ["NOT bitwise equal"]),
+        ("reward", {}, 1, ["NOT bitwise equal"]),
+        ("crash", {}, 2, ["the sleeping arm failed", "out of luck"]),
+        ("", {"ranks": 3, "options": {"tp": 2}}, 2, ["--ranks 3: use a multiple of --tp x --pp = 2"]),
+    ],
+)
+def test_what_went_wrong_has_its_status_and_is_said(run_fake, trouble, settings, status, said):
+    found, *printed = run_fake(trouble, **settings)
+    assert found == status and all(text in "".join(printed) for text in said)
 
 
-def test_an_arm_that_fails_exits_with_2_and_shows_its_last_lines(run_fake: Any, capfd: Captured) -> None:
-    assert run_fake("crash") == 2
-    assert "the sleeping arm failed" in (printed := capfd.readouterr().err) and "out of luck" in printed
+def test_several_ranks_are_launched_by_torchrun(monkeypatch):
+    launched = []
 
-
-def test_ranks_that_do_not_share_models_evenly_are_refused(run_fake: Any, capfd: Captured) -> None:
-    assert run_fake(ranks=3, options={"tp": 2}) == 2
-    assert "--ranks 3: use a multiple of --tp x --pp = 2" in capfd.readouterr().err
-
-
-def test_several_ranks_are_launched_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[Any] = []
-
-    def run_arm(name: str, module: str, options: list[str], folder: Path, on_event: Any, launcher: Any) -> Any:
+    def run_arm(name, module, options, folder, on_event, launcher):
         given = dict(zip(options[::2], options[1::2], strict=True))
         launched.append((name, given["--tp"], given["--sleep"], launcher[-1:]))
         raise runner.ArmFailed(name, "it is a test", "")
@@ -122,33 +114,27 @@ def test_several_ranks_are_launched_by_torchrun(monkeypatch: pytest.MonkeyPatch)
     assert launched == [("resident", "2", "off", ("4",))]
 
 
-def test_the_picture_has_the_phases_of_an_iteration(run_fake: Any, tmp_path: Path) -> None:
-    assert run_fake(device="a GPU", keep=tmp_path / "kept", picture=tmp_path / "iteration.png") == 0
-    assert (tmp_path / "iteration.png").read_bytes()[:4] == b"\x89PNG"
+def test_the_picture_and_the_report_of_a_kept_demo_have_the_phases_of_an_iteration(run_fake, tmp_path):
+    kept, picture, page = (tmp_path / name for name in ("kept", "iteration.png", "report.html"))
+    assert run_fake(device="a GPU", keep=kept, picture=picture)[0] == 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
     arm = runner.ArmRun("sleeping")
-    for event in runner.EventTail(tmp_path / "kept" / "sleeping.events.jsonl").new_events():
+    for event in runner.EventTail(kept / "sleeping.events.jsonl").new_events():
         arm.add(event)
     states = states_of_run(arm)
     assert [sum(state.bytes.values()) for state in states] == [1800, 0, 200, 400, 1800]
     alone = {"params": 200, "grads": 0, "optimizer": 0, "reference": 0}
     assert states[2] == State("weights alone:\nrollouts", alone, 0.25, 200)
-
-
-def test_the_report_of_a_kept_demo_has_the_memory_of_an_iteration(run_fake: Any, tmp_path: Path) -> None:
-    assert run_fake(device="a GPU", keep=tmp_path / "kept") == 0
-    page = tmp_path / "report.html"
-    result = CliRunner().invoke(app, ["report", str(tmp_path / "kept"), "--output", str(page)])
+    result = CliRunner().invoke(app, ["report", str(kept), "--output", str(page)])
     assert result.exit_code == 0, result.output
     assert re.findall('alt="([a-z]*)"', page.read_text()) == ["iteration"]
 
 
-def test_options_of_the_command_reach_the_demo_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[rl_demo.Settings] = []
+def test_options_of_the_command_reach_the_demo_and_others_are_refused(monkeypatch):
+    given = []
     monkeypatch.setattr(rl_demo, "run", lambda settings: given.append(settings) or 1)
-    command = (
-        "demo --rl --steps 7 --json --device cuda --ranks 4 --tp 2 --pp 2 --layers 4 --hidden 64 --crowd --lr 1e-3"
-    )
-    assert CliRunner().invoke(app, command.split()).exit_code == 1
+    words = "--steps 7 --json --device cuda --ranks 4 --tp 2 --pp 2 --layers 4 --hidden 64 --crowd --lr 1e-3"
+    assert CliRunner().invoke(app, ["demo", "--rl", *words.split()]).exit_code == 1
     options = {"steps": 7, "tp": 2, "pp": 2, "lr": 1e-3, "crowd": True, "layers": 4, "hidden": 64}
     assert given == [rl_demo.Settings(options, True, "cuda", ranks=4)]
     for wrong, named in (("demo --rl --seq 32", "--seq"), ("demo --tp 2", "--tp")):
@@ -157,11 +143,10 @@ def test_options_of_the_command_reach_the_demo_and_others_are_refused(monkeypatc
 
 
 @pytest.mark.slow
-def test_the_reward_rises_and_the_run_that_sleeps_ends_bitwise_the_same(tmp_path: Path, capfd: Captured) -> None:
-    settings = rl_demo.Settings({"steps": 120}, json_output=True, device="cpu", keep=tmp_path)
-    status = rl_demo.run(settings)
-    captured = capfd.readouterr()
-    assert status == 0, captured.err
-    printed = json.loads(captured.out)
+def test_the_reward_rises_and_the_run_that_sleeps_ends_bitwise_the_same(tmp_path, capfd):
+    status = rl_demo.run(rl_demo.Settings({"steps": 120}, json_output=True, device="cpu", keep=tmp_path))
+    out, errors = capfd.readouterr()
+    assert status == 0, errors
+    printed = json.loads(out)
     assert printed["bitwise_equal"] is True and printed["steps"] == 120
     assert printed["reward"]["first"] < 0.2 and printed["reward"]["last"] > 2.5 * printed["reward"]["first"]
