@@ -17,6 +17,11 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # as images set it: each pr
 import bridge_fgo
 
 
+def pytest_unconfigure():
+    """Unfreeze what `cpu_standins` froze: what is left at the end of the process would be told of as leaked."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def builder_is_forked():
     """Models that `plan`, `doctor` and the like have built come from a process that has Megatron imported."""
