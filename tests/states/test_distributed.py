@@ -1,18 +1,23 @@
-"""What a DistributedOptimizer claims as a source of states: its step part by part, and its copy to the weights."""
+"""What a DistributedOptimizer claims as a source: its states, its step part by part, and its copy to the weights."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_optimizer import make_distributed_optimizer, state_bytes, with_model
+from fake_optimizer import make_distributed_optimizer, state_bytes, step, with_model
+from fake_training import Training, masters_of, weights_of
 
-from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engines.native import NativeEngine
-from bridge_fgo.memory.meters import PeakMeter
-from bridge_fgo.states.distributed import MegatronSource
+from bridge_fgo.memory.state import State
+from bridge_fgo.states.distributed import MegatronSource, bundles, home_device, live_bytes
+from bridge_fgo.states.masters import MasterCopy
 
 SIZES = [100, 64, 300, 8, 50]
-QUANTIZED = ("ddp_config", "fp8_param_gather")
+QUANTIZED = [
+    ("ddp_config", "fp8_param_gather"),
+    ("ddp_config", "fp4_param_gather"),
+    ("config", "reuse_grad_buf_for_mxfp8_param_ag"),
+]
 
 
 def made(fp32_views=0, seed=0):
@@ -24,29 +29,139 @@ def made(fp32_views=0, seed=0):
     return optimizer, MegatronSource(optimizer)
 
 
+def names_of(optimizer):
+    return {id(bundle.param): [state.name for state in bundle.states] for bundle in bundles(optimizer)}
+
+
+# Its states.
+
+
+def test_it_gives_masters_with_the_weights_they_are_rounded_to_and_moments_that_the_first_step_makes():
+    optimizer, source = made(fp32_views=1)
+    assert source.device == optimizer.buffers[0].grad_data.device
+    found = source.states()
+    native, *params = optimizer.optimizer.param_groups[0]["params"]
+    assert found[0].param is native and [state.kind for state in found[0].states] == ["moment", "moment"]
+    for bundle, param, weight in zip(found[1:], params, weights_of(optimizer), strict=True):
+        master, *moments = bundle.states
+        assert master.read() is param is bundle.param
+        assert master.written_back and not master.late and torch.equal(master.rounds_to.tensor(), weight)
+        assert master.rounds_to.tensor().data_ptr() == weight.data_ptr()
+        for moment in moments:
+            assert moment.late and not moment.written_back and moment.rounds_to is moment.read() is None
+
+
+def test_a_moment_is_what_the_adam_holds_when_it_is_read_and_its_scalar_step_is_no_state():
+    optimizer = make_distributed_optimizer([10, 0])
+    (bundle,) = bundles(optimizer)  # a parameter of no elements has none
+    for _ in range(2):
+        step(optimizer, 0)
+        of_param = optimizer.optimizer.state[bundle.param]
+        expected = [bundle.param, of_param["exp_avg"], of_param["exp_avg_sq"]]
+        assert all(state.read() is tensor for state, tensor in zip(bundle.states, expected, strict=True))
+        optimizer.optimizer.load_state_dict(copy.deepcopy(optimizer.optimizer.state_dict()))  # another dictionary
+
+
+@pytest.mark.parametrize("buffer", ["param_data", "grad_data"])
+def test_masters_that_share_memory_with_a_ddp_buffer_are_left_alone(buffer):
+    optimizer = make_distributed_optimizer([10, 20])
+    first, second = masters_of(optimizer)
+    setattr(optimizer.buffers[0], buffer, second)
+    names = names_of(optimizer)
+    assert names[id(first)] == ["master weight", "exp_avg", "exp_avg_sq"]
+    assert names[id(second)] == ["exp_avg", "exp_avg_sq"]
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """The attributes of Transformer Engine's FusedAdam that the engine reads, and its lazy states."""
+
+    def __init__(self, params, exp_avg_dtype, master_weights, store_param_remainders):
+        super().__init__([{"params": params}], {})
+        self.master_weights, self.store_param_remainders = master_weights, store_param_remainders
+        dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_dtype, "master_param": torch.float32}
+        self.name_to_dtype_map = dtypes
+
+    def initialize(self):
+        for param in self.param_groups[0]["params"]:
+            remainders = self.store_param_remainders and param.dtype == torch.bfloat16
+            state = self.state[param]
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = torch.zeros(param.shape, dtype=self.name_to_dtype_map[key])
+            if self.master_weights:
+                state["master_param"] = torch.zeros(param.shape, dtype=torch.int16 if remainders else torch.float32)
+
+
+def precision_aware(exp_avg_dtype, store_param_remainders, master_weights=True):
+    """Return a DistributedOptimizer whose params are shards of the DDP buffer, as with precision-aware Adam."""
+    buffer, native = torch.zeros(300, dtype=torch.bfloat16), torch.zeros(50)
+    params = [buffer[:100], buffer[100:], native]
+    return SimpleNamespace(
+        optimizer=FusedAdam(params, exp_avg_dtype, master_weights, store_param_remainders),
+        shard_fp32_from_float16_groups=[[None, None]],
+        buffers=[
+            SimpleNamespace(param_data=buffer, grad_data=torch.zeros(300)),
+            SimpleNamespace(param_data=native, grad_data=torch.zeros(50)),
+        ],
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("remainders", [True, False])
+def test_what_precision_aware_adam_keeps_is_known_before_the_first_step_and_none_of_it_is_written_back(
+    dtype, remainders
+):
+    # TE writes the weights itself; a reader gets fp32 of what is in 16 bits.
+    optimizer = precision_aware(dtype, remainders)
+    nbytes = 2 * dtype.itemsize * 350 + (2 if remainders else 4) * 300 + 4 * 50
+    assert sum(bundle.nbytes for bundle in bundles(optimizer)) == nbytes
+    states = [state for bundle in bundles(optimizer) for state in bundle.states]
+    assert all(state.late and not state.written_back and state.rounds_to is None for state in states)
+    half = {state.name for state in states if state.converts}
+    assert half == (set() if dtype == torch.float32 else {"exp_avg", "exp_avg_sq"})
+    assert not optimizer.optimizer.state, "asking must not make entries"
+    optimizer.optimizer.initialize()
+    assert live_bytes(bundles(optimizer), home_device(optimizer)) == nbytes
+
+
+def test_precision_aware_adam_without_masters_has_only_moments_to_move():
+    # Its parameters are views of the DDP buffer: the model's own weights.
+    names = names_of(precision_aware(torch.float32, False, master_weights=False)).values()
+    assert all(of_param == ["exp_avg", "exp_avg_sq"] for of_param in names)
+
+
+def moment(dtype):
+    return State("moment", "exp_avg", torch.zeros(10), dtype, lambda: None, late=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
+def test_a_checkpoint_gets_moments_of_any_dtype_as_fp32(dtype):
+    assert moment(dtype).saved_nbytes == 40
+
+
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16])
+def test_a_state_that_is_larger_or_smaller_than_was_planned_is_refused(other):
+    with pytest.raises(RuntimeError, match="planned were 40"):
+        moment(torch.float32).check_size(torch.zeros(10, dtype=other))
+
+
+# Its step, and its copy to the model.
+
+
 def with_native_weight(optimizer):
     """Give it an fp32 parameter of the model's, which its copy to the model takes too."""
     shard, model = torch.full((4,), 7.0), torch.zeros(4)
     optimizer.shard_fp32_groups, optimizer.model_fp32_groups = [[shard]], [[model]]
     masters_only = optimizer._copy_main_params_to_model_params
 
-    def copy():
+    def copy_all():
         masters_only()
         for shards, models in zip(optimizer.shard_fp32_groups, optimizer.model_fp32_groups, strict=True):
             for one, of_model in zip(shards, models, strict=True):
                 of_model.copy_(one)
                 optimizer.copied.append(id(one))
 
-    optimizer._copy_main_params_to_model_params = copy
+    optimizer._copy_main_params_to_model_params = copy_all
     return shard, model
-
-
-def masters_of(optimizer):
-    return optimizer.shard_fp32_from_float16_groups[0]
-
-
-def weights_of(optimizer):
-    return optimizer.model_float16_groups[0]
 
 
 class FakePart:
@@ -80,28 +195,12 @@ def written(source):
         return ids
 
 
-def test_it_gives_masters_with_the_weights_they_are_rounded_to_and_moments_that_the_first_step_makes():
-    optimizer, source = made(fp32_views=1)
-    assert source.device == optimizer.buffers[0].grad_data.device
-    bundles = source.states()
-    native, *params = optimizer.optimizer.param_groups[0]["params"]
-    assert bundles[0].param is native
-    assert [state.kind for state in bundles[0].states] == ["moment", "moment"]
-    for bundle, param, weight in zip(bundles[1:], params, weights_of(optimizer), strict=True):
-        master, *moments = bundle.states
-        assert master.read() is param is bundle.param
-        assert master.written_back and torch.equal(master.rounds_to.tensor(), weight)
-        assert master.rounds_to.tensor().data_ptr() == weight.data_ptr()
-        assert all(moment.late and moment.rounds_to is None for moment in moments)
-
-
-def test_its_step_is_kept_whole_where_a_hook_hangs_on_it():
-    optimizer, source = made()
-    assert not source.kept_whole_by()
-    handle = optimizer.optimizer.register_step_post_hook(lambda *args: None)
-    assert source.kept_whole_by()
-    handle.remove()
-    assert not source.kept_whole_by()
+def copied_by_all(optimizer, source):
+    """Return the `id`s that a copy of all masters copies."""
+    optimizer.copied.clear()
+    with source.writing_back():
+        optimizer._copy_main_params_to_model_params()
+    return optimizer.copied
 
 
 def test_a_part_that_steps_updates_its_own_parameters_and_copies_its_own_masters_to_the_model():
@@ -119,8 +218,7 @@ def test_a_part_that_steps_updates_its_own_parameters_and_copies_its_own_masters
         return updated, on_model, written(source), frozenset(optimizer.copied)
 
     seen = stepped(optimizer, source, parts, look)
-    done = frozenset()
-    everything = frozenset(map(id, masters))
+    done, everything = frozenset(), frozenset(map(id, masters))
     for (updated, on_model, said, copied), ids in zip(seen, [frozenset(), *(p.ids for p in parts)], strict=True):
         done |= ids
         assert updated == said == copied == done
@@ -131,40 +229,23 @@ def test_a_part_that_steps_updates_its_own_parameters_and_copies_its_own_masters
     assert all(torch.equal(a, b) for a, b in zip(weights, weights_of(whole), strict=True))
 
 
-def test_parameters_of_no_part_are_updated_and_not_copied():
-    optimizer, source = made()
-    masters = masters_of(optimizer)
-    before = [weight.clone() for weight in weights_of(optimizer)]
-    old = masters[0].clone()
-    stepped(optimizer, source, [])
-    assert not torch.equal(masters[0], old)
-    assert optimizer.copied == []
-    assert all(torch.equal(a, b) for a, b in zip(weights_of(optimizer), before, strict=True))
-
-
-def test_a_part_without_masters_is_updated_and_nothing_of_it_copied():
-    optimizer, source = made()
-    part = FakePart(masters_of(optimizer), written_back=False)
-    seen = stepped(optimizer, source, [part], lambda part: written(source))
-    assert seen == [frozenset()] * 2
-    assert (optimizer.copied, part.noted) == ([], 0)
-
-
-@pytest.mark.parametrize(
-    ("where", "name"), [QUANTIZED, ("ddp_config", "fp4_param_gather"), ("config", "reuse_grad_buf_for_mxfp8_param_ag")]
-)
-def test_where_the_copy_does_not_divide_a_part_is_updated_and_all_masters_are_left_for_the_copy(where, name):
+@pytest.mark.parametrize("what", ["of no part", "without masters", *QUANTIZED])
+def test_what_is_not_copied_by_part_is_updated_and_left_for_the_copy_of_all(what):
     optimizer, source = made()
     assert source.writes_back_by_part
-    setattr(optimizer, where, SimpleNamespace(**{name: True}))
-    assert not source.writes_back_by_part
-    part = FakePart(masters_of(optimizer))
-    old = masters_of(optimizer)[0].clone()
-    seen = stepped(optimizer, source, [part], lambda part: written(source))
-    assert seen == [frozenset()] * 2
-    assert (optimizer.copied, part.noted) == ([], 0)
-    assert not torch.equal(masters_of(optimizer)[0], old)
-    assert all(state.rounds_to is None for bundle in source.states() for state in bundle.states)
+    masters = masters_of(optimizer)
+    old, weights = masters[0].clone(), [weight.clone() for weight in weights_of(optimizer)]
+    part = FakePart(masters, written_back=what != "without masters")
+    if what in QUANTIZED:
+        where, name = what
+        setattr(optimizer, where, SimpleNamespace(**{name: True}))
+        assert not source.writes_back_by_part
+        assert all(state.rounds_to is None for bundle in source.states() for state in bundle.states)
+    seen = stepped(optimizer, source, [] if what == "of no part" else [part], lambda part: written(source))
+    assert set(seen) == {frozenset()} and (optimizer.copied, part.noted) == ([], 0)
+    assert not torch.equal(masters[0], old)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(optimizer), weights, strict=True))
+    assert copied_by_all(optimizer, source) == list(map(id, masters))
 
 
 def test_it_tells_while_it_copies_a_part_and_only_then():
@@ -180,7 +261,7 @@ def test_it_tells_while_it_copies_a_part_and_only_then():
     assert told == [None, frozenset()]
 
 
-def test_the_rest_is_what_was_not_copied_part_by_part_and_the_native_fp32_parameters():
+def test_the_rest_is_what_was_not_copied_part_by_part_and_the_native_fp32_parameters_and_all_outside_of_a_step():
     optimizer, source = made()
     native, of_model = with_native_weight(optimizer)
     masters = masters_of(optimizer)
@@ -194,22 +275,11 @@ def test_the_rest_is_what_was_not_copied_part_by_part_and_the_native_fp32_parame
 
     with source.stepping(run, {id(m): None for m in masters}):
         optimizer.optimizer.step()
-        optimizer.copied.clear()
-        with source.writing_back():
-            optimizer._copy_main_params_to_model_params()
-    assert optimizer.copied == [*(id(m) for m in masters[2:]), id(native)]
+        assert copied_by_all(optimizer, source) == [*(id(m) for m in masters[2:]), id(native)]
     assert torch.equal(of_model, native)
     assert {name: vars(optimizer)[name] for name in lists} == lists, "its own lists are back"
-
-
-def test_outside_of_a_step_the_rest_is_everything():
-    optimizer, source = made()
-    stepped(optimizer, source, [FakePart(masters_of(optimizer))])
     assert written(source) == frozenset()
-    optimizer.copied.clear()
-    with source.writing_back():
-        optimizer._copy_main_params_to_model_params()
-    assert optimizer.copied == [id(master) for master in masters_of(optimizer)]
+    assert copied_by_all(optimizer, source) == [*map(id, masters), id(native)]
 
 
 def test_a_copy_that_fails_leaves_the_lists_and_counts_as_none():
@@ -228,49 +298,54 @@ def test_a_copy_that_fails_leaves_the_lists_and_counts_as_none():
     assert "step" not in vars(optimizer.optimizer)
 
 
-def engine_of(optimizer, source, **settings):
-    """Return an engine whose copies of masters to the model it is told of, as in training."""
-    engine = NativeEngine([source], OffloadConfig(engine="native", **settings), PeakMeter())
-    copy = optimizer._copy_main_params_to_model_params
-    optimizer._copy_main_params_to_model_params = lambda: engine.write_back(source, copy)
-    return engine
-
-
-@pytest.mark.parametrize("fraction", [0.3, 1.0])
-def test_under_an_engine_each_master_is_copied_once_a_step_whether_it_is_offloaded_or_not(fraction):
-    optimizer, source = made()
+@pytest.mark.parametrize(("fraction", "quantized"), [(0.3, False), (1.0, False), (1.0, True)])
+def test_under_an_engine_each_master_is_copied_once_a_step_whether_it_is_offloaded_or_not(fraction, quantized):
+    training = Training(sizes=SIZES, fraction=fraction, quantized=quantized)
+    (optimizer,), (source,) = training.optimizers, training.sources
     native, _ = with_native_weight(optimizer)
-    engine = engine_of(optimizer, source, fraction=fraction)
-    offloaded = [i for part in engine.parts_of(source) for i in part.ids]
-    engine.begin_pass()
-    engine.release()
-    engine.reload()
-    with engine.stepping(source):
+    masters = sorted(map(id, masters_of(optimizer)))
+    training.run_pass()
+    training.give_grads(training.both(source))
+    with training.engine.stepping(source):
         optimizer.optimizer.step()
-        assert sorted(optimizer.copied) == sorted(offloaded), "part by part"
+        by_part = [] if quantized else [i for part in training.parts() for i in part.ids]
+        assert sorted(optimizer.copied) == sorted(by_part)
+        if quantized:
+            held = sum(slab.nbytes for slab in training.slabs() if slab.written_back)
+            assert training.schedule.holding.held_through_step == held > 0
+            assert all(slab.gpu_bytes for slab in training.slabs() if slab.written_back)
         optimizer._copy_main_params_to_model_params()
-    assert sorted(optimizer.copied) == sorted([*map(id, masters_of(optimizer)), id(native)])
-    engine.require_readable()
+    assert sorted(optimizer.copied) == sorted([*masters, id(native)])
+    training.engine.require_readable()
     pairs = zip(masters_of(optimizer), weights_of(optimizer), strict=True)
     assert all(torch.equal(weight, master.bfloat16()) for master, weight in pairs)
 
 
-def test_masters_that_are_not_copied_by_part_are_on_the_gpu_for_the_copy_of_all_at_once():
-    optimizer, source = made()
-    optimizer.ddp_config = SimpleNamespace(fp8_param_gather=True)
-    engine = engine_of(optimizer, source)
-    masters = sum(slab.nbytes for slab in engine.slabs if slab.written_back)
-    assert engine.schedule.holding.held_through_step == masters > 0
-    engine.begin_pass()
-    engine.release()
-    engine.reload()
-    with engine.stepping(source):
-        optimizer.optimizer.step()
-        assert optimizer.copied == []
-        assert all(slab.gpu_bytes for slab in engine.slabs if slab.written_back)
-        optimizer._copy_main_params_to_model_params()
-    assert optimizer.copied == [id(master) for master in masters_of(optimizer)]
+# The weights that masters are rounded to.
 
+
+@pytest.mark.parametrize("other", [lambda master: None, torch.Tensor.double], ids=["none", "fp64"])
+def test_only_an_fp32_master_is_rounded_to_a_weight(other):
+    optimizer = with_model(make_distributed_optimizer([10, 20]))
+    masters = masters_of(optimizer)
+    masters[0] = other(masters[0])  # none: of a precision-aware Adam
+    assert set(MasterCopy(optimizer).rounded_weights()) == {id(masters[1])}
+
+
+def test_a_weight_is_found_where_its_buffer_is_now():
+    optimizer = with_model(make_distributed_optimizer([10, 20]))
+    masters, bucket = masters_of(optimizer), optimizer.buffers[-1].buckets[0]
+    shards = MasterCopy(optimizer).rounded_weights()
+    first, second = (shards[id(master)] for master in masters)
+    assert first.buffer is second.buffer, "one callable for each buffer"
+    for _ in range(2):
+        start = bucket.param_data.data_ptr()
+        assert [shard.tensor().data_ptr() for shard in (first, second)] == [start, start + 20]
+        assert torch.equal(second.tensor(), masters[1].bfloat16())
+        bucket.param_data = bucket.param_data.clone()
+
+
+# mcore's own offloaders.
 
 UPSTREAM = ["_state_offloader", "_optimizer_state_offloader"]
 
