@@ -11,27 +11,21 @@ from bridge_fgo.tools.arms.runner import ArmRun
 from bridge_fgo.tools.bench.plots import save_picture
 from bridge_fgo.tools.show import unit_of
 
-COLOURS = {
-    "params": "tab:blue",
-    "grads": "tab:cyan",
-    "optimizer": "tab:orange",
-    "reference": "tab:purple",
-    "others": "tab:green",
+KINDS = {
+    "params": ("parameters", "tab:blue"),
+    "grads": ("gradients", "tab:cyan"),
+    "optimizer": ("masters and moments", "tab:orange"),
+    "reference": ("reference model", "tab:purple"),
+    "others": ("activations, caches", "tab:green"),
 }
-TITLES = {
-    "params": "parameters",
-    "grads": "gradients",
-    "optimizer": "masters and moments",
-    "reference": "reference model",
-    "others": "activations, caches",
-}
+"""Kinds of memory: what to call them, and their colours."""
 
 
 @dataclass(frozen=True)
 class State:
     """A phase of an iteration.
 
-    name: what happens in it; bytes: on the device, by kind (see `COLOURS`); seconds: of the move that leads to it, and
+    name: what happens in it; bytes: on the device, by kind (see `KINDS`); seconds: of the move that leads to it, and
     copied: its bytes; None where nothing moves.
     """
 
@@ -63,18 +57,14 @@ def states_of_run(arm: ArmRun) -> list[State]:
         memory = dict(event["memory"])
         # The next phase begins by noting the peak of this one, and so the memory that was taken only for a while.
         after = steps[-1][place + 1]["memory"] if place + 1 < len(steps[-1]) else memory
-        kinds = {kind: nbytes for kind, nbytes in memory.items() if kind in COLOURS}
+        kinds = {kind: nbytes for kind, nbytes in memory.items() if kind in KINDS}
         if "peak" in after and event["phase"] != "begins":
             kinds["others"] = max(0, after["peak"] - sum(kinds.values()))
-        moves = "seconds" in event
-        found.append(
-            State(
-                NAMES[event["phase"]],
-                kinds,
-                statistics.median(one["seconds"] for one in of_all) if moves and not on_cpu else None,
-                int(statistics.median(one["copied"] for one in of_all)) if moves else None,
-            )
-        )
+        seconds = copied = None
+        if "seconds" in event:
+            copied = int(statistics.median(one["copied"] for one in of_all))
+            seconds = None if on_cpu else statistics.median(one["seconds"] for one in of_all)
+        found.append(State(NAMES[event["phase"]], kinds, seconds, copied))
     return found
 
 
@@ -94,7 +84,7 @@ def figure_of(states: list[State], pyplot: Any, title: str) -> Any:
     unit, size = unit_of(highest)
     for place, state in enumerate(states):
         bottom = 0.0
-        for kind, colour in COLOURS.items():
+        for kind, (_, colour) in KINDS.items():
             height = state.bytes.get(kind, 0) / size
             axes.bar(place, height, 0.7, bottom=bottom, color=colour)
             bottom += height
@@ -104,9 +94,9 @@ def figure_of(states: list[State], pyplot: Any, title: str) -> Any:
     axes.set_ylabel(unit)
     axes.set_ylim(0, 1.1 * highest / size)
     axes.set_title(title, fontsize=10)
-    seen = [kind for kind in COLOURS if any(state.bytes.get(kind) for state in states)]
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[kind]) for kind in seen]
-    axes.legend(handles, [TITLES[kind] for kind in seen], loc="center left", bbox_to_anchor=(1.0, 0.5))
+    seen = [KINDS[kind] for kind in KINDS if any(state.bytes.get(kind) for state in states)]
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for _, colour in seen]
+    axes.legend(handles, [title for title, _ in seen], loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 

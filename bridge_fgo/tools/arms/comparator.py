@@ -25,17 +25,12 @@ class Parity:
     equal: bool
     steps: int | None = None
     """How many steps both logged; None for a digest."""
-    different: tuple[int, ...] = ()
-    """The steps that differ, in order."""
+    first_different: int | None = None
+    """The first step that differs."""
     values: tuple[float | None, float | None] | None = None
-    """Both values at the first different step."""
+    """Both values there."""
     largest: float | None = None
     """Largest absolute difference; NaN where one of the two is, or is missing."""
-
-    @property
-    def first_different(self) -> int | None:
-        """The first step that differs."""
-        return self.different[0] if self.different else None
 
 
 def bits(value: float | None, as_fp32: bool = False) -> bytes:
@@ -53,27 +48,21 @@ def compare_scalar(
 ) -> Parity:
     """Compare a scalar of two runs, by step, in the steps that both have.
 
-    Args:
-        part: what to call it.
-        first: the values of one run by step.
-        second: those of the other.
-        as_fp32: whether to compare 32 bits of each, because one of the runs kept no more.
+    With `as_fp32` 32 bits of each are compared, because one of the runs kept no more.
     """
     steps = sorted(first.keys() & second.keys())
-    different = tuple(step for step in steps if bits(first[step], as_fp32) != bits(second[step], as_fp32))
+    different = [step for step in steps if bits(first[step], as_fp32) != bits(second[step], as_fp32)]
+    pairs = [(first[step], second[step]) for step in different]
+    apart = [math.nan if a is None or b is None else abs(a - b) for a, b in pairs]
     return Parity(
         part=part,
         equal=not different,
         steps=len(steps),
-        different=different,
-        values=(first[different[0]], second[different[0]]) if different else None,
+        first_different=different[0] if different else None,
+        values=pairs[0] if pairs else None,
         # A NaN makes no order; sorted last by being told apart from itself.
-        largest=max((_apart(first[step], second[step]) for step in different), key=lambda d: (d != d, d), default=0.0),
+        largest=max(apart, key=lambda d: (d != d, d), default=0.0),
     )
-
-
-def _apart(first: float | None, second: float | None) -> float:
-    return math.nan if first is None or second is None else abs(first - second)
 
 
 def compare_digests(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, bool]:
@@ -110,19 +99,15 @@ def compare(resident: ArmRun, offloaded: ArmRun) -> Comparison:
     pairs = list(zip(resident.steps, offloaded.steps, strict=False))
     whole = len(resident.steps) == len(offloaded.steps) > 0
 
-    def scalar(name: str) -> Parity:
-        first, second = (
-            {place: exact_number(event, name) for place, event in enumerate(arm.steps)} for arm in (resident, offloaded)
-        )
-        return compare_scalar(name, first, second)
+    def are_equal(name: str) -> tuple[bool, ...]:
+        return tuple(bits(exact_number(a, name)) == bits(exact_number(b, name)) for a, b in pairs)
 
     def ran_alike(a: Event, b: Event) -> bool:
         return a["step"] == b["step"] and bool(a["skipped"]) == bool(b["skipped"])
 
-    different = scalar("loss").different
     return Comparison(
-        steps=tuple(place not in different for place in range(len(pairs))),
+        steps=are_equal("loss"),
         same_steps=whole and all(ran_alike(a, b) for a, b in pairs),
-        grad_norms=whole and scalar("grad_norm").equal,
+        grad_norms=whole and all(are_equal("grad_norm")),
         digests=compare_digests(resident.result.get("digests", {}), offloaded.result.get("digests", {})),
     )

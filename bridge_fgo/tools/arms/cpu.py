@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def on_step(step: StepRecord) -> None:
         nonlocal stats
-        writer.step(**step.event())
+        writer.step(**vars(step))
         stats = bridge_fgo.stats()  # now, because the figures go when the optimizer goes
 
     training = CpuOptions(

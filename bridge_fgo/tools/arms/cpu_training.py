@@ -50,6 +50,7 @@ class CpuTraining:
         self.steps = 0
         self.exited = False
         self._forwards = 0
+        self._forwards_a_pass = options.microbatches * options.chunks
         self._stack = contextlib.ExitStack()
         try:
             if options.fsdp is not None:
@@ -155,10 +156,6 @@ class CpuTraining:
             should_checkpoint=should_checkpoint,
         )
 
-    @property
-    def _forwards_a_pass(self) -> int:
-        return self.options.microbatches * self.options.chunks
-
     @contextlib.contextmanager
     def _grad_norm_threshold(self) -> Iterator[None]:
         """Lower the optimizer's threshold below any gradient's norm, in the steps that ask for it."""
@@ -211,18 +208,15 @@ class CpuTraining:
         return loss, tokens, report
 
     def state_tensors(self) -> dict[str, list[tuple[str, torch.Tensor]]]:
-        """Return parameters, master weights and moments, each in a fixed order: (name, tensor) by kind.
-
-        Raises:
-            RuntimeError: a tensor's memory is released, so that it cannot be read.
-        """
+        """Return `final_state.state_tensors`: (name, tensor) by kind, each in a fixed order."""
         found = final_state.state_tensors(self.model, self.optimizer)
         return {kind: list(tensors.items()) for kind, tensors in found.items()}
 
     def digests(self) -> dict[str, str]:
         """Return the sha256 of the bytes of `state_tensors`, by kind."""
         bridge_fgo.reload_states()
-        return {kind: digest(tensor for _, tensor in pairs) for kind, pairs in self.state_tensors().items()}
+        found = final_state.state_tensors(self.model, self.optimizer)
+        return {kind: digest(tensors) for kind, tensors in found.items()}
 
     def live_state_bytes(self) -> int:
         """Return the bytes of memory behind master weights and moments now; released tensors count nothing.
@@ -251,11 +245,7 @@ class CpuTraining:
         self.close()
 
 
-def run(
-    options: CpuOptions,
-    steps: int,
-    on_step: Callable[[StepRecord], None] = lambda record: None,
-) -> RunRecord:
+def run(options: CpuOptions, steps: int, on_step: Callable[[StepRecord], None] = lambda record: None) -> RunRecord:
     """Train for `steps` steps, or until Bridge asks to exit; return what happened. Tears everything down.
 
     `on_step` is called after each step, while the optimizer is alive.

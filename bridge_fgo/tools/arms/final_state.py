@@ -29,44 +29,32 @@ def mcore_optimizers(optimizer: Any) -> Iterator[Any]:
         yield from mcore_optimizers(child)
 
 
-def _groups(chunk: Any) -> list[Any]:
-    return chunk.param_and_grad_buffer.parameter_groups
+def _fsdp_states(model: Sequence[Any], leaves: Sequence[Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield (kind, name, tensor) of this rank's states under Megatron-FSDP, as they are between two steps.
 
-
-def fsdp_weights(model: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Return this rank's weights of a model under Megatron-FSDP, by name: what it has of them between two steps.
-
-    Its shard, which it keeps, or whole weights where it keeps no buffer of them.
+    Of a weight its shard, which it keeps, or all of it where it keeps no buffer; of masters and moments the local
+    shards. A weight without a master is what the optimizer inside steps itself, and is none.
     """
-    found = {}
+    masters = set()
     for number, chunk in enumerate(model):
-        for index, group in enumerate(_groups(chunk)):
+        for index, group in enumerate(chunk.param_and_grad_buffer.parameter_groups):
             buffer = group.model_weight_buffer
             for place, param in enumerate(group.params):
                 # Not the buffer's data: between and after the weights are bytes that nobody has written.
                 weight = param if buffer is None else buffer.get_item(place, only_shard=True)
-                found[f"{number}.{index}.{place}"] = weight
-    return found
-
-
-def fsdp_states(leaf: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield (kind, name, tensor) of this rank's masters and moments under Megatron-FSDP: the local shards.
-
-    A weight without a master is what the optimizer inside steps itself, and is none.
-    """
-    names = {
-        id(p): name for chunk in leaf.model_chunks for name, p in chunk.param_and_grad_buffer.optimizer_named_parameters
-    }
-    buffers = [group.main_weight_buffer for chunk in leaf.model_chunks for group in _groups(chunk)]
-    masters = {buffer.data.untyped_storage()._cdata for buffer in buffers if buffer is not None}
-    for group in leaf.optimizer.param_groups:
-        for param in group["params"]:
-            name, local = names[id(param)], param._local_tensor
-            if local.untyped_storage()._cdata in masters:
-                yield "masters", name, local
-            for key in MOMENTS:
-                if key in leaf.optimizer.state.get(param, {}):
-                    yield "moments", f"{name}.{key}", leaf.optimizer.state[param][key]._local_tensor
+                yield "params", f"{number}.{index}.{place}", weight
+            if group.main_weight_buffer is not None:
+                masters.add(group.main_weight_buffer.data.untyped_storage()._cdata)
+    names = {id(p): name for chunk in model for name, p in chunk.param_and_grad_buffer.optimizer_named_parameters}
+    for number, leaf in enumerate(leaves):
+        for group in leaf.optimizer.param_groups:
+            for param in group["params"]:
+                name, local = f"{number}.{names[id(param)]}", param._local_tensor
+                if local.untyped_storage()._cdata in masters:
+                    yield "masters", name, local
+                for key in MOMENTS:
+                    if key in leaf.optimizer.state.get(param, {}):
+                        yield "moments", f"{name}.{key}", leaf.optimizer.state[param][key]._local_tensor
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -86,8 +74,7 @@ def _state_of(leaf: Any, parameter: Any) -> dict[str, torch.Tensor]:
 
 
 def _weights(model: Sequence[Any]) -> dict[str, torch.Tensor]:
-    named = ((chunk, *pair) for chunk, module in enumerate(model) for pair in module.named_parameters())
-    return {f"{chunk}.{name}": parameter for chunk, name, parameter in named}
+    return {f"{chunk}.{name}": p for chunk, module in enumerate(model) for name, p in module.named_parameters()}
 
 
 def states(model: Sequence[Any], optimizer: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -98,18 +85,15 @@ def states(model: Sequence[Any], optimizer: Any) -> Iterator[tuple[str, str, tor
     not depend on what is being tested.
     """
     leaves = list(mcore_optimizers(optimizer))
-    has_fsdp = any(is_fsdp(leaf) for leaf in leaves)
-    for name, weight in (fsdp_weights(model) if has_fsdp else _weights(model)).items():
-        yield "params", name, weight
-    if has_fsdp:
-        for number, leaf in enumerate(leaves):
-            for kind, name, tensor in fsdp_states(leaf):
-                yield kind, f"{number}.{name}", tensor
+    if any(is_fsdp(leaf) for leaf in leaves):
+        yield from _fsdp_states(model, leaves)
         return
+    for name, weight in _weights(model).items():
+        yield "params", name, weight
     for name, leaf, parameter in _stepped(optimizer):
-        moments = _state_of(leaf, parameter)
-        yield "masters", name, moments.pop("master")
-        for key, moment in moments.items():
+        master, *moments = _state_of(leaf, parameter).items()
+        yield "masters", name, master[1]
+        for key, moment in moments:
             yield "moments", f"{name}.{key}", moment
 
 
@@ -144,11 +128,8 @@ def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, tor
     return state
 
 
-Read = Callable[[], dict[str, Any]]
-
-
 @contextmanager
-def _handed_out(leaf: Any) -> Iterator[Callable[[Any, Read], dict[str, Any]]]:
+def _handed_out(leaf: Any) -> Iterator[Callable[[Any, Callable[[], dict[str, Any]]], dict[str, Any]]]:
     """Context in which states are to be had, a parameter at a time, without bringing those that are away to the GPU.
 
     It gives a function of a parameter and of what reads its states.

@@ -34,14 +34,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+    def switch(group: argparse._ActionsContainer, name: str, default: bool, help: str | None = None) -> None:
+        group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=default, help=help)
+
     size = parser.add_argument_group("size")
-    size.add_argument("--layers", type=int, default=8)
-    size.add_argument("--hidden", type=int, default=2048)
+    for name, default in (("layers", 8), ("hidden", 2048), ("heads", 16), ("vocab", 32000), ("seq", 1024)):
+        size.add_argument(f"--{name}", type=int, default=default)
     size.add_argument("--ffn", type=int, help="default: 4 times hidden")
-    size.add_argument("--heads", type=int, default=16)
     size.add_argument("--groups", type=int, help="of heads that share keys and values; default: half of the heads")
-    size.add_argument("--vocab", type=int, default=32000)
-    size.add_argument("--seq", type=int, default=1024)
     size.add_argument(
         "--lengths",
         type=lambda text: [int(length) for length in text.split(",")],
@@ -53,18 +54,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     size.add_argument("--topk", type=int, default=2, help="experts a token")
     size.add_argument("--steps", type=int, default=20)
     spread = parser.add_argument_group("parallelism")
-    spread.add_argument("--tp", type=int, default=1)
-    spread.add_argument("--pp", type=int, default=1)
+    for name in ("tp", "pp", "cp", "ep"):
+        spread.add_argument(f"--{name}", type=int, default=1)
     spread.add_argument("--vpp", type=int, help="model chunks of a pipeline stage; default: one, not interleaved")
-    spread.add_argument("--cp", type=int, default=1)
-    spread.add_argument("--ep", type=int, default=1)
     spread.add_argument("--instances", type=int, default=1, help="distributed optimizer instances")
-    spread.add_argument(
-        "--dp-overlap",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="overlap gradient reduction and parameter gathering with computation",
-    )
+    switch(spread, "dp-overlap", True, "overlap gradient reduction and parameter gathering with computation")
     optimizer = parser.add_argument_group("optimizer")
     optimizer.add_argument(
         "--optimizer",
@@ -72,32 +66,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default="adam",
         help="Muons need emerging-optimizers, and --no-distributed",
     )
-    optimizer.add_argument(
-        "--distributed",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="mcore's DistributedOptimizer; without, each rank updates whole parameters",
-    )
+    switch(optimizer, "distributed", True, "DistributedOptimizer; without, each rank updates whole parameters")
     optimizer.add_argument(
         "--layer-wise",
         action="store_true",
         help="the peer arm: Muon's matrices under a layer-wise optimizer, the rest under a DistributedOptimizer, and "
         "mcore's own offload of both. Needs Megatron-LM's dev branch and a Bridge with the patches of patches/",
     )
-    optimizer.add_argument(
-        "--fsdp",
-        choices=STRATEGIES,
-        help="Megatron-FSDP, and what it shards; default: mcore's DDP",
-    )
+    optimizer.add_argument("--fsdp", choices=STRATEGIES, help="Megatron-FSDP, and what it shards; default: mcore's DDP")
     optimizer.add_argument("--precision-aware", action="store_true")
     optimizer.add_argument("--moments-dtype", choices=("fp32", "bf16"), default="fp32")
     optimizer.add_argument("--hybrid", action="store_true", help="the peer arm: Adam on the CPU")
-    parser.add_argument(
-        "--deterministic",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="Bridge's deterministic mode; without it two resident runs of a mixture of experts may differ already",
-    )
+    switch(parser, "deterministic", True, "without it two resident runs of a mixture of experts may differ already")
     parser.add_argument("--fused-loss", action="store_true", help="two resident runs may differ already")
     offload = parser.add_argument_group("offload")
     offload.add_argument("--offload", choices=("on", "off"), default="off")
@@ -117,7 +97,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     checkpoint.add_argument("--fully-reshardable", action="store_true", help="default: dp_reshardable")
     checkpoint.add_argument("--load", type=Path, help="folder to resume from")
     checkpoint.add_argument("--load-step", type=int, help="default: the newest")
-    checkpoint.add_argument("--load-optim", action=argparse.BooleanOptionalAction, default=True)
+    switch(checkpoint, "load-optim", True)
     parser.add_argument(
         "--recompute",
         choices=("none", "attention", "full"),
@@ -141,31 +121,39 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
     options = parser.parse_args(arguments)
-    if options.fused_loss and options.deterministic:
-        parser.error("--fused-loss is not deterministic: give --no-deterministic too")
-    if any(length > options.seq for length in options.lengths or ()):
-        parser.error(f"--lengths {options.lengths}: none may be above --seq {options.seq}")
-    if options.lengths and (options.pp > 1 or options.cp > 1):
-        parser.error("--lengths goes without --pp and --cp: their ranks agree on one length for the run")
+    if why := _contradiction(options):
+        parser.error(why)
     if options.ffn is None:
         options.ffn = 4 * options.hidden
     if options.groups is None:
         options.groups = options.heads // 2 if options.heads % 2 == 0 else options.heads
-    if options.moments_dtype != "fp32" and not options.precision_aware:
-        parser.error("--moments-dtype bf16 needs --precision-aware")
-    if options.layer_wise and not (
-        options.optimizer == "muon" and options.distributed and options.offload == "on" and options.no_install
-    ):
-        parser.error("--layer-wise goes with --optimizer muon --offload on --no-install alone")
-    if options.optimizer != "adam" and options.distributed and not options.layer_wise:
-        parser.error(f"--optimizer {options.optimizer} is not distributed by its elements: give --no-distributed")
-    if options.fsdp is not None and not options.distributed:
-        parser.error("--fsdp has a distributed optimizer: leave out --no-distributed")
-    if options.fsdp is not None and options.digest_by_parameter:
-        parser.error("--digest-by-parameter does not know the states of --fsdp")
-    if options.hybrid and options.offload == "on":
-        parser.error("--hybrid keeps the states on the CPU for good: it does not go with --offload on")
     return options
+
+
+def _contradiction(options: argparse.Namespace) -> str | None:
+    """Return which options do not go together, and what to do; None where all do."""
+    is_layer_wise = (
+        options.optimizer == "muon" and options.distributed and options.offload == "on" and options.no_install
+    )
+    if options.fused_loss and options.deterministic:
+        return "--fused-loss is not deterministic: give --no-deterministic too"
+    if any(length > options.seq for length in options.lengths or ()):
+        return f"--lengths {options.lengths}: none may be above --seq {options.seq}"
+    if options.lengths and (options.pp > 1 or options.cp > 1):
+        return "--lengths goes without --pp and --cp: their ranks agree on one length for the run"
+    if options.moments_dtype != "fp32" and not options.precision_aware:
+        return "--moments-dtype bf16 needs --precision-aware"
+    if options.layer_wise and not is_layer_wise:
+        return "--layer-wise goes with --optimizer muon --offload on --no-install alone"
+    if options.optimizer != "adam" and options.distributed and not options.layer_wise:
+        return f"--optimizer {options.optimizer} is not distributed by its elements: give --no-distributed"
+    if options.fsdp is not None and not options.distributed:
+        return "--fsdp has a distributed optimizer: leave out --no-distributed"
+    if options.fsdp is not None and options.digest_by_parameter:
+        return "--digest-by-parameter does not know the states of --fsdp"
+    if options.hybrid and options.offload == "on":
+        return "--hybrid keeps the states on the CPU for good: it does not go with --offload on"
+    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -35,11 +35,6 @@ class StepRecord:
     should_checkpoint: bool = False
     """Whether Bridge's loop would save a checkpoint before it ends the process."""
 
-    def event(self) -> dict[str, Any]:
-        """Return the arguments of `EventWriter.step`."""
-        names = ("step", "loss", "grad_norm", "skipped", "passes", "seconds")
-        return {name: getattr(self, name) for name in names}
-
 
 @dataclass
 class RunRecord:

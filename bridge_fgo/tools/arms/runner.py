@@ -6,6 +6,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -33,13 +34,11 @@ class ArmRun:
 
     def add(self, event: Event) -> None:
         """File an event by its kind; kinds that this version does not know are left out."""
-        kind = event.get("event")
-        if kind == "start":
-            self.start = event
-        elif kind == "step":
-            self.steps.append(event)
-        elif kind == "result":
-            self.result = event
+        match event.get("event"):
+            case "step":
+                self.steps.append(event)
+            case "start" | "result" as kind:
+                setattr(self, kind, event)
 
     def values(self, name: str) -> list[float | None]:
         """Return the number called `name` of every step; None where JSON has no word for it."""
@@ -159,13 +158,12 @@ class ArmProcess:
 
     def end(self) -> None:
         """End the process if it still runs."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def result(self, late: str = "") -> ArmRun:
         """Return the events of an arm that has ended.
@@ -186,24 +184,22 @@ class ArmProcess:
 
 def launcher(ranks: int) -> tuple[str, ...]:
     """Return what goes between `python` and `-m` to start one process for each rank."""
-    if ranks == 1:
-        return ()
-    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return () if ranks == 1 else ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
-def run_arm(*process: Any, timeout: float | None = None, **others: Any) -> ArmRun:
+def run_arm(*process: Any, timeout: float = math.inf, **others: Any) -> ArmRun:
     """Run an arm to its end and return its events.
 
     Args:
         *process: arguments of `ArmProcess`.
-        timeout: in seconds; None for none.
+        timeout: in seconds.
         **others: of `ArmProcess`, by name.
 
     Raises:
         ArmFailed: the process failed, took too long, or left no result.
     """
     arm = ArmProcess(*process, **others)
-    deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+    deadline = time.monotonic() + timeout
     late = ""
     try:
         while arm.is_running():

@@ -23,11 +23,7 @@ WARM_UP = 0
 
 
 class TurnTaker:
-    """A rank's side of the turnstile.
-
-    Args:
-        address: path of the arm's socket.
-        rank: this process's, of `ranks`.
+    """A rank's side of the turnstile; `address` is the path of the arm's socket.
 
     Raises:
         OSError: nobody listens there.
@@ -120,14 +116,7 @@ class Turnstile:
         return len(arm.waiting) == arm.ranks
 
     def grant(self, name: str, turn: int, steps: int | None, ends_early: bool = False) -> None:
-        """Give a waiting arm its turn.
-
-        Args:
-            name: of the arm.
-            turn: number of the turn.
-            steps: after which it has to ask again; None for all that are left.
-            ends_early: whether of these it is to train one alone.
-        """
+        """Give a waiting arm its turn of so many steps; None for all that are left, `ends_early` for one of these."""
         assert self.is_waiting(name), name
         for connection in self._arms[name].waiting:
             try:

@@ -118,9 +118,10 @@ COLUMNS = [each for each in fields(Row) if each.metadata]
 
 
 def _cell(row: Row, column: Any) -> str:
-    show, value = column.metadata["show"], getattr(row, column.name)
-    if callable(show):
+    show: str | Callable[[Row], str] = column.metadata["show"]
+    if not isinstance(show, str):
         return show(row)
+    value = getattr(row, column.name)
     return "-" if value is None else show.format(value)
 
 
@@ -150,14 +151,14 @@ def summary_of(rows: list[Row], state_bytes: int) -> list[list[str]]:
 def make_row(
     resident: list[ArmRun], runs: list[ArmRun], link: dict[str, float], bitwise: bool, reference: float | None = None
 ) -> Row:
-    """Return the row of one arm.
+    """Return the row of one arm, by its rounds and as many of the resident one.
 
     Args:
         resident: the rounds of the resident arm.
-        runs: the rounds of this arm, as many.
-        link: see `bridge_fgo.tools.bench.probe`.
+        runs: the rounds of this arm.
+        link: what `bridge_fgo.tools.bench.probe` measured.
         bitwise: whether to compare with the resident arm.
-        reference: see `bridge_fgo.tools.bench.steps.reference_loop`; None has every step count.
+        reference: what `reference_loop` returned; None has every step count.
     """
     base, mine = resident[0].result, runs[0].result
     is_resident = runs is resident

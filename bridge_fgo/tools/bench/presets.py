@@ -31,7 +31,6 @@ RECOMPUTED = ("--recompute", "full", "--mbs", "4")
 then use."""
 SLAB_BYTES = {"slabs": 4 * 2**20}
 """Size of a slab of this package's engine, in MiB; where there is none, the default."""
-OPTIMIZERS = ("adam", "muon", "dist_muon")
 CHUNK_NUMEL = 2**25
 """Elements of a chunk of the step of Megatron-LM #6544, whose states are 0.4 GB: about as much as a part of this
 package's step has."""
@@ -86,12 +85,7 @@ def size_options(
 ) -> list[str]:
     """Return the arm's options for the sizes of a preset, of which `microbatches` and `layers` may be others.
 
-    Args:
-        preset: of `PRESETS`.
-        gpus: how many.
-        tp: tensor-parallel ranks, with sequence parallelism; the rest is data-parallel.
-        microbatches: of a step on each data-parallel rank.
-        layers: of the model.
+    Of the GPUs `tp` are tensor-parallel, with sequence parallelism, and the rest is data-parallel.
 
     Raises:
         ValueError: the GPUs are no whole number of tensor-parallel groups.
@@ -143,7 +137,7 @@ def arms(
         megatron_lm: checkouts of Megatron-LM's `dev` branch; each gives an `mcore` arm of its own. With none the
             installed mcore is taken.
         preset: of `PRESETS`.
-        optimizer: of `OPTIMIZERS`.
+        optimizer: of every arm but `hybrid`.
         fsdp: of `STRATEGIES`, of the arms with Megatron-FSDP; None where there are none.
 
     Raises:

@@ -50,20 +50,16 @@ def medians(run: ArmRun) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def rounds_of(
     runs: Mapping[str, ArmRun], compared_with: Mapping[str, str], link: Mapping[str, float]
 ) -> list[ArmRounds]:
-    """Return what each arm took in each round.
+    """Return what each arm took in each round; the resident arm comes first.
 
-    Args:
-        runs: by the arms' names, the resident arm first.
-        compared_with: for each the name of the resident arm that it is compared with. A resident arm which is its own
-            is compared with the first, to tell what its variables do.
-        link: see `bridge_fgo.tools.bench.probe`.
+    A resident arm that is compared with itself is compared with the first, to tell what its variables do. `link` is
+    what `bridge_fgo.tools.bench.probe` measured.
     """
     of_arms = {name: medians(run) for name, run in runs.items()}
-    first = next(iter(runs))
     found: list[ArmRounds] = []
     for name, (seconds, loops) in of_arms.items():
         is_resident = compared_with[name] == name
-        other = first if is_resident else compared_with[name]
+        other = next(iter(runs)) if is_resident else compared_with[name]
         pairs = list(zip(seconds, of_arms[other][0], strict=True))
         added = statistics.median(mine - others for mine, others in pairs)
         e = added * min(link["d2h"], link["h2d"]) / runs[other].result["state_bytes"]

@@ -43,7 +43,7 @@ def warm_steps(runs: Iterable[ArmRun]) -> list[Step]:
     """Return the steps of all rounds of an arm that are neither cold nor disturbed by a save."""
     found = []
     for run in runs:
-        saves = _save_steps(run)
+        saves = run.result.get("save_steps", [])
         of_ranks = run.result.get("host_loop_seconds_of_ranks")
         loops = itertools.repeat(None) if of_ranks is None else map(max, zip(*of_ranks, strict=True))
         for (before, _), (event, loop) in itertools.pairwise(zip(run.steps, loops, strict=False)):
@@ -53,23 +53,19 @@ def warm_steps(runs: Iterable[ArmRun]) -> list[Step]:
     return found
 
 
-def _save_steps(run: ArmRun) -> list[int]:
-    return run.result.get("save_steps", [])
-
-
 def save_stall_seconds(runs: Iterable[ArmRun], step_seconds: float) -> float | None:
     """Return how long a background save stalls `train()`: what a step with a save takes beyond one without.
 
     The median over all saves but the first of each process, which also makes the plan of what goes where, and may wait
     for the writer's process to start. A step lasts until the next one begins, so nothing of the stall is missed but the
-    end of the writing, which is waited for outside of all steps. None where there is no such save.
-
-    Args:
-        runs: the rounds of an arm.
-        step_seconds: median of the arm's steps that count.
+    end of the writing, which is waited for outside of all steps. None where there is no such save. `step_seconds` is
+    the median of the arm's steps that count.
     """
     stalls = [
-        event["seconds"] - step_seconds for run in runs for event in run.steps if event["step"] in _save_steps(run)[1:]
+        event["seconds"] - step_seconds
+        for run in runs
+        for event in run.steps
+        if event["step"] in run.result.get("save_steps", [])[1:]
     ]
     return statistics.median(stalls) if stalls else None
 
@@ -81,12 +77,7 @@ def reference_loop(runs: Iterable[ArmRun]) -> float | None:
 
 
 def counted_steps(steps: list[Step], reference: float | None) -> tuple[list[float], str]:
-    """Return the seconds of an arm's steps that count, by the rule on top of this file, and how many of how many.
-
-    Args:
-        steps: of all rounds of the arm.
-        reference: see `reference_loop`.
-    """
+    """Return the seconds of an arm's steps that count, by the rule on top of this file, and how many of how many."""
     every = [step.seconds for step in steps]
     if reference is None or any(step.host_loop is None for step in steps):
         return every, f"{len(steps)} of {len(steps)}"

@@ -42,29 +42,23 @@ PLACED = (
 """Functions that take a `device`."""
 
 
-def product(
-    func: Callable[..., torch.Tensor], factors: tuple[torch.Tensor, ...], out: torch.Tensor | None = None, **more: Any
-) -> torch.Tensor:
-    """Return `func` of matrices as a GPU computes it: 16-bit factors are added up in fp32, and the sum is rounded once.
+def _multiplying(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a product of matrices as a GPU computes it: 16-bit factors add up in fp32, and the sum is rounded once.
 
     PyTorch's own 16-bit products take 10 to 30 times as long on a CPU without AVX-512; they were a third of a training
     by Adam in the tests, and two thirds of one by Muon. What autograd records stays as it is.
     """
-    given = more if out is None else {**more, "out": out}
-    half = factors[0].dtype if factors else None
-    is_half = half in HALVES and all(factor.dtype == half and factor.device == CPU for factor in factors)
-    if not is_half or torch.is_grad_enabled() or any(isinstance(value, torch.Tensor) for value in more.values()):
-        return func(*factors, **given)
-    result = func(*(factor.float() for factor in factors), **more)
-    return result.to(half) if out is None else out.copy_(result)
-
-
-def _multiplying(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the function with `product`'s rounding."""
 
     @wraps(func)
-    def multiply(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return product(func, args, **kwargs)
+    def multiply(*factors: torch.Tensor, **how: Any) -> torch.Tensor:
+        half, out = factors[0].dtype if factors else None, how.get("out")
+        is_half = half in HALVES and all(factor.dtype == half and factor.device == CPU for factor in factors)
+        by_name = any(isinstance(value, torch.Tensor) for name, value in how.items() if name != "out")
+        if not is_half or by_name or torch.is_grad_enabled():
+            return func(*factors, **how)
+        how.pop("out", None)
+        result = func(*(factor.float() for factor in factors), **how)
+        return result.to(half) if out is None else out.copy_(result)
 
     return multiply
 
@@ -82,16 +76,11 @@ def _placing(func: Callable[..., Any], place: torch.device) -> Callable[..., Any
     return make
 
 
-def _naming(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Tensor.type`, which names CUDA's types where it is asked for a name."""
-
-    @wraps(func)
-    def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = func(self, *args, **kwargs)
-        is_named = not args and not kwargs and not result.startswith("torch.cuda.")  # it is: a TorchFunctionMode asks
-        return f"torch.cuda.{result.rpartition('.')[2]}" if is_named else result  # also of "torch.meta.FloatTensor"
-
-    return type_of
+def _named_type(tensor: torch.Tensor, *args: Any, _type: Any = torch.Tensor.type, **kwargs: Any) -> Any:
+    """Stand in for `Tensor.type`: where it is asked for a name, name CUDA's types."""
+    result = _type(tensor, *args, **kwargs)
+    is_named = not args and not kwargs and not result.startswith("torch.cuda.")  # it is: a TorchFunctionMode asks
+    return f"torch.cuda.{result.rpartition('.')[2]}" if is_named else result  # also of "torch.meta.FloatTensor"
 
 
 def _cuda_as(place: torch.device) -> list[tuple[object, str, object]]:
@@ -102,7 +91,7 @@ def _cuda_as(place: torch.device) -> list[tuple[object, str, object]]:
     return [
         *((owner, name, _placing(getattr(owner, name), place)) for owner, name in PLACED),
         *((owner, name, _multiplying(getattr(owner, name))) for owner, name in PRODUCTS),
-        (torch.Tensor, "type", _naming(torch.Tensor.type)),
+        (torch.Tensor, "type", _named_type),
     ]
 
 

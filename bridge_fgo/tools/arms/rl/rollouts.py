@@ -75,5 +75,6 @@ class Sampler:
 def _forget_positions(model: torch.nn.Module) -> None:
     """Clear mcore's cache of rotary embeddings."""
     for module in model.modules():
-        if hasattr(type(module).forward, "cache_clear"):
-            type(module).forward.cache_clear()
+        forward: Any = type(module).forward
+        if hasattr(forward, "cache_clear"):
+            forward.cache_clear()
