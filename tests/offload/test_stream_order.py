@@ -315,6 +315,10 @@ def with_a_release_that_does_not_wait_for_who_asks_for_it(patch):
     patch.setattr(CudaTransfers, "computing", CudaTransfers.on_compute_stream)
 
 
+def with_memory_of_the_readers_stream(patch):
+    patch.setattr(CudaTransfers, "on_compute_stream", lambda transfers: nullcontext())
+
+
 def with_a_save_that_reads_at_once(patch):
     patch.setattr(CudaTransfers, "finish_out", lambda transfers: None)
 
@@ -357,6 +361,7 @@ def with_masters_packed_together_once_copies_are_ordered(patch):
         with_what_was_written_not_ordered,
         with_a_readers_stream_alone,
         with_a_release_that_does_not_wait_for_who_asks_for_it,
+        with_memory_of_the_readers_stream,
         with_a_save_that_reads_at_once,
         with_masters_made_together_before_they_have_landed,
         pytest.param(with_masters_packed_together_once_copies_are_ordered, marks=pytest.mark.slow),
