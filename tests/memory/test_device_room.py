@@ -87,9 +87,9 @@ def automatic(monkeypatch, whole, **how):
 def run(training, steps):
     """Run steps; return the bytes that were copied back in each."""
     came = []
-    for seed in range(steps):
+    for _ in range(steps):
         before = training.engine.traffic.back
-        training.step(seed)
+        training.step()
         came.append(training.engine.traffic.back - before)
     return came
 
@@ -97,49 +97,41 @@ def run(training, steps):
 def test_nothing_leaves_where_everything_fits(monkeypatch):
     training = automatic(monkeypatch, whole=4 * WHOLE)
     assert run(training, 6)[3:] == [0, 0, 0]
-    assert {slab.state for slab in training.slabs()} == {SlabState.RESIDENT}
-    training.check()
+    assert training.residencies == {SlabState.RESIDENT}
 
 
 def test_just_what_is_needed_leaves_where_it_does_not(monkeypatch):
     # A tenth is not to be had, nor the margin; activations take as much as the states.
     training = automatic(monkeypatch, whole=2 * WHOLE, sizes=[340] * 20)
     run(training, 4)
-    staying = sum(part.nbytes for part in training.schedule.parts if part.stays)
     room = 2 * WHOLE - 2 * WHOLE // 10 - 2 * WHOLE // LEAST_MARGIN - WHOLE
-    part = max(part.nbytes for part in training.schedule.parts)
-    assert room - part < staying <= room
-    training.check()
+    part = max(part.nbytes for part in training.parts())
+    assert room - part < training.staying <= room
 
 
 def test_just_what_pytorch_may_take_is_used(monkeypatch):
     training = automatic(monkeypatch, whole=4 * WHOLE, sizes=[340] * 20)
     training.meter.allowed = 2 * WHOLE
     run(training, 4)
-    staying = sum(part.nbytes for part in training.schedule.parts if part.stays)
-    assert 0 < staying <= 2 * WHOLE - 4 * WHOLE // LEAST_MARGIN - WHOLE
-    training.check()
+    assert 0 < training.staying <= 2 * WHOLE - 4 * WHOLE // LEAST_MARGIN - WHOLE
 
 
 def test_more_leaves_where_the_allocator_ran_short(monkeypatch):
-    training, said = automatic(monkeypatch, whole=2 * WHOLE, sizes=[340] * 20), []
-    training.schedule.holding.warn = said.append
+    training = automatic(monkeypatch, whole=2 * WHOLE, sizes=[340] * 20)
     run(training, 4)
-    before = sum(part.nbytes for part in training.schedule.parts if part.stays)
+    before = training.staying
     training.meter.retries, training.meter.holes = 1, WHOLE // 2
-    training.step(4)
-    after = sum(part.nbytes for part in training.schedule.parts if part.stays)
-    assert after < before and len(said) == 1 and "give back memory that it caches" in said[0]
-    training.step(5)
-    assert len(said) == 1
-    training.check()
+    training.step()
+    after = training.staying
+    assert after < before and len(training.said) == 1 and "give back memory that it caches" in training.said[0]
+    training.step()
+    assert len(training.said) == 1
 
 
 def test_a_device_that_has_not_enough_offloads_everything_and_refuses_nothing(monkeypatch):
     training = automatic(monkeypatch, whole=WHOLE)
     run(training, 4)
-    assert not any(part.stays for part in training.schedule.parts)
-    training.check()
+    assert not any(part.stays for part in training.parts())
 
 
 def test_what_is_found_out_is_no_budget_of_the_user_s(monkeypatch):

@@ -4,6 +4,8 @@ The model keeps time honest: a copy moves nothing until someone waits for it, an
 early or reused too early shows.
 """
 
+from functools import partialmethod
+
 import pytest
 import torch
 from hypothesis import settings
@@ -25,21 +27,16 @@ class Recorder(SlabStateMachine):
     def _act(self, name, valid_in):
         assert self.state is valid_in, f"{name} where it is {self.state}"
         self.calls.append(name)
+        self.end_action()
 
-    def _start_offload(self):
-        self._act("start offload", SlabState.RESIDENT)
+    def end_action(self):
+        pass
 
-    def _release(self):
-        self._act("release", SlabState.OFFLOADING)
-
-    def _give_up_offload(self):
-        self._act("give up offload", SlabState.OFFLOADING)
-
-    def _start_reload(self):
-        self._act("start reload", SlabState.RELEASED)
-
-    def _wait_reload(self):
-        self._act("wait reload", SlabState.RELOADING)
+    _start_offload = partialmethod(_act, "start_offload", SlabState.RESIDENT)
+    _release = partialmethod(_act, "release", SlabState.OFFLOADING)
+    _give_up_offload = partialmethod(_act, "give_up_offload", SlabState.OFFLOADING)
+    _start_reload = partialmethod(_act, "start_reload", SlabState.RELEASED)
+    _wait_reload = partialmethod(_act, "wait_reload", SlabState.RELOADING)
 
 
 class ModelSlab(Recorder):
@@ -89,26 +86,12 @@ class AnyOrderOfTheFiveVerbs(RuleBasedStateMachine):
         self.slab = ModelSlab()
         self.version = 0
 
-    @rule(times=st.integers(1, 3))
-    def offload(self, times):
+    @rule(verb=st.sampled_from(["offload", "release", "reload", "require_readable"]), times=st.integers(1, 3))
+    def move(self, verb, times):
         for _ in range(times):
-            self.slab.offload()
-
-    @rule(times=st.integers(1, 3))
-    def release(self, times):
-        for _ in range(times):
-            self.slab.release()
-
-    @rule(times=st.integers(1, 3))
-    def reload(self, times):
-        for _ in range(times):
-            self.slab.reload()
-
-    @rule(times=st.integers(1, 3))
-    def read(self, times):
-        for _ in range(times):
-            self.slab.require_readable()
-            assert self.slab.gpu == self.version
+            getattr(self.slab, verb)()
+            if verb == "require_readable":
+                assert self.slab.gpu == self.version
 
     @rule()
     def write(self):
@@ -127,37 +110,30 @@ TestAnyOrderOfTheFiveVerbs = AnyOrderOfTheFiveVerbs.TestCase
 TestAnyOrderOfTheFiveVerbs.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 
 
-def test_second_pass_waits_for_the_reload_before_it_offloads():
+PASS = ["offload", "release", "reload"]
+OF_PASS = ["start_offload", "release", "start_reload"]
+
+
+@pytest.mark.parametrize(
+    ("verbs", "calls"),
+    [
+        ([*PASS, *PASS], [*OF_PASS, "wait_reload", *OF_PASS]),
+        (["release"], []),
+        (["offload", "require_writable", "release"], ["start_offload", "give_up_offload"]),
+        (["offload", "require_readable", "release"], ["start_offload", "release"]),
+    ],
+    ids=[
+        "a second pass waits for the reload before it offloads",
+        "a release without an offload frees nothing",
+        "a write during the offload forbids the release",
+        "a read during the offload does not give it up",
+    ],
+)
+def test_verbs_do_what_is_still_to_be_done(verbs, calls):
     machine = Recorder()
-    for _ in range(2):
-        machine.offload()
-        machine.release()
-        machine.reload()
-    one_pass = ["start offload", "release", "start reload"]
-    assert machine.calls == [*one_pass, "wait reload", *one_pass]
-
-
-def test_release_without_offload_frees_nothing():
-    machine = Recorder()
-    machine.release()
-    assert machine.calls == []
-
-
-def test_write_during_offload_forbids_the_release():
-    machine = Recorder()
-    machine.offload()
-    machine.require_writable()
-    machine.release()
-    assert machine.calls == ["start offload", "give up offload"]
-    assert machine.state is SlabState.RESIDENT
-
-
-def test_read_during_offload_does_not_give_it_up():
-    machine = Recorder()
-    machine.offload()
-    machine.require_readable()
-    machine.release()
-    assert machine.calls == ["start offload", "release"]
+    for verb in verbs:
+        getattr(machine, verb)()
+    assert machine.calls == calls
 
 
 def test_a_start_that_is_handed_in_takes_the_place_of_the_slabs_own_and_of_nothing_else():
@@ -169,7 +145,7 @@ def test_a_start_that_is_handed_in_takes_the_place_of_the_slabs_own_and_of_nothi
     machine.offload(another)  # gone already
     machine.reload()
     machine.offload(another)
-    assert machine.calls == ["another start", "release", "start reload", "wait reload", "another start"]
+    assert machine.calls == ["another start", "release", "start_reload", "wait_reload", "another start"]
 
 
 class Interrupted(Recorder):
@@ -179,8 +155,7 @@ class Interrupted(Recorder):
         super().__init__()
         self.left, self.error = after, error
 
-    def _act(self, name, valid_in):
-        super()._act(name, valid_in)
+    def end_action(self):
         self.left -= 1
         if self.left == 0:
             raise self.error

@@ -65,18 +65,23 @@ class RandomTraining(Training):
                     if slab.gpu is not None:
                         access(("whole", slab))
 
+    def pairs(self, source):
+        """Return them in an order of their own, as mcore asks for them in that of its buffers."""
+        pairs = super().pairs(source)
+        self.random.shuffle(pairs)
+        return pairs
+
+    def hand_out(self, source, param, twin):
+        """Hand out states to a reader who reads them at once."""
+        handed, expected = super().hand_out(source, param, twin)
+        for tensor in handed.values():
+            self.order.read_by_the_host(tensor)
+        return handed, expected
+
     def save(self):
-        """Asks for states in an order of its own, as mcore does in that of its buffers; the reader reads at once."""
-        copies = self.random.random() < 0.5
         for source in self.sources:
-            pairs = self.pairs(source)
-            self.random.shuffle(pairs)
-            with self.somewhere(), self.engine.saving(source, copies):
-                for param, twin in pairs:
-                    handed, expected = self.hand_out(source, param, twin)
-                    for tensor in handed.values():
-                        self.order.read_by_the_host(tensor)
-                    assert all(torch.equal(handed[name], expected[name]) for name in expected)
+            with self.somewhere():
+                self.saved(source, copies=self.random.random() < 0.5)
 
     def run_pass(self, points=POINTS):
         self._call(self.engine.begin_pass)
@@ -130,26 +135,17 @@ def train(order, seed, debug=False):
     training.check()
 
 
-def seeds(first, of):
+def seeds(first, of, debug):
     """Return the seeds below `of`; those from `first` on are for the slow lane."""
-    return [*range(first), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(first, of))]
+    return [pytest.param(seed, debug, marks=pytest.mark.slow if seed >= first else ()) for seed in range(of)]
 
 
-@pytest.mark.parametrize("seed", seeds(6, of=30))
+@pytest.mark.parametrize(("seed", "debug"), [*seeds(6, of=30, debug=False), *seeds(3, of=10, debug=True)])
 @pytest.mark.usefixtures("updates_are_seen")
-def test_no_two_streams_meet_in_the_same_memory(order, seed):
+def test_no_two_streams_meet_in_the_same_memory(order, seed, debug):
     try:
-        train(order, seed)
+        train(order, seed, debug)
     except Race as race:  # without a traceback: it would show tensors whose memory is gone
-        pytest.fail(str(race), pytrace=False)
-
-
-@pytest.mark.parametrize("seed", seeds(3, of=10))
-@pytest.mark.usefixtures("updates_are_seen")
-def test_no_two_streams_meet_in_debug_mode_either(order, seed):
-    try:
-        train(order, seed, debug=True)
-    except Race as race:
         pytest.fail(str(race), pytrace=False)
 
 
@@ -213,17 +209,18 @@ def release_some_and_wait(order, seed):
     return {slab: moves._events(slab)[0].clock for slab in released}
 
 
-def test_what_was_released_may_go_to_the_driver_once_the_host_has_waited(order):
+def require_for_the_driver(order, copied):
+    for slab, clock in copied.items():
+        order._require(HOST, clock, "the driver's use", slab)
+
+
+def test_what_was_released_may_go_to_the_driver_once_the_host_has_waited_and_not_before(order, monkeypatch):
     for seed in range(20):
-        for slab, copied in release_some_and_wait(order, seed).items():
-            order._require(HOST, copied, "the driver's use", slab)
-
-
-def test_without_that_wait_the_driver_gets_what_is_being_copied(order, monkeypatch):
+        require_for_the_driver(order, release_some_and_wait(order, seed))
     monkeypatch.setattr(CudaTransfers, "await_released", lambda transfers: None)
+    copied = release_some_and_wait(order, 1)
     with pytest.raises(Race):
-        for slab, copied in release_some_and_wait(order, 1).items():
-            order._require(HOST, copied, "the driver's use", slab)
+        require_for_the_driver(order, copied)
 
 
 class Nothing:
@@ -346,51 +343,46 @@ def with_masters_packed_together_once_copies_are_ordered(patch):
     patch.setattr(schedule, "encode_together", encodes)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        without_order_before_copies_out,
-        without_order_before_copies_in,
-        without_wait_for_what_landed,
-        without_wait_for_what_left,
-        without_wait_for_a_copy_that_was_given_up,
-        without_order_of_the_pieces,
-        with_a_readers_wait_that_counts_as_the_training_streams,
-        with_a_copy_that_counts_as_one_before,
-        with_an_order_that_outlives_its_block,
-        with_what_was_written_not_ordered,
-        with_a_readers_stream_alone,
-        with_a_release_that_does_not_wait_for_who_asks_for_it,
-        with_memory_of_the_readers_stream,
-        with_a_save_that_reads_at_once,
-        with_masters_made_together_before_they_have_landed,
-        pytest.param(with_masters_packed_together_once_copies_are_ordered, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.usefixtures("updates_are_seen")
-def test_without_one_of_the_waits_two_streams_meet(order, monkeypatch, fault):
-    fault(monkeypatch)
-    with pytest.raises(Race):
-        for seed in range(24):
-            train(order, seed)
-
-
 def with_poison_that_is_not_ordered(patch):
     patch.setattr(CudaTransfers, "order_anew", lambda transfers: None)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        without_order_before_copies_in,
-        with_an_order_that_outlives_its_block,
-        with_what_was_written_not_ordered,
-        with_poison_that_is_not_ordered,
-    ],
-)
+FAULTS = [
+    without_order_before_copies_out,
+    without_order_before_copies_in,
+    without_wait_for_what_landed,
+    without_wait_for_what_left,
+    without_wait_for_a_copy_that_was_given_up,
+    without_order_of_the_pieces,
+    with_a_readers_wait_that_counts_as_the_training_streams,
+    with_a_copy_that_counts_as_one_before,
+    with_an_order_that_outlives_its_block,
+    with_what_was_written_not_ordered,
+    with_a_readers_stream_alone,
+    with_a_release_that_does_not_wait_for_who_asks_for_it,
+    with_memory_of_the_readers_stream,
+    with_a_save_that_reads_at_once,
+    with_masters_made_together_before_they_have_landed,
+    pytest.param(with_masters_packed_together_once_copies_are_ordered, marks=pytest.mark.slow),
+]
+FAULTS_OF_DEBUG_MODE = [
+    without_order_before_copies_in,
+    with_an_order_that_outlives_its_block,
+    with_what_was_written_not_ordered,
+    with_poison_that_is_not_ordered,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.usefixtures("updates_are_seen")
-def test_without_one_of_the_waits_two_streams_meet_in_debug_mode_too(order, monkeypatch, fault):
+def test_without_one_of_the_waits_two_streams_meet(order, monkeypatch, fault, debug=False):
     fault(monkeypatch)
     with pytest.raises(Race):
         for seed in range(24):
-            train(order, seed, debug=True)
+            train(order, seed, debug)
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_DEBUG_MODE)
+@pytest.mark.usefixtures("updates_are_seen")
+def test_without_one_of_the_waits_two_streams_meet_in_debug_mode_too(order, monkeypatch, fault):
+    test_without_one_of_the_waits_two_streams_meet(order, monkeypatch, fault, debug=True)
