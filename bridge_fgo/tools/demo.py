@@ -50,11 +50,9 @@ class Settings:
 
 def missing_packages() -> list[str]:
     """Return the Megatron packages that cannot be found here (looked for, not imported)."""
-    return [
-        package
-        for package, module in (("megatron-bridge", "megatron.bridge"), ("megatron-core", "megatron.core"))
-        if importlib.util.find_spec("megatron") is None or importlib.util.find_spec(module) is None
-    ]
+    found = importlib.util.find_spec("megatron") is not None
+    packages = {"megatron-bridge": "megatron.bridge", "megatron-core": "megatron.core"}
+    return [name for name, module in packages.items() if not (found and importlib.util.find_spec(module))]
 
 
 def choose_device(requested: str) -> tuple[str, str | None]:
@@ -120,10 +118,6 @@ def run_arms(
         errors: where the progress is shown.
         ranks: processes of each arm.
         told: what to show of a step's event.
-
-    Raises:
-        ArmFailed: an arm has failed.
-        OSError: the folder cannot be made.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     found = []
@@ -198,23 +192,17 @@ def json_report(resident: ArmRun, offloaded: ArmRun, same: Comparison) -> Event:
         return [loss if loss is not None and math.isfinite(loss) else None for loss in arm.values("loss")]
 
     after, before = offloaded.result, resident.result
+    peaks = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_forward_backward_bytes")
     return {
-        "device": offloaded.start.get("device"),
-        "bridge": offloaded.start.get("bridge"),
-        "mcore": offloaded.start.get("mcore"),
+        **{name: offloaded.start.get(name) for name in ("device", "bridge", "mcore")},
         "engine": after.get("engine"),
         "steps": len(offloaded.steps),
         "loss_resident": losses(resident),
         "loss_offloaded": losses(offloaded),
         "bitwise_equal": same.bitwise_equal,
         "equal": same.parts,
-        "state_bytes": after.get("state_bytes"),
-        "released_bytes": after.get("released_bytes"),
-        "pinned_bytes": after.get("pinned_bytes"),
-        **{
-            name: {"resident": before.get(name), "offloaded": after.get(name)}
-            for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_forward_backward_bytes")
-        },
+        **{name: after.get(name) for name in ("state_bytes", "released_bytes", "pinned_bytes")},
+        **{name: {"resident": before.get(name), "offloaded": after.get(name)} for name in peaks},
     }
 
 

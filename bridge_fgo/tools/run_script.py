@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import PathFinder
@@ -111,19 +111,14 @@ def _show_from_the_script(
     show: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Show an uncaught error without the frames that led to the script: this package's, click's and runpy's."""
-    frames = None
-    # The last of runpy's is the script's: under `python -m bridge_fgo` it runs this package too.
-    for frame in _from(trace):
+    frames, frame = None, trace
+    while frame is not None:
+        # The last of runpy's is the script's: under `python -m bridge_fgo` it runs this package too.
         if frame.tb_frame.f_code.co_name == "_run_code" and frame.tb_frame.f_globals.get("__name__") == "runpy":
             frames = frame.tb_next
+        frame = frame.tb_next
     # Without any the script did not even begin (a syntax error): all of it is shown.
     show(kind, error if frames is None else error.with_traceback(frames), frames or trace)
-
-
-def _from(frames: TracebackType | None) -> Iterator[TracebackType]:
-    while frames is not None:
-        yield frames
-        frames = frames.tb_next
 
 
 def keep_in_front(script: Path, is_module: bool, options: Sequence[str]) -> None:

@@ -42,9 +42,6 @@ def squeezed_arms(runs: Mapping[str, list[ArmRun]]) -> dict[str, str]:
     """Return why arms with a budget of "auto" tell nothing, by name: others held memory that would have been theirs.
 
     Where all of an arm's states stay on the GPU, the others took nothing from it.
-
-    Args:
-        runs: of each arm, by its name.
     """
     left = {name: run.result["released_bytes"] for name, of_arm in runs.items() for run in of_arm}
     return {

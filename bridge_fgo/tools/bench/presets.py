@@ -153,9 +153,9 @@ def arms(
         raise ValueError(f"--arms {','.join(names)}: {meant}use resident first, then any of {', '.join(NAMES[1:])}")
     if len(set(names)) < len(names):
         raise ValueError(f"--arms {','.join(names)}: an arm is there twice; --rounds says how often each runs")
+    _check_fsdp(kinds, optimizer, fsdp)
     if optimizer != "adam" and "hybrid" in kinds:
         raise ValueError(f"--optimizer {optimizer} with the hybrid arm: HybridDeviceOptimizer is Adam; leave it out")
-    _check_fsdp(kinds, optimizer, fsdp)
     options = _options_of_kinds(preset, optimizer, fsdp)
     found: list[BenchArm] = []
     for kind, environment in read:

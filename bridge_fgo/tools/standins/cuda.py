@@ -171,14 +171,9 @@ def _replacements() -> list[tuple[object, str, object]]:
         *_cuda_as(CPU),
         (cuda, "current_device", lambda: CPU),
         (cuda, "device_count", lambda: 1),
-        (cuda, "current_stream", NoStream),
-        (cuda, "stream", NoStream),
-        (cuda, "Stream", NoStream),
-        (cuda, "Event", NoStream),
-        (cuda, "synchronize", _nothing),
-        (cuda, "empty_cache", _nothing),
-        (cuda.nvtx, "range_push", _nothing),
-        (cuda.nvtx, "range_pop", _nothing),
+        *((cuda, name, NoStream) for name in ("current_stream", "stream", "Stream", "Event")),
+        *((cuda, name, _nothing) for name in ("synchronize", "empty_cache")),
+        *((cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop")),
         # One generator serves both devices: the rerun machine and mcore's RNG tracker save and restore
         # "CUDA" states, and dropout on the CPU must follow them.
         (cuda, "manual_seed", torch.manual_seed),
@@ -230,16 +225,15 @@ def without_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, stand_in in _cuda_as(META):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
-        for name, value in (
-            ("current_device", lambda: META),
-            ("current_stream", NoStream),
-            ("stream", NoStream),
-            ("Stream", NoStream),
-            ("Event", NoStream),
-            ("get_device_properties", lambda device=None: SimpleNamespace(name="none", major=10, minor=0)),
-            ("get_device_capability", lambda device=None: (10, 0)),
-        ):
-            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(
+            mock.patch.multiple(
+                torch.cuda,
+                current_device=lambda: META,
+                get_device_properties=lambda device=None: SimpleNamespace(name="none", major=10, minor=0),
+                get_device_capability=lambda device=None: (10, 0),
+                **dict.fromkeys(("current_stream", "stream", "Stream", "Event"), NoStream),
+            )
+        )
         # Nothing is drawn for memory that is not there.
         no_fork = mock.patch.object(CudaRNGStatesTracker, "fork", lambda *args, **kwargs: contextlib.nullcontext())
         stack.enter_context(no_fork)

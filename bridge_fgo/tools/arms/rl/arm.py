@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         digests = joined_digests(final_state(loop.trainer.model, loop.trainer.optimizer))
         if writer is None:
             return
-        memory = loop.memory.now()
+        memory = loop.diary.memory()
         writer.result(
             digests=digests,
             engine="native" if options.sleep else None,

@@ -11,11 +11,9 @@ import torch
 from bridge_fgo.sleep.moved import Moved
 from bridge_fgo.tools.arms.final_state import states
 
-KINDS = ("params", "grads", "optimizer", "reference")
 
-
-class Memory:
-    """Bytes of a device that a policy, its optimizer and the reference model take, by kind.
+class Diary:
+    """Phases of an iteration, and the bytes that a policy, its optimizer and the reference model take in them.
 
     Looks for the memory itself: what is shown should not depend on what has moved it.
     """
@@ -23,9 +21,23 @@ class Memory:
     def __init__(self, model: Any, optimizer: Any, reference: Any) -> None:
         self._model, self._optimizer, self._reference = model, optimizer, reference
         self._device = next(model[0].parameters()).device
+        self._began = 0.0
+        self.phases: list[dict[str, Any]] = []
 
-    def now(self) -> dict[str, int]:
-        """Return the bytes of `KINDS`."""
+    def begin(self) -> None:
+        """Begin an iteration."""
+        self._began, self.phases = time.perf_counter(), []
+        self.note("begins")
+
+    def note(self, phase: str, moved: Moved | None = None) -> None:
+        """Note that a phase is over, and where it moved anything, what."""
+        figures: dict[str, Any] = {"phase": phase, "at": time.perf_counter() - self._began}
+        if moved is not None:
+            figures |= {name: getattr(moved, name) for name in ("copied", "freed", "returned", "seconds")}
+        self.phases.append(figures | {"memory": self.memory() | self._allocated()})
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes on the device now, by kind."""
         parameters = [parameter for chunk in self._model for parameter in chunk.parameters()]
         found = states(self._model, self._optimizer)
         tensors: dict[str, Iterable[torch.Tensor]] = {
@@ -35,9 +47,9 @@ class Memory:
             "reference": [parameter for chunk in self._reference for parameter in chunk.parameters()],
         }
         counted: set[int] = set()  # masters of fp32 parameters, say, are these parameters
-        return {kind: self._bytes(tensors[kind], counted) for kind in KINDS}
+        return {kind: self._bytes(of_kind, counted) for kind, of_kind in tensors.items()}
 
-    def allocated(self) -> dict[str, int]:
+    def _allocated(self) -> dict[str, int]:
         """Return what PyTorch's allocator has in use on a GPU, and most of it since the last call; else nothing."""
         if self._device.type != "cuda":
             return {}
@@ -57,20 +69,3 @@ class Memory:
                 counted.add(storage._cdata)
                 total += storage.nbytes()
         return total
-
-
-class Diary:
-    """The phases of one iteration."""
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self._began = time.perf_counter()
-        self.phases: list[dict[str, Any]] = []
-        self.note("begins")
-
-    def note(self, phase: str, moved: Moved | None = None) -> None:
-        """Note that a phase is over, and where it moved anything, what."""
-        figures: dict[str, Any] = {"phase": phase, "at": time.perf_counter() - self._began}
-        if moved is not None:
-            figures |= {name: getattr(moved, name) for name in ("copied", "freed", "returned", "seconds")}
-        self.phases.append(figures | {"memory": self._memory.now() | self._memory.allocated()})

@@ -12,7 +12,7 @@ from typing import Any
 import bridge_fgo
 from bridge_fgo.sleep.moved import Moved
 from bridge_fgo.tools.arms.final_state import of_ranks
-from bridge_fgo.tools.arms.rl.diary import Diary, Memory
+from bridge_fgo.tools.arms.rl.diary import Diary
 from bridge_fgo.tools.arms.rl.neighbour import Neighbour
 from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.arms.rl.rollouts import Sampler
@@ -59,7 +59,7 @@ class Loop:
         self.trainer = Trainer(options, self.task.vocab_size)
         self.sampler = Sampler(self.trainer.inner, options, self.task)
         trainer = self.trainer
-        self.memory = Memory(trainer.model, trainer.optimizer, trainer.reference)
+        self.diary = Diary(trainer.model, trainer.optimizer, trainer.reference)
         self.policy: Any = bridge_fgo.Residency(trainer.model, trainer.optimizer) if options.sleep else Awake()
         self.reference: Any = bridge_fgo.Residency(trainer.reference) if options.sleep else Awake()
         self.reference.offload()
@@ -67,7 +67,8 @@ class Loop:
     def iterate(self, number: int) -> Iteration:
         """Run an iteration; iterations count from 1."""
         options, trainer, policy, reference = self.options, self.trainer, self.policy, self.reference
-        diary = Diary(self.memory)
+        diary = self.diary
+        diary.begin()
 
         # Asleep. In a job with an inference engine of its own this is where that one has the GPU.
         moved = policy.offload()
