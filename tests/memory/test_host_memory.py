@@ -66,48 +66,53 @@ def on_one_host(*needs, free=80, whole=100):
     return [Need(nbytes * GIB, [Pool("host", whole * GIB, free * GIB)]) for nbytes in needs]
 
 
-def test_enough_memory_passes():
-    assert host_memory_refusal(on_one_host(80), 0) == ""
+def on_two_hosts(*on_second):
+    return [*on_one_host(40, 40), *(Need(n * GIB, [Pool("second", 100 * GIB, 90 * GIB)]) for n in on_second)]
 
 
-def test_a_rank_that_needs_more_than_is_free_is_refused_with_the_bytes():
+def in_containers(*needs):
+    host = Pool("host", 100 * GIB, 80 * GIB)
+    return [Need(n * GIB, [host, Pool(f"host {i}", 50 * GIB, 45 * GIB)]) for i, n in enumerate(needs)]
+
+
+STAGE_0_AND_OTHERS = [300, *[150] * 7]
+
+
+@pytest.mark.parametrize(
+    ("needs", "rank", "refused"),
+    [
+        (on_one_host(80), 0, None),
+        (on_one_host(81), 0, (0, 81, 81, 1)),
+        (on_one_host(0, free=0), 0, None),
+        # Not what the fullest needs, for each.
+        (on_one_host(*STAGE_0_AND_OTHERS, free=1400, whole=1800), 3, None),
+        (on_one_host(*STAGE_0_AND_OTHERS, free=1349, whole=1800), 3, (3, 150, 1350, 8)),
+        # Each node is asked for its own ranks; a rank of another tells of the first that lacks memory.
+        (on_two_hosts(45, 45), 0, None),
+        (on_two_hosts(46, 45), 3, (3, 45, 91, 2)),
+        (on_two_hosts(46, 45), 0, (2, 46, 91, 2)),
+        # Containers are held to their own limits, and together to the host.
+        (in_containers(40, 40), 0, None),
+        (in_containers(40, 41), 0, (0, 40, 81, 2)),
+        (in_containers(46, 20), 0, (0, 46, 46, 1)),
+    ],
+)
+def test_ranks_of_a_node_are_asked_for_what_they_need_together(needs, rank, refused):
+    refusal = host_memory_refusal(needs, rank)
+    if refused is None:
+        assert refusal == ""
+    else:
+        of, own, together, ranks = refused
+        assert (
+            f"pins {own * GIB} bytes of host memory for rank {of}, {together * GIB} for the {ranks} rank(s)" in refusal
+        )
+
+
+def test_a_refusal_has_the_bytes_of_the_node_and_what_to_do():
     refusal = host_memory_refusal(on_one_host(81), 0)
-    assert f"pins {81 * GIB} bytes of host memory for rank 0, {81 * GIB} for the 1 rank(s)" in refusal
     assert f"has {100 * GIB} bytes, {80 * GIB} of them free" in refusal
     assert "OffloadConfig.fraction (at most 0.98 times" in refusal  # not rounded up, which would be refused again
-
-
-def test_ranks_of_a_node_are_asked_for_what_they_need_together_and_not_for_the_fullest_each():
-    stage_0_and_others = [300, *[150] * 7]
-    assert host_memory_refusal(on_one_host(*stage_0_and_others, free=1400, whole=1800), 3) == ""
-    refusal = host_memory_refusal(on_one_host(*stage_0_and_others, free=1349, whole=1800), 3)
-    assert f"pins {150 * GIB} bytes of host memory for rank 3, {1350 * GIB} for the 8 rank(s)" in refusal
-
-
-def test_each_node_is_asked_for_its_own_ranks():
-    def refused(*on_second, rank):
-        first = on_one_host(40, 40)
-        second = [Need(nbytes * GIB, [Pool("second", 100 * GIB, 90 * GIB)]) for nbytes in on_second]
-        return host_memory_refusal([*first, *second], rank)
-
-    assert refused(45, 45, rank=0) == ""
-    assert f"{45 * GIB} bytes of host memory for rank 3, {91 * GIB} for the 2 rank(s)" in refused(46, 45, rank=3)
-    assert f"{46 * GIB} bytes of host memory for rank 2, {91 * GIB} for the 2 rank(s)" in refused(46, 45, rank=0)
-
-
-def test_containers_of_a_host_are_held_to_their_own_limits_and_together_to_the_host():
-    def refused(*needs, free=80):
-        host = Pool("host", 100 * GIB, free * GIB)
-        ranks = [Need(n * GIB, [host, Pool(f"host {i}", 50 * GIB, 45 * GIB)]) for i, n in enumerate(needs)]
-        return host_memory_refusal(ranks, 0)
-
-    assert refused(40, 40) == ""
-    assert f"{81 * GIB} for the 2 rank(s) of its node, but the node has {100 * GIB} bytes" in refused(40, 41)
-    assert f"{46 * GIB} for the 1 rank(s) of its node, but the node has {50 * GIB} bytes" in refused(46, 20)
-
-
-def test_a_rank_that_needs_nothing_is_refused_nothing():
-    assert host_memory_refusal(on_one_host(0, free=0), 0) == ""
+    assert f"the node has {50 * GIB} bytes" in host_memory_refusal(in_containers(46, 20), 0)
 
 
 def test_a_host_is_known_by_its_boot_whatever_its_containers_are_called(host, tmp_path, monkeypatch):

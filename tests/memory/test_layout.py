@@ -20,25 +20,16 @@ slab_sizes = st.integers(1, 8_000)
 
 
 @given(sizes, slab_sizes)
-def test_every_tensor_lies_in_exactly_one_slab_in_order(nbytes, slab_bytes):
-    members = [m for layout in pack(nbytes, slab_bytes) for m in layout.members]
-    assert members == list(range(len(nbytes)))
-
-
-@given(sizes, slab_sizes)
-def test_tensors_of_a_slab_are_aligned_and_do_not_overlap(nbytes, slab_bytes):
-    for layout in pack(nbytes, slab_bytes):
+def test_every_tensor_lies_in_one_slab_in_order_aligned_and_only_a_large_one_exceeds_its_size(nbytes, slab_bytes):
+    layouts = pack(nbytes, slab_bytes)
+    assert [m for layout in layouts for m in layout.members] == list(range(len(nbytes)))
+    for layout in layouts:
         end = 0
         for member, offset in zip(layout.members, layout.offsets, strict=True):
             assert offset % ALIGNMENT == 0
-            assert end <= offset < end + ALIGNMENT
+            assert end <= offset < end + ALIGNMENT, "no overlap, and no gap"
             end = offset + nbytes[member]
         assert layout.nbytes == end
-
-
-@given(sizes, slab_sizes)
-def test_a_slab_exceeds_its_size_only_for_one_large_tensor(nbytes, slab_bytes):
-    for layout in pack(nbytes, slab_bytes):
         assert layout.nbytes <= slab_bytes or len(layout.members) == 1
 
 

@@ -43,9 +43,11 @@ def test_memory_that_grows_and_shrinks_lets_slabs_leave_late_and_come_early():
     assert plan.step == 90
 
 
-def test_what_stays_is_held_in_any_case():
-    plan = plan_holding(MemoryProfile([100], step=100), limit=50, staying=20, part_bytes=[5, 7])
-    assert (plan.leave, plan.come, plan.step) == ((20,), (20,), 34)
+@pytest.mark.parametrize(("step", "masters_held"), [(100, 0), (10, 9)])
+def test_what_stays_or_is_held_is_so_in_any_case(step, masters_held):
+    plan = plan_holding(MemoryProfile([100], step), limit=50, staying=20, part_bytes=[5, 7], masters_held=masters_held)
+    assert (plan.leave, plan.come) == ((20,), (20,))
+    assert plan.step == max(20 + masters_held + 2 * 7, 50 - step)
 
 
 @given(PARTS, st.integers(0, 300))
@@ -59,6 +61,7 @@ def test_parts_that_stay_fit_and_none_of_the_others_would_fit_beside_them(parts,
 def test_the_least_budget_is_the_larger_of_the_passes_and_of_two_parts_in_the_step():
     assert least_budget(MemoryProfile([100], step=10), [5, 7]) == 100
     assert least_budget(MemoryProfile([20], step=10), [5, 7]) == 24
+    assert least_budget(MemoryProfile([20], step=10), [5, 7], masters_held=9) == 33
 
 
 @given(st.integers(1, 2**38))
@@ -97,12 +100,6 @@ def staying(parts):
 
 def test_a_peak_counts_the_step():
     assert MemoryProfile([3, 5], step=7).peak == 7
-
-
-def test_masters_that_are_held_count_in_the_step_and_in_the_least_budget():
-    plan = plan_holding(MemoryProfile([0], step=100), limit=50, staying=20, part_bytes=[5, 7], masters_held=9)
-    assert plan.step == 20 + 9 + 2 * 7
-    assert least_budget(MemoryProfile([20], step=10), [5, 7], masters_held=9) == 10 + 9 + 2 * 7
 
 
 def test_a_plan_has_room_for_masters_that_are_held(parts):
