@@ -27,11 +27,11 @@ def builder_is_forked():
     """Models that `plan`, `doctor` and the like have built come from a process that has Megatron imported."""
     from forked_builder import ForkedBuilder
 
-    from bridge_fgo.tools.job import job
+    from bridge_fgo.tools.job import answers
 
     forked = ForkedBuilder()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "subprocess", SimpleNamespace(run=forked.run, DEVNULL=subprocess.DEVNULL))
+        patch.setattr(answers, "subprocess", SimpleNamespace(run=forked.run, DEVNULL=subprocess.DEVNULL))
         yield forked
     forked.close()
 

@@ -6,34 +6,25 @@ runs, so that `--help` answers at once and on any machine.
 
 from __future__ import annotations
 
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
 from bridge_fgo.options import takes_offload_options
+from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.tools import demo as demo_command
-from bridge_fgo.tools import job_commands, recipe_commands, rl_demo, run_script
+from bridge_fgo.tools import rl_demo, run_script
 from bridge_fgo.tools.bench import command as bench_command
 from bridge_fgo.tools.bench.options import Settings as BenchSettings
-from bridge_fgo.tools.settings import takes_settings
-
-
-class Device(StrEnum):
-    """Where the demo runs."""
-
-    auto = "auto"
-    cuda = "cuda"
-    cpu = "cpu"
-
-
-class MomentsDtype(StrEnum):
-    """dtype of Adam's moments under `--precision-aware`."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
+from bridge_fgo.tools.job.target import refuse_at_once
+from bridge_fgo.tools.plan.options import Settings as PlanSettings
+from bridge_fgo.tools.report import command as report_command
+from bridge_fgo.tools.report.command import Settings as ReportSettings
+from bridge_fgo.tools.settings import DoctorSettings, Json, in_a_folder, option, takes_settings
+from bridge_fgo.tools.show import spinner
 
 
 class _RunsScriptsOutsideOfClick(TyperGroup):
@@ -85,7 +76,23 @@ def bridge_fgo(
     """Fine-grained optimizer-state offload for Megatron-Bridge."""
 
 
-app.add_typer(recipe_commands.app, name="recipes", short_help="List this project's recipes.")
+recipes = typer.Typer(no_args_is_help=True, help="Show the recipes of this project.")
+app.add_typer(recipes, name="recipes", short_help="List this project's recipes.")
+
+
+@recipes.callback()
+def _several() -> None:
+    """Have `list` be a command, and not the only thing to do."""
+
+
+@recipes.command("list")
+def list_recipes() -> None:
+    """Print each recipe's name, GPUs and model, and what it needs."""
+    width = max(map(len, RECIPES))
+    for recipe in RECIPES.values():
+        needs = " (needs Megatron-LM's dev branch)" if recipe.mcore_module else ""
+        typer.echo(f"{recipe.name:{width}}  {recipe.gpus:3} GPUs  {recipe.hf_model or 'a small GPT'}{needs}")
+    typer.echo("\n`bridge-fgo plan RECIPE` says whether one fits, `python -m bridge_fgo.recipes.launch` trains it.")
 
 
 # Interspersed arguments are off: from SCRIPT on everything is the script's own, also what
@@ -127,124 +134,99 @@ def run_command(
     context.obj.append(request)
 
 
-@app.command("demo", short_help="Train twice, resident and offloaded, and compare bit by bit.")
-def demo(
-    rl: Annotated[
-        bool, typer.Option("--rl", help="Train by GRPO, once asleep between updates, and compare with one awake.")
-    ] = False,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps of each arm: 20; with --rl 200, on a GPU 300.")
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
-    device: Annotated[Device, typer.Option(help="Where to run; auto takes the GPU if it can.")] = Device.auto,
-    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep logs and events here.")] = None,
+@dataclass(frozen=True)
+class DemoSettings:
+    """Settings of either demo; what is None is up to it."""
+
+    rl: Annotated[bool, option("Train by GRPO, once asleep between updates, and compare with one awake.", "--rl")] = (
+        False
+    )
+    steps: Annotated[int | None, option("Training steps of each arm: 20; with --rl 200, on a GPU 300.", min=1)] = None
+    json_output: Json = False
+    device: Annotated[Literal["auto", "cuda", "cpu"], option("Where to run; auto takes the GPU if it can.")] = "auto"
+    keep: Annotated[Path | None, option("Keep logs and events here.", metavar="DIR")] = None
     picture: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", callback=job_commands.in_a_folder, help="--rl: draw an iteration's memory."),
-    ] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="--rl: processes of an arm, a GPU each.")] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="--rl: tensor-parallel ranks.")] = None,
-    pp: Annotated[int | None, typer.Option(min=1, help="--rl: pipeline stages.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="GPU, --rl: layers.")] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="GPU, --rl: hidden size.")] = None,
-    ffn: Annotated[int | None, typer.Option(min=1, help="GPU: size of the MLP.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="GPU, --rl: attention heads.")] = None,
-    seq: Annotated[int | None, typer.Option(min=1, help="GPU: tokens of a sequence.")] = None,
-    mbs: Annotated[int | None, typer.Option(min=1, help="GPU: sequences of a microbatch.")] = None,
-    gbs: Annotated[int | None, typer.Option(min=1, help="GPU: sequences of a step.")] = None,
-    lr: Annotated[float | None, typer.Option(min=0.0, help="--rl: learning rate.")] = None,
+        Path | None, option("--rl: draw an iteration's memory.", metavar="FILE", callback=in_a_folder)
+    ] = None
+    ranks: Annotated[int | None, option("--rl: processes of an arm, a GPU each.", min=1)] = None
+    tp: Annotated[int | None, option("--rl: tensor-parallel ranks.", min=1)] = None
+    pp: Annotated[int | None, option("--rl: pipeline stages.", min=1)] = None
+    layers: Annotated[int | None, option("GPU, --rl: layers.", min=1)] = None
+    hidden: Annotated[int | None, option("GPU, --rl: hidden size.", min=1)] = None
+    ffn: Annotated[int | None, option("GPU: size of the MLP.", min=1)] = None
+    heads: Annotated[int | None, option("GPU, --rl: attention heads.", min=1)] = None
+    seq: Annotated[int | None, option("GPU: tokens of a sequence.", min=1)] = None
+    mbs: Annotated[int | None, option("GPU: sequences of a microbatch.", min=1)] = None
+    gbs: Annotated[int | None, option("GPU: sequences of a step.", min=1)] = None
+    lr: Annotated[float | None, option("--rl: learning rate.", min=0.0)] = None
     crowd: Annotated[
-        bool,
-        typer.Option("--crowd", help="--rl on a GPU of one's own: a second process holds all but what training needs."),
-    ] = False,
-    precision_aware: Annotated[
-        bool, typer.Option("--precision-aware", help="GPU: the precision-aware optimizer.")
-    ] = False,
+        bool, option("--rl on a GPU of one's own: a second process holds all but what training needs.", "--crowd")
+    ] = False
+    precision_aware: Annotated[bool, option("GPU: the precision-aware optimizer.", "--precision-aware")] = False
     moments_dtype: Annotated[
-        MomentsDtype | None, typer.Option(help="GPU: moments of the precision-aware optimizer.")
-    ] = None,
-) -> None:
+        Literal["fp32", "bf16"] | None, option("GPU: moments of the precision-aware optimizer.")
+    ] = None
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Return those of the named settings that the user gave."""
+        return {name: value for name in names if (value := getattr(self, name)) not in (None, False)}
+
+
+def demo(settings: DemoSettings) -> int:
     """Train a small model twice through Megatron-Bridge's own loop and compare.
 
     Exit status: 0 where the two runs are bitwise equal and the offloaded one released
     memory, 1 where not, 2 where a run failed.
     """
-    sizes = dict(layers=layers, hidden=hidden, ffn=ffn, heads=heads, seq=seq, mbs=mbs, gbs=gbs)
-    gpu_options = [part for name, size in sizes.items() if size for part in (f"--{name}", str(size))]
-    if precision_aware:
-        gpu_options.append("--precision-aware")
-    if moments_dtype is not None:
-        gpu_options += ["--moments-dtype", moments_dtype.value]
-    of_rl = {"picture": picture, "ranks": ranks, "tp": tp, "pp": pp, "lr": lr, "crowd": crowd or None}
-    if not rl:
-        if given := [f"--{name}" for name, value in of_rl.items() if value is not None]:
-            raise typer.BadParameter(f"{', '.join(given)}: only of --rl")
-        settings = demo_command.Settings(
-            steps=steps or 20,
-            json_output=json_output,
-            device=device.value,
-            keep=keep,
-            gpu_options=tuple(gpu_options),
-        )
-        raise typer.Exit(demo_command.run(settings))
-    shared = {"layers": layers, "hidden": hidden, "heads": heads}
-    if others := [option for option in gpu_options[::2] if option.removeprefix("--") not in shared]:
-        raise typer.BadParameter(f"{', '.join(others)}: not of --rl")
-    options = {"steps": steps, "tp": tp, "pp": pp, "lr": lr, "crowd": crowd or None, **shared}
-    raise typer.Exit(
-        rl_demo.run(
-            rl_demo.Settings(
-                options={name: value for name, value in options.items() if value is not None},
-                json_output=json_output,
-                device=device.value,
-                keep=keep,
-                picture=picture,
-                ranks=ranks or 1,
-            )
-        )
-    )
+    both = ("layers", "hidden", "heads")
+    of_gpu = settings.given("layers", "hidden", "ffn", "heads", "seq", "mbs", "gbs", "precision_aware", "moments_dtype")
+    of_rl = settings.given("picture", "ranks", "tp", "pp", "lr", "crowd")
+    wrong = [name for name in of_gpu if name not in both] if settings.rl else list(of_rl)
+    if wrong:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+        raise typer.BadParameter(f"{flags}: {'not' if settings.rl else 'only'} of --rl")
+    shared = {"json_output": settings.json_output, "device": settings.device, "keep": settings.keep}
+    if settings.rl:
+        options = settings.given("steps", "tp", "pp", "lr", "crowd", *both)
+        picture, ranks = settings.picture, settings.ranks or 1
+        return rl_demo.run(rl_demo.Settings(options=options, picture=picture, ranks=ranks, **shared))
+    words: list[str] = []
+    for name, value in of_gpu.items():
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return demo_command.run(demo_command.Settings(steps=settings.steps or 20, gpu_options=tuple(words), **shared))
 
 
-app.command("bench", short_help="Measure resident training, this package and its peers on the GPUs here.")(
-    takes_settings(BenchSettings, bench_command.run, "bench")
-)
+def plan(settings: PlanSettings) -> int:
+    """Compute the memory of each pipeline stage's ranks by component, and what the copies cost.
 
-
-@app.command("report", short_help="Compare runs that are over: memory saved, step time, bits; one HTML page.")
-def report(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN [RUN]...",
-            help="TensorBoard log, wandb:ENTITY/PROJECT/RUN, or a folder of bench or of demo --keep.",
-            show_default=False,
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option(metavar="FILE", callback=job_commands.in_a_folder, help="The page to write.")
-    ] = Path("report.html"),
-    beside: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RUN", help="A run that need not be equal, as with another optimizer; may be repeated."),
-    ] = None,
-) -> None:
-    """Compare runs bit by bit, in one page that opens from disk with no network. TensorBoard and W&B draw their curves.
-
-    The first run is the one that the others are compared with. Exit status: 0, 1 where another
-    run's losses are not bitwise equal to its, 2 where a RUN cannot be read.
+    States are exact where mcore can lay the job out, else upper bounds, as a note says; activations are counted for
+    GPTs. Exit status: 0, 1 where training would refuse the config or, with --check, it does not fit; 2 where nothing
+    can be estimated.
     """
-    from bridge_fgo.tools.report import command
-
-    try:
-        raise typer.Exit(command.run(runs, output, beside))
-    except (ValueError, OSError) as error:
-        typer.echo(f"bridge-fgo report: {error}", err=True)
-        raise typer.Exit(2) from None
+    refuse_at_once(settings.target)
+    with spinner("importing torch"):
+        from bridge_fgo.tools.plan import command
+    return command.run(settings)
 
 
-app.command("plan", short_help="Compute a job's memory and copies, with and without the offload. No GPU needed.")(
-    job_commands.plan
-)
-app.command("doctor", short_help="Say what is installed, what a config will do here, and what is refused.")(
-    job_commands.doctor
-)
+def doctor(settings: DoctorSettings) -> int:
+    """Examine this machine, and what the offload will do with a config.
+
+    The first line is the verdict. Works without a GPU and without Megatron. Exit status: 0, 1 where this machine cannot
+    train or training would be refused, 2 where the config cannot be read.
+    """
+    if settings.target not in (None, *RECIPES):  # of one that this mcore cannot build the machine is examined as well
+        refuse_at_once(settings.target)
+    with spinner("importing torch"):
+        from bridge_fgo.tools.doctor import command
+    return command.run(settings)
+
+
+for name, settings, run, short_help in (
+    ("demo", DemoSettings, demo, "Train twice, resident and offloaded, and compare bit by bit."),
+    ("bench", BenchSettings, bench_command.run, "Measure resident training, this package and its peers on GPUs here."),
+    ("report", ReportSettings, report_command.run, "Compare runs that are over: memory saved, step time, bits."),
+    ("plan", PlanSettings, plan, "Compute a job's memory and copies, with and without the offload. No GPU needed."),
+    ("doctor", DoctorSettings, doctor, "Say what is installed, what a config will do here, and what is refused."),
+):
+    app.command(name, short_help=short_help)(takes_settings(settings, run, name))

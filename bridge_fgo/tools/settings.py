@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum, StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+
+from bridge_fgo.options import takes_offload_options
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
+
+
+def in_a_folder(path: Path | None) -> Path | None:
+    """Refuse a file to write whose folder is not there, before the work whose result it is to hold."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
+    return path
 
 
 def option(help: str, *flags: str, **how: Any) -> Any:
@@ -22,7 +34,8 @@ def takes_settings(cls: type[Any], run: Callable[[Any], int], name: str) -> Call
     A mistake that `run` or the dataclass tells by a ValueError or an OSError is one line, and status 2.
 
     Args:
-        cls: its fields are annotated by `option`; one of several strings is a Literal.
+        cls: its fields are annotated by `option`; one of several strings is a Literal. A field `offload` gets the
+            arguments of OffloadConfig, from options of their own.
         run: what the command does; it gets the dataclass, and its docstring is the command's help.
         name: of the command.
     """
@@ -41,14 +54,14 @@ def takes_settings(cls: type[Any], run: Callable[[Any], int], name: str) -> Call
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
             annotation=_with_enum(field.name, hints[field.name]),
         )
         for field in fields(cls)
     ]
     command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     command.__doc__ = run.__doc__
-    return command
+    return takes_offload_options(command) if "offload" in hints else command
 
 
 def _with_enum(name: str, hint: Any) -> Any:
@@ -58,3 +71,27 @@ def _with_enum(name: str, hint: Any) -> Any:
         if get_origin(part) is Literal:
             return Annotated[StrEnum(name, list(get_args(part))) | None, *extras]
     return hint
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """Which job `plan` and `doctor` are about; `offload` holds arguments of OffloadConfig."""
+
+    target: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE|CONFIG]", help="A recipe, module:function, or run_config.yaml.")
+    ] = None
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Overrides of Bridge's config.")
+    ] = None
+    gpus: Annotated[int | None, option("GPUs of the job; the fewest it can have by default.", min=1)] = None
+    gpus_per_node: Annotated[int | None, option("GPUs of a node; the system's own by default.", min=1)] = None
+    vocab_size: Annotated[int | None, option("Where neither model nor tokenizer says.", min=1)] = None
+    json_output: Json = False
+    offload: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DoctorSettings(JobSettings):
+    """What else `doctor` is to do."""
+
+    probe: Annotated[bool, option("Measure the links of the GPUs here.")] = True

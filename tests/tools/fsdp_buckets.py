@@ -12,7 +12,7 @@ from rank_child import Job, Rank
 from bridge_fgo.tools.arms import cpu_training
 from bridge_fgo.tools.arms.cpu_model import make_config, microbatches
 from bridge_fgo.tools.arms.cpu_training import CpuOptions
-from bridge_fgo.tools.job.fsdp_layout import Temporary, buckets_of
+from bridge_fgo.tools.job.layout import buckets_of, temporary_bytes
 from bridge_fgo.tools.job.parallel import Parallel
 
 
@@ -84,6 +84,6 @@ def train_and_measure(rank, job: Job, ddp: dict, model: dict):
                 run.step()
             cfg, parallel = run.cfg, Parallel(job.ranks, 1, 1, 1, 1, 1, options.instances)
             (chunk,) = run.model
-            planned = Temporary.of(list(buckets_of(chunk, cfg.ddp, parallel)), chunk.module, cfg.ddp)
-            seen = {"planned": dataclasses.asdict(planned), "found": {"most": meter.most, "kept": kept}}
+            planned, in_step = temporary_bytes(list(buckets_of(chunk, cfg.ddp, parallel)), chunk.module, cfg.ddp)
+            seen = {"planned": {"most": planned, "kept": in_step}, "found": {"most": meter.most, "kept": kept}}
             (job.folder / f"{rank}.json").write_text(json.dumps(seen))

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 import bridge_fgo
 from bridge_fgo.memory.host_memory import Pool
 from bridge_fgo.tools.arms.cpu_model import CpuOptions, make_config
-from bridge_fgo.tools.doctor import command, installed, machine
+from bridge_fgo.tools.doctor import command, machine
+from bridge_fgo.tools.job import answers
 from bridge_fgo.tools.job import builder as builder_module
 from bridge_fgo.tools.job import job as job_module
 from bridge_fgo.tools.job.builder import plain_config
@@ -469,8 +470,8 @@ def test_megatron_bridge_without_transformer_engine_is_refused_where_there_are_g
 def test_the_driver_is_read_from_the_kernel(tmp_path, monkeypatch):
     path = tmp_path / "version"
     path.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build\n")
-    monkeypatch.setattr(installed, "DRIVER", path)
-    assert installed.driver_version() == "570.124.06"
+    monkeypatch.setattr(machine, "DRIVER", path)
+    assert machine.driver_version() == "570.124.06"
 
 
 # --- the builder ---
@@ -485,7 +486,7 @@ def builder(monkeypatch):
         fake.requests.append(json.loads(arguments[-1]))
         return SimpleNamespace(returncode=0, stdout=json.dumps(fake.answer))
 
-    monkeypatch.setattr(job_module, "subprocess", SimpleNamespace(run=answer, DEVNULL=None))
+    monkeypatch.setattr(answers, "subprocess", SimpleNamespace(run=answer, DEVNULL=None))
     are_missing(monkeypatch)
     return fake
 

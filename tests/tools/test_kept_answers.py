@@ -10,10 +10,11 @@ import pytest
 
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.tools.demo import missing_packages
-from bridge_fgo.tools.job import job, keep_answers, kept, names
-from bridge_fgo.tools.job.job import ask_builder, read_job
+from bridge_fgo.tools.job import answers, target
+from bridge_fgo.tools.job.answers import ask_builder
+from bridge_fgo.tools.job.job import read_job
 
-KEPT = sorted(path.name.removesuffix(".json.gz") for path in kept.FOLDER.glob("*.json.gz"))
+KEPT = sorted(path.name.removesuffix(".json.gz") for path in answers.FOLDER.glob("*.json.gz"))
 needs_megatron = pytest.mark.skipif(bool(missing_packages()), reason="Megatron is not installed")
 
 
@@ -25,8 +26,8 @@ def test_every_recipe_of_released_megatron_has_an_answer():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_a_kept_answer_is_what_the_builder_says(name):
-    assert kept.kept_answer(name, None, {}, None, ()) == ask_builder(target=name) | {
-        "kept_of": kept.installed_versions()
+    assert answers.kept_answer(name, None, {}, None, ()) == ask_builder(target=name) | {
+        "kept_of": answers.installed_versions()
     }
 
 
@@ -34,7 +35,7 @@ def test_a_kept_answer_is_what_the_builder_says(name):
 @pytest.mark.slow
 def test_a_builder_that_imports_megatron_itself_says_the_same(builder_is_forked, monkeypatch):
     forked = ask_builder(target="tiny"), builder_is_forked.answers
-    monkeypatch.setattr(job, "subprocess", subprocess)
+    monkeypatch.setattr(answers, "subprocess", subprocess)
     assert ask_builder(target="tiny") == forked[0]
     assert builder_is_forked.answers == forked[1] > 0
 
@@ -59,46 +60,45 @@ def test_a_recipe_as_it_is_is_read_without_megatron():
      (None, {}, 1000, ()), (None, {}, None, ("train.micro_batch_size=2",))],
 )  # fmt: skip
 def test_what_differs_from_the_recipe_is_built(gpus, offload, vocab_size, overrides):
-    assert kept.kept_answer("qwen3_30b_a3b_8gpu", gpus, offload, vocab_size, overrides) is None
-    assert kept.kept_answer("qwen3_30b_a3b_8gpu", 8, {"fraction": 0.5}, None, ()) is not None
+    assert answers.kept_answer("qwen3_30b_a3b_8gpu", gpus, offload, vocab_size, overrides) is None
+    assert answers.kept_answer("qwen3_30b_a3b_8gpu", 8, {"fraction": 0.5}, None, ()) is not None
 
 
 @pytest.mark.parametrize("versions", [{"megatron-core": "0.18.0", "megatron-bridge": "0.6.2"}, {"megatron-core": "x"}])
 def test_an_answer_of_another_megatron_is_not_taken(monkeypatch, versions):
-    monkeypatch.setattr(kept, "installed_versions", lambda: versions)
-    assert kept.kept_answer("tiny", None, {}, None, ()) is None
-    monkeypatch.setattr(kept, "installed_versions", dict)
-    assert kept.kept_answer("tiny", None, {}, None, ()) is not None
+    monkeypatch.setattr(answers, "installed_versions", lambda: versions)
+    assert answers.kept_answer("tiny", None, {}, None, ()) is None
+    monkeypatch.setattr(answers, "installed_versions", dict)
+    assert answers.kept_answer("tiny", None, {}, None, ()) is not None
 
 
 @needs_megatron
 def test_a_checkout_before_the_wheel_is_another_megatron(monkeypatch, tmp_path):
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     (tmp_path / "megatron" / "core" / "__init__.py").touch()
-    locations = [str(tmp_path / "megatron"), *kept.find_spec("megatron").submodule_search_locations]
-    monkeypatch.setattr(kept, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=locations))
-    assert kept.installed_versions()["megatron-core"] == "checkout"
+    locations = [str(tmp_path / "megatron"), *answers.find_spec("megatron").submodule_search_locations]
+    monkeypatch.setattr(answers, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=locations))
+    assert answers.installed_versions()["megatron-core"] == "checkout"
 
 
 def test_the_same_answer_is_the_same_bytes(monkeypatch, tmp_path):
-    monkeypatch.setattr(keep_answers, "FOLDER", tmp_path)
+    monkeypatch.setattr(answers, "FOLDER", tmp_path)
     for _ in range(2):
-        keep_answers.write("tiny", {"gpus": 1}, {})
+        answers.keep("tiny", {"gpus": 1}, {})
     first = (tmp_path / "tiny.json.gz").read_bytes()
-    keep_answers.write("tiny", {"gpus": 1}, {})
+    answers.keep("tiny", {"gpus": 1}, {})
     assert (tmp_path / "tiny.json.gz").read_bytes() == first and first[4:8] == bytes(4), "no time in it"
 
 
 def test_an_answer_that_was_kept_in_one_folder_is_read_in_another(monkeypatch, tmp_path):
-    monkeypatch.setattr(keep_answers, "FOLDER", tmp_path)
-    monkeypatch.setattr(kept, "FOLDER", tmp_path)
+    monkeypatch.setattr(answers, "FOLDER", tmp_path)
     for name in ("made in", 'read "in"'):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "made in")
-    keep_answers.write("tiny", {"gpus": 1, "save": str(tmp_path / "made in" / "checkpoints")}, {})
-    monkeypatch.setattr(kept, "installed_versions", dict)
+    answers.keep("tiny", {"gpus": 1, "save": str(tmp_path / "made in" / "checkpoints")}, {})
+    monkeypatch.setattr(answers, "installed_versions", dict)
     monkeypatch.chdir(tmp_path / 'read "in"')
-    answer = kept.kept_answer("tiny", None, {}, None, ())
+    answer = answers.kept_answer("tiny", None, {}, None, ())
     assert answer is not None and answer["save"] == str(tmp_path / 'read "in"' / "checkpoints")
 
 
@@ -115,13 +115,13 @@ def test_an_answer_that_was_kept_in_one_folder_is_read_in_another(monkeypatch, t
 )
 def test_a_name_that_cannot_be_there_is_answered_before_anything_is_imported(name, said):
     with pytest.raises(ValueError, match=said.replace("`", ".")):
-        names.refuse_at_once(name)
+        target.refuse_at_once(name)
 
 
 @needs_megatron
 @pytest.mark.parametrize("name", ["tiny", "llama3_8b_pretrain_config", "json:loads"])
 def test_a_name_that_may_be_there_passes(name):
-    names.refuse_at_once(name)
+    target.refuse_at_once(name)
 
 
 @pytest.mark.parametrize(("text", "said"), [("", "is empty"), ("a: [", "cannot be read"), ("- 1", "is not a saved")])
@@ -129,5 +129,5 @@ def test_a_file_that_is_no_config_is_one_line(tmp_path, text, said):
     path = tmp_path / "run_config.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=said) as caught:
-        names.refuse_at_once(str(path))
+        target.refuse_at_once(str(path))
     assert "\n" not in str(caught.value)

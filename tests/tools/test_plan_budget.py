@@ -15,9 +15,9 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.offload.schedule import Schedule
 from bridge_fgo.states.distributed import MegatronSource
+from bridge_fgo.tools.job.held import Tensor
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.parallel import Parallel
-from bridge_fgo.tools.job.tensors import Tensor
 from bridge_fgo.tools.plan import estimate
 from bridge_fgo.tools.plan.bound import bound_of
 from bridge_fgo.tools.plan.estimate import make_estimate
@@ -120,7 +120,7 @@ def test_each_stage_keeps_what_its_own_peak_leaves_room_for_and_the_fullest_deci
     assert first.least_budget > second.least_budget + second.states.total
     plan = make_estimate(job, budget_of(first.least_budget), [], None, None)
     assert plan.refusals == []
-    left = [estimate.offloaded_bytes(stage, stage.states, plan.offload) for stage in plan.stages]
+    left = [stage.away for stage in plan.stages]
     assert left == [first.states.total, 0]
     assert len(make_estimate(job, budget_of(first.least_budget - 1), [], None, None).refusals) == 1
 

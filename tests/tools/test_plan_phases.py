@@ -13,15 +13,14 @@ from test_plan_verdict import estimate, job
 import bridge_fgo
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.demo import missing_packages
+from bridge_fgo.tools.job.held import Tensor
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.layout import held_of, states_of_leaves
 from bridge_fgo.tools.job.parallel import Parallel
-from bridge_fgo.tools.job.tensors import Tensor
 from bridge_fgo.tools.plan import command
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.links import LINKS, links
-from bridge_fgo.tools.plan.phases import ALONE, REFERENCE, REST, SLEEP, SLEEP_ALL, WAKE_ALL, plan_phases
-from bridge_fgo.tools.plan.phases_report import phases_json, states_of_plan
+from bridge_fgo.tools.plan.phases import ALONE, REFERENCE, REST, SLEEP, SLEEP_ALL, WAKE_ALL, plan_phases, states_of_plan
 
 needs_megatron = pytest.mark.skipif(bool(missing_packages()), reason="compares with Megatron")
 GB = 10**9
@@ -164,7 +163,7 @@ def test_the_command_prints_the_moves_and_writes_the_picture(run_plan, tmp_path)
     assert "weights alone" in (tmp_path / "iteration.svg").read_text()
     status, printed = run_plan(job(8.0, 1.0, flag=False), json_output=True)
     found = json.loads(printed)["phases"]
-    assert found == json.loads(json.dumps(phases_json(plan_phases(estimate(8.0, 5.0, system="H200", flag=False)))))
+    assert found == json.loads(json.dumps(plan_phases(estimate(8.0, 5.0, system="H200", flag=False)).as_json()))
     assert found["stages"][0]["moves"][0]["copied"] == 112 * GB
 
 

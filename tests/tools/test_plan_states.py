@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.demo import missing_packages
-from bridge_fgo.tools.job.held import OptimizerStates
+from bridge_fgo.tools.job.held import OptimizerStates, Tensor
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.layout import states_of_leaves
 from bridge_fgo.tools.job.parallel import Parallel
-from bridge_fgo.tools.job.tensors import Tensor
 from bridge_fgo.tools.plan.bound import bound_of
-from bridge_fgo.tools.plan.rank_layout import layout_of
-from bridge_fgo.tools.plan.state import sum_of
+from bridge_fgo.tools.plan.state import layout_of, sum_of
 
 needs_megatron = pytest.mark.skipif(bool(missing_packages()), reason="compares with Megatron")
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.tools.job.held import Tensor
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.parallel import Parallel
-from bridge_fgo.tools.job.tensors import Tensor
 from bridge_fgo.tools.plan import command, verdict
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.links import LINKS, links

@@ -17,29 +17,16 @@ from bridge_fgo.memory.host_memory import Need, available_bytes, host_memory_ref
 from bridge_fgo.tools.arms.runner import ArmFailed
 from bridge_fgo.tools.bench.command import probe
 from bridge_fgo.tools.demo import missing_packages
-from bridge_fgo.tools.doctor.installed import installed
-from bridge_fgo.tools.doctor.machine import Machine, look, warnings
-from bridge_fgo.tools.job.job import Job, ask_builder, read_job
+from bridge_fgo.tools.doctor.machine import Machine, installed, look, warnings
+from bridge_fgo.tools.job.answers import ask_builder
+from bridge_fgo.tools.job.job import Job, read_job
 from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, make_estimate
-from bridge_fgo.tools.plan.rank_layout import is_upstreams
+from bridge_fgo.tools.plan.state import is_upstreams
+from bridge_fgo.tools.settings import DoctorSettings
 from bridge_fgo.tools.show import readable_bytes
 
 REFUSED = 1
 CONFIG_NOT_READ = 2
-
-
-@dataclass(frozen=True)
-class Settings:
-    """One examination. target: a recipe or a saved run config, or None; offload: OffloadConfig's arguments."""
-
-    target: str | None = None
-    overrides: tuple[str, ...] = ()
-    gpus: int | None = None
-    gpus_per_node: int | None = None
-    vocab_size: int | None = None
-    offload: dict[str, Any] = field(default_factory=dict)
-    probe: bool = True
-    json_output: bool = False
 
 
 @dataclass
@@ -61,22 +48,34 @@ class Findings:
     error: str = ""
     verdict: str = ""
 
+    def refuse(self, refusals: list[str], flag: bool) -> None:
+        """Note what training refuses, with the flag as it is or once it is set."""
+        if flag:
+            self.refusals += refusals
+        else:
+            self.notes += [f"with the flag set, refused: {refusal}" for refusal in refusals]
 
-def run(settings: Settings) -> int:
+
+def run(settings: DoctorSettings) -> int:
     """Print the findings; return 1 where this machine cannot train or not this config, 2 where it cannot be read.
 
     Raises:
         ValueError: a setting is wrong.
     """
     OffloadConfig(**settings.offload)
-    if settings.target is None:
-        of_a_job = ("gpus", "gpus_per_node", "vocab_size")
-        asked = {name: getattr(settings, name) for name in of_a_job if getattr(settings, name) is not None}
-        if asked := {**asked, **settings.offload}:
-            told = ", ".join(f"{name}={value}" for name, value in asked.items())
-            raise ValueError(f"{told}: of a job, and none is named; give its recipe or saved config too")
+    of_job = {name: getattr(settings, name) for name in ("gpus", "gpus_per_node", "vocab_size")}
+    given = {name: value for name, value in of_job.items() if value is not None} | settings.offload
+    if settings.target is None and given:
+        told = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise ValueError(f"{told}: of a job, and none is named; give its recipe or saved config too")
     machine = look()
-    answer = {} if missing_packages() else _ask(settings)
+    answer: dict[str, Any] = {}
+    if not missing_packages():
+        asked = {name: getattr(settings, name) for name in ("target", "gpus", "offload", "vocab_size", "overrides")}
+        try:
+            answer = ask_builder(**asked, patches=True)
+        except ValueError as error:
+            answer = {"install_refuses": str(error)}
     findings = Findings(installed(answer), asdict(machine), target=settings.target)
     _examine_installed(findings)
     if settings.target is not None:
@@ -110,18 +109,8 @@ def lacking(findings: Findings) -> str:
     return ""
 
 
-def _ask(settings: Settings) -> dict[str, Any]:
-    """Return the builder's answer on what is installed and, in the same go, on the config."""
-    asked = {name: getattr(settings, name) for name in ("target", "gpus", "offload", "vocab_size", "overrides")}
-    try:
-        return ask_builder(**asked, patches=True)
-    except RuntimeError as error:
-        return {"install_refuses": str(error)}
-
-
 def _examine_installed(findings: Findings) -> None:
-    missing = missing_packages()
-    if missing:
+    if missing := missing_packages():
         findings.notes.append(f"{' and '.join(missing)} not installed here: nothing can be trained")
     elif findings.installed["transformer-engine"] is None:
         lacks = "transformer-engine is not installed: Megatron-Bridge does not import without it"
@@ -135,7 +124,7 @@ def _examine_installed(findings: Findings) -> None:
         findings.notes.append("no GPU here: links and host memory are not those of a job")
 
 
-def _examine_config(findings: Findings, settings: Settings, machine: Machine, answer: dict[str, Any]) -> None:
+def _examine_config(findings: Findings, settings: DoctorSettings, machine: Machine, answer: dict[str, Any]) -> None:
     assert settings.target is not None
     if findings.installed["install"] is not None:
         findings.notes.append("the config was not looked at, because this Megatron-Bridge is refused")
@@ -144,35 +133,33 @@ def _examine_config(findings: Findings, settings: Settings, machine: Machine, an
     findings.config = {"flag": job.flag, "engine": job.engine, "gpus": job.parallel.gpus, "source": job.source}
     if job.bridge_refuses is not None:
         findings.refusals.append(f"Megatron-Bridge refuses the config: {job.bridge_refuses}")
-    if job.flag:
-        findings.refusals += job.refusals
-    else:
+    if not job.flag:
         findings.notes.append("optimizer.offload_optimizer_states is not set: trains as without the package")
-        findings.notes += [f"with the flag set, refused: {refusal}" for refusal in job.refusals]
+    findings.refuse(job.refusals, job.flag)
     if findings.installed["mcore"] is None:
         findings.notes.append("without mcore here, it is taken to have what the config asks for")
-    pinned = _examine_memory(findings, settings, machine, job)
+    pinned = None
+    if not job.refusals and job.bridge_refuses is None:
+        try:
+            # Memory is pinned for all that may leave, before training measures what a budget leaves.
+            estimate = make_estimate(job, replace(job.offload, gpu_memory_budget_gib=None), [], None, None)
+            pinned = _examine_memory(findings, findings.config, settings.gpus_per_node, machine, estimate)
+        except ValueError as error:
+            findings.notes.append(f"bytes are not known: {error}")
     findings.warnings += warnings(machine, pinned)
 
 
-def _examine_memory(findings: Findings, settings: Settings, machine: Machine, job: Job) -> int | None:
-    """Note what will be offloaded and pinned; return the most bytes that a rank pins, None where not known."""
-    if job.refusals or job.bridge_refuses is not None:
-        return None
-    ranks = settings.gpus_per_node or len(machine.gpus) or None
-    try:
-        # Memory is pinned for all that may leave, before training measures what a budget leaves.
-        estimate = make_estimate(job, replace(job.offload, gpu_memory_budget_gib=None), [], None, None)
-    except ValueError as error:
-        findings.notes.append(f"bytes are not known: {error}")
-        return None
-    pinned = estimate.most_pinned
-    assert findings.config is not None
+def _examine_memory(
+    findings: Findings, config: dict[str, Any], gpus_per_node: int | None, machine: Machine, estimate: Estimate
+) -> int:
+    """Note what will be offloaded and pinned; return the most bytes that a rank pins."""
+    job, pinned = estimate.job, estimate.most_pinned
+    ranks = gpus_per_node or len(machine.gpus) or None
     # This machine tells how many ranks share a node, unless it has no GPU and the job has several.
     is_known = ranks is not None or job.parallel.gpus == 1
     here = min(ranks or 1, job.parallel.gpus)
     of_node = sum(estimate.fullest_node(here)) if is_known else None
-    findings.config |= {
+    config |= {
         "state_bytes": [stage.states.total for stage in estimate.stages],
         "pinned_by_rank": pinned if job.flag else 0,
         "pinned_by_node": of_node if job.flag else 0,
@@ -182,20 +169,18 @@ def _examine_memory(findings: Findings, settings: Settings, machine: Machine, jo
         findings.notes.append(job.gpus_note)
     if bound := estimate.held[0].bound:
         findings.notes.append(f"memory is counted by upper bounds, as `plan` says, without mcore's own layout: {bound}")
-    of_budget = budget_refusals(job, estimate.stages, job.offload)
-    if job.flag:
-        findings.refusals += of_budget
-    else:
-        findings.notes += [f"with the flag set, refused: {refusal}" for refusal in of_budget]
-    if machine.gpus and job.flag and is_upstreams(job, estimate.offload):
+    findings.refuse(budget_refusals(job, estimate.stages, job.offload), job.flag)
+    if not job.flag:
+        return 0
+    if machine.gpus and is_upstreams(job, estimate.offload):
         findings.warnings += _upstream_memory(estimate, here)
-    elif machine.gpus and job.flag:
-        refusals = _memory_refusals(job, estimate, here)
+    elif machine.gpus:
+        refusals = list(_memory_refusals(job, estimate, here))
         if job.gpus_given:
             findings.refusals += refusals
         else:  # on more, each rank has less
             findings.notes += [f"refused on so few: {refusal}" for refusal in refusals]
-    return pinned if job.flag else 0
+    return pinned
 
 
 def _upstream_memory(estimate: Estimate, ranks: int) -> Iterator[str]:
@@ -236,7 +221,7 @@ def _judged(lockable: int | None, pinned: int | None) -> str:
 def _print(console: Console, findings: Findings) -> None:
     console.print(findings.verdict, markup=False, style="bold")
     table = Table(show_header=False)
-    for row in [*_of_machine(findings), *_of_config(findings)]:
+    for row in _rows(findings, findings.machine, findings.config or {}):
         table.add_row(*row)
     console.print(table)
     for word, lines in (("note", findings.notes), ("warning", findings.warnings), ("REFUSED", findings.refusals)):
@@ -246,36 +231,32 @@ def _print(console: Console, findings: Findings) -> None:
         console.print("Nothing is refused by the offload.")
 
 
-def _of_machine(findings: Findings) -> Iterator[tuple[str, str]]:
+def _rows(findings: Findings, machine: dict[str, Any], config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the lines of the table: first those of the machine, then those of the config."""
     for name, value in findings.installed.items():
         if name != "install":
             yield name, "-" if value is None else str(value)
-    machine, size = findings.machine, readable_bytes
+    size = readable_bytes
     for gpu in machine["gpus"]:
         near = "not known" if gpu["near_cpus"] is None else gpu["near_cpus"]
         yield "GPU", f"{gpu['name']}, {size(gpu['memory_bytes'])}, CPUs near it: {near}"
     yield "NUMA nodes, CPUs", f"{machine['numa_nodes']}, {machine['cpus']}"
     yield "host memory", f"{size(machine['host_bytes'])}, free {size(machine['free_bytes'])}"
     yield "/dev/shm, free", size(machine["shared_memory_bytes"])
-    yield "ulimit -l", _judged(machine["lockable_bytes"], (findings.config or {}).get("pinned_by_rank"))
+    yield "ulimit -l", _judged(machine["lockable_bytes"], config.get("pinned_by_rank"))
     if findings.link_bytes_per_second is not None:
         speeds = {name: value / 1e9 for name, value in findings.link_bytes_per_second.items()}
         yield "link, GB/s", "D2H {d2h:.1f}, H2D {h2d:.1f}, both at once {duplex:.1f} each".format(**speeds)
-
-
-def _of_config(findings: Findings) -> Iterator[tuple[str, str]]:
-    config = findings.config or {}
     for name, title in (("flag", "offload_optimizer_states"), ("engine", "engine"), ("gpus", "GPUs of the job")):
         if config.get(name) is not None:
             yield title, str(config[name])
     if "pinned_by_rank" not in config:
         return
-    yield "states, by stage", ", ".join(map(readable_bytes, config["state_bytes"]))
+    yield "states, by stage", ", ".join(map(size, config["state_bytes"]))
     if not config["flag"]:
         yield "pinned by a rank", "nothing, the flag is not set"
         return
-    yield "pinned by a rank", f"{readable_bytes(config['pinned_by_rank'])} at most"
-    if config["pinned_by_node"] is not None:
-        node, share = config["pinned_by_node"], config["pinned_by_node"] / findings.machine["host_bytes"]
-        ranks = config["ranks_of_node"]
-        yield "pinned by a node", f"{readable_bytes(node)} by {ranks} rank(s), {share:.0%} of the host here"
+    yield "pinned by a rank", f"{size(config['pinned_by_rank'])} at most"
+    if (of_node := config["pinned_by_node"]) is not None:
+        ranks, share = config["ranks_of_node"], of_node / machine["host_bytes"]
+        yield "pinned by a node", f"{size(of_node)} by {ranks} rank(s), {share:.0%} of the host here"

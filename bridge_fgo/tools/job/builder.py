@@ -28,12 +28,12 @@ import torch
 
 from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.tools.arms.process_setup import forget_attention_backend
-from bridge_fgo.tools.job.fsdp_layout import held_in_fsdp
-from bridge_fgo.tools.job.layout import held_in_ddp
-from bridge_fgo.tools.job.parallel import parallel_of
+from bridge_fgo.tools.job.layout import held_by_ranks
+from bridge_fgo.tools.job.parallel import Parallel, parallel_of
+from bridge_fgo.tools.job.recipes import load_config
+from bridge_fgo.tools.job.saved_config import SECTIONS
 from bridge_fgo.tools.standins import te_shapes
 from bridge_fgo.tools.standins.cuda import without_gpu
-from bridge_fgo.tools.standins.fsdp import fsdp_on_meta
 
 FSDP_SETTINGS = (
     "ddp.use_megatron_fsdp=true checkpoint.ckpt_format=fsdp_dtensor "
@@ -43,7 +43,7 @@ PLAIN = (str, int, float, bool, type(None))
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what is known of what is installed, and of the job; see `main`."""
+    """Return what is known of what is installed, and of the job; the "error" that a mistake in its config is."""
     with contextlib.ExitStack() as stack:
         try:
             found = begin(stack, request)
@@ -51,7 +51,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             traceback.print_exc()
             said = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
             return {"install_refuses": said}
-        return found if request["target"] is None else found | examine(request)
+        try:
+            return found if request["target"] is None else found | examine(request)
+        except ValueError as error:
+            return found | {"error": str(error)}
 
 
 def begin(stack: contextlib.ExitStack, request: dict[str, Any]) -> dict[str, Any]:
@@ -68,56 +71,34 @@ def begin(stack: contextlib.ExitStack, request: dict[str, Any]) -> dict[str, Any
     os.environ.setdefault("NCCL_ALGO", "Ring")
     installation = stack.enter_context(bridge_fgo.install(bridge_fgo.OffloadConfig(**request["offload"])))
     stack.enter_context(without_gpu())
-    if request["patches"]:
-        import_all(installation.modules)
+    for module in installation.modules if request["patches"] else ():
+        with contextlib.suppress(ModuleNotFoundError):  # what this Bridge does not have has nothing to patch
+            importlib.import_module(module)
     return {"mcore": mcore_version(), "offloader": upstream_generation()}
 
 
 def examine(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what is known of the job, or the "error" that a mistake in its config is."""
-    from bridge_fgo.tools.job.recipes import load_config
+    """Return what is known of the job.
 
-    try:
-        config, gpus = load_config(request["target"], request["overrides"])
-        gpus_given = request["gpus"] or gpus
-        gpus = parallel_of(config, gpus_given).gpus
-    except ValueError as error:
-        return {"error": str(error)}
+    Raises:
+        ValueError: there is no such job, its settings are wrong, or its model cannot be built.
+    """
+    config, gpus = load_config(request["target"], request["overrides"])
+    gpus_given = request["gpus"] or gpus
+    gpus = parallel_of(config, gpus_given).gpus
     found: dict[str, Any] = {"gpus": gpus, "gpus_given": gpus_given is not None}
-    bridge_refuses = prepare(config, gpus)
-    if bridge_refuses is not None and uses_fsdp(config) and "fsdp_dtensor" in bridge_refuses:
-        bridge_refuses += f" Set together {FSDP_SETTINGS}"
-    found["bridge_refuses"] = bridge_refuses
-    try:
-        found |= offload_of(config, request["offload"])
-    except ValueError as error:
-        return {"error": str(error)}
-    if bridge_refuses is None:
+    found["bridge_refuses"] = prepare(config, gpus)
+    found |= offload_of(config, request["offload"])
+    if found["bridge_refuses"] is None:
+        set_vocabulary(config, request["vocab_size"])
         try:
-            set_vocabulary(config, request["vocab_size"])
-        except ValueError as error:
-            return {"error": str(error)}
-        try:
-            builder = StageBuilder(config, gpus)
-            found["stages"] = [builder.build(stage) for stage in range(pipeline_size(config))]
+            found |= build_stages(config, gpus)
         except Exception as error:  # of layers that have no shapes here; the whole of it goes to stderr
             traceback.print_exc()
-            return {"error": f"the model could not be built without a GPU: {type(error).__name__}: {error}"}
-        found |= {"held": builder.held, "not_held": builder.not_held}
+            raise ValueError(f"the model could not be built without a GPU: {type(error).__name__}: {error}") from None
         found["bridge_estimate"] = bridge_estimate(config)
     found["config"] = plain_config(config)  # last: the vocabulary is only now known
     return found
-
-
-def import_all(modules: list[str]) -> None:
-    """Import what the package patches, as training would; what this Bridge does not have has nothing to patch.
-
-    Raises:
-        RuntimeError: a patch does not fit the Bridge that is here.
-    """
-    for module in modules:
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(module)
 
 
 @contextlib.contextmanager
@@ -133,11 +114,6 @@ def world(gpus: int, rank: int) -> Iterator[None]:
             torch.distributed.destroy_process_group()
 
 
-def pipeline_size(config: Any) -> int:
-    """Return the number of pipeline stages."""
-    return int(config.model.pipeline_model_parallel_size)
-
-
 def prepare(config: Any, gpus: int) -> str | None:
     """Finish the config as `pretrain()` does; return why Bridge refuses it, or None.
 
@@ -150,10 +126,11 @@ def prepare(config: Any, gpus: int) -> str | None:
     with refusals_left_to_caller(), world(gpus, 0):
         try:
             runtime_config_update(config)
+            return None
         except Exception as error:  # asserts, ValueErrors and whatever else a setting makes Bridge stumble over
             traceback.print_exc()
-            return f"{type(error).__name__}: {error}"
-    return None
+            together = uses_fsdp(config) and "fsdp_dtensor" in str(error)
+            return f"{type(error).__name__}: {error}{f' Set together {FSDP_SETTINGS}' if together else ''}"
 
 
 def offload_of(config: Any, offload: dict[str, Any]) -> dict[str, Any]:
@@ -175,83 +152,69 @@ def offload_of(config: Any, offload: dict[str, Any]) -> dict[str, Any]:
     return {"flag": flag, "refusals": refusals, "engine": engine, "settings": asdict(settings)}
 
 
-class StageBuilder:
-    """Builds a job's pipeline stages, each in a world of its own.
-
-    Attributes:
-        held: of each stage what its ranks hold (`bridge_fgo.tools.job.held.Held`), as JSON takes it.
-        not_held: why that cannot be told, and `held` is empty; else "".
-    """
-
-    def __init__(self, config: Any, gpus: int) -> None:
-        self._config, self._parallel = config, parallel_of(config, gpus)
-        self.held: list[dict[str, Any]] = []
-        self.not_held = ""
-        self._known: dict[str, dict[str, Any]] = {}
-
-    def build(self, stage: int) -> list[list[dict[str, Any]]]:
-        """Return the tensors of each model chunk of a pipeline stage, in the model's order."""
-        from megatron.bridge.models.model_provider import get_model
-        from megatron.core import parallel_state
-        from megatron.core.process_groups_config import ProcessGroupCollection
-        from megatron.core.transformer.module import Float16Module
-
-        config, model, gpus = self._config, self._config.model, self._parallel.gpus
-        rank = stage * model.tensor_model_parallel_size * model.context_parallel_size
-        if not config.dist.use_tp_pp_dp_mapping:
-            rank = stage * self._parallel.stage_ranks
-        with world(gpus, rank):
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=model.tensor_model_parallel_size,
-                pipeline_model_parallel_size=model.pipeline_model_parallel_size,
-                virtual_pipeline_model_parallel_size=model.virtual_pipeline_model_parallel_size,
-                context_parallel_size=model.context_parallel_size,
-                expert_model_parallel_size=model.expert_model_parallel_size,
-                num_distributed_optimizer_instances=self._parallel.optimizer_instances,
-                expert_tensor_parallel_size=model.expert_tensor_parallel_size,
-                order="tp-cp-ep-pp-dp" if config.dist.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-                create_gloo_process_groups=False,
-            )
+def build_stages(config: Any, gpus: int) -> dict[str, Any]:
+    """Return of each pipeline stage its tensors and what its ranks hold, or `not_held`: why that cannot be told."""
+    parallel = parallel_of(config, gpus)
+    stages: list[list[list[dict[str, Any]]]] = []
+    held: list[dict[str, Any]] = []
+    known: dict[str, dict[str, Any]] = {}  # stages of the same tensors hold the same, but the first
+    not_held = ""
+    for stage in range(parallel.pipeline):
+        with model_of_stage(config, parallel, stage) as (chunks, groups):
+            stages.append([[tensor_of(config, *named) for named in chunk.named_parameters()] for chunk in chunks])
+            if not_held:
+                continue
+            key = json.dumps([stage == 0, stages[-1]])
             try:
-                assert parallel_state.get_pipeline_model_parallel_rank() == stage
-                groups = ProcessGroupCollection.use_mpu_process_groups()
-                model._pg_collection = groups
-                for name in ("gradient_accumulation_fusion", "use_transformer_engine_op_fuser"):
-                    setattr(model, name, False)  # they need CUDA extensions or fused operations; change no parameter
-                chunks = get_model(
-                    model,
-                    config.ddp,
-                    wrap_with_ddp=False,
-                    mixed_precision_wrapper=Float16Module,
-                    init_model_with_meta_device=True,
-                    pg_collection=groups,
-                )
-                with_matrices = config.optimizer.optimizer != "adam"
-                found = [
-                    [tensor_of(name, param, with_matrices) for name, param in chunk.named_parameters()]
-                    for chunk in chunks
-                ]
-                if not self.not_held:
-                    self._lay_out(chunks, groups, key=json.dumps([stage == 0, found]))
-                return found
-            finally:
-                parallel_state.destroy_model_parallel()
+                if key not in known:
+                    known[key] = asdict(held_by_ranks(config, chunks, groups, parallel))
+                held.append(known[key])
+            except Exception as error:  # of optimizers and layouts that mcore cannot make, or not here
+                traceback.print_exc()
+                not_held = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                held = []
+    return {"stages": stages, "held": held, "not_held": not_held}
 
-    def _lay_out(self, chunks: list[Any], groups: Any, key: str) -> None:
-        """Note what the ranks of a stage hold; stages of the same `key` hold the same."""
+
+@contextlib.contextmanager
+def model_of_stage(config: Any, parallel: Parallel, stage: int) -> Iterator[tuple[list[Any], Any]]:
+    """Context with the model chunks of a pipeline stage, and the process groups of its first rank."""
+    from megatron.bridge.models.model_provider import get_model
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.module import Float16Module
+
+    model, stages_are_inner = config.model, config.dist.use_tp_pp_dp_mapping
+    with world(
+        parallel.gpus, stage * (parallel.tensor * parallel.context if stages_are_inner else parallel.stage_ranks)
+    ):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=model.tensor_model_parallel_size,
+            pipeline_model_parallel_size=model.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=model.virtual_pipeline_model_parallel_size,
+            context_parallel_size=model.context_parallel_size,
+            expert_model_parallel_size=model.expert_model_parallel_size,
+            num_distributed_optimizer_instances=parallel.optimizer_instances,
+            expert_tensor_parallel_size=model.expert_tensor_parallel_size,
+            order="tp-cp-ep-pp-dp" if stages_are_inner else "tp-cp-ep-dp-pp",
+            create_gloo_process_groups=False,
+        )
         try:
-            if key not in self._known:
-                if uses_fsdp(self._config):
-                    with fsdp_on_meta():
-                        held = held_in_fsdp(self._config, chunks, groups, self._parallel)
-                else:
-                    held = held_in_ddp(self._config, chunks, groups, self._parallel)
-                self._known[key] = asdict(held)
-            self.held.append(self._known[key])
-        except Exception as error:  # of optimizers and layouts that mcore cannot make, or not here
-            traceback.print_exc()
-            self.not_held = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self.held = []
+            assert parallel_state.get_pipeline_model_parallel_rank() == stage
+            groups = model._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+            for name in ("gradient_accumulation_fusion", "use_transformer_engine_op_fuser"):
+                setattr(model, name, False)  # they need CUDA extensions or fused operations; change no parameter
+            chunks = get_model(
+                model,
+                config.ddp,
+                wrap_with_ddp=False,
+                mixed_precision_wrapper=Float16Module,
+                init_model_with_meta_device=True,
+                pg_collection=groups,
+            )
+            yield chunks, groups
+        finally:
+            parallel_state.destroy_model_parallel()
 
 
 def set_vocabulary(config: Any, vocab_size: int | None) -> None:
@@ -268,10 +231,10 @@ def set_vocabulary(config: Any, vocab_size: int | None) -> None:
     config.model.vocab_size, config.model.should_pad_vocab = size, True
 
 
-def tensor_of(name: str, param: torch.nn.Parameter, with_matrices: bool) -> dict[str, Any]:
-    """Return what an estimate needs of a parameter; see `bridge_fgo.tools.job.job.Tensor`."""
+def tensor_of(config: Any, name: str, param: torch.nn.Parameter) -> dict[str, Any]:
+    """Return what an estimate needs of a parameter; see `bridge_fgo.tools.job.held.Tensor`."""
     is_embedding = getattr(param, "is_embedding_or_output_parameter", False)
-    matrix = {"matrix": param.dim() == 2 and not is_embedding} if with_matrices else {}
+    matrix = {} if config.optimizer.optimizer == "adam" else {"matrix": param.dim() == 2 and not is_embedding}
     return matrix | {
         "name": name,
         "numel": param.numel(),
@@ -301,33 +264,34 @@ def bridge_estimate(config: Any) -> dict[str, float] | None:
 
 def plain_config(config: Any) -> dict[str, dict[str, Any]]:
     """Return the settings of each section that JSON can carry."""
-    from bridge_fgo.tools.job.saved_config import SECTIONS
-
-    found = {
-        section: {name: plain(value) for name, value in vars(getattr(config, section)).items() if is_plain(value)}
-        for section in SECTIONS
-    }
+    found: dict[str, dict[str, Any]] = {}
+    for section in SECTIONS:
+        found[section] = {}
+        for name, value in vars(getattr(config, section)).items():
+            with contextlib.suppress(TypeError):
+                found[section][name] = plain(value)
     if hasattr(config.optimizer, "provide"):  # a method, perhaps, that Bridge calls to build the optimizer
         found["optimizer"]["provide"] = plain(config.optimizer.provide)
     return found
 
 
-def is_plain(value: Any) -> bool:
-    """Return whether `plain` can carry a value."""
-    if isinstance(value, list | tuple):
-        return all(is_plain(item) for item in value)
-    return isinstance(value, (*PLAIN, torch.dtype, Enum)) or callable(value)
-
-
 def plain(value: Any) -> Any:
-    """Return a value as JSON takes it: dtypes as "torch.bfloat16", enum members and functions by name."""
+    """Return a value as JSON takes it: dtypes as "torch.bfloat16", enum members and functions by name.
+
+    Raises:
+        TypeError: it is something else.
+    """
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, torch.dtype):
         return str(value)
-    return value if isinstance(value, PLAIN) else getattr(value, "__name__", type(value).__name__)
+    if isinstance(value, PLAIN):
+        return value
+    if callable(value):
+        return getattr(value, "__name__", type(value).__name__)
+    raise TypeError(type(value))
 
 
 def main() -> None:

@@ -1,20 +1,44 @@
-"""What the ranks of a pipeline stage hold beside activations, as plain data: weights, gradients, optimizer states."""
+"""What the ranks of a pipeline stage hold beside activations, as plain data: tensors, gradients, optimizer states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from bridge_fgo.memory.state import Bundle, Home, State, WeightShard, local
+from bridge_fgo.states.source import Source
 
 MXFP8_BYTES = 2 * (1 + 1 / 32)
 """Bytes of a parameter's element in MXFP8: its rows and its columns, each one byte, and one for every 32 (the
 microscaling format's block). Without the padding of the scales."""
 FP8_BYTES = 2
 """Bytes of a parameter's element in FP8 with another recipe: the value, in DDP's buffer, and its transpose."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter as one rank holds it, after tensor and expert parallelism.
+
+    dtype: of its elements; quantized: kept in FP8 (dtype is then what it was made from); expert: belongs to an
+    expert that not every rank has, so that its states are spread over fewer ranks; own_bucket: a shared
+    embedding, which mcore gives a bucket of its own; trainable: has gradients and states; matrix: of two dimensions
+    and no embedding or output layer, so that Muon updates it (not said of jobs with Adam).
+    """
+
+    name: str
+    numel: int
+    dtype: torch.dtype = torch.bfloat16
+    quantized: bool = False
+    expert: bool = False
+    own_bucket: bool = False
+    trainable: bool = True
+    matrix: bool = field(default=False, compare=False)
+
+
+Chunk = list[Tensor]
+"""The parameters of one model chunk, in the model's order."""
 
 StateKind = tuple[str, str, str, bool, bool, bool, bool]
 """Of a state its `kind`, `name`, dtype ("float32"), `late`, `written_back`, whether it rounds to bf16 weights, and
@@ -36,15 +60,34 @@ class OptimizerStates:
     bundles: list[list[int]]
     homes: list[int]
 
+    @classmethod
+    def of(cls, source: Source) -> OptimizerStates:
+        """Return what a source says of its states."""
+        kinds: dict[tuple[StateKind, ...], int] = {}
+        homes: dict[Home, int] = {}
+        bundles = []
+        for bundle in source.states():
+            numbers = [kinds.setdefault(tuple(map(_kind, bundle.states)), len(kinds)), local(bundle.param).numel()]
+            for state in bundle.states:
+                if state.home is not None:
+                    numbers += homes.setdefault(state.home, len(homes)), state.offset
+            bundles.append(numbers)
+        return cls(source.writes_back_by_part, [list(kind) for kind in kinds], bundles, [home.nbytes for home in homes])
+
     def states(self) -> list[Bundle]:
         """Return the states as the source gave them, on tensors without memory."""
         homes = [Home(nbytes) for nbytes in self.homes]
         found = []
         for kind, numel, *place in self.bundles:
             param = torch.empty(numel, device="meta")
-            states = [_state(param, each, homes, place) for each in self.kinds[kind]]
-            found.append(Bundle(param, states))
+            found.append(Bundle(param, [_state(param, each, homes, place) for each in self.kinds[kind]]))
         return found
+
+
+def _kind(state: State) -> StateKind:
+    dtype = str(state.dtype).removeprefix("torch.")
+    rounds, at_home = state.rounds_to is not None, state.home is not None
+    return state.kind, state.name, dtype, state.late, state.written_back, rounds, at_home
 
 
 def _state(param: torch.Tensor, kind: StateKind, homes: list[Home], place: list[int]) -> State:
@@ -61,34 +104,6 @@ def _state(param: torch.Tensor, kind: StateKind, homes: list[Home], place: list[
         home=homes[place[0]] if at_home else None,
         offset=place[1] if at_home else 0,
     )
-
-
-def states_of(divides: bool, bundles: Iterable[Bundle]) -> OptimizerStates:
-    """Return what a source says of its states.
-
-    Args:
-        divides: its `writes_back_by_part`.
-        bundles: its `states`.
-    """
-    kinds: dict[tuple[StateKind, ...], int] = {}
-    homes: dict[Home, int] = {}
-    found = []
-    for bundle in bundles:
-        kind = tuple(_kind(state) for state in bundle.states)
-        place = [
-            value
-            for state in bundle.states
-            if state.home is not None
-            for value in (homes.setdefault(state.home, len(homes)), state.offset)
-        ]
-        found.append([kinds.setdefault(kind, len(kinds)), local(bundle.param).numel(), *place])
-    return OptimizerStates(divides, [list(kind) for kind in kinds], found, [home.nbytes for home in homes])
-
-
-def _kind(state: State) -> StateKind:
-    dtype = str(state.dtype).removeprefix("torch.")
-    rounds, at_home = state.rounds_to is not None, state.home is not None
-    return state.kind, state.name, dtype, state.late, state.written_back, rounds, at_home
 
 
 @dataclass(frozen=True)
@@ -112,12 +127,12 @@ class Held:
     ranks: list[list[int]]
     bound: str = ""
 
+    @classmethod
+    def read(cls, found: dict[str, Any]) -> Held:
+        """Return what `dataclasses.asdict` made plain."""
+        return cls(**{**found, "optimizers": [OptimizerStates(**each) for each in found["optimizers"]]})
+
     @property
     def has_masters(self) -> bool:
         """Whether mcore keeps masters, which it rounds to the weights."""
         return any(kind[4] for each in self.optimizers for kinds in each.kinds for kind in kinds)
-
-
-def held_from(found: dict[str, Any]) -> Held:
-    """Return what `dataclasses.asdict` made plain."""
-    return Held(**{**found, "optimizers": [OptimizerStates(**each) for each in found["optimizers"]]})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,17 +11,16 @@ from typing import Any
 import torch
 
 from bridge_fgo.bridge.compat import as_if_set, native_only_refusal
+from bridge_fgo.bridge.refusals import config_refusals, master_refusals
 from bridge_fgo.bridge.settings import settings_of
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.demo import missing_packages
+from bridge_fgo.tools.job.answers import ask_builder, kept_answer
 from bridge_fgo.tools.job.formula import stages_from_numbers
-from bridge_fgo.tools.job.held import Held, held_from
-from bridge_fgo.tools.job.kept import kept_answer
+from bridge_fgo.tools.job.held import Chunk, Held, Tensor
 from bridge_fgo.tools.job.parallel import Parallel, parallel_of
 from bridge_fgo.tools.job.saved_config import load_saved_config
 from bridge_fgo.tools.job.target import is_saved_config
-from bridge_fgo.tools.job.tensors import Chunk, Tensor
-from bridge_fgo.tools.show import spinner
 
 
 @dataclass(frozen=True)
@@ -69,89 +65,88 @@ class Job:
         train = self.config.train
         return max(1, train.global_batch_size // (train.micro_batch_size * self.parallel.data))
 
+    def tensors(self, stage: int) -> list[Tensor]:
+        """Return the tensors of all model chunks of a pipeline stage."""
+        return [tensor for chunk in self.stages[stage] for tensor in chunk]
+
 
 def read_job(
     target: str,
     gpus: int | None,
     offload: dict[str, Any],
     vocab_size: int | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | None = (),
     found: dict[str, Any] | None = None,
 ) -> Job:
-    """Return what is known of a job, without running it.
+    """Return what is known of a job, without running it, from the builder's answer where it was asked already.
 
-    Args:
-        target: see `bridge_fgo.tools.job.recipes.load_config`; without Megatron a saved run config, or one of this
-            project's recipes as it is.
-        gpus: how many the job has; None for the fewest that it can have.
-        offload: arguments of OffloadConfig.
-        vocab_size: of the tokenizer, where neither the model nor the tokenizer's config says it.
-        overrides: of the config, `section.field=value` in Bridge's syntax.
-        found: the builder's answer to all this, where it was asked already.
+    target: see `bridge_fgo.tools.job.recipes.load_config`; without Megatron a saved run config, or one of this
+    project's recipes as it is. gpus: None for the fewest that it can have. vocab_size: where neither the model nor the
+    tokenizer's config says it.
 
     Raises:
-        ValueError: there is no such recipe, file or setting, it cannot be built, or the GPUs do not suit it.
-        RuntimeError: the builder died, or Megatron could not be imported with the package installed.
+        ValueError: there is no such recipe, file or setting, it cannot be built, the GPUs do not suit it, the builder
+            died, or Megatron could not be imported with the package installed.
     """
     settings = OffloadConfig(**offload)
-    kept = kept_answer(target, gpus, offload, vocab_size, overrides) if not found else None
-    missing = missing_packages()
-    if kept is None and missing:
+    kept = None if found else kept_answer(target, gpus, offload, vocab_size, overrides)
+    if kept is not None:
+        return job_of(kept, settings)
+    if missing := missing_packages():
         if overrides:
             raise ValueError(
                 f"{' '.join(overrides)}: Megatron-Bridge reads overrides; {', '.join(missing)} not installed"
             )
         return _from_numbers(target, gpus, vocab_size, missing, settings)
-    if kept is not None:
-        found = kept
-    elif found is None:
-        found = ask_builder(target=target, gpus=gpus, offload=offload, vocab_size=vocab_size, overrides=overrides)
-    if "install_refuses" in found:
-        raise RuntimeError(found["install_refuses"])
-    if "error" in found:
-        raise ValueError(found["error"])
-    return job_of(found, settings if kept is not None else None)
+    found = found or ask_builder(target, gpus, offload, vocab_size, overrides=overrides)
+    for name in ("install_refuses", "error"):
+        if name in found:
+            raise ValueError(found[name])
+    return job_of(found)
 
 
 def job_of(found: dict[str, Any], settings: OffloadConfig | None = None) -> Job:
     """Return the job of a builder's answer, with its settings, or with others that the answer does not depend on."""
     config = sections_of(found["config"])
-    stages = [
-        [[Tensor(**{**t, "dtype": getattr(torch, t["dtype"])}) for t in chunk] for chunk in stage]
-        for stage in found.get("stages", [])
-    ]
+    versions = ", ".join(f"{name} {version}" for name, version in found.get("kept_of", {}).items())
     return Job(
         config,
         parallel_of(config, found["gpus"]),
-        stages,
-        _source(found),
-        OffloadConfig(**found["settings"]) if settings is None else settings,
+        [
+            [[Tensor(**{**tensor, "dtype": getattr(torch, tensor["dtype"])}) for tensor in chunk] for chunk in stage]
+            for stage in found.get("stages", [])
+        ],
+        f"Megatron-Bridge's model builder{f', kept with this package ({versions})' if versions else ''}",
+        settings or OffloadConfig(**found["settings"]),
         found["flag"],
         found["refusals"],
         found["engine"],
         found["bridge_refuses"],
         found.get("bridge_estimate"),
         found["gpus_given"],
-        [held_from(of_stage) for of_stage in found.get("held", [])],
+        [Held.read(of_stage) for of_stage in found.get("held", [])],
         found.get("not_held", ""),
     )
 
 
-def _source(found: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in found.get("kept_of", {}).items())
-    return f"Megatron-Bridge's model builder{f', kept with this package ({versions})' if versions else ''}"
-
-
 def sections_of(config: dict[str, dict[str, Any]]) -> SimpleNamespace:
-    """Return the builder's plain config as namespaces."""
-    return SimpleNamespace(**{name: SimpleNamespace(**_dtypes(values)) for name, values in config.items()})
+    """Return the builder's plain config as namespaces, with "torch.bfloat16" and the like as dtypes again."""
+
+    def read(value: Any) -> Any:
+        is_dtype = isinstance(value, str) and value.startswith("torch.")
+        return getattr(torch, value.removeprefix("torch.")) if is_dtype else value
+
+    return SimpleNamespace(
+        **{
+            section: SimpleNamespace(**{name: read(value) for name, value in values.items()})
+            for section, values in config.items()
+        }
+    )
 
 
 def _from_numbers(
     target: str, gpus: int | None, vocab_size: int | None, missing: list[str], settings: OffloadConfig
 ) -> Job:
-    from bridge_fgo.bridge.refusals import config_refusals, master_refusals
-
     if not is_saved_config(target):
         raise ValueError(
             f"{', '.join(missing)} not installed: a recipe like {target!r} cannot be built here; give a saved "
@@ -168,37 +163,3 @@ def _from_numbers(
     if refusal := native_only_refusal(settings):
         refusals.append(refusal)
     return Job(config, parallel, stages, "the config's numbers", settings, flag, refusals, gpus_given=gpus is not None)
-
-
-def ask_builder(
-    target: str | None = None,
-    gpus: int | None = None,
-    offload: dict[str, Any] | None = None,
-    vocab_size: int | None = None,
-    patches: bool = False,
-    overrides: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Return the answer of `bridge_fgo.tools.job.builder`, which runs in a process of its own.
-
-    Raises:
-        RuntimeError: it died; shows the end of what it printed.
-    """
-    request = {"target": target, "gpus": gpus, "offload": offload or {}, "vocab_size": vocab_size, "patches": patches}
-    request["overrides"] = list(overrides)
-    command = [sys.executable, "-m", "bridge_fgo.tools.job.builder", json.dumps(request)]
-    with spinner(f"importing Megatron{f' and building {target} without a GPU' if target else ''}: about a minute"):
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    if done.returncode != 0:
-        tail = "\n".join(done.stderr.strip().splitlines()[-15:])
-        raise RuntimeError(f"{target or 'Megatron-Bridge'} could not be built without a GPU:\n{tail}")
-    return json.loads(done.stdout)
-
-
-def _dtypes(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with "torch.bfloat16" and the like as dtypes again."""
-    return {
-        name: getattr(torch, value.removeprefix("torch."))
-        if isinstance(value, str) and value.startswith("torch.")
-        else value
-        for name, value in values.items()
-    }

@@ -45,19 +45,16 @@ class Parallel:
         """Replicas of the model."""
         return self.stage_ranks // (self.tensor * self.context)
 
+    def _model_ranks(self, expert: bool) -> int:
+        return self.expert * self.expert_tensor if expert else self.tensor
+
     def shards(self, expert: bool) -> int:
         """Return the number of ranks over which the states of dense or expert parameters are spread."""
-        model_ranks = self.expert * self.expert_tensor if expert else self.tensor
-        return self.stage_ranks // model_ranks // self.optimizer_instances
+        return self.stage_ranks // self._model_ranks(expert) // self.optimizer_instances
 
     def shard_index(self, stage_rank: int, expert: bool) -> int:
         """Return the index of the shard that a rank of a stage holds, in mcore's order of ranks (tp, cp, ep, dp)."""
-        model_ranks = self.expert * self.expert_tensor if expert else self.tensor
-        return stage_rank // model_ranks % self.shards(expert)
-
-
-SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+        return stage_rank // self._model_ranks(expert) % self.shards(expert)
 
 
 def parallel_of(config: Any, gpus: int | None) -> Parallel:
@@ -65,19 +62,18 @@ def parallel_of(config: Any, gpus: int | None) -> Parallel:
 
     A config does not say on how many it runs, because data parallelism fills what there is: with None, the fewest.
     """
-    model = config.model
-    has_experts = getattr(model, "num_moe_experts", None) is not None
-    for name in SIZES + (EXPERT_SIZES if has_experts else ()):
-        size = getattr(model, name, None)
-        if size is None and name == "expert_tensor_parallel_size":
-            continue  # as tensor parallelism then
-        if type(size) is not int or size < 1:
-            raise ValueError(f"model.{name}={size!r}: use a number of ranks of at least 1")
-    tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
-    pipeline = model.pipeline_model_parallel_size
+
+    def size(name: str, default: int | None = None) -> int:
+        value = getattr(config.model, f"{name}_parallel_size", None)
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            raise ValueError(f"model.{name}_parallel_size={value!r}: use a number of ranks of at least 1")
+        return value
+
+    tensor, context, pipeline = size("tensor_model"), size("context"), size("pipeline_model")
     expert = expert_tensor = 1
-    if has_experts:
-        expert, expert_tensor = model.expert_model_parallel_size, model.expert_tensor_parallel_size or tensor
+    if getattr(config.model, "num_moe_experts", None) is not None:
+        expert, expert_tensor = size("expert_model"), size("expert_tensor", default=tensor)
     fewest = pipeline * math.lcm(tensor * context, expert * expert_tensor)
     instances = getattr(config.ddp, "num_distributed_optimizer_instances", 1)
     return Parallel(gpus or fewest, tensor, pipeline, context, expert, expert_tensor, instances)

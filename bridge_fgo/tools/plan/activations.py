@@ -20,8 +20,8 @@ from bridge_fgo.tools.job.job import Job
 
 HALF = 2
 """Bytes of an element of bf16 or fp16."""
-LOGIT_BYTES = {"unfused": 6, "fused": 4}
-"""Bytes for each logit at the loss: the 16-bit logits with, unless the loss is fused, their fp32 copy."""
+LOGIT_BYTES = {True: 4, False: 6}
+"""Bytes for each logit at the loss, fused or not: the 16-bit logits with, unless it is fused, their fp32 copy."""
 WORKSPACES = 97 * 2**20
 """Bytes that cuBLAS and Transformer Engine keep; measured on H200, torch 2.11: 101.7 MB beside weights, gradients and
 states, with one GPU and with two."""
@@ -62,29 +62,55 @@ def activation_bytes(job: Job, stage: int) -> int | None:
     model: Any = job.config.model
     if any(getattr(model, name, None) for name in NOT_COUNTED) or getattr(model, "num_layers", None) is None:
         return None
-    tokens = model.seq_length * job.config.train.micro_batch_size // job.parallel.context
     layers = layers_of_stage(job, stage)
     if not layers:
         return None
+    tokens = tokens_of(job)
     whole = [_layer(job, tokens, has_experts) for has_experts in layers]
-    per_chunk = max(1, len(whole) // _chunks(model))
-    group = min(_layers_of_a_group(model), per_chunk)
-    kept = [
-        _after_recompute(model, layer, has_experts, index % per_chunk, group)
-        for index, (layer, has_experts) in enumerate(zip(whole, layers, strict=True))
-    ]
-    held = sum(kept) * _microbatches_in_flight(job, stage) // _chunks(model)
+    chunks = chunks_of(model)
+    per_chunk = max(1, len(whole) // chunks)
+    granularity, is_block, number = recomputation(model)
+    # Layers that are recomputed at once, from the input of the first.
+    group = min(number if granularity == "full" and not is_block else 1, per_chunk)
+    kept = []
+    for index, (layer, has_experts) in enumerate(zip(whole, layers, strict=True)):
+        if granularity == "full" and not is_block:
+            kept.append(layer.input // group)
+        elif granularity == "full":
+            kept.append(layer.input if index % per_chunk < number else layer.kept)
+        else:
+            again = recomputed_modules(model) if granularity == "selective" else []
+            kept.append(_without(layer, again, has_experts))
+    held = sum(kept) * _microbatches_in_flight(job, stage) // chunks
     last = whole[-1]
     # The last layers that are recomputed together, whole again, as their backward begins.
     rebuilt = held + sum(layer.kept for layer in whole[-group:]) - sum(kept[-group:])
-    in_mlp = rebuilt + last.mlp_transient
-    in_attention = rebuilt - last.mlp + last.attention_transient
-    at_the_loss = held + (_loss_bytes(job, tokens) if stage == job.parallel.pipeline - 1 else 0)
-    return max(in_mlp, in_attention, at_the_loss)
+    at_the_loss = held
+    if stage == job.parallel.pipeline - 1:
+        logits = tokens * padded_vocabulary(job.config)
+        at_the_loss += logits * LOGIT_BYTES[bool(model.cross_entropy_loss_fusion)] // job.parallel.tensor
+    return max(rebuilt + last.mlp_transient, rebuilt - last.mlp + last.attention_transient, at_the_loss)
 
 
-def _chunks(model: Any) -> int:
+def tokens_of(job: Job) -> int:
+    """Return the tokens of a microbatch on a rank."""
+    return job.config.model.seq_length * job.config.train.micro_batch_size // job.parallel.context
+
+
+def chunks_of(model: Any) -> int:
+    """Return the model chunks of a rank."""
     return getattr(model, "virtual_pipeline_model_parallel_size", None) or 1
+
+
+def recomputation(model: Any) -> tuple[str | None, bool, int]:
+    """Return a config's granularity of recomputation, whether it is of the first layers alone, and of how many."""
+    is_block = getattr(model, "recompute_method", None) == "block"
+    return getattr(model, "recompute_granularity", None), is_block, getattr(model, "recompute_num_layers", None) or 1
+
+
+def recomputed_modules(model: Any) -> list[str]:
+    """Return what selective recomputation does again."""
+    return getattr(model, "recompute_modules", None) or ["core_attn"]
 
 
 def layers_of_stage(job: Job, stage: int) -> list[bool]:
@@ -101,7 +127,7 @@ def _microbatches_in_flight(job: Job, stage: int) -> int:
     The warm-up of mcore's schedules: one stage less for each stage further on; with several chunks a rank, two less,
     after all but the last chunk of each microbatch of a group.
     """
-    stages, chunks = job.parallel.pipeline, _chunks(job.config.model)
+    stages, chunks = job.parallel.pipeline, chunks_of(job.config.model)
     if chunks == 1:
         return min(stages - stage, job.microbatches)
     return min((stages - stage - 1) * 2 + (chunks - 1) * stages + 1, job.microbatches * chunks)
@@ -110,17 +136,15 @@ def _microbatches_in_flight(job: Job, stage: int) -> int:
 def _layer(job: Job, tokens: int, has_experts: bool) -> LayerBytes:
     model: Any = job.config.model
     ranks = job.parallel.tensor
-    spread = ranks if model.sequence_parallel else 1
-    hidden = tokens * model.hidden_size * HALF // spread
-    attention, score_matrix = _attention(model, tokens, ranks)
-    unfused = is_unfused(model)
+    hidden = tokens * model.hidden_size * HALF // (ranks if model.sequence_parallel else 1)
+    attention, scores = _attention(model, tokens, ranks)
     mlp, mlp_transient = _experts(job, tokens) if has_experts else _mlp(model, tokens, model.ffn_hidden_size, ranks)
     return LayerBytes(
         input=hidden,
         attention=hidden + attention,  # the norm's output
-        scores=score_matrix if unfused else 0,
+        scores=scores,
         mlp=2 * hidden + mlp,  # the residual and the norm's output
-        attention_transient=attention + (score_matrix if unfused else 0),
+        attention_transient=attention + scores,
         mlp_transient=mlp_transient,
     )
 
@@ -131,9 +155,10 @@ def is_unfused(model: Any) -> bool:
 
 
 def _attention(model: Any, tokens: int, ranks: int) -> tuple[int, int]:
-    """Return the bytes of what attention keeps beside its scores, and of one matrix of scores."""
+    """Return the bytes of what attention keeps beside its scores, and of the matrix of scores where it makes one."""
     heads = model.num_attention_heads // ranks
-    scores = heads * tokens * model.seq_length * HALF
+    unfused = is_unfused(model)
+    scores = heads * tokens * model.seq_length * HALF if unfused else 0
     if getattr(model, "multi_latent_attention", False):
         query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
         up = heads * (model.qk_head_dim + model.v_head_dim)
@@ -141,9 +166,9 @@ def _attention(model: Any, tokens: int, ranks: int) -> tuple[int, int]:
         return tokens * HALF * (2 * query + up + heads * model.v_head_dim + compressed), scores
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     query = heads * head
-    key = (model.num_query_groups or model.num_attention_heads) * head // ranks
-    if is_unfused(model):
+    if unfused:
         return tokens * HALF * 4 * query, scores  # queries, keys and values for every head, the output
+    key = (model.num_query_groups or model.num_attention_heads) * head // ranks
     projected = query + 2 * key  # the values are a view of it
     softmax = 4 * heads * tokens
     return tokens * HALF * (query + key + projected + query) + softmax, scores
@@ -162,51 +187,22 @@ def _mlp(model: Any, tokens: int, size: int, ranks: int) -> tuple[int, int]:
 def _experts(job: Job, tokens: int) -> tuple[int, int]:
     """Return the same for a layer of experts, with tokens spread evenly over them."""
     model: Any = job.config.model
-    routed = tokens * model.moe_router_topk
-    size = model.moe_ffn_hidden_size or model.ffn_hidden_size
-    expert_ranks = job.parallel.expert_tensor
-    kept, transient = _mlp(model, routed, size, expert_ranks)
+    routed, ranks = tokens * model.moe_router_topk, job.parallel.expert_tensor
+    kept, transient = _mlp(model, routed, model.moe_ffn_hidden_size or model.ffn_hidden_size, ranks)
     # Sequence parallelism gives each tensor-parallel rank its own tokens to route.
-    share = job.parallel.tensor // expert_ranks if model.sequence_parallel else 1
-    kept, transient = kept // max(1, share), transient // max(1, share)
-    permuted = 2 * routed * model.hidden_size * HALF // max(1, share)  # before and after the experts
-    shared = model.moe_shared_expert_intermediate_size or 0
-    of_shared, _ = _mlp(model, tokens, shared, job.parallel.tensor)
-    return kept + permuted + of_shared, transient
+    share = max(1, job.parallel.tensor // ranks) if model.sequence_parallel else 1
+    permuted = 2 * routed * model.hidden_size * HALF // share  # before and after the experts
+    of_shared, _ = _mlp(model, tokens, model.moe_shared_expert_intermediate_size or 0, job.parallel.tensor)
+    return kept // share + permuted + of_shared, transient // share
 
 
-def _layers_of_a_group(model: Any) -> int:
-    """Return how many layers are recomputed at once, from the input of the first."""
-    is_uniform = getattr(model, "recompute_method", None) != "block"
-    if getattr(model, "recompute_granularity", None) == "full" and is_uniform:
-        return getattr(model, "recompute_num_layers", None) or 1
-    return 1
-
-
-def _after_recompute(model: Any, layer: LayerBytes, has_experts: bool, index: int, group: int) -> int:
-    """Return what of layer `index` of a chunk is left after its forward, under the recomputation asked for.
-
-    group: see `_layers_of_a_group`.
-    """
-    granularity = getattr(model, "recompute_granularity", None)
-    if granularity == "full":
-        if getattr(model, "recompute_method", None) == "block":
-            return layer.input if index < (getattr(model, "recompute_num_layers", None) or 1) else layer.kept
-        return layer.input // group
+def _without(layer: LayerBytes, modules: list[str], has_experts: bool) -> int:
+    """Return what a layer keeps where some of its modules are recomputed."""
     left = layer.kept
-    if granularity == "selective":
-        modules = getattr(model, "recompute_modules", None) or ["core_attn"]
-        if "core_attn" in modules:
-            left -= layer.scores
-        if ("moe" if has_experts else "mlp") in modules:
-            left -= layer.mlp - 2 * layer.input
-        if "layernorm" in modules:
-            left -= 2 * layer.input
+    if "core_attn" in modules:
+        left -= layer.scores
+    if ("moe" if has_experts else "mlp") in modules:
+        left -= layer.mlp - 2 * layer.input
+    if "layernorm" in modules:
+        left -= 2 * layer.input
     return left
-
-
-def _loss_bytes(job: Job, tokens: int) -> int:
-    """Return the bytes of the logits, and of their fp32 copy, on a rank."""
-    model: Any = job.config.model
-    fused = "fused" if model.cross_entropy_loss_fusion else "unfused"
-    return tokens * padded_vocabulary(job.config) * LOGIT_BYTES[fused] // job.parallel.tensor

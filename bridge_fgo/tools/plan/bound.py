@@ -16,53 +16,49 @@ from bridge_fgo.bridge.refusals import LAYER_WISE, MUONS, uses_fsdp
 from bridge_fgo.config import STRATEGIES
 from bridge_fgo.states.distributed import MASTER, MOMENTS
 from bridge_fgo.states.float16 import MOMENTUM, SECOND_MOMENT
-from bridge_fgo.tools.job.held import FP8_BYTES, MXFP8_BYTES, Held, OptimizerStates, StateKind
+from bridge_fgo.tools.job.held import FP8_BYTES, MXFP8_BYTES, Held, OptimizerStates, StateKind, Tensor
 from bridge_fgo.tools.job.job import Job
-from bridge_fgo.tools.job.tensors import Tensor
 
 
 def bound_of(job: Job, stage: int) -> Held:
     """Return bounds of what the ranks of a stage hold, all of them alike."""
-    tensors = [tensor for chunk in job.stages[stage] for tensor in chunk]
-    fsdp, layer_wise = uses_fsdp(job.config), is_layer_wise(job.config.optimizer)
-    level = STRATEGIES.index(job.config.ddp.data_parallel_sharding_strategy) if fsdp else 0
-    is_spread = level >= 1 if fsdp else layer_wise or job.config.ddp.use_distributed_optimizer
+    config, tensors = job.config, job.tensors(stage)
+    fsdp, layer_wise = uses_fsdp(config), is_layer_wise(config.optimizer)
+    level = STRATEGIES.index(config.ddp.data_parallel_sharding_strategy) if fsdp else 0
+    is_spread = level >= 1 if fsdp else layer_wise or config.ddp.use_distributed_optimizer
     parameters = gradients = 0
     buffers: list[tuple[int, int, int]] = []
     bundles: dict[bool, list[list[int]]] = {}
     kinds: list[list[StateKind]] = []
-    for alike in _alike(tensors):
+    groups: dict[Any, list[Tensor]] = {}  # of the same states, on the same ranks
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.quantized, tensor.expert, tensor.trainable, tensor.matrix)
+        groups.setdefault(key, []).append(tensor)
+    for alike in groups.values():
         kind, shards = alike[0], job.parallel.shards(alike[0].expert)
-        whole = _padded(alike, shards, job.config.ddp)
+        whole = _padded(alike, shards, config.ddp)
         share = ceil(whole / shards)
-        parameters += weight_bytes(job, kind, share if level == 3 else whole)
+        of_weights = share if level == 3 else whole
+        if not kind.quantized:
+            parameters += of_weights * kind.dtype.itemsize
+        else:
+            parameters += int(of_weights * (MXFP8_BYTES if config.model.fp8_recipe == "mxfp8" else FP8_BYTES))
         if not kind.trainable:
             continue
-        gradient = _gradients_dtype(job.config, kind)
-        gradients += (share if level >= 2 else whole) * gradient.itemsize
+        gradients += (share if level >= 2 else whole) * _gradients_dtype(config, kind).itemsize
         stored = 1 if kind.quantized else kind.dtype.itemsize
         buffers.append((stored, whole * stored, share * stored))
         most = share if is_spread else whole
         if layer_wise:
             most += max(tensor.numel for tensor in alike)  # of whole parameters
-        kinds.append(list(_kinds(job.config, kind)))
+        kinds.append(list(_kinds(config, kind)))
         bundles.setdefault(kind.expert, []).extend([len(kinds) - 1, numel] for numel in _filled(alike, most))
-    divides = _divides(job.config)
-    states = [OptimizerStates(divides, kinds, each, []) for each in bundles.values()]
+    states = [OptimizerStates(_divides(config), kinds, each, []) for each in bundles.values()]
     ranks = [list(range(len(states)))] * job.parallel.stage_ranks
     # Megatron-FSDP gathers all weights, and all gradients wait to be reduced, at most.
     sizes = [(tensor.numel * tensor.dtype.itemsize, tensor.trainable) for tensor in tensors]
     gathered = sum(nbytes * ((level == 3) + (level >= 2 and trains)) for nbytes, trains in sizes)
     return Held(parameters, gradients, gathered, gathered, buffers, states, ranks, bound=job.not_held)
-
-
-def _alike(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Return the tensors of each kind: they have the same states, and lie on the same ranks."""
-    kinds: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        key = (tensor.dtype, tensor.quantized, tensor.expert, tensor.trainable, tensor.matrix)
-        kinds.setdefault(key, []).append(tensor)
-    return list(kinds.values())
 
 
 def _padded(tensors: list[Tensor], shards: int, ddp: Any) -> int:
@@ -144,10 +140,3 @@ def keeps_masters_in_adam(config: Any) -> bool:
         or config.fp8_recipe in (None, "delayed")
         or config.optimizer_cpu_offload
     )
-
-
-def weight_bytes(job: Job, tensor: Tensor, numel: int) -> int:
-    """Return the bytes of so many elements of a kind of weights."""
-    if not tensor.quantized:
-        return numel * tensor.dtype.itemsize
-    return int(numel * (MXFP8_BYTES if job.config.model.fp8_recipe == "mxfp8" else FP8_BYTES))

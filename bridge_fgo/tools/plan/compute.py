@@ -10,10 +10,18 @@ times forward and 7 times backward. Not counted: communication, the optimizer's 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bridge_fgo.tools.job.job import Job
-from bridge_fgo.tools.plan.activations import HALF, is_unfused, layers_of_stage
+from bridge_fgo.tools.plan.activations import (
+    HALF,
+    chunks_of,
+    is_unfused,
+    layers_of_stage,
+    recomputation,
+    recomputed_modules,
+    tokens_of,
+)
 
 RATES = {
     "GB200": (2.5e15, 8.0e12),
@@ -54,18 +62,12 @@ class Compute:
 
 
 def compute_of(job: Job, system: str, forward: float | None = None, backward: float | None = None) -> Compute:
-    """Return the compute time of a job's step on a system.
+    """Return the compute time of a job's step on one of `RATES`.
 
-    Args:
-        job: with its tensors.
-        system: one of `RATES`.
-        forward: seconds of a microbatch's forward where the user knows them; the parts are scaled to it.
-        backward: of its backward; None for what counts, or twice a given forward.
+    Where the user knows the seconds of a microbatch's forward, the parts are scaled to it; its backward is twice that
+    unless it is given too.
     """
-    model: Any = job.config.model
-    stages = [_Stage.of(job, stage, system) for stage in range(job.parallel.pipeline)]
-    slowest = max(stages, key=lambda stage: stage.forward + stage.backward + stage.recomputed)
-    chunks = getattr(model, "virtual_pipeline_model_parallel_size", None) or 1
+    slowest = max((_stage(job, stage, system) for stage in range(job.parallel.pipeline)), key=sum)
     scale = 1.0 if forward is None else forward / slowest.forward
     if backward is None:
         backward = slowest.backward if forward is None else 2 * forward
@@ -73,61 +75,52 @@ def compute_of(job: Job, system: str, forward: float | None = None, backward: fl
         forward=slowest.forward * scale,
         backward=backward,
         recomputed=slowest.recomputed * scale,
-        steps_of_a_pipeline=job.microbatches + (job.parallel.pipeline - 1) / chunks,
+        steps_of_a_pipeline=job.microbatches + (job.parallel.pipeline - 1) / chunks_of(job.config.model),
     )
 
 
-@dataclass(frozen=True)
-class _Stage:
+class _Seconds(NamedTuple):
     forward: float
     backward: float
     recomputed: float
 
-    @classmethod
-    def of(cls, job: Job, stage: int, system: str) -> _Stage:
-        model: Any = job.config.model
-        rate, memory = RATES[system]
-        tokens = model.seq_length * job.config.train.micro_batch_size // job.parallel.context
-        weights = {tensor.name: 0.0 for chunk in job.stages[stage] for tensor in chunk}
-        for chunk in job.stages[stage]:
-            for tensor in chunk:
-                if "embedding" not in tensor.name or tensor.own_bucket:  # which looks up, and multiplies nothing
-                    weights[tensor.name] += 2 * tensor.numel * tokens * _share_of_tokens(model, job, tensor.expert)
-        layers = len(layers_of_stage(job, stage))
-        head = model.kv_channels or model.hidden_size // model.num_attention_heads
-        heads = model.num_attention_heads // job.parallel.tensor
-        pairs = layers * heads * tokens * model.seq_length
-        products, passes = 4 * pairs * head, pairs * HALF / memory if is_unfused(model) else 0.0
-        if not is_unfused(model):
-            products //= 2  # fused attention leaves out what the causal mask does
-        speed = rate * ACHIEVED
-        attention = products / speed + FORWARD_PASSES * passes
-        forward = sum(weights.values()) / speed
-        return cls(
-            forward + attention,
-            2 * forward + 2 * products / speed + BACKWARD_PASSES * passes,
-            _recomputed(model, {name: flops / speed for name, flops in weights.items()}, attention, layers),
-        )
 
-
-def _share_of_tokens(model: Any, job: Job, expert: bool) -> float:
-    """Return how many of a rank's tokens a weight sees: an expert those routed to it, spread evenly."""
-    if not expert:
-        return 1.0
-    return model.moe_router_topk * job.parallel.expert / model.num_moe_experts
+def _stage(job: Job, stage: int, system: str) -> _Seconds:
+    """Return the seconds of a microbatch on a rank of a stage."""
+    model: Any = job.config.model
+    rate, memory = RATES[system]
+    speed, tokens = rate * ACHIEVED, tokens_of(job)
+    weights: dict[str, float] = {}
+    for tensor in job.tensors(stage):
+        weights.setdefault(tensor.name, 0.0)
+        if "embedding" not in tensor.name or tensor.own_bucket:  # which looks up, and multiplies nothing
+            # Of a rank's tokens an expert sees those routed to it, spread evenly.
+            share = model.moe_router_topk * job.parallel.expert / model.num_moe_experts if tensor.expert else 1.0
+            weights[tensor.name] += 2 * tensor.numel * tokens * share
+    layers = len(layers_of_stage(job, stage))
+    head = model.kv_channels or model.hidden_size // model.num_attention_heads
+    pairs = layers * (model.num_attention_heads // job.parallel.tensor) * tokens * model.seq_length
+    products, passes = 4 * pairs * head, pairs * HALF / memory
+    if not is_unfused(model):
+        products, passes = products // 2, 0.0  # fused attention leaves out what the causal mask does
+    attention = products / speed + FORWARD_PASSES * passes
+    forward = sum(weights.values()) / speed
+    return _Seconds(
+        forward + attention,
+        2 * forward + 2 * products / speed + BACKWARD_PASSES * passes,
+        _recomputed(model, {name: flops / speed for name, flops in weights.items()}, attention, layers),
+    )
 
 
 def _recomputed(model: Any, seconds: dict[str, float], attention: float, layers: int) -> float:
     """Return the seconds of the forward that the backward of a microbatch does again; seconds: of each weight."""
-    granularity = getattr(model, "recompute_granularity", None)
-    in_layers = sum(value for name, value in seconds.items() if ".layers." in name) + attention
+    granularity, is_block, number = recomputation(model)
     if granularity == "full":
-        if getattr(model, "recompute_method", None) == "block":
-            return in_layers * min(1.0, (getattr(model, "recompute_num_layers", None) or 1) / max(1, layers))
-        return in_layers
+        in_layers = sum(value for name, value in seconds.items() if ".layers." in name) + attention
+        return in_layers * min(1.0, number / max(1, layers)) if is_block else in_layers
     if granularity != "selective":
         return 0.0
-    modules = getattr(model, "recompute_modules", None) or ["core_attn"]
+    modules = recomputed_modules(model)
     parts = [RECOMPUTED_PARTS[name] for name in modules if name in RECOMPUTED_PARTS]
     again = sum(value for name, value in seconds.items() if any(part in name for part in parts))
     return again + (attention if "core_attn" in modules else 0.0)

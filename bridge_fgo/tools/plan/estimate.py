@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.config import OffloadConfig
@@ -14,8 +14,7 @@ from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.activations import WORKSPACES, activation_bytes
 from bridge_fgo.tools.plan.bound import is_layer_wise
 from bridge_fgo.tools.plan.links import Link
-from bridge_fgo.tools.plan.rank_layout import Layout, is_upstreams, layout_of, updates_whole_parameters
-from bridge_fgo.tools.plan.state import StateBytes
+from bridge_fgo.tools.plan.state import Layout, StateBytes, is_upstreams, layout_of, updates_whole_parameters
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class StageEstimate:
 
     parameters, gradients: with the padding of their buffers. other: workspaces, and what Megatron-FSDP gathers.
     states: exact, or an upper bound (`Held.bound`). activations: None where not known.
-    offloaded: of the states, what the peak falls by. count: trainable parameters that the rank computes with.
+    away: of the states, what the settings offload. count: trainable parameters that the rank computes with.
     least_state: of the stage's rank that updates the fewest. least_budget: the least peak that all ranks of the stage
     can keep to, the engine's `least_budget`; activations that are not known count as nothing in it.
     """
@@ -38,6 +37,19 @@ class StageEstimate:
     least_state: int
     activations: int | None
     least_budget: int
+    away: int
+
+    @property
+    def components(self) -> dict[str, int | None]:
+        """Bytes by component, resident; None for activations that are not known."""
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "masters": self.states.masters,
+            "moments": self.states.moments,
+            "activations": self.activations,
+            "workspaces": self.other,
+        }
 
     @property
     def fixed(self) -> int:
@@ -97,6 +109,11 @@ class Estimate:
         return max(stage.least_budget for stage in self.stages)
 
     @property
+    def knows_activations(self) -> bool:
+        """Whether the activations of all stages are known."""
+        return all(stage.activations is not None for stage in self.stages)
+
+    @property
     def most_pinned(self) -> int:
         """The most bytes that any rank pins."""
         return max(self.pinned)
@@ -125,20 +142,16 @@ def make_estimate(
     activations: int | None = None,
     layout: Layout | None = None,
 ) -> Estimate:
-    """Return the estimate of a job.
+    """Return the estimate of a job with some offload, and of its copies on some links.
 
-    Args:
-        job: with its tensors.
-        offload: what is offloaded.
-        links: whose copies to estimate.
-        forward: seconds of one microbatch's forward on a rank, where the user knows them.
-        backward: of its backward; None for twice the forward.
-        activations: peak of each stage's activations in bytes, where the user knows it; None to count them.
-        layout: of a job of the same tensors, and of an offload that differs in its budget alone; None to make it.
+    forward, backward: seconds of one microbatch on a rank, where the user knows them; backward is twice the forward by
+    default. activations: peak of each stage in bytes, where the user knows it; else they are counted. layout: of a
+    job of the same tensors, and of an offload that differs in its budget alone; else it is made.
 
     Raises:
         ValueError: the states are not those of Adam or Muon, or under Megatron-FSDP not of Adam, so that there is
-            nothing to estimate; or upstream's offloader chooses a share of them by a setting of its own.
+            nothing to estimate; or upstream's offloader chooses a share of them by a setting of its own; or what a
+            budget leaves is not known.
     """
     share = getattr(job.config.optimizer, "optimizer_state_offload_fraction", 1.0)
     if job.engine == "mcore generation 2" and share != 1.0:
@@ -147,85 +160,54 @@ def make_estimate(
             "to the plan; use OffloadConfig.fraction (--fraction), which the native engine honours"
         )
     layout = layout or layout_of(job, offload)
-    states, upstream = layout.states, is_upstreams(job, offload)
-    stages = [
-        _stage_estimate(job, stage, layout.held[stage], states[stage], activations)
-        for stage in range(job.parallel.pipeline)
-    ]
-    moved = [
-        [offloaded_bytes(stage, of_rank, offload) for of_rank in of_stage]
-        for stage, of_stage in zip(stages, states, strict=True)
-    ]
-    most = max(max(of_stage) for of_stage in moved)
-    copied = [
-        max(
-            bytes_ * of_rank.copied // max(1, sum(of_rank.parts))
-            for bytes_, of_rank in zip(of_stage, of_ranks, strict=True)
-        )
-        for of_stage, of_ranks in zip(moved, states, strict=True)
-    ]
-    loads = [(nbytes, stage.activations) for nbytes, stage in zip(copied, stages, strict=True)]
-    ranks = [of_rank for of_stage in states for of_rank in of_stage]
+    stages, moved, loads = [], [], []
+    for stage, (held, states) in enumerate(zip(layout.held, layout.states, strict=True)):
+        of_job = activation_bytes(job, stage) if activations is None else activations
+        estimate, leaving = _stage_estimate(job, stage, held, states, of_job, offload)
+        stages.append(estimate)
+        moved += leaving
+        copied = [n * rank.copied // max(1, sum(rank.parts)) for n, rank in zip(leaving, states, strict=True)]
+        loads.append((max(copied), of_job))
+    upstream = is_upstreams(job, offload)
+    ranks = [of_rank for of_stage in layout.states for of_rank in of_stage]
     pinned = [of_rank.pinned_upstream if upstream else of_rank.offloaded for of_rank in ranks]
     of_links = [_link_estimate(link, pinned, loads, forward, backward) for link in links]
-    return Estimate(
-        job, offload, stages, layout.held, states, most, pinned, of_links, _notes(job, stages, layout, activations)
-    )
+    notes = list(_notes(job, stages, layout, activations))
+    return Estimate(job, offload, stages, layout.held, layout.states, max(moved), pinned, of_links, notes)
 
 
 def _stage_estimate(
-    job: Job, stage: int, held: Held, states: list[StateBytes], activations: int | None
-) -> StageEstimate:
-    tensors = [tensor for chunk in job.stages[stage] for tensor in chunk]
-    if activations is None:
-        activations = activation_bytes(job, stage)
-    of_ranks = sorted(states, key=lambda state: state.total)
+    job: Job, stage: int, held: Held, states: list[StateBytes], activations: int | None, offload: OffloadConfig
+) -> tuple[StageEstimate, list[int]]:
+    """Return the estimate of a stage, and what of each of its ranks' states leaves."""
     # In the optimizer step there are no activations, and of gathered weights those that lie in no layer.
     other = WORKSPACES + max(held.gathered, held.in_step - (activations or 0))
     throughout = held.parameters + held.gradients + WORKSPACES
-    return StageEstimate(
+    budgets = []
+    for of_rank in set(states):
+        beside = throughout + of_rank.total - of_rank.offloaded
+        profile = MemoryProfile([beside + held.gathered + (activations or 0)], step=beside + held.in_step)
+        budgets.append(least_budget(profile, of_rank.transits, of_rank.masters_held))
+    least = max(budgets)
+    leaving = {of_rank: _offloaded_bytes(of_rank, activations, least, offload) for of_rank in set(states)}
+    fullest = max(reversed(states), key=lambda of_rank: of_rank.total)
+    estimate = StageEstimate(
         stage=stage,
-        count=sum(tensor.numel for tensor in tensors if tensor.trainable),
+        count=sum(tensor.numel for tensor in job.tensors(stage) if tensor.trainable),
         parameters=held.parameters,
         gradients=held.gradients,
         other=other,
-        states=of_ranks[-1],
-        least_state=of_ranks[0].total,
+        states=fullest,
+        least_state=min(of_rank.total for of_rank in states),
         activations=activations,
-        least_budget=max(
-            _least_budget(throughout, held.gathered + (activations or 0), held.in_step, of_rank)
-            for of_rank in set(states)
-        ),
+        least_budget=least,
+        away=leaving[fullest],
     )
+    return estimate, [leaving[of_rank] for of_rank in states]
 
 
-def _least_budget(others: int, passing: int, in_step: int, states: StateBytes) -> int:
-    """Return the engine's least budget of a rank that holds `others` bytes throughout beside states.
-
-    Beside these it holds `passing` bytes in forward and backward, and `in_step` in the optimizer step.
-    """
-    beside = others + states.total - states.offloaded
-    return least_budget(MemoryProfile([beside + passing], step=beside + in_step), states.transits, states.masters_held)
-
-
-def components(stage: StageEstimate) -> dict[str, int | None]:
-    """Return the bytes of a stage by component, resident; None for activations that are not known."""
-    return {
-        "parameters": stage.parameters,
-        "gradients": stage.gradients,
-        "masters": stage.states.masters,
-        "moments": stage.states.moments,
-        "activations": stage.activations,
-        "workspaces": stage.other,
-    }
-
-
-def offloaded_bytes(stage: StageEstimate, states: StateBytes, offload: OffloadConfig) -> int:
-    """Return the bytes of a rank's states that leave the GPU: all that may, or the parts that exceed the budget.
-
-    Raises:
-        ValueError: there is a budget, and it or the activations are not known.
-    """
+def _offloaded_bytes(states: StateBytes, activations: int | None, least: int, offload: OffloadConfig) -> int:
+    """Return the bytes of a rank's states that leave the GPU: all that may, or the parts that exceed the budget."""
     if offload.gpu_memory_budget_gib == "auto":
         raise ValueError(
             "--gpu-memory-budget-gib auto: what a GPU has room for is measured in training; say how many GiB PyTorch "
@@ -234,12 +216,12 @@ def offloaded_bytes(stage: StageEstimate, states: StateBytes, offload: OffloadCo
     budget = offload.gpu_memory_budget_bytes
     if budget is None:
         return states.offloaded
-    if stage.activations is None:
+    if activations is None:
         raise ValueError(
             "--gpu-memory-budget-gib: the activations of this model are not counted, so what has to leave is not "
             "known; give --activations-gb"
         )
-    staying = choose_staying(states.parts, budget - stage.least_budget)
+    staying = choose_staying(states.parts, budget - least)
     return min(states.offloaded, sum(size for i, size in enumerate(states.parts) if i not in staying))
 
 
@@ -276,53 +258,43 @@ def _link_estimate(
             for nbytes, room in loads
         )
 
-    is_known = all(room is not None for _, room in loads)
     given = None
-    if forward is not None and is_known:
+    if forward is not None and all(room is not None for _, room in loads):
         given = floor(forward, 2 * forward if backward is None else backward)
     enough = max(nbytes for nbytes, _ in loads) / link.one_way
-    return LinkEstimate(
-        link=link,
-        pinned=of_node,
-        link_seconds=enough,
-        most_floor=floor(0.0, 0.0),
-        floor=given,
-        hidden_from=enough if floor(enough, 2 * enough) == 0 else None,
-    )
+    hidden = enough if floor(enough, 2 * enough) == 0 else None
+    return LinkEstimate(link, of_node, enough, floor(0.0, 0.0), given, hidden)
 
 
-def _notes(job: Job, stages: list[StageEstimate], layout: Layout, activations: int | None) -> list[str]:
-    model: Any = job.config.model
-    notes = [f"tensors from {job.source}"]
+def _notes(job: Job, stages: list[StageEstimate], layout: Layout, activations: int | None) -> Iterator[str]:
+    config, bound = job.config, layout.held[0].bound
+    yield f"tensors from {job.source}"
     if job.gpus_note:
-        notes.append(job.gpus_note)
+        yield job.gpus_note
     if activations is not None:
-        notes.append("activations: as --activations-gb says, on each stage")
+        yield "activations: as --activations-gb says, on each stage"
     elif any(stage.activations is None for stage in stages):
-        notes.append("activations of this kind of model are not counted: peaks are lower bounds; give --activations-gb")
-    elif getattr(model, "num_moe_experts", None):
-        notes.append("activations: tokens spread evenly over experts, no dispatcher's buffers; not held against runs")
-    if activations is None and getattr(model, "fp8", None):
-        notes.append("activations: counted as 16-bit, without the FP8 copies of weights; not held against runs")
-    if bound := layout.held[0].bound:
-        notes.append(
-            f"upper bounds, without mcore's own layout ({bound}): each rank has its share of every parameter, padded"
-        )
-    if uses_fsdp(job.config):
+        yield "activations of this kind of model are not counted: peaks are lower bounds; give --activations-gb"
+    elif getattr(config.model, "num_moe_experts", None):
+        yield "activations: tokens spread evenly over experts, no dispatcher's buffers; not held against runs"
+    if activations is None and getattr(config.model, "fp8", None):
+        yield "activations: counted as 16-bit, without the FP8 copies of weights; not held against runs"
+    if bound:
+        yield f"upper bounds, without mcore's own layout ({bound}): each rank has its share of every parameter, padded"
+    if uses_fsdp(config):
         of_first = "" if bound else "; each rank's states are those of the first, which has the least padding"
-        notes.append(
+        yield (
             "Megatron-FSDP: `other` is an upper bound of the weights that are gathered, and of the gradients that wait "
             f"for their reduction{of_first}"
         )
-    elif is_layer_wise(job.config.optimizer):
-        notes.append("the layer-wise optimizer's all-gather of updated parameters is not counted")
+    elif is_layer_wise(config.optimizer):
+        yield "the layer-wise optimizer's all-gather of updated parameters is not counted"
     elif updates_whole_parameters(job):
-        notes.append("each data-parallel rank has all states of its parameters: no DistributedOptimizer shards them")
-    if hasattr(job.config.optimizer, "provide"):
-        notes.append(
+        yield "each data-parallel rank has all states of its parameters: no DistributedOptimizer shards them"
+    if hasattr(config.optimizer, "provide"):
+        yield (
             "optimizer.provide: what it builds is not known here; where its step is not Adam's or Muon's own, all that "
             "is offloaded is on the GPU in the optimizer step too, which is not counted"
         )
-    if getattr(job.config.dist, "use_tp_pp_dp_mapping", False):
-        notes.append("dist.use_tp_pp_dp_mapping: pinned bytes per node are of ranks in the default order")
-    return notes
+    if getattr(config.dist, "use_tp_pp_dp_mapping", False):
+        yield "dist.use_tp_pp_dp_mapping: pinned bytes per node are of ranks in the default order"

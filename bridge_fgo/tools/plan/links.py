@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 
 
 @dataclass(frozen=True)
@@ -42,60 +41,38 @@ class Link:
         return f"{self.one_way / 1e9:.0f} / {self.duplex / 1e9:.0f}"
 
 
-NOT_MEASURED_HERE = "not measured: planned with the H200's figures, whose link is PCIe Gen5 x16 too"
-
 H200_TOGETHER = ((2, 55.3e9, 43.0e9), (8, 19.7e9, 11.8e9))
 
 
-def _like_h200(name: str, source: str = NOT_MEASURED_HERE) -> Link:
+def _like_h200(name: str, why: str, measured: bool = False) -> Link:
     """Return the link of a system of eight GPUs on PCIe, whose host is shared as the H200's was measured to be."""
-    return Link(name, 55.4e9, 50.8e9, 8, False, source, H200_TOGETHER)
+    return Link(name, 55.4e9, 50.8e9, 8, measured, why, H200_TOGETHER)
 
 
-def _of_grace(name: str) -> Link:
-    source = (
-        "not measured: NVLink-C2C, 900 GB/s both ways for the two GPUs of a Grace, whose memory gives up to 512 GB/s "
-        "(NVIDIA's data sheets)"
-    )
-    return Link(name, 225e9, 128e9, 4, False, source)
-
-
+AS_H200 = "not measured: planned with the H200's figures, whose link is PCIe Gen5 x16 too"
+B300_AS_H200 = "not measured: planned with the H200's figures; its PCIe Gen6 may be faster"
+H200 = "measured by `bridge-fgo bench`; of two that copy at once each has 55.3 / 43.0, of eight 19.7 / 11.8"
+GH200 = "not measured here: D2H 297, H2D 375 and memory 486 GB/s (Schieffer et al., ICPP 2024, arXiv:2407.07850)"
+GRACE = (
+    "not measured: NVLink-C2C, 900 GB/s both ways for the two GPUs of a Grace, whose memory gives up to 512 GB/s "
+    "(NVIDIA's data sheets)"
+)
 LINKS = {
     link.name: link
     for link in (
-        _of_grace("GB200"),
-        _of_grace("GB300"),
-        _like_h200("B200"),
-        _like_h200("B300", "not measured: planned with the H200's figures; its PCIe Gen6 may be faster"),
-        Link(
-            "GH200",
-            297e9,
-            243e9,
-            4,
-            False,
-            "not measured here: D2H 297, H2D 375 and memory 486 GB/s (Schieffer et al., ICPP 2024, arXiv:2407.07850)",
-        ),
-        Link(
-            "H200",
-            55.4e9,
-            50.8e9,
-            8,
-            True,
-            "measured by `bridge-fgo bench`; of two that copy at once each has 55.3 / 43.0, of eight 19.7 / 11.8",
-            H200_TOGETHER,
-        ),
-        _like_h200("H100"),
+        Link("GB200", 225e9, 128e9, 4, False, GRACE),
+        Link("GB300", 225e9, 128e9, 4, False, GRACE),
+        _like_h200("B200", AS_H200),
+        _like_h200("B300", B300_AS_H200),
+        Link("GH200", 297e9, 243e9, 4, False, GH200),
+        _like_h200("H200", H200, measured=True),
+        _like_h200("H100", AS_H200),
     )
 }
 
 
 def links(system: str | None, link_gbs: float | None, gpus_per_node: int | None) -> list[Link]:
-    """Return the links whose copies to estimate.
-
-    Args:
-        system: one of `LINKS`; None for all.
-        link_gbs: GB/s each way, measured by the user, instead of the listed figures.
-        gpus_per_node: instead of the listed number.
+    """Return the links of a system, or of all; with the user's GB/s each way, or GPUs of a node, where they are given.
 
     Raises:
         ValueError: no such system, or a number that makes no sense.
@@ -104,13 +81,9 @@ def links(system: str | None, link_gbs: float | None, gpus_per_node: int | None)
         raise ValueError(f"--system {system}: use one of {', '.join(LINKS)}")
     if link_gbs is not None and not 0 < link_gbs < math.inf:
         raise ValueError(f"--link-gbs {link_gbs}: use a number of GB/s above 0")
-    if gpus_per_node is not None and gpus_per_node < 1:
-        raise ValueError(f"--gpus-per-node {gpus_per_node}: use 1 or more")
     chosen = list(LINKS.values()) if system is None else [LINKS[system.upper()]]
     if link_gbs is not None:
         speed = link_gbs * 1e9
-        given = partial(replace, one_way=speed, duplex=speed, measured=True, source="--link-gbs", together=())
-        chosen = [given(link) for link in chosen]
-        if system is None:
-            chosen = [replace(chosen[0], name="given")]
+        name = "given" if system is None else chosen[0].name
+        chosen = [Link(name, speed, speed, chosen[0].gpus, True, "--link-gbs")]
     return [replace(link, gpus=gpus_per_node or link.gpus) for link in chosen]

@@ -8,13 +8,19 @@ cross whole. All in the steady state, from the second cycle on.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
+
+from bridge_fgo.tools.iteration_picture import NAMES, State
 from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.plan.activations import WORKSPACES
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.tools.plan.links import Link
-from bridge_fgo.tools.plan.rank_layout import is_upstreams
+from bridge_fgo.tools.plan.report import gigabytes, print_lines, table
+from bridge_fgo.tools.plan.report import seconds as in_seconds
+from bridge_fgo.tools.plan.state import is_upstreams
 
 SLEEP, ALONE, REST, SLEEP_ALL, WAKE_ALL, REFERENCE = (
     "sleep, of an iteration",
@@ -91,11 +97,19 @@ class Phases:
     @property
     def fullest(self) -> StagePhases:
         """The stage whose iteration copies the most."""
-        return _fullest(self.stages)
+        return max(self.stages, key=lambda stage: stage.shard + stage.states)
 
-
-def _fullest(stages: list[StagePhases]) -> StagePhases:
-    return max(stages, key=lambda stage: stage.shard + stage.states)
+    def as_json(self) -> dict[str, Any]:
+        """Return the phases as JSON takes them: bytes and seconds."""
+        return {
+            "stages": [
+                asdict(stage) | {"moves": [asdict(move) | {"copied": move.copied} for move in stage.moves]}
+                for stage in self.stages
+            ],
+            "seconds": [{"system": link.name, "one_way": link.one_way, **seconds} for link, seconds in self.seconds],
+            "notes": self.notes,
+            "refusals": self.refusals,
+        }
 
 
 def plan_phases(estimate: Estimate) -> Phases:
@@ -104,26 +118,22 @@ def plan_phases(estimate: Estimate) -> Phases:
     Raises:
         ValueError: `Residency` would refuse the job, and it is not known what would move; names the setting.
     """
-    job = estimate.job
-    for refusal in _unplanned(job):
+    for refusal in _unplanned(estimate.job):
         raise ValueError(f"--phases: {refusal}")
     stages = [_stage(estimate, stage) for stage in estimate.stages]
-    moves = _fullest(stages).moves
-    seconds = []
+    phases = Phases(stages, [], list(_notes(estimate, stages)), list(phase_refusals(estimate.job)))
     for of_link in estimate.links:
         # The estimate's link is that of one GPU beside the others of its node.
         speed = of_link.link.one_way
-        seconds.append((of_link.link, {move.name: move.copied / speed for move in moves}))
-    return Phases(stages, seconds, list(_notes(estimate, stages)), list(phase_refusals(job)))
+        phases.seconds.append((of_link.link, {move.name: move.copied / speed for move in phases.fullest.moves}))
+    return phases
 
 
 def _stage(estimate: Estimate, of_stage: StageEstimate) -> StagePhases:
-    job = estimate.job
-    held = estimate.held[of_stage.stage]
-    tensors = [tensor for chunk in job.stages[of_stage.stage] for tensor in chunk]
-    frozen = sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors if not tensor.trainable)
+    job, held, states = estimate.job, estimate.held[of_stage.stage], of_stage.states
+    sizes = [(tensor.numel * tensor.dtype.itemsize, tensor.trainable) for tensor in job.tensors(of_stage.stage)]
+    frozen = sum(nbytes for nbytes, trains in sizes if not trains)
     params = frozen + sum(nbytes for _, nbytes, _ in held.buffers)
-    states = of_stage.states
     # With the flag the states are those that its settings send away, packed where they say so.
     leaving, crossing = (states.offloaded, states.copied) if job.flag else (states.total, states.total)
     is_packed = crossing < leaving
@@ -137,7 +147,7 @@ def _stage(estimate: Estimate, of_stage: StageEstimate) -> StagePhases:
         untold=sum(share for size, _, share in held.buffers if is_packed or not (size == 2 and held.has_masters)),
         frozen=frozen,
         states=crossing,
-        reference=sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors),
+        reference=sum(nbytes for nbytes, _ in sizes),
     )
 
 
@@ -193,3 +203,46 @@ def _notes(estimate: Estimate, stages: list[StagePhases]) -> Iterator[str]:
         )
     if any(stage.stays for stage in stages):
         yield "on the GPU stay Transformer Engine's own copies of FP8 weights, and states that settings keep there"
+
+
+def print_phases(console: Console, phases: Phases) -> None:
+    """Print what a sleep frees, and what each move copies and how long that takes."""
+    stage = phases.fullest
+    freed = stage.params + stage.grads + stage.optimizer
+    console.print(
+        f"Asleep, the fullest rank of stage {stage.stage} frees {gigabytes(freed)} GB: "
+        f"parameters {gigabytes(stage.params)}, "
+        f"gradients {gigabytes(stage.grads)}, masters and moments {gigabytes(stage.optimizer)}",
+        style="bold",
+        markup=False,
+    )
+    kinds = [(m.name, *map(gigabytes, (m.params, m.grads, m.optimizer, m.copied))) for m in stage.moves]
+    console.print(table("GB that cross the link", ("move", "params", "grads", "optimizer", "all"), kinds))
+    times = [(m.name, *(in_seconds(of_link[m.name]) for _, of_link in phases.seconds)) for m in stage.moves]
+    console.print(table("Seconds", ("move", *(link.title for link, _ in phases.seconds)), times))
+    print_lines(console, phases.notes)
+    for refusal in phases.refusals:
+        console.print(f"refused by Residency: {refusal}", markup=False, style="red")
+
+
+def states_of_plan(phases: Phases, estimate: Estimate) -> list[State]:
+    """Return the phases of an iteration of the fullest stage for `draw_iteration`.
+
+    Seconds where one system was asked for. Activations that are not known are left out.
+    """
+    stage = phases.fullest
+    activations = estimate.stages[stage.stage].activations or 0
+    seconds = phases.seconds[0][1] if len(phases.seconds) == 1 else {}
+    copied = {move.name: move.copied for move in stage.moves}
+    none = {"params": 0, "grads": 0, "optimizer": 0, "reference": 0, "others": stage.stays}
+    alone = none | {"params": stage.params}
+    trained = alone | {"grads": stage.grads, "optimizer": stage.optimizer}
+    awake = trained | {"others": stage.stays + activations + WORKSPACES}
+    moves = (
+        ("asleep", none, SLEEP),
+        ("params wake", alone, ALONE),
+        ("reference wakes", alone | {"reference": stage.reference}, REFERENCE),
+        ("awake", awake, REST),
+    )
+    woken = [State(NAMES[phase], held, seconds.get(move), copied[move]) for phase, held, move in moves]
+    return [State(NAMES["begins"], trained), *woken]

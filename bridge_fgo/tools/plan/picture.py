@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge_fgo.tools.bench.plots import save_picture
-from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate, components, offloaded_bytes
+from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.tools.plan.verdict import MEMORY, Verdict, verdicts
 
 COLOURS = {
@@ -40,46 +40,38 @@ def figure_of(estimate: Estimate, pyplot: Any) -> Any:
     """Return the figure: a pair of bars a stage, what lies between them, and the memory of the GPUs asked for."""
     stages = estimate.stages
     figure, axes = pyplot.subplots(figsize=(max(7.0, 0.9 * len(stages) + 3), 4.5), layout="constrained")
-    pairs = [_pair(estimate, stage) for stage in stages]
+    pairs = [_pair(stage) for stage in stages]
     highest = max(sum(parts.values()) for pair in pairs for parts in pair)
     seen = [name for name in COLOURS if any(parts[name] >= LEAST_SHARE * highest for pair in pairs for parts in pair)]
-    resident = 0.0
     for place, pair in enumerate(pairs):
-        for offset, parts in zip((-0.21, 0.21), pair, strict=True):
+        before = 0.0
+        for at, parts in zip((place - 0.21, place + 0.21), pair, strict=True):
             bottom = 0.0
             for name, colour in COLOURS.items():
-                axes.bar(place + offset, parts[name] / 1e9, 0.38, bottom=bottom, color=colour)
+                axes.bar(at, parts[name] / 1e9, 0.38, bottom=bottom, color=colour)
                 bottom += parts[name] / 1e9
-            if offset < 0:
-                resident, text = bottom, _figure(bottom)
-            else:
-                away = resident - bottom
-                text = f"{_figure(bottom)}\n(\N{MINUS SIGN}{_figure(away)})" if away else _figure(bottom)
-            axes.text(
-                place + offset, bottom, text, ha="center", va="bottom", fontsize=8, linespacing=0.95, bbox=ON_WHITE
-            )
+            away = before - bottom
+            text = f"{_figure(bottom)}\n(\N{MINUS SIGN}{_figure(away)})" if away > 0 else _figure(bottom)
+            axes.text(at, bottom, text, ha="center", va="bottom", fontsize=8, linespacing=0.95, bbox=ON_WHITE)
+            before = bottom
     _draw_memory(axes, estimate, highest)
     axes.set_xticks(range(len(stages)), [f"stage {stage.stage}" for stage in stages])
     axes.set_ylabel("GB on the fullest rank")
     axes.margins(y=0.08)
-    is_unknown = any(stage.activations is None for stage in stages)
-    what = "activations, which are not known, left out" if is_unknown else "at the peak of forward and backward"
+    known, unknown = "at the peak of forward and backward", "activations, which are not known, left out"
+    what = known if estimate.knows_activations else unknown
     axes.set_title(f"Resident (left) and offloaded (right), {what}", fontsize=10)
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in seen]
     axes.legend(handles, seen, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
-def _pair(estimate: Estimate, stage: StageEstimate) -> tuple[dict[str, int], dict[str, int]]:
+def _pair(stage: StageEstimate) -> tuple[dict[str, int], dict[str, int]]:
     """Return a stage's bytes by component, resident and with what leaves taken off its moments first."""
-    resident = {name: value or 0 for name, value in components(stage).items()}
-    away = offloaded_bytes(stage, stage.states, estimate.offload)
-    of_moments = min(away, resident["moments"])
-    left = resident | {
-        "moments": resident["moments"] - of_moments,
-        "masters": resident["masters"] - (away - of_moments),
-    }
-    return resident, left
+    resident = {name: value or 0 for name, value in stage.components.items()}
+    of_moments = min(stage.away, resident["moments"])
+    masters = resident["masters"] - (stage.away - of_moments)
+    return resident, resident | {"moments": resident["moments"] - of_moments, "masters": masters}
 
 
 def _figure(gigabytes: float) -> str:

@@ -11,9 +11,9 @@ from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.activations import is_unfused
 from bridge_fgo.tools.plan.compute import ACHIEVED, RATES, Compute, compute_of
-from bridge_fgo.tools.plan.estimate import Estimate, make_estimate, offloaded_bytes
+from bridge_fgo.tools.plan.estimate import Estimate, make_estimate
 from bridge_fgo.tools.plan.links import Link
-from bridge_fgo.tools.plan.rank_layout import layout_of
+from bridge_fgo.tools.plan.state import layout_of
 from bridge_fgo.tools.plan.verdict import MEMORY, room_of
 
 NO_RECOMPUTATION: dict[str, Any] = {
@@ -36,15 +36,10 @@ HYBRID_HOST_BYTES = 16
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run the job.
+    """One way to run the job, and the overrides of Bridge's config that have it run so.
 
-    Attributes:
-        name: in words.
-        overrides: of Bridge's config, which have it run so.
-        peak: bytes of the fullest rank.
-        offloaded: bytes that leave the GPU of the rank that offloads the most.
-        step: seconds of a step by the terms.
-        fits: whether the peak is within the system's room.
+    peak: bytes of the fullest rank. offloaded: bytes that leave the GPU of the rank that offloads the most. step:
+    seconds of a step by the terms. fits: whether the peak is within the system's room.
     """
 
     name: str
@@ -59,11 +54,8 @@ class Choice:
 class Recommendation:
     """The ways to run a job on a system.
 
-    Attributes:
-        choices: the first is the config as it is, with all on the GPU.
-        advised: the fastest that fits; None where none does.
-        terms: what the times are made of.
-        room: bytes that a peak may have.
+    choices: the first is the config as it is, with all on the GPU. advised: the fastest that fits; None where none
+    does. terms: what the times are made of. room: bytes that a peak may have.
     """
 
     choices: list[Choice]
@@ -110,27 +102,29 @@ class Recommender:
         self._offload = replace(job.offload, fraction=1.0, gpu_memory_budget_gib=None)
         self._layout = layout_of(job, self._offload)
         self._as_it_is = self._estimate(job, everything=True)
-        if any(stage.activations is None for stage in self._as_it_is.stages):
+        if not self._as_it_is.knows_activations:
             raise ValueError("--recommend: activations of this kind of model are not counted; give --activations-gb")
 
     def recommend(self) -> Recommendation:
         """Return the ways to run the job, and the fastest that fits."""
-        resident = self._resident("as it is", self._job, ())
-        choices = [resident, *self._offloaded("as it is", self._job, (), also_everything=True)]
-        for name, changes in self._recomputations():
+        choices: list[Choice] = []
+        for name, changes in {"as it is": {}, **self._recomputations()}.items():
             job, overrides = with_settings(self._job, model=changes), told(self._job.config.model, changes)
-            alone = self._resident(name, job, overrides)
-            choices += [alone] if alone.fits else self._offloaded(name, job, overrides, also_everything=False)
+            resident = self._resident(name, job, overrides)
+            is_as_it_is = not changes
+            if is_as_it_is or resident.fits:
+                choices.append(resident)
+            if is_as_it_is or not resident.fits:
+                choices += self._offloaded(name, job, overrides, also_everything=is_as_it_is)
         fitting = [choice for choice in choices if choice.fits]
         advised = min(fitting, key=lambda choice: (choice.step, choice.offloaded), default=None)
-        choices += self._others()
+        choices += [*self._larger_micro_batch(), *self._hybrid()]
         return Recommendation(choices, advised, list(self._terms(self._compute(self._job))), self._room)
 
     def _estimate(self, job: Job, everything: bool, compute: Compute | None = None) -> Estimate:
-        budget = None if everything else self._room / 2**30
-        offload = replace(self._offload, gpu_memory_budget_gib=budget)
-        forward, backward = (None, None) if compute is None else (compute.forward, compute.backward)
-        return make_estimate(job, offload, [self._link], forward, backward, self._activations, self._layout)
+        offload = replace(self._offload, gpu_memory_budget_gib=None if everything else self._room / 2**30)
+        times = (None, None) if compute is None else (compute.forward, compute.backward)
+        return make_estimate(job, offload, [self._link], *times, self._activations, self._layout)
 
     def _compute(self, job: Job) -> Compute:
         return compute_of(job, self._link.name, self._forward, self._backward)
@@ -146,69 +140,65 @@ class Recommender:
         if whole.refusals:
             return
         if whole.least_budget <= self._room < whole.resident_peak:
-            settings = (*self._flag_on, "optimizer.offload.gpu_memory_budget_gib=auto", *overrides)
+            settings = ("optimizer.offload.gpu_memory_budget_gib=auto", *overrides)
             yield self._with_offload(f"{name}, least offload", job, settings, everything=False)
         if also_everything:
-            yield self._with_offload(f"{name}, all offloaded", job, (*self._flag_on, *overrides), everything=True)
+            yield self._with_offload(f"{name}, all offloaded", job, overrides, everything=True)
 
     def _with_offload(self, name: str, job: Job, overrides: tuple[str, ...], everything: bool) -> Choice:
         compute = self._compute(job)
         # Copies hide behind a backward with what it does again.
         longer = replace(compute, backward=compute.backward + compute.recomputed)
         estimate = self._estimate(job, everything, longer)
-        away = [offloaded_bytes(stage, stage.states, estimate.offload) for stage in estimate.stages]
-        pairs = zip(estimate.stages, away, strict=True)
-        peak = max(max(stage.peak(of_stage) or 0, stage.least_budget) for stage, of_stage in pairs)
+        peak = max(max(stage.peak(stage.away) or 0, stage.least_budget) for stage in estimate.stages)
+        away = max(stage.away for stage in estimate.stages)
         (row,) = estimate.links
-        step = compute.step + (row.floor or 0.0)
-        return Choice(name, overrides, peak, max(away), step, peak <= self._room and row.pinned <= self._of_host)
+        flag = () if self._job.flag else (FLAG_ON,)
+        fits = peak <= self._room and row.pinned <= self._of_host
+        return Choice(name, (*flag, *overrides), peak, away, compute.step + (row.floor or 0.0), fits)
 
-    def _recomputations(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield kinds of recomputation other than the config's; none where activations are given as they are."""
+    def _recomputations(self) -> dict[str, dict[str, Any]]:
+        """Return kinds of recomputation other than the config's; none where activations are given as they are."""
         model = self._job.config.model
-        if self._activations is not None:
-            return
-        kinds: dict[str, dict[str, Any]] = {"no recomputation": NO_RECOMPUTATION}
-        if is_unfused(model):
-            kinds["attention recomputed"] = OF_ATTENTION
-        if getattr(model, "num_moe_experts", None):
-            kinds["experts recomputed"] = OF_EXPERTS
-        else:
-            kinds["MLP recomputed"] = OF_MLP
-        kinds["all recomputed"] = OF_EVERYTHING
-        for name, changes in kinds.items():
-            if told(model, changes):
-                yield name, changes
+        has_experts = bool(getattr(model, "num_moe_experts", None))
+        kinds = {
+            "no recomputation": NO_RECOMPUTATION,
+            "attention recomputed": OF_ATTENTION if is_unfused(model) else {},
+            "experts recomputed": OF_EXPERTS if has_experts else {},
+            "MLP recomputed": {} if has_experts else OF_MLP,
+            "all recomputed": OF_EVERYTHING,
+        }
+        return {name: kind for name, kind in kinds.items() if self._activations is None and told(model, kind)}
 
-    @property
-    def _flag_on(self) -> tuple[str, ...]:
-        return () if self._job.flag else (FLAG_ON,)
-
-    def _others(self) -> Iterator[Choice]:
-        """Yield a larger micro batch, and the alternatives to this package."""
+    def _larger_micro_batch(self) -> Iterator[Choice]:
+        """Yield the largest micro batch above the config's that fits with all offloaded, where there is one."""
         train = self._job.config.train
-        if self._activations is None:
-            of_replica = train.global_batch_size // self._job.parallel.data
-            sizes = [n for n in range(of_replica, train.micro_batch_size, -1) if of_replica % n == 0]
-            for size in sizes:
+        of_replica = train.global_batch_size // self._job.parallel.data
+        if self._activations is not None or self._as_it_is.refusals:
+            return
+        for size in range(of_replica, train.micro_batch_size, -1):
+            if of_replica % size == 0:
                 job = with_settings(self._job, train={"micro_batch_size": size})
-                overrides = (*self._flag_on, f"train.micro_batch_size={size}")
-                name = f"micro batch of {size}, all offloaded"
+                name, overrides = f"micro batch of {size}, all offloaded", (f"train.micro_batch_size={size}",)
                 larger = self._with_offload(name, job, overrides, everything=True)
-                if larger.fits and not self._as_it_is.refusals:
+                if larger.fits:
                     yield larger
-                    break
+                    return
+
+    def _hybrid(self) -> Iterator[Choice]:
+        """Yield mcore's HybridDeviceOptimizer, which is Adam and does not go with Megatron-FSDP."""
         if self._job.config.optimizer.optimizer != "adam" or uses_fsdp(self._job.config):
-            return  # HybridDeviceOptimizer is Adam, and does not go with Megatron-FSDP
-        whole = self._as_it_is
-        updated = max(stage.states.total for stage in whole.stages) // 12
+            return
+        stages = self._as_it_is.stages
+        offloaded = max(stage.states.total for stage in stages)
+        updated = offloaded // 12
         pinned = HYBRID_HOST_BYTES * updated * min(self._link.gpus, self._job.parallel.gpus)
-        peak = max(stage.fixed - stage.states.total + (stage.activations or 0) for stage in whole.stages)
+        peak = max(stage.fixed - stage.states.total + (stage.activations or 0) for stage in stages)
         yield Choice(
             "HybridDeviceOptimizer",
             ("optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=1.0"),
             peak,
-            max(stage.states.total for stage in whole.stages),
+            offloaded,
             self._compute(self._job).step + HYBRID_SECONDS * updated,
             peak <= self._room and pinned <= self._of_host,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.tools.plan.activations import WORKSPACES
-from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate, components, offloaded_bytes
+from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.tools.plan.recommend import Recommendation
 from bridge_fgo.tools.plan.verdict import lines, verdicts
 
@@ -23,70 +24,80 @@ def gigabytes(count: float | None) -> str:
     return "-" if count is None else f"{count / 1e9:.2f}"
 
 
-def _row(estimate: Estimate, stage: StageEstimate) -> list[str]:
-    """Return the figures of a stage: components, what they add up to, what is offloaded of it, and the difference.
+def seconds(count: float | None) -> str:
+    """Return seconds with three digits, or "-"."""
+    return "-" if count is None else f"{count:.3f}"
 
-    A peak without activations that are not known is a lower bound.
-    """
-    parts = [None if part is None else round(part / GRID) * GRID for part in components(stage).values()]
-    peak = sum(part or 0 for part in parts)
-    away = round(offloaded_bytes(stage, stage.states, estimate.offload) / GRID) * GRID
-    bound = ">" if stage.activations is None else ""
-    return [*map(gigabytes, parts), bound + gigabytes(peak), bound + gigabytes(peak - away), gigabytes(away)]
+
+def table(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]], bold: str = "", **how: Any) -> Table:
+    """Return a table of figures: the first column is text, and the one called `bold` stands out."""
+    made = Table(title=title, title_justify="left", **how)
+    for place, name in enumerate(heads):
+        made.add_column(name, justify="right" if place else "left", style="bold" if name == bold else None)
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def as_json(estimate: Estimate) -> dict[str, Any]:
     """Return an estimate as JSON takes it: bytes and seconds."""
+    job = estimate.job
     return {
-        "source": estimate.job.source,
-        "parallel": asdict(estimate.job.parallel) | {"data": estimate.job.parallel.data},
-        "microbatches": estimate.job.microbatches,
+        "source": job.source,
+        "parallel": asdict(job.parallel) | {"data": job.parallel.data},
+        "microbatches": job.microbatches,
         "offload": asdict(estimate.offload),
-        "stages": [_stage_json(estimate, stage) for stage in estimate.stages],
+        "stages": [
+            {
+                "stage": stage.stage,
+                "parameter_count": stage.count,
+                **stage.components,
+                "state_bytes": stage.states.total,
+                "least_state_bytes": stage.least_state,
+                "offloaded": stage.away,
+                "peak_resident": stage.peak(0),
+                "peak_offloaded": stage.peak(stage.away),
+                "least_budget": stage.least_budget,
+            }
+            for stage in estimate.stages
+        ],
         "links": [asdict(link) for link in estimate.links],
-        "bridge_estimate": estimate.job.bridge_estimate,
+        "bridge_estimate": job.bridge_estimate,
         "verdicts": [asdict(verdict) for verdict in verdicts(estimate)],
-        "flag": estimate.job.flag,
+        "flag": job.flag,
         "refusals": estimate.refusals,
         "notes": estimate.notes,
-    }
-
-
-def _stage_json(estimate: Estimate, stage: StageEstimate) -> dict[str, Any]:
-    away = offloaded_bytes(stage, stage.states, estimate.offload)
-    return {
-        "stage": stage.stage,
-        "parameter_count": stage.count,
-        **components(stage),
-        "state_bytes": stage.states.total,
-        "least_state_bytes": stage.least_state,
-        "offloaded": away,
-        "peak_resident": stage.peak(0),
-        "peak_offloaded": stage.peak(away),
-        "least_budget": stage.least_budget,
     }
 
 
 def print_recommendation(console: Console, found: Recommendation) -> None:
     """Print what is advised, the other ways beside it, and what their times are made of."""
     console.print(found.sentence, markup=False, style="bold")
-    table = Table(title=f"Ways to run it; room {gigabytes(found.room)} GB", title_justify="left")
-    table.add_column("way")
-    for name in ("peak GB", "fits", "offloaded", "step s", "change"):
-        table.add_column(name, justify="right")
-    for choice in found.choices:
-        table.add_row(
-            choice.name,
-            gigabytes(choice.peak),
-            "yes" if choice.fits else "no",
-            gigabytes(choice.offloaded),
-            f"{choice.step:.2f}",
-            f"{found.change(choice):+.0%}",
-            style="bold" if choice is found.advised else None,
-        )
-    console.print(table)
-    for term in found.terms:
-        console.print(f"- {term}", markup=False)
+    ways = table(
+        f"Ways to run it; room {gigabytes(found.room)} GB",
+        ("way", "peak GB", "fits", "offloaded", "step s", "change"),
+        (
+            (
+                choice.name,
+                gigabytes(choice.peak),
+                "yes" if choice.fits else "no",
+                gigabytes(choice.offloaded),
+                f"{choice.step:.2f}",
+                f"{found.change(choice):+.0%}",
+            )
+            for choice in found.choices
+        ),
+    )
+    for row, choice in zip(ways.rows, found.choices, strict=True):
+        row.style = "bold" if choice is found.advised else None
+    console.print(ways)
+    print_lines(console, found.terms)
+
+
+def print_lines(console: Console, texts: Iterable[str]) -> None:
+    """Print lines of a list."""
+    for text in texts:
+        console.print(f"- {text}", markup=False)
 
 
 def print_estimate(console: Console, estimate: Estimate, recommendation: Recommendation | None = None) -> None:
@@ -95,74 +106,71 @@ def print_estimate(console: Console, estimate: Estimate, recommendation: Recomme
         console.print(line, markup=False, style="bold")
     if recommendation is not None:
         print_recommendation(console, recommendation)
-    parallel = estimate.job.parallel
-    has_experts = any(tensor.expert for stage in estimate.job.stages for chunk in stage for tensor in chunk)
+    job, parallel = estimate.job, estimate.job.parallel
+    has_experts = any(tensor.expert for stage in range(parallel.pipeline) for tensor in job.tensors(stage))
     experts = f"expert states over {parallel.shards(True)}; " if has_experts else ""
     console.print(
         f"{parallel.gpus} GPUs: tensor {parallel.tensor}, pipeline {parallel.pipeline}, context {parallel.context}, "
         f"expert {parallel.expert}; dense states over {parallel.shards(False)} ranks, {experts}"
-        f"{estimate.job.microbatches} microbatches a step"
+        f"{job.microbatches} microbatches a step"
     )
-    table = Table(
-        title="GB on the fullest rank of each pipeline stage",
-        title_justify="left",
-        padding=0,  # so that its headings fit into 80 columns, as a log has
+    parts = ("params", "grads", "masters", "moments", "activ.", "other")
+    console.print(
+        table(
+            "GB on the fullest rank of each pipeline stage",
+            ("stage", *parts, "peak", "offloaded", "on host"),
+            map(_row, estimate.stages),
+            bold="offloaded",
+            padding=0,  # so that its headings fit into 80 columns, as a log has
+        )
     )
-    for name in ("stage", "params", "grads", "masters", "moments", "activ.", "other", "peak"):
-        table.add_column(name, justify="right")
-    table.add_column("offloaded", justify="right", style="bold")
-    table.add_column("on host", justify="right")
-    for stage in estimate.stages:
-        table.add_row(str(stage.stage), *_row(estimate, stage))
-    console.print(table)
     _print_bridges_estimate(console, estimate)
     _print_links(console, estimate)
-    for note in estimate.notes:
-        console.print(f"- {note}", markup=False)
+    print_lines(console, estimate.notes)
+    word = "refused" if job.flag else "refused, once the flag is set"
     for refusal in estimate.refusals:
-        word = "refused" if estimate.job.flag else "refused, once the flag is set"
         console.print(f"{word}: {refusal}", markup=False, style="red")
+
+
+def _row(stage: StageEstimate) -> list[str]:
+    """Return the figures of a stage: components, what they add up to, what is offloaded of it, and the difference.
+
+    A peak without activations that are not known is a lower bound.
+    """
+    parts = [None if part is None else round(part / GRID) * GRID for part in stage.components.values()]
+    peak, away = sum(part or 0 for part in parts), round(stage.away / GRID) * GRID
+    bound = ">" if stage.activations is None else ""
+    peaks = (bound + gigabytes(peak), bound + gigabytes(peak - away))
+    return [str(stage.stage), *map(gigabytes, parts), *peaks, gigabytes(away)]
 
 
 def _print_bridges_estimate(console: Console, estimate: Estimate) -> None:
     theirs = estimate.job.bridge_estimate
     if theirs is None:
         return
-    away = {stage.stage: offloaded_bytes(stage, stage.states, estimate.offload) for stage in estimate.stages}
     has_budget = estimate.offload.gpu_memory_budget_gib is not None
     # With a budget the stage that offloads the most is the one whose figures differ.
-    stage = max(estimate.stages, key=lambda stage: (away[stage.stage] if has_budget else 0, stage.fixed))
+    stage = max(estimate.stages, key=lambda stage: (stage.away if has_budget else 0, stage.fixed))
     ours = stage.fixed - WORKSPACES
     unsharded = ", weights and gradients as without Megatron-FSDP" if uses_fsdp(estimate.job.config) else ""
     console.print(
         f"Weights, gradients and states of stage {stage.stage}: {gigabytes(ours)} GB, "
-        f"{gigabytes(ours - away[stage.stage])} GB with the offload; Bridge's own estimator: "
+        f"{gigabytes(ours - stage.away)} GB with the offload; Bridge's own estimator: "
         f"{gigabytes(theirs['weights_gradients_states'])} GB (18 bytes a parameter, whatever the dtypes{unsharded})"
     )
 
 
 def _print_links(console: Console, estimate: Estimate) -> None:
-    table = Table(title="A node's pinned memory, and the copies of the fullest rank in seconds", title_justify="left")
-    for name in ("system", "GPUs", "pinned GB", "GB/s", "one way", "bare floor"):
-        table.add_column(name, justify="right")
-    table.add_column("floor", justify="right", style="bold")
-    table.add_column("hidden from", justify="right")
+    rows = []
     for row in estimate.links:
-        link = row.link
-        table.add_row(
-            link.title,
-            str(link.gpus),
-            gigabytes(row.pinned),
-            link.figures,
-            f"{row.link_seconds:.3f}",
-            f"{row.most_floor:.3f}",
-            "-" if row.floor is None else f"{row.floor:.3f}",
-            "-" if row.hidden_from is None else f"{row.hidden_from:.3f}",
-        )
-    console.print(table)
+        times = (row.link_seconds, row.most_floor, row.floor, row.hidden_from)
+        rows.append((row.link.title, str(row.link.gpus), gigabytes(row.pinned), row.link.figures, *map(seconds, times)))
+    title = "A node's pinned memory, and the copies of the fullest rank in seconds"
+    heads = ("system", "GPUs", "pinned GB", "GB/s", "one way", "bare floor", "floor", "hidden from")
+    console.print(table(title, heads, rows, bold="floor"))
     console.print(
         "GB/s: one way / each way with both busy (*: not measured). Floor: the least that a step gets longer by; bare: "
         "with nothing to hide behind. Hidden from: a microbatch's forward in seconds from which nothing is added."
     )
-    for row in estimate.links:
-        console.print(f"- {row.link.title}, {row.link.figures} GB/s: {row.link.source}", markup=False)
+    sources = (f"{row.link.title}, {row.link.figures} GB/s: {row.link.source}" for row in estimate.links)
+    print_lines(console, sources)

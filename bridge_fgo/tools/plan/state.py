@@ -1,18 +1,22 @@
-"""The bytes of one rank's optimizer states, by the engine's own arithmetic on tensors without memory."""
+"""What the ranks of a job hold, and the bytes of their optimizer states by the engine's own arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from bridge_fgo.config import OffloadConfig
+from bridge_fgo.bridge.refusals import MUONS, uses_fsdp
+from bridge_fgo.config import STRATEGIES, OffloadConfig
 from bridge_fgo.memory.host_memory import power_of_two_at_least
 from bridge_fgo.memory.layout import PartLayout, copied_whole, lay_out, offloaded_bundles, part_bytes
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.state import Bundle
+from bridge_fgo.memory.state import Bundle, State
 from bridge_fgo.offload.policy import PartBytes
+from bridge_fgo.tools.job.held import Held
+from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.plan.bound import bound_of, name_of
 
 META = torch.device("meta")
 
@@ -46,27 +50,23 @@ class StateBytes:
 
 
 def sum_of(of_optimizers: Iterable[tuple[list[Bundle], bool]], config: OffloadConfig) -> StateBytes:
-    """Return the states of a rank.
-
-    Args:
-        of_optimizers: of each of mcore's, the states, and whether masters are copied to weights part by part.
-        config: what is offloaded.
-    """
-    by_kind = {"master": 0, "moment": 0}
-    offloaded, parts, masters_held, padding = [], [], 0, 0
+    """Return the bytes of a rank: of each of its optimizers the states, and whether masters are copied part by part."""
     codec_of = copied_whole if config.master_remainders is False else Remainders(META).codec_of
+    by_kind = {"master": 0, "moment": 0}
+    offloaded: list[State] = []
+    parts: list[PartLayout] = []
+    masters_held = 0
     for everything, divides in of_optimizers:
         for bundle in everything:
             for state in bundle.states:
                 by_kind[state.kind] += state.nbytes
         chosen = offloaded_bundles(everything, config)
-        layouts = lay_out(chosen, part_bytes(chosen, config), codec_of)
         offloaded += [state for bundle in chosen for state in bundle.states]
+        layouts = lay_out(chosen, part_bytes(chosen, config), codec_of)
         parts += layouts
-        padding += sum(map(padding_bytes, layouts))
-        if not divides:
-            masters_held += sum(written_back_bytes(layout) for layout in layouts)
-    sizes = [size_of(layout) for layout in parts]
+        masters_held += 0 if divides else sum(map(written_back_bytes, layouts))
+    padding = sum(map(_padding_bytes, parts))
+    sizes = [size_of(part) for part in parts]
     return StateBytes(
         by_kind["master"] + padding,
         by_kind["moment"],
@@ -75,7 +75,7 @@ def sum_of(of_optimizers: Iterable[tuple[list[Bundle], bool]], config: OffloadCo
         tuple(state.saved_nbytes for state in offloaded),
         tuple(size.nbytes for size in sizes),
         tuple(size.transit_bytes for size in sizes),
-        sum(copied_bytes(layout) for layout in parts),
+        sum(map(copied_bytes, parts)),
         masters_held,
     )
 
@@ -91,7 +91,7 @@ def copied_bytes(part: PartLayout) -> int:
     return sum(slab.codec.link_bytes for slab in part.slabs)
 
 
-def padding_bytes(part: PartLayout) -> int:
+def _padding_bytes(part: PartLayout) -> int:
     """Return the bytes that no state has of the storages of a part that others hold views of: they leave too."""
     whole = [slab for slab in part.slabs if any(state.home is not None for state in slab.states)]
     return sum(slab.layout.nbytes - sum(state.nbytes for state in slab.states) for slab in whole)
@@ -100,3 +100,66 @@ def padding_bytes(part: PartLayout) -> int:
 def written_back_bytes(part: PartLayout) -> int:
     """Return the bytes of a part's slabs whose states are copied to the model's weights after the update."""
     return sum(slab.layout.nbytes for slab in part.slabs if slab.written_back)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the ranks of each stage hold, and the states of each rank of each stage: the slow part of an estimate."""
+
+    held: list[Held]
+    states: list[list[StateBytes]]
+
+
+def layout_of(job: Job, offload: OffloadConfig) -> Layout:
+    """Return the layout of a job: of many experts, what takes the time of an estimate.
+
+    Raises:
+        ValueError: the states are not those of Adam or Muon; names the setting.
+    """
+    _require_known_states(job)
+    # Upstream copies masters as they are, and so does Megatron-FSDP's source.
+    is_whole = is_upstreams(job, offload) or uses_fsdp(job.config)
+    copied = replace(offload, master_remainders=False) if is_whole else offload
+    held = job.held or [bound_of(job, stage) for stage in range(job.parallel.pipeline)]
+    return Layout(held, [_states(of_stage, copied) for of_stage in held])
+
+
+def _states(held: Held, offload: OffloadConfig) -> list[StateBytes]:
+    """Return the states of each rank of a stage."""
+    known: dict[tuple[int, ...], StateBytes] = {}
+    for optimizers in map(tuple, held.ranks):
+        if optimizers not in known:
+            of_rank = [held.optimizers[i] for i in optimizers]
+            found = sum_of(((each.states(), each.divides) for each in of_rank), offload)
+            homes = sum(sum(each.homes) for each in of_rank)
+            known[optimizers] = replace(found, masters=homes or found.masters)  # a home without states is there too
+    return [known[tuple(optimizers)] for optimizers in held.ranks]
+
+
+def _require_known_states(job: Job) -> None:
+    optimizer = job.config.optimizer
+    name, scalar = name_of(optimizer), getattr(optimizer, "muon_scalar_optimizer", "adam")
+    if name not in ("adam", *MUONS):
+        raise ValueError(f"optimizer.optimizer={name!r}: the plan knows the states of Adam and Muon alone")
+    if name != "adam" and scalar != "adam":
+        raise ValueError(
+            f"optimizer.muon_scalar_optimizer={scalar!r}: the plan knows the states of Adam and Muon alone"
+        )
+    if not uses_fsdp(job.config):
+        return
+    if (strategy := job.config.ddp.data_parallel_sharding_strategy) not in STRATEGIES:
+        raise ValueError(f"ddp.data_parallel_sharding_strategy={strategy!r}: one of {', '.join(STRATEGIES)}")
+    if name != "adam":
+        raise ValueError(
+            f"optimizer.optimizer={name!r} with ddp.use_megatron_fsdp=True: the plan knows Adam's states alone here"
+        )
+
+
+def is_upstreams(job: Job, offload: OffloadConfig) -> bool:
+    """Return whether mcore's own offloader would serve the job; without an mcore to ask, as the settings say."""
+    return offload.engine == "mcore" if job.engine is None else job.engine.startswith("mcore")
+
+
+def updates_whole_parameters(job: Job) -> bool:
+    """Return whether each rank has whole states: of Muon, and of Adam without a DistributedOptimizer."""
+    return name_of(job.config.optimizer) != "adam" or not job.config.ddp.use_distributed_optimizer

@@ -75,11 +75,10 @@ def _verdict(estimate: Estimate, system: str, gpus: int) -> Verdict:
     of_host, room = MEMORY[system][1], room_of(system)
     pinned = sum(estimate.fullest_node(gpus))
     resident, offloaded = estimate.resident_peak, estimate.least_budget
-    is_known = all(stage.activations is not None for stage in estimate.stages)
     why = ""
     if offloaded > room:
         outcome = Outcome.does_not
-    elif not is_known:
+    elif not estimate.knows_activations:
         outcome = Outcome.unknown
     elif resident <= room:
         outcome = Outcome.fits
@@ -95,25 +94,16 @@ def _verdict(estimate: Estimate, system: str, gpus: int) -> Verdict:
 
 def lines(estimate: Estimate, found: list[Verdict]) -> Iterator[str]:
     """Yield the verdict's lines: of one system with its figures, of several grouped by outcome."""
-    if not found:
-        return
-    gpus = estimate.job.parallel.gpus
+    gpus, first = estimate.job.parallel.gpus, found[0]
     where = f"{gpus} GPU" if gpus == 1 else f"{gpus} GPUs"
-    first = found[0]
-    least = "at least " if any(stage.activations is None for stage in estimate.stages) else ""
+    least = "" if estimate.knows_activations else "at least "
     peaks = f"peak {least}{first.resident / 1e9:.1f} GB resident, {first.offloaded / 1e9:.1f} GB with the offload"
     if len(found) == 1:
         yield f"{first.outcome.capitalize()} on {where} of {first.system}: {peaks}; room {first.room / 1e9:.1f} GB"
         if first.why:
             yield first.why
         return
-    groups = [
-        f"{outcome} on {', '.join(names)}"
-        for outcome in Outcome
-        if (names := [verdict.system for verdict in found if verdict.outcome is outcome])
-    ]
-    text = "; ".join(groups)
+    systems = {outcome: [one.system for one in found if one.outcome is outcome] for outcome in Outcome}
+    text = "; ".join(f"{outcome} on {', '.join(names)}" for outcome, names in systems.items() if names)
     yield f"{text[0].upper()}{text[1:]}: {peaks} ({where})"
-    for verdict in found:
-        if verdict.why:
-            yield f"{verdict.system}: {verdict.why}"
+    yield from (f"{verdict.system}: {verdict.why}" for verdict in found if verdict.why)

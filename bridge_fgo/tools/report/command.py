@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import statistics
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import typer
 
@@ -15,6 +16,7 @@ from bridge_fgo.tools.arms.comparator import Parity, compare_digests, compare_sc
 from bridge_fgo.tools.bench.plots import draw_step
 from bridge_fgo.tools.iteration_picture import draw_iteration
 from bridge_fgo.tools.report.runs import GRAD_NORM, LOSS, SECONDS, TOTALS, Run, load
+from bridge_fgo.tools.settings import in_a_folder, option
 from bridge_fgo.tools.show import readable_bytes, readable_number
 
 NOT_EQUAL = 1
@@ -41,20 +43,33 @@ FUSED_LOSS = (
 runs of one arm differed from the gradients of step 1 on, with either of the two settings none did."""
 
 
-def run(paths: list[str], output: Path, beside: list[str] | None = None) -> int:
-    """Write the page; return 1 where the runs are not all shown to be bitwise equal to the first, else 0.
+@dataclass(frozen=True)
+class Settings:
+    """Which runs to compare, and the page."""
 
-    Args:
-        paths: the runs, as `load` takes them.
-        output: the page.
-        beside: runs that are shown as the others are, but need not be equal: a recomputed one, or one with another
-            optimizer.
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN [RUN]...",
+            help="TensorBoard log, wandb:ENTITY/PROJECT/RUN, or a folder of bench or of demo --keep.",
+            show_default=False,
+        ),
+    ]
+    output: Annotated[Path, option("The page to write.", metavar="FILE", callback=in_a_folder)] = Path("report.html")
+    beside: Annotated[
+        list[str] | None,
+        option("A run that need not be equal, as with another optimizer; may be repeated.", metavar="RUN"),
+    ] = None
 
-    Raises:
-        ValueError: a path holds no run, or a package is missing.
+
+def run(settings: Settings) -> int:
+    """Compare runs bit by bit, in one page that opens from disk with no network. TensorBoard and W&B draw their curves.
+
+    The first run is the one that the others are compared with. Exit status: 0, 1 where another
+    run's losses are not bitwise equal to its, 2 where a RUN cannot be read.
     """
-    found = [(path, run) for path in paths for run in load(path)]
-    for path in beside or ():
+    found = [(path, run) for path in settings.runs for run in load(path)]
+    for path in settings.beside or ():
         found += [(path, replace(run, is_beside=True)) for run in load(path)]
     runs = _named_apart(found)
     others = [(run, compare_runs(runs[0], run)) for run in runs[1:]]
@@ -65,8 +80,8 @@ def run(paths: list[str], output: Path, beside: list[str] | None = None) -> int:
     if others:
         parts.append(show.table(_parity_table(others)))
     parts += _pictures(runs)
-    show.write_page(output, "bridge-fgo report: " + ", ".join(run.name for run in runs), parts)
-    for line in [*(text for text, _ in verdicts), *notes, f"wrote {output}"]:
+    show.write_page(settings.output, "bridge-fgo report: " + ", ".join(run.name for run in runs), parts)
+    for line in [*(text for text, _ in verdicts), *notes, f"wrote {settings.output}"]:
         typer.echo(line)
     return 0 if all(good for _, good in verdicts) else NOT_EQUAL
 

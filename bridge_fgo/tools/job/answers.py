@@ -1,0 +1,116 @@
+"""The builder's answers: asked of a process of its own, or kept in files, as building takes half a minute.
+
+`python -m bridge_fgo.tools.job.answers` keeps them anew for this project's recipes, with the Megatron that is
+installed; a test holds them against it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bridge_fgo.recipes.catalog import RECIPES
+from bridge_fgo.recipes.train import has_module
+from bridge_fgo.tools.show import spinner
+
+FOLDER = Path(__file__).with_name("kept")
+DISTRIBUTIONS = ("megatron-bridge", "megatron-core")
+CHANGES_NO_ANSWER = {"fraction", "gpu_memory_budget_gib", "slab_bytes", "piece_bytes", "measure"}
+"""Settings of the offload that decide neither a refusal nor the engine."""
+HERE = "<the folder that the job starts in>"
+"""Stands in a file for that folder, which Bridge puts before the default of `checkpoint.save`."""
+
+
+def ask_builder(
+    target: str | None = None,
+    gpus: int | None = None,
+    offload: dict[str, Any] | None = None,
+    vocab_size: int | None = None,
+    patches: bool = False,
+    overrides: Sequence[str] | None = (),
+) -> dict[str, Any]:
+    """Return the answer of `bridge_fgo.tools.job.builder`.
+
+    Raises:
+        ValueError: its process died; shows the end of what it printed.
+    """
+    request = {"target": target, "gpus": gpus, "offload": offload or {}, "vocab_size": vocab_size, "patches": patches}
+    request["overrides"] = list(overrides or ())
+    command = [sys.executable, "-m", "bridge_fgo.tools.job.builder", json.dumps(request)]
+    with spinner(f"importing Megatron{f' and building {target} without a GPU' if target else ''}: about a minute"):
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode != 0:
+        tail = "\n".join(done.stderr.strip().splitlines()[-15:])
+        raise ValueError(f"{target or 'Megatron-Bridge'} could not be built without a GPU:\n{tail}")
+    return json.loads(done.stdout)
+
+
+def kept_answer(
+    target: str, gpus: int | None, offload: dict[str, Any], vocab_size: int | None, overrides: Sequence[str] | None
+) -> dict[str, Any] | None:
+    """Return what the builder answers to the same request; None where it has to be asked.
+
+    That is for what is no recipe of this project, for a job that differs from the recipe, and where another Megatron
+    is installed than the answer is of. Where none is installed, the kept one is as good as any.
+    """
+    path = FOLDER / f"{target}.json.gz"
+    if target not in RECIPES or not path.is_file() or overrides or vocab_size is not None:
+        return None
+    if not offload.keys() <= CHANGES_NO_ANSWER:
+        return None
+    kept = json.loads(gzip.decompress(path.read_bytes()).decode().replace(HERE, _in_json(Path.cwd())))
+    if gpus not in (None, kept["answer"]["gpus"]) or installed_versions() not in ({}, kept["versions"]):
+        return None
+    return kept["answer"] | {"kept_of": kept["versions"]}
+
+
+def keep(name: str, answer: dict[str, Any], versions: dict[str, str]) -> None:
+    """Keep the builder's answer for a recipe; the same bytes for the same answer, wherever this runs."""
+    text = json.dumps({"versions": versions, "answer": answer}).replace(_in_json(Path.cwd()), HERE)
+    (FOLDER / f"{name}.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def _in_json(folder: Path) -> str:
+    """Return a folder's name as it stands inside a string of JSON."""
+    return json.dumps(str(folder))[1:-1]
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the Megatron that a job would import; {} for none.
+
+    A checkout on PYTHONPATH comes before the wheel, and has no version that could be looked up without importing it.
+    """
+    spec = find_spec("megatron")
+    tops = [] if spec is None else [Path(top).parent for top in spec.submodule_search_locations or ()]
+    found = {}
+    for name in DISTRIBUTIONS:
+        part = name.replace("-", "/")
+        first = next((top / part for top in tops if (top / part / "__init__.py").is_file()), None)
+        if first is not None:
+            try:
+                distribution = metadata.distribution(name)
+                is_wheel = Path(str(distribution.locate_file(part))).resolve() == first.resolve()
+                found[name] = distribution.version if is_wheel else "checkout"
+            except metadata.PackageNotFoundError:
+                found[name] = "checkout"
+    return found
+
+
+def main() -> None:
+    """Keep what the builder says of every recipe that the installed mcore can build."""
+    FOLDER.mkdir(exist_ok=True)
+    for recipe in RECIPES.values():
+        if recipe.mcore_module is None or has_module(recipe.mcore_module):
+            keep(recipe.name, ask_builder(target=recipe.name), installed_versions())
+            print(recipe.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The options of `bridge-fgo plan`. Nothing here imports torch or Megatron."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bridge_fgo.tools.plan.links import LINKS
+from bridge_fgo.tools.settings import JobSettings, in_a_folder, option
+
+
+@dataclass(frozen=True)
+class Settings(JobSettings):
+    """Settings of one estimate; seconds are of one microbatch on a rank.
+
+    Raises:
+        ValueError: settings that do not go together, or numbers that make no sense.
+    """
+
+    target: Annotated[
+        str, typer.Argument(metavar="RECIPE|CONFIG", help="A recipe, module:function, or run_config.yaml.")
+    ] = field()  # a plan is of a job that has to be named
+    system: Annotated[str | None, option("GB200, GB300, B200, B300, GH200, H200 or H100; all by default.")] = None
+    link_gbs: Annotated[float | None, option("Measured link speed of a GPU, GB/s each way.")] = None
+    forward_seconds: Annotated[float | None, option("A microbatch's forward on a rank.")] = None
+    backward_seconds: Annotated[float | None, option("The same; twice the forward by default.")] = None
+    activations_gb: Annotated[float | None, option("Peak of a rank's activations in GB, instead of counting them.")] = (
+        None
+    )
+    check: Annotated[
+        bool, option("Status 1 where the job does not fit --system with the flag as it is.", "--check")
+    ] = False
+    recommend: Annotated[bool, option("Say with which settings the job runs fastest on --system.", "--recommend")] = (
+        False
+    )
+    phases: Annotated[
+        bool, option("For reinforcement learning: what a sleep and a wake copy, and how long.", "--phases")
+    ] = False
+    picture: Annotated[
+        Path | None,
+        option("Draw the components, with --phases an iteration (matplotlib).", metavar="FILE", callback=in_a_folder),
+    ] = None
+
+    def __post_init__(self) -> None:
+        for name, unit in (("forward_seconds", "seconds"), ("backward_seconds", "seconds"), ("activations_gb", "GB")):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: use a number of {unit} above 0")
+        for name in ("check", "recommend"):
+            if getattr(self, name) and self.system is None:
+                raise ValueError(f"--{name} needs --system, one of {', '.join(LINKS)}")
+        if self.backward_seconds is not None and self.forward_seconds is None:
+            raise ValueError("--backward-seconds needs --forward-seconds")
