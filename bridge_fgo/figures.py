@@ -51,11 +51,6 @@ class Stats:
     touched_bytes: int = 0
     """State reloaded in the whole run because code used a tensor while it was offloaded. `reload_states()` beforehand
     reloads everything at once."""
-    copies_in_first: bool | None = None
-    """Whether copies in go before copies out in the optimizer step. Each rank tries both ways in some steps and keeps
-    the one with less waiting (`bridge_fgo/offload/copy_order.py`); None until it knows."""
-    copy_wait_seconds: tuple[float, float] | None = None
-    """Time that the training stream waited for copies in those steps: as copies came, and with copies in first."""
     peak_forward_backward_bytes: int | None = None
     """Peak of allocated GPU memory in forward and backward, the largest of the passes. None without a GPU.
 
@@ -148,8 +143,6 @@ class Figures:
             pinned_bytes=engine.pinned_bytes,
             touched_bytes=engine.traffic.touches.nbytes,
             failed_fetches=engine.failed_fetches,
-            copies_in_first=engine.copies_in_first,
-            copy_wait_seconds=engine.copy_wait_seconds,
         )
 
     def begin_step(self) -> None:

@@ -5,6 +5,7 @@ clock of the stream that it was recorded on, and a stream that waits for it has 
 """
 
 import ctypes
+import itertools
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -119,7 +120,7 @@ def _is_in(tensor, memory):
 def install(monkeypatch):
     """Put made-up streams in the place of CUDA's, and have slabs tell what they do. Returns the `StreamOrder`."""
     order = StreamOrder()
-    names = iter(range(1, 100))
+    names = itertools.count(1)
 
     def handle(stream):
         return stream.value if isinstance(stream, ctypes.c_void_p) else stream

@@ -76,16 +76,6 @@ class Engine(ABC):
         """Copies to the GPU ahead of their time for which there was no memory, in the whole run."""
         return 0
 
-    @property
-    def copies_in_first(self) -> bool | None:
-        """Whether copies in go before copies out in the optimizer step; None where not both ways were tried."""
-        return None
-
-    @property
-    def copy_wait_seconds(self) -> tuple[float, float] | None:
-        """Seconds that training waited for copies in a step, as they came and with copies in first; None before."""
-        return None
-
     @abstractmethod
     def has_states(self) -> bool:
         """Return whether there is anything to offload yet."""

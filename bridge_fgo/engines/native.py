@@ -137,16 +137,6 @@ class NativeEngine(Engine):
     def failed_fetches(self) -> int:
         return self.schedule.queue.failed_fetches
 
-    @property
-    @override
-    def copies_in_first(self) -> bool | None:
-        return self.schedule.copy_order.is_better
-
-    @property
-    @override
-    def copy_wait_seconds(self) -> tuple[float, float] | None:
-        return self.schedule.copy_order.waited
-
     @override
     def has_states(self) -> bool:
         return any(slab.exists() for slab in self.slabs)

@@ -1,4 +1,4 @@
-"""Meters: peaks and room of GPU memory, the allocator's blocks, bytes and host time of moves, waits of the stream."""
+"""Meters: peaks and room of GPU memory, the allocator's blocks, and bytes and host time of moves."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ RESERVED = "reserved_bytes.all.peak"
 COMMON_POOL = (0, 0)
 """The allocator's pool of whatever no graph has for itself."""
 
-LEAST_SECONDS = 50e-6
-"""Shorter ones are no waits, but the time that two events take."""
-
 Result = TypeVar("Result")
-MakeEvent = Callable[[], torch.cuda.Event]
-Waits = list[tuple[torch.cuda.Event, torch.cuda.Event]]
 
 
 class DeviceMemory(NamedTuple):
@@ -164,53 +159,6 @@ class Traffic:
         """Count bytes of state whose GPU memory went."""
         self.released += nbytes
         self.most_released = max(self.most_released, self.released)
-
-
-class WaitMeter:
-    """Times the training stream's waits for copies in one training step after another. The host waits for nothing.
-
-    The figures of a step come when the GPU is done with it, and the step that is timed next begins after that.
-    """
-
-    def __init__(self, make_event: MakeEvent = lambda: torch.cuda.Event(enable_timing=True)) -> None:
-        self._make_event = make_event
-        self._waits: Waits | None = None
-        self._ended: Waits | None = None
-
-    @property
-    def is_timing(self) -> bool:
-        """Whether waits are timed now."""
-        return self._waits is not None
-
-    def begin(self) -> None:
-        """Time the waits from here on, if the figures of the step before have been taken."""
-        self._waits = [] if self._ended is None else None
-
-    def end(self) -> None:
-        """End the step that is timed; `take` gives its figures."""
-        if self._waits is not None:
-            self._ended, self._waits = self._waits, None
-
-    def drop(self) -> None:
-        """End the step, whose waits say nothing."""
-        self._waits = None
-
-    def around(self, wait: Callable[[], None], stream: torch.cuda.Stream) -> None:
-        """Have the training stream wait, by `wait`, and time it."""
-        assert self._waits is not None
-        events = self._make_event(), self._make_event()
-        events[0].record(stream)
-        wait()
-        events[1].record(stream)
-        self._waits.append(events)
-
-    def take(self) -> float | None:
-        """Return the seconds that the training stream has waited in the newest timed step, once; None before."""
-        if self._ended is None or (self._ended and not self._ended[-1][1].query()):
-            return None
-        waits = [begin.elapsed_time(end) / 1e3 for begin, end in self._ended]
-        self._ended = None
-        return sum(seconds for seconds in waits if seconds > LEAST_SECONDS)
 
 
 MIB_BITS = 20

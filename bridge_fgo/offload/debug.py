@@ -51,7 +51,7 @@ class DebugTransfers(Transfers):
     def __init__(self, transfers: Transfers, seed: int) -> None:
         self._transfers = transfers
         self._cuda = transfers if isinstance(transfers, CudaTransfers) else None
-        self.waits, self.capturing = transfers.waits, transfers.capturing
+        self.capturing = transfers.capturing
         self.computing, self.on_compute_stream = transfers.computing, transfers.on_compute_stream
         self.back_to_back, self.yielding = transfers.back_to_back, transfers.yielding
         self._random = random.Random(seed)

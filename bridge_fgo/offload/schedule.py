@@ -17,7 +17,7 @@ that were measured in an earlier step, one in which everything was released thro
 6.  The last backward is done: `Session.reload` > `Schedule.reload` prefetches what the optimizer step has room for.
 7.  The optimizer steps: `Session.stepping` > `NativeEngine.stepping` > `Schedule.step`. For one part
     after another, small ones in groups, it waits for the slabs, updates them and starts their copies out, while
-    the next slabs are copied in. Once all are on their way in, copies out may wait for them (`CopyOrder`).
+    the next slabs are copied in. Once all are on their way in, copies out may wait for them (`Transfers.yielding`).
 8.  The step ends: `NativeEngine.end_step` > `Schedule.end_step`. Peaks that were measured give a plan for the steps
     that follow; otherwise the peak of the step is compared with what its plan keeps under.
 
@@ -39,7 +39,6 @@ import torch
 from bridge_fgo.memory.meters import DeviceRoom, Ledger, PeakMeter
 from bridge_fgo.memory.slab import Slab, SlabState, decode_together, encode_together
 from bridge_fgo.memory.transfers import Transfers
-from bridge_fgo.offload.copy_order import CopyOrder
 from bridge_fgo.offload.packing_policy import PackingPolicy
 from bridge_fgo.offload.part import Part
 from bridge_fgo.offload.policy import HoldPlan, HoldPolicy
@@ -75,10 +74,7 @@ class Schedule:
         self.holding = holding = HoldPolicy(budget_bytes, room)
         self.signature: object = None
         """What a pass must have in common with the measured one: set before a pass; the number of microbatches."""
-        self.packing = PackingPolicy(
-            transfers.waits, lambda text: holding.announce(text), lambda text: holding.warn(text)
-        )
-        self.copy_order = CopyOrder(transfers.waits, lambda text: holding.announce(text))
+        self.packing = PackingPolicy(lambda text: holding.announce(text), lambda text: holding.warn(text))
         self.recorder = PeakRecorder(meter, self.ledger)
         self._fresh = self._warm = False
         self._is_like_others = True
@@ -131,9 +127,6 @@ class Schedule:
         self.recorder.begin_pass()
         plans = self.holding.plans_for(self.signature) if is_like_others else []
         self._matcher = PassMatcher(plans, checks_inputs_only=bool(plans) and self._nothing_moves())
-        by_plan = self._plan is not None and not self._fresh
-        self.packing.begin_pass(self.signature, by_plan)
-        self.copy_order.begin_pass(self.signature, by_plan and not self.checks_inputs_only, self.packing.is_settled)
         self._start()
 
     def _nothing_moves(self) -> bool:
@@ -292,7 +285,6 @@ class Schedule:
         group_bytes = min(group_bytes, (limit - self._bytes_in_any_case) // GROUPS_HELD)
         room_to_make = self._room_to_make()
         limit -= room_to_make
-        h2d_first = self.copy_order.h2d_first
         for run in self._runs(parts, in_order):
             for group in _groups(run, group_bytes):
                 slabs = [slab for part in group for slab in part.slabs]
@@ -309,7 +301,7 @@ class Schedule:
                 for part in group:
                     update(part)
                 if not group[0].stays:
-                    self._send_off(slabs, keep_masters, yields=h2d_first and queue.is_through)
+                    self._send_off(slabs, keep_masters, yields=self.is_planned and queue.is_through)
 
     def _runs(self, parts: list[Part], in_order: bool) -> list[list[Part]]:
         """Return the parts as they are updated, those that stay apart from those that move."""
@@ -371,8 +363,7 @@ class Schedule:
                 self.count_packable()
                 self._fresh, self._wants_points = True, False
         self.recorder.begin_pass()
-        self.packing.end_step(updated, by_plan=self.is_planned)
-        self.copy_order.end_step(updated, by_plan=self.is_planned)
+        self.packing.end_step(updated)
         self._warm = self._warm or updated
 
     def _learn(self) -> set[int] | None:

@@ -282,25 +282,16 @@ def test_a_copy_is_cut_into_pieces_without_a_gap(mocked):
     assert mocked == [(1000, 5000, 100), (1100, 5100, 100), (1200, 5200, 50)]
 
 
-def test_only_the_training_streams_waits_for_copies_are_timed(mocked, monkeypatch):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_copies_out_yield_to_copies_in_where_ranks_share_a_node(mocked, monkeypatch, ranks):
+    monkeypatch.setattr(transfers, "ranks_of_this_node", lambda: ranks)
     moves = CudaTransfers(CPU, 100)
-    slab = slab_at(1000, 5000, 250)
-    timed = []
-    monkeypatch.setattr(moves.waits, "around", lambda wait, stream: timed.append(stream) or wait())
-    moves.copy_out(slab)
-    moves.release(slab)
-    assert not timed  # nothing is, before a step says so
-    moves.waits.begin()
-    moves.copy_out(slab)
-    moves.release(slab)
-    moves.copy_in(slab)
-    moves.wait_in(slab)
-    assert timed == [moves._compute] * 2
-    assert [event.waiting.count(Stream.cuda_stream) for event in moves._events(slab)] == [2, 1]
-    moves.copy_in(slab)
-    monkeypatch.setattr(transfers, "current_stream", lambda index: 7)
-    moves.wait_in(slab)
-    assert timed == [moves._compute] * 3  # and not that of the reader
+    landed, after = moves._in.all_done(), []
+    monkeypatch.setattr(moves._out, "copy", lambda *args: after.append(landed in args[-1]))
+    with moves.yielding():
+        moves.copy_out(slab_at(1000, 5000, 250))
+    moves.copy_out(slab_at(1000, 5000, 250))
+    assert after == [ranks > 1, False]
 
 
 class CountingEvent(Event):

@@ -406,7 +406,6 @@ class Measured:
 
     def __init__(self):
         transfers = CudaTransfers(torch.device("cpu"), 2**24)
-        transfers.waits._make_event = lambda: mock.Mock(**{"elapsed_time.return_value": 0.0})
         self._before = resident_bytes()
         self.training = made(optimizers=2, transfers=transfers, sizes=[500_000] * 5)
         self.engine, self.own = self.training.engine, self.taken()

@@ -23,9 +23,9 @@ from bridge_fgo.tools.arms.turns import WARM_UP, Turnstile
 from bridge_fgo.tools.bench.presets import read_name
 from bridge_fgo.tools.bench.rounds import medians
 
-WARM_UP_STEPS = FIRST_COUNTED_STEP + 10
-"""Steps of the turn that does not count: to the first that would count without turns, and those in which an engine
-tries which copies go first (`bridge_fgo.offload.copy_order`)."""
+WARM_UP_STEPS = FIRST_COUNTED_STEP + 2
+"""Steps of the turn that does not count: to the first that would count without turns, and the first ones whose masters
+are packed (`bridge_fgo.offload.packing_policy`)."""
 
 END_SECONDS = 15
 """From the last round to the end of an arm's process, one after another: mostly digests of what it has trained. Those
