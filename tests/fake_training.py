@@ -188,6 +188,7 @@ class Training:
         with self.engine.stepping(source):
             optimizer.optimizer.step()
             optimizer._copy_main_params_to_model_params()
+        assert sorted(optimizer.copied) == sorted(map(id, masters_of(optimizer))), "each master once"
         of_twin.optimizer.step()
         of_twin._copy_main_params_to_model_params()
 
