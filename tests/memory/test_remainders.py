@@ -440,14 +440,6 @@ def test_trust_in_one_sources_weights_is_none_in_anothers(inside):
     training.check()
 
 
-def test_before_the_first_of_a_chain_is_updated_the_weights_of_all_are_checked():
-    training, weight = updated(optimizers=2)
-    with changed(weight), training.engine.training_step(kind=1), pytest.raises(RuntimeError, match=CHANGED):
-        training.engine.updating()
-    assert not training.engine.is_torn
-    training.check()
-
-
 def test_masters_that_one_source_has_lost_forbid_the_steps_of_all_and_the_saves_of_it_alone_until_they_are_written():
     training, weight = updated(optimizers=2)
     engine, (source, lost) = training.engine, training.sources

@@ -87,16 +87,6 @@ def goes_as_it_is(tensor):
 # Copies.
 
 
-@pytest.mark.parametrize("copies", [True, False])
-def test_released_states_are_handed_out_from_the_host_and_stay_there_and_copies_share_no_memory_with_it(copies):
-    training = made()
-    moved = training.engine.traffic.back
-    tensors = training.saved(*training.sources, copies)
-    assert training.engine.traffic.back == moved
-    assert training.residencies == {SlabState.RELEASED}
-    assert are_lent(training, tensors) is not copies
-
-
 def in_bf16():
     """Return an Adam with states in 16 bits, which a save reads as fp32, all released; its engine, and the source."""
     optimizer = make_distributed_optimizer(SIZES)

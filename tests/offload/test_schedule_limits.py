@@ -22,7 +22,7 @@ from fake_training import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bridge_fgo.memory.layout import part_bytes
-from bridge_fgo.memory.slab import MOST_IN_TRANSIT, SlabState
+from bridge_fgo.memory.slab import MOST_IN_TRANSIT
 from bridge_fgo.offload import policy, schedule
 
 MANY_WHOLE = 12 * sum(MANY_SIZES)
@@ -127,15 +127,6 @@ def test_a_few_slabs_at_a_time_are_on_their_way_packed(monkeypatch):
 
 
 # Between steps, and at the begin and the end.
-
-
-def test_an_evaluation_finds_nothing_held():
-    training = trained(4, layer=WHOLE)
-    assert training.schedule.ledger.nbytes > 0
-    training.schedule.release_everything()
-    assert training.schedule.ledger.nbytes == 0
-    assert training.residencies == {SlabState.RELEASED}
-    training.step()
 
 
 def test_states_that_do_not_exist_take_no_memory():
