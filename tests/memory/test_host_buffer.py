@@ -45,20 +45,27 @@ def test_buffers_are_locked_to_the_byte_and_unlocked_when_they_go(locked):
     assert locked == {}
 
 
-def test_a_refusal_says_how_much_was_asked_for_and_leaves_nothing_locked(locked):
+@pytest.mark.parametrize(
+    ("release", "said"),
+    [
+        ("6.8.0", r"^raise `ulimit -l`.*page-lock 4096 bytes .*CUresult 2.*of 16384 bytes"),
+        (
+            "5.15.153.1-microsoft-standard-WSL2",
+            r"^set OffloadConfig\.pin_memory=False .*WSL.*4096 bytes.*of 16384 bytes",
+        ),
+    ],
+)
+def test_a_refusal_says_what_helps_and_how_much_was_asked_for_and_leaves_nothing_locked(
+    locked, monkeypatch, release, said
+):
+    monkeypatch.setattr(host_buffer.platform, "release", lambda: release)
     buffers = [HostBuffer(4096) for _ in range(4)]
-    with pytest.raises(RuntimeError, match=r"^raise `ulimit -l`.*page-lock 4096 bytes .*CUresult 2.*of 16384 bytes"):
+    with pytest.raises(RuntimeError, match=said):
         page_lock(buffers)
     assert buffers[3].pinned_bytes == 0
     buffers.clear()
     gc.collect()
     assert locked == {}
-
-
-def test_a_refusal_under_wsl_begins_with_what_helps_there(locked, monkeypatch):
-    monkeypatch.setattr(host_buffer.platform, "release", lambda: "5.15.153.1-microsoft-standard-WSL2")
-    with pytest.raises(RuntimeError, match=r"^set OffloadConfig\.pin_memory=False .*WSL.*4096 bytes.*of 16384 bytes"):
-        page_lock([HostBuffer(4096) for _ in range(4)])
 
 
 def test_a_refusal_leaves_no_error_in_cudas_runtime_which_the_next_kernels_launch_would_raise(locked, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bridge_fgo.memory import digest
 from bridge_fgo.memory.digest import Digester
 from bridge_fgo.memory.slab import StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
@@ -54,17 +53,6 @@ def test_every_change_of_a_bit_changes_the_sum():
         changed = data.clone()
         changed[place // 8] ^= 1 << (place % 8)
         assert sums(changed) != before
-
-
-def test_changes_that_cancel_in_a_plain_sum_change_this_one(monkeypatch):
-    monkeypatch.setattr(digest, "CHUNK_WORDS", 16)  # several chunks
-    data = torch.randn(512)
-    flipped, swapped, shifted = data.clone(), data.clone(), data.roll(32)
-    flipped[1] *= -1  # the signs of two words' high halves
-    flipped[3] *= -1
-    swapped[0], swapped[100] = data[100], data[0]
-    all_sums = [sums(t.view(torch.uint8))[0] for t in (data, flipped, swapped, shifted)]
-    assert len(set(all_sums)) == 4
 
 
 def test_zeros_of_other_lengths_have_other_sums():
