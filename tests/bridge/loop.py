@@ -6,8 +6,14 @@ from unittest import mock
 
 import torch
 
+from bridge_fgo.bridge.session import SESSION
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.memory.meters import Traffic
+
+
+def noted(word):
+    """Return a verb that only writes down a word."""
+    return lambda engine, *args, **how: engine.events.append(word)
 
 
 class RecordingEngine(Engine):
@@ -18,43 +24,23 @@ class RecordingEngine(Engine):
     pinned_bytes = 0
 
     def __init__(self, sources, events, freed=100):
-        self.sources = sources
+        self.sources, self.events, self.freed = sources, events, freed
         self.traffic = Traffic()
-        self.events = events
-        self.freed = freed
 
     def has_states(self):
         return True
 
-    def begin_pass(self):
-        self.events.append("offload")
-
     def release(self):
         self.events.append("release")
         self.traffic.most_released = self.freed
-
-    def reload(self):
-        self.events.append("reload")
 
     @contextmanager
     def stepping(self, source):
         self.events.append("stepping")
         yield
 
-    def require_readable(self, source=None, masters_only=False):
-        self.events.append("masters readable" if masters_only else "readable")
-
-    def require_writable(self, source=None, masters_only=False):
-        self.events.append("writable")
-
-    def settle(self):
-        self.events.append("settle")
-
-    def states_replaced(self, source):
-        self.events.append("replaced")
-
-    def close(self):
-        self.events.append("close")
+    begin_pass, reload, settle, close = map(noted, ("offload", "reload", "settle", "close"))
+    require_readable, require_writable, states_replaced = map(noted, ("readable", "writable", "replaced"))
 
 
 class Loop:
@@ -86,19 +72,15 @@ class Loop:
             finalize_model_grads_func=self.bound_finalize, seq_length=8, cuda_graph_impl="none"
         )
         self.model = [self._chunk() for _ in range(chunks)]
-        grants = ([True] * passes + [False]) * 50
-        machine = mock.Mock()
-        machine.should_run_forward_backward.side_effect = grants
-        machine.should_checkpoint_and_exit.return_value = (False, False, 0)
-        self.machine = machine
+        self.machine = mock.Mock(**{"should_checkpoint_and_exit.return_value": (False, False, 0)})
+        self.machine.should_run_forward_backward.side_effect = ([True] * passes + [False]) * 50
+        train = SimpleNamespace(
+            empty_unused_memory_level=0, micro_batch_size=1, check_optimizer_step_success=False,
+            skip_sync_grad_norm_across_mp=True,
+        )  # fmt: skip
         self.cfg = SimpleNamespace(
             optimizer=self.optimizer_config,
-            train=SimpleNamespace(
-                empty_unused_memory_level=0,
-                micro_batch_size=1,
-                check_optimizer_step_success=False,
-                skip_sync_grad_norm_across_mp=True,
-            ),
+            train=train,
             ddp=SimpleNamespace(overlap_param_gather=mxfp8),
             model=SimpleNamespace(seq_length=8),
             dataset=SimpleNamespace(dataloader_type="single"),
@@ -108,19 +90,13 @@ class Loop:
             data_parallel_size=1,
         )
         self.state = SimpleNamespace(
-            cfg=self.cfg,
-            timers=mock.MagicMock(),
-            train_state=SimpleNamespace(step=0),
-            tensorboard_logger=None,
-            wandb_logger=None,
-        )
+            cfg=self.cfg, timers=mock.MagicMock(), train_state=SimpleNamespace(step=0),
+            tensorboard_logger=None, wandb_logger=None,
+        )  # fmt: skip
 
     def _chunk(self):
-        chunk = mock.Mock()
-        chunk.config = self.model_config
+        chunk = mock.Mock(config=self.model_config, remove_forward_pre_hook_handles={"hook": 1}, module=None)
         chunk.zero_grad_buffer.side_effect = lambda: self.events.append("zero_grad_buffer")
-        chunk.remove_forward_pre_hook_handles = {"hook": 1}
-        chunk.module = None
         return chunk
 
     def forward_backward(self, **kwargs):
@@ -129,6 +105,14 @@ class Loop:
         if self.model_config.finalize_model_grads_func is not None:
             self.model_config.finalize_model_grads_func(kwargs["model"], None, pg_collection="groups")
         return [{"lm loss": torch.tensor([1.0])}]
+
+    def fail(self, **kwargs):
+        """Stand for a schedule that fails."""
+        raise MemoryError("activations")
+
+    @property
+    def session(self):
+        return vars(self.optimizer)[SESSION]
 
     def step(self, train_step=None):
         """Run one training step, by `train_step` or Bridge's; return what happened, in order."""
@@ -144,16 +128,9 @@ class Loop:
             mock.patch.object(self.bridge_train, "make_data_iterator_list", side_effect=lambda **k: None),
         ):
             (train_step or self.bridge_train.train_step)(
-                mock.Mock(),
-                None,
-                self.model,
-                self.optimizer,
-                mock.Mock(),
-                self.state,
-                mock.Mock(),
-                self.forward_backward,
-                SimpleNamespace(is_pp_last_stage=True),
-            )
+                mock.Mock(), None, self.model, self.optimizer, mock.Mock(), self.state, mock.Mock(),
+                self.forward_backward, SimpleNamespace(is_pp_last_stage=True),
+            )  # fmt: skip
         return list(self.events)
 
 
@@ -162,16 +139,10 @@ def make_leaf(cls, events):
     leaf = object.__new__(cls)
     leaf.optimizer = torch.optim.AdamW([torch.zeros(4, requires_grad=True)])
     leaf.config = SimpleNamespace(
-        optimizer="adam",
-        use_distributed_optimizer=True,
-        optimizer_cpu_offload=False,
-        optimizer_cuda_graph=False,
-        offload_optimizer_states=True,
-        barrier_with_L1_time=False,
-        log_num_zeros_in_grad=False,
-        exp_avg_dtype=torch.float32,
-        exp_avg_sq_dtype=torch.float32,
-    )
+        optimizer="adam", use_distributed_optimizer=True, optimizer_cpu_offload=False, optimizer_cuda_graph=False,
+        offload_optimizer_states=True, barrier_with_L1_time=False, log_num_zeros_in_grad=False,
+        exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
+    )  # fmt: skip
     leaf.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
     leaf.is_stub_optimizer = False
     leaf.buffers = [SimpleNamespace(param_data=None, grad_data=torch.zeros(1))]

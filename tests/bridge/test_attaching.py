@@ -1,15 +1,18 @@
-"""What every rank of a job does together when training attaches, whatever its own optimizers are."""
+"""What every rank of a job does together when training attaches, whatever its own optimizers are; budgets, stages."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 from loop import Loop, RecordingEngine, make_chain
 
 import bridge_fgo
 from bridge_fgo.bridge import before_training, session
+from bridge_fgo.bridge.optimizers import stage_of
 from bridge_fgo.bridge.session import SESSION, Session, attach
 from bridge_fgo.engines import ranks
 from bridge_fgo.engines.engine import ATTACHED
+from bridge_fgo.engines.making import agree
 from bridge_fgo.memory.host_memory import Need
 
 CONFIG = bridge_fgo.OffloadConfig(engine="native")
@@ -52,11 +55,11 @@ ALIKE = [None, 100, None]
 """That the engine could be made, the bytes that are to be pinned, as the host could be asked, and that they are."""
 
 
-def test_a_rank_tells_what_it_needs_before_it_pins(loop, told):
-    attach(loop.optimizer, loop.model_config, CONFIG)
-    assert told == ALIKE and loop.events == ["pin"]
-    attach(loop.optimizer, loop.model_config, CONFIG)
-    assert told == ALIKE, "once"
+def test_a_rank_tells_what_it_needs_before_it_pins_and_drops_mcores_own_offloader(loop, told):
+    for _ in range(2):
+        attach(loop.optimizer, loop.model_config, CONFIG)
+        assert told == ALIKE and loop.events == ["pin"], "once"
+    assert ATTACHED in vars(loop.leaf) and loop.leaf._state_offloader is None
 
 
 @pytest.mark.parametrize("engine", ["native", "mcore generation 1"])
@@ -91,11 +94,6 @@ def test_what_fails_on_another_rank_fails_here_and_leaves_nothing_attached(loop,
     assert loop.leaf._state_offloader == "mcore's"
 
 
-def test_mcores_own_offloader_is_dropped_once_all_ranks_are_served(loop, told):
-    attach(loop.optimizer, loop.model_config, CONFIG)
-    assert ATTACHED in vars(loop.leaf) and loop.leaf._state_offloader is None
-
-
 def test_a_rank_that_trains_nothing_attaches_when_the_others_do(told, installed):
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
@@ -110,3 +108,25 @@ def test_a_rank_that_trains_nothing_attaches_when_the_others_do(told, installed)
     optimizer, _ = before_training.build_optimizer(build, None, (config,), {})
     before_training.after_model_hooks(update, None, (optimizer, SimpleNamespace()), {})
     assert told == [None, 0, None]
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_the_stage_is_that_of_the_models_own_group_where_mcore_has_no_global_state(cpu_standins, as_list):
+    group = SimpleNamespace(rank=lambda: 3)
+    chunk = SimpleNamespace(pp_group=[group, group] if as_list else group)
+    assert stage_of([SimpleNamespace(model_chunks=[SimpleNamespace(), chunk])]) == 3
+    assert stage_of([SimpleNamespace()]) is None
+
+
+def test_each_stage_keeps_what_its_fullest_rank_can_and_the_budget_is_that_of_the_fullest_of_all(monkeypatch):
+    others = [(0, 10, 70), (0, 12, 70), (1, 0, 90), (None, 50, 20)]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: len(others) + 1)
+
+    def gather(answers, own):
+        answers[:] = [*others, own]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    assert agree(0, 11, 60) == (10, 90)
+    assert agree(1, 30, 60) == (0, 90)
+    assert agree(None, 30, 60) == (30, 90)

@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from fake_meter import FakeClock
 
+import bridge_fgo
 from bridge_fgo import OffloadConfig, figures
+from bridge_fgo.bridge import train_step
+from bridge_fgo.bridge.reporting import measured_peaks
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.meters import ALLOCATED, RESERVED, PeakMeter
 
@@ -30,8 +34,6 @@ class Allocator:
 
 @pytest.fixture
 def allocator(monkeypatch):
-    from fake_meter import FakeClock
-
     monkeypatch.setattr(figures, "StepClock", FakeClock)
     return Allocator(monkeypatch)
 
@@ -67,60 +69,45 @@ def test_an_allocator_without_snapshots_has_no_segments_that_expand(allocator, m
 
 @pytest.fixture
 def logged(cpu_standins, allocator, monkeypatch):
-    """Returns what trains one step on a CPU, resident, with 50 bytes in forward and backward and 20 in the update."""
-    from types import SimpleNamespace
+    """Return what trains on a CPU, resident, with 50 bytes in forward and backward and 20 in the update of a step.
 
-    from bridge_fgo.bridge import train_step
+    That returns losses and what was logged.
+    """
     from bridge_fgo.tools.arms import cpu_training
 
-    written = []
-    monkeypatch.setattr(train_step, "log_scalars", lambda scalars, state: written.append(scalars))
-
-    def train(steps, **options):
-        with cpu_training.CpuTraining(cpu_training.CpuOptions(**options)) as training:
+    def train(steps):
+        written, losses = [], []
+        monkeypatch.setattr(train_step, "log_scalars", lambda scalars, state: written.append(scalars))
+        with cpu_training.CpuTraining(cpu_training.CpuOptions()) as training:
             step = training.optimizer.step
             monkeypatch.setattr(training.optimizer, "step", lambda: (allocator.take(20), step())[1])
             hook = training.model[0].register_forward_hook(lambda *_: allocator.take(50))
-            losses = []
             for _ in range(steps):
                 allocator.take(700)  # an evaluation, between steps
                 losses.append(training.step().loss)
             hook.remove()
-        return SimpleNamespace(losses=losses, written=written)
+        return losses, written
 
     return train
 
 
 def test_a_resident_run_that_is_measured_logs_its_peaks_by_phase_and_trains_the_same(logged):
-    import bridge_fgo
-
-    alone = logged(2)
-    assert alone.written == []
+    losses, written = logged(2)
+    assert written == []
     with bridge_fgo.install(OffloadConfig(measure=True)):
-        measured = logged(2)
-    assert measured.written == 2 * [
-        {
-            "bridge_fgo/released_bytes": 0,
-            "bridge_fgo/peak_forward_backward_bytes": 50,
-            "bridge_fgo/peak_step_bytes": 20,
-            "bridge_fgo/peak_reserved_bytes": 50,
-        }
-    ]
-    assert measured.losses == alone.losses
-
-
-def test_bridges_memory_report_keeps_the_peak_of_a_measured_run(logged):
-    import bridge_fgo
-    from bridge_fgo.bridge.reporting import measured_peaks
-
-    with bridge_fgo.install(OffloadConfig(measure=True)):
-        logged(1)
-    assert 700 in [peaks[ALLOCATED] for peaks in measured_peaks() if peaks]
+        assert logged(2) == (losses, 2 * [
+            {
+                "bridge_fgo/released_bytes": 0,
+                "bridge_fgo/peak_forward_backward_bytes": 50,
+                "bridge_fgo/peak_step_bytes": 20,
+                "bridge_fgo/peak_reserved_bytes": 50,
+            }
+        ])  # fmt: skip
+        # Bridge's report of memory keeps the peak of the run.
+        assert 700 in [peaks[ALLOCATED] for peaks in measured_peaks() if peaks]
 
 
 def test_without_the_setting_a_resident_run_resets_no_counter(logged, allocator):
-    import bridge_fgo
-
     with bridge_fgo.install():
-        assert logged(1).written == []
+        assert logged(1)[1] == []
     assert allocator.peaks[ALLOCATED] == 700

@@ -14,15 +14,16 @@ import pytest
 
 import bridge_fgo
 from bridge_fgo.bridge import before_training, compat
+from bridge_fgo.bridge.config_fields import ConfigFieldsPatch
 
 FLAG = "offload_optimizer_states"
 
 
 @pytest.fixture
-def config_module(installed):
-    import megatron.bridge.training.config as module
+def config_class(installed):
+    from megatron.bridge.training.config import OptimizerConfig
 
-    return module
+    return OptimizerConfig
 
 
 @pytest.fixture
@@ -54,10 +55,7 @@ def test_only_an_offloader_of_mcores_own_that_serves_the_run_is_built(monkeypatc
         if fails:
             raise KeyError("built halfway")
 
-    setup_optimizer = {
-        "config": see,
-        "optimizer_config": lambda optimizer_config: see(optimizer_config),
-    }
+    setup_optimizer = {"config": see, "optimizer_config": lambda optimizer_config: see(optimizer_config)}
     monkeypatch.setattr(compat, "upstream_generation", lambda: "mcore generation 2")
     with (
         bridge_fgo.install(bridge_fgo.OffloadConfig(engine=engine)),
@@ -68,39 +66,35 @@ def test_only_an_offloader_of_mcores_own_that_serves_the_run_is_built(monkeypatc
     assert [getattr(config, flag) for flag in flags] == [True, True]
 
 
-def test_attribute(config_module):
-    config = config_module.OptimizerConfig()
+# Roads on which the flag is set: each returns the configs that come of it.
+
+
+def attribute(cls, folder):
+    config = cls()
     assert config.offload_optimizer_states is False
     config.offload_optimizer_states = True
     assert dataclasses.asdict(config)[FLAG] is True
+    return [config]
 
 
-def test_constructor_of_bridge_and_of_mcore(config_module):
-    from megatron.core.optimizer import OptimizerConfig as mcore_config
+def constructors_of_bridge_and_mcore(cls, folder):
+    from megatron.core.optimizer import OptimizerConfig as McoreConfig
 
-    assert config_module.OptimizerConfig(offload_optimizer_states=True).offload_optimizer_states is True
-    assert mcore_config(lr=0.1, offload_optimizer_states=True).offload_optimizer_states is True
+    return [cls(offload_optimizer_states=True), McoreConfig(lr=0.1, offload_optimizer_states=True)]
 
 
-def test_command_line_override(config_module):
+def override(cls, folder):
+    """On the command line and in a file."""
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
-    recipe = Recipe(config_module.OptimizerConfig())
-    process_config_with_overrides(recipe, cli_overrides=[f"optimizer.{FLAG}=true"])
-    assert recipe.optimizer.offload_optimizer_states is True
+    (folder / "run.yaml").write_text(f"optimizer:\n  {FLAG}: true\n")
+    recipes = [Recipe(cls()) for _ in range(2)]
+    process_config_with_overrides(recipes[0], cli_overrides=[f"optimizer.{FLAG}=true"])
+    process_config_with_overrides(recipes[1], config_filepath=str(folder / "run.yaml"))
+    return [recipe.optimizer for recipe in recipes]
 
 
-def test_yaml_override(config_module, tmp_path: Path):
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
-
-    path = tmp_path / "run.yaml"
-    path.write_text(f"optimizer:\n  {FLAG}: true\n")
-    recipe = Recipe(config_module.OptimizerConfig())
-    process_config_with_overrides(recipe, config_filepath=str(path))
-    assert recipe.optimizer.offload_optimizer_states is True
-
-
-def test_saved_run_config(config_module, tmp_path: Path):
+def saved_run_config(cls, folder):
     from megatron.bridge.models import gpt_provider
     from megatron.bridge.training.config import ConfigContainer
 
@@ -108,61 +102,62 @@ def test_saved_run_config(config_module, tmp_path: Path):
 
     cfg = make_config(CpuOptions(offload=True))
     cfg.model.transformer_layer_spec = gpt_provider.default_layer_spec  # ours is not on Bridge's list of targets
-    path = tmp_path / "run_config.yaml"
+    path = folder / "run_config.yaml"
     cfg.to_yaml(str(path))
     assert f"{FLAG}: true" in path.read_text()
-    assert ConfigContainer.from_yaml(str(path)).optimizer.offload_optimizer_states is True
+    return [ConfigContainer.from_yaml(str(path)).optimizer]
 
 
-def test_instantiation_from_a_target_in_either_mode(config_module):
+def instantiation_from_a_target_in_either_mode(cls, folder):
     from megatron.bridge.utils.instantiate_utils import InstantiationMode, instantiate
 
     node = {"_target_": "megatron.bridge.training.config.OptimizerConfig", FLAG: True}
-    for mode in (InstantiationMode.LENIENT, InstantiationMode.STRICT):
-        assert instantiate(dict(node), mode=mode).offload_optimizer_states is True
+    return [instantiate(dict(node), mode=mode) for mode in (InstantiationMode.LENIENT, InstantiationMode.STRICT)]
 
 
-def test_copies_replacements_and_pickles_keep_it(config_module):
-    config = config_module.OptimizerConfig(offload_optimizer_states=True, lr=0.5)
+def copies_replacements_and_pickles(cls, folder):
+    config = cls(offload_optimizer_states=True, lr=0.5)
     copies = [copy.deepcopy(config), dataclasses.replace(config, lr=0.5), pickle.loads(pickle.dumps(config))]
-    assert all(c == config and c.offload_optimizer_states is True for c in copies)
+    assert copies == [config] * 3
+    return copies
 
 
-def test_two_configs_that_differ_in_the_flag_alone_differ(config_module):
-    on, off = (config_module.OptimizerConfig(offload_optimizer_states=value) for value in (True, False))
-    assert on != off
-    assert "offload_optimizer_states=True" in repr(on)
+def a_subclass_made_after_install(cls, folder):
+    @dataclasses.dataclass
+    class Mine(cls):
+        extra: int = 3
+
+    return [Mine(offload_optimizer_states=True, extra=4)]
 
 
-def test_two_configs_that_differ_in_anything_else_still_differ(config_module):
-    one, other = (config_module.OptimizerConfig(lr=lr, offload_optimizer_states=True) for lr in (0.1, 0.2))
-    assert one != other
+ROADS = [
+    attribute, constructors_of_bridge_and_mcore, override, saved_run_config, instantiation_from_a_target_in_either_mode,
+    copies_replacements_and_pickles, a_subclass_made_after_install,
+]  # fmt: skip
 
 
-def test_a_config_is_compared_with_other_things_as_ever(config_module):
-    config = config_module.OptimizerConfig()
-    assert config != "a string" and config != None  # noqa: E711
-    assert config == mock.ANY  # the other one is asked too
+@pytest.mark.parametrize("road", ROADS)
+def test_the_flag_is_set_by(config_class, tmp_path: Path, road):
+    assert {config.offload_optimizer_states for config in road(config_class, tmp_path)} == {True}
 
 
-def test_the_repr_is_the_dataclass_own_with_two_fields_more(config_module):
-    on, off = (repr(config_module.OptimizerConfig(offload_optimizer_states=value)) for value in (True, False))
-    assert f", {FLAG}=True, offload={{'engine': None" in on and on.count("(") == on.count(")")
-    assert off == on.replace(f"{FLAG}=True", f"{FLAG}=False")
+def test_a_config_is_compared_and_shown_with_the_flag(config_class):
+    on, off, other = (
+        config_class(lr=lr, offload_optimizer_states=value) for lr, value in ((0.1, True), (0.1, False), (0.2, True))
+    )
+    assert on != off and on != other and on != "a string" and on != None  # noqa: E711
+    assert on == mock.ANY  # the other one is asked too
+    assert f", {FLAG}=True, offload={{'engine': None" in repr(on) and repr(on).count("(") == repr(on).count(")")
+    assert repr(off) == repr(on).replace(f"{FLAG}=True", f"{FLAG}=False")
 
 
-def test_the_flag_is_a_keyword_of_type_bool_that_is_false(field_is_ours, config_module):
+def test_the_flag_is_a_keyword_of_type_bool_that_is_false(field_is_ours, config_class):
     # What builds command lines from a config reads these.
-    parameter = inspect.signature(config_module.OptimizerConfig).parameters[FLAG]
+    parameter = inspect.signature(config_class).parameters[FLAG]
     assert parameter == inspect.Parameter(FLAG, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
-    (field,) = (field for field in dataclasses.fields(config_module.OptimizerConfig) if field.name == FLAG)
+    (field,) = (field for field in dataclasses.fields(config_class) if field.name == FLAG)
     assert (field.default, field.type, field.kw_only) == (False, bool, True)
-    assert typing.get_type_hints(config_module.OptimizerConfig)[FLAG] is bool
-
-
-def test_the_constructor_makes_no_bool_of_what_is_none(config_module):
-    # So that `validate` refuses it; bool("false") is True.
-    assert config_module.OptimizerConfig(offload_optimizer_states="false").offload_optimizer_states == "false"
+    assert typing.get_type_hints(config_class)[FLAG] is bool
 
 
 def test_subclasses_made_before_install_have_it_until_the_uninstall(field_is_ours):
@@ -214,37 +209,27 @@ def test_a_subclass_with_a_constructor_and_a_repr_of_its_own_keeps_them(field_is
         assert repr(Around(offload_optimizer_states=True)).count(FLAG) == 1
 
 
-def test_uninstall_refuses_when_a_constructor_was_replaced_since(field_is_ours, monkeypatch, config_module):
-    theirs = lambda self, **kwargs: None  # noqa: E731
-    with monkeypatch.context() as on_top:
-        on_top.setattr(config_module.OptimizerConfig, "__init__", theirs)
-        with pytest.raises(RuntimeError, match=r"training\.config\.OptimizerConfig\.__init__ was replaced"):
-            bridge_fgo.uninstall()
-        assert config_module.OptimizerConfig.__init__ is theirs
-
-
-def test_a_config_that_is_no_dataclass_any_more_is_refused_by_name():
-    from bridge_fgo.bridge.config_fields import ConfigFieldsPatch
-
-    with pytest.raises(RuntimeError, match=rf"OptimizerConfig\.{FLAG}: OptimizerConfig is not a dataclass"):
-        ConfigFieldsPatch().check(SimpleNamespace(OptimizerConfig=object))
-
-
-def test_a_subclass_made_after_install_has_it(config_module):
+def test_a_subclass_made_after_install_is_off_and_takes_its_arguments_in_order(field_is_ours, config_class):
     @dataclasses.dataclass
-    class Mine(config_module.OptimizerConfig):
-        extra: int = 3
-
-    assert Mine(offload_optimizer_states=True, extra=4).offload_optimizer_states is True
-
-
-def test_a_subclass_made_after_install_is_off_and_takes_its_arguments_in_order(field_is_ours, config_module):
-    @dataclasses.dataclass
-    class Mine(config_module.OptimizerConfig):
+    class Mine(config_class):
         extra: int = 3
 
     assert Mine().offload_optimizer_states is False
     assert FLAG not in Mine.__match_args__ and Mine.__match_args__[-1] == "extra"
+
+
+def test_uninstall_refuses_when_a_constructor_was_replaced_since(field_is_ours, monkeypatch, config_class):
+    theirs = lambda self, **kwargs: None  # noqa: E731
+    with monkeypatch.context() as on_top:
+        on_top.setattr(config_class, "__init__", theirs)
+        with pytest.raises(RuntimeError, match=r"training\.config\.OptimizerConfig\.__init__ was replaced"):
+            bridge_fgo.uninstall()
+        assert config_class.__init__ is theirs
+
+
+def test_a_config_that_is_no_dataclass_any_more_is_refused_by_name():
+    with pytest.raises(RuntimeError, match=rf"OptimizerConfig\.{FLAG}: OptimizerConfig is not a dataclass"):
+        ConfigFieldsPatch().check(SimpleNamespace(OptimizerConfig=object))
 
 
 def test_without_the_package_released_mcore_refuses_it(cpu_standins):
@@ -255,8 +240,6 @@ def test_without_the_package_released_mcore_refuses_it(cpu_standins):
 
 
 def test_an_mcore_that_has_the_flag_gets_the_settings_alone():
-    from bridge_fgo.bridge.config_fields import ConfigFieldsPatch
-
     @dataclasses.dataclass
     class Base:
         lr: float = 0.0
@@ -275,28 +258,22 @@ def test_an_mcore_that_has_the_flag_gets_the_settings_alone():
     assert dict(vars(Base)) == before and list(Base.__dataclass_fields__) == ["lr", FLAG]
 
 
-@pytest.mark.parametrize("value", ["true", 1, None])
-def test_a_value_that_is_no_bool_is_refused_by_name(config_module, value):
+@pytest.mark.parametrize("value", ["true", "false", 1, None])
+def test_a_value_that_is_no_bool_stays_what_it_is_and_is_refused_by_name(config_class, value):
     from bridge_fgo.tools.arms.cpu_model import CpuOptions, make_config
 
+    given = config_class(offload_optimizer_states=value).offload_optimizer_states
+    assert given is value, "the constructor makes no bool of it: bool('false') is True"
     cfg = make_config(CpuOptions())
-    cfg.optimizer.offload_optimizer_states = value
+    cfg.optimizer.offload_optimizer_states = given
     with pytest.raises(ValueError, match=r"optimizer\.offload_optimizer_states="):
         cfg.validate()
 
 
 def test_both_spellings_of_generation_2_count():
-    from types import SimpleNamespace
-
-    from bridge_fgo.bridge.compat import flag_is_set
-
     chunked = SimpleNamespace(offload_optimizer_states=False, chunked_optimizer_state_offload=True)
-    assert flag_is_set(chunked)
+    assert compat.flag_is_set(chunked)
     chunked.optimizer_state_offload_fraction = 0.0
-    assert not flag_is_set(chunked)
-    assert flag_is_set(SimpleNamespace(offload_optimizer_states=True))
-    assert not flag_is_set(SimpleNamespace())
-
-
-def test_stats_before_anything_is_attached_is_none(installed):
-    assert bridge_fgo.stats() is None
+    assert not compat.flag_is_set(chunked)
+    assert compat.flag_is_set(SimpleNamespace(offload_optimizer_states=True))
+    assert not compat.flag_is_set(SimpleNamespace())

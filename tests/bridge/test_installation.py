@@ -1,5 +1,7 @@
-"""install() and uninstall(): idempotent, exact, all or nothing."""
+"""install() and uninstall(): idempotent, exact, all or nothing; a module that is imported later is patched then."""
 
+import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -7,11 +9,10 @@ import warnings
 from types import ModuleType
 
 import pytest
-from loop import Loop
 from wrapt import FunctionWrapper
 
 import bridge_fgo
-from bridge_fgo.bridge import patch
+from bridge_fgo.bridge import patch, settings, table
 from bridge_fgo.bridge.patch import FunctionPatch
 from bridge_fgo.bridge.table import patches
 
@@ -31,14 +32,11 @@ def bindings():
     return found
 
 
-def test_uninstall_leaves_every_binding_identical(cpu_standins):
-    before = bindings()
-    bridge_fgo.install()
-    assert {key for key, value in bindings().items() if before.get(key) is not value}
-    bridge_fgo.uninstall()
+def changed(before):
+    """Return which bindings are not what they were."""
     after = bindings()
     assert after.keys() == before.keys()
-    assert [key for key in before if before[key] is not after[key] and before[key] != after[key]] == []
+    return [key for key in before if before[key] is not after[key] and before[key] != after[key]]
 
 
 TRAINING = """
@@ -94,18 +92,22 @@ def test_the_table_has_every_binding_that_a_training_goes_through():
     }
 
 
-def test_every_patch_of_the_table_is_applied(cpu_standins):
+def test_every_patch_of_the_table_is_applied_once_and_uninstall_leaves_every_binding_identical(cpu_standins):
     import megatron.bridge.training.pretrain_megatron_mimo
     import megatron.core.models.mimo.optimizer
     import megatron.core.transformer.moe.paged_stash  # noqa: F401
-
-    optional = {patch.name for patch in patches() if patch.module.split(".")[0] in ("transformer_engine", "apex")}
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+    optional = {patch.name for patch in patches() if patch.module.split(".")[0] in ("transformer_engine", "apex")}
+    before = bindings()
     handle = bridge_fgo.install()
     assert {patch.name for patch, _ in handle._applied} == {patch.name for patch in patches()} - optional
     assert hasattr(DistributedOptimizer.state_dict, "__wrapped__")
+    patched = bindings()
+    assert bridge_fgo.install() is bridge_fgo.install(bridge_fgo.OffloadConfig()) is handle
+    assert changed(patched) == []
     bridge_fgo.uninstall()
+    assert changed(before) == []
 
 
 def test_no_method_of_the_distributed_optimizer_is_wrapped_twice(installed):
@@ -119,28 +121,16 @@ def test_no_method_of_the_distributed_optimizer_is_wrapped_twice(installed):
     assert all(owners in ([], [DistributedOptimizer]) for owners in found.values())
 
 
-def test_install_twice_is_one_installation(cpu_standins):
-    handle = bridge_fgo.install()
-    patched = bindings()
-    assert bridge_fgo.install() is handle
-    assert bridge_fgo.install(bridge_fgo.OffloadConfig()) is handle
-    assert all(patched[key] is value or patched[key] == value for key, value in bindings().items())
-    bridge_fgo.uninstall()
-
-
 @pytest.mark.parametrize(
     ("first", "named"), [(None, r"fraction=1\.0"), (bridge_fgo.OffloadConfig(fraction=0.25), r"fraction=0\.25")]
 )
-def test_install_with_other_settings_is_refused(cpu_standins, first, named):
+def test_install_with_other_settings_is_refused_and_without_takes_those_that_are_installed(cpu_standins, first, named):
     refusal = rf"fraction=0\.5.* after install\(.*{named}.*uninstall"
-    with bridge_fgo.install(first), pytest.raises(ValueError, match=refusal):
-        bridge_fgo.install(bridge_fgo.OffloadConfig(fraction=0.5))
-
-
-def test_install_without_settings_takes_those_that_are_installed(cpu_standins):
-    handle = bridge_fgo.install(bridge_fgo.OffloadConfig(fraction=0.5))
-    assert bridge_fgo.install() is handle and handle.config.fraction == 0.5
-    handle.uninstall()
+    with bridge_fgo.install(first) as handle:
+        with pytest.raises(ValueError, match=refusal):
+            bridge_fgo.install(bridge_fgo.OffloadConfig(fraction=0.5))
+        with bridge_fgo.install() as again:
+            assert again is handle and handle.config == (first or bridge_fgo.OffloadConfig())
 
 
 @pytest.mark.parametrize("settings", [{}, {"fraction": 0.5}, "native"])
@@ -152,38 +142,24 @@ def test_settings_that_are_none_are_refused_at_once(settings):
         bridge_fgo.install(settings)
 
 
-def test_handle_uninstalls_at_the_end_of_its_block(bridge_train):
+def test_a_block_takes_back_its_own_call_only(bridge_train):
     original = bridge_train.train_step
     with bridge_fgo.install() as handle:
-        assert bridge_train.train_step is not original
+        for _ in range(3):  # a fault adds up
+            with bridge_fgo.install(), handle:  # a library makes sure that it is installed
+                pass
+            assert bridge_train.train_step is not original
+    assert bridge_train.train_step is original
+    with bridge_fgo.install() as handle:
         handle.uninstall()
         assert bridge_train.train_step is original
-    bridge_fgo.uninstall()
-
-
-def test_a_block_within_takes_back_its_own_call_only(bridge_train):
-    original = bridge_train.train_step
-    with bridge_fgo.install() as handle:
-        with bridge_fgo.install(), handle:  # a library makes sure that it is installed
-            pass
-        assert bridge_train.train_step is not original
-    assert bridge_train.train_step is original
     bridge_fgo.install()
     with bridge_fgo.install():
         pass
     assert bridge_train.train_step is not original
-    bridge_fgo.uninstall()
-    assert bridge_train.train_step is original
-
-
-def test_blocks_one_after_another_leave_the_count_as_it_was(bridge_train):
-    original = bridge_train.train_step
-    with bridge_fgo.install():
-        for _ in range(3):  # a fault adds up
-            with bridge_fgo.install():
-                pass
-            assert bridge_train.train_step is not original
-    assert bridge_train.train_step is original
+    for _ in range(2):
+        bridge_fgo.uninstall()
+        assert bridge_train.train_step is original
 
 
 def test_a_handle_of_an_earlier_installation_leaves_a_later_one_alone(bridge_train):
@@ -196,41 +172,32 @@ def test_a_handle_of_an_earlier_installation_leaves_a_later_one_alone(bridge_tra
     later.uninstall()
 
 
-def test_an_uninstall_that_fails_at_the_end_of_a_block_is_an_error(bridge_train):
-    with pytest.raises(RuntimeError, match="train_step"), bridge_fgo.install():
+@pytest.mark.parametrize("fails", [False, True], ids=["", "block fails"])
+def test_an_uninstall_that_fails_at_the_end_of_a_block_is_an_error_that_hides_none_of_the_blocks(bridge_train, fails):
+    with pytest.raises(KeyError if fails else RuntimeError) as caught, bridge_fgo.install():
         ours = bridge_train.train_step
         bridge_train.train_step = lambda *args: None
+        if fails:
+            raise KeyError("the user's")
     bridge_train.train_step = ours
     bridge_fgo.uninstall()
+    assert "train_step" in (caught.value.__notes__[0] if fails else str(caught.value))
 
 
-def test_an_uninstall_that_fails_does_not_hide_the_error_of_the_block(bridge_train):
-    with pytest.raises(KeyError, match="the user's") as caught, bridge_fgo.install():
-        ours = bridge_train.train_step
-        bridge_train.train_step = lambda *args: None
-        raise KeyError("the user's")
-    bridge_train.train_step = ours
-    bridge_fgo.uninstall()
-    assert "train_step" in caught.value.__notes__[0]
-
-
-def test_uninstall_refuses_when_someone_patched_on_top(bridge_train):
+def test_uninstall_refuses_when_someone_patched_on_top_and_undoes_nothing(monkeypatch, bridge_train):
     bridge_fgo.install()
-    ours = bridge_train.train_step
     release = bridge_train._handle_mxfp8_param_buffer_copy
-    bridge_train.train_step = lambda *args: None
-    try:
+    with monkeypatch.context() as on_top:
+        on_top.setattr(bridge_train, "train_step", lambda *args: None)
         with pytest.raises(RuntimeError, match=r"megatron\.bridge\.training\.train\.train_step"):
             bridge_fgo.uninstall()
-        assert bridge_train._handle_mxfp8_param_buffer_copy is release, "nothing may be undone"
-    finally:
-        bridge_train.train_step = ours
-        bridge_fgo.uninstall()
+        assert bridge_train._handle_mxfp8_param_buffer_copy is release
+    bridge_fgo.uninstall()
 
 
-def test_an_uninstall_that_is_refused_ends_no_session(monkeypatch, bridge_train):
+def test_an_uninstall_that_is_refused_ends_no_session(monkeypatch, bridge_train, make_loop):
     with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")):
-        loop = Loop(monkeypatch, bridge_train)
+        loop = make_loop()
         loop.step()
         with monkeypatch.context() as on_top:
             on_top.setattr(bridge_train, "clip_qk", lambda model: None)
@@ -245,19 +212,33 @@ def test_a_changed_signature_patches_nothing(monkeypatch, bridge_train):
     with pytest.raises(RuntimeError, match=r"train_step.*global_state.*have it take \*args"):
         bridge_fgo.install()
     monkeypatch.undo()
-    after = bindings()
-    assert [key for key in before if before[key] is not after[key] and before[key] != after[key]] == []
+    assert changed(before) == []
 
 
-def test_an_older_bridge_is_refused(monkeypatch, cpu_standins):
-    monkeypatch.setattr(patch, "version_of", lambda name: "0.5.9")
-    with pytest.raises(RuntimeError, match=r"megatron-bridge from 0\.6 on, found 0\.5\.9"):
+@pytest.fixture
+def versions(monkeypatch):
+    """Return what has the packages be of other versions."""
+    monkeypatch.setattr(patch, "_warned", set())
+    return lambda bridge, core: monkeypatch.setattr(
+        patch, "version_of", {"megatron-bridge": bridge, "megatron-core": core}.__getitem__
+    )
+
+
+@pytest.mark.parametrize(
+    ("bridge", "core", "said"),
+    [
+        ("0.5.9", "0.19.2", r"megatron-bridge from 0\.6 on, found 0\.5\.9"),
+        ("0.6.2", "0.14.0", r"megatron-core from 0\.15 on, found 0\.14\.0"),
+    ],
+)
+def test_an_older_bridge_and_an_mcore_that_was_not_read_are_refused(versions, cpu_standins, bridge, core, said):
+    versions(bridge, core)
+    with pytest.raises(RuntimeError, match=said):
         bridge_fgo.install()
 
 
-def test_a_newer_bridge_whose_signatures_fit_is_patched_with_one_warning(monkeypatch, bridge_train):
-    monkeypatch.setattr(patch, "_warned", set())
-    monkeypatch.setattr(patch, "version_of", {"megatron-bridge": "0.7.0", "megatron-core": "0.20.0"}.__getitem__)
+def test_a_newer_bridge_whose_signatures_fit_is_patched_with_one_warning(versions, bridge_train):
+    versions("0.7.0", "0.20.0")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -267,9 +248,8 @@ def test_a_newer_bridge_whose_signatures_fit_is_patched_with_one_warning(monkeyp
     assert len(said) == 1 and "megatron-bridge 0.7.0" in said[0] and "below 0.7" in said[0]
 
 
-def test_a_newer_bridge_whose_signatures_do_not_fit_is_refused(monkeypatch, bridge_train):
-    monkeypatch.setattr(patch, "_warned", set())
-    monkeypatch.setattr(patch, "version_of", {"megatron-bridge": "0.7.0", "megatron-core": "0.20.0"}.__getitem__)
+def test_a_newer_bridge_whose_signatures_do_not_fit_is_refused(monkeypatch, versions, bridge_train):
+    versions("0.7.0", "0.20.0")
     monkeypatch.setattr(bridge_train, "train_step", lambda forward_step_func, everything_else: None)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="bridge_fgo")  # of what is refused it is not said that it goes on
@@ -277,17 +257,15 @@ def test_a_newer_bridge_whose_signatures_do_not_fit_is_refused(monkeypatch, brid
             bridge_fgo.install()
 
 
-def test_an_mcore_that_was_not_read_is_refused_by_its_own_name(monkeypatch, cpu_standins):
-    versions = {"megatron-bridge": "0.6.2", "megatron-core": "0.14.0"}
-    monkeypatch.setattr(patch, "version_of", versions.__getitem__)
-    with pytest.raises(RuntimeError, match=r"megatron-core from 0\.15 on, found 0\.14\.0"):
-        bridge_fgo.install()
-
-
-def test_a_checkout_on_the_path_is_judged_by_its_signatures_alone(monkeypatch, bridge_train):
-    monkeypatch.setattr(patch, "version_of", lambda name: "unknown")
+def test_a_checkout_on_the_path_is_judged_by_its_signatures_alone_and_wrapped_functions_keep_them(
+    versions, bridge_train
+):
+    versions("unknown", "unknown")
+    before = inspect.signature(bridge_train.train_step)
     with bridge_fgo.install():
         assert hasattr(bridge_train.train_step, "__wrapped__")
+        assert inspect.signature(bridge_train.train_step) == before
+        assert bridge_train.train_step.__name__ == "train_step"
 
 
 @pytest.mark.parametrize("target", ["gone", "Gone.method"])
@@ -301,15 +279,6 @@ def test_a_binding_that_is_gone_is_named_and_an_optional_one_left_out(monkeypatc
     for step in (optional.check, optional.apply, optional.check_undo, optional.undo):
         step(module)
     assert dict(vars(module)) == before
-
-
-def test_wrapped_functions_keep_their_signature(bridge_train):
-    import inspect
-
-    before = inspect.signature(bridge_train.train_step)
-    with bridge_fgo.install():
-        assert inspect.signature(bridge_train.train_step) == before
-        assert bridge_train.train_step.__name__ == "train_step"
 
 
 BEFORE_IMPORT = """
@@ -336,3 +305,66 @@ print("ok")
 def test_install_before_bridge_is_imported():
     done = subprocess.run([sys.executable, "-c", BEFORE_IMPORT], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip().endswith("ok"), done.stderr[-3000:]
+
+
+# Modules that are imported after install().
+
+
+@pytest.fixture
+def late(monkeypatch, tmp_path):
+    """The name of a module that is not imported yet; the table has the first of its two functions."""
+    name = f"late_{tmp_path.name}"  # a name of its own in each test: a hook that was not called stays
+    (tmp_path / f"{name}.py").write_text("def train_step(model): return model\n\nevaluate = train_step\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(patch, "version_of", lambda name: "0.6.2")
+    one = FunctionPatch(name, "train_step", lambda wrapped, instance, args, kwargs: "patched", ("model",), "")
+    monkeypatch.setattr(table, "patches", lambda: [one])
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_a_module_that_does_not_fit_fails_its_import_and_leaves_nothing_installed(monkeypatch, late):
+    bridge_fgo.install()
+    monkeypatch.setattr(patch, "version_of", lambda name: "0.5.0")
+    with pytest.raises(RuntimeError, match=r"found 0\.5\.0"):
+        importlib.import_module(late)
+    other = bridge_fgo.OffloadConfig(fraction=0.5)
+    bridge_fgo.install(other).uninstall()  # refused if the first were installed still
+
+
+def test_a_module_that_was_refused_is_patched_once_the_cause_is_gone(monkeypatch, late):
+    with monkeypatch.context() as too_old, bridge_fgo.install():
+        too_old.setattr(patch, "version_of", lambda name: "0.5.0")
+        with pytest.raises(RuntimeError):
+            importlib.import_module(late)
+    with bridge_fgo.install():
+        assert importlib.import_module(late).train_step(1) == "patched"
+
+
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_any_error_of_a_patch_leaves_nothing_installed(monkeypatch, late, imported):
+    works, fails = [*table.patches(), FunctionPatch(late, "evaluate", lambda *args: None, (), "")]
+    apply = fails.apply
+
+    def fail(module):
+        apply(module)  # what it has done by then is undone too
+        raise TypeError("of an apply")
+
+    monkeypatch.setattr(fails, "apply", fail)
+    monkeypatch.setattr(table, "patches", lambda: [works, fails])
+    with pytest.raises(TypeError, match="of an apply"):
+        if imported == "before":
+            importlib.import_module(late)
+        bridge_fgo.install()
+        importlib.import_module(late)
+    assert not settings.is_installed()
+    monkeypatch.setattr(table, "patches", lambda: [works])
+    module = importlib.import_module(late)
+    assert module.train_step(1) == module.evaluate(1) == 1
+    with bridge_fgo.install():
+        assert module.train_step(1) == "patched"
+
+
+def test_a_module_imported_after_an_uninstall_is_left_as_it_is(late):
+    bridge_fgo.install().uninstall()
+    assert importlib.import_module(late).train_step(1) == 1

@@ -1,6 +1,7 @@
 """Every combination that is refused: a ValueError before training that names the settings, their values, what to do."""
 
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -222,9 +223,8 @@ def test_the_refusal_of_hybrid_device_optimizer_says_its_fraction_in_our_setting
     (refusal,) = all_refusals(cfg, bridge_fgo.OffloadConfig())
     assert instead in refusal
     assert fsdp == ("ddp.use_megatron_fsdp=True" in refusal) == ("OffloadConfig.master_weights=False" in refusal)
-    built = leaf()
-    built.config = cfg.optimizer
-    built.ddp_config.use_megatron_fsdp, built.model_chunks = fsdp, []
+    built = leaf(fsdp=fsdp)
+    built.config, built.model_chunks = cfg.optimizer, []
     with pytest.raises(ValueError, match=re.escape(refusal)):
         eligible(built)
     cfg.optimizer.optimizer_cpu_offload = False
@@ -250,25 +250,52 @@ def test_nothing_is_refused_with_the_flag_unset(cfg):
 # Optimizers as they were built.
 
 
+def bare(cls, **attributes):
+    """Return an object with attributes that its class did not make."""
+    made = object.__new__(cls)
+    vars(made).update(attributes)
+    return made
+
+
+def config(**changes):
+    return SimpleNamespace(**{"optimizer_cpu_offload": False, "optimizer_cuda_graph": False} | changes)
+
+
 def chain(*children):
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-    optimizer = object.__new__(ChainedOptimizer)
-    optimizer.chained_optimizers = list(children)
-    optimizer.is_stub_optimizer = bool(children) and all(c.is_stub_optimizer for c in children)
-    return optimizer
+    is_stub = bool(children) and all(child.is_stub_optimizer for child in children)
+    return bare(ChainedOptimizer, chained_optimizers=list(children), is_stub_optimizer=is_stub)
 
 
-def leaf(stub=False, inner=None, **of_inner):
+def leaf(stub=False, inner=None, graph=False, fsdp=False, **of_inner):
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    optimizer = object.__new__(DistributedOptimizer)
-    optimizer.is_stub_optimizer = stub
-    optimizer.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
-    optimizer.config = SimpleNamespace(optimizer_cpu_offload=False, optimizer_cuda_graph=False)
-    optimizer.optimizer = None if stub else inner or torch.optim.AdamW([torch.zeros(1)])
-    vars(optimizer.optimizer or optimizer).update(of_inner)
-    return optimizer
+    inner = None if stub else inner or torch.optim.AdamW([torch.zeros(1)])
+    made = bare(
+        DistributedOptimizer, is_stub_optimizer=stub, ddp_config=SimpleNamespace(use_megatron_fsdp=fsdp),
+        config=config(optimizer_cuda_graph=graph), optimizer=inner, model_chunks=[torch.nn.Linear(1, 1)],
+    )  # fmt: skip
+    vars(inner or made).update(of_inner)
+    return made
+
+
+def float16_leaf(inner):
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    return bare(Float16OptimizerWithFloat16Params, is_stub_optimizer=False, optimizer=inner, config=config())
+
+
+def fp32_optimizer():
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    return bare(FP32Optimizer, config=SimpleNamespace())
+
+
+def lion():
+    from emerging_optimizers.scalar_optimizers import Lion
+
+    return Lion([torch.zeros(1)])
 
 
 @pytest.mark.parametrize("changed", [{"optimizer": "sgd"}, {"optimizer": "muon", "muon_scalar_optimizer": "lion"}])
@@ -286,45 +313,9 @@ def test_nested_chains_and_mimo_are_walked_and_stubs_skipped(cpu_standins):
     from megatron.core.models.mimo.optimizer import MimoOptimizer
 
     a, b, c = leaf(), leaf(), leaf()
-    mimo = object.__new__(MimoOptimizer)
-    mimo._active_optimizers = [chain(a, chain(b, leaf(stub=True))), c]
+    mimo = bare(MimoOptimizer, _active_optimizers=[chain(a, chain(b, leaf(stub=True))), c])
     assert list(leaves(mimo))[:2] == [a, b]
     assert eligible(mimo) == [a, b, c]
-
-
-def float16_leaf(inner):
-    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
-
-    optimizer = object.__new__(Float16OptimizerWithFloat16Params)
-    optimizer.is_stub_optimizer, optimizer.optimizer = False, inner
-    optimizer.config = SimpleNamespace(optimizer_cpu_offload=False, optimizer_cuda_graph=False)
-    return optimizer
-
-
-def fp32_optimizer():
-    from megatron.core.optimizer.optimizer import FP32Optimizer
-
-    optimizer = object.__new__(FP32Optimizer)
-    optimizer.config = SimpleNamespace()
-    return optimizer
-
-
-def lion():
-    from emerging_optimizers.scalar_optimizers import Lion
-
-    return Lion([torch.zeros(1)])
-
-
-def graphed():
-    optimizer = leaf()
-    optimizer.config.optimizer_cuda_graph = True
-    return optimizer
-
-
-def under_another_fsdp():
-    optimizer = leaf()
-    optimizer.ddp_config.use_megatron_fsdp, optimizer.model_chunks = True, [torch.nn.Linear(1, 1)]
-    return optimizer
 
 
 BUILT = {
@@ -332,9 +323,9 @@ BUILT = {
     "no DistributedOptimizer": lambda: chain(),
     "SGD": lambda: leaf(inner=torch.optim.SGD([torch.zeros(1)])),
     r"Lion.*muon_scalar_optimizer='adam'": lambda: float16_leaf(lion()),
-    "use_megatron_fsdp=True and a Linear without parameter groups": under_another_fsdp,
+    "use_megatron_fsdp=True and a Linear without parameter groups": lambda: leaf(fsdp=True),
     "exp_avg_dtype": lambda: leaf(name_to_dtype_map={"exp_avg": torch.uint8, "exp_avg_sq": torch.float32}),
-    "optimizer_cuda_graph=True": graphed,
+    "optimizer_cuda_graph=True": lambda: leaf(graph=True),
     "AdamW of capturable=True.*optimizer_cuda_graph=False": lambda: leaf(capturable=True),  # as TE's FusedAdam has it
 }
 
@@ -402,24 +393,20 @@ def background(monkeypatch, cfg):
     [
         ("file_system", [501], r"1002 bytes of /dev/shm.*there are 1000.*--shm-size"),
         ("file_descriptor", [1] * 300, r"556 open files.*set_sharing_strategy\('file_system'\)"),
+        # What a sharing strategy does not take is not asked for.
+        ("file_system", [1] * 300, None),
+        ("file_descriptor", [10**12], None),
     ],
 )
 def test_a_worker_that_cannot_be_handed_the_states_is_refused(monkeypatch, background, strategy, copies, match):
     monkeypatch.setattr(torch.multiprocessing, "get_sharing_strategy", lambda: strategy)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=match) if match else nullcontext():
         refusals.refuse_small_shared_memory(background, copies)
     refusals.refuse_small_shared_memory(background, [500])
     for name, value in (("save_optim", False), ("async_save", False), ("use_persistent_ckpt_worker", False)):
-        before = getattr(background, name)
-        setattr(background, name, value)
-        refusals.refuse_small_shared_memory(background, copies)
-        setattr(background, name, before)
-
-
-@pytest.mark.parametrize(("strategy", "copies"), [("file_system", [1] * 300), ("file_descriptor", [10**12])])
-def test_what_a_sharing_strategy_does_not_take_is_not_asked_for(monkeypatch, background, strategy, copies):
-    monkeypatch.setattr(torch.multiprocessing, "get_sharing_strategy", lambda: strategy)
-    refusals.refuse_small_shared_memory(background, copies)
+        with monkeypatch.context() as patch:
+            patch.setattr(background, name, value)
+            refusals.refuse_small_shared_memory(background, copies)
 
 
 def test_a_worker_that_cannot_be_handed_the_states_is_refused_before_the_first_step(background, monkeypatch, cfg):

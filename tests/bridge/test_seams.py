@@ -1,138 +1,127 @@
-"""The other bindings of the table: compiled helpers, MIMO's step, figures for loggers, building the optimizer."""
+"""The other bindings of the table: compiled helpers, MIMO's step, QK-clip, building the optimizer; what is reported."""
 
 import importlib.util
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from loop import Loop
+from test_order import WHOLE_STEP
 
 import bridge_fgo
 from bridge_fgo.bridge import before_training
+from bridge_fgo.bridge.reporting import log_scalars
 from bridge_fgo.figures import Stats
 
 
-def test_bridge_goes_on_when_make_fails_and_the_helper_is_built(monkeypatch, installed):
+@pytest.mark.parametrize("helper", ["built", None])
+def test_bridge_goes_on_when_make_fails_if_the_helper_is_built_and_exits_as_ever_if_not(monkeypatch, installed, helper):
     from megatron.bridge.training import initialize
 
-    monkeypatch.setattr(initialize.compile_helpers, "__wrapped__", mock.Mock(side_effect=SystemExit(1)))
-    monkeypatch.setitem(__import__("sys").modules, "megatron.core.datasets.helpers_cpp", mock.Mock())
-    initialize.compile_helpers()
-
-
-def test_bridge_exits_as_ever_when_the_helper_is_not_there(monkeypatch, installed):
-    from megatron.bridge.training import initialize
-
-    monkeypatch.setattr(initialize.compile_helpers, "__wrapped__", mock.Mock(side_effect=SystemExit(1)))
-    monkeypatch.setitem(__import__("sys").modules, "megatron.core.datasets.helpers_cpp", None)
-    with pytest.raises(SystemExit):
+    build = mock.Mock(side_effect=["built", SystemExit(1)])
+    monkeypatch.setattr(initialize.compile_helpers, "__wrapped__", build)
+    monkeypatch.setitem(sys.modules, "megatron.core.datasets.helpers_cpp", helper and mock.Mock())
+    assert initialize.compile_helpers() == "built", "a build that works is left alone"
+    if helper is None:
+        with pytest.raises(SystemExit):
+            initialize.compile_helpers()
+    else:
         initialize.compile_helpers()
 
 
-def test_a_build_that_works_is_left_alone(monkeypatch, installed):
+def test_with_the_wheels_as_people_install_them_bridge_goes_on(installed):
+    """Nothing mocked: mcore's wheel has no Makefile, so mcore's own compile_helpers exits the process."""
     from megatron.bridge.training import initialize
+    from megatron.core import datasets
 
-    build = mock.Mock(return_value="built")
-    monkeypatch.setattr(initialize.compile_helpers, "__wrapped__", build)
-    assert initialize.compile_helpers() == "built"
+    if (Path(datasets.__path__[0]) / "Makefile").exists():
+        pytest.skip("this mcore has a Makefile")
+    # Of a module of its own: arms that ran in this process have replaced the function in the other for good.
+    fresh = importlib.util.module_from_spec(initialize.__spec__)
+    initialize.__spec__.loader.exec_module(fresh)
+    with pytest.raises(SystemExit):
+        fresh.compile_helpers()
+    before_training.compile_helpers(fresh.compile_helpers, None, (), {})
 
 
-def mimo_step(monkeypatch, loop):
-    """Run Bridge's real MIMO step on mocks; return the order of calls."""
+@pytest.fixture
+def mimo_step(monkeypatch):
+    """Return what runs Bridge's real MIMO step on a loop's mocks, and returns the order of calls."""
     import megatron.bridge.training.train_megatron_mimo as mimo
     from megatron.core.models.mimo.optimizer import MimoOptimizer
 
-    optimizer = object.__new__(MimoOptimizer)
-    optimizer.module_infos = {}
-    optimizer.config = loop.optimizer_config
-    optimizer._active_optimizers = [loop.optimizer]
-    optimizer.is_stub_optimizer = False
-    optimizer.step = loop.leaf.step
-    module = mock.Mock()
-    module.zero_grad_buffer.side_effect = lambda: loop.events.append("zero_grad_buffer")
-    model = mock.Mock(config=loop.model_config)
-    monkeypatch.setattr(
-        mimo,
-        "forward_backward_pipelining_without_interleaving",
-        lambda **kwargs: loop.forward_backward(model=kwargs["model"]),
-    )
-    monkeypatch.setattr("megatron.core.utils.get_model_config", lambda model: loop.model_config)
+    def run(loop):
+        optimizer = object.__new__(MimoOptimizer)
+        vars(optimizer).update(
+            module_infos={}, config=loop.optimizer_config, _active_optimizers=[loop.optimizer], is_stub_optimizer=False,
+            step=loop.leaf.step,
+        )  # fmt: skip
+        module = mock.Mock()
+        module.zero_grad_buffer.side_effect = lambda: loop.events.append("zero_grad_buffer")
+        schedule = "forward_backward_pipelining_without_interleaving"
+        monkeypatch.setattr(mimo, schedule, lambda **how: loop.forward_backward(model=how["model"]))
+        monkeypatch.setattr("megatron.core.utils.get_model_config", lambda model: loop.model_config)
+        loop.events.clear()
+        mimo.train_step_megatron_mimo(
+            forward_step_func=mock.Mock(), data_iterator=None, model=mock.Mock(config=loop.model_config),
+            optimizer=optimizer, schedulers={}, global_state=loop.state, multimodule_communicator=None,
+            multimodule_pg_collection=None, infra=SimpleNamespace(pg_collections=None),
+            module_to_grid_tuple=[(module, "grid")], num_microbatches=1, seq_length=8, micro_batch_size=1,
+        )  # fmt: skip
+        return list(loop.events)
+
     parallel = "megatron.bridge.training.megatron_mimo_parallel_utils.is_current_rank_in_grid"
     monkeypatch.setattr(parallel, lambda grid: True)
     monkeypatch.setattr(mimo, "unwrap_megatron_mimo_model", lambda model: SimpleNamespace(role=None))
     monkeypatch.setattr(mimo.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(mimo.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
-    loop.events.clear()
     monkeypatch.setattr("megatron.core.num_microbatches_calculator.get_num_microbatches", lambda: 1)
-    mimo.train_step_megatron_mimo(
-        forward_step_func=mock.Mock(),
-        data_iterator=None,
-        model=model,
-        optimizer=optimizer,
-        schedulers={},
-        global_state=loop.state,
-        multimodule_communicator=None,
-        multimodule_pg_collection=None,
-        infra=SimpleNamespace(pg_collections=None),
-        module_to_grid_tuple=[(module, "grid")],
-        num_microbatches=1,
-        seq_length=8,
-        micro_batch_size=1,
-    )
-    return list(loop.events)
+    return run
 
 
-def test_mimo_step_offloads_zeroes_releases_runs_reloads_finalizes_steps(monkeypatch, bridge_train, installed):
-    loop = Loop(monkeypatch, bridge_train)
-    assert mimo_step(monkeypatch, loop) == [
-        "offload", "zero_grad_buffer", "release", "forward_backward", "reload", "finalize", "step", "settle",
-    ]  # fmt: skip
-
-
-def test_a_mimo_step_that_a_user_has_wrapped_without_functools_is_understood(monkeypatch, bridge_train):
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["", "wrapped without functools"])
+def test_a_mimo_step_makes_the_calls_of_a_step_and_none_with_the_flag_off(
+    monkeypatch, make_loop, mimo_step, flag, is_wrapped
+):
     import megatron.bridge.training.train_megatron_mimo as mimo
 
     original = mimo.train_step_megatron_mimo
-    monkeypatch.setattr(mimo, "train_step_megatron_mimo", lambda **kwargs: original(**kwargs))
+    if is_wrapped:
+        monkeypatch.setattr(mimo, "train_step_megatron_mimo", lambda **kwargs: original(**kwargs))
+    loop, ours = make_loop(flag=flag), ("offload", "release", "reload", "settle")
     with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")):
-        events = mimo_step(monkeypatch, Loop(monkeypatch, bridge_train))
-    assert events[0] == "offload" and events[-2:] == ["step", "settle"]
-
-
-def test_mimo_step_with_the_flag_off_makes_no_call(monkeypatch, bridge_train, installed):
-    loop = Loop(monkeypatch, bridge_train, flag=False)
-    expected = ["zero_grad_buffer", "forward_backward", "finalize", "step"]
-    assert mimo_step(monkeypatch, loop) == expected
+        events = mimo_step(loop)
+    assert events == [e for e in WHOLE_STEP if e != "zero_grad" and (flag or e not in ours)]
     assert loop.model_config.finalize_model_grads_func is loop.bound_finalize
 
 
-def test_qk_clip_gets_writable_masters_also_after_a_skipped_step(monkeypatch, bridge_train, installed):
-    loop = Loop(monkeypatch, bridge_train)
+def test_qk_clip_gets_writable_masters_also_after_a_skipped_step(monkeypatch, loop):
     loop.cfg.model.qk_clip = True
     loop.leaf.step = lambda: loop.events.append("skipped") or (False, 1.0, None)
-    monkeypatch.setattr(bridge_train.clip_qk, "__wrapped__", lambda model, **how: loop.events.append("clip_qk"))
+    clip = loop.bridge_train.clip_qk
+    monkeypatch.setattr(clip, "__wrapped__", lambda model, **how: loop.events.append("clip_qk"))
     assert loop.step()[-4:] == ["skipped", "writable", "clip_qk", "settle"]
 
 
 @pytest.mark.parametrize("only_logged", [True, False])
-def test_qk_clip_that_only_logs_gets_no_masters(monkeypatch, bridge_train, installed, only_logged):
-    loop = Loop(monkeypatch, bridge_train)
+def test_qk_clip_that_only_logs_gets_no_masters(monkeypatch, loop, only_logged):
     loop.cfg.model.qk_clip = True
-    clip, seen = bridge_train.clip_qk, []
+    clip, seen = loop.bridge_train.clip_qk, []
     monkeypatch.setattr(clip, "__wrapped__", lambda model, log_max_only=False: seen.append(log_max_only))
     with monkeypatch.context() as newer:  # as Bridge's main calls it
-        newer.setattr(bridge_train, "clip_qk", lambda model, **how: clip(model, log_max_only=only_logged))
+        newer.setattr(loop.bridge_train, "clip_qk", lambda model, **how: clip(model, log_max_only=only_logged))
         events = loop.step()
     assert seen == [only_logged]
     assert ("writable" in events) is not only_logged
 
 
-def test_paged_stash_retry_is_a_pass_of_its_own(monkeypatch, bridge_train, installed):
+def test_paged_stash_retry_is_a_pass_of_its_own(monkeypatch, loop):
     from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 
-    loop = Loop(monkeypatch, bridge_train)
     runner = object.__new__(PagedStashRunner)
     wrapper = vars(PagedStashRunner)["prepare_for_rerun"]
     monkeypatch.setattr(wrapper, "__wrapped__", lambda self, is_training=True: loop.events.append("prepare"))
@@ -152,72 +141,56 @@ def test_paged_stash_retry_is_a_pass_of_its_own(monkeypatch, bridge_train, insta
     assert loop.events[-1] == "prepare"
 
 
-def test_a_part_that_never_goes_is_an_error(monkeypatch, bridge_train, installed):
-    loop = Loop(monkeypatch, bridge_train, freed=60)  # of 100 planned
-    loop.leaf.step = lambda: session_of(loop).updating() or loop.events.append("step") or (True, 1.0, None)
+def test_a_part_that_never_goes_is_an_error(make_loop, installed):
+    loop = make_loop(freed=60)  # of 100 planned
+    loop.leaf.step = lambda: loop.session.updating() or loop.events.append("step") or (True, 1.0, None)
     loop.step()
     with pytest.raises(RuntimeError, match="60 bytes of the 100 planned"):
         loop.step()
 
 
-def session_of(loop):
-    from bridge_fgo.bridge.session import SESSION
-
-    return vars(loop.optimizer)[SESSION]
+# What is reported.
 
 
-def test_figures_go_to_the_loggers_at_bridges_interval(monkeypatch, bridge_train, installed):
-    loop = Loop(monkeypatch, bridge_train)
+@pytest.mark.parametrize("has_tensorboard", [True, False])
+def test_figures_go_to_the_loggers_that_are_there_at_bridges_interval(loop, has_tensorboard):
     loop.cfg.logger.tensorboard_log_interval = 2
-    loop.state.tensorboard_logger, loop.state.wandb_logger = mock.Mock(), mock.Mock()
+    board = loop.state.tensorboard_logger = mock.Mock() if has_tensorboard else None
+    wandb = loop.state.wandb_logger = mock.Mock()
     for step in range(4):
         loop.state.train_state.step = step
         loop.step()
-    tags = {(call.args[0], call.args[2]) for call in loop.state.tensorboard_logger.add_scalar.call_args_list}
-    assert ("bridge_fgo/released_bytes", 2) in tags
-    assert {iteration for _, iteration in tags} == {2, 4}
-    assert [call.args[1] for call in loop.state.wandb_logger.log.call_args_list] == [2, 4]
-    assert loop.state.wandb_logger.log.call_args.args[0]["bridge_fgo/passes"] == 1
+    if has_tensorboard:
+        tags = {(call.args[0], call.args[2]) for call in board.add_scalar.call_args_list}
+        assert ("bridge_fgo/released_bytes", 2) in tags and {iteration for _, iteration in tags} == {2, 4}
+    assert [call.args[1] for call in wandb.log.call_args_list] == [2, 4]
+    assert wandb.log.call_args.args[0]["bridge_fgo/passes"] == 1
+
+
+def log_to(board, wandb=None, step=6, logger=SimpleNamespace(tensorboard_log_interval=1), **figures):  # noqa: B008
+    """Log figures of a step."""
+    state = SimpleNamespace(
+        cfg=SimpleNamespace(logger=logger), train_state=SimpleNamespace(step=step), tensorboard_logger=board,
+        wandb_logger=wandb,
+    )  # fmt: skip
+    log_scalars(Stats("native", "0.19.2", **figures).scalars(), state)
 
 
 @pytest.mark.parametrize(
     "logger", [None, SimpleNamespace(), *(SimpleNamespace(tensorboard_log_interval=n) for n in (None, 0))]
 )
 def test_without_an_interval_no_figures_are_logged(logger):
-    from bridge_fgo.bridge.reporting import log_scalars
-
     board = mock.Mock()
-    state = SimpleNamespace(
-        cfg=SimpleNamespace(logger=logger),
-        train_state=SimpleNamespace(step=0),
-        tensorboard_logger=board,
-        wandb_logger=board,
-    )
-    log_scalars(Stats("native", "0.19.2").scalars(), state)
+    log_to(board, board, step=0, logger=logger)
     assert board.mock_calls == []
-
-
-def test_figures_go_to_wandb_alone_where_tensorboard_is_off(monkeypatch, bridge_train, installed):
-    loop = Loop(monkeypatch, bridge_train)
-    loop.state.wandb_logger = mock.Mock()
-    loop.step()
-    assert loop.state.wandb_logger.log.call_args.args[0]["bridge_fgo/passes"] == 1
 
 
 def test_real_tensorboard_events_are_written(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
-    from bridge_fgo.bridge.reporting import log_scalars
-
     writer = SummaryWriter(str(tmp_path))
-    state = SimpleNamespace(
-        cfg=SimpleNamespace(logger=SimpleNamespace(tensorboard_log_interval=1)),
-        train_state=SimpleNamespace(step=6),
-        tensorboard_logger=writer,
-        wandb_logger=None,
-    )
-    log_scalars(Stats("native", "0.19.2", released_bytes=123, peak_step_bytes=7).scalars(), state)
+    log_to(writer, released_bytes=123, peak_step_bytes=7)
     writer.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -240,42 +213,20 @@ def test_bridges_memory_report_keeps_the_peak_of_the_run(monkeypatch, installed)
     assert torch.cuda.memory_stats is before
 
 
-def test_the_start_line_says_what_will_happen(monkeypatch, bridge_train, installed, capsys):
-    Loop(monkeypatch, bridge_train).step()
-    line = capsys.readouterr().out
-    assert line.count("bridge_fgo: optimizer-state offload on") == 1
-    assert "engine native" in line and "pinned" in line and "stays resident" in line
-
-
-def test_mcores_activation_offload_beside_is_warned_of_once(monkeypatch, bridge_train, installed, capsys):
-    loop = Loop(monkeypatch, bridge_train)
+def test_the_start_line_says_what_will_happen_and_mcores_activation_offload_beside_is_warned_of_once(loop, capsys):
     loop.model_config.fine_grained_activation_offloading = True
-    loop.step()
-    loop.step()
-    assert capsys.readouterr().out.count("model.fine_grained_activation_offloading=True: the copies of mcore's") == 1
+    for _ in range(2):
+        loop.step()
+    said = capsys.readouterr().out
+    assert said.count("bridge_fgo: optimizer-state offload on") == 1
+    assert "engine native" in said and "pinned" in said and "stays resident" in said
+    assert said.count("model.fine_grained_activation_offloading=True: the copies of mcore's") == 1
 
 
-def test_stats_is_a_snapshot_of_the_newest_step(monkeypatch, bridge_train, installed):
-    loop = Loop(monkeypatch, bridge_train)
+def test_stats_is_a_snapshot_of_the_newest_step(loop):
+    assert bridge_fgo.stats() is None
     loop.step()
     first = bridge_fgo.stats()
     loop.step()
     assert (first.steps, bridge_fgo.stats().steps) == (1, 2)
     assert bridge_fgo.stats().released_bytes == 100
-
-
-def test_with_the_wheels_as_people_install_them_bridge_goes_on(installed):
-    """Nothing mocked: mcore's wheel has no Makefile, so mcore's own compile_helpers exits the process."""
-    from pathlib import Path
-
-    from megatron.bridge.training import initialize
-    from megatron.core import datasets
-
-    if (Path(datasets.__path__[0]) / "Makefile").exists():
-        pytest.skip("this mcore has a Makefile")
-    # Of a module of its own: arms that ran in this process have replaced the function in the other for good.
-    fresh = importlib.util.module_from_spec(initialize.__spec__)
-    initialize.__spec__.loader.exec_module(fresh)
-    with pytest.raises(SystemExit):
-        fresh.compile_helpers()
-    before_training.compile_helpers(fresh.compile_helpers, None, (), {})

@@ -27,13 +27,6 @@ GIVEN = {
 """A value of each setting, all but one other than the default."""
 
 
-@pytest.fixture
-def config_module(installed):
-    import megatron.bridge.training.config as module
-
-    return module
-
-
 def make_container(offload=True, **given):
     """A whole config of Bridge's, of the CPU lane's model."""
     from megatron.bridge.models import gpt_provider
@@ -56,25 +49,31 @@ def in_force(config):
     return settings.settings_of(config.optimizer)
 
 
+@pytest.fixture
+def make_recipe(installed):
+    """Return what makes a config container as small as one can be."""
+    from megatron.bridge.training.config import OptimizerConfig
+
+    return lambda **given: dataclasses.make_dataclass("Recipe", ["optimizer"])(OptimizerConfig(**given))
+
+
 @pytest.mark.parametrize("name", GIVEN)
-def test_each_setting_can_be_overridden(config_module, name):
-    config = dataclasses.make_dataclass("Recipe", ["optimizer"])(config_module.OptimizerConfig())
+def test_each_setting_can_be_overridden(make_recipe, name):
+    config = make_recipe()
     value = "null" if GIVEN[name] is None else str(GIVEN[name]).lower()
     overridden(config, f"optimizer.offload.{name}={value}")
     assert in_force(config) == dataclasses.replace(OffloadConfig(engine="native"), **{name: GIVEN[name]})
 
 
-def test_a_file_and_a_constructor_set_them(config_module, tmp_path: Path):
+def test_a_file_and_a_constructor_set_them(make_recipe, tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_text("optimizer:\n  offload:\n    fraction: 0.5\n")
-    config = dataclasses.make_dataclass("Recipe", ["optimizer"])(
-        config_module.OptimizerConfig(offload={"moments": False})
-    )
+    config = make_recipe(offload={"moments": False})
     overridden(config, "optimizer.offload.slab_bytes=2097152", path=str(path))
     assert in_force(config) == OffloadConfig(engine="native", moments=False, fraction=0.5, slab_bytes=2**21)
 
 
-def test_a_misspelt_override_is_refused_and_the_near_one_named(config_module):
+def test_a_misspelt_override_is_refused_and_the_near_one_named(installed):
     from bridge_fgo.recipes.overrides import overridden as with_hint
 
     config = make_container()
@@ -133,7 +132,7 @@ def test_configs_made_before_the_install_have_settings_of_their_own(cpu_standins
         ({"engine": "mcore"}, r"optimizer\.offload\.engine='mcore' .* engine='native' given to bridge_fgo\.install"),
     ],
 )
-def test_wrong_settings_are_refused_before_training(config_module, given, said):
+def test_wrong_settings_are_refused_before_training(installed, given, said):
     with pytest.raises(ValueError, match=said):
         make_container(**given).validate()
 
@@ -148,7 +147,7 @@ def test_a_mock_sets_nothing(installed):
     assert settings.settings_of(mock.Mock()) == settings.installed_config()
 
 
-def test_settings_of_what_is_off_are_said_to_do_nothing(config_module, caplog):
+def test_settings_of_what_is_off_are_said_to_do_nothing(installed, caplog):
     config = make_container(offload=False, fraction=0.5)
     with caplog.at_level(logging.WARNING):
         config.validate()

@@ -5,21 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_pretrain import ARM, MANY_ACTIVATIONS, PACKED, PRECISION_AWARE
+from gpu_lane import MANY_ACTIVATIONS, PACKED, PRECISION_AWARE, arm, assert_same_shards
 
 from bridge_fgo.tools.arms import comparator, runner
 
 STEPS = ("--steps", "12", "--save-interval", "4")
-
-
-def arm(name: str, folder: Path, *options: str) -> runner.ArmRun:
-    """Runs an arm of twelve steps."""
-    return runner.run_arm(name, ARM, [*MANY_ACTIVATIONS, *STEPS, *options], folder, timeout=240)
-
-
-def shards(folder: Path) -> dict[str, Path]:
-    """Returns the files with tensors below a folder, by their paths in it."""
-    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*.distcp"))}
 
 
 @pytest.mark.gpu
@@ -31,24 +21,20 @@ def shards(folder: Path) -> dict[str, Path]:
 def test_background_checkpoints_have_a_resident_runs_bytes_and_resume_bitwise(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
+    def run(name: str, *more: str) -> runner.ArmRun:
+        return arm(name, tmp_path, *MANY_ACTIVATIONS, *STEPS, *options, *more, timeout=240)
+
     kept = {name: tmp_path / name for name in ("resident", "offloaded")}
-    resident = arm("resident", tmp_path, *options, "--offload", "off", "--save", str(kept["resident"]))
-    offloaded = arm(
-        "offloaded", tmp_path, *options, "--offload", "on", "--save", str(kept["offloaded"]), "--async-save"
-    )
+    resident = run("resident", "--offload", "off", "--save", str(kept["resident"]))
+    offloaded = run("offloaded", "--offload", "on", "--save", str(kept["offloaded"]), "--async-save")
     same = comparator.compare(resident, offloaded)
     assert same.bitwise_equal, same.parts
-    mine, theirs = shards(kept["offloaded"]), shards(kept["resident"])
-    assert mine.keys() == theirs.keys()
-    assert len({name.split("/")[0] for name in mine}) == 3  # after steps 4, 8 and 12
-    different = [name for name in mine if mine[name].read_bytes() != theirs[name].read_bytes()]
-    assert not different
+    saved = assert_same_shards(kept["offloaded"], kept["resident"])
+    assert len({name.split("/")[0] for name in saved}) == 3  # after steps 4, 8 and 12
     # No writer, cache or worker keeps a slab: after the saves forward has as much memory as without them.
     fallen = resident.result["peak_allocated_bytes"] - offloaded.result["peak_allocated_bytes"]
     assert fallen >= 0.95 * offloaded.result["released_bytes"]
-    resumed = arm(
-        "resumed", tmp_path, *options, "--offload", "on", "--load", str(kept["offloaded"]), "--load-step", "8"
-    )
+    resumed = run("resumed", "--offload", "on", "--load", str(kept["offloaded"]), "--load-step", "8")
     assert [event["loss_hex"] for event in resumed.steps] == [event["loss_hex"] for event in resident.steps[8:]]
     assert resumed.result["digests"] == resident.result["digests"]
     assert resumed.result["peak_allocated_bytes"] <= 1.01 * offloaded.result["peak_allocated_bytes"]

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from test_pretrain import ARM, MANY_ACTIVATIONS
+from gpu_lane import MANY_ACTIVATIONS, NEEDS_CUDA, arm
 
 from bridge_fgo.tools.arms import comparator, runner
 
@@ -20,17 +19,11 @@ STEPS = ("--steps", "8")
 
 @pytest.mark.gpu
 def test_auto_keeps_to_what_pytorch_may_take_of_the_gpu(tmp_path: Path) -> None:
-    resident = runner.run_arm("resident", ARM, [*LARGE, *STEPS, "--offload", "off"], tmp_path, timeout=300)
+    resident = arm("resident", tmp_path, *LARGE, *STEPS, "--offload", "off")
     states, peak = (resident.result.get(name, 0) for name in ("state_bytes", "peak_allocated_bytes"))
     allowed = peak - states // 4
-    offloaded = runner.run_arm(
-        "offloaded",
-        "allowance_arm",
-        [*LARGE, *STEPS, "--offload", "on", "--gpu-memory-budget-gib", "auto"],
-        tmp_path,
-        environment={"ALLOWED_BYTES": str(allowed)},
-        timeout=300,
-    )
+    auto, limit = ("--offload", "on", "--gpu-memory-budget-gib", "auto"), {"ALLOWED_BYTES": str(allowed)}
+    offloaded = arm("offloaded", tmp_path, *LARGE, *STEPS, *auto, module="allowance_arm", environment=limit)
     same = comparator.compare(resident, offloaded)
     assert same.bitwise_equal, same.parts
     print(
@@ -55,16 +48,14 @@ for mib in (3, 5, 9, 33, 100, 129, 256, 300, 513, 700, 1025):
 """
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@NEEDS_CUDA[0]
+@NEEDS_CUDA[1]
 @pytest.mark.parametrize(
     "settings", ["", "roundup_power2_divisions:2", "roundup_power2_divisions:[64:8,256:4,>:2]"], ids=["", "2", "some"]
 )
 def test_blocks_are_as_large_as_they_are_counted(settings: str) -> None:
-    environment = {
-        **os.environ,
-        "PYTORCH_CUDA_ALLOC_CONF": ",".join(filter(None, ["expandable_segments:True", settings])),
-    }
+    allocator = ",".join(filter(None, ["expandable_segments:True", settings]))
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": allocator}
     done = subprocess.run([sys.executable, "-c", BLOCKS], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     print(f"{settings}: MiB, bytes of the block, and as counted\n{done.stdout}")
@@ -75,10 +66,8 @@ def test_blocks_are_as_large_as_they_are_counted(settings: str) -> None:
 @pytest.mark.parametrize("settings", ["roundup_power2_divisions:2", "max_split_size_mb:64"])
 def test_a_budget_holds_where_blocks_are_larger_than_slabs(tmp_path: Path, settings: str) -> None:
     def run(name: str, *budget: str) -> runner.ArmRun:
-        options = [*MANY_ACTIVATIONS, "--steps", "12", "--offload", "on", *budget]
-        return runner.run_arm(
-            name, ARM, options, tmp_path, environment={"PYTORCH_CUDA_ALLOC_CONF": settings}, timeout=300
-        )
+        options = (*MANY_ACTIVATIONS, "--steps", "12", "--offload", "on", *budget)
+        return arm(name, tmp_path, *options, environment={"PYTORCH_CUDA_ALLOC_CONF": settings})
 
     everything = run("everything")
     peaks = [peak or 0 for peak in everything.values("peak_bytes")]

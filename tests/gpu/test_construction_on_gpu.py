@@ -7,7 +7,7 @@ from math import isqrt
 from pathlib import Path
 
 import pytest
-from test_pretrain import ARM, PRECISION_AWARE
+from gpu_lane import PRECISION_AWARE, arm
 
 from bridge_fgo.memory.layout import BYTES_WHILE_ENQUEUING
 from bridge_fgo.tools.arms import comparator, runner
@@ -29,16 +29,12 @@ SLACK = 64 * 2**20
 SAVED, STEPS = 4, 8
 
 
-def run(name: str, folder: Path, *options: str, timeout: float = 400) -> runner.ArmRun:
-    return runner.run_arm(name, ARM, [*options], folder, timeout=timeout)
-
-
-def assert_set_up_in_two_parts(arm: runner.ArmRun, hidden: int) -> None:
+def assert_set_up_in_two_parts(run: runner.ArmRun, hidden: int) -> None:
     """Checks the peak from when weights and gradients are there until training starts, through a load if any.
 
     A part is of the size that is aimed for, or of the states of the largest tensor, which are those of the embedding.
     """
-    result = arm.result
+    result = run.result
     two_parts = 2 * max(isqrt(result["state_bytes"] * BYTES_WHILE_ENQUEUING), 12 * VOCABULARY * hidden)
     assert result["peak_setup_bytes"] <= result["model_bytes"] + two_parts + SLACK, result
 
@@ -54,11 +50,11 @@ def test_building_and_loading_hold_weights_gradients_and_two_parts(tmp_path: Pat
     save = ("--steps", str(SAVED), "--save", str(folder), "--save-interval", str(SAVED))
     load = ("--steps", str(STEPS), "--load", str(folder))
     try:
-        fresh = run("fresh", tmp_path, *MIDDLE, *options, *save, "--offload", "on")
+        fresh = arm("fresh", tmp_path, *MIDDLE, *options, *save, "--offload", "on", timeout=400)
         assert_set_up_in_two_parts(fresh, hidden=2048)
-        resumed = run("resumed", tmp_path, *MIDDLE, *options, *load, "--offload", "on")
+        resumed = arm("resumed", tmp_path, *MIDDLE, *options, *load, "--offload", "on", timeout=400)
         assert_set_up_in_two_parts(resumed, hidden=2048)
-        resident = run("resident", tmp_path, *MIDDLE, *options, *load, "--offload", "off")
+        resident = arm("resident", tmp_path, *MIDDLE, *options, *load, "--offload", "off", timeout=400)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # three of them would fill a disk
     assert len(resumed.steps) == STEPS - SAVED
@@ -71,10 +67,10 @@ def test_building_and_loading_hold_weights_gradients_and_two_parts(tmp_path: Pat
 def test_9b_parameters_train_on_one_gpu_that_could_not_hold_them_resident(tmp_path: Path) -> None:
     import torch
 
-    arm = run("large", tmp_path, *LARGE, "--steps", str(SAVED), "--offload", "on", timeout=580)
-    result = arm.result
+    large = arm("large", tmp_path, *LARGE, "--steps", str(SAVED), "--offload", "on", timeout=580)
+    result = large.result
     assert result["state_bytes"] >= 12 * 9 * 10**9
-    assert len(arm.steps) == SAVED and all(loss is not None for loss in arm.values("loss"))
+    assert len(large.steps) == SAVED and all(loss is not None for loss in large.values("loss"))
     resident = result["model_bytes"] + result["state_bytes"]
     assert resident > torch.cuda.get_device_properties(0).total_memory
-    assert_set_up_in_two_parts(arm, hidden=4096)
+    assert_set_up_in_two_parts(large, hidden=4096)

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 from fault_arm import POINTS
-from test_background_saves import shards
-from test_parallelism import run_arm
-from test_pretrain import needs_gpus
+from gpu_lane import PACKED, assert_same_shards, needs_gpus, saving_arm
 
 from bridge_fgo.tools.arms import runner
 
@@ -23,7 +21,9 @@ def resident(tmp_path_factory: pytest.TempPathFactory):
     """A resident run of two ranks, and its folder of checkpoints."""
     needs_gpus(2)
     folder = tmp_path_factory.mktemp("resident")
-    return run_arm("resident", folder, 2, "--offload", "off", "--save", str(folder / "kept")), folder / "kept"
+    return saving_arm(
+        "resident", folder, 2, *PACKED, "--offload", "off", "--save", str(folder / "kept")
+    ), folder / "kept"
 
 
 CASES = [(point, "kill") for point in POINTS] + [
@@ -38,13 +38,11 @@ def test_a_run_that_lost_a_rank_ends_and_resumes_bitwise(resident, tmp_path: Pat
     monkeypatch.setenv("FAULT", f"{point},6,{kind},1")
     options = ("--offload", "on", "--save", str(kept))
     with pytest.raises(runner.ArmFailed, match="exit status"):
-        run_arm("failed", tmp_path, 2, *options, module="fault_arm")
+        saving_arm("failed", tmp_path, 2, *PACKED, *options, module="fault_arm")
     if kind == "fail":
         assert f"RuntimeError: injected: {point}" in (tmp_path / "failed.log").read_text()
     assert newest(kept).name == "iter_0000004"
-    mine, theirs = shards(newest(kept)), shards(resident[1] / "iter_0000004")
-    assert mine.keys() == theirs.keys() and mine
-    assert not [name for name in mine if mine[name].read_bytes() != theirs[name].read_bytes()]
+    assert_same_shards(newest(kept), resident[1] / "iter_0000004")
     if point in ("the_update_of_a_part", "a_state_is_handed_to_a_checkpoint"):
-        resumed = run_arm("resumed", tmp_path, 2, "--offload", "on", "--load", str(kept))
+        resumed = saving_arm("resumed", tmp_path, 2, *PACKED, "--offload", "on", "--load", str(kept))
         assert resumed.result["digests"] == resident[0].result["digests"]

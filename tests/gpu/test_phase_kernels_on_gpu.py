@@ -6,12 +6,13 @@ import time
 
 import pytest
 import torch
+from gpu_lane import NEEDS_CUDA
 
 from bridge_fgo.memory import digest
 from bridge_fgo.memory.digest import Digester
 from bridge_fgo.sleep.rounding import differing, kernel_for
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = NEEDS_CUDA
 
 FIRST, SECOND = (factor - 2**64 for factor in digest._FACTORS)
 

@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from gpu_lane import LEAST_RETURNED, NEEDS_CUDA, printed
 
-ARM = Path(__file__).with_name("phases_arm.py")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = NEEDS_CUDA
 
 KINDS = {
     "plain": (),
@@ -38,7 +34,6 @@ KINDS = {
 WHOLE_ALONE = ("precision_aware", "fp8_delayed", "fp8_current", "fp8_blockwise", "fp8_weights_cached")
 """Kinds whose masters cannot be packed, as mcore rounds none of them, or that are one more case of what can."""
 MOST_BEYOND_THE_LINK = 1.10
-LEAST_RETURNED = 0.98
 SLACK_SECONDS = 0.020
 
 
@@ -50,19 +45,8 @@ def kinds(*names: str) -> list[Any]:
 @cache
 def arm(*options: str, allocator: str = "") -> dict[str, Any]:
     """Returns what an arm prints; each runs once. allocator: settings of PyTorch's."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ARM.parents[2]), os.environ.get("PYTHONPATH", "")])}
     sharing = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
-    if allocator:
-        environment["PYTORCH_CUDA_ALLOC_CONF"] = allocator
-    done = subprocess.run(
-        [sys.executable, str(ARM), "--sharing", sharing, *options],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed("phases_arm", "--sharing", sharing, *options, allocator=allocator, timeout=900)
 
 
 @pytest.mark.parametrize("masters", ["whole", "packed"])
@@ -143,3 +127,11 @@ def test_gradients_cross_no_link_and_parameters_alone_wake_by_their_16_bits() ->
     assert len(alone) == 6 and alone[0]["copied"] <= 1.01 * 2 * weights  # whole masters, until it is known
     assert all(phase["copied"] <= 1.01 * weights for phase in alone[1:])
     assert not any((p["copied_by_kind"] or {}).get("grads") for p in run["phases"])
+
+
+def test_every_use_of_what_is_away_is_refused_by_name_and_training_goes_on_bitwise() -> None:
+    """There it ends no process either: see `asleep_touches_arm.py`."""
+    sleeper, never = printed("asleep_touches_arm"), printed("asleep_touches_arm", "never")
+    print(json.dumps(sleeper["refused"], indent=1))
+    assert not sleeper["others"] and len(sleeper["refused"]) > 15
+    assert (sleeper["losses"], sleeper["sums"]) == (never["losses"], never["sums"])

@@ -1,99 +1,102 @@
-"""Bridge's own ``pretrain()`` with TE FusedAdam: offloaded training against resident training.
+"""Bridge's own ``pretrain()``: offloaded training against resident training, bit by bit, and the memory that it frees.
 
-Each arm is a process (under torchrun: several), so that neither inherits anything from
-the other. Imports alone take about half a minute an arm.
+Muon needs emerging-optimizers. AdaptiveMuon is on the CPU lane alone: that of mcore 0.19.2 looks for an attribute that
+emerging-optimizers 0.3.0 does not set, and a resident run ends with an AttributeError too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from gpu_lane import EXPERTS, FEW_ACTIVATIONS, MANY_ACTIVATIONS, PACKED, PRECISION_AWARE, SMALL, both_arms, needs_gpus
 
-from bridge_fgo.tools.arms import comparator, runner
-
-ARM = "bridge_fgo.tools.arms.gpu"
-
-# 128M parameters, 1.5 GB of masters and moments; four microbatches a step.
-SMALL = ("--layers", "4", "--hidden", "1024", "--heads", "16", "--seq", "1024", "--mbs", "2", "--gbs", "8")
-# The same parameters with larger microbatches. Attention scores of 16 heads over 4 x 2048
-# tokens and the logits hold several GB more than the states do. So the peak lies in the
-# backward pass, and not in the optimizer step, where the states have to be resident.
-MANY_ACTIVATIONS = (*SMALL[:6], "--seq", "2048", "--mbs", "4", "--gbs", "16")
-# The same with so few tokens that the states are larger than all else but weights and gradients.
-FEW_ACTIVATIONS = (*SMALL[:6], "--seq", "256", "--mbs", "1", "--gbs", "4")
-PRECISION_AWARE = ("--precision-aware", "--moments-dtype", "bf16")
-PACKED = ("--master-remainders",)
-"""For runs that are over before training is seen to wait for copies."""
+WHOLE = ("--fsdp", "optim_grads_params")
+PARTS_OF_A_TENSOR = ("--slab-bytes", "1048576")
 
 
-def torchrun(ranks: int) -> tuple[str, ...]:
-    """Returns what goes between ``python`` and ``-m ARM`` to start ``ranks`` processes; () for one."""
-    if ranks == 1:
-        return ()
-    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+def muon(kind: str, *spread: str) -> tuple[str, ...]:
+    """Returns the options of a training with a Muon."""
+    return (*MANY_ACTIVATIONS, *spread, "--no-distributed", "--optimizer", kind)
 
 
-def side_by_side[T](run: Callable[[T], runner.ArmRun], arms: Sequence[T] = ("off", "on")) -> list[runner.ArmRun]:
-    """Calls ``run`` with each of ``arms`` at the same time."""
-    with ThreadPoolExecutor(len(arms)) as pool:
-        started = [pool.submit(run, arm) for arm in arms]
-    return [future.result() for future in started]
-
-
-def both_arms(folder: Path, *options: str, steps: int, ranks: int = 1, at_once: bool = True) -> list[runner.ArmRun]:
-    """Runs the resident and the offloaded arm, on the same GPUs; one after the other if they do not fit at once."""
-
-    def run(offload: str) -> runner.ArmRun:
-        name = {"off": "resident", "on": "offloaded"}[offload]
-        all_options = [*options, "--steps", str(steps), "--offload", offload]
-        return runner.run_arm(name, ARM, all_options, folder, launcher=torchrun(ranks), timeout=300)
-
-    return side_by_side(run) if at_once else [run("off"), run("on")]
-
-
-def assert_bitwise_equal(resident: runner.ArmRun, offloaded: runner.ArmRun, steps: int) -> None:
-    """Also checks that the comparison is one: all steps ran, and states did leave the GPU."""
-    assert len(resident.steps) == len(offloaded.steps) == steps
-    assert all(loss is not None for loss in resident.values("loss"))
-    assert resident.result["released_bytes"] == 0 < offloaded.result["released_bytes"]
-    same = comparator.compare(resident, offloaded)
-    first = next((index + 1 for index, equal in enumerate(same.steps) if not equal), None)
-    assert same.bitwise_equal, f"{same.parts}, first different step: {first}"
-
-
-def needs_gpus(count: int) -> None:
-    """Skips the test where fewer than ``count`` GPUs are visible."""
-    import torch
-
-    if torch.cuda.device_count() < count:
-        pytest.skip(f"needs {count} GPUs")
+BITWISE = {
+    "fused_adam": (1, 50, SMALL),
+    "precision_aware_bf16_moments": (1, 50, (*SMALL, *PRECISION_AWARE)),
+    "parts_that_move_in_groups_packed": (1, 20, (*SMALL, *PACKED, *PARTS_OF_A_TENSOR)),
+    "parts_that_move_in_groups_whole": (1, 20, (*SMALL, "--no-master-remainders", *PARTS_OF_A_TENSOR)),
+    "data_with_overlap": (2, 20, (*SMALL, "--dp-overlap")),
+    "data_without_overlap": (2, 30, (*SMALL, "--no-dp-overlap")),
+    "tensor": (2, 30, (*SMALL, "--tp", "2")),
+    "pipeline": (2, 30, (*SMALL, "--pp", "2")),
+    "interleaved_pipeline": (2, 30, (*SMALL, "--pp", "2", "--vpp", "2")),
+    "context": (2, 30, (*SMALL, "--cp", "2")),
+    "expert": (2, 30, (*SMALL, "--ep", "2", *EXPERTS)),
+    "optimizer_instances": (2, 30, (*SMALL, "--instances", "2")),
+    "tensor_and_pipeline": (4, 30, (*SMALL, "--tp", "2", "--pp", "2")),
+    "data_and_optimizer_instances": (4, 30, (*SMALL, "--instances", "2")),
+    "expert_and_interleaved_pipeline": (4, 30, (*SMALL, "--ep", "2", "--pp", "2", "--vpp", "2", *EXPERTS)),
+    "context_and_tensor": (4, 30, (*SMALL, "--cp", "2", "--tp", "2")),
+    "muon-data": (2, 30, muon("muon")),
+    "muon-tensor": (2, 30, muon("muon", "--tp", "2")),
+    "dist_muon-data": (2, 30, muon("dist_muon")),
+    "dist_muon-tensor": (2, 30, muon("dist_muon", "--tp", "2")),
+    "fsdp-no_shard": (1, 30, (*SMALL, "--fsdp", "no_shard")),
+    "fsdp-optim": (2, 30, (*SMALL, "--fsdp", "optim")),
+    "fsdp-optim_grads": (2, 30, (*SMALL, "--fsdp", "optim_grads")),
+    "fsdp-experts": (1, 30, (*SMALL, *WHOLE, *EXPERTS)),
+    "fsdp-expert_parallel": (2, 30, (*SMALL, *WHOLE, *EXPERTS, "--ep", "2")),
+    "fsdp-tensor": (2, 30, (*SMALL, *WHOLE, "--tp", "2")),
+    "fsdp-bf16_moments": (1, 30, (*SMALL, *WHOLE, *PRECISION_AWARE)),
+    "fsdp-hybrid_sharding": (4, 30, (*SMALL, *WHOLE, "--instances", "2")),
+}
+"""Ranks, steps, options."""
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [(), PRECISION_AWARE], ids=["fused_adam", "precision_aware_bf16_moments"])
-def test_50_steps_are_bitwise_equal_to_resident(tmp_path: Path, options: tuple[str, ...]) -> None:
-    resident, offloaded = both_arms(tmp_path, *SMALL, *options, steps=50)
-    assert_bitwise_equal(resident, offloaded, steps=50)
+@pytest.mark.parametrize("case", BITWISE)
+def test_training_is_bitwise_equal_to_resident(tmp_path: Path, case: str) -> None:
+    ranks, steps, options = BITWISE[case]
+    needs_gpus(ranks)
+    both_arms(tmp_path, *options, steps=steps, ranks=ranks)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [PACKED, ("--no-master-remainders",)], ids=["packed", "whole"])
-def test_parts_of_a_tensor_each_that_move_in_groups_are_bitwise_equal_to_resident(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    resident, offloaded = both_arms(tmp_path, *SMALL, *options, "--slab-bytes", "1048576", steps=20)
-    assert_bitwise_equal(resident, offloaded, steps=20)
+def test_cuda_graphs_of_layers_are_bitwise_equal_to_resident(tmp_path: Path) -> None:
+    both_arms(tmp_path, *SMALL, "--te-graphs", steps=12)
+    assert "Start CUDA Graphs capture" in (tmp_path / "offloaded.log").read_text()
+
+
+LARGE_STATES = ("--layers", "32", "--hidden", "2048", "--ffn", "8192", "--heads", "16", "--seq", "2048", "--mbs", "2")
+"""2.2 billion parameters with 26 GB of states, and as many bytes of activations: 60 GB, resident."""
+FALLS = {
+    "fused_adam": (1, 8, 0, MANY_ACTIVATIONS),
+    "adam": (1, 30, 0.9, muon("adam")),
+    "muon": (1, 30, 0.9, muon("muon")),
+    "dist_muon": (1, 30, 0.9, muon("dist_muon")),
+    "fsdp": (1, 30, 0.95, (*MANY_ACTIVATIONS, *WHOLE)),
+    "fsdp_of_2": (2, 30, 0.95, (*MANY_ACTIVATIONS, *WHOLE)),
+    # On an H100 and an H200 the allocator kept 0.9 to 1.1 GB that fitted nothing, with 1.5 GB of states as with 10.6.
+    # With 36 layers and one sequence of 1024 tokens it kept 1.7 GB of 28 that left, on an H100: 0.939 of them fell.
+    "fsdp_reserved": (1, 8, 0.95, (*LARGE_STATES, "--gbs", "4", *WHOLE)),
+}
+"""Ranks, steps, the least share of all states that is released, options."""
 
 
 @pytest.mark.gpu
-def test_peak_allocated_falls_by_the_bytes_offloaded(tmp_path: Path) -> None:
-    resident, offloaded = both_arms(tmp_path, *MANY_ACTIVATIONS, steps=8)
-    assert_bitwise_equal(resident, offloaded, steps=8)
-    fallen = resident.result["peak_allocated_bytes"] - offloaded.result["peak_allocated_bytes"]
-    assert fallen >= 0.95 * offloaded.result["released_bytes"], (resident.result, offloaded.result)
+@pytest.mark.parametrize("case", FALLS)
+def test_memory_falls_by_the_bytes_offloaded(tmp_path: Path, case: str) -> None:
+    ranks, steps, share, options = FALLS[case]
+    needs_gpus(ranks)
+    # Reserved memory falls too where the states are larger than the holes between activations.
+    is_reserved = case == "fsdp_reserved"
+    resident, offloaded = both_arms(tmp_path, *options, steps=steps, ranks=ranks, at_once=not is_reserved)
+    peak = "peak_reserved_bytes" if is_reserved else "peak_allocated_bytes"
+    released, states = offloaded.result["released_bytes"], offloaded.result["state_bytes"]
+    fallen = resident.result[peak] - offloaded.result[peak]
+    print(f"\n{case}, {peak}: from {resident.result[peak]} by {fallen}, released {released} of {states}")
+    assert released >= share * states
+    assert fallen >= 0.95 * released, (resident.result, offloaded.result)
 
 
 @pytest.mark.gpu
@@ -101,28 +104,27 @@ def test_peak_allocated_falls_by_the_bytes_offloaded(tmp_path: Path) -> None:
 def test_the_step_that_makes_the_states_needs_no_more_memory_than_others(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    resident, offloaded = both_arms(tmp_path, *FEW_ACTIVATIONS, *options, steps=8)
-    assert_bitwise_equal(resident, offloaded, steps=8)
+    _, offloaded = both_arms(tmp_path, *FEW_ACTIVATIONS, *options, steps=8)
     two_parts = offloaded.result["released_bytes"] // 8  # of 16
     assert offloaded.result["first_step_peak_bytes"] <= offloaded.result["peak_allocated_bytes"] + two_parts
 
 
-@pytest.mark.gpu
-def test_cuda_graphs_of_layers_are_bitwise_equal_to_resident(tmp_path: Path) -> None:
-    resident, offloaded = both_arms(tmp_path, *SMALL, "--te-graphs", steps=12)
-    assert_bitwise_equal(resident, offloaded, steps=12)
-    assert "Start CUDA Graphs capture" in (tmp_path / "offloaded.log").read_text()
+NARROW = ("--vocab", "2048")
+"""The step takes whole tensors, some at a time: an embedding that is a quarter of all states would be its peak."""
+SLACK = 64 * 2**20
+"""Bytes by which the allocator may round in one run and not in the other."""
 
 
 @pytest.mark.gpu
-def test_tensor_parallel_2_is_bitwise_equal_to_resident(tmp_path: Path) -> None:
-    needs_gpus(2)
-    resident, offloaded = both_arms(tmp_path, *SMALL, "--tp", "2", steps=20, ranks=2)
-    assert_bitwise_equal(resident, offloaded, steps=20)
-
-
-@pytest.mark.gpu
-def test_data_parallel_2_with_overlap_is_bitwise_equal_to_resident(tmp_path: Path) -> None:
-    needs_gpus(2)
-    resident, offloaded = both_arms(tmp_path, *SMALL, "--dp-overlap", steps=20, ranks=2)
-    assert_bitwise_equal(resident, offloaded, steps=20)
+@pytest.mark.parametrize(
+    "size", [SMALL, MANY_ACTIVATIONS, (*SMALL, *EXPERTS[:2])], ids=["small", "many_activations", "experts"]
+)
+def test_passes_replayed_from_a_full_iteration_graph_are_bitwise_resident_ones_and_it_keeps_no_more_memory(
+    tmp_path: Path, size: tuple[str, ...]
+) -> None:
+    resident, offloaded = both_arms(tmp_path, *size, *NARROW, "--full-graphs", steps=30)
+    kept = [arm.result["graph_pool_bytes"] for arm in (resident, offloaded)]
+    assert 0 < kept[1] <= kept[0] + SLACK
+    reserved = [arm.result["peak_reserved_bytes"] for arm in (resident, offloaded)]
+    print(f"\ngraphs keep {kept}, reserved at most {reserved}, states {offloaded.result['state_bytes']}")
+    assert reserved[1] <= reserved[0] - offloaded.result["state_bytes"] // 2

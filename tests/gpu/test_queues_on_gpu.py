@@ -8,8 +8,11 @@ import subprocess
 import sys
 
 import pytest
+from gpu_lane import NEEDS_CUDA
 
 from bridge_fgo.memory.copy_queues import OF_ALL, OF_COPIES
+
+pytestmark = NEEDS_CUDA
 
 SMALL_COPY_BESIDE_A_GIB = """
 import json, os, sys, time
@@ -54,27 +57,16 @@ def small_copy(connections: str, *arguments: str) -> dict[str, object]:
     return result
 
 
-@pytest.fixture(autouse=True)
-def a_gpu() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("connections", ["1", "8", "32"])
 def test_a_small_copy_does_not_wait_for_all_that_are_queued(connections: str) -> None:
     assert not small_copy(connections, "installed")["was_over"]
 
 
-@pytest.mark.gpu
 def test_an_install_after_cuda_has_begun_says_so_instead_of_setting_what_nobody_reads() -> None:
     result = small_copy("1", "late")
     assert result["was_over"] and result["queues"] is None and "export" in str(result["shortage"])
 
 
-@pytest.mark.gpu
 def test_with_one_queue_a_small_copy_waits_for_all_that_are_queued() -> None:
     """Without this, what the other test claims would say nothing of the variable."""
     assert small_copy("1")["was_over"]

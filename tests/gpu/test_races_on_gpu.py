@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from gpu_lane import PACKED, SMALL, arm
 from race_arm import RACES
-from test_pretrain import ARM, PACKED, SMALL
 
 from bridge_fgo.tools.arms import comparator, runner
 
@@ -17,9 +17,9 @@ def test_a_missing_wait_shows_in_the_bits_under_the_debug_mode(tmp_path: Path, m
     options = (*SMALL, *PACKED, "--steps", "8")
     monkeypatch.setenv("BRIDGE_FGO_DEBUG", "1")
     monkeypatch.setenv("RACE", race)
-    resident = runner.run_arm("resident", ARM, [*options, "--offload", "off"], tmp_path, timeout=300)
+    resident = arm("resident", tmp_path, *options, "--offload", "off")
     try:
-        raced = runner.run_arm("raced", "race_arm", [*options, "--offload", "on"], tmp_path, timeout=300)
+        raced = arm("raced", tmp_path, *options, "--offload", "on", module="race_arm")
     except runner.ArmFailed as failure:  # Bridge ends a run whose loss or gradients are not finite
         assert "found nan" in (tmp_path / "raced.log").read_text().lower(), failure.log_tail
     else:

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_lane import NEEDS_CUDA
 
 from bridge_fgo.memory.layout import pack
 from bridge_fgo.memory.remainder_kernels import MOST_TOGETHER
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.state import State, WeightShard
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_CUDA
 
 SIZES = [1, 31, 32, 33, 4096, 1_000_003, 64, 5_000_000]
 

@@ -13,13 +13,12 @@ import os
 from typing import Any
 
 import pytest
-import torch
+from gpu_lane import LEAST_RETURNED, NEEDS_CUDA, needs_gpus
 
 from bridge_fgo.tools import rl_demo
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = NEEDS_CUDA
 
-LEAST_RETURNED = 0.98
 KINDS = ("params", "grads", "optimizer")
 
 
@@ -72,7 +71,6 @@ def test_a_second_process_gets_in_each_sleep_what_the_trainer_held(run: Any, cap
 def test_several_ranks_that_sleep_are_bitwise_resident_ones(
     ranks: int, parallel: dict[str, int], run: Any, capfd: Any
 ) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
+    needs_gpus(ranks)
     found = run(capfd, ranks, steps=10, **parallel)
     assert found["status"] == 0 and found["bitwise_equal"], found["equal"]

@@ -8,18 +8,10 @@ tiny model on the CPU.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
+from gpu_lane import LEAST_RETURNED, NEEDS_CUDA, printed
 
-ARM = Path(__file__).with_name("saves_arm.py")
-LEAST_RETURNED = 0.98
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = NEEDS_CUDA
 
 
 @pytest.mark.parametrize(
@@ -34,16 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_each_save_has_the_bytes_of_its_step_and_a_sleep_gets_all_memory_while_it_is_written(
     options: tuple[str, ...],
 ) -> None:
-    path = os.pathsep.join([str(ARM.parents[2]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(ARM), "--layers", "8", *options],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    run = json.loads(done.stdout.splitlines()[-1])
+    run = printed("saves_arm", "--layers", "8", *options)
     for sleep in run["sleeps"]:
         print(sleep)
     print(f"{run['tensors']} tensors a save, stale: {run['stale']}, {run['warnings']}")

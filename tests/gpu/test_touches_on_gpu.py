@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_pretrain import MANY_ACTIVATIONS, PACKED, SMALL
+from gpu_lane import MANY_ACTIVATIONS, PACKED, SMALL, arm
 
 from bridge_fgo.tools.arms import comparator, runner
 
@@ -19,14 +19,9 @@ STEPS = ("--steps", "20")
 )
 def test_what_callbacks_touch_between_steps_is_bitwise_as_resident(tmp_path: Path, options: tuple[str, ...]) -> None:
     def run(name: str, offload: str) -> runner.ArmRun:
-        return runner.run_arm(
-            name,
-            "touches_arm",
-            [*(o for o in options if offload == "on" or o not in PACKED), *STEPS, "--offload", offload],
-            tmp_path,
-            environment={"TOUCHED": str(tmp_path / f"{name}.touched")},
-            timeout=300,
-        )
+        given = [option for option in options if offload == "on" or option not in PACKED]
+        touched = {"TOUCHED": str(tmp_path / f"{name}.touched")}
+        return arm(name, tmp_path, *given, *STEPS, "--offload", offload, module="touches_arm", environment=touched)
 
     resident, offloaded = run("resident", "off"), run("offloaded", "on")
     expected, found = (

@@ -1,7 +1,8 @@
 """Runs what is for mcore and a GPU with the mcore that is first on the path, on the CPU.
 
-python mcore_child.py script FILE    # its `main`, with 3 steps
-python mcore_child.py tests FILE     # pytest, on one of mcore's unit tests
+python mcore_child.py TESTS SCRIPT    # pytest, on one of mcore's unit tests; then the script's `main`, with 3 steps
+
+Exit status: 0, 1 where the script fails, and 2 more where a test does.
 """
 
 import runpy
@@ -48,7 +49,7 @@ def run_tests(file):
 
 
 if __name__ == "__main__":
-    kind, what = sys.argv[1:]
+    tests, script = sys.argv[1:]
     install_standins()
     with pytest.MonkeyPatch.context() as patch:
         fused_adam.have_mcore_make_it_precision_aware(patch)
@@ -58,4 +59,5 @@ if __name__ == "__main__":
 
         patch.setattr(utils, "is_te_min_version", lambda version: True)  # which mcore's tests ask
         print("mcore:", optimizer.__file__)
-        sys.exit(run_tests(what) if kind == "tests" else runpy.run_path(what)["main"](3))
+        failed = bool(run_tests(tests))
+        sys.exit(2 * failed + runpy.run_path(script)["main"](3))

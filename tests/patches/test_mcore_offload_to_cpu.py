@@ -40,18 +40,19 @@ def patched(tmp_path_factory):
     return folder
 
 
-def run(kind, file, first=""):
-    """Run the script or the unit test by stand-ins, with what is in the folder `first` before the installed mcore."""
-    path = [str(first), str(PROJECT), str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [sys.executable, HERE / "mcore_child.py", kind, file],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(part for part in path if part)},
-        cwd=HERE,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def run(patched):
+    """Run the unit test and the script by stand-ins: with the installed mcore, and with the patched one before it."""
+
+    def run(first):
+        path = [str(first), str(PROJECT), str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+        return subprocess.run(
+            [sys.executable, HERE / "mcore_child.py", patched / UNIT_TEST, SCRIPT],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(part for part in path if part)},
+            cwd=HERE, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+
+    return {"as it is": run(""), "patched": run(patched)}
 
 
 def weights(done):
@@ -75,9 +76,9 @@ def test_the_patch_is_no_part_of_bridges_series():
 
 
 @pytest.mark.slow
-def test_after_mcores_round_trip_weights_stop_moving_and_the_script_fails():
-    done = run("script", SCRIPT)
-    assert done.returncode == 1, done.stderr[-2000:]
+def test_after_mcores_round_trip_weights_stop_moving_and_the_script_and_the_patchs_own_unit_test_fail(run):
+    done = run["as it is"]
+    assert done.returncode == 3 and "2 failed" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
     assert f"mcore: {core()}" in done.stdout
     before, after = weights(done)
     assert len(set(before)) == len(before) == 4 == len(after)
@@ -86,19 +87,12 @@ def test_after_mcores_round_trip_weights_stop_moving_and_the_script_fails():
 
 
 @pytest.mark.slow
-def test_with_the_patch_weights_move_on(patched):
-    done = run("script", SCRIPT, patched)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_with_the_patch_weights_move_on_and_its_own_unit_test_passes(run, patched):
+    done = run["patched"]
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
     assert f"mcore: {patched}" in done.stdout
     before, after = weights(done)
     assert len({*before, *after}) == 7 and after[0] == before[-1]
-
-
-@pytest.mark.slow
-def test_the_patchs_own_unit_test_fails_without_it_and_passes_with_it(patched):
-    without, with_it = (run("tests", patched / UNIT_TEST, first) for first in ("", patched))
-    assert without.returncode == 1 and "2 failed" in without.stdout, without.stdout[-2000:]
-    assert with_it.returncode == 0 and "2 passed" in with_it.stdout, with_it.stdout[-2000:]
 
 
 @pytest.mark.slow

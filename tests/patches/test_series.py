@@ -1,13 +1,63 @@
-"""The series in `patches/` on a copy of the installed wheel and on the repository's layout of the same files."""
+"""The series in `patches/` on a copy of the installed wheel, on the repository's layout of its files, on checkouts.
 
+Checkouts of Bridge, each with the mcore of a checkout of Megatron-LM, are those that BRIDGE_FGO_BRIDGE_CHECKOUTS names:
+"BRIDGE,MEGATRON_LM:BRIDGE,MEGATRON_LM".
+"""
+
+import os
 import re
 import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from apply import SERIES, apply
-from patched import commit_all, git, run_tests
+
+PROJECT = Path(__file__).parents[2]
+SERIES_TESTS = "tests/unit_tests/training/test_optimizer_state_offload.py"
+
+
+def git(folder, *command):
+    identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
+    return subprocess.run(["git", *identity, *command], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+def commit_all(folder):
+    """Make a repository of a folder and commit all of it, with an identity for the commits of `git am`."""
+    git(folder, "init", "--quiet")
+    git(folder, "config", "user.name", "test")
+    git(folder, "config", "user.email", "test@example.com")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message", "as it was")
+
+
+def run_tests(repository, path):
+    """Run the series' tests and tests/bridge with a patched Bridge first on the path; return how many passed."""
+    what = [
+        "tests/patches/on_patched_bridge.py",
+        "tests/bridge",
+        # What it says is no longer so: the flag is a field of the patched Bridge.
+        "--deselect=tests/bridge/test_flag.py::test_without_the_package_released_mcore_refuses_it",
+        str(repository / SERIES_TESTS),
+    ]
+    path = [*map(str, path), str(PROJECT / "tests/upstream"), str(PROJECT), os.environ.get("PYTHONPATH", "")]
+    # Without the project's --strict-markers: Bridge has markers of its own.
+    options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "upstream_plugin", "--rootdir", str(PROJECT)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *what],
+        cwd=PROJECT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    return int(passed[1])
 
 
 def wheel() -> Path:
@@ -107,3 +157,20 @@ def test_what_bridges_main_has_between_the_lines_stops_no_patch(tmp_path):
 @pytest.mark.slow
 def test_the_series_tests_and_the_wiring_tests_pass_on_the_patched_wheel(repository, site_packages):
     assert run_tests(repository, [site_packages]) > 130
+
+
+PAIRS = [pair.split(",") for pair in os.environ.get("BRIDGE_FGO_BRIDGE_CHECKOUTS", "").split(":") if pair]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PAIRS, reason="BRIDGE_FGO_BRIDGE_CHECKOUTS names no checkouts of Bridge and Megatron-LM")
+@pytest.mark.parametrize(("bridge", "megatron_lm"), PAIRS or [("", "")])
+def test_git_am_makes_a_commit_of_each_patch_and_the_tests_pass(tmp_path, bridge, megatron_lm):
+    for name in ("src", "tests"):
+        shutil.copytree(Path(bridge) / name, tmp_path / name)
+    commit_all(tmp_path)
+    apply(tmp_path)
+    subjects = git(tmp_path, "log", "--format=%s", f"-{len(SERIES)}").splitlines()
+    assert all(subject.startswith("[training] ") for subject in subjects)
+    assert git(tmp_path, "status", "--porcelain") == ""
+    assert run_tests(tmp_path, [tmp_path / "src", megatron_lm]) > 130

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from functools import cache
 
+import fused_adam
 import pytest
 
 import bridge_fgo
 from bridge_fgo.memory.slab import StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.states.distributed import live_bytes
+from bridge_fgo.tools.arms import cpu_training
 from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 SMALL = {"hidden": 64, "sequence": 16, "vocab": 64}
@@ -68,6 +70,11 @@ class Sleeper:
     @property
     def leaf(self):
         return self.training.optimizer.chained_optimizers[0]
+
+    @property
+    def transfers(self):
+        """The class that copies states."""
+        return type(self.res._states.engine.schedule.transfers)
 
     @property
     def moment(self):
@@ -156,15 +163,50 @@ def poisoned(monkeypatch):
     poison(monkeypatch)
 
 
+def configured(change):
+    """Return a function that has trainings be configured by another one. change: what it does to a config."""
+
+    def prepare(patch):
+        make = cpu_training.make_config
+
+        def make_config(of):
+            cfg = make(of)
+            change(cfg)
+            return cfg
+
+        patch.setattr(cpu_training, "make_config", make_config)
+
+    return prepare
+
+
+def precision_aware(remainders):
+    """Return a function that has mcore build a precision-aware Adam, whose parameters are views of the weights."""
+
+    def change(cfg):
+        cfg.optimizer.use_precision_aware_optimizer = True
+        cfg.optimizer.store_param_remainders = remainders
+
+    def prepare(patch):
+        configured(change)(patch)
+        fused_adam.have_mcore_make_it_precision_aware(patch)
+
+    return prepare
+
+
 def residency(training, **how):
     """Return the residency of a training."""
     return bridge_fgo.Residency(training.model, training.optimizer, **how)
 
 
-def note(patch, order, owner, name, word):
-    """Append a word whenever a method is called. patch: a monkeypatch."""
+def note(patch, order, owner, name, word, with_slab=False):
+    """Append a word, or (word, slab) of a verb of a slab, whenever a method is called. patch: a monkeypatch."""
     method = getattr(owner, name)
-    patch.setattr(owner, name, lambda *of: (order.append(word), method(*of))[1])
+
+    def noted(*of):
+        order.append((word, *of[1:2]) if with_slab else word)
+        return method(*of)
+
+    patch.setattr(owner, name, noted)
 
 
 def fail(patch, owner, name, call=2, error=StillShared):

@@ -14,7 +14,7 @@ import torch
 import bridge_fgo
 from bridge_fgo.sleep import caches
 
-pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
 TE = "transformer_engine.pytorch."
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from caching_writer import AsyncCallsQueue, Block, FileSystemWriterAsync, caching_writer  # noqa: F401
+from caching_writer import AsyncCallsQueue, Block, FileSystemWriterAsync
 from sleeping import buffers
 
 from bridge_fgo.sleep import checkpoint_workers
@@ -56,9 +56,7 @@ class Saves:
 
 @CONSTANT
 def test_each_save_has_the_bytes_of_its_step_and_no_memory_stays_while_it_is_written(
-    sleeper,
-    caching_writer,  # noqa: F811
-    constant_structure,
+    sleeper, caching_writer, constant_structure
 ):
     taken, me = [], sleeper(0, early=True)
     saves = Saves(me.training, caching_writer, constant_structure)
@@ -75,10 +73,7 @@ def test_each_save_has_the_bytes_of_its_step_and_no_memory_stays_while_it_is_wri
 
 @CONSTANT
 def test_a_save_after_sleeps_by_mcores_own_verbs_has_the_bytes_of_its_step(
-    installed,
-    sleeper,
-    caching_writer,  # noqa: F811
-    constant_structure,
+    installed, sleeper, caching_writer, constant_structure
 ):
     me = sleeper(0)
     saves = Saves(me.training, caching_writer, constant_structure)
@@ -94,7 +89,7 @@ def test_a_save_after_sleeps_by_mcores_own_verbs_has_the_bytes_of_its_step(
     assert saves.stale() == [[], [], []]
 
 
-def test_what_was_saved_before_there_was_a_residency_is_sent_anew(sleeper, caching_writer):  # noqa: F811
+def test_what_was_saved_before_there_was_a_residency_is_sent_anew(sleeper, caching_writer):
     me = sleeper()
     saves = Saves(me.training, caching_writer, constant_structure=True)
     saves.save()
@@ -106,7 +101,7 @@ def test_what_was_saved_before_there_was_a_residency_is_sent_anew(sleeper, cachi
     me.res.close()
 
 
-def test_nvrx_sends_handles_once_where_nothing_moves(sleeper, monkeypatch, caching_writer):  # noqa: F811
+def test_nvrx_sends_handles_once_where_nothing_moves(sleeper, monkeypatch, caching_writer):
     monkeypatch.setattr(checkpoint_workers, "_movers", weakref.WeakSet())  # other tests' models may live
     me = sleeper(0)
     me.res.close()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sleeping import SEVERAL_SLABS, buffers, fail, note, residency, resident, resident_now
-from test_sleep_and_wake import precision_aware
+from sleeping import SEVERAL_SLABS, buffers, fail, note, precision_aware, residency, resident, resident_now
 
 import bridge_fgo
 from bridge_fgo.bridge.session import attach
@@ -16,11 +15,7 @@ from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep import upstream
 from bridge_fgo.sleep.states import STATES, movable_optimizers
 
-pytestmark = [
-    pytest.mark.usefixtures("cpu_standins"),
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.usefixtures("installed"),
-]
+pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned", "installed")
 
 
 def live(training):

@@ -12,7 +12,7 @@ from sleeping import options
 import bridge_fgo
 from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
-pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
 
 class Quantized(torch.Tensor):

@@ -17,7 +17,7 @@ from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep.checks import Checks
 from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
-pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
 
 @pytest.fixture(scope="module")
@@ -141,40 +141,44 @@ def test_verbs_of_two_threads_take_turns(monkeypatch, training):
 
 # What is asked for.
 
-ASKED = {
-    "nothing": ((), set(KINDS)),
-    "all": (("all",), set(KINDS)),
-    "a list with all": ((["all"],), set(KINDS)),
-    "a name": (("params",), {"params"}),
-    "names": (("params", "grads"), {"params", "grads"}),
-    "a list of names": ((["params", "grads"],), {"params", "grads"}),
-    "a set of a name": (({"optimizer"},), {"optimizer"}),
-    "a generator": ((kind for kind in ("params",)), {"params"}),
-    "an empty list": (([],), set()),
-    "an empty generator": ((kind for kind in ()), set()),
-}
+ASKED = [
+    ([], set(KINDS)),
+    (["all"], set(KINDS)),
+    ([["all"]], set(KINDS)),
+    (["params"], {"params"}),
+    (["params", "grads"], {"params", "grads"}),
+    ([["params", "grads"]], {"params", "grads"}),
+    ([{"optimizer"}], {"optimizer"}),
+    ([[]], set()),
+]
+"""Arguments of a verb, and what it moves."""
 
 
-def test_what_is_named_moves_and_an_empty_list_moves_nothing(training):
+@pytest.mark.parametrize("has_iterators", [False, True], ids=["lists", "iterators"])
+def test_what_is_named_moves_an_empty_list_moves_nothing_and_contexts_put_everything_back(training, has_iterators):
+    def given(arguments):
+        return [iter(each) if has_iterators and isinstance(each, list) else each for each in arguments]
+
     res = residency(training)
-    for what, kinds in ASKED.values():
-        what = what if isinstance(what, tuple) else (list(what),)
-        res.offload(*what)
+    for what, kinds in ASKED:
+        res.offload(*given(what))
         assert res.away == gone(res) == kinds
         res.offload("all")
-        res.reload(*what)
+        res.reload(*given(what))
         assert res.away == set(KINDS) - kinds
         res.reload()
-
-
-def test_only_an_empty_list_is_asleep_and_only_all_is_awake(training):
-    res = residency(training)
+    res.offload("grads")
     with res.only([]):
         assert res.away == set(KINDS)
         with res.only("all"):
             assert res.away == set()
-        with res.only(["params", "grads"]):
-            assert res.away == {"optimizer"}
+            with res.only(["params", "grads"]) as moved:
+                assert res.away == {"optimizer"} and moved.copied_by_kind["optimizer"] == 0
+                with res.asleep():
+                    assert res.away == set(KINDS)
+                assert res.away == {"optimizer"}
+            assert res.away == set()
+    assert res.away == gone(res) == {"grads"}
 
 
 def test_what_names_no_kind_is_refused_and_nothing_moves(training):

@@ -9,7 +9,6 @@ import warnings
 from dataclasses import dataclass, field
 from unittest import mock
 
-import fused_adam
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -20,14 +19,16 @@ from sleeping import (
     SEVERAL_SLABS,
     WHOLE,
     Sleeper,
+    configured,
     fail,
     gone,
     note,
     options,
     poison,
+    precision_aware,
     resident,
     resident_now,
-)
+)  # fmt: skip
 
 import bridge_fgo
 from bridge_fgo.memory.host_buffer import HostBuffer
@@ -36,49 +37,18 @@ from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep import moved, residency, states
 from bridge_fgo.sleep.rounding import Rounding
 from bridge_fgo.sleep.weights import Weights
-from bridge_fgo.tools.arms import cpu_training
 from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
-pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 MASTERS = pytest.mark.parametrize("masters", [WHOLE, PACKED], ids=["whole masters", "packed masters"])
 
 # What trains.
-
-
-def configured(change):
-    """Return a function that has trainings be configured by another one. change: what it does to a config."""
-
-    def prepare(patch):
-        make = cpu_training.make_config
-
-        def make_config(of):
-            cfg = make(of)
-            change(cfg)
-            return cfg
-
-        patch.setattr(cpu_training, "make_config", make_config)
-
-    return prepare
 
 
 @configured
 def fp32_gradients(cfg):
     cfg.ddp.grad_reduce_in_fp32 = False
     cfg.ddp.param_name_patterns_for_fp32_local_accumulation = ("all",)
-
-
-def precision_aware(remainders):
-    """Return a function that has mcore build a precision-aware Adam, whose parameters are views of the weights."""
-
-    def change(cfg):
-        cfg.optimizer.use_precision_aware_optimizer = True
-        cfg.optimizer.store_param_remainders = remainders
-
-    def prepare(patch):
-        configured(change)(patch)
-        fused_adam.have_mcore_make_it_precision_aware(patch)
-
-    return prepare
 
 
 @dataclass
@@ -210,14 +180,20 @@ def test_any_order_of_sleeps_wakes_and_steps_is_bitwise_a_resident_run(moves, mi
 
 
 @MASTERS
-def test_no_call_of_a_sleep_in_parts_brings_back_what_another_has_sent_away(sleeper, masters):
-    me = sleeper(0, config=masters, early=True)
+def test_no_call_of_a_sleep_in_parts_brings_back_what_another_has_sent_away_and_the_driver_gets_memory_last(
+    sleeper, monkeypatch, masters
+):
+    me, returns = sleeper(0, config=masters, early=True), []
+    monkeypatch.setattr(residency, "return_to_driver", lambda device: returns.append(me.gone()))
     for order in itertools.permutations(KINDS):
         me.train()
         for kind in order:
             me.res.offload(kind)
+            assert returns[-1] == me.res.away
         assert me.gone() == set(KINDS) == me.res.away
         me.res.reload()
+    me.res.offload(grads="keep")
+    assert returns[-1] == set(KINDS)
 
 
 def test_parameters_and_buffers_are_the_same_objects_after_a_wake(sleeper):
@@ -250,26 +226,17 @@ def test_gradients_cross_no_link_and_unchanged_memory_crosses_once(sleeper):
     assert me.res.reload().copied_by_kind == {"optimizer": states, "params": 0, "grads": 0}
     assert me.res.offload().copied == 0
     assert me.res.offload().seconds == 0  # away already
-    me.res.reload()
-    me.train()
-    assert me.res.offload("optimizer").copied_by_kind == {"optimizer": states}
 
 
-def test_the_freed_bytes_of_states_are_those_of_their_storages(sleeper):
-    me = sleeper(experts=True)
+@pytest.mark.parametrize("steps", [0, 1])
+@MASTERS
+def test_the_freed_bytes_of_states_are_those_of_their_storages(sleeper, masters, steps):
+    """Moments are not made before the first step; a sum that counts them would tell of memory that somebody keeps."""
+    me = sleeper(steps, config=masters, experts=True)
     for _ in range(2):  # the first time from tensors of their own, then from slabs
         held = me.states_bytes()
-        assert held == me.res.offload("optimizer").freed and me.states_bytes() == 0
+        assert 0 < held == me.res.offload("optimizer").freed and me.states_bytes() == 0
         assert me.res.reload("optimizer").freed == -held == -me.states_bytes()
-
-
-@MASTERS
-def test_before_the_first_step_a_sleep_frees_what_is_there(sleeper, masters):
-    """Moments are not made yet; a sum that counts them would tell of memory that somebody keeps."""
-    me = sleeper(0, config=masters)
-    held = me.states_bytes()
-    assert 0 < held == me.res.offload("optimizer").freed and me.states_bytes() == 0
-    me.res.reload()
     me.train()
     me.assert_as_resident()
 
@@ -307,7 +274,10 @@ def test_gradients_and_weights_get_their_memory_while_states_are_copied(sleeper,
     assert order[0] == "reload" and order[-1] == "finish_reload" and set(order[1:-1]) == {"fill"}
 
 
-def test_after_a_step_states_are_copied_without_a_look_and_else_only_those_that_have_changed(sleeper, monkeypatch):
+@pytest.mark.parametrize("write", [lambda words: words.mul_(2), lambda words: words[:8].bitwise_not_()])
+def test_after_a_step_states_are_copied_without_a_look_and_else_only_those_that_have_changed(
+    sleeper, monkeypatch, write
+):
     """To sum over them before the first copy begins would take time for what is known."""
     me, looked = sleeper(), []
     note(monkeypatch, looked, type(me.res._states._copies), "unchanged", "look")
@@ -317,23 +287,14 @@ def test_after_a_step_states_are_copied_without_a_look_and_else_only_those_that_
     assert me.res.offload("optimizer").copied == 6 * me.weights_bytes
     assert len(looked) == 1  # of the first sleep, before anybody could say
     me.res.reload()
-    me.moment.mul_(2)
+    words = me.moment.view(torch.int32).view(-1)
+    write(words)
+    written = words.clone()
     copied = me.res.offload("optimizer").copied
     assert len(looked) == 2 and 0 < copied < 6 * me.weights_bytes
     me.res.reload()
+    assert torch.equal(words, written)
     assert me.res.offload("optimizer").copied == 0
-
-
-def test_states_whose_words_were_complemented_since_the_last_wake_are_copied(sleeper):
-    me = sleeper()
-    me.res.offload()
-    me.res.reload()
-    me.moment.view(torch.int32).view(-1)[:8].bitwise_not_()
-    written = me.moment.clone()
-    assert me.res.offload().copied > 0
-    me.res.reload()
-    assert torch.equal(me.moment.view(torch.int32), written.view(torch.int32))
-    me.res.close()
 
 
 @MASTERS
@@ -342,12 +303,8 @@ def test_the_driver_gets_what_has_left_while_other_slabs_are_copied(sleeper, mon
     monkeypatch.setattr(states, "RETURNED_BYTES", 1)
     me = sleeper(experts=True, hidden=128, sequence=32, vocab=128, config=masters)
     packed, order = masters is PACKED, []
-    transfers = type(me.res._states.engine.schedule.transfers)
     for name in ("copy_out", "release", "await_released"):
-        act = getattr(transfers, name)
-        monkeypatch.setattr(
-            transfers, name, lambda of, *slab, n=name, act=act: (order.append((n, *slab[:1])), act(of, *slab))
-        )
+        note(monkeypatch, order, me.transfers, name, name, with_slab=True)
     monkeypatch.setattr(states, "return_to_driver", lambda device: order.append(("driver", me.gone())))
     me.res.offload()
     first = order[:]
@@ -379,18 +336,6 @@ def most_in_transit(order, packed=False):
             leaving.difference_update(slab)
         most = max(most, len(leaving))
     return most
-
-
-def test_the_driver_gets_memory_after_the_last_of_it_was_let_go_of(sleeper, monkeypatch):
-    me, returns = sleeper(), []
-    monkeypatch.setattr(residency, "return_to_driver", lambda device: returns.append(me.gone()))
-    for kind in ("grads", "params", "optimizer"):
-        me.res.offload(kind)
-        assert returns[-1] == me.res.away
-    me.res.reload()
-    me.res.offload(grads="keep")
-    assert returns[-1] == set(KINDS)
-    me.res.close()
 
 
 def test_from_the_second_wake_of_parameters_alone_on_they_cross_in_16_bits(sleeper):
@@ -490,20 +435,16 @@ def test_weights_that_are_loaded_after_a_sleep_failed_half_way_are_copied_at_the
         fail(patch, Weights, "empty", call=1)
         me.res.offload("params", "optimizer")
     assert me.res.away == {"optimizer"}  # unchanged, and so gone at once
-    assert_kept(me, change(me))
-
-
-def change(me):
-    """Change a weight by hand; return the weights."""
-    with torch.no_grad():
-        me.weight.view(-1)[3] = 123.0
-    return me.weight.detach().clone()
-
-
-def assert_kept(me, before):
+    change(me.weight, 123.0)
     me.res.offload("params")
     me.res.reload()
-    assert torch.equal(me.weight, before)
+    assert me.weight.view(-1)[3] == 123.0
+
+
+def change(weight, value):
+    """Change an element of a weight by hand."""
+    with torch.no_grad():
+        weight.view(-1)[3] = value
 
 
 def test_where_states_cannot_leave_the_weights_stay_and_their_copies_are_waited_for(sleeper, monkeypatch):
@@ -532,9 +473,8 @@ def test_after_a_sleep_that_failed_half_way_training_goes_on_and_the_next_copies
     """Else a slab whose copy was started before the update would be offloaded with the old values."""
     me = sleeper(config=masters, experts=True, **SEVERAL_SLABS)
     assert len(me.res._states.engine.slabs) > MOST_IN_TRANSIT
-    transfers = type(me.res._states.engine.schedule.transfers)
     with monkeypatch.context() as patch, pytest.raises(StillShared):
-        fail(patch, StorageSlab if where == "empty" else transfers, where)
+        fail(patch, StorageSlab if where == "empty" else me.transfers, where)
         me.res.offload("params", "optimizer")
     me.res.reload()
     for _ in range(2):
@@ -587,7 +527,7 @@ def test_what_cannot_be_offloaded_again_after_an_error_is_told_beside_it(sleeper
     me = sleeper(0)
     me.res.offload()
     with monkeypatch.context() as patch:
-        patch.setattr("bridge_fgo.sleep.residency.wait_for_gpu", lambda device: time.sleep(2))
+        patch.setattr("bridge_fgo.sleep.residency.wait_for_gpu", lambda device: time.sleep(0.5))
         patch.setattr("bridge_fgo.sleep.moved.PATIENCE", 0.1)
         with pytest.raises(ZeroDivisionError) as caught, me.res.only("params"):
             _ = 1 / 0
@@ -604,10 +544,10 @@ def test_what_cannot_be_offloaded_again_after_an_error_is_told_beside_it(sleeper
 
 def test_weights_that_were_changed_by_hand_are_copied_and_not_rounded_from_masters(sleeper):
     me = sleeper()
-    before = change(me)
+    change(me.weight, 123.0)
     assert me.res.offload().copied_by_kind["params"] == me.weights_bytes
     me.res.reload()
-    assert torch.equal(me.weight, before)
+    assert me.weight.view(-1)[3] == 123.0
 
 
 def test_weights_that_are_changed_while_their_masters_are_away_come_back_changed(sleeper):
@@ -617,8 +557,7 @@ def test_weights_that_are_changed_while_their_masters_are_away_come_back_changed
     assert res.offload("params").copied == 0  # as they were when the masters left
     res.reload("params")
     for value in (123.0, 45.0):
-        with torch.no_grad():
-            weight.view(-1)[3] = value
+        change(weight, value)
         res.offload("params")
         res.reload("params")
         assert weight.view(-1)[3] == value
@@ -648,38 +587,17 @@ def test_gradients_of_a_backward_are_not_dropped_and_nothing_moves(sleeper):
     me.assert_as_resident()
 
 
-def test_the_refusal_to_drop_gradients_names_what_zeroes_them(sleeper):
+def test_the_refusal_to_drop_gradients_names_what_zeroes_them_and_those_of_shards_go_with_their_buffer(sleeper):
     me = sleeper()
     me.res._backwards.pending.add(id(me.ddp))
     me.training.optimizer.zero_grad()  # those of shards; mcore leaves DDP's buffers
     with pytest.raises(RuntimeError, match=r"zero_grad_buffer\(\)"):
         me.res.offload("grads")
     me.ddp.zero_grad_buffer()
-    me.res.offload("grads")
-    assert me.gone() == {"grads"} == me.res.away
-
-
-def test_fp32_gradients_of_shards_go_with_their_buffer(sleeper):
-    me = sleeper()
     param = me.leaf.optimizer.param_groups[0]["params"][0]
     param.grad = torch.ones_like(param)
-    me.res.reload()
     assert me.res.offload("grads").freed == sum(s.nbytes for s in me.res._gradients.slabs) + param.nbytes
-    assert param.grad is None
-
-
-def test_contexts_put_everything_back(sleeper):
-    me = sleeper()
-    me.res.offload("grads")
-    with me.res.only("params") as moved:
-        assert me.res.away == {"grads", "optimizer"} and moved.copied_by_kind["optimizer"]
-        with me.res.asleep():
-            assert me.res.away == set(KINDS)
-        assert me.res.away == {"grads", "optimizer"}
-    assert me.res.away == {"grads"}
-    me.res.reload()
-    me.train()
-    me.assert_as_resident()
+    assert param.grad is None and me.gone() == {"grads"} == me.res.away
 
 
 def test_a_model_without_ddp_leaves_and_returns_and_is_copied_once():

@@ -13,7 +13,7 @@ from sleeping import SMALL
 import bridge_fgo
 from bridge_fgo.memory import guard
 
-pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
 
 @pytest.fixture(params=["addresses refused", "before PyTorch 2.12", "before PyTorch 2.12, installed"], autouse=True)

@@ -15,7 +15,7 @@ from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.sleep.states import STATES
 from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
-pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.usefixtures("poisoned")]
+pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
 CONFIGS = {"whole masters": None, "packed masters": PACKED, "small slabs": WHOLE}
 MUON = {"distributed": False, "optimizer": "muon"}

@@ -50,20 +50,15 @@ def outcomes(checkout: Path, tests: list[str], installed: bool, ranks: int) -> d
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        pytest = ["-m", "pytest", "-p", "upstream_plugin", "-q", "--tb=no", "-p", "no:cacheprovider", "-W", "ignore"]
         command = [
             sys.executable,
             *launcher,
-            "-m",
-            "pytest",
-            "-p",
-            "upstream_plugin",
-            "-q",
-            "--tb=no",
-            "-p",
-            "no:cacheprovider",
+            *pytest,
+            "--continue-on-collection-errors",
+            f"--junitxml={report}",
+            *tests,
         ]
-        command += ["--continue-on-collection-errors"]
-        command += ["-W", "ignore", f"--junitxml={report}", *tests]
         done = subprocess.run(command, cwd=checkout, env=environment, check=False, capture_output=True, text=True)
         reports = [report.with_name(f"{rank}.{report.name}") for rank in range(ranks)] if ranks > 1 else [report]
         if not all(one.exists() for one in reports):
