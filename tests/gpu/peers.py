@@ -2,7 +2,7 @@
 
     python tests/gpu/peers.py --peers .peers
 
-An arm is a process; all get ready side by side, and then each has the GPU by itself. The peers' own functions are read
+An arm is a process, and has the GPU by itself. The peers' own functions are read
 from a folder, and are no part of this repository:
 
     .peers/skyrl/megatron_utils.py             skyrl/backends/skyrl_train/distributed/megatron/ of NovaSky-AI/SkyRL
@@ -22,23 +22,22 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
-import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 ARM = HERE / "peers_arm.py"
-READY_SECONDS = 240
-ARM_SECONDS = 90
+ARM_SECONDS = 330
+"""Of which imports and the making of the model take most."""
 
 OF_ADAM = ("never", "ours", "mcore+ours", "mcore", "skyrl", "verl", "nemo_rl")
 PLAIN = (*OF_ADAM, "memory_saver", "memory_saver+retained", "skyrl+ours", "verl+ours", "nemo_rl+ours")
 VARIANTS = {"precision_aware": "--precision-aware", "fp32_accumulation": "--fp32-accumulation"}
 """Options of trainings in which `OF_ADAM` are told apart by bytes and bits."""
-OURS = ("ours", "mcore+ours", "skyrl+ours", "verl+ours", "nemo_rl+ours")
+OURS = tuple(by for by in PLAIN if by.endswith("ours"))
 """With "+ours": a peer's functions with the lines changed that `bridge_fgo/sleep/PEERS.md` names."""
 FIVE_TIMES = ("mcore", "nemo_rl", "memory_saver")
 """Those whose cycle takes at least five times as long as ours; the others' only longer."""
@@ -50,53 +49,6 @@ class Name(NamedTuple):
 
     kind: str
     by: str
-
-
-class Arm:
-    """A process that is getting ready, and what it printed."""
-
-    def __init__(self, name: Name, command: list[str], environment: dict[str, str], log: Path) -> None:
-        self.name, self._log = name, log
-        with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
-
-    def get_ready(self, seconds: float) -> None:
-        """Waits until it is, or has ended."""
-        assert self._process.stdout is not None
-        timer = threading.Timer(max(seconds, 0.0), self._process.kill)
-        timer.start()
-        while (line := self._process.stdout.readline()) and line.strip() != "ready":
-            pass
-        timer.cancel()
-
-    def go(self) -> None:
-        """Has it begin."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write("go\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended, and `result` says why
-
-    def result(self, seconds: float) -> dict[str, Any]:
-        """Returns what it printed last; {"error": ...} where it failed."""
-        try:
-            out, _ = self._process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            self.end()
-            return {"error": f"took longer than {seconds:g} s"}
-        if self._process.returncode:
-            lines = self._log.read_text(errors="replace").strip().splitlines()
-            return {"error": (lines or [f"status {self._process.returncode}"])[-1][:300], "log": "\n".join(lines[-40:])}
-        return json.loads(out.splitlines()[-1])
-
-    def end(self) -> None:
-        """Ends it, if it still runs."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.communicate()
 
 
 def environment_of(by: str, peers: Path, folder: Path) -> dict[str, str]:
@@ -122,16 +74,24 @@ def environment_of(by: str, peers: Path, folder: Path) -> dict[str, str]:
     return found
 
 
-def start(name: Name, options: argparse.Namespace, folder: Path) -> Arm:
-    """Starts an arm, which gets ready and waits."""
+def run_arm(name: Name, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Returns what an arm prints last; {"error": ...} where it failed."""
     by, _, how = name.by.partition("+")
-    command = [sys.executable, str(ARM), "--in-turn", "--by", by, "--peers", str(options.peers)]
+    command = [sys.executable, str(ARM), "--by", by, "--peers", str(options.peers)]
     command += ["--with-ours"] * (how == "ours")
     if name.kind == "plain":
         command += ["--layers", str(options.layers), "--cycles", str(options.cycles), "--seconds", str(options.seconds)]
     else:
         command += [VARIANTS[name.kind], "--layers", "2", "--cycles", "3"]
-    return Arm(name, command, environment_of(name.by, options.peers, folder), folder / f"{name.kind}.{name.by}.log")
+    environment = environment_of(name.by, options.peers, folder)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ARM_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"error": f"took longer than {ARM_SECONDS} s"}
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return {"error": (lines or [f"status {done.returncode}"])[-1][:300], "log": "\n".join(lines[-40:])}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def bits(run: dict[str, Any], never: dict[str, Any]) -> str:
@@ -224,30 +184,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-variants", action="store_true")
     options = parser.parse_args(arguments)
     names = [Name("plain", by) for by in PLAIN if by in (*options.arms, "never", *OURS)]
-    variants = [] if options.no_variants else [Name(kind, by) for kind in VARIANTS for by in OF_ADAM]
     runs: dict[Name, dict[str, Any]] = {}
-    arms: list[Arm] = []
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        try:
-            arms = [start(name, options, folder) for name in (*names, *variants)]
-            deadline = time.monotonic() + READY_SECONDS
-            for arm in arms:
-                arm.get_ready(deadline - time.monotonic())
-            timed, others = arms[: len(names)], arms[len(names) :]
-            for arm in timed:
-                arm.go()
-                runs[arm.name] = arm.result(ARM_SECONDS)
-                print(f"{arm.name.by}: {runs[arm.name].get('error', 'done')}", flush=True)
-            for kind in VARIANTS:
-                of_kind = [arm for arm in others if arm.name.kind == kind]  # as many as fit the GPU side by side
-                for arm in of_kind:
-                    arm.go()
-                for arm in of_kind:
-                    runs[arm.name] = arm.result(ARM_SECONDS)
-        finally:
-            for arm in arms:
-                arm.end()
+        for name in names:
+            runs[name] = run_arm(name, options, folder)
+            print(f"{name.by}: {runs[name].get('error', 'done')}", flush=True)
+        for kind in () if options.no_variants else VARIANTS:
+            of_kind = [Name(kind, by) for by in OF_ADAM]  # as many as fit the GPU side by side
+            with ThreadPoolExecutor(len(of_kind)) as pool:
+                runs |= zip(of_kind, pool.map(lambda name: run_arm(name, options, folder), of_kind), strict=True)
     for name, run in runs.items():
         if "log" in run:
             print(f"--- {name.kind}, {name.by}\n{run['log']}")

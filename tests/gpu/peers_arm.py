@@ -2,9 +2,9 @@
 
     python tests/gpu/peers_arm.py --by skyrl --peers .peers --cycles 20 --seconds 12
 
-With `--in-turn` it gets ready, prints "ready", and builds its model when a line comes in. Prints one JSON object. The
-functions of SkyRL, verl and NeMo-RL are read from files that `--peers` has (`peers.py` says which), one by one,
-without what those files import; torch_memory_saver has to be preloaded. Without a GPU the model is a tiny one.
+Prints one JSON object. The functions of SkyRL, verl and NeMo-RL are read from files that `--peers` has (`peers.py` says
+which), one by one, without what those files import; torch_memory_saver has to be preloaded. Without a GPU the model is
+a tiny one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import gc
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +63,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cycles", type=int, default=20, help="at most")
     parser.add_argument("--seconds", type=float, default=12.0, help="after which no cycle from the fourth on begins")
     parser.add_argument("--after", type=int, default=2, help="steps after the last cycle")
-    parser.add_argument("--in-turn", action="store_true", help="wait for a line before the model is built")
     phases_arm.add_model_options(parser)
     return parser.parse_args(arguments)
 
@@ -141,51 +139,51 @@ def mcore(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Ver
     return sleep, wake
 
 
-def skyrl(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, Verb]:
-    """By SkyRL's functions, in the order of its MegatronStrategy."""
+def by_functions(
+    options: argparse.Namespace, off: list[tuple[str, Any]], on: list[tuple[str, Any]], *helpers: str, empties: bool
+) -> tuple[Verb, Verb]:
+    """Returns verbs that call a peer's functions one after another.
+
+    Args:
+        options: of the arm.
+        off: the functions that sleep, each with its argument.
+        on: those that wake.
+        helpers: what those call.
+        empties: whether the peer empties PyTorch's cache after a sleep.
+    """
     import torch
 
-    off = ("offload_megatron_model_to_cpu", "offload_megatron_grads_to_cpu", "offload_megatron_optimizer")
-    on = ("load_megatron_model_to_gpu", "load_megatron_grads_to_gpu", "load_megatron_optimizer")
-    helpers = ("offload_megatron_copy_params", "load_megatron_copy_params")
-    by = functions(options, *off, *on, *helpers)
-    arguments = ([trainer.ddp], [trainer.ddp], trainer.optimizer)
+    helpers = ("offload_megatron_copy_params", "load_megatron_copy_params", *helpers)
+    by = functions(options, *(name for name, _ in (*off, *on)), *helpers)
 
-    def sleep() -> None:
-        for name, argument in zip(off, arguments, strict=True):
+    def verb(calls: list[tuple[str, Any]]) -> None:
+        for name, argument in calls:
             getattr(by, name)(argument)
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        if empties and calls is off:
+            torch.cuda.empty_cache()
 
-    def wake() -> None:
-        for name, argument in zip(on, arguments, strict=True):
-            getattr(by, name)(argument)
-        torch.cuda.synchronize()
+    return lambda: verb(off), lambda: verb(on)
 
-    return sleep, wake
+
+def skyrl(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, Verb]:
+    """By SkyRL's functions, in the order of its MegatronStrategy."""
+    model, optimizer = [trainer.ddp], trainer.optimizer
+    off, on = (
+        [(f"{verb}_megatron_{what}_to_{to}", model) for what in ("model", "grads")]
+        + [(f"{verb}_megatron_optimizer", optimizer)]
+        for verb, to in (("offload", "cpu"), ("load", "gpu"))
+    )
+    return by_functions(options, off, on, empties=True)
 
 
 def verl(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, Verb]:
     """By verl's functions, in the order of its Megatron engine's `to`."""
-    import torch
-
-    off = ("offload_megatron_model_to_cpu", "offload_megatron_optimizer")
-    on = ("load_megatron_model_to_gpu", "load_megatron_optimizer")
-    helpers = ("offload_megatron_copy_params", "load_megatron_copy_params")
-    others = ("_can_safely_resize_storage", "_clear_te_fp8_weight_workspaces")
-    by = functions(options, *off, *on, *helpers, *others)
-
-    def sleep() -> None:
-        by.offload_megatron_model_to_cpu([trainer.ddp])
-        by.offload_megatron_optimizer(trainer.optimizer)
-        torch.cuda.synchronize()
-
-    def wake() -> None:
-        by.load_megatron_model_to_gpu([trainer.ddp], load_grad=True)
-        by.load_megatron_optimizer(trainer.optimizer)
-        torch.cuda.synchronize()
-
-    return sleep, wake
+    model, optimizer = [trainer.ddp], trainer.optimizer
+    off = [("offload_megatron_model_to_cpu", model), ("offload_megatron_optimizer", optimizer)]
+    on = [("load_megatron_model_to_gpu", model), ("load_megatron_optimizer", optimizer)]  # gradients too, by default
+    helpers = ("_can_safely_resize_storage", "_clear_te_fp8_weight_workspaces")
+    return by_functions(options, off, on, *helpers, empties=False)
 
 
 def nemo_rl(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, Verb]:
@@ -328,14 +326,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     import torch
 
-    if options.in_turn:
-        if torch.cuda.is_available():  # else stand-ins come first
-            import megatron.core.models.gpt  # noqa: F401
+    import bridge_fgo
 
-        import bridge_fgo
-
-        print("ready", flush=True)
-        sys.stdin.readline()
     trainer = phases_arm.Trainer(options)
     if not trainer.is_cuda:
         stand_in_for_a_gpu()
@@ -344,8 +336,6 @@ def main(arguments: list[str] | None = None) -> None:
     result["sums_by_step"] = [trainer.sums()]
     result["managed"] = held(trainer)
     if options.with_ours:
-        import bridge_fgo
-
         bridge_fgo.install()
     sleep, wake = VERBS[options.by](trainer, options)
     if options.by == "ours" and trainer.is_cuda:

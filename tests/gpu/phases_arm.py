@@ -202,30 +202,6 @@ def driver() -> dict[str, float]:
     return speeds
 
 
-def driver_beside_copies() -> dict[str, float]:
-    """Returns seconds of a copy out, of the driver's taking memory back, and of both when the copy is queued first."""
-    import torch
-
-    gpu = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
-    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    stream = torch.cuda.Stream()
-    seconds = {}
-    for name in ("warm up", "copy", "driver", "both"):
-        cached = [torch.empty(LINK_BYTES // 4, dtype=torch.uint8, device="cuda") for _ in range(8)]
-        torch.cuda.synchronize()
-        cached.clear()
-        began = time.perf_counter()
-        if name != "driver":
-            with torch.cuda.stream(stream):
-                host.copy_(gpu, non_blocking=True)
-        if name != "copy":
-            torch.cuda.empty_cache()
-        torch.cuda.synchronize()
-        seconds[name] = time.perf_counter() - began
-        torch.cuda.empty_cache()
-    return seconds
-
-
 def memory() -> dict[str, int]:
     """Returns what PyTorch has allocated, and what the driver has free, in bytes."""
     import torch
@@ -289,7 +265,7 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         if res is None:
             if trainer.is_cuda:
-                result["link"], result["driver"], result["beside"] = link(), driver(), driver_beside_copies()
+                result["link"], result["driver"] = link(), driver()
             config = bridge_fgo.OffloadConfig(engine="native", master_remainders=options.sleep == "packed")
             res = bridge_fgo.Residency(trainer.ddp, trainer.optimizer, config)
             result["pinned"] = [res.pinned_bytes]

@@ -66,7 +66,6 @@ def test_expandable_segments_change_no_bit_and_all_memory_goes_to_the_driver() -
     allocator = "expandable_segments:True"
     resident, sleeping = (arm("--sleep", sleep, "--layers", "4", allocator=allocator) for sleep in ("never", "whole"))
     assert (sleeping["losses"], sleeping["sums"]) == (resident["losses"], resident["sums"])
-    print(f"\nseconds for 2 GiB out, 4 GiB taken back, and both at once: {sleeping['beside']}")
     for phase in [p for p in sleeping["phases"] if p["verb"] == "offload" and not p["what"]]:
         returned, wanted = phase["after"]["free"] - phase["before"]["free"], 18 * sleeping["parameters"]
         print(f"{returned / 1e9:.2f} of {wanted / 1e9:.2f} GB returned, stays {phase['stays']}")
@@ -105,7 +104,6 @@ def test_each_phase_takes_the_time_of_its_bytes_on_the_link(masters: str) -> Non
     run = arm("--sleep", masters)
     late = []
     print(f"\nthe driver's GB/s: {run['driver']['out'] / 1e9:.0f} taken back, {run['driver']['back'] / 1e9:.0f} given")
-    print(f"seconds for 2 GiB out, 4 GiB taken back, and both at once: {run['beside']}")
     for phase in run["phases"]:
         way = "out" if phase["verb"] == "offload" else "back"
         speed = run["link"][way]
