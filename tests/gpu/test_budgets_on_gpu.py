@@ -23,7 +23,7 @@ def test_auto_keeps_to_what_pytorch_may_take_of_the_gpu(tmp_path: Path) -> None:
     states, peak = (resident.result.get(name, 0) for name in ("state_bytes", "peak_allocated_bytes"))
     allowed = peak - states // 4
     auto, limit = ("--offload", "on", "--gpu-memory-budget-gib", "auto"), {"ALLOWED_BYTES": str(allowed)}
-    offloaded = arm("offloaded", tmp_path, *LARGE, *STEPS, *auto, module="allowance_arm", environment=limit)
+    offloaded = arm("offloaded", tmp_path, *LARGE, *STEPS, *auto, module="changed_arm", environment=limit)
     same = comparator.compare(resident, offloaded)
     assert same.bitwise_equal, same.parts
     print(

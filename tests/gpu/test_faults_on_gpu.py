@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fault_arm import POINTS
+from changed_arm import POINTS
 from gpu_lane import PACKED, assert_same_shards, needs_gpus, saving_arm
 
 from bridge_fgo.tools.arms import runner
@@ -38,7 +38,7 @@ def test_a_run_that_lost_a_rank_ends_and_resumes_bitwise(resident, tmp_path: Pat
     monkeypatch.setenv("FAULT", f"{point},6,{kind},1")
     options = ("--offload", "on", "--save", str(kept))
     with pytest.raises(runner.ArmFailed, match="exit status"):
-        saving_arm("failed", tmp_path, 2, *PACKED, *options, module="fault_arm")
+        saving_arm("failed", tmp_path, 2, *PACKED, *options, module="changed_arm")
     if kind == "fail":
         assert f"RuntimeError: injected: {point}" in (tmp_path / "failed.log").read_text()
     assert newest(kept).name == "iter_0000004"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from changed_arm import RACES
 from gpu_lane import PACKED, SMALL, arm
-from race_arm import RACES
 
 from bridge_fgo.tools.arms import comparator, runner
 
@@ -19,7 +19,7 @@ def test_a_missing_wait_shows_in_the_bits_under_the_debug_mode(tmp_path: Path, m
     monkeypatch.setenv("RACE", race)
     resident = arm("resident", tmp_path, *options, "--offload", "off")
     try:
-        raced = arm("raced", tmp_path, *options, "--offload", "on", module="race_arm")
+        raced = arm("raced", tmp_path, *options, "--offload", "on", module="changed_arm")
     except runner.ArmFailed as failure:  # Bridge ends a run whose loss or gradients are not finite
         assert "found nan" in (tmp_path / "raced.log").read_text().lower(), failure.log_tail
     else:

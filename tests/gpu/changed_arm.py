@@ -1,10 +1,17 @@
-"""The GPU arm with a fault planted on one rank: `FAULT=point,step,kill|fail,rank` in the environment."""
+"""The GPU arm with something changed in it, by the environment.
+
+- `FAULT=point,step,kill|fail,rank`: a fault is planted on one rank.
+- `RACE`, a name of `RACES`: a wait is taken out that upholds its bits.
+- `ALLOWED_BYTES`: PyTorch may take no more.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 from typing import Any
+
+import torch
 
 from bridge_fgo.bridge.session import Session
 from bridge_fgo.memory.transfers import CudaTransfers, Lane
@@ -49,8 +56,30 @@ def plant(point: str, step: int, kill: bool) -> None:
     setattr(owner, name, broken)
 
 
+def no_wait(transfers: CudaTransfers, slab: Any) -> None:
+    """Let the current stream go on."""
+
+
+def release_at_once(transfers: CudaTransfers, slab: Any) -> None:
+    """Give memory back that a copy may still read."""
+    slab.free()
+
+
+RACES = {
+    "states_are_used_before_they_landed": {"wait_in": no_wait},
+    "memory_goes_before_its_copy": {"wait_out": no_wait, "release": release_at_once},
+}
+
+
 if __name__ == "__main__":
-    point, step, kind, rank = os.environ["FAULT"].split(",")
-    if os.environ["RANK"] == rank:
-        plant(point, int(step), kind == "kill")
+    if "FAULT" in os.environ:
+        point, step, kind, rank = os.environ["FAULT"].split(",")
+        if os.environ["RANK"] == rank:
+            plant(point, int(step), kind == "kill")
+    if "RACE" in os.environ:
+        for name, without in RACES[os.environ["RACE"]].items():
+            setattr(CudaTransfers, name, without)
+    if "ALLOWED_BYTES" in os.environ:
+        whole = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(int(os.environ["ALLOWED_BYTES"]) / whole)
     gpu.main()
