@@ -60,15 +60,6 @@ def test_the_parts_are_bridges_and_mcores_own():
         assert training.cfg.optimizer.offload_optimizer_states is True
 
 
-def test_train_step_is_looked_up_when_it_is_called(monkeypatch):
-    from megatron.bridge.training import train
-
-    original, calls = train.train_step, []
-    monkeypatch.setattr(train, "train_step", lambda *args: calls.append(args) or original(*args))
-    run(CpuOptions(), 2)
-    assert len(calls) == 2
-
-
 def test_found_inf_step_is_skipped_and_the_loss_scale_changes_nothing_else():
     disturbed, plain = run(CpuOptions(found_inf_steps=frozenset({2, 3})), 4), run(CpuOptions(), 4)
     assert skipped_steps(disturbed) == [2, 3]

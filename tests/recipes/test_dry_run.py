@@ -49,6 +49,7 @@ def test_a_dry_run_refuses_what_training_would_refuse(settings, why):
 
 
 @needs_megatron
+@pytest.mark.slow
 def test_a_recipe_as_it_is_passes():
     assert job().check() == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 import types
 
 import pytest
@@ -30,53 +29,30 @@ def test_overrides_come_last_as_in_training():
     assert config.train.micro_batch_size == 3 and config.optimizer.offload_optimizer_states is False
 
 
-@pytest.mark.parametrize("override", ["train.no_such_field=1", "nonsense"])
-def test_an_override_that_does_not_fit_is_named(override):
-    with pytest.raises(ValueError, match=override):
-        recipes.load_config("tiny", [override])
-
-
-@pytest.mark.parametrize(
-    ("override", "meant"),
-    [
-        ("optimizer.offload_optimizer_state=true", "optimizer.offload_optimizer_states"),
-        ("train.train_itersx=3", "train.train_iters"),
-        ("modl.recompute_granularity=full", "model"),
-    ],
-)
-def test_a_misspelt_override_is_answered_by_what_it_may_mean(override, meant):
-    with bridge_fgo.install(), pytest.raises(ValueError, match=f"did you mean {meant}\\?$") as refused:
-        recipes.load_config("tiny", [override])
-    assert f"there is no setting {override.partition('=')[0]};" in str(refused.value)
-    with bridge_fgo.install(), pytest.raises(ValueError, match=r"there is no setting train\.qqqqqqqqqq$"):
-        recipes.load_config("tiny", ["train.qqqqqqqqqq=3"])
-
-
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
-        ("peft.rank=3", "there is no setting peft.rank"),  # of a section that is not set
-        ("train.train_iters.x=3", "there is no setting train.train_iters.x"),  # of a value
-        ("model.transformer_layer_spec=3", "model.transformer_layer_spec cannot be overridden"),  # a function
+        ("nonsense", ".*nonsense"),
+        # what may be meant, and nothing where no name is near
+        ("optimizer.offload_optimizer_state=true", r".*; did you mean optimizer\.offload_optimizer_states\?$"),
+        ("train.train_itersx=3", r".*; did you mean train\.train_iters\?$"),
+        ("modl.recompute_granularity=full", r".*there is no setting modl\..*; did you mean model\?$"),
+        ("train.qqqqqqqqqq=3", r".*there is no setting train\.qqqqqqqqqq$"),
+        # of a section that is not set, of a value, and of a function
+        ("peft.rank=3", r"overrides peft.rank=3: there is no setting peft\.rank$"),
+        ("train.train_iters.x=3", r"overrides train.train_iters.x=3: there is no setting train\.train_iters\.x$"),
+        ("model.transformer_layer_spec=3", r"overrides .*=3: model\.transformer_layer_spec cannot be overridden$"),
+        # of another type
+        ("train.micro_batch_size=abc", "override train.micro_batch_size=abc: use a whole number$"),
+        ("train.global_batch_size=1.5", "override train.global_batch_size=1.5: use a whole number$"),
+        ("optimizer.lr=fast", "override optimizer.lr=fast: use a number$"),
+        ("ddp.overlap_grad_reduce=maybe", "override ddp.overlap_grad_reduce=maybe: use true or false$"),
     ],
 )
-def test_an_override_of_what_is_no_setting_is_answered_without_a_guess(override, answer):
-    with bridge_fgo.install(), pytest.raises(ValueError, match=f"overrides {override}: {answer}$"):
+def test_an_override_that_does_not_fit_is_named_with_what_would(override, answer):
+    with bridge_fgo.install(), pytest.raises(ValueError, match=f"^{answer}") as refused:
         recipes.load_config("tiny", [override])
-
-
-@pytest.mark.parametrize(
-    ("override", "wanted"),
-    [
-        ("train.micro_batch_size=abc", "a whole number"),
-        ("train.global_batch_size=1.5", "a whole number"),
-        ("optimizer.lr=fast", "a number"),
-        ("ddp.overlap_grad_reduce=maybe", "true or false"),
-    ],
-)
-def test_an_override_of_another_type_names_the_setting_and_what_it_takes(override, wanted):
-    with bridge_fgo.install(), pytest.raises(ValueError, match=f"^override {override}: use {wanted}$"):
-        recipes.load_config("tiny", [override])
+    assert "did you mean" not in answer or f"there is no setting {override.partition('=')[0]};" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -84,11 +60,6 @@ def test_an_override_of_another_type_names_the_setting_and_what_it_takes(overrid
 )
 def test_an_override_that_fits_its_setting_is_taken(override):
     recipes.load_config("tiny", [override])
-
-
-def test_a_recipe_that_the_installed_mcore_cannot_build_says_what_it_needs():
-    with pytest.raises(ValueError, match="needs Megatron-LM's dev branch"):
-        recipes.load_config("dsv4_flash_64gpu")
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -102,22 +73,22 @@ def test_the_vocabulary_of_every_recipe_is_known(name):
         assert config.model.vocab_size == kept_configs()[RECIPES[name].hf_model]["config"]["vocab_size"]
 
 
-def test_an_unknown_name_is_answered_with_those_that_there_are():
-    with pytest.raises(ValueError, match=r"no recipe 'lama'.*llama3_70b_64gpu"):
-        recipes.load_config("lama")
+def adapters():
+    return types.SimpleNamespace(peft=object())
 
 
-def test_adapters_are_refused_instead_of_counting_the_whole_model(monkeypatch):
-    module = types.ModuleType("with_adapters")
-    module.recipe = lambda: types.SimpleNamespace(peft=object())
-    monkeypatch.setitem(sys.modules, "with_adapters", module)
-    with pytest.raises(ValueError, match="peft is set"):
-        recipes.load_config("with_adapters:recipe")
-
-
-def test_a_function_that_returns_no_config_is_refused_by_name():
-    with pytest.raises(ValueError, match="os:getcwd is a str, and no ConfigContainer"):
-        recipes.load_config("os:getcwd")
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("lama", "no recipe 'lama'.*llama3_70b_64gpu"),
+        ("dsv4_flash_64gpu", "needs Megatron-LM's dev branch"),
+        ("test_job_recipes:adapters", "peft is set"),  # the whole model would be counted
+        ("os:getcwd", "os:getcwd is a str, and no ConfigContainer"),
+    ],
+)
+def test_a_name_that_stands_for_no_config_to_plan_is_answered_with_why(name, answer):
+    with pytest.raises(ValueError, match=answer):
+        recipes.load_config(name)
 
 
 def test_a_file_that_is_no_run_config_is_refused_by_name(tmp_path):
