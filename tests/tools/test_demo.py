@@ -300,7 +300,11 @@ def run_without_arms(monkeypatch, capfd):
 
     def run(device, why, **settings):
         called = []
-        run_arm = lambda name, module, options, *_, **__: called.append((module, options)) or arm(name, [step(1)])  # noqa: E731
+
+        def run_arm(name, module, options, *_, **__):
+            called.append((module, options))
+            return arm(name, [step(1)])
+
         monkeypatch.setattr(demo, "run_arm", run_arm)
         monkeypatch.setattr(demo, "missing_packages", lambda: [])
         monkeypatch.setattr(demo, "choose_device", lambda requested: (device, why))

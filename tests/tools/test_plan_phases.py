@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_plan_verdict import estimate, job
+from test_plan_verdict import estimate, job, no_activations_counted  # noqa: F401 (a fixture)
 
 import bridge_fgo
 from bridge_fgo.config import OffloadConfig
@@ -24,11 +24,6 @@ from bridge_fgo.tools.plan.phases import ALONE, REFERENCE, REST, SLEEP, SLEEP_AL
 
 needs_megatron = pytest.mark.skipif(bool(missing_packages()), reason="compares with Megatron")
 GB = 10**9
-
-
-@pytest.fixture(autouse=True)
-def no_activations_counted(monkeypatch):
-    monkeypatch.setattr("bridge_fgo.tools.plan.estimate.activation_bytes", lambda job, stage: None)
 
 
 def moves(stage):
@@ -68,7 +63,7 @@ def test_with_the_flag_masters_leave_packed_and_weights_are_copied_for_them():
 
 
 def test_masters_of_transformer_engine_tell_nothing():
-    of_job = job(8.0, 1.0, flag=False)
+    of_job = job(8.0, flag=False)
     of_job.config.optimizer.__dict__.update(
         use_precision_aware_optimizer=True, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
         fp8_recipe=None, optimizer_cpu_offload=False, store_param_remainders=False,
@@ -157,18 +152,18 @@ def run_plan(monkeypatch, capsys):
 
 
 def test_the_command_prints_the_moves_and_writes_the_picture(run_plan, tmp_path):
-    status, printed = run_plan(job(8.0, 1.0, flag=False), picture=tmp_path / "iteration.svg")
+    status, printed = run_plan(job(8.0, flag=False), picture=tmp_path / "iteration.svg")
     assert status == 0 and "frees 144.00 GB: parameters 16.00, gradients 32.00, masters and moments 96.00" in printed
     assert "│ sleep, of an iteration │ 16.00 │ 0.00 │ 96.00 │ 112.00 │" in printed
     assert "weights alone" in (tmp_path / "iteration.svg").read_text()
-    status, printed = run_plan(job(8.0, 1.0, flag=False), json_output=True)
+    status, printed = run_plan(job(8.0, flag=False), json_output=True)
     found = json.loads(printed)["phases"]
     assert found == json.loads(json.dumps(plan_phases(estimate(8.0, 5.0, system="H200", flag=False)).as_json()))
     assert found["stages"][0]["moves"][0]["copied"] == 112 * GB
 
 
 def test_what_residency_would_refuse_is_said_and_has_status_1(run_plan):
-    of_job = job(8.0, 1.0, flag=False)
+    of_job = job(8.0, flag=False)
     of_job.config.model.cuda_graph_impl = "transformer_engine"
     status, printed = run_plan(of_job)
     assert status == 1 and "refused by Residency: model.cuda_graph_impl='transformer_engine'" in printed
@@ -176,7 +171,7 @@ def test_what_residency_would_refuse_is_said_and_has_status_1(run_plan):
 
 
 def test_weights_in_mxfp8_are_not_planned(run_plan):
-    of_job = job(8.0, 1.0, flag=False)
+    of_job = job(8.0, flag=False)
     of_job.config.optimizer.reuse_grad_buf_for_mxfp8_param_ag = True
     of_job.config.model.fp8_recipe = "mxfp8"
     of_job = replace(of_job, stages=[[[replace(tensor, quantized=True) for tensor in of_job.stages[0][0]]]])

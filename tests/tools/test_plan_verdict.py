@@ -1,31 +1,31 @@
-"""What the plan says first: whether a job fits."""
+"""What the plan says first, whether a job fits, and what its picture shows of that, read from the figure itself."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.tools.bench.plots import agg_pyplot
 from bridge_fgo.tools.job.held import Tensor
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.plan import command, verdict
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.links import LINKS, links
+from bridge_fgo.tools.plan.picture import figure_of
 from bridge_fgo.tools.plan.report import as_json, print_estimate
 from bridge_fgo.tools.plan.verdict import MEMORY, Outcome, lines, verdicts
 
 GB = 10**9
 
 
-def job(billions: float, activations_gb: float | None, **changes: object) -> Job:
-    """A job of one GPU: 18 bytes a parameter, 12 of them states, and activations."""
-    from types import SimpleNamespace
-
-    import torch
-
+def job(billions: float, **changes: object) -> Job:
+    """A job of one GPU: 18 bytes a parameter, 12 of them states."""
     optimizer = SimpleNamespace(use_precision_aware_optimizer=False, main_params_dtype=torch.float32)
     ddp = SimpleNamespace(
         use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False, bucket_size=None,
@@ -41,7 +41,7 @@ def job(billions: float, activations_gb: float | None, **changes: object) -> Job
 def estimate(billions: float, activations_gb: float | None = 1.0, system: str | None = None, **changes: object):
     activations = None if activations_gb is None else int(activations_gb * GB)
     of_links = links(system, None, None)
-    return make_estimate(job(billions, activations_gb, **changes), OffloadConfig(), of_links, None, None, activations)
+    return make_estimate(job(billions, **changes), OffloadConfig(), of_links, None, None, activations)
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_activations_that_are_not_counted_make_a_lower_bound_and_no_promise():
 def test_the_first_line_is_the_verdict_also_where_only_a_speed_is_given(capsys):
     from rich.console import Console
 
-    of_speed = make_estimate(job(8.0, 1.0), OffloadConfig(), links(None, 10.0, None), None, None, GB)
+    of_speed = make_estimate(job(8.0), OffloadConfig(), links(None, 10.0, None), None, None, GB)
     print_estimate(Console(), of_speed)
     assert capsys.readouterr().out.startswith("Fits on GB200")
     assert len(json.loads(json.dumps(as_json(of_speed)))["verdicts"]) == len(MEMORY)
@@ -104,14 +104,14 @@ def test_the_first_line_is_the_verdict_also_where_only_a_speed_is_given(capsys):
     ("billions", "flag", "status"), [(3.0, False, 0), (8.0, True, 0), (8.0, False, 1), (20.0, True, 1)]
 )
 def test_check_is_a_status(monkeypatch, billions, flag, status):
-    monkeypatch.setattr(command, "read_job", lambda *_: job(billions, 1.0, flag=flag))
+    monkeypatch.setattr(command, "read_job", lambda *_: job(billions, flag=flag))
     settings = command.Settings("x", system="H100", activations_gb=1.0, check=True, json_output=True)
     assert command.run(settings) == status
     assert command.run(replace(settings, check=False)) == 0
 
 
 def test_check_promises_nothing_where_activations_are_not_counted(monkeypatch):
-    monkeypatch.setattr(command, "read_job", lambda *_: job(3.0, None))
+    monkeypatch.setattr(command, "read_job", lambda *_: job(3.0))
     with pytest.raises(ValueError, match="--activations-gb"):
         command.run(command.Settings("x", system="H100", check=True, json_output=True))
 
@@ -122,3 +122,74 @@ def test_an_h100_is_planned_as_the_h200_was_measured():
         assert h100.of_node_with(gpus).figures == h200.of_node_with(gpus).figures
     assert not h100.measured and h200.measured
     assert verdict.LEFT_FREE == 16 and 142.2e9 <= MEMORY["H200"][0] * (1 - 1 / 18) < 142.5e9
+
+
+# --- the picture ---
+
+
+@pytest.fixture
+def drawn():
+    """Returns the axes of an estimate's figure, and whatever of it reaches beyond the picture's edge."""
+    pyplot = agg_pyplot()
+
+    def draw(*arguments, **changes):
+        figure = figure_of(estimate(*arguments, **changes), pyplot)
+        figure.canvas.draw()
+        (axes,) = figure.axes
+        whole = figure.bbox.padded(1)
+        artists = (axes.title, axes.get_legend(), axes.yaxis.label, *axes.texts)
+        extents = {artist: artist.get_window_extent() for artist in artists}
+        beyond = [a for a, box in extents.items() if not (whole.contains(*box.min) and whole.contains(*box.max))]
+        return axes, beyond
+
+    yield draw
+    pyplot.close("all")
+
+
+def lines_at(axes, style: str = "--") -> list[float]:
+    return [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == style]
+
+
+def test_the_line_is_the_memory_of_the_system_asked_for_and_the_difference_is_written(drawn):
+    axes, beyond = drawn(8.0, 20.0, system="H200")
+    assert lines_at(axes) == [MEMORY["H200"][0] / GB] and beyond == []
+    texts = [text.get_text() for text in axes.texts]
+    # 8 billion parameters: 18 bytes each, of which 12 leave; 20 GB of activations, 0.1 of workspaces.
+    assert texts == ["164.1", "68.1\n(\N{MINUS SIGN}96.0)", "H200: 151 GB", "room 141 GB"]
+
+
+def test_without_a_system_the_lines_next_to_the_highest_bar_are_drawn(drawn):
+    axes, _ = drawn(8.0, 20.0)
+    assert lines_at(axes) == [MEMORY["H200"][0] / GB, MEMORY["B200"][0] / GB]
+
+
+def test_a_bar_that_fits_only_with_the_offload_ends_above_the_room(drawn):
+    (found,) = verdicts(estimate(7.0, 20.0, system="H200"))
+    axes, beyond = drawn(7.0, 20.0, system="H200")
+    (room,) = lines_at(axes, ":")
+    resident = float(axes.texts[0].get_text())
+    assert found.outcome is Outcome.with_offload and room == found.room / GB
+    assert room < resident < lines_at(axes)[0] and beyond == []
+
+
+def test_sixteen_stages_are_drawn_whole_and_no_text_lies_on_another(drawn):
+    chunk = job(8.0).stages[0]
+    pipeline = Parallel(gpus=16, tensor=1, pipeline=16, context=1, expert=1, expert_tensor=1)
+    axes, beyond = drawn(8.0, 20.0, system="H200", stages=[chunk] * 16, parallel=pipeline)
+    boxes = [text.get_window_extent() for text in (*axes.texts, *axes.get_xticklabels())]
+    assert len(axes.get_xticks()) == 16 and beyond == []
+    assert not any(box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[i + 1 :])
+
+
+def test_memory_far_above_is_said_and_does_not_flatten_the_bars(drawn):
+    axes, beyond = drawn(0.1, 0.1, system="H200")
+    assert list(axes.lines) == []
+    assert axes.texts[-1].get_text() == "H200: 151 GB, far above" and axes.get_ylim()[1] < 3 and beyond == []
+
+
+def test_the_legend_has_what_can_be_seen_and_the_title_is_whole(drawn):
+    axes, beyond = drawn(8.0, None, system="H200")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "parameters", "gradients", "masters", "moments"
+    ]  # fmt: skip
+    assert "not known" in axes.get_title() and beyond == []
