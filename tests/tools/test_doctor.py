@@ -26,7 +26,7 @@ from bridge_fgo.tools.job.saved_config import load_saved_config
 from bridge_fgo.tools.main import app
 from bridge_fgo.tools.plan import report
 from bridge_fgo.tools.plan.estimate import Estimate
-from bridge_fgo.tools.plan.links import LINKS
+from bridge_fgo.tools.plan.systems import SYSTEMS
 
 GIB = 2**30
 MATRICES = 2 * (4 * 128**2 + 8 * 128**2)
@@ -550,7 +550,7 @@ def test_the_words_are_of_what_is_there(no_megatron, config):
 
 def test_every_links_figures_are_printed_with_their_source_and_what_is_not_measured_is_marked(no_megatron, config):
     output = run("plan", config())[1]
-    for name, link in LINKS.items():
+    for name, link in ((name, system.link) for name, system in SYSTEMS.items()):
         speeds = f"{link.one_way / 1e9:.0f} / {link.duplex / 1e9:.0f} GB/s"
         assert f"- {name}{'' if link.measured else ' *'}, {speeds}: {link.source}" in output
         assert f"│ {name} {'│' if link.measured else '* │'}" in output

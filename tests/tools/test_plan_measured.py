@@ -18,7 +18,7 @@ from bridge_fgo.tools.job.formula import stages_from_numbers
 from bridge_fgo.tools.job.job import Job, sections_of
 from bridge_fgo.tools.job.parallel import parallel_of
 from bridge_fgo.tools.plan.estimate import make_estimate
-from bridge_fgo.tools.plan.links import links
+from bridge_fgo.tools.plan.systems import links
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="the configs are made by Megatron-Bridge")
 

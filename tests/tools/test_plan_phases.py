@@ -19,8 +19,8 @@ from bridge_fgo.tools.job.layout import held_of, states_of_leaves
 from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.plan import command
 from bridge_fgo.tools.plan.estimate import make_estimate
-from bridge_fgo.tools.plan.links import LINKS, links
 from bridge_fgo.tools.plan.phases import ALONE, REFERENCE, REST, SLEEP, SLEEP_ALL, WAKE_ALL, plan_phases, states_of_plan
+from bridge_fgo.tools.plan.systems import SYSTEMS, links
 
 needs_megatron = pytest.mark.skipif(bool(missing_packages()), reason="compares with Megatron")
 GB = 10**9
@@ -49,7 +49,7 @@ def test_gradients_never_cross_and_of_data_parallel_ranks_each_copies_its_share(
 def test_seconds_are_bytes_over_the_link_that_a_gpu_has_beside_the_others_of_its_node():
     parallel = Parallel(gpus=8, tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
     ((link, seconds),) = plan_phases(estimate(8.0, system="H200", flag=False, parallel=parallel)).seconds
-    assert link.one_way == LINKS["H200"].of_node_with(8).one_way < LINKS["H200"].one_way
+    assert link.one_way == SYSTEMS["H200"].link.of_node_with(8).one_way < SYSTEMS["H200"].link.one_way
     assert seconds[SLEEP] == pytest.approx(14 * GB / link.one_way)
     assert seconds[ALONE] == pytest.approx(2 * GB / link.one_way)
 
@@ -134,7 +134,7 @@ def test_the_picture_is_of_the_iteration_with_what_stays_and_what_training_needs
     states = states_of_plan(plan_phases(made), made)
     assert [sum(state.bytes.values()) / GB for state in states] == pytest.approx([144, 0, 16, 32, 149.1], abs=0.1)
     assert [state.copied for state in states] == [None, 112 * GB, 16 * GB, 16 * GB, 96 * GB]
-    assert states[1].seconds == pytest.approx(112 * GB / LINKS["H200"].one_way)
+    assert states[1].seconds == pytest.approx(112 * GB / SYSTEMS["H200"].link.one_way)
     several = estimate(8.0, 5.0, flag=False)
     assert {state.seconds for state in states_of_plan(plan_phases(several), several)} == {None}
 

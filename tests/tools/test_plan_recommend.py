@@ -15,9 +15,7 @@ from bridge_fgo.tools.bench.presets import PRESETS
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.main import app
 from bridge_fgo.tools.plan import recommend
-from bridge_fgo.tools.plan.compute import RATES
-from bridge_fgo.tools.plan.links import links
-from bridge_fgo.tools.plan.verdict import MEMORY
+from bridge_fgo.tools.plan.systems import links
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="the configs are made by Megatron-Bridge")
 
@@ -74,10 +72,6 @@ def test_what_is_compared_with_a_config_that_does_not_fit_says_so(cpu_standins):
     found = recommendation(TIGHT)
     assert not found.choices[0].fits and found.advised is not None
     assert re.search(r"\(\d+% slower than as it is, which does not fit\): ", found.sentence)
-
-
-def test_each_system_that_is_planned_for_has_its_rates():
-    assert RATES.keys() == MEMORY.keys()
 
 
 def test_where_all_fits_nothing_is_advised_to_leave(cpu_standins):

@@ -14,12 +14,12 @@ from bridge_fgo.tools.bench.plots import agg_pyplot
 from bridge_fgo.tools.job.held import Tensor
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.parallel import Parallel
-from bridge_fgo.tools.plan import command, verdict
+from bridge_fgo.tools.plan import command
 from bridge_fgo.tools.plan.estimate import make_estimate
-from bridge_fgo.tools.plan.links import LINKS, links
 from bridge_fgo.tools.plan.picture import figure_of
 from bridge_fgo.tools.plan.report import as_json, print_estimate
-from bridge_fgo.tools.plan.verdict import MEMORY, Outcome, lines, verdicts
+from bridge_fgo.tools.plan.systems import LEFT_FREE, SYSTEMS, links
+from bridge_fgo.tools.plan.verdict import Outcome, lines, verdicts
 
 GB = 10**9
 
@@ -49,17 +49,13 @@ def no_activations_counted(monkeypatch):
     monkeypatch.setattr("bridge_fgo.tools.plan.estimate.activation_bytes", lambda job, stage: None)
 
 
-def test_each_system_that_is_planned_for_has_its_memory():
-    assert MEMORY.keys() == LINKS.keys()
-
-
 @pytest.mark.parametrize(
     ("billions", "outcome"), [(3.0, Outcome.fits), (8.0, Outcome.with_offload), (20.0, Outcome.does_not)]
 )
 def test_the_verdict_is_of_the_gpus_memory(billions, outcome):
     (found,) = verdicts(estimate(billions, system="H100"))
     assert found.outcome is outcome
-    assert found.room == MEMORY["H100"][0] - MEMORY["H100"][0] // 16
+    assert found.room == SYSTEMS["H100"].gpu_bytes - SYSTEMS["H100"].gpu_bytes // 16
     (line,) = lines(estimate(billions, system="H100"), [found])
     assert line.startswith(f"{outcome.capitalize()} on 1 GPU of H100: peak ")
     assert found.is_trainable(flag=True) == (outcome is not Outcome.does_not)
@@ -80,7 +76,7 @@ def test_an_offload_that_is_refused_fits_nothing():
 
 
 def test_a_host_without_the_memory_fits_nothing(monkeypatch):
-    monkeypatch.setitem(MEMORY, "H100", (MEMORY["H100"][0], 90 * GB))
+    monkeypatch.setitem(SYSTEMS, "H100", replace(SYSTEMS["H100"], host_bytes=90 * GB))
     (found,) = verdicts(estimate(8.0, system="H100"))
     assert found.outcome is Outcome.does_not and "pins 96 GB on a node that has 90 GB" in found.why
 
@@ -97,7 +93,7 @@ def test_the_first_line_is_the_verdict_also_where_only_a_speed_is_given(capsys):
     of_speed = make_estimate(job(8.0), OffloadConfig(), links(None, 10.0, None), None, None, GB)
     print_estimate(Console(), of_speed)
     assert capsys.readouterr().out.startswith("Fits on GB200")
-    assert len(json.loads(json.dumps(as_json(of_speed)))["verdicts"]) == len(MEMORY)
+    assert len(json.loads(json.dumps(as_json(of_speed)))["verdicts"]) == len(SYSTEMS)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +113,11 @@ def test_check_promises_nothing_where_activations_are_not_counted(monkeypatch):
 
 
 def test_an_h100_is_planned_as_the_h200_was_measured():
-    h100, h200 = LINKS["H100"], LINKS["H200"]
+    h100, h200 = SYSTEMS["H100"].link, SYSTEMS["H200"].link
     for gpus in (1, 2, 8):
         assert h100.of_node_with(gpus).figures == h200.of_node_with(gpus).figures
     assert not h100.measured and h200.measured
-    assert verdict.LEFT_FREE == 16 and 142.2e9 <= MEMORY["H200"][0] * (1 - 1 / 18) < 142.5e9
+    assert LEFT_FREE == 16 and 142.2e9 <= SYSTEMS["H200"].gpu_bytes * (1 - 1 / 18) < 142.5e9
 
 
 # --- the picture ---
@@ -152,7 +148,7 @@ def lines_at(axes, style: str = "--") -> list[float]:
 
 def test_the_line_is_the_memory_of_the_system_asked_for_and_the_difference_is_written(drawn):
     axes, beyond = drawn(8.0, 20.0, system="H200")
-    assert lines_at(axes) == [MEMORY["H200"][0] / GB] and beyond == []
+    assert lines_at(axes) == [SYSTEMS["H200"].gpu_bytes / GB] and beyond == []
     texts = [text.get_text() for text in axes.texts]
     # 8 billion parameters: 18 bytes each, of which 12 leave; 20 GB of activations, 0.1 of workspaces.
     assert texts == ["164.1", "68.1\n(\N{MINUS SIGN}96.0)", "H200: 151 GB", "room 141 GB"]
@@ -160,7 +156,7 @@ def test_the_line_is_the_memory_of_the_system_asked_for_and_the_difference_is_wr
 
 def test_without_a_system_the_lines_next_to_the_highest_bar_are_drawn(drawn):
     axes, _ = drawn(8.0, 20.0)
-    assert lines_at(axes) == [MEMORY["H200"][0] / GB, MEMORY["B200"][0] / GB]
+    assert lines_at(axes) == [SYSTEMS["H200"].gpu_bytes / GB, SYSTEMS["B200"].gpu_bytes / GB]
 
 
 def test_a_bar_that_fits_only_with_the_offload_ends_above_the_room(drawn):

@@ -11,12 +11,12 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.iteration_picture import draw_iteration
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.plan.estimate import make_estimate
-from bridge_fgo.tools.plan.links import links
 from bridge_fgo.tools.plan.options import Settings
 from bridge_fgo.tools.plan.phases import plan_phases, print_phases, states_of_plan
 from bridge_fgo.tools.plan.picture import draw
 from bridge_fgo.tools.plan.recommend import Recommender
 from bridge_fgo.tools.plan.report import as_json, print_estimate
+from bridge_fgo.tools.plan.systems import links
 from bridge_fgo.tools.plan.verdict import Outcome, verdicts
 
 REFUSED = 1

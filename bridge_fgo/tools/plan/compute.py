@@ -22,19 +22,10 @@ from bridge_fgo.tools.plan.activations import (
     recomputed_modules,
     tokens_of,
 )
+from bridge_fgo.tools.plan.systems import SYSTEMS
 
-RATES = {
-    "GB200": (2.5e15, 8.0e12),
-    "GB300": (2.5e15, 8.0e12),
-    "B200": (2.25e15, 8.0e12),
-    "B300": (2.25e15, 8.0e12),
-    "GH200": (0.989e15, 4.0e12),
-    "H200": (0.989e15, 4.8e12),
-    "H100": (0.989e15, 3.35e12),
-}
-"""Dense BF16 operations a second, and bytes a second of the GPU's memory, by NVIDIA's data sheets."""
 ACHIEVED = 0.5
-"""Share of that rate; see above."""
+"""Share of the data sheet's rate; see above."""
 FORWARD_PASSES, BACKWARD_PASSES = 5, 7
 """Times that unfused attention reads or writes its score matrix: product, scale and mask, softmax, product; the mask's
 pass is counted as one. Backward their gradients too."""
@@ -62,7 +53,7 @@ class Compute:
 
 
 def compute_of(job: Job, system: str, forward: float | None = None, backward: float | None = None) -> Compute:
-    """Return the compute time of a job's step on one of `RATES`.
+    """Return the compute time of a job's step on one of `SYSTEMS`.
 
     Where the user knows the seconds of a microbatch's forward, the parts are scaled to it; its backward is twice that
     unless it is given too.
@@ -88,8 +79,7 @@ class _Seconds(NamedTuple):
 def _stage(job: Job, stage: int, system: str) -> _Seconds:
     """Return the seconds of a microbatch on a rank of a stage."""
     model: Any = job.config.model
-    rate, memory = RATES[system]
-    speed, tokens = rate * ACHIEVED, tokens_of(job)
+    speed, tokens = SYSTEMS[system].flops * ACHIEVED, tokens_of(job)
     weights: dict[str, float] = {}
     for tensor in job.tensors(stage):
         weights.setdefault(tensor.name, 0.0)
@@ -100,7 +90,7 @@ def _stage(job: Job, stage: int, system: str) -> _Seconds:
     layers = len(layers_of_stage(job, stage))
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     pairs = layers * (model.num_attention_heads // job.parallel.tensor) * tokens * model.seq_length
-    products, passes = 4 * pairs * head, pairs * HALF / memory
+    products, passes = 4 * pairs * head, pairs * HALF / SYSTEMS[system].bandwidth
     if not is_unfused(model):
         products, passes = products // 2, 0.0  # fused attention leaves out what the causal mask does
     attention = products / speed + FORWARD_PASSES * passes

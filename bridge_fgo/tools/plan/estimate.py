@@ -12,9 +12,9 @@ from bridge_fgo.tools.bench.floor import floor_seconds
 from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.activations import WORKSPACES, activation_bytes
-from bridge_fgo.tools.plan.bound import is_layer_wise
-from bridge_fgo.tools.plan.links import Link
-from bridge_fgo.tools.plan.state import Layout, StateBytes, is_upstreams, layout_of, updates_whole_parameters
+from bridge_fgo.tools.plan.bound import is_layer_wise, name_of
+from bridge_fgo.tools.plan.state import Layout, StateBytes, is_upstreams, layout_of
+from bridge_fgo.tools.plan.systems import Link
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def _notes(job: Job, stages: list[StageEstimate], layout: Layout, activations: i
         )
     elif is_layer_wise(config.optimizer):
         yield "the layer-wise optimizer's all-gather of updated parameters is not counted"
-    elif updates_whole_parameters(job):
+    elif name_of(config.optimizer) != "adam" or not config.ddp.use_distributed_optimizer:
         yield "each data-parallel rank has all states of its parameters: no DistributedOptimizer shards them"
     if hasattr(config.optimizer, "provide"):
         yield (

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from bridge_fgo.tools.plan.links import LINKS
+from bridge_fgo.tools.plan.systems import SYSTEMS
 from bridge_fgo.tools.settings import JobSettings, in_a_folder, option
 
 
@@ -52,6 +52,6 @@ class Settings(JobSettings):
                 raise ValueError(f"--{name.replace('_', '-')} {value}: use a number of {unit} above 0")
         for name in ("check", "recommend"):
             if getattr(self, name) and self.system is None:
-                raise ValueError(f"--{name} needs --system, one of {', '.join(LINKS)}")
+                raise ValueError(f"--{name} needs --system, one of {', '.join(SYSTEMS)}")
         if self.backward_seconds is not None and self.forward_seconds is None:
             raise ValueError("--backward-seconds needs --forward-seconds")

@@ -17,10 +17,10 @@ from bridge_fgo.tools.iteration_picture import NAMES, State
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.activations import WORKSPACES
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
-from bridge_fgo.tools.plan.links import Link
 from bridge_fgo.tools.plan.report import gigabytes, print_lines, table
 from bridge_fgo.tools.plan.report import seconds as in_seconds
 from bridge_fgo.tools.plan.state import is_upstreams
+from bridge_fgo.tools.plan.systems import Link
 
 SLEEP, ALONE, REST, SLEEP_ALL, WAKE_ALL, REFERENCE = (
     "sleep, of an iteration",

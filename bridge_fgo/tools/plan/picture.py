@@ -9,7 +9,8 @@ from typing import Any
 
 from bridge_fgo.tools.bench.plots import save_picture
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
-from bridge_fgo.tools.plan.verdict import MEMORY, Verdict, verdicts
+from bridge_fgo.tools.plan.systems import SYSTEMS
+from bridge_fgo.tools.plan.verdict import Verdict, verdicts
 
 COLOURS = {
     "parameters": "tab:blue",
@@ -98,10 +99,11 @@ def _memory_lines(found: list[Verdict], highest: float) -> Iterator[tuple[str, i
 
     Next to it by their room, as the verdict is: the first of them is too small, the second fits.
     """
-    rooms = {MEMORY[verdict.system][0]: verdict.room for verdict in found}
+    sizes_of = {verdict.system: SYSTEMS[verdict.system].gpu_bytes for verdict in found}
+    rooms = {sizes_of[verdict.system]: verdict.room for verdict in found}
     sizes = sorted(rooms)
     if len(found) > 1:
         below = [size for size in sizes if rooms[size] < highest][-1:]
         sizes = below + [size for size in sizes if rooms[size] >= highest][:1]
     for size in sizes:
-        yield ", ".join(verdict.system for verdict in found if MEMORY[verdict.system][0] == size), size, rooms[size]
+        yield ", ".join(name for name, its_size in sizes_of.items() if its_size == size), size, rooms[size]

@@ -10,11 +10,10 @@ from typing import Any
 from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.activations import is_unfused
-from bridge_fgo.tools.plan.compute import ACHIEVED, RATES, Compute, compute_of
+from bridge_fgo.tools.plan.compute import ACHIEVED, Compute, compute_of
 from bridge_fgo.tools.plan.estimate import Estimate, make_estimate
-from bridge_fgo.tools.plan.links import Link
 from bridge_fgo.tools.plan.state import layout_of
-from bridge_fgo.tools.plan.verdict import MEMORY, room_of
+from bridge_fgo.tools.plan.systems import SYSTEMS, Link
 
 NO_RECOMPUTATION: dict[str, Any] = {
     "recompute_granularity": None,
@@ -98,7 +97,7 @@ class Recommender:
     ) -> None:
         self._job, self._link, self._activations = job, link, activations
         self._forward, self._backward = forward, backward
-        self._of_host, self._room = MEMORY[link.name][1], room_of(link.name)
+        self._of_host, self._room = SYSTEMS[link.name].host_bytes, SYSTEMS[link.name].room
         self._offload = replace(job.offload, fraction=1.0, gpu_memory_budget_gib=None)
         self._layout = layout_of(job, self._offload)
         self._as_it_is = self._estimate(job, everything=True)
@@ -204,7 +203,7 @@ class Recommender:
         )
 
     def _terms(self, compute: Compute) -> Iterator[str]:
-        rate = RATES[self._link.name][0]
+        rate = SYSTEMS[self._link.name].flops
         source = (
             f"at {ACHIEVED:.0%} of {rate / 1e12:.0f} TFLOP/s (data sheet, dense BF16); give --forward-seconds"
             if self._forward is None

@@ -158,8 +158,3 @@ def _require_known_states(job: Job) -> None:
 def is_upstreams(job: Job, offload: OffloadConfig) -> bool:
     """Return whether mcore's own offloader would serve the job; without an mcore to ask, as the settings say."""
     return offload.engine == "mcore" if job.engine is None else job.engine.startswith("mcore")
-
-
-def updates_whole_parameters(job: Job) -> bool:
-    """Return whether each rank has whole states: of Muon, and of Adam without a DistributedOptimizer."""
-    return name_of(job.config.optimizer) != "adam" or not job.config.ddp.use_distributed_optimizer

@@ -7,31 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from bridge_fgo.tools.plan.estimate import Estimate
-from bridge_fgo.tools.plan.links import LINKS
-
-MIB = 2**20
-
-MEMORY = {
-    "GB200": (189_471 * MIB, 960 * 10**9),
-    "GB300": (284_208 * MIB, 960 * 10**9),
-    "B200": (183_359 * MIB, 2_000 * 10**9),
-    "B300": (275_040 * MIB, 2_000 * 10**9),
-    "GH200": (97_871 * MIB, 1_920 * 10**9),
-    "H200": (143_771 * MIB, 2_000 * 10**9),
-    "H100": (81_559 * MIB, 2_000 * 10**9),
-}
-"""Bytes of a GPU, as NVIDIA's driver reports them, and of the host memory of a node, by NVIDIA's data sheets of the
-DGX systems (2 TB) and of Grace (480 GB for each). Hosts differ: `bridge-fgo doctor` looks at yours."""
-
-LEFT_FREE = 16
-"""A 16th of the GPU is left to the CUDA context, NCCL and holes between blocks. On an H200 training with the budget
-"auto" had a peak of 142.2 of 150.8 GB, that is all but an 18th."""
-
-
-def room_of(system: str) -> int:
-    """Return the bytes of a system's GPU that a job's peak may have."""
-    of_gpu, _ = MEMORY[system]
-    return of_gpu - of_gpu // LEFT_FREE
+from bridge_fgo.tools.plan.systems import SYSTEMS
 
 
 class Outcome(StrEnum):
@@ -66,13 +42,13 @@ class Verdict:
 def verdicts(estimate: Estimate) -> list[Verdict]:
     """Return the verdict on each of the estimate's systems; on all where it has a speed alone."""
     asked = {row.link.name: row.link.gpus for row in estimate.links}
-    if not asked.keys() <= MEMORY.keys():
-        asked = {name: LINKS[name].gpus for name in MEMORY}
+    if not asked.keys() <= SYSTEMS.keys():
+        asked = {name: system.link.gpus for name, system in SYSTEMS.items()}
     return [_verdict(estimate, name, gpus) for name, gpus in asked.items()]
 
 
 def _verdict(estimate: Estimate, system: str, gpus: int) -> Verdict:
-    of_host, room = MEMORY[system][1], room_of(system)
+    of_host, room = SYSTEMS[system].host_bytes, SYSTEMS[system].room
     pinned = sum(estimate.fullest_node(gpus))
     resident, offloaded = estimate.resident_peak, estimate.least_budget
     why = ""

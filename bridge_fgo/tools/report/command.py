@@ -224,18 +224,16 @@ def _overview(runs: list[Run], others: list[tuple[Run, list[Parity]]]) -> list[l
     if any(run.where for run in runs):
         rows.append(["where", *(run.where or "-" for run in runs)])
     rows.append(["steps logged", *(str(max(map(len, run.scalars.values()), default=0)) for run in runs)])
-    rows.append(["step, median (min-max), from the fourth on", *map(_seconds, runs)])
+    seconds = ["step, median (min-max), from the fourth on"]
+    for run in runs:
+        figures = step_seconds(run)
+        unknown = NO_SPEED if run.on_cpu else "-"
+        seconds.append(unknown if figures is None else "{:.3f} s ({:.3f}-{:.3f})".format(*figures))
+    rows.append(seconds)
     for name, (label, _) in TOTALS.items():
         if any(run.totals.get(name) for run in runs):
             rows.append([label, *(readable_bytes(run.totals.get(name)) for run in runs)])
     return rows
-
-
-def _seconds(run: Run) -> str:
-    figures = step_seconds(run)
-    if figures is None:
-        return NO_SPEED if run.on_cpu else "-"
-    return "{:.3f} s ({:.3f}-{:.3f})".format(*figures)
 
 
 def _parity_table(others: list[tuple[Run, list[Parity]]]) -> list[list[str]]:

@@ -130,8 +130,10 @@ def _bench(folder: Path) -> list[Run]:
     rows = {row["arm"]: row for row in table["arms"]}
     names = list(rows) or ["resident"]
     runs = [_arm(events) for events in sorted(folder.glob(f"*{EVENTS}"))]
-    if not runs:
-        runs = [_row(row, table["state_bytes"], _where(table["where"])) for row in rows.values()]
+    for row in [] if runs else rows.values():
+        totals = {name: row[name] for name in TOTALS if row.get(name) is not None}
+        totals["state_bytes"] = table["state_bytes"]
+        runs.append(Run(name=row["arm"], is_fp32=False, totals=totals, where=_where(table["where"])))
     for run in runs:
         arm = run.name.rpartition(".")[0]  # the bench adds the number of its round, but to the first
         run.row = rows.get(run.name) or rows.get(arm) or {}
@@ -141,11 +143,6 @@ def _bench(folder: Path) -> list[Run]:
         return names.index(name) if name in names else len(names)
 
     return sorted(runs, key=place)
-
-
-def _row(row: dict[str, Any], state_bytes: int, where: str) -> Run:
-    totals = {name: row[name] for name in TOTALS if row.get(name) is not None}
-    return Run(name=row["arm"], is_fp32=False, totals={"state_bytes": state_bytes, **totals}, where=where)
 
 
 def _where(start: dict[str, str]) -> str:
@@ -181,21 +178,21 @@ def _of_log(name: str, scalars: Scalars, **others: Any) -> Run:
     return run
 
 
-def _begun(file: Path) -> tuple[str, int]:
-    """Return when a file of TensorBoard's was begun: the seconds in its name, then the time on disk."""
-    parts = file.name.split(".")
-    return parts[3] if len(parts) > 3 else "", file.stat().st_mtime_ns
-
-
 def _tensorboard(path: Path, name: str) -> Run:
     """Return the run of a TensorBoard log. A step that was run again after a resume has its last values."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
         raise ValueError(f"{path} needs the package tensorboard: pip install 'bridge-fgo[bench]'") from None
+
+    def begun(file: Path) -> tuple[str, int]:
+        """Return when a file was begun: the seconds in its name, then the time on disk."""
+        parts = file.name.split(".")
+        return parts[3] if len(parts) > 3 else "", file.stat().st_mtime_ns
+
     scalars: Scalars = {}
     end = None  # of the newest file with losses
-    for file in sorted(path.glob(TFEVENTS), key=_begun) if path.is_dir() else [path]:
+    for file in sorted(path.glob(TFEVENTS), key=begun) if path.is_dir() else [path]:
         log = EventAccumulator(str(file), size_guidance={"scalars": 0})  # 0: all of them
         log.Reload()
         for tag in log.Tags()["scalars"]:
@@ -211,19 +208,13 @@ def _tensorboard(path: Path, name: str) -> Run:
             f"{name}: steps {min(stale)} to {max(stale)} are of an earlier file of this folder and left out; the "
             f"newest ends at step {end}"
         )
-        scalars = {
-            tag: {step: value for step, value in values.items() if step <= end or tag.endswith(" vs samples")}
-            for tag, values in scalars.items()
-        }
+        for tag, values in scalars.items():
+            scalars[tag] = {step: value for step, value in values.items() if step <= end}
     return _of_log(name, scalars, is_fp32=True, note=note)
 
 
 def _wandb(address: str) -> Run:
-    """Return a run that W&B's server has, whose numbers are as exact as they were logged.
-
-    Args:
-        address: ENTITY/PROJECT/RUN.
-    """
+    """Return the run ENTITY/PROJECT/RUN of W&B's server, whose numbers are as exact as they were logged."""
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -1,9 +1,16 @@
-"""The links between host and GPU of the systems that people train on, and where the figures come from."""
+"""The systems that people train on: links between host and GPU, memory and speed, and where the figures come from."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+
+from bridge_fgo.config import MIB
+
+GB = 10**9
+LEFT_FREE = 16
+"""A 16th of the GPU is left to the CUDA context, NCCL and holes between blocks. On an H200 training with the budget
+"auto" had a peak of 142.2 of 150.8 GB, that is all but an 18th."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +64,39 @@ GRACE = (
     "not measured: NVLink-C2C, 900 GB/s both ways for the two GPUs of a Grace, whose memory gives up to 512 GB/s "
     "(NVIDIA's data sheets)"
 )
-LINKS = {
-    link.name: link
-    for link in (
-        Link("GB200", 225e9, 128e9, 4, False, GRACE),
-        Link("GB300", 225e9, 128e9, 4, False, GRACE),
-        _like_h200("B200", AS_H200),
-        _like_h200("B300", B300_AS_H200),
-        Link("GH200", 297e9, 243e9, 4, False, GH200),
-        _like_h200("H200", H200, measured=True),
-        _like_h200("H100", AS_H200),
+
+
+@dataclass(frozen=True)
+class System:
+    """A kind of GPU and its node.
+
+    gpu_bytes: as NVIDIA's driver reports them. host_bytes: of a node, by NVIDIA's data sheets of the DGX systems (2 TB)
+    and of Grace (480 GB for each). Hosts differ: `bridge-fgo doctor` looks at yours. flops: dense BF16 operations a
+    second; bandwidth: of the GPU's memory, bytes a second; both by NVIDIA's data sheets.
+    """
+
+    link: Link
+    gpu_bytes: int
+    host_bytes: int
+    flops: float
+    bandwidth: float
+
+    @property
+    def room(self) -> int:
+        """Bytes of the GPU that a job's peak may have."""
+        return self.gpu_bytes - self.gpu_bytes // LEFT_FREE
+
+
+SYSTEMS = {
+    system.link.name: system
+    for system in (
+        System(Link("GB200", 225e9, 128e9, 4, False, GRACE), 189_471 * MIB, 960 * GB, 2.5e15, 8.0e12),
+        System(Link("GB300", 225e9, 128e9, 4, False, GRACE), 284_208 * MIB, 960 * GB, 2.5e15, 8.0e12),
+        System(_like_h200("B200", AS_H200), 183_359 * MIB, 2_000 * GB, 2.25e15, 8.0e12),
+        System(_like_h200("B300", B300_AS_H200), 275_040 * MIB, 2_000 * GB, 2.25e15, 8.0e12),
+        System(Link("GH200", 297e9, 243e9, 4, False, GH200), 97_871 * MIB, 1_920 * GB, 0.989e15, 4.0e12),
+        System(_like_h200("H200", H200, measured=True), 143_771 * MIB, 2_000 * GB, 0.989e15, 4.8e12),
+        System(_like_h200("H100", AS_H200), 81_559 * MIB, 2_000 * GB, 0.989e15, 3.35e12),
     )
 }
 
@@ -77,11 +107,11 @@ def links(system: str | None, link_gbs: float | None, gpus_per_node: int | None)
     Raises:
         ValueError: no such system, or a number that makes no sense.
     """
-    if system is not None and system.upper() not in LINKS:
-        raise ValueError(f"--system {system}: use one of {', '.join(LINKS)}")
+    if system is not None and system.upper() not in SYSTEMS:
+        raise ValueError(f"--system {system}: use one of {', '.join(SYSTEMS)}")
     if link_gbs is not None and not 0 < link_gbs < math.inf:
         raise ValueError(f"--link-gbs {link_gbs}: use a number of GB/s above 0")
-    chosen = list(LINKS.values()) if system is None else [LINKS[system.upper()]]
+    chosen = [each.link for name, each in SYSTEMS.items() if system is None or system.upper() == name]
     if link_gbs is not None:
         speed = link_gbs * 1e9
         name = "given" if system is None else chosen[0].name
