@@ -378,7 +378,7 @@ FAULTS_OF_DEBUG_MODE = [
 def test_without_one_of_the_waits_two_streams_meet(order, monkeypatch, fault, debug=False):
     fault(monkeypatch)
     with pytest.raises(Race):
-        for seed in range(48):
+        for seed in range(100):  # few are enough for most, but which ones depends on the order of sets
             train(order, seed, debug)
 
 
