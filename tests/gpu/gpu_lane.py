@@ -36,7 +36,7 @@ MANY_ACTIVATIONS = (*SMALL[:6], "--seq", "2048", "--mbs", "4", "--gbs", "16")
 FEW_ACTIVATIONS = (*SMALL[:6], "--seq", "256", "--mbs", "1", "--gbs", "4")
 PRECISION_AWARE = ("--precision-aware", "--moments-dtype", "bf16")
 PACKED = ("--master-remainders",)
-"""For runs that are over before training is seen to wait for copies."""
+"""For runs that are over before masters are packed by default."""
 EXPERTS = ("--experts", "4", "--topk", "2")
 
 

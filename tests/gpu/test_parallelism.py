@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from gpu_lane import PACKED, assert_bitwise_equal, assert_same_shards, needs_gpus, saving_arm, side_by_side
+from gpu_lane import EXPERTS, PACKED, assert_bitwise_equal, assert_same_shards, needs_gpus, saving_arm, side_by_side
 
 from bridge_fgo.tools.arms import runner
 
@@ -15,6 +15,7 @@ LAYOUTS = {
     "tp2_to_pp2": ((2, *PACKED, "--tp=2"), (2, *PACKED, "--pp=2")),
     "dp2_to_dp1": ((2, *PACKED), (1, *PACKED)),
     "dp1_to_dp2": ((1, *PACKED), (2, *PACKED)),
+    "tp2_dp2_to_pp2_dp2": ((4, "--tp=2", "--ep=2", *EXPERTS), (4, "--pp=2", "--ep=2", *EXPERTS)),
     "fsdp1_to_fsdp1": ((1, *FSDP), (1, *FSDP)),
     "fsdp2_to_fsdp1": ((2, *FSDP), (1, *FSDP)),
     "fsdp1_to_fsdp2": ((1, *FSDP), (2, *FSDP)),
