@@ -1,29 +1,398 @@
-"""The public `Residency`: sleep, and what it has to do with patched checkpoints and training steps."""
+"""The user's class: which of a model's parameters, gradients and optimizer state are on the GPU, between steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, override
+from functools import wraps
+from typing import Any, Concatenate, Literal
+
+import torch
 
 from bridge_fgo.bridge.compat import FLAG
 from bridge_fgo.bridge.session import Session, active_session
 from bridge_fgo.bridge.settings import is_installed
-from bridge_fgo.sleep import residency
-from bridge_fgo.sleep.moved import Kind
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engines.ranks import on_every_rank, require_host_memory, told_by_ranks
+from bridge_fgo.memory.guard import own
+from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
+from bridge_fgo.memory.host_memory import local_cpus
+from bridge_fgo.memory.storage_slab import find_aliases
+from bridge_fgo.sleep.caches import Caches
+from bridge_fgo.sleep.checks import Checks, wrapped_models
+from bridge_fgo.sleep.gradients import Backwards, Gradients, drop_shard_gradients
+from bridge_fgo.sleep.moved import (
+    KINDS,
+    Kind,
+    Kinds,
+    Moved,
+    Tally,
+    map_hosts,
+    return_to_driver,
+    wait_for_a_while,
+    wait_for_gpu,
+)
+from bridge_fgo.sleep.refusals import ddp_of, refuse_models
+from bridge_fgo.sleep.states import OptimizerStates
+from bridge_fgo.sleep.weights import Weights
+
+PARAMS = frozenset[Kind](("params",))
+
+_open = weakref.WeakSet["Residency"]()
+"""Those that are not closed. The hooks on its model keep each alive as long as the model is."""
 
 
-class Residency(residency.Residency):
-    """As `bridge_fgo.sleep.residency.Residency`, which see for its arguments and for the errors."""
+def _verb[**P, R](
+    method: Callable[Concatenate[Residency, P], R],
+) -> Callable[Concatenate[Residency, P], R]:
+    """Have calls of several threads wait for each other, outside of autograd and of inference mode.
 
-    _session: Session | None = None
-    """What drives training steps; None before the first."""
+    An inference engine may have left inference mode on.
+    """
 
-    @override
-    def _put_on_checks(self, optimizer: Any) -> None:
-        super()._put_on_checks(optimizer)
+    @wraps(method)
+    def run(self: Residency, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._turn, torch.inference_mode(False), torch.no_grad(), own():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+class Residency:
+    """Offloads parameters, gradients and optimizer state from a shared GPU and reloads them, each by itself.
+
+    Use it between steps only. The constructor is a collective of all ranks of the job, and so is each verb: an
+    all-gather makes parameters of several data-parallel ranks whole, and what fails on one rank fails on all. A model
+    has at most one, which `of` finds. Verbs that several threads call run one after another.
+
+    Args:
+        model: a model chunk or a list of them: mcore's DDP where there is one, not the model inside.
+        optimizer: what the training loop steps, over DistributedOptimizers; None for a reference model.
+        config: settings of the offload where no engine is attached to the optimizer; masters are copied whole unless
+            it says otherwise.
+
+    Raises:
+        ValueError: something cannot be offloaded; names the setting to change. Or the host lacks memory.
+        RuntimeError: host memory could not be page-locked.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: Any = None,
+        config: OffloadConfig | None = None,
+    ) -> None:
+        self._turn = threading.RLock()
+        self._session: Session | None = None
+        """What drives training steps; None before the first."""
+        self._chunks = on_every_rank(lambda: _accepted(model, config))
+        with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
+            self._states = None if optimizer is None else OptimizerStates(optimizer, config)
+            try:
+                on_every_rank(self._find_memory)
+                self._pins = self._device.type == "cuda" and (config is None or config.pin_memory)
+                hosts = on_every_rank(lambda: map_hosts(self._weights.slabs))
+                require_host_memory(sum(buffer.tensor.numel() for buffer in hosts) if self._pins else 0)
+                on_every_rank(lambda: self._finish(hosts, optimizer))
+            except BaseException:
+                if self._states is not None:
+                    self._states.close()
+                raise
+        _open.add(self)
+
+    def _find_memory(self) -> None:
+        self._ddps = [ddp for chunk in self._chunks for ddp in ddp_of(chunk)]
+        buffers = [buffer for ddp in self._ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers]
+        names = {id(param): name for chunk in self._chunks for name, param in chunk.named_parameters()}
+        devices = [buffer.grad_data.device for buffer in buffers]
+        devices += [parameter.device for chunk in self._chunks for parameter in chunk.parameters()]
+        self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+        self._gradients = Gradients(buffers, names)
+        self._weights = Weights(self._chunks, buffers, names, self._device, self._states)
+        self._parts: dict[Kind, Weights | Gradients | OptimizerStates] = {
+            "params": self._weights,
+            "grads": self._gradients,
+        }
+        if self._states is not None:
+            self._parts["optimizer"] = self._states
+        self._backwards = Backwards(self._ddps)
+        find_aliases(self._weights.slabs + self._gradients.slabs)
+
+    def _finish(self, hosts: Sequence[HostBuffer], optimizer: Any) -> None:
+        self._lock(hosts)
+        self._caches = Caches(self._chunks, self._device)
+        self._checks = Checks(lambda: self.away, self._states)
+        self._checks.on_model(self._chunks, self._ddps, self._backwards)
+        if optimizer is not None:
+            self._checks.on_optimizer(optimizer, self._backwards)
         for ddp in self._ddps:
             self._checks.before(ddp, "finish_grad_sync", self._gradients_ready)
+
+    @classmethod
+    def of(cls, model: torch.nn.Module | Sequence[torch.nn.Module]) -> Residency | None:
+        """Return the Residency of a model, of what wraps it, or of a part of it; None where there is none."""
+        ids = _ids(_chunks_of(model))
+        return next((each for each in list(_open) if not _ids(each._chunks).isdisjoint(ids)), None)
+
+    def _lock(self, hosts: Sequence[HostBuffer]) -> None:
+        if self._pins and hosts:
+            page_lock(hosts, local_cpus(self._device))
+
+    # What is where.
+
+    @property
+    def away(self) -> frozenset[Kind]:
+        """The kinds that are not on the GPU, or not all of them."""
+        return frozenset(kind for kind, part in self._parts.items() if part.is_away)
+
+    @property
+    def _here(self) -> frozenset[Kind]:
+        """The kinds that are on the GPU, or a part of them."""
+        return frozenset(kind for kind, part in self._parts.items() if part.is_here)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host bytes that are held for all of it."""
+        slabs = self._weights.slabs + self._gradients.slabs
+        own = sum(slab.host.pinned_bytes for slab in slabs if slab.host is not None)
+        return own + (self._states.engine.pinned_bytes if self._states is not None else 0)
+
+    # The verbs. What one rank decides by itself leads to no collective: every rank does each of them, until one fails.
+
+    def offload(self, kinds: Kinds = "all", *more: Kind, grads: Literal["drop", "keep"] = "drop") -> Moved:
+        """Offload "params", "grads" or "optimizer", and return their GPU memory to the driver.
+
+        What is away stays away. When it returns, every copy is done.
+
+        Args:
+            kinds: any of the three, in any order, by one name or a list of names; "all" for all of them. An empty list
+                moves nothing.
+            more: further names.
+            grads: "drop" discards gradients, which `reload` makes zeros. "keep" copies them.
+
+        Returns:
+            What was moved.
+
+        Raises:
+            ValueError: a word is not one of these. Nothing has moved.
+            RuntimeError: a backward has run since the last update, and its gradients would be dropped; or the state
+                cannot be offloaded as it is; or a parameter is not one of those that the Residency was made with, or
+                it is closed. Nothing has moved. Or another rank failed on the way.
+        """
+        return self._offload(lambda: self._asked(kinds, more), grads)
+
+    @_verb
+    def _offload(self, asked: Callable[[], frozenset[Kind]], grads: str) -> Moved:
+        def prepare() -> tuple[tuple[frozenset[Kind], Tally], bool]:
+            kinds = asked() & self._here
+            self._require_no_backward(kinds, grads)
+            self._require_movable(kinds, grads)
+            self._wait_for_collectives()
+            return (kinds, Tally(self._device)), "optimizer" in kinds and self._lacks_weights
+
+        (kinds, tally), votes = told_by_ranks(prepare)
+        wakes_params = any(votes)
+        if wakes_params:
+            if "params" in self.away:
+                tally.moved.woke = ("params",)
+                kinds |= PARAMS
+            self._weights.reload(tally)
+
+        def move() -> Moved:
+            if wakes_params:
+                self._weights.columnwise.make()
+            return self._offload_alone(kinds, grads, tally) if kinds else Moved()
+
+        return on_every_rank(move)
+
+    def _offload_alone(self, kinds: frozenset[Kind], grads: str, tally: Tally) -> Moved:
+        """Offload kinds that are on the GPU; no other rank takes part in it."""
+        states = self._states if "optimizer" in kinds else None
+        groups = self._weights.here if "params" in kinds else []
+        drops, keeps = "grads" in kinds and grads == "drop", "grads" in kinds and grads == "keep"
+        dropped = 0
+        if drops and self._states is not None:
+            dropped = sum(drop_shard_gradients(leaf.optimizer) for leaf in self._states.optimizers)
+        slabs = [slab for group in groups for slab in group.slabs]
+        find_aliases(slabs + (self._gradients.slabs if "grads" in kinds else []))  # after views of gradients went
+        # Race: memory goes to the driver from here on, while work on some stream may still use what is cached.
+        wait_for_gpu(self._device)
+        if drops:  # first: the driver takes their memory back while others are copied
+            with tally.part("grads"):
+                tally.moved.freed += dropped + self._gradients.empty(keep=False)
+                self._backwards.used()
+        try:
+            # Weights first: their copies run while masters are compared, and while the states' are queued.
+            self._weights.start_offload(groups, states is not None, tally)
+            if states is not None:
+                before = states.released_bytes + states.unmade_bytes
+                with tally.part("optimizer"):
+                    tally.copy("optimizer", states.start_offload())
+                if not states.reads_weights:  # while states are copied the driver takes these back too
+                    with tally.part("params"):
+                        tally.moved.freed += self._weights.empty(groups)
+                with tally.part("optimizer"):
+                    states.end_offload()
+                tally.moved.freed += states.released_bytes - before
+        except BaseException:
+            self._weights.forget_masters()
+            if states is not None:
+                states.give_up_offload()
+            # Race: weights that stay after all may be written while their copies still read them.
+            wait_for_gpu(self._device)
+            raise
+        if keeps:
+            tally.copy("grads", self._gradients.copy_out())
+        # Race: storages that are emptied go to whoever asks next on the stream that they were made on, and to the
+        # driver, while copies on another stream still read them.
+        with tally.part("wait"):
+            wait_for_gpu(self._device)
+        tally.moved.freed += self._weights.empty(groups)
+        if keeps:
+            tally.moved.freed += self._gradients.empty(keep=True)
+        with tally.part("driver"):
+            return_to_driver(self._device)
+        with tally.part("caches"):
+            tally.moved.caches = self._caches.drop(self.away, is_mid_step=bool(self._backwards.pending))
+        if tally.moved.caches:
+            with tally.part("driver"):
+                return_to_driver(self._device)
+        tally.note_what_stays()
+        return tally.end()
+
+    def reload(self, kinds: Kinds = "all", *more: Kind) -> Moved:
+        """Reload "params", "grads" or "optimizer" to the GPU, named as for `offload`.
+
+        Packed masters need their weights: then "optimizer" reloads "params" too, and `Moved.woke` says so. Parameters
+        of several ranks are all-gathered, so that every rank has to ask for the same.
+
+        Raises:
+            ValueError: a word is not one of these. Nothing has moved.
+            torch.OutOfMemoryError: there is no memory. What was not reloaded is away as before.
+            RuntimeError: another rank failed. Parameters are away as before, here too. Or the Residency is closed.
+        """
+        return self._reload(lambda: self._asked(kinds, more))
+
+    @_verb
+    def _reload(self, asked: Callable[[], frozenset[Kind]]) -> Moved:
+        def look() -> tuple[tuple[frozenset[Kind], Tally], tuple[bool, bool, bool]]:
+            kinds = asked() & self.away
+            votes = bool(kinds), "params" in kinds, "optimizer" in kinds and self._lacks_weights
+            return (kinds, Tally(self._device)), votes
+
+        (kinds, tally), votes = told_by_ranks(look)
+        moves, wakes_params, needs_weights = (any(each) for each in zip(*votes, strict=True))
+        if not moves:
+            return Moved()
+        states = self._states if "optimizer" in kinds else None
+        if needs_weights:
+            if "params" in self.away - kinds:
+                tally.moved.woke = ("params",)
+            self._weights.reload(tally)
+
+        def reload_others() -> None:
+            if states is not None:  # first: the driver gives memory for the others while these are copied
+                before = states.released_bytes
+                with tally.part("optimizer"):
+                    tally.copy("optimizer", states.reload())
+                self._weights.forget_masters()
+                tally.moved.freed += states.released_bytes - before
+            if "grads" in kinds:
+                with tally.part("grads"):
+                    taken, copied = self._gradients.reload()
+                tally.moved.freed -= taken
+                tally.copy("grads", copied)
+
+        if wakes_params and not needs_weights:
+            self._weights.reload(tally, reload_others)
+
+        def finish() -> Moved:
+            if needs_weights or not wakes_params:
+                reload_others()
+            if needs_weights or wakes_params:
+                self._weights.columnwise.make()
+            with tally.part("wait"):
+                if states is not None:
+                    states.finish_reload()
+                wait_for_gpu(self._device)  # whatever stream reads next
+            return tally.end()
+
+        return on_every_rank(finish)
+
+    @contextmanager
+    def only(self, kinds: Kinds = (), *more: Kind, grads: Literal["drop", "keep"] = "drop") -> Iterator[Moved]:
+        """Context in which these kinds alone are on the GPU; afterwards everything is where it was before.
+
+        Kinds are named as for `offload`. Gives what the offload has moved. Raises as `offload` and `reload`.
+
+        Where the block raises, what was reloaded is offloaded again, and what was offloaded stays away, as its reload
+        may be a collective: a note on the error says so. `reload` on every rank ends it.
+        """
+        with self._as_before(grads):
+            # Offload first, to make room; but packed masters bring their weights with them.
+            moved = self._offload(lambda: frozenset(self._parts) - self._asked(kinds, more), grads)
+            self._reload(lambda: self._asked(kinds, more))
+            yield moved
+
+    def asleep(self, grads: Literal["drop", "keep"] = "drop") -> Any:
+        """Context in which nothing is on the GPU; afterwards everything is where it was before, as with `only`."""
+        return self.only((), grads=grads)
+
+    @contextmanager
+    def _as_before(self, grads: Literal["drop", "keep"] = "drop") -> Iterator[None]:
+        def look() -> frozenset[Kind]:
+            self._require_open()
+            return self.away
+
+        before = on_every_rank(look)
+        try:
+            yield
+        except BaseException as error:
+            # No collective: other ranks may be in the midst of the block, or have failed elsewhere.
+            self._offload_again(before, grads, error)
+            raise
+        self._offload(lambda: before - self.away, grads)
+        self._reload(lambda: self.away - before)
+
+    @_verb
+    def _offload_again(self, before: frozenset[Kind], grads: str, error: BaseException) -> None:
+        """Offload on this rank what was away before an error; note on the error what is not where it was."""
+        try:
+            if gone := self.away - before:
+                words = ", ".join(map(repr, sorted(gone)))
+                error.add_note(f"bridge_fgo: {words} stay off the GPU after this error: call reload() on every rank")
+            reloaded = before & self._here
+            if "optimizer" in reloaded and self._lacks_weights:
+                reloaded -= {"optimizer"}
+            if reloaded:
+                wait_for_a_while(lambda: (self._wait_for_collectives(), wait_for_gpu(self._device)))
+                self._require_movable(reloaded, grads)
+                self._offload_alone(reloaded, grads, Tally(self._device))
+        except Exception as failure:
+            error.add_note(f"bridge_fgo: what the block has reloaded may still be on the GPU: {failure}")
+
+    @_verb
+    def close(self) -> None:
+        """Reload everything, and remove all hooks and host memory. Idempotent; other verbs raise from then on.
+
+        Raises:
+            torch.OutOfMemoryError, RuntimeError: it cannot be reloaded. It may be called again.
+        """
+        if self not in _open:
+            return
+        self._reload(lambda: frozenset(self._parts))
+        on_every_rank(self._let_go)
+        _open.discard(self)
+
+    def _let_go(self) -> None:
+        if self._session is not None and not self._session.closed:
+            self._session.close()
+        for part in (self._checks, self._backwards, self._caches, *self._parts.values()):
+            part.close()
+        self._states = None
+        self._parts.pop("optimizer", None)
 
     # Training steps.
 
@@ -84,12 +453,6 @@ class Residency(residency.Residency):
         if session is not None and session is self._session:
             session.reload()
 
-    @override
-    def _let_go(self) -> None:
-        if self._session is not None and not self._session.closed:
-            self._session.close()
-        super()._let_go()
-
     # Checkpoints.
 
     @contextmanager
@@ -109,9 +472,99 @@ class Residency(residency.Residency):
             if states is None:
                 return frozenset(self._parts) - {"grads"}
             states.require_whole()
-            return frozenset({"params"})
+            return PARAMS
 
         with self._as_before():  # what is loaded is loaded to the host
             self._reload(needed)
             with nullcontext() if states is None else states.served():
                 yield
+
+    # Parts of the verbs.
+
+    @property
+    def _lacks_weights(self) -> bool:
+        """Whether states cannot move before weights are reloaded: packed masters need them."""
+        return self._states is not None and self._states.reads_weights and "params" in self.away
+
+    def _require_open(self) -> None:
+        if self not in _open:
+            raise RuntimeError("a Residency was used after close(): make another by Residency(model, optimizer)")
+
+    def _asked(self, kinds: Kinds, more: Sequence[Kind]) -> frozenset[Kind]:
+        self._require_open()
+        # No dictionary of booleans: all its keys would be asked for.
+        is_list = isinstance(kinds, Iterable) and not isinstance(kinds, str | Mapping)
+        asked = [*(kinds if is_list else [kinds]), *more]
+        for word in asked:
+            if word not in ("all", *KINDS):
+                raise ValueError(
+                    f"{word!r}: use 'all' or any of {', '.join(map(repr, KINDS))}, as names or as one list of names"
+                )
+            if word == "optimizer" and self._states is None:
+                raise ValueError("'optimizer' of a Residency that was made with optimizer=None: give it the optimizer")
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("nothing can move while the current stream is captured into a CUDA graph")
+        return frozenset(self._parts if "all" in asked else asked)
+
+    def _require_no_backward(self, kinds: frozenset[Kind], grads: str) -> None:
+        if grads not in ("drop", "keep"):
+            raise ValueError(f"grads={grads!r}: use 'drop' or 'keep'")
+        if grads == "drop" and "grads" in kinds and self._backwards.pending:
+            raise RuntimeError(
+                "a backward has run since the last optimizer step, and offload() would drop its gradients: step, or "
+                "zero them by each model chunk's zero_grad_buffer() (the optimizer's zero_grad() does not), or use "
+                "offload(..., grads='keep')"
+            )
+
+    def _require_movable(self, kinds: frozenset[Kind], grads: str) -> None:
+        slabs = self._gradients.slabs if "grads" in kinds else []
+        if "params" in kinds:
+            self._weights.require_known()
+            slabs = slabs + [slab for slab in self._weights.slabs if not slab.is_away]
+        for slab in slabs:
+            slab.require_resizable()
+        if "optimizer" in kinds and self._states is not None:
+            self._states.require_whole()
+        if "grads" in kinds and grads == "keep":
+            self._lock(map_hosts(self._gradients.slabs))
+
+    def _wait_for_collectives(self) -> None:
+        """Have the current stream wait for gathers and reductions that DDP has in flight.
+
+        DDP keeps their handles, and waits once more: its own notes are as they were.
+        """
+        for ddp in self._ddps:
+            for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
+                for handle in (group.param_gather_handle, group.grad_reduce_handle):
+                    if handle is not None:
+                        # Race: the collective would write into memory that was released, or not be in the copy.
+                        handle.wait()
+
+
+def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return model chunks as a list, of whatever type they are."""
+    return list(model) if isinstance(model, Sequence) else [model]
+
+
+def _ids(chunks: Sequence[torch.nn.Module]) -> set[int]:
+    """Return the `id`s of chunks, of what they wrap, and of their parameters."""
+    return {id(each) for chunk in chunks for each in (*wrapped_models(chunk), *chunk.parameters())}
+
+
+def _accepted(
+    model: torch.nn.Module | Sequence[torch.nn.Module], config: OffloadConfig | None
+) -> list[torch.nn.Module]:
+    """Return the chunks of a model, or raise ValueError where they, or the settings, are refused."""
+    chunks = _chunks_of(model)
+    refuse_models(chunks)
+    if config is not None and config.engine == "mcore":
+        raise ValueError(
+            "Residency(config=OffloadConfig(engine='mcore')): this package's engine alone can move states between "
+            "steps; use engine='native'"
+        )
+    if Residency.of(chunks) is not None:
+        raise ValueError(
+            "the model has a Residency already, or shares parameters with one that has: Residency.of(model) returns "
+            "it, close() ends it"
+        )
+    return chunks

@@ -30,6 +30,6 @@ weights, parameters are first.
 
 A tensor that is away guards itself (`memory.guard`); `checks` refuses what its guard cannot catch in time.
 
-`residency.Residency` has these verbs. The public class, in `bridge.residency`, adds checkpoints while asleep and
-training steps, for which installed patches serve the optimizer. `upstream` serves mcore's own verbs.
+The public class, `bridge.residency.Residency`, has these verbs, and checkpoints while asleep and training steps, for
+which installed patches serve the optimizer. `upstream` serves mcore's own verbs.
 """

@@ -32,12 +32,7 @@ _OF_PROCESS = (
 
 
 class Caches:
-    """The caches of model chunks, and those of the process.
-
-    Args:
-        chunks: the model chunks.
-        device: where they are.
-    """
+    """The caches of model chunks on a device, and those of the process."""
 
     def __init__(self, chunks: Iterable[torch.nn.Module], device: torch.device) -> None:
         self._modules = [module for chunk in chunks for module in chunk.modules()]
@@ -54,7 +49,8 @@ class Caches:
             is_mid_step: whether a backward has run since the last update. Weights that are quantized again within a
                 step may get another scale.
         """
-        before = self._allocated()
+        is_cuda = self._device.type == "cuda"
+        before = torch.cuda.memory_allocated(self._device) if is_cuda else 0
         if "params" in away:
             for forward in self._cached_forwards:
                 forward.cache_clear()
@@ -65,12 +61,9 @@ class Caches:
             _clear(_OF_BACKWARD)
         if away >= {"params", "grads"} and not has_graph_memory(self._device):
             _clear(_OF_PROCESS)
-            if self._device.type == "cuda":
+            if is_cuda:
                 torch._C._cuda_clearCublasWorkspaces()
-        return before - self._allocated()
-
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+        return before - torch.cuda.memory_allocated(self._device) if is_cuda else 0
 
     def close(self) -> None:
         """Let go of the modules, and of what their forwards keep of them."""

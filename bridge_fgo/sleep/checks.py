@@ -55,12 +55,7 @@ class BackwardCheck(ForwardCheck):
 
 
 class Checks:
-    """The checks of one `Residency`.
-
-    Args:
-        away: returns what is not on the GPU.
-        states: what moves the optimizer's state; None where nothing does.
-    """
+    """The checks of one `Residency`; `away` returns what is not on the GPU, `states` is None without an optimizer."""
 
     def __init__(self, away: Callable[[], frozenset[Kind]], states: OptimizerStates | None) -> None:
         self._away, self._states = away, states
@@ -90,18 +85,22 @@ class Checks:
         states = self._states
         assert states is not None
 
+        def require_states() -> None:
+            if not states.is_served:
+                self.require("optimizer")
+
         def require_for_step() -> None:
             self.require("params", "grads")
-            self._require_states()
+            require_states()
 
         def stepped() -> None:
             states.may_be_unchanged = False
 
         self.before(optimizer, "step", require_for_step, backwards.used)
         for leaf in states.optimizers if states.is_owner else ():
-            self.before(leaf, "step_with_ready_grads", self._require_states, stepped)
+            self.before(leaf, "step_with_ready_grads", require_states, stepped)
             for name in _OF_ALL_RANKS:
-                self.before(leaf, name, self._require_states)
+                self.before(leaf, name, require_states)
 
     def before(self, owner: Any, name: str, check: Check, after: Check = lambda: None) -> None:
         """Have `check` called before a method of one object, and `after` once it has returned, until `close`."""
@@ -137,10 +136,6 @@ class Checks:
                     f"{kind!r} were sent off the GPU by Residency.offload, and are used: call reload({kind!r}) first, "
                     "or save and load checkpoints in Residency.checkpointing()"
                 )
-
-    def _require_states(self) -> None:
-        if self._states is not None and not self._states.is_served:
-            self.require("optimizer")
 
     def close(self) -> None:
         """Remove every check."""

@@ -15,12 +15,8 @@ class Gradients:
     """The gradient memory of mcore's `_ParamAndGradBuffer`s, emptied and filled in place.
 
     That is the buffers that every `main_grad` and bucket is a view of, and the fp32 tensors of
-    `param_name_patterns_for_fp32_local_accumulation`.
-
-    Args:
-        buffers: mcore's.
-        names: of parameters, by their `id`, for messages.
-        comes_by: what to call to reload them, for messages.
+    `param_name_patterns_for_fp32_local_accumulation`. `names` (of parameters, by their `id`) and `comes_by` (what to
+    call to reload them) are for messages.
     """
 
     def __init__(
@@ -28,14 +24,11 @@ class Gradients:
     ) -> None:
         self.slabs: list[StorageSlab] = []
         for i, buffer in enumerate(buffers):
-            named = [
-                (f"the gradient of parameter {names.get(id(param), '')!r}", param.main_grad) for param in buffer.params
-            ]
+            named = [(f"the gradient of parameter {names.get(id(p), '')!r}", p.main_grad) for p in buffer.params]
             named += [("a bucket of gradients", bucket.grad_data) for bucket in buffer.buckets]
-            name = f"DDP buffer {i}'s gradient buffer"
-            self.slabs.append(StorageSlab(buffer.grad_data, name, comes_by, named=named))
-            extras = buffer.extra_main_grads
-            self.slabs += [StorageSlab(extra, f"DDP buffer {i}'s fp32 gradients", comes_by) for extra in extras]
+            self.slabs.append(StorageSlab(buffer.grad_data, f"DDP buffer {i}'s gradient buffer", comes_by, named=named))
+            for extra in buffer.extra_main_grads:
+                self.slabs.append(StorageSlab(extra, f"DDP buffer {i}'s fp32 gradients", comes_by))
         self._is_kept = False
         """Whether `reload` copies them back from the host."""
 
@@ -59,10 +52,7 @@ class Gradients:
         return sum(slab.empty() for slab in self.slabs)
 
     def reload(self) -> tuple[int, int]:
-        """Take memory again, and zero it or copy back what was kept, on the current stream.
-
-        Returns:
-            the bytes of memory, and the bytes that were copied.
+        """Take memory again, and zero it or copy back what was kept; return the bytes of memory, and those copied.
 
         Raises:
             torch.OutOfMemoryError: there is no memory; all stay away, and what was kept stays kept.
@@ -80,12 +70,9 @@ class Gradients:
 
 
 class Backwards:
-    """Notes, by hooks, whether a backward has run since gradients were last used or zeroed.
+    """Notes, by hooks on mcore's DDP models, whether a backward has run since gradients were last used or zeroed.
 
     The contents cannot tell: gradients of a finished update are as large as those of the next one.
-
-    Args:
-        ddps: mcore's DDP models.
     """
 
     def __init__(self, ddps: Iterable[Any]) -> None:
@@ -112,14 +99,14 @@ class Backwards:
             handle.remove()
 
 
-def drop_shard_gradients(params: Iterable[torch.Tensor]) -> int:
+def drop_shard_gradients(inner: torch.optim.Optimizer) -> int:
     """Set `.grad` and `decoupled_grad` of an inner optimizer's parameters to None; return the bytes that this frees.
 
     mcore keeps them until the next `zero_grad`: fp32 copies of this rank's shard where DDP reduces in 16 bits, else
     views of DDP's buffer, which hold no memory of their own.
     """
     freed = 0
-    for param in params:
+    for param in (param for group in inner.param_groups for param in group["params"]):
         for name in ("grad", "decoupled_grad"):
             gradient = getattr(param, name, None)
             if gradient is not None:

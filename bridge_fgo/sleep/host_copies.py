@@ -14,9 +14,7 @@ from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab, SlabState
 class HostCopies:
     """Tells of which slabs the host's copy is current, by a sum over the bytes of each that is taken on reload.
 
-    Args:
-        slabs: what only the owner of this moves.
-        device: of their states.
+    Only the owner of this moves the slabs; `device` is that of their states.
     """
 
     def __init__(self, slabs: Sequence[Slab], device: torch.device) -> None:
@@ -71,7 +69,7 @@ class HostCopies:
 
 
 def _is_known(slab: Slab) -> bool:
-    """Return whether a slab is on the GPU, whole, as one storage that its states still live in."""
+    """Return whether a slab is on the GPU, whole, in one storage that its states still live in."""
     return (
         slab.state is SlabState.RESIDENT
         and slab.codec.family is None

@@ -37,10 +37,7 @@ LEAST_KEPT_BYTES = 64 * 2**20
 
 @dataclass
 class Moved:
-    """What one call of `Residency` has moved on this rank; all zeros where there was nothing to do.
-
-    After a reload `freed` and `returned` are negative: memory was taken.
-    """
+    """What one call of `Residency` has moved on this rank: zeros where nothing, `freed` is negative after a reload."""
 
     copied: int = 0
     """Bytes that crossed the link between GPU and host, in either direction."""
@@ -71,16 +68,10 @@ class Tally:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._device = device
-        self._free = self._driver_free()
-        self._allocated = self._tensor_bytes()
+        self._free = torch.cuda.mem_get_info(device)[0] if self._is_cuda else 0
+        self._allocated = torch.cuda.memory_allocated(device) if self._is_cuda else 0
         self._began = time.perf_counter()
         self.moved = Moved()
-
-    def _driver_free(self) -> int:
-        return torch.cuda.mem_get_info(self._device)[0] if self._is_cuda else 0
-
-    def _tensor_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._is_cuda else 0
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -104,7 +95,7 @@ class Tally:
             return
         moved = self.moved
         free, total = torch.cuda.mem_get_info(self._device)
-        allocated, reserved = self._tensor_bytes(), torch.cuda.memory_reserved(self._device)
+        allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
         moved.stays = {"allocated": allocated, "cached": reserved - allocated, "outside": total - free - reserved}
         kept = moved.freed + moved.caches - (self._allocated - allocated)
         if kept > LEAST_KEPT_BYTES:
@@ -117,7 +108,8 @@ class Tally:
     def end(self) -> Moved:
         """Take the figures of the end, and return all."""
         self.moved.seconds = time.perf_counter() - self._began
-        self.moved.returned = self._driver_free() - self._free
+        if self._is_cuda:
+            self.moved.returned = torch.cuda.mem_get_info(self._device)[0] - self._free
         return self.moved
 
 

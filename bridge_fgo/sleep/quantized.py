@@ -16,28 +16,23 @@ DERIVED = ("Float8Tensor", "Float8BlockwiseQTensor")
 """Transformer Engine's classes whose columnwise data follows from the rowwise data."""
 
 
-def derives_columnwise(param: torch.Tensor) -> bool:
-    """Return whether Transformer Engine can make the columnwise data of a parameter from its rowwise data."""
-    names = {cls.__name__ for cls in type(param).__mro__}
-    # Blocks of one row have other scales columnwise.
-    return not names.isdisjoint(DERIVED) and getattr(param, "_is_2D_scaled", True)
-
-
 class ColumnwiseCopies:
-    """The columnwise copies of FP8 parameters on this rank.
-
-    Args:
-        params: parameters; those of other classes are left out.
-    """
+    """The columnwise copies of FP8 parameters on this rank; parameters of other classes are left out."""
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
-        self._params: list[Any] = [param for param in params if derives_columnwise(param)]
+        self._params: list[Any] = [
+            param
+            for param in params
+            # Blocks of one row have other scales columnwise.
+            if any(cls.__name__ in DERIVED for cls in type(param).__mro__) and getattr(param, "_is_2D_scaled", True)
+        ]
         self._dropped: list[Any] = []
 
     def drop(self) -> None:
         """Let go of them; all work on the GPU that reads them must be over."""
         used = [param for param in self._params if param.get_usages()["columnwise"]]
-        self._dropped += [param for param in used if not any(param is other for other in self._dropped)]
+        dropped = {id(param) for param in self._dropped}
+        self._dropped += [param for param in used if id(param) not in dropped]
         for param in self._params:
             param.update_usage(rowwise_usage=True, columnwise_usage=False)
 

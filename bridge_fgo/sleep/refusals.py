@@ -13,11 +13,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def refuse_models(chunks: Sequence[torch.nn.Module]) -> None:
-    """Check model chunks, wrapped in DDP or not.
-
-    Raises:
-        ValueError: they are none, or their buffers cannot be emptied; names the setting to change.
-    """
+    """Raise ValueError where there are no model chunks, or their buffers cannot be emptied; name what to change."""
     if not chunks:
         raise ValueError("Residency(model=[]): pass the model chunks, as get_model returned them")
     for chunk in chunks:
@@ -44,10 +40,10 @@ def _refusals(chunk: torch.nn.Module) -> Iterator[str]:
             f"Residency with model.cuda_graph_impl={implementation!r}: a graph has the addresses of parameters and "
             "gradients baked in, which are others after a wake; set model.cuda_graph_impl='none'"
         )
-    for ddp in ddp_of(chunk):
-        for buffer in ddp.buffers + ddp.expert_parallel_buffers:
-            yield from buffer_refusals(buffer)
-    in_ddp = {id(parameter) for ddp in ddp_of(chunk) for parameter in ddp.parameters()}
+    ddps = ddp_of(chunk)
+    for buffer in (buffer for ddp in ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers):
+        yield from buffer_refusals(buffer)
+    in_ddp = {id(parameter) for ddp in ddps for parameter in ddp.parameters()}
     for name, parameter in chunk.named_parameters():
         if hasattr(parameter, "main_grad") and id(parameter) not in in_ddp:
             yield (

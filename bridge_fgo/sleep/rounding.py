@@ -38,17 +38,14 @@ PyTorch's operators take five launches for each, with temporaries: for 1.6 billi
 host time on an H100, in which nothing moved.
 """
 
-Pair = tuple[MegatronSource, torch.Tensor, WeightShard]
-
 
 class Rounding:
     """The masters of one parameter buffer, which round to every weight of it that this rank owns.
 
-    Args:
-        pairs: at least one; the weights are of the buffer's dtype, all on its device.
+    pairs: at least one: a source, a master, and its weights, which are of the buffer's dtype, all on its device.
     """
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
+    def __init__(self, pairs: Sequence[tuple[MegatronSource, torch.Tensor, WeightShard]]) -> None:
         self.pairs = list(pairs)
         weights = pairs[0][2].tensor()
         self._kernel = kernel_for(weights.device) if weights.dtype is torch.bfloat16 else None
@@ -89,16 +86,9 @@ def kernel_for(device: torch.device) -> StridedSum | None:
 
 
 def differing(kernel: StridedSum, pairs: Iterable[tuple[torch.Tensor, int, int]], device: torch.device) -> torch.Tensor:
-    """Return how many weights are not what their masters round to, on the current stream.
+    """Return how many weights are not what their masters round to: an int64 scalar on `device`, their current stream's.
 
-    Args:
-        kernel: of the device.
-        pairs: each master, fp32 and contiguous, with the address of the first of its weights, which are bf16, and
-            their number.
-        device: theirs.
-
-    Returns:
-        int64 scalar on the device.
+    pairs: each master, fp32 and contiguous, with the address of the first of its bf16 weights, and their number.
     """
     found = torch.zeros((), dtype=torch.int64, device=device)
     for master, weights, numel in pairs:
@@ -131,9 +121,9 @@ def rounding_of(buffer: Any, own: Sequence[Range], states: OptimizerStates | Non
     """
     if states is None:
         return None
-    storage = buffer.param_data.untyped_storage()._cdata
+    data = buffer.param_data
+    storage, size, begin = data.untyped_storage()._cdata, data.element_size(), data.storage_offset()
     of_buffer = [pair for pair in states.rounded_masters() if pair[2].buffer().untyped_storage()._cdata == storage]
-    size, begin = buffer.param_data.element_size(), buffer.param_data.storage_offset()
     owned = [(start // size - begin, end // size - begin) for start, end in own]
     places = (buffer.param_index_map[param][:2] for param in buffer.params)
     numel = sum(max(0, min(end, last) - max(start, first)) for start, end in places for first, last in owned)

@@ -6,7 +6,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,12 +31,16 @@ WHOLE_MASTERS = OffloadConfig(engine="native", master_remainders=False)
 """Whole masters round to the weights, so that these need not be copied."""
 
 
+ASLEEP = "call Residency.reload('optimizer') first, or save and load checkpoints in Residency.checkpointing()"
+"""What to do where states are touched that a `Residency` has offloaded, and that nothing serves."""
+
+
 class OptimizerStates:
-    """The states of a top-level optimizer on this rank, and the engine that moves them.
+    """The states of a top-level optimizer on this rank, and the engine that moves them: an attached one, or its own.
 
     Args:
         optimizer: what the training loop steps: a ChainedOptimizer, or an optimizer as `movable_optimizers` has them.
-        config: for an engine of its own, where none is attached; `WHOLE_MASTERS` when None.
+        config: for an engine of its own; `WHOLE_MASTERS` when None.
         alone: whether other ranks may not make theirs now, and are not asked.
 
     Raises:
@@ -48,7 +51,7 @@ class OptimizerStates:
     def __init__(self, optimizer: Any, config: OffloadConfig | None = None, alone: bool = False) -> None:
         self.config = config or WHOLE_MASTERS
         self.meter = PeakMeter()
-        together = _on_this_rank if alone else on_every_rank
+        together: Callable[[Callable[[], Any]], Any] = (lambda act: act()) if alone else on_every_rank
         self.optimizers = together(lambda: movable_optimizers(optimizer))
         attached = together(lambda: attached_engine(self.optimizers, config))
         # The same on all ranks: one whose optimizers are all stubs has none to be attached.
@@ -56,7 +59,10 @@ class OptimizerStates:
         """Whether the engine serves nobody else, so that the optimizer's own methods know nothing of it."""
         self.sources = [source_of(leaf) for leaf in self.optimizers]
         if attached is None:
-            attached = together(self._make) if self.is_owner else NativeEngine([], WHOLE_MASTERS, PeakMeter())
+            if self.is_owner:
+                attached = together(lambda: NativeEngine(self.sources, self.config, self.meter))
+            else:
+                attached = NativeEngine([], WHOLE_MASTERS, self.meter)
         self.engine = attached
         if not self.is_owner:
             own = {id(leaf) for leaf in self.optimizers}
@@ -85,17 +91,17 @@ class OptimizerStates:
     def _finish(self, refuses: bool) -> None:
         let_go_for(self)
         if self.is_owner and self.sources and self.engine.schedule.transfers.keeps_host_copies:
-            self._copies = HostCopies(self._slabs, self.sources[0].device)
+            self._copies = HostCopies(self.engine.slabs, self.sources[0].device)
         if self.is_owner and refuses:
-            self.engine.traffic.touches.refusals.append(partial(_refuse_asleep, weakref.ref(self)))
-
-    def _make(self) -> NativeEngine:
-        return NativeEngine(self.sources, self.config, self.meter)
+            owner = weakref.ref(self)
+            self.engine.traffic.touches.refusals.append(
+                lambda: "" if (states := owner()) is None or states.is_served else ASLEEP
+            )
 
     @property
     def reads_weights(self) -> bool:
         """Whether masters may be packed, which takes the weights to offload and to reload them."""
-        return any(slab.codec.family is not None for slab in self._slabs)
+        return any(slab.codec.family is not None for slab in self.engine.slabs)
 
     @property
     def is_served(self) -> bool:
@@ -105,21 +111,17 @@ class OptimizerStates:
     @property
     def is_away(self) -> bool:
         """Whether any of it is not on the GPU, whoever has offloaded it."""
-        return any(slab.state in (SlabState.RELEASED, SlabState.RELOADING) for slab in self._slabs)
+        return any(slab.state in (SlabState.RELEASED, SlabState.RELOADING) for slab in self.engine.slabs)
 
     @property
     def is_here(self) -> bool:
         """Whether any of it is on the GPU."""
-        return any(slab.state is not SlabState.RELEASED and slab.exists() for slab in self._slabs)
-
-    @property
-    def _slabs(self) -> list[Slab]:
-        return self.engine.slabs
+        return any(slab.state is not SlabState.RELEASED and slab.exists() for slab in self.engine.slabs)
 
     @property
     def unmade_bytes(self) -> int:
         """Bytes of states that no step has made yet, in slabs that were never offloaded, which have room for them."""
-        new = (slab for slab in self._slabs if slab.gpu is None and slab.exists())
+        new = (slab for slab in self.engine.slabs if slab.gpu is None and slab.exists())
         return sum(state.nbytes for slab in new for state in slab.states if state.read() is None)
 
     @property
@@ -131,13 +133,13 @@ class OptimizerStates:
         """Raise RuntimeError where an error has ended an optimizer step, or a move, half-way."""
         for source in self.sources:
             self.engine.require_whole(source, "offloaded")
-        for slab in self._slabs:
+        for slab in self.engine.slabs:
             _ = slab.state  # raises
 
     def start_offload(self) -> int:
-        """Start to copy to the host what has changed, and release what has not; return the bytes that cross.
+        """Start to copy to the host what has changed, and release what has not; return the bytes. Then `end_offload`.
 
-        Packed masters read their weights as long as the GPU is behind. Call `end_offload` next.
+        Packed masters read their weights as long as the GPU is behind.
         """
         before = self.engine.traffic.out
         if self.is_owner and not self.is_driven:
@@ -150,7 +152,7 @@ class OptimizerStates:
             self._copies.forget()  # until the reload: an attached engine may copy out again
         self._offloading.clear()
         self._cached = 0
-        for slab in self._slabs:
+        for slab in self.engine.slabs:
             if slab in unchanged:
                 slab.release_unchanged()
             elif slab.exists() and slab.state is not SlabState.RELEASED:
@@ -163,15 +165,11 @@ class OptimizerStates:
         return self.engine.traffic.out - before
 
     def end_offload(self) -> None:
-        """Release all slabs; the driver gets most of their memory while others are copied.
-
-        The GPU may be behind when it returns: memory is free on the engine's training stream.
-        """
+        """Release all slabs, on the engine's training stream; the driver gets most of their memory meanwhile."""
         while self._offloading:
             self._release_first()
 
     def _release_first(self) -> None:
-        """Release the slab whose copy was started first."""
         gone = self._offloading.popleft()
         gone.release()
         self._cached += gone.nbytes
@@ -186,14 +184,12 @@ class OptimizerStates:
         Training may go on and write it, which its copy would lack.
         """
         self._offloading.clear()
-        for slab in self._slabs:
+        for slab in self.engine.slabs:
             if not slab.interrupted and slab.state is SlabState.OFFLOADING:
                 slab.require_writable()
 
     def reload(self) -> int:
-        """Reload all of it, for work that the current stream gets from now on; return the bytes that crossed.
-
-        The GPU may be behind when it returns. Call `finish_reload` when the host has nothing better to do.
+        """Reload all of it, for work that the current stream gets from now on; return the bytes. Then `finish_reload`.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for all; the rest is still away, and it may be called again.
@@ -256,10 +252,7 @@ class OptimizerStates:
     # Weights that masters round to.
 
     def rounded_masters(self) -> list[tuple[MegatronSource, torch.Tensor, WeightShard]]:
-        """Return each master of this rank that is copied whole, its source, and the weights that it rounds to.
-
-        Those of DistributedOptimizers, whose weights lie in DDP's buffers.
-        """
+        """Return a DistributedOptimizer's masters that are copied whole: source, master, and weights it rounds to."""
         if self.reads_weights:
             return []
         found = [source for source in self.sources if isinstance(source, MegatronSource)]
@@ -272,7 +265,7 @@ class OptimizerStates:
         """
         before = self.engine.traffic.back + self.engine.traffic.out
         wanted = {id(master) for master in masters}
-        for slab in self._slabs:
+        for slab in self.engine.slabs:
             of_slab = [m for state in slab.states if (m := state.read()) is not None and id(m) in wanted]
             if not of_slab or slab.state is SlabState.RESIDENT:
                 continue
@@ -297,18 +290,6 @@ class OptimizerStates:
             self._detach()
             for leaf in self.optimizers:
                 vars(leaf).pop(STATES, None)
-
-
-def _refuse_asleep(states: weakref.ref[OptimizerStates]) -> str:
-    """Return what to call where states are touched that a `Residency` has offloaded, and that nothing serves."""
-    owner = states()
-    if owner is None or owner.is_served:
-        return ""
-    return "call Residency.reload('optimizer') first, or save and load checkpoints in Residency.checkpointing()"
-
-
-def _on_this_rank[T](act: Callable[[], T]) -> T:
-    return act()
 
 
 # Which optimizers.

@@ -23,7 +23,7 @@ from bridge_fgo.sleep.moved import map_hosts, return_to_driver, wait_for_gpu
 from bridge_fgo.sleep.quantized import ColumnwiseCopies
 from bridge_fgo.sleep.refusals import buffer_refusals
 from bridge_fgo.sleep.states import STATES, OptimizerStates, refusal_of
-from bridge_fgo.sleep.weight_groups import WeightGroup, digests_of, named_weights
+from bridge_fgo.sleep.weights import WeightGroup, digests_of, named_weights
 from bridge_fgo.states.distributed import UPSTREAM_OFFLOADERS
 
 BUFFER = "_bridge_fgo_sleep"
@@ -60,7 +60,10 @@ class Buffer:
         if grads and _has_memory(buffer.grad_data):
             gradients = self._gradients = self._gradients or Gradients([buffer], {}, COMES_BY)
         if params and _has_memory(buffer.param_data):
-            weights = self._weights = self._weights or self._make_weights()
+            named = named_weights(buffer, {})
+            weights = self._weights = self._weights or WeightGroup(
+                [StorageSlab(buffer.param_data, "a DDP buffer's parameters", COMES_BY, named=named)]
+            )
         slabs = [slab for part in (gradients, weights) if part is not None for slab in part.slabs]
         find_aliases(slabs)
         for slab in slabs:
@@ -83,10 +86,6 @@ class Buffer:
             self._columnwise.drop()
         for slab in slabs:
             slab.empty()
-
-    def _make_weights(self) -> WeightGroup:
-        named = named_weights(self._buffer, {})
-        return WeightGroup([StorageSlab(self._buffer.param_data, "a DDP buffer's parameters", COMES_BY, named=named)])
 
     @torch.no_grad()
     def reload(self, params: bool, grads: bool) -> None:
@@ -121,10 +120,9 @@ def mover_of(buffer: Any, pins: bool) -> Buffer:
 
 def can_move(optimizer: Any) -> bool:
     """Return whether the native engine can move the states of a DistributedOptimizer."""
-    to = attachment_of(optimizer)
     if getattr(optimizer, "is_stub_optimizer", False) or refusal_of(optimizer):
         return False
-    if to is not None:
+    if (to := attachment_of(optimizer)) is not None:
         return isinstance(to.engine, NativeEngine)
     return all(getattr(optimizer, name, None) is None for name in UPSTREAM_OFFLOADERS)
 
@@ -140,8 +138,9 @@ def offload_states(optimizer: Any, config: OffloadConfig) -> None:
     While they are away the optimizer is attached to its engine, which serves whoever reads or steps it.
     """
     states = _states_of(optimizer, config)
+    device = states.sources[0].device
     states.require_whole()
-    wait_for_gpu(states.sources[0].device)
+    wait_for_gpu(device)
     states.attach()  # first, so that a step finds what is away if the rest fails
     try:
         states.start_offload()
@@ -149,8 +148,8 @@ def offload_states(optimizer: Any, config: OffloadConfig) -> None:
     except BaseException:
         states.give_up_offload()
         raise
-    wait_for_gpu(states.sources[0].device)
-    return_to_driver(states.sources[0].device)
+    wait_for_gpu(device)
+    return_to_driver(device)
 
 
 def restore_states(optimizer: Any) -> None:

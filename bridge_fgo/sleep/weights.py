@@ -1,20 +1,118 @@
-"""The weights of a model on this rank: what is copied as they are offloaded, and how they are made whole on reload."""
+"""The weights of a model on this rank: what is copied as they are offloaded, and how they are made whole on reload.
+
+They move in groups: this rank's shard of each DDP buffer, and all weights with storages of their own together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bridge_fgo.engines.ranks import on_every_rank
-from bridge_fgo.memory.digest import digest_kernel
-from bridge_fgo.memory.storage_slab import StorageSlab
-from bridge_fgo.sleep.moved import RETURNED_BYTES, SideStream, Tally, return_to_driver, wait_for_gpu
+from bridge_fgo.memory.digest import Digester, digest_kernel
+from bridge_fgo.memory.storage_slab import Named, Range, StorageSlab
+from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
+from bridge_fgo.sleep.moved import (
+    RETURNED_BYTES,
+    SideStream,
+    Tally,
+    fill_all_or_none,
+    return_to_driver,
+    wait_for_gpu,
+)
 from bridge_fgo.sleep.quantized import ColumnwiseCopies
-from bridge_fgo.sleep.rounding import round_again
+from bridge_fgo.sleep.refusals import PLAIN
+from bridge_fgo.sleep.rounding import Rounding, round_again, rounding_of
 from bridge_fgo.sleep.states import OptimizerStates
-from bridge_fgo.sleep.weight_groups import WeightGroup, buffer_group, digests_of, other_group, outside_of_buffers
+
+COMES_BY = "Residency.reload('params')"
+
+Digests = list[tuple[int, ...]]
+"""For each slab of a group, the sums over the bytes of its ranges."""
+
+
+class WeightGroup:
+    """Weights that are offloaded and reloaded together, and what they are reloaded from.
+
+    Args:
+        slabs: their storages; the ranges are what this rank copies.
+        gather: all-gathers what this rank does not copy; a collective.
+        rounding: the masters that round to them; None where there are none.
+    """
+
+    def __init__(
+        self,
+        slabs: Sequence[StorageSlab],
+        gather: Callable[[], None] = lambda: None,
+        rounding: Rounding | None = None,
+    ) -> None:
+        self.slabs, self.gather, self.rounding = list(slabs), gather, rounding
+        self.is_rounded = False
+        """Whether masters, as they were offloaded or are here, round to exactly these weights."""
+        self.rounded_digests: Digests | None = None
+        """The weights' sums when those masters were offloaded before the weights; None where they were not."""
+        self.is_on_host = False
+        """Whether the host has a copy of the weights that are away."""
+        let_go_for(self)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether any of their memory is released."""
+        return any(slab.is_away for slab in self.slabs)
+
+    def forget_masters(self) -> None:
+        """Trust no masters until they are compared with the weights again."""
+        self.rounded_digests, self.is_rounded = None, False
+
+    def stale(self, digests: Digests) -> list[tuple[StorageSlab, tuple[int, ...]]]:
+        """Return the slabs of which the host has no copy of weights with these sums, each with its sums."""
+        pairs = zip(self.slabs, digests, strict=True)
+        return [(slab, sums) for slab, sums in pairs if slab.copied_nbytes and slab.host_digests != sums]
+
+    def copy_out(self, digests: Digests) -> int:
+        """Copy to the host what has changed since its copy was made, on the current stream; return the bytes.
+
+        digests: the weights' sums now.
+        """
+        copied = 0
+        for slab, sums in self.stale(digests):
+            slab.host_digests = None  # until the copy is queued, which may raise
+            copied += slab.copy_out()
+            slab.host_digests = sums
+        return copied
+
+    def empty(self) -> int:
+        """Release their memory; return its bytes."""
+        return sum(slab.empty() for slab in self.slabs)
+
+    def fill(self) -> int:
+        """Take memory again, zeroed (nobody copies the gaps between parameters), all or none; return its bytes.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory; they stay away.
+        """
+        return fill_all_or_none(self.slabs, zeroed=True)
+
+    def copy_in(self) -> int:
+        """Copy this rank's share from the host, on the current stream; return the bytes."""
+        return sum(slab.copy_in() for slab in self.slabs)
+
+    def close(self) -> None:
+        """Release the host memory."""
+        stop_for(self)
+        for slab in self.slabs:
+            slab.close()
+
+
+def digests_of(groups: Sequence[WeightGroup]) -> list[Digests]:
+    """Return the sums over what each group copies; the host waits for them once, for all groups."""
+    parts = [part for group in groups for slab in group.slabs for part in slab.parts]
+    sums = iter(())
+    if parts:
+        sums = iter(Digester(parts[0].device, max(part.numel() for part in parts)).of(parts).tolist())
+    return [[tuple(next(sums) for _ in slab.ranges) for slab in group.slabs] for group in groups]
 
 
 class Weights:
@@ -28,7 +126,8 @@ class Weights:
         states: what moves the optimizer's state, whose masters may round to the weights; None without an optimizer.
 
     Raises:
-        ValueError: as `other_group`.
+        ValueError: a parameter was taken out of DDP's buffer; or one that is in none is of a class with several tensors
+            inside (FP8).
     """
 
     def __init__(
@@ -48,12 +147,40 @@ class Weights:
             for _, buffer in with_weights
             for param in buffer.params
         }
-        if (others := other_group(chunks, self._in_buffers, device)) is not None:
-            self.groups.append(others)
+        """For each parameter of DDP's buffers its `id`, and the `_cdata` of its storage."""
+        if others := self._make_others():
+            self.groups.append(WeightGroup(others))
         self.columnwise = ColumnwiseCopies(param for _, buffer in with_weights for param in buffer.params)
         self._beside = SideStream(device)
         self._wakes_alone = False
         """Whether parameters were reloaded without their masters: then a copy of the shard is cheapest."""
+
+    def _make_others(self) -> list[StorageSlab]:
+        """Return the storages of parameters that have their own: frozen ones, and those of models without DDP."""
+        slabs: dict[int, StorageSlab] = {}
+        for name, storage, parameter in self._outside_of_buffers():
+            if type(parameter) not in PLAIN or type(parameter.data) not in PLAIN:
+                raise ValueError(
+                    f"parameter {name!r} outside of DDP's buffers is a {type(parameter.data).__name__}: only plain "
+                    "tensors can be offloaded there; leave this model out, or keep its weights in 16 or 32 bits"
+                )
+            if storage not in slabs:  # tied weights share one
+                slabs[storage] = StorageSlab(parameter, f"parameter {name!r}", COMES_BY)
+        return list(slabs.values())
+
+    def _outside_of_buffers(self) -> Iterator[tuple[str, int, torch.nn.Parameter]]:
+        """Yield the parameters with storages of their own, each with its name and the `_cdata` of its storage."""
+        for name, parameter in (named for chunk in self._chunks for named in chunk.named_parameters()):
+            if not parameter.numel() or parameter.device != self._device:
+                continue
+            storage = parameter.untyped_storage()._cdata
+            if id(parameter) not in self._in_buffers:
+                yield name, storage, parameter
+            elif type(parameter) in PLAIN and storage != self._in_buffers[id(parameter)]:
+                raise ValueError(
+                    f"parameter {name!r} was given other memory than DDP's buffer, where the optimizer updates it and "
+                    "Residency moves it: write into it (param.data.copy_()) in place of `param.data =`"
+                )
 
     @property
     def slabs(self) -> list[StorageSlab]:
@@ -79,10 +206,10 @@ class Weights:
         """Raise RuntimeError where the model has a parameter that would not be offloaded with the others.
 
         Raises:
-            ValueError: as `outside_of_buffers`.
+            ValueError: a parameter was taken out of DDP's buffer.
         """
         known = {slab.storage._cdata for slab in self.slabs}
-        for name, storage, _ in outside_of_buffers(self._chunks, self._in_buffers, self._device):
+        for name, storage, _ in self._outside_of_buffers():
             if storage not in known:
                 raise RuntimeError(
                     f"parameter {name!r} was added, or given other memory (`param.data =`, load_state_dict(assign="
@@ -96,38 +223,33 @@ class Weights:
 
     # Offload.
 
-    def start_offload(self, groups: Sequence[WeightGroup], states: OptimizerStates | None, tally: Tally) -> None:
+    def start_offload(self, groups: Sequence[WeightGroup], with_masters: bool, tally: Tally) -> None:
         """Start the copies of what masters do not round to and the host lacks, and note what masters round to.
 
         Masters are still here, and the GPU is idle. The copies go on afterwards: until `empty` nobody may write the
-        weights.
-
-        Args:
-            groups: what is offloaded.
-            states: the optimizer's states where they are offloaded too, else None.
-            tally: counts the bytes and the time.
+        weights. `with_masters`: whether the optimizer's states are offloaded too.
         """
         if self._wakes_alone:  # everything is copied, whatever masters say: they are compared meanwhile
             self._copy_out(groups, tally)
         with tally.part("compare"):
-            self._compare_with_masters(groups, states)
+            self._compare_with_masters(groups, with_masters)
         if not self._wakes_alone:
             self._copy_out(groups, tally)
 
-    def _compare_with_masters(self, groups: Sequence[WeightGroup], states: OptimizerStates | None) -> None:
+    def _compare_with_masters(self, groups: Sequence[WeightGroup], with_masters: bool) -> None:
         """Compare masters with their weights, where both are here and one is offloaded; the host waits once.
 
         Where weights stay as their masters are offloaded, note the weights' sums: they may change until they follow.
         """
-        compared, roundings = [], []
-        for group in self.here:
-            rounding = group.rounding
-            if rounding is not None and (group in groups or states is not None) and rounding.masters_are_here():
-                compared.append(group)
-                roundings.append(rounding)
+        compared = {
+            group: group.rounding
+            for group in self.here
+            if group.rounding is not None and (group in groups or with_masters) and group.rounding.masters_are_here()
+        }
         if not compared:
             return
-        for group, agrees in zip(compared, torch.stack([each.agrees() for each in roundings]).tolist(), strict=True):
+        agree = torch.stack([rounding.agrees() for rounding in compared.values()]).tolist()
+        for group, agrees in zip(compared, agree, strict=True):
             group.rounded_digests, group.is_rounded = None, agrees
         staying = [group for group in compared if group.is_rounded and group not in groups]
         for group, digests in zip(staying, digests_of(staying), strict=True):
@@ -155,7 +277,7 @@ class Weights:
         for group, digests in zip(summed, digests_of(summed), strict=True):
             # Masters that were offloaded before round to what the weights were then.
             group.is_rounded = group.is_rounded and group.rounded_digests in (None, digests)
-            if not group.is_rounded or self._wakes_alone or group.has_host_copy(digests):
+            if not group.is_rounded or self._wakes_alone or not group.stale(digests):
                 with self._beside.after_current():
                     copied += group.copy_out(digests)
                 group.is_on_host = True
@@ -229,3 +351,56 @@ class Weights:
         for group in self.groups:
             group.close()
         self._states = None
+
+
+def buffer_group(buffer: Any, name: str, names: Mapping[int, str], states: OptimizerStates | None) -> WeightGroup:
+    """Return the group of a parameter buffer, of which this rank copies its own shard.
+
+    Each rank of the buffer's group owns a shard of each bucket. Between an optimizer step and the all-gather that
+    follows only this shard is current.
+
+    Args:
+        buffer: mcore's, with parameters.
+        name: what to call it in messages.
+        names: of parameters, by their `id`.
+        states: what moves the masters; None without an optimizer.
+    """
+    ranks = buffer.data_parallel_group
+    ranges = own_ranges(buffer, ranks.size(), ranks.rank())
+    slab = StorageSlab(buffer.param_data, f"{name}'s parameter buffer", COMES_BY, ranges, named_weights(buffer, names))
+
+    def gather() -> None:
+        for bucket in buffer.buckets if ranks.size() > 1 else ():
+            # Not by `start_param_sync`: mcore's notes of which gathers are due stay as they were.
+            own = bucket.param_data.chunk(ranks.size())[ranks.rank()]
+            torch.distributed.all_gather_into_tensor(bucket.param_data, own, group=ranks)
+
+    return WeightGroup([slab], gather, rounding_of(buffer, ranges, states))
+
+
+def named_weights(buffer: Any, names: Mapping[int, str]) -> list[Named]:
+    """Return a buffer's parameters and buckets; for quantized parameters the objects around what the buffer holds."""
+    params = [(f"parameter {names.get(id(param), '')!r}", param) for param in buffer.params]
+    return [*params, *(("a bucket of parameters", bucket.param_data) for bucket in buffer.buckets)]
+
+
+def own_ranges(buffer: Any, ranks: int, rank: int) -> list[Range]:
+    """Return the byte ranges of a rank's shard of each bucket in the storage of the parameter buffer, in order."""
+    ranges = []
+    for bucket in buffer.buckets:
+        data = bucket.param_data
+        size = data.numel() // ranks * data.element_size()
+        first = data.storage_offset() * data.element_size() + rank * size
+        ranges.append((first, first + size))
+    return joined(ranges)
+
+
+def joined(ranges: Iterable[Range]) -> list[Range]:
+    """Return ranges in order, adjacent ones as one, since one copy moves them."""
+    result: list[Range] = []
+    for start, end in sorted(ranges):
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], end)
+        elif end > start:
+            result.append((start, end))
+    return result

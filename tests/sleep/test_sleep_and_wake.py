@@ -31,10 +31,11 @@ from sleeping import (
 )  # fmt: skip
 
 import bridge_fgo
+from bridge_fgo.bridge import residency
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
-from bridge_fgo.sleep import moved, residency, states
+from bridge_fgo.sleep import moved, states
 from bridge_fgo.sleep.rounding import Rounding
 from bridge_fgo.sleep.weights import Weights
 from bridge_fgo.tools.arms.cpu_training import CpuTraining
@@ -527,7 +528,7 @@ def test_what_cannot_be_offloaded_again_after_an_error_is_told_beside_it(sleeper
     me = sleeper(0)
     me.res.offload()
     with monkeypatch.context() as patch:
-        patch.setattr("bridge_fgo.sleep.residency.wait_for_gpu", lambda device: time.sleep(0.5))
+        patch.setattr("bridge_fgo.bridge.residency.wait_for_gpu", lambda device: time.sleep(0.5))
         patch.setattr("bridge_fgo.sleep.moved.PATIENCE", 0.1)
         with pytest.raises(ZeroDivisionError) as caught, me.res.only("params"):
             _ = 1 / 0
