@@ -107,15 +107,50 @@ class StepClock:
         return sum(start.elapsed_time(end) for start, end in pairs) / 1e3
 
 
+class Peaks:
+    """Peaks of allocated GPU memory of one training step: in forward and backward, and in the rest of it."""
+
+    def __init__(self, meter: PeakMeter) -> None:
+        self.meter = meter
+        self._forward_backward: int | None = None
+        self._rest: int | None = None
+
+    def begin_step(self) -> None:
+        """Start a new training step."""
+        self.meter.end_phase()  # what came between the steps is nobody's: an evaluation, before the first the model
+        self.meter.reserved_bytes = 0
+        self._forward_backward = self._rest = None
+
+    def end_forward_backward(self) -> None:
+        """Note that forward and backward are done; there may be several passes."""
+        peak = self.meter.end_phase()
+        if peak is not None:
+            self._forward_backward = max(peak, self._forward_backward or 0)
+
+    def end_rest(self) -> None:
+        """Note that the step is done, or that forward and backward begin."""
+        peak = self.meter.end_phase()
+        if peak is not None:
+            self._rest = max(peak, self._rest or 0)
+
+    def figures(self) -> dict[str, int | None]:
+        """Return the peaks by their names in `Stats`; None without a GPU."""
+        return {
+            "peak_forward_backward_bytes": self._forward_backward,
+            "peak_step_bytes": self._rest,
+            "peak_reserved_bytes": self.meter.reserved_bytes if self.meter.works else None,
+        }
+
+
 class Figures:
     """Collects the figures of one session; `snapshot` gives them as a `Stats`."""
 
     def __init__(self, engine: Engine, mcore: str, meter: PeakMeter) -> None:
         self._engine = engine
-        self._meter = meter
+        self._peaks = Peaks(meter)
         self.step_clock = StepClock(meter)
-        self._before: dict[str, float] = dict.fromkeys(COUNTERS, 0)
-        self._step_peak: int | None = None
+        self._before: dict[str, float] = {}
+        self._passes = 0
         self._now = Stats(
             engine.name,
             mcore,
@@ -127,7 +162,7 @@ class Figures:
     @property
     def run_peaks(self) -> dict[str, int]:
         """Highest value so far of each of the allocator's peak counters."""
-        return self._meter.run_peaks
+        return self._peaks.meter.run_peaks
 
     @property
     def peak_allocated_bytes(self) -> int | None:
@@ -150,48 +185,32 @@ class Figures:
         self._before = {name: getattr(self._engine.traffic, name) for name in COUNTERS}
         measured = self.step_clock.seconds()
         self.step_clock.begin_step()
-        self._now = replace(
-            self._now,
-            passes=0,
-            released_bytes=0,
-            bytes_offloaded=0,
-            bytes_reloaded=0,
-            peak_forward_backward_bytes=None,
-            optimizer_step_seconds=measured if measured is not None else self._now.optimizer_step_seconds,
-        )
-        self._step_peak = None
-        self._meter.end_phase()  # what came between the steps is nobody's: an evaluation, before the first the model
-        self._meter.reserved_bytes = 0
+        if measured is not None:
+            self._now = replace(self._now, optimizer_step_seconds=measured)
+        self._passes = 0
+        self._peaks.begin_step()
 
     def released(self) -> None:
         """Note a release; forward and backward begin."""
-        self._end_of_other_phase()
-        self._now = replace(self._now, passes=self._now.passes + 1)
+        self._peaks.end_rest()
+        self._passes += 1
 
     def reloading(self) -> None:
         """Note that forward and backward are done and the rest of the reload is about to take memory."""
-        peak = self._meter.end_phase()
-        if peak is not None:
-            peak = max(peak, self._now.peak_forward_backward_bytes or 0)
-            self._now = replace(self._now, peak_forward_backward_bytes=peak)
+        self._peaks.end_forward_backward()
 
     def end_step(self) -> None:
         """Finish the step."""
-        self._end_of_other_phase()
+        self._peaks.end_rest()
         traffic = self._engine.traffic
         since = {name: getattr(traffic, name) - before for name, before in self._before.items()}
         self._now = replace(
             self._now,
             steps=self._now.steps + 1,
+            passes=self._passes,
             released_bytes=traffic.most_released,
             bytes_offloaded=int(since["out"]),
             bytes_reloaded=int(since["back"]),
             enqueue_seconds=since["seconds"],
-            peak_step_bytes=self._step_peak,
-            peak_reserved_bytes=self._meter.reserved_bytes if self._meter.works else None,
+            **self._peaks.figures(),
         )
-
-    def _end_of_other_phase(self) -> None:
-        peak = self._meter.end_phase()
-        if peak is not None:
-            self._step_peak = max(peak, self._step_peak or 0)

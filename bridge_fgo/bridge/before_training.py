@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from bridge_fgo.bridge.calls import Args, Kwargs, Wrapped, arguments_of
 from bridge_fgo.bridge.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
+from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of
 from bridge_fgo.bridge.refusals import refuse_config, refuse_optimizer_config
-from bridge_fgo.bridge.session import attach
+from bridge_fgo.bridge.session import attach, model_config_of
 from bridge_fgo.bridge.settings import (
     SETTINGS,
     after_validation,
@@ -24,7 +24,7 @@ from bridge_fgo.bridge.settings import (
 )
 from bridge_fgo.config import without_measure
 from bridge_fgo.engines.ranks import on_every_rank
-from bridge_fgo.states.masters import build_groups, masters_made_late
+from bridge_fgo.states.masters import build_groups, masters_made_late, whole_masters_made_late
 
 logger = logging.getLogger(__name__)
 
@@ -43,34 +43,26 @@ def refusals_left_to_caller() -> Iterator[None]:
 
 
 def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Refuse what cannot be combined, once Bridge has validated and finalized the config."""
-    before_validation(instance.optimizer)
+    """Refuse what cannot be combined, once Bridge has validated and finalized the config.
+
+    Have the config hold the settings in force, with which it is saved.
+    """
+    # MIMO's function, whose road does not go through the container's own validation, is given the config.
+    config = arguments_of(wrapped, args, kwargs)["cfg"] if instance is None else instance
+    optimizer = config.optimizer
+    before_validation(optimizer)
     result = wrapped(*args, **kwargs)
-    _after_validation(instance)
-    return result
-
-
-def validate_mimo_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Refuse what cannot be combined; MIMO's road does not go through the container's own validation."""
-    config = arguments_of(wrapped, args, kwargs)["cfg"]
-    before_validation(config.optimizer)
-    result = wrapped(*args, **kwargs)
-    _after_validation(config)
-    return result
-
-
-def _after_validation(config: Any) -> None:
-    """Refuse what cannot be combined; have the config hold the settings in force, with which it is saved."""
     optimizer = config.optimizer
     after_validation(optimizer)
     if _caller_refuses:
-        return
+        return result
     refuse_config(config, settings_of(optimizer))
     if flag_is_set(optimizer):
         write_settings(optimizer)
     elif given := without_measure(given_settings(optimizer)):
         told = ", ".join(f"optimizer.{SETTINGS}.{name}={value!r}" for name, value in given.items())
         logger.warning("bridge_fgo: optimizer.%s is not set: nothing is offloaded, in spite of %s", FLAG, told)
+    return result
 
 
 def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -91,7 +83,8 @@ def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
         _optimizer_of(result, config)
         return result
     with masters_made_late():
-        result = _build_without_flag(wrapped, args, kwargs, config)
+        with _flag_hidden(config):
+            result = wrapped(*args, **kwargs)
         optimizer = _optimizer_of(result, config)
         model = arguments.get("model", arguments.get("mimo_model"))
         if model is not None:
@@ -112,20 +105,24 @@ def _optimizer_of(result: Any, config: Any) -> Any:
     return optimizer
 
 
-def _build_without_flag(wrapped: Wrapped, args: Args, kwargs: Kwargs, config: Any) -> Any:
-    """Keep mcore from building its own offloader.
+@contextlib.contextmanager
+def _flag_hidden(config: Any) -> Iterator[None]:
+    """Context in which mcore builds no offloader of its own.
 
-    Generation 1's constructor asserts on any Adam but TE's, and generation 2's step goes through its
-    offloader, so the flag is hidden while the optimizer is built.
+    Generation 1's constructor asserts on any Adam but TE's, and generation 2's step goes through its offloader.
     """
     before = {name: getattr(config, name) for name in (FLAG, CHUNKED_FLAG) if hasattr(config, name)}
     for name in before:
         setattr(config, name, False)
     try:
-        return wrapped(*args, **kwargs)
+        yield
     finally:
         for name, value in before.items():
             setattr(config, name, value)
+
+
+GROUPS = "opt_group_ranges"
+"""The parameter with mcore's param groups."""
 
 
 def builds_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -139,8 +136,11 @@ def builds_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) 
     return build_groups(build, bound.arguments[GROUPS])
 
 
-GROUPS = "opt_group_ranges"
-"""The parameter with mcore's param groups."""
+def builds_float16_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Do as `builds_masters` for a Float16OptimizerWithFloat16Params."""
+    inner = inspect.signature(wrapped).bind(*args, **kwargs).arguments["optimizer"]
+    with whole_masters_made_late(inner.param_groups if inner else []):  # a rank without parameters has none
+        return wrapped(*args, **kwargs)
 
 
 def after_model_hooks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -154,16 +154,6 @@ def after_model_hooks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
     if optimizer is not None and flag_is_set(getattr(optimizer, "config", None)):
         attach(optimizer, model_config_of(arguments), settings_of(optimizer.config))
     return result
-
-
-def model_config_of(arguments: dict[str, Any]) -> Any:
-    """Return the config of the model that a patched function was given."""
-    from megatron.core.utils import get_model_config
-
-    if "model_config" in arguments:
-        return arguments["model_config"]
-    model = arguments["model"]
-    return get_model_config(model[0] if isinstance(model, list) else model)
 
 
 def compile_helpers(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from bridge_fgo.bridge.calls import Args, Call, Kwargs, Wrapped, arguments_of, served, shadowed
+from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, served, shadowed
 from bridge_fgo.bridge.session import all_sessions
 from bridge_fgo.engines.engine import Attachment, attachment_of
 from bridge_fgo.memory.guard import own
@@ -48,6 +48,13 @@ CLOSURES = ("__create_chunk_list__", "__create_write_items__")
 
 _loaded_into: list[Attachment] | None = None
 """The sources whose states a checkpoint is being loaded into; None while none is."""
+
+
+STATE_DICT = "raw_state_dict"
+"""The parameter of `hands_out_states` with the state dictionary."""
+
+MAKING = "_init_optimizer_states_with_dummy_values"
+"""The method by which mcore makes the moments before a load."""
 
 
 @contextlib.contextmanager
@@ -69,13 +76,8 @@ def _loading_into(found: list[Attachment]) -> Iterator[None]:
 
 def _attachments() -> list[Attachment]:
     """Return each source of Megatron-FSDP in an open session, with its engine."""
-    engines = {id(session.engine): session.engine for session in all_sessions() if not session.is_lost}
-    return [
-        Attachment(engine, source)
-        for engine in engines.values()
-        for source in engine.sources
-        if isinstance(source, FsdpSource)
-    ]
+    engines = dict.fromkeys(session.engine for session in all_sessions() if not session.is_lost)
+    return [Attachment(e, source) for e in engines for source in e.sources if isinstance(source, FsdpSource)]
 
 
 def makes_state_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -107,10 +109,6 @@ def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
                     hosts.add(shard, handed[name])
     bound.arguments[STATE_DICT] = _replaced(bound.arguments[STATE_DICT], hosts.without_memory)
     return _replaced(wrapped(*bound.args, **bound.kwargs), hosts.on_the_host)
-
-
-STATE_DICT = "raw_state_dict"
-"""The parameter with the state dictionary."""
 
 
 def _replaced(value: Any, by: Callable[[DTensor], DTensor]) -> Any:
@@ -151,7 +149,7 @@ class _Hosts:
         if meta is None or meta.shape != local(tensor).shape:
             return tensor
         # A view: of one state there are several entries where its parameter is shared, each with closures of its own.
-        return _wrap(meta.view(meta.shape), tensor)
+        return _like(tensor, meta.view(meta.shape))
 
     def on_the_host(self, tensor: DTensor) -> DTensor:
         """Return a DTensor with host memory for one that stands for a state, or for a part of one."""
@@ -165,11 +163,11 @@ class _Hosts:
         for name in CLOSURES:
             # Not of `home`: that its memory is page-locked would be written too.
             setattr(home, name, partial(_of_shard, name, tensor))
-        return _wrap(home, tensor)
+        return _like(tensor, home)
 
 
-def _wrap(shard: torch.Tensor, like: DTensor) -> DTensor:
-    return DTensor(shard, like._spec, requires_grad=False)  # type: ignore[reportCallIssue]
+def _like(tensor: DTensor, shard: torch.Tensor) -> DTensor:
+    return DTensor(shard, tensor._spec, requires_grad=False)  # type: ignore[reportCallIssue]
 
 
 def _of_shard(name: str, tensor: DTensor, *args: Any) -> Any:
@@ -178,9 +176,6 @@ def _of_shard(name: str, tensor: DTensor, *args: Any) -> Any:
 
 
 # The rest of a load.
-
-MAKING = "_init_optimizer_states_with_dummy_values"
-"""The method by which mcore makes the moments before a load."""
 
 
 def loads_checkpoint(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

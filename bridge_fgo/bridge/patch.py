@@ -1,41 +1,35 @@
-"""What a patch is: one binding, what it is replaced by, and how it is put back."""
+"""What a patch is (a binding, what replaces it, how it is put back), and what its wrapper knows of a call."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol, override
+from typing import Any, NamedTuple, Protocol, override
 
 import wrapt
 
 from bridge_fgo.bridge.compat import release, version_of
 from bridge_fgo.bridge.settings import is_installed
+from bridge_fgo.engines.engine import Engine, attachment_of
+from bridge_fgo.states.source import Source
 
-Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+Wrapped = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Wrapper = Callable[[Wrapped, Any, Args, Kwargs], Any]
 """A wrapt wrapper: (wrapped, instance, args, kwargs) -> result."""
 
 _ABSENT = object()
 _TAKE_ANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
-
 _warned: set[tuple[str, str]] = set()
 """Newer releases of which it has been said that they were not tested, as (distribution, version)."""
-
-
-def _warn_of_newer(distribution: str, version: str, end: tuple[int, int]) -> None:
-    if (distribution, version) in _warned:
-        return
-    _warned.add((distribution, version))
-    warnings.warn(
-        f"bridge_fgo: {distribution} {version} is newer than what this bridge-fgo was tested with, which is below "
-        f"{end[0]}.{end[1]}. Every function that it wraps has the parameters that it relies on, so it goes on: compare "
-        "the first losses with a run without the flag, or install a newer bridge-fgo",
-        stacklevel=2,
-    )
 
 
 class Patch(Protocol):
@@ -105,8 +99,7 @@ class FunctionPatch(Patch):
 
     @override
     def check(self, module: ModuleType) -> None:
-        version = version_of(self.distribution)
-        first, _ = self.series
+        version, (first, _) = version_of(self.distribution), self.series
         # A checkout on the path has no distribution; then the signature alone decides.
         if version != "unknown" and release(version) < first:
             raise RuntimeError(
@@ -135,15 +128,26 @@ class FunctionPatch(Patch):
         current = getattr(owner, attribute, None)
         if current is None and self.optional:
             return
-        version, end = version_of(self.distribution), self.series[1]
-        if version != "unknown" and release(version) >= end:
-            _warn_of_newer(self.distribution, version, end)
+        self._warn_of_a_newer_release()
         # vars, not getattr: a method that is inherited must be inherited again after the undo.
         self._original = vars(owner).get(attribute, _ABSENT)
         wrapped = current if self._original is _ABSENT else self._original
         assert wrapped is not None
         self._installed = wrapt.FunctionWrapper(wrapped, self.wrapper, enabled=is_installed)
         setattr(owner, attribute, self._installed)
+
+    def _warn_of_a_newer_release(self) -> None:
+        distribution, (_, end) = self.distribution, self.series
+        version = version_of(distribution)
+        if version == "unknown" or release(version) < end or (distribution, version) in _warned:
+            return
+        _warned.add((distribution, version))
+        warnings.warn(
+            f"bridge_fgo: {distribution} {version} is newer than what this bridge-fgo was tested with, which is below "
+            f"{end[0]}.{end[1]}. Every function that it wraps has the parameters that it relies on, so it goes on: "
+            "compare the first losses with a run without the flag, or install a newer bridge-fgo",
+            stacklevel=2,
+        )
 
     @override
     def check_undo(self, module: ModuleType) -> None:
@@ -186,9 +190,7 @@ class StandAsidePatch(Patch):
     @override
     def check(self, module: ModuleType) -> None:
         series = sys.modules.get(SERIES_MODULE)
-        if series is None:
-            return
-        driver = getattr(series, DRIVER, self)
+        driver = None if series is None else getattr(series, DRIVER, self)
         if driver is not None:
             found = f"is {driver!r}" if driver is not self else "is not there"
             raise RuntimeError(
@@ -198,8 +200,7 @@ class StandAsidePatch(Patch):
 
     @override
     def apply(self, module: ModuleType) -> None:
-        if SERIES_MODULE in sys.modules:
-            setattr(sys.modules[SERIES_MODULE], DRIVER, "bridge_fgo")
+        self._set("bridge_fgo")
 
     @override
     def check_undo(self, module: ModuleType) -> None:
@@ -209,5 +210,80 @@ class StandAsidePatch(Patch):
 
     @override
     def undo(self, module: ModuleType) -> None:
+        self._set(None)
+
+    @staticmethod
+    def _set(driver: str | None) -> None:
         if SERIES_MODULE in sys.modules:
-            setattr(sys.modules[SERIES_MODULE], DRIVER, None)
+            setattr(sys.modules[SERIES_MODULE], DRIVER, driver)
+
+
+# What a wrapper knows of a call. It passes through without an active session, or an engine that serves the optimizer.
+
+
+@functools.lru_cache(maxsize=64)
+def _signature(function: Wrapped) -> inspect.Signature:
+    """Return the signature of a module's function; a method would keep its object alive here."""
+    return inspect.signature(function)
+
+
+def arguments_of(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """Return the arguments of a call to a patched function, by name."""
+    return _signature(wrapped).bind(*args, **kwargs).arguments
+
+
+class Call(NamedTuple):
+    """A call of a method of one of mcore's optimizers, which an engine serves."""
+
+    engine: Engine
+    source: Source
+    optimizer: Any
+    wrapped: Wrapped
+    args: Args
+    kwargs: Kwargs
+
+    def __call__(self) -> Any:
+        """Call the method as it was called."""
+        return self.wrapped(*self.args, **self.kwargs)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that were given, by name."""
+        return inspect.signature(self.wrapped).bind(*self.args, **self.kwargs).arguments
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a state dictionary is asked for to be loaded into."""
+        return bool(self.arguments.get("is_loading", False))
+
+    @property
+    def is_checkpointing(self) -> bool:
+        """Whether the states are being saved or loaded, by a call of mcore's around this one."""
+        return self.engine.is_checkpointing(self.source)
+
+
+def served(act: Callable[[Call], Any]) -> Wrapper:
+    """Return a wrapper that does `act` in place of a method, where an engine serves the optimizer."""
+
+    @functools.wraps(act)
+    def wrapper(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        to = attachment_of(instance)
+        return wrapped(*args, **kwargs) if to is None else act(Call(*to, instance, wrapped, args, kwargs))
+
+    return wrapper
+
+
+@contextlib.contextmanager
+def shadowed(instance: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which an object has other methods or attributes, in the place of its class's or of its own."""
+    before = {name: vars(instance).get(name, _ABSENT) for name in attributes}
+    for name, value in attributes.items():
+        setattr(instance, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _ABSENT:
+                delattr(instance, name)
+            else:
+                setattr(instance, name, value)

@@ -1,4 +1,4 @@
-"""Refuse configs before training, by a table: each row has the settings, the condition and the text of one refusal.
+"""Refuse configs before training, by tables: each row has the settings, the condition and the text of one refusal.
 
 Every text begins with the settings and their values, and ends with what to do. Rows read attributes only, of Bridge's
 configs or of a saved run config's plain namespaces. `bridge-fgo doctor` lists all that is wrong, training raises the
@@ -28,17 +28,12 @@ FSDP = "ddp.use_megatron_fsdp=True"
 MUONS = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")
 """mcore's names of Muon. Those with "dist_" run over a LayerWiseDistributedOptimizer."""
 LAYER_WISE = tuple(name for name in MUONS if name.startswith("dist_"))
-SHARED_MEMORY = "/dev/shm"
+_NAME = re.compile(r"\w+\.\w+")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The configs and the engine that a run asks for, which rows read.
-
-    cfg: a Bridge ConfigContainer, or what has some of its sections.
-    settings: the offload's, where they are known.
-    engine: the one that serves the run, where it is known.
-    """
+    """What a run asks for: a Bridge ConfigContainer, or some of its sections; settings and engine, where known."""
 
     cfg: Any
     settings: OffloadConfig | None = None
@@ -101,9 +96,6 @@ class Refusal:
         return self.setting, *self.beside
 
 
-_NAME = re.compile(r"\w+\.\w+")
-
-
 def told(rows: Iterable[Refusal], asked: Asked) -> Iterator[str]:
     """Yield the texts of the rows that refuse what is asked for."""
     return (row.told(asked) for row in rows if row.applies(asked))
@@ -123,9 +115,7 @@ def uses_fsdp(cfg: Any) -> bool:
 def _instead_of_hybrid(asked: Asked) -> str:
     """Return why HybridDeviceOptimizer is refused, and which setting offloads the share that it was given.
 
-    Both take whole parameters in the optimizer's order until their share is reached, HybridDeviceOptimizer of the
-    elements and this package of the bytes. Under Megatron-FSDP this package takes whole parameter groups, and
-    HybridDeviceOptimizer leaves the masters where they are: its copies on the CPU are beside these.
+    Both take whole parameters in the optimizer's order until their share is reached, one of elements, one of bytes.
     """
     fraction = asked["optimizer.optimizer_offload_fraction"]
     share = f"optimizer.optimizer_offload_fraction={fraction!r}"
@@ -154,34 +144,25 @@ STEP_IN_GRAPH = Refusal(
     "the graph has the states' addresses baked in; set optimizer.optimizer_cuda_graph=False or leave the flag unset",
 )  # fmt: skip
 FP8_MOMENTS = [
-    Refusal(
-        name, (FLAG_TEXT,),
-        f"FP8 moments have scales of their own and cannot be offloaded; set {name}=torch.bfloat16 or leave the flag "
-        "unset",
-        lambda a, name=name: _is_fp8(a[name]),
-    )
+    Refusal(name, (FLAG_TEXT,),
+            f"FP8 moments have scales of their own and cannot be offloaded; set {name}=torch.bfloat16 or leave the "
+            "flag unset", lambda a, name=name: _is_fp8(a[name]))
     for name in (f"optimizer.{moment}_dtype" for moment in MOMENTS)
 ]  # fmt: skip
 OF_OPTIMIZERS = [
-    Refusal(
-        "optimizer.optimizer", (FLAG_TEXT,),
+    Refusal("optimizer.optimizer", (FLAG_TEXT,),
         "only the states of Adam and Muon can be offloaded; set optimizer.optimizer='adam' (or one of "
         f"{', '.join(MUONS)}) or leave the flag unset",
-        lambda a: a["optimizer.optimizer"] not in ("adam", *MUONS),
-    ),
-    Refusal(
-        "optimizer.muon_scalar_optimizer", ("optimizer.optimizer", FLAG_TEXT),
+        lambda a: a["optimizer.optimizer"] not in ("adam", *MUONS)),
+    Refusal("optimizer.muon_scalar_optimizer", ("optimizer.optimizer", FLAG_TEXT),
         "only the states of Adam and Muon can be offloaded; set optimizer.muon_scalar_optimizer='adam' or leave the "
         "flag unset",
-        lambda a: a["optimizer.optimizer"] in MUONS and a["optimizer.muon_scalar_optimizer"] not in ("adam", None),
-    ),
-    Refusal(
-        "optimizer.use_distributed_optimizer", ("optimizer.optimizer", FLAG_TEXT),
+        lambda a: a["optimizer.optimizer"] in MUONS and a["optimizer.muon_scalar_optimizer"] not in ("adam", None)),
+    Refusal("optimizer.use_distributed_optimizer", ("optimizer.optimizer", FLAG_TEXT),
         "mcore then asks for DDP buffers laid out by layers, which Bridge does not make, so that no optimizer can be "
         "built, with the flag or without; set optimizer.use_distributed_optimizer=False and "
         "ddp.use_distributed_optimizer=False",
-        lambda a: a.sets("optimizer.use_distributed_optimizer") and a["optimizer.optimizer"] in LAYER_WISE,
-    ),
+        lambda a: a.sets("optimizer.use_distributed_optimizer") and a["optimizer.optimizer"] in LAYER_WISE),
     HYBRID,
     STEP_IN_GRAPH,
     *FP8_MOMENTS,
@@ -189,41 +170,31 @@ OF_OPTIMIZERS = [
 """Rows that read the optimizer's section alone."""
 
 OF_CONFIGS = [
-    Refusal(
-        "dist.use_torch_fsdp2", (FLAG_TEXT,),
-        "torch FSDP2 shards the optimizer state itself; set dist.use_torch_fsdp2=False or leave the flag unset",
-    ),
-    Refusal(
-        "optimizer.use_distributed_optimizer", (FLAG_TEXT, "model.bf16", "model.fp16"),
+    Refusal("dist.use_torch_fsdp2", (FLAG_TEXT,),
+        "torch FSDP2 shards the optimizer state itself; set dist.use_torch_fsdp2=False or leave the flag unset"),
+    Refusal("optimizer.use_distributed_optimizer", (FLAG_TEXT, "model.bf16", "model.fp16"),
         "mcore's FP32Optimizer cannot be offloaded; set optimizer.use_distributed_optimizer=True and "
         "ddp.use_distributed_optimizer=True, or train in bf16",
-        lambda a: a.is_fp32 and not a["optimizer.use_distributed_optimizer"] and not uses_fsdp(a.cfg),
-    ),
+        lambda a: a.is_fp32 and not a["optimizer.use_distributed_optimizer"] and not uses_fsdp(a.cfg)),
 ]  # fmt: skip
 """Rows that read all sections and apply to every engine."""
 
 UNDER_FSDP = [
-    Refusal(
-        "ddp.megatron_fsdp_version", (FLAG_TEXT, FSDP),
+    Refusal("ddp.megatron_fsdp_version", (FLAG_TEXT, FSDP),
         "only the states of the first can be offloaded; set ddp.megatron_fsdp_version=1 or leave the flag unset",
-        lambda a: a["ddp.megatron_fsdp_version"] not in (1, None),
-    ),
-    Refusal(
-        "checkpoint.async_save", (FLAG_TEXT, FSDP),
+        lambda a: a["ddp.megatron_fsdp_version"] not in (1, None)),
+    Refusal("checkpoint.async_save", (FLAG_TEXT, FSDP),
         "the background writer of fsdp_dtensor checkpoints would read states while the next step moves them; set "
         "checkpoint.async_save=False",
-        lambda a: a.saves and a.sets("checkpoint.async_save"),
-    ),
-    Refusal(
-        "checkpoint.non_persistent_ckpt_type", (FLAG_TEXT, FSDP),
+        lambda a: a.saves and a.sets("checkpoint.async_save")),
+    Refusal("checkpoint.non_persistent_ckpt_type", (FLAG_TEXT, FSDP),
         "local checkpoints take states as they are, also those that are offloaded; set "
         "checkpoint.non_persistent_ckpt_type='global' or None",
-        lambda a: a.saves and a["checkpoint.non_persistent_ckpt_type"] == "local",
-    ),
+        lambda a: a.saves and a["checkpoint.non_persistent_ckpt_type"] == "local"),
 ]  # fmt: skip
 
+# mcore calls `finalize_model_grads_func` inside the schedule, and so inside of the graph.
 GRAPH_OF_ITERATION = Refusal(
-    # mcore calls `finalize_model_grads_func` inside the schedule, and so inside of the graph.
     "model.cuda_graph_impl", (FLAG_TEXT, "mcore's offloader"),
     "a full-iteration CUDA graph would capture the reload, which would never run again; use "
     "OffloadConfig(engine='native'), set model.cuda_graph_impl='none' or capture per-layer modules, or leave the flag "
@@ -232,36 +203,29 @@ GRAPH_OF_ITERATION = Refusal(
 )  # fmt: skip
 OF_ENGINES = [
     GRAPH_OF_ITERATION,
-    Refusal(
-        # Its states are host tensors. Megatron-LM's own loop has the same check (its `save_checkpoint`).
-        "checkpoint.ckpt_format", (FLAG_TEXT, "mcore's chunked offloader"),
+    # Its states are host tensors. Megatron-LM's own loop has the same check (its `save_checkpoint`).
+    Refusal("checkpoint.ckpt_format", (FLAG_TEXT, "mcore's chunked offloader"),
         "set checkpoint.ckpt_format='torch_dist', or use OffloadConfig(engine='native')",
         lambda a: (
             a.engine == "mcore generation 2" and a.saves_states and a["checkpoint.ckpt_format"] != "torch_dist"
-        ),
-    ),
-    Refusal(
-        # The writer gets the tensors as CUDA IPC handles, or as host memory by reference, and reads them while the next
-        # step releases, reloads and overwrites that memory (NeMo-RL #3312, MLM #6544). The native engine hands out
-        # copies; see `bridge_fgo.offload.snapshot`.
-        "checkpoint.async_save", (FLAG_TEXT, "OffloadConfig.engine='mcore'"),
+        )),
+    # The writer gets the tensors as CUDA IPC handles, or as host memory by reference, and reads them while the next
+    # step releases, reloads and overwrites that memory (NeMo-RL #3312, MLM #6544). The native engine hands out
+    # copies; see `bridge_fgo.offload.snapshot`.
+    Refusal("checkpoint.async_save", (FLAG_TEXT, "OffloadConfig.engine='mcore'"),
         "the background writer could read memory that mcore's offloader has given away; use "
         "OffloadConfig(engine='native'), or set checkpoint.async_save=False or checkpoint.save_optim=False",
-        lambda a: a.engine != "native" and a.saves_states and bool(a["checkpoint.async_save"]),
-    ),
+        lambda a: a.engine != "native" and a.saves_states and bool(a["checkpoint.async_save"])),
 ]  # fmt: skip
 """Rows that apply to mcore's own offloaders."""
 
 REMAINDERS = "OffloadConfig.master_remainders"
 PRECISION_AWARE = "optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8"
 OF_SETTINGS = [
-    Refusal(
-        "OffloadConfig.moments", ("model.bf16", "model.fp16"),
+    Refusal("OffloadConfig.moments", ("model.bf16", "model.fp16"),
         "fp32 weights have no masters, so that nothing would be offloaded; set moments=True or leave the flag unset",
-        lambda a: a["OffloadConfig.moments"] is False and a.is_fp32,
-    ),
-    Refusal(
-        "ddp.overlap_param_gather", (FLAG_TEXT, "optimizer.optimizer", "MXFP8 weights (model.fp8_recipe='mxfp8')"),
+        lambda a: a["OffloadConfig.moments"] is False and a.is_fp32),
+    Refusal("ddp.overlap_param_gather", (FLAG_TEXT, "optimizer.optimizer", "MXFP8 weights (model.fp8_recipe='mxfp8')"),
         "mcore gathers these from the masters in forward, where they are offloaded; set "
         "ddp.overlap_param_gather=False, or OffloadConfig(master_weights=False), which offloads the moments alone",
         lambda a: (
@@ -269,55 +233,39 @@ OF_SETTINGS = [
             and a["optimizer.optimizer"] in LAYER_WISE
             and a["model.fp8_recipe"] == "mxfp8"
             and (a.sets("ddp.fp8_param_gather") or a.sets("model.fp8_param"))
-        ),
-    ),
-    Refusal(
-        REMAINDERS, ("model.bf16", "model.fp16"),
+        )),
+    Refusal(REMAINDERS, ("model.bf16", "model.fp16"),
         "only masters of bf16 weights can be copied in part; leave it at None",
-        lambda a: a.sets(REMAINDERS) and (a.is_fp32 or a.sets("model.fp16")),
-    ),
-    Refusal(
-        REMAINDERS, ("optimizer.use_precision_aware_optimizer=True",),
+        lambda a: a.sets(REMAINDERS) and (a.is_fp32 or a.sets("model.fp16"))),
+    Refusal(REMAINDERS, ("optimizer.use_precision_aware_optimizer=True",),
         "Transformer Engine's FusedAdam keeps the masters, which mcore does not round; leave it at None",
-        lambda a: a.sets(REMAINDERS, PRECISION_AWARE),
-    ),
+        lambda a: a.sets(REMAINDERS, PRECISION_AWARE)),
     *(
-        Refusal(
-            REMAINDERS, (name,), "quantized weights are no roundings of their masters; leave it at None",
-            lambda a, name=name: a.sets(REMAINDERS, name),
-        )
+        Refusal(REMAINDERS, (name,), "quantized weights are no roundings of their masters; leave it at None",
+            lambda a, name=name: a.sets(REMAINDERS, name))
         for name in ("optimizer.reuse_grad_buf_for_mxfp8_param_ag", "ddp.fp8_param_gather", "ddp.fp4_param_gather")
     ),
 ]  # fmt: skip
 """Settings of the masters that cannot be honoured: there are none, or no weight is the rounding of one."""
 
 OF_SETTINGS_UNDER_FSDP = [
-    Refusal(
-        "OffloadConfig.engine", (FLAG_TEXT, FSDP),
+    Refusal("OffloadConfig.engine", (FLAG_TEXT, FSDP),
         "mcore's offloader knows the buffers of its own DDP alone; use OffloadConfig(engine='native')",
-        lambda a: a["OffloadConfig.engine"] == "mcore",
-    ),
+        lambda a: a["OffloadConfig.engine"] == "mcore"),
     Refusal(REMAINDERS, (FLAG_TEXT, FSDP), "its masters are copied whole; leave it at None"),
-    Refusal(
-        "OffloadConfig.moments", ("ddp.megatron_fsdp_main_params_dtype",),
+    Refusal("OffloadConfig.moments", ("ddp.megatron_fsdp_main_params_dtype",),
         "weights have no masters, and nothing would be offloaded; set moments=True or leave the flag unset",
         lambda a: (
             a["OffloadConfig.moments"] is False
             and getattr(a.cfg.ddp, "megatron_fsdp_main_params_dtype", "") is None
-        ),
-    ),
+        )),
 ]  # fmt: skip
 
 
 def refuse_config(cfg: Any, settings: OffloadConfig | None = None) -> None:
-    """Check a Bridge ConfigContainer whose flag may be set, after Bridge's own validation.
+    """Raise ValueError where a Bridge ConfigContainer that Bridge has validated cannot be combined with the offload.
 
-    Args:
-        cfg: the config.
-        settings: what `install` was given; None leaves out what depends on the engine.
-
-    Raises:
-        ValueError: a setting cannot be combined with the offload; names it, its value and what to do.
+    settings: what `install` was given; None leaves out what depends on the engine.
     """
     refuse(config_refusals(cfg) if settings is None else all_refusals(cfg, settings))
 
@@ -367,16 +315,13 @@ def captures_full_iteration(model_config: Any) -> bool:
     implementation = getattr(model_config, "cuda_graph_impl", "none")
     if implementation != "local":
         return implementation == "full_iteration"
-    return any(
-        "full_iteration" in _member_names(getattr(model_config, name, None))
-        for name in ("cuda_graph_modules", "cuda_graph_scope")
-    )
-
-
-def _member_names(value: Any) -> list[str]:
-    """Return the names in a setting of CUDA graphs: an enum member, a list of them, or names joined by commas."""
-    items = value if isinstance(value, list | tuple) else str(value).split(",")
-    return [str(getattr(item, "name", item)).rpartition(".")[2] for item in items]
+    for setting in ("cuda_graph_modules", "cuda_graph_scope"):
+        # An enum member, a list of them, or names joined by commas.
+        value = getattr(model_config, setting, None)
+        items = value if isinstance(value, list | tuple) else str(value).split(",")
+        if any(str(getattr(item, "name", item)).rpartition(".")[2] == "full_iteration" for item in items):
+            return True
+    return False
 
 
 # Refusals that depend on the machine.
@@ -397,9 +342,8 @@ def refuse_small_shared_memory(checkpoint: Any, copies: list[int], ranks: int | 
     """
     if not (copies and copies_go_to_a_worker(checkpoint)):
         return
-    if ranks is None:
-        ranks = ranks_of_this_node()
-    shared = os.statvfs(SHARED_MEMORY)
+    ranks = ranks_of_this_node() if ranks is None else ranks
+    shared = os.statvfs("/dev/shm")
     keeps_files_open = hands_out_descriptors()
     has_limit = not keeps_files_open and shared.f_blocks > 0  # a tmpfs without one says 0
     free, needed = shared.f_bavail * shared.f_frsize, ranks * sum(copies) if has_limit else 0

@@ -445,7 +445,7 @@ class Residency:
             from megatron.core.utils import get_model_config
 
             states.drive()
-            self._session = Session.over(states, get_model_config(self._chunks[0]))
+            self._session = Session(None, get_model_config(self._chunks[0]), states.config, states)
         return self._session
 
     def _gradients_ready(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -41,52 +41,8 @@ _active: list[Session] = []
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _newest_stats: Stats | None = None  # a snapshot, so that it holds no state of a training that is over
 
-
-class ReleaseProof:
-    """Watches steps until one has released what was planned.
-
-    It is the proof that the flag is no silent no-op. A step that had any state released at least something; and the
-    first step after an update, when every state exists, released what was planned.
-    """
-
-    enough = 0.95
-    """Share of the planned bytes that proves it."""
-
-    def __init__(self) -> None:
-        self.is_given = False
-        self._updates_before = 0
-        self._had_states = False
-
-    def begin_step(self, updates: int) -> None:
-        """Begin a training step, before which optimizers had stepped so often."""
-        self._updates_before = updates
-
-    def begin_pass(self, engine: Engine) -> None:
-        """Note whether there is anything to release."""
-        if not self.is_given:
-            self._had_states = self._had_states or engine.has_states()
-
-    def end_step(self, engine: Engine, what: str) -> None:
-        """Hold the step against the plan.
-
-        Args:
-            engine: what released.
-            what: asked for the offload.
-
-        Raises:
-            RuntimeError: the flag is a no-op, in whole or in part.
-        """
-        if self.is_given:
-            return
-        planned, freed = engine.planned_bytes, engine.traffic.most_released
-        complete = self._updates_before > 0
-        if freed < (self.enough * planned if complete else int(self._had_states)):
-            raise RuntimeError(
-                f"{what}, but a training step released {freed} bytes of the {planned} planned (engine {engine.name}): "
-                "the flag would be a silent no-op. Please report this with the output of the run, and train with the "
-                "flag unset meanwhile"
-            )
-        self.is_given = complete
+ENOUGH_RELEASED = 0.95
+"""Share of the planned bytes whose release proves that the flag is no silent no-op."""
 
 
 class Session:
@@ -100,68 +56,51 @@ class Session:
             a Float16OptimizerWithFloat16Params.
         model_config: the model config that holds `finalize_model_grads_func`.
         config: the settings in force.
+        owner: what has made the engine and closes it, attached; None where the session does.
 
     Raises:
         ValueError: the optimizer or a setting is refused, on this rank or another.
         RuntimeError: host memory could not be had, on this rank or another.
     """
 
-    def __init__(self, optimizer: Any, model_config: Any, config: OffloadConfig) -> None:
-        meter = PeakMeter()
-        sources, engine = on_every_rank(partial(_make_engine, optimizer, model_config, config, meter))
-        pin_on_every_rank(engine)
-        # Only now, so that a refusal leaves nothing half attached, on any rank.
-        for source in sources:
-            if engine.name == "native":
-                source.drop_other_offloader()
-            setattr(source.optimizer, ATTACHED, Attachment(engine, source))
-        self.what = f"optimizer.{FLAG}=True"
-        """What asked for the offload, for messages."""
-        self._drive(model_config, config, engine, sources, meter)
-
-    @classmethod
-    def over(cls, states: OptimizerStates, model_config: Any) -> Session:
-        """Return a session that drives an engine that is there, and whose owner closes it.
-
-        Args:
-            states: the owner, attached.
-            model_config: as for a session.
-        """
-        self = cls.__new__(cls)
-        self.what = "Residency.training_step()"
-        self._drive(model_config, states.config, states.engine, states.sources, states.meter)
-        self._owner = states
-        holding = states.engine.schedule.holding
-        holding.announce, holding.warn = say, warn
-        return self
-
-    def _drive(
-        self,
-        model_config: Any,
-        config: OffloadConfig,
-        engine: Engine,
-        sources: Sequence[McoreSource],
-        meter: PeakMeter,
+    def __init__(
+        self, optimizer: Any, model_config: Any, config: OffloadConfig, owner: OptimizerStates | None = None
     ) -> None:
-        self.model_config = model_config
-        self.settings = config
-        self._meter = meter
-        self.engine = engine
-        self._owner: OptimizerStates | None = None
-        """Whose the engine is where it is not this session's."""
+        if owner is None:
+            meter = PeakMeter()
+            sources, engine = on_every_rank(partial(_make_engine, optimizer, model_config, config, meter))
+            pin_on_every_rank(engine)
+            # Only now, so that a refusal leaves nothing half attached, on any rank.
+            for source in sources:
+                if engine.name == "native":
+                    source.drop_other_offloader()
+                setattr(source.optimizer, ATTACHED, Attachment(engine, source))
+        else:
+            meter, sources, engine = owner.meter, owner.sources, owner.engine
+            owner.engine.schedule.holding.announce, owner.engine.schedule.holding.warn = say, warn
+        self.what = f"optimizer.{FLAG}=True" if owner is None else "Residency.training_step()"
+        """What asked for the offload, for messages."""
+        self.model_config, self.settings, self.engine = model_config, config, engine
+        self._owner, self._meter = owner, meter
         self._leaves = weakref.WeakSet[Any](source.optimizer for source in sources)
-        self.figures = Figures(self.engine, mcore_version(), meter)
+        self.figures = Figures(engine, mcore_version(), meter)
         self._points = ModelPoints()
         self.closed = False
         self._is_captured = False
         """Whether the model has its passes captured into a full-iteration CUDA graph."""
         self.began = False
         """Whether a training step has begun."""
-        self._proof = ReleaseProof()
-        self._updates = 0
-        self._over_budget = False
+        self.updates = 0
+        """Steps of optimizers so far; one that is skipped is none."""
+        self._updates_before = 0
+        """Those before the newest training step."""
         self.updated = False
         """Whether the optimizer stepped in the newest training step; the wrapper of the step sets it."""
+        self._over_budget = False
+        self._is_proven = False
+        """Whether a step has released what was planned."""
+        self._had_states = False
+        """Whether there was anything to release in a step that proves nothing yet."""
         _sessions.add(self)
 
     # What the wrappers call, in the order of one training step.
@@ -180,8 +119,7 @@ class Session:
         engine = self.engine
         self._is_captured = is_captured = captures_full_iteration(self.model_config)
         self.figures.begin_step()
-        self._proof.begin_step(self._updates)
-        self.updated = False
+        self._updates_before, self.updated = self.updates, False
         _active.append(self)
         try:
             with (
@@ -205,7 +143,7 @@ class Session:
         engine.end_step(self.updated)
         self._watch_budget(engine.held_budget_bytes)
         self.publish()
-        self._proof.end_step(engine, self.what)
+        self._require_released()
 
     def _watch_budget(self, budget: int | None) -> None:
         """Say once that a step needed more than the budget in bytes, as a longer sequence may."""
@@ -220,19 +158,34 @@ class Session:
             )
         self._over_budget = True
 
+    def _require_released(self) -> None:
+        """Raise RuntimeError where the flag is a silent no-op, in whole or in part.
+
+        A step that had any state released at least something; and the first step after an update, when every state
+        exists, released what was planned.
+        """
+        if self._is_proven:
+            return
+        planned, freed = self.engine.planned_bytes, self.engine.traffic.most_released
+        has_all = self._updates_before > 0
+        if freed < (ENOUGH_RELEASED * planned if has_all else int(self._had_states)):
+            raise RuntimeError(
+                f"{self.what}, but a training step released {freed} bytes of the {planned} planned (engine "
+                f"{self.engine.name}): the flag would be a silent no-op. Please report this with the output of the "
+                "run, and train with the flag unset meanwhile"
+            )
+        self._is_proven = has_all
+
     def begin_pass(self, is_replayed: bool = False) -> None:
         """Start the copies out: a forward-backward pass begins.
 
-        Args:
-            is_replayed: whether it replays a CUDA graph, where the model has its passes captured.
+        is_replayed: whether it replays a CUDA graph, where the model has its passes captured.
         """
-        self._proof.begin_pass(self.engine)
+        if not self._is_proven:
+            self._had_states = self._had_states or self.engine.has_states()
         if news := self.engine.traffic.touches.news():
             warn(news)
-        if self._is_captured and not is_replayed:
-            self.engine.begin_pass(is_like_others=False)
-        else:
-            self.engine.begin_pass()
+        self.engine.begin_pass(is_like_others=is_replayed or not self._is_captured)
         self._points.begin_pass(self.engine.forward if self.engine.checks_inputs_only else None)
 
     def release(self) -> None:
@@ -257,7 +210,7 @@ class Session:
         Raises:
             RuntimeError: an error ended an earlier step half-way, or states cannot be brought back.
         """
-        self._updates += 1
+        self.updates += 1
         self.engine.updating()
 
     @contextmanager
@@ -265,11 +218,6 @@ class Session:
         """Context of one optimizer's step, with its states where it needs them."""
         with self.figures.step_clock.measure(), self.engine.stepping(source):
             yield
-
-    @property
-    def updates(self) -> int:
-        """Steps of optimizers so far; one that is skipped is none."""
-        return self._updates
 
     @property
     def is_lost(self) -> bool:
@@ -346,11 +294,14 @@ def _make_engine(
         )
     # Somebody has put them into another chain since they were built: masters that are away come back first.
     held = {id(to.engine) for leaf in leaves if (to := attachment_of(leaf)) is not None}
-    for session in open_sessions():
+    for session in _open_sessions():
         if id(session.engine) in held:
             session.close()
     sources = [source_of(leaf) for leaf in leaves]
     return sources, make_engine(name, sources, config, meter, stage_of(leaves), say, warn)
+
+
+# All sessions.
 
 
 def active_session() -> Session | None:
@@ -358,19 +309,12 @@ def active_session() -> Session | None:
     return _active[-1] if _active and not _active[-1].closed else None
 
 
-def forget_stats() -> None:
-    """Have `newest_stats` return None until a session publishes figures."""
-    global _newest_stats
-    _newest_stats = None
-
-
 def newest_stats() -> Stats | None:
     """Return the figures of the newest training step, also when its training is over."""
     return _newest_stats
 
 
-def open_sessions() -> list[Session]:
-    """Return the sessions whose optimizers are alive, but for those that were closed."""
+def _open_sessions() -> list[Session]:
     return [session for session in _sessions if not session.closed]
 
 
@@ -379,7 +323,7 @@ def all_sessions() -> list[Session]:
 
     A lost one may live for long, in the traceback of the error that a notebook keeps.
     """
-    opened = open_sessions()
+    opened = _open_sessions()
     return [session for session in opened if not session.is_lost] or opened
 
 
@@ -410,12 +354,6 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:
     return session
 
 
-def _share_copies(engine: Engine, checkpoint: Any) -> None:
-    """Have a checkpoint worker get this rank's states by shared memory, once it is known that it can."""
-    refuse_small_shared_memory(checkpoint, engine.copied_for_a_save())
-    engine.use_worker_memory()
-
-
 def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: OffloadConfig) -> Session | None:
     """Return the session that drives a training step, or None where the flag is not set.
 
@@ -425,18 +363,24 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
         ValueError, RuntimeError: as `Session`, or as `refuse_small_shared_memory`.
     """
     check_flag(cfg.optimizer)
-    if flag_is_set(cfg.optimizer):
-        session = attach(optimizer, model_config, config)
-        if not session.began:
-            if copies_go_to_a_worker(cfg.checkpoint):
-                on_every_rank(partial(_share_copies, session.engine, cfg.checkpoint))
-            session.began = True
-        return session
-    session = None if optimizer is None else getattr(optimizer, "__dict__", {}).get(SESSION)
-    if session is not None:
-        session.close()
-        delattr(optimizer, SESSION)
-    return None
+    if not flag_is_set(cfg.optimizer):
+        session = None if optimizer is None else getattr(optimizer, "__dict__", {}).get(SESSION)
+        if session is not None:
+            session.close()
+            delattr(optimizer, SESSION)
+        return None
+    session = attach(optimizer, model_config, config)
+    if not session.began:
+        if copies_go_to_a_worker(cfg.checkpoint):
+
+            def share_copies() -> None:
+                """Have a checkpoint worker get states by shared memory, once it is known that it can."""
+                refuse_small_shared_memory(cfg.checkpoint, session.engine.copied_for_a_save())
+                session.engine.share_copies()
+
+            on_every_rank(share_copies)
+        session.began = True
+    return session
 
 
 def close_all() -> None:
@@ -445,16 +389,17 @@ def close_all() -> None:
     Raises:
         RuntimeError: as `Session.close`; every session that can be closed is.
     """
+    global _newest_stats
     if _close_sessions():
         gc.collect()  # of a training that is over only a cycle of references may be left
         if failures := _close_sessions():
             raise failures[0]
-    forget_stats()
+    _newest_stats = None
 
 
 def _close_sessions() -> list[RuntimeError]:
     failures = []
-    for session in open_sessions():
+    for session in _open_sessions():
         if session.is_lost:  # and only to be thrown away: nothing can be brought back
             say("states that an error had caught on their way are left as they are, with the optimizer to throw away")
             session.closed = True
@@ -464,3 +409,13 @@ def _close_sessions() -> list[RuntimeError]:
         except RuntimeError as error:
             failures.append(error)
     return failures
+
+
+def model_config_of(arguments: dict[str, Any]) -> Any:
+    """Return the config of the model that a patched function was given."""
+    from megatron.core.utils import get_model_config
+
+    if "model_config" in arguments:
+        return arguments["model_config"]
+    model = arguments["model"]
+    return get_model_config(model[0] if isinstance(model, list) else model)

@@ -1,23 +1,30 @@
-"""What the patched readers and writers of optimizer state do, wherever they are called from."""
+"""What the patched steps, readers and writers of optimizer state do; `fsdp_wrappers` has those of Megatron-FSDP alone.
+
+`OF_DISTRIBUTED` is the usual case, a DistributedOptimizer: its methods ask each parameter for its states one by one.
+A Float16OptimizerWithFloat16Params has a state dictionary with the states in torch's form, and the masters.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
 from bridge_fgo.bridge import fsdp_wrappers
-from bridge_fgo.bridge.calls import Args, Call, Kwargs, Wrapped, arguments_of, served, shadowed
 from bridge_fgo.bridge.compat import FLAG, flag_is_set
+from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, served, shadowed
 from bridge_fgo.bridge.session import active_session, all_sessions
 from bridge_fgo.bridge.settings import installed_config, settings_of
 from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.memory.guard import own, touch_all
 from bridge_fgo.sleep import upstream
-from bridge_fgo.states.distributed import UPSTREAM_OFFLOADERS, as_they_are, load_groups
+from bridge_fgo.states.distributed import TORCH, UPSTREAM_OFFLOADERS, as_they_are, load_groups
 from bridge_fgo.states.fsdp import is_fsdp
 
 # The optimizer step.
@@ -25,19 +32,16 @@ from bridge_fgo.states.fsdp import is_fsdp
 
 def updates_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have the states where the optimizer step needs them; it is not called where a step is skipped."""
-    session = active_session()
-    to = attachment_of(instance)
+    session, to = active_session(), attachment_of(instance)
     if session is not None:
         session.updating()
     if to is None:
         if session is None:
             _refuse_unwired(instance)
         return wrapped(*args, **kwargs)
-    if session is None or session.engine is not to.engine:  # which another session's is not
-        context = to.engine.stepping(to.source)
-    else:
-        context = session.stepping(to.source)
-    with context:
+    # The engine may be another session's.
+    is_own = session is not None and session.engine is to.engine
+    with session.stepping(to.source) if session is not None and is_own else to.engine.stepping(to.source):
         return wrapped(*args, **kwargs)
 
 
@@ -68,7 +72,7 @@ def _refuse_unwired(optimizer: Any) -> None:
 @served
 def copies_masters(call: Call) -> Any:
     """Copy the masters that were not copied part by part."""
-    return call.engine.write_back(call.source, call)
+    return call.engine.write_back(call.source, _where_any(call))
 
 
 # Readers and writers between steps.
@@ -127,43 +131,33 @@ def overwrites_masters(call: Call) -> Any:
         return call()
 
 
+SEARCH = "_build_model_param_to_state_dict_param_map"
+"""mcore's search for each parameter's weights in a checkpoint. It compares every name with every other, and changes the
+checkpoint's dictionary; one result does for all parts."""
+
+
 @served
 def rewrites_masters(call: Call) -> Any:
     """Have every master made anew of the weights, part by part."""
-    with shadowed(call.optimizer, {SEARCH: _called_once(call.optimizer)}):
-        return call.engine.rewrite_masters(call.source, call)
-
-
-SEARCH = "_build_model_param_to_state_dict_param_map"
-
-
-def _called_once(optimizer: Any) -> Callable[..., Any]:
-    """Return mcore's search for each parameter's weights in a checkpoint, of which one result does for all parts.
-
-    It compares every name with every other, and changes the checkpoint's dictionary.
-    """
+    search: Any = getattr(call.optimizer, SEARCH, None)
     found: list[Any] = []
-    search: Any = getattr(optimizer, SEARCH, None)
 
     def once(*args: Any, **kwargs: Any) -> Any:
         if not found:
             found.append(search(*args, **kwargs))
         return found[0]
 
-    return once
+    with shadowed(call.optimizer, {SEARCH: once}):
+        return call.engine.rewrite_masters(call.source, _where_any(call))
 
 
 @served
 def replaces_states(call: Call) -> Any:
     """Make the states writable first; afterwards let go of the memory of tensors that were replaced."""
-    result = _write(call)
+    call.engine.require_writable(call.source)
+    result = call()
     call.engine.states_replaced(call.source)
     return result
-
-
-def _write(call: Call) -> Any:
-    call.engine.require_writable(call.source)
-    return call()
 
 
 def make_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -245,7 +239,8 @@ def loads_state_dict(call: Call) -> Any:
 def puts_states(call: Call) -> Any:
     """Put loaded states of one parameter where they are."""
     if not call.is_checkpointing:
-        return _write(call)
+        call.engine.require_writable(call.source)
+        return call()
     model_param, tensors = call.arguments.values()
     call.engine.put(
         call.source,
@@ -269,14 +264,146 @@ def _adam_kept_from_states(call: Call) -> Iterator[None]:
 
     def load(state_dict: dict[str, Any]) -> None:
         load_groups(adam, state_dict)
-        params = [param for group in adam.param_groups for param in group["params"]]
+        params = _params(adam.param_groups)
         for index, values in state_dict["state"].items():
-            counts = {n: v for n, v in values.items() if not isinstance(v, torch.Tensor) or v.dim() == 0}
+            counts = {name: value for name, value in values.items() if not _is_whole_tensor(value)}
             if counts:  # torch's `step`; an empty entry would count as made
                 adam.state[params[index]].update(counts)
 
     with shadowed(adam, {"load_state_dict": load, **as_they_are(adam)}):
         yield
+
+
+def _params(groups: list[dict[str, Any]]) -> list[Any]:
+    return [param for group in groups for param in group["params"]]
+
+
+def _is_whole_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+# Checkpoints of a Float16OptimizerWithFloat16Params.
+
+MASTER = "fp32_param"
+"""What the master is called here, among the states of its parameter: no optimizer's state has that name."""
+
+MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
+"""Where a state dictionary has the masters, param group by param group; the latter in old checkpoints."""
+
+GROUPS = "fp32_from_float16_groups"
+"""Where the optimizer has them."""
+
+
+def _where_any(call: Call) -> Callable[[], Any]:
+    """Return the copy but for empty lists: of fp16 it is one kernel for all, which refuses to copy nothing."""
+    return lambda: call() if any(getattr(call.optimizer, GROUPS, [True])) else None
+
+
+@served
+def saves_float16_states(call: Call) -> Any:
+    """Do as `saves_states`."""
+    with _handing_out(call):
+        return call()
+
+
+@served
+def hands_out_float16_states(call: Call) -> Any:
+    """Give a state dictionary of host tensors, without bringing states to the GPU: copies, but for loading."""
+    inner: Any = call.optimizer.optimizer
+    groups = getattr(call.optimizer, GROUPS)
+    with _handing_out(call), shadowed(inner, as_they_are(inner)):
+        result = call()
+        masters = {id(master) for master in chain(*groups)}
+        saved, handed = result["optimizer"]["state"], {}
+        for index, param in enumerate(_params(inner.param_groups)):
+            read = partial(_states, inner, param, id(param) in masters)
+            states = call.engine.hand_out(call.source, param, read)
+            if id(param) in masters:
+                handed[id(param)] = states.pop(MASTER)
+            if index in saved:  # a count of steps is not shared with what is trained on
+                saved[index] = {name: _own(value) for name, value in states.items()}
+        result[MASTERS[0]] = [[handed[id(master)] for master in group] for group in groups]
+    return result
+
+
+@contextlib.contextmanager
+def _handing_out(call: Call) -> Iterator[None]:
+    """Context in which the engine hands out states, to be saved or to be loaded into."""
+    if call.is_checkpointing:  # mcore's methods call each other
+        yield
+        return
+    if call.is_loading:
+        with call.engine.loading(call.source, everything=True):
+            yield
+        return
+    call.engine.require_whole(call.source, "saved")
+    with call.engine.saving(call.source, copies=True):
+        yield
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+
+
+def _states(inner: Any, param: torch.Tensor, has_master: bool) -> dict[str, Any]:
+    """Return the states of a parameter by name, the master among them; without making an entry for them."""
+    return {**inner.state.get(param, {}), **({MASTER: param} if has_master else {})}
+
+
+@served
+def loads_float16_states(call: Call) -> Any:
+    """Have a state dictionary loaded where states are; torch would make every one of them anew on the GPU."""
+    groups, state_dict = getattr(call.optimizer, GROUPS), call.arguments["state_dict"]
+    saved = next((state_dict[name] for name in MASTERS if name in state_dict), [])
+    pairs = zip(groups, saved, strict=False)  # as mcore pairs them
+    masters = {id(own): value for group, values in pairs for own, value in zip(group, values, strict=False)}
+    is_whole = all(id(master) in masters for master in chain(*groups))
+    with (
+        call.engine.loading(call.source, masters=is_whole),
+        shadowed(call.optimizer.optimizer, {"load_state_dict": partial(_load, call, masters)}),
+        shadowed(call.optimizer, {GROUPS: []}),  # the masters are put in their place with the rest
+    ):
+        return call()
+
+
+@torch.no_grad()
+def _load(call: Call, masters: Mapping[int, torch.Tensor], packed: Mapping[str, Any]) -> None:
+    """Load what torch's `state_dict` of the optimizer inside has, and the masters by the `id` of their parameter."""
+    inner = call.optimizer.optimizer
+    load_groups(inner, packed)
+    for index, param in zip(_params(packed["param_groups"]), _params(inner.param_groups), strict=True):
+        values = packed["state"].get(index)
+        if values is None:
+            values = _as_made(inner, inner.state.get(param, {}))
+        tensors = {name: value for name, value in values.items() if _is_whole_tensor(value)}
+        if counts := {name: value for name, value in values.items() if name not in tensors}:
+            inner.state[param].update(copy.deepcopy(counts))
+        if id(param) in masters:
+            tensors[MASTER] = masters[id(param)]
+        if tensors:
+            _put(call, param, tensors)
+
+
+def _as_made(inner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return states as the first step makes them: a checkpoint from before it has none, and those are here."""
+    zeros = {name: torch.zeros_like(v, device="cpu") for name, v in values.items() if isinstance(v, torch.Tensor)}
+    counts = {"step": torch.tensor(0.0)} if zeros and isinstance(inner, TORCH) else {}
+    return {**values, **zeros, **counts}
+
+
+def _put(call: Call, param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+    inner = call.optimizer.optimizer
+    read = partial(_states, inner, param, MASTER in tensors)
+
+    def write(values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            own = param if name == MASTER else inner.state[param].get(name)
+            if own is None:
+                inner.state[param][name] = value.to(device=param.device, dtype=param.dtype, copy=True)
+            elif own is not value:
+                own.copy_(value)
+
+    call.engine.put(call.source, param, lambda: call.engine.hand_out(call.source, param, read), tensors, write)
 
 
 # mcore's own sleep and wake, which go through this package's memory.

@@ -2,7 +2,7 @@
 
 The time line of one training step, with the functions that run it. `Engine` is the native engine here:
 
-1. Bridge's `train_step` is called: `_run_step` has `Session.training_step` hang hooks on the model's layers and on
+1. Bridge's `train_step` is called: `Session.training_step` hangs hooks on the model's layers and on
    `finalize_model_grads_func` (`points`).
 2. The rerun machine grants a pass (`PassBeginningMachine`): `Session.begin_pass` -> `Engine.begin_pass` makes the plan
    of the pass and starts the first copies out. A pass that is run again begins here.
@@ -29,31 +29,37 @@ from typing import Any
 import torch
 import wrapt
 
-from bridge_fgo.bridge.before_training import model_config_of
-from bridge_fgo.bridge.calls import Args, Kwargs, Wrapped, arguments_of
+from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of, shadowed
 from bridge_fgo.bridge.reporting import log_scalars, measured_peaks, measurement_of
-from bridge_fgo.bridge.session import active_session, all_sessions, newest_stats, session_for_step
+from bridge_fgo.bridge.session import active_session, all_sessions, model_config_of, newest_stats, session_for_step
 from bridge_fgo.bridge.settings import settings_of
 
 STEP_ORDER = ("forward_step_func", "data_iterator", "model", "optimizer", "scheduler", "global_state")
 """First parameters of a training step; MIMO calls its scheduler's parameter otherwise, and passes all by name."""
 
 
-def _run_step(wrapped: Wrapped, args: Args, kwargs: Kwargs, one_pass: bool) -> Any:
-    """Run a training step with the session of its optimizer active, where the flag is set.
+def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs, one_pass: bool = False) -> Any:
+    """Run Bridge's step with the session of its optimizer active, where the flag is set.
 
-    one_pass: the step has no rerun loop that would tell when a pass begins.
+    one_pass: the step has no rerun loop that would tell when a pass begins; MIMO's.
     """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
     # A step of `*args, **kwargs`, as somebody has wrapped it, has no names: it is called as Bridge's own.
     by_place = dict(zip(STEP_ORDER, args, strict=False))
     arguments = {**by_place, **arguments_of(wrapped, args, kwargs), **kwargs}
-    state = arguments["global_state"]
+    state, optimizer, model_config = arguments["global_state"], arguments["optimizer"], model_config_of(arguments)
     settings = settings_of(state.cfg.optimizer)
-    session = session_for_step(arguments["optimizer"], model_config_of(arguments), state.cfg, settings)
+    session = session_for_step(optimizer, model_config, state.cfg, settings)
+    if session is None and settings.measure and optimizer is not None:
+        measurement = measurement_of(optimizer)
+        with measurement.training_step(model_config):
+            result = wrapped(*args, **kwargs)
+        log_scalars(measurement.scalars, state)
+        return result
     if session is None:
-        is_measured = settings.measure and arguments["optimizer"] is not None
-        return _measured(wrapped, args, kwargs, arguments) if is_measured else wrapped(*args, **kwargs)
-    with session.training_step(arguments["model"], _microbatches(), _is_saved_next(state)):
+        return wrapped(*args, **kwargs)
+    with session.training_step(arguments["model"], get_num_microbatches(), _is_saved_next(state)):
         if one_pass:
             session.begin_pass()
         result = wrapped(*args, **kwargs)
@@ -64,21 +70,6 @@ def _run_step(wrapped: Wrapped, args: Args, kwargs: Kwargs, one_pass: bool) -> A
     return result
 
 
-def _measured(wrapped: Wrapped, args: Args, kwargs: Kwargs, arguments: dict[str, Any]) -> Any:
-    """Run a training step without the offload, and log its peaks."""
-    measurement = measurement_of(arguments["optimizer"])
-    with measurement.training_step(model_config_of(arguments)):
-        result = wrapped(*args, **kwargs)
-    log_scalars(measurement.scalars, arguments["global_state"])
-    return result
-
-
-def _microbatches() -> int:
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-    return get_num_microbatches()
-
-
 def _is_saved_next(state: Any) -> bool:
     """Return whether Bridge saves at an interval, or at the end, when the training step that begins is done."""
     checkpoint, step = state.cfg.checkpoint, state.train_state.step + 1
@@ -86,16 +77,6 @@ def _is_saved_next(state: Any) -> bool:
         return False
     intervals = (checkpoint.save_interval, checkpoint.non_persistent_save_interval, state.cfg.train.train_iters)
     return any(step % interval == 0 for interval in intervals if interval)
-
-
-def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run Bridge's step with the session of its optimizer active."""
-    return _run_step(wrapped, args, kwargs, one_pass=False)
-
-
-def train_step_megatron_mimo(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run Bridge's MIMO step, which has one pass and no rerun loop, with the session active."""
-    return _run_step(wrapped, args, kwargs, one_pass=True)
 
 
 class PassBeginningMachine(wrapt.ObjectProxy):
@@ -143,7 +124,7 @@ def is_replayed() -> bool:
     return _graphs().get("training") is not None
 
 
-def run_schedule(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run, capture or replay forward and backward, and reload after it, where the graph has no Python that would."""
     before = _graphs()
     result = wrapped(*args, **kwargs)
@@ -182,8 +163,5 @@ def report_memory(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
         stats = original(*stats_args, **stats_kwargs)
         return {**stats, **{key: max(peak, stats.get(key, 0)) for key, peak in peaks.items()}}
 
-    torch.cuda.memory_stats = memory_stats
-    try:
+    with shadowed(torch.cuda, {"memory_stats": memory_stats}):
         return wrapped(*args, **kwargs)
-    finally:
-        torch.cuda.memory_stats = original

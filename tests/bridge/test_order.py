@@ -159,7 +159,7 @@ def stub_session(loop):
     """The session of a `loop` whose rank has stub optimizers only."""
     loop.step()
     loop.session.engine = native_engine()
-    loop.session._proof.is_given = True  # that the mocked optimizer of the first step released something is no matter
+    loop.session._is_proven = True  # that the mocked optimizer of the first step released something is no matter
     return loop.session
 
 
