@@ -84,47 +84,39 @@ class OffloadConfig:
     with `optimizer.offload_optimizer_states` logs them anyway."""
 
     def __post_init__(self) -> None:
+        def refuse(name: str, why: str) -> None:
+            raise ValueError(f"OffloadConfig.{name}={getattr(self, name)!r}{why}")
+
+        def is_number(value: Any, kinds: Any = int | float) -> bool:
+            return isinstance(value, kinds) and not isinstance(value, bool)
+
         if self.engine not in get_args(Engine):
-            raise ValueError(f"OffloadConfig.engine={self.engine!r}: use one of {', '.join(get_args(Engine))}")
+            refuse("engine", f": use one of {', '.join(get_args(Engine))}")
         for name in ("moments", "master_weights", "pin_memory", "measure"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"OffloadConfig.{name}={getattr(self, name)!r}: use True or False")
+                refuse(name, ": use True or False")
         if not isinstance(self.master_remainders, bool | None):
-            raise ValueError(f"OffloadConfig.master_remainders={self.master_remainders!r}: use True, False or None")
+            refuse("master_remainders", ": use True, False or None")
         if not (self.moments or self.master_weights):
-            raise ValueError(
-                "OffloadConfig.moments=False with master_weights=False offloads nothing: set one of them to "
-                "True, or leave optimizer.offload_optimizer_states unset"
-            )
+            why = "offloads nothing: set one of them to True, or leave optimizer.offload_optimizer_states unset"
+            refuse("moments", f" with master_weights=False {why}")
         if self.master_remainders and not self.master_weights:
-            raise ValueError(
-                "OffloadConfig.master_remainders=True with master_weights=False: no master is copied at all; set "
-                "master_weights=True, or leave master_remainders at None"
-            )
-        if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
-            raise ValueError(f"OffloadConfig.fraction={self.fraction!r}: use a number in (0, 1]")
+            why = "no master is copied at all; set master_weights=True, or leave master_remainders at None"
+            refuse("master_remainders", f" with master_weights=False: {why}")
+        if not is_number(self.fraction):
+            refuse("fraction", ": use a number in (0, 1]")
         if not 0.0 < self.fraction <= 1.0:
-            raise ValueError(
-                f"OffloadConfig.fraction={self.fraction!r}: use a number in (0, 1]; to offload nothing, leave "
-                "optimizer.offload_optimizer_states unset"
-            )
+            instead = "to offload nothing, leave optimizer.offload_optimizer_states unset"
+            refuse("fraction", f": use a number in (0, 1]; {instead}")
         budget = self.gpu_memory_budget_gib
-        if budget is not None:
-            if budget == "auto":
-                pass
-            elif isinstance(budget, bool) or not isinstance(budget, int | float) or not 0.0 < budget < float("inf"):
-                raise ValueError(
-                    f"OffloadConfig.gpu_memory_budget_gib={budget!r}: use a number of GiB above 0, 'auto' or None"
-                )
-            if self.fraction < 1.0:
-                raise ValueError(
-                    f"OffloadConfig.gpu_memory_budget_gib={budget!r} with fraction={self.fraction!r}: both say how "
-                    "much to offload; leave one of them at its default"
-                )
+        if budget not in (None, "auto") and not (is_number(budget) and 0.0 < float(budget) < float("inf")):
+            refuse("gpu_memory_budget_gib", ": use a number of GiB above 0, 'auto' or None")
+        if budget is not None and self.fraction < 1.0:
+            why = "both say how much to offload; leave one of them at its default"
+            refuse("gpu_memory_budget_gib", f" with fraction={self.fraction!r}: {why}")
         for name, least in (("slab_bytes", MIB), ("piece_bytes", 64 * 1024)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"OffloadConfig.{name}={value!r}: use a number of bytes of at least {least}")
+            if not is_number(getattr(self, name), int) or getattr(self, name) < least:
+                refuse(name, f": use a number of bytes of at least {least}")
 
     @property
     def gpu_memory_budget_bytes(self) -> int | None:

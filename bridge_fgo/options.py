@@ -26,14 +26,10 @@ from bridge_fgo.config import OffloadConfig
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """One option, named like the field of `OffloadConfig` that it sets (`setting`), with one sentence of help.
 
-    Attributes:
-        setting: the field of `OffloadConfig` that it sets; also its name.
-        kind: type of its value: bool, int, float or str.
-        choices: the strings that it accepts; empty if it accepts any.
-        words: the strings that it accepts beside numbers.
-        help: one sentence.
+    Its value is a bool, int, float or str (`kind`): one of `choices`, where there are any, or one of `words` or a
+    number.
     """
 
     setting: str

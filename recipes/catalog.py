@@ -13,21 +13,24 @@ GPUS_A_NODE = 4
 ENVIRONMENT_FILE = Path(__file__).with_name("environment.json")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Recipe:
-    """One of Bridge's pretraining recipes, or `tiny`, which is this project's own."""
+    """One of Bridge's pretraining recipes, or `tiny`, which is this project's own.
+
+    gpus: GPUs that the builder's parallel layout is for.
+    builder: `module:function` within `megatron.bridge`, a function that takes nothing; "" for `tiny`.
+    hf_model: the Hugging Face model whose config the builder reads; "" for `tiny`.
+    benchmark: upstream wrote it to measure speed: no checkpoints, 50 steps, and MoE routers that are forced to balance.
+    mcore_module: a module of `megatron.core` without which the model cannot be built, on Megatron-LM's `dev` branch
+        only.
+    """
 
     name: str
     gpus: int
-    """GPUs that the builder's parallel layout is for."""
     builder: str
-    """`module:function` within `megatron.bridge`, a function that takes nothing; "" for `tiny`."""
     hf_model: str
-    """The Hugging Face model whose config the builder reads; "" for `tiny`."""
     benchmark: bool = False
-    """Upstream wrote it to measure speed: no checkpoints, 50 steps, and MoE routers that are forced to balance."""
     mcore_module: str | None = None
-    """A module of `megatron.core` without which the model cannot be built, on Megatron-LM's `dev` branch only."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -35,84 +38,44 @@ class Recipe:
         return environments()[self.name]
 
 
-V4_FLASH = "deepseek-ai/DeepSeek-V4-Flash"
+V4_FLASH = "deepseek-ai/DeepSeek-V4_FLASH-Flash"
 V4_ATTENTION = "megatron.core.transformer.experimental_attention_variant.deepseek_v4_hybrid_attention"
 
-RECIPES = {
-    recipe.name: recipe
-    for recipe in (
-        Recipe(
-            name="dsv4_flash_64gpu",
-            gpus=64,
-            builder="recipes.deepseek.gb200.deepseek_v4:deepseek_v4_flash_pretrain_64gpu_gb200_fp8mx_config",
-            hf_model=V4_FLASH,
-            mcore_module=V4_ATTENTION,
-        ),
-        Recipe(
-            name="dsv4_flash_64gpu_bf16",
-            gpus=64,
-            builder="recipes.deepseek.gb200.deepseek_v4:deepseek_v4_flash_pretrain_64gpu_gb200_bf16_config",
-            hf_model=V4_FLASH,
-            mcore_module=V4_ATTENTION,
-        ),
-        Recipe(
-            name="dsv4_flash_128gpu",
-            gpus=128,
-            builder="perf_recipes.deepseek.gb200.deepseek_v4:deepseek_v4_flash_pretrain_128gpu_gb200_fp8mx_config",
-            hf_model=V4_FLASH,
-            benchmark=True,
-            mcore_module=V4_ATTENTION,
-        ),
-        Recipe(
-            name="deepseek_v3_256gpu",
-            gpus=256,
-            builder="perf_recipes.deepseek.gb200.deepseek_v3:deepseek_v3_pretrain_256gpu_gb200_bf16_config",
-            hf_model="deepseek-ai/DeepSeek-V3",
-            benchmark=True,
-        ),
-        Recipe(
-            name="deepseek_v3_256gpu_mxfp8",
-            gpus=256,
-            builder="perf_recipes.deepseek.gb200.deepseek_v3:deepseek_v3_pretrain_256gpu_gb200_fp8mx_config",
-            hf_model="deepseek-ai/DeepSeek-V3",
-            benchmark=True,
-        ),
-        Recipe(
-            name="qwen3_30b_a3b_8gpu",
-            gpus=8,
-            builder="recipes.qwen.gb200.qwen3_moe:qwen3_30b_a3b_pretrain_8gpu_gb200_fp8mx_functional_config",
-            hf_model="Qwen/Qwen3-30B-A3B",
-        ),
-        Recipe(
-            name="qwen3_235b_a22b_64gpu",
-            gpus=64,
-            builder="perf_recipes.qwen.gb200.qwen3_moe:qwen3_235b_a22b_pretrain_64gpu_gb200_bf16_config",
-            hf_model="Qwen/Qwen3-235B-A22B",
-            benchmark=True,
-        ),
-        # Upstream's bf16 recipe of this size is on Megatron-FSDP, which manages the optimizer state itself.
-        Recipe(
-            name="llama3_70b_64gpu",
-            gpus=64,
-            builder="perf_recipes.llama.gb200.llama3:llama3_70b_pretrain_64gpu_gb200_fp8mx_config",
-            hf_model="meta-llama/Meta-Llama-3-70B",
-            benchmark=True,
-        ),
-        Recipe(
-            name="nemotron_3_nano_8gpu",
-            gpus=8,
-            builder="recipes.nemotronh.gb200.nemotron_3_nano:nemotron_3_nano_pretrain_8gpu_gb200_bf16_config",
-            hf_model="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-        ),
-        Recipe(
-            name="nemotron_3_super_64gpu",
-            gpus=64,
-            builder="recipes.nemotronh.gb200.nemotron_3_super:nemotron_3_super_pretrain_64gpu_gb200_bf16_config",
-            hf_model="nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16",
-        ),
-        Recipe(name="tiny", gpus=1, builder="", hf_model=""),
-    )
-}
+_ALL = (
+    Recipe("dsv4_flash_64gpu", 64,
+        "recipes.deepseek.gb200.deepseek_v4:deepseek_v4_flash_pretrain_64gpu_gb200_fp8mx_config",
+        V4_FLASH, mcore_module=V4_ATTENTION),
+    Recipe("dsv4_flash_64gpu_bf16", 64,
+        "recipes.deepseek.gb200.deepseek_v4:deepseek_v4_flash_pretrain_64gpu_gb200_bf16_config",
+        V4_FLASH, mcore_module=V4_ATTENTION),
+    Recipe("dsv4_flash_128gpu", 128,
+        "perf_recipes.deepseek.gb200.deepseek_v4:deepseek_v4_flash_pretrain_128gpu_gb200_fp8mx_config",
+        V4_FLASH, benchmark=True, mcore_module=V4_ATTENTION),
+    Recipe("deepseek_v3_256gpu", 256,
+        "perf_recipes.deepseek.gb200.deepseek_v3:deepseek_v3_pretrain_256gpu_gb200_bf16_config",
+        "deepseek-ai/DeepSeek-V3", benchmark=True),
+    Recipe("deepseek_v3_256gpu_mxfp8", 256,
+        "perf_recipes.deepseek.gb200.deepseek_v3:deepseek_v3_pretrain_256gpu_gb200_fp8mx_config",
+        "deepseek-ai/DeepSeek-V3", benchmark=True),
+    Recipe("qwen3_30b_a3b_8gpu", 8,
+        "recipes.qwen.gb200.qwen3_moe:qwen3_30b_a3b_pretrain_8gpu_gb200_fp8mx_functional_config",
+        "Qwen/Qwen3-30B-A3B"),
+    Recipe("qwen3_235b_a22b_64gpu", 64,
+        "perf_recipes.qwen.gb200.qwen3_moe:qwen3_235b_a22b_pretrain_64gpu_gb200_bf16_config",
+        "Qwen/Qwen3-235B-A22B", benchmark=True),
+    # Upstream's bf16 recipe of this size is on Megatron-FSDP, which manages the optimizer state itself.
+    Recipe("llama3_70b_64gpu", 64,
+        "perf_recipes.llama.gb200.llama3:llama3_70b_pretrain_64gpu_gb200_fp8mx_config",
+        "meta-llama/Meta-Llama-3-70B", benchmark=True),
+    Recipe("nemotron_3_nano_8gpu", 8,
+        "recipes.nemotronh.gb200.nemotron_3_nano:nemotron_3_nano_pretrain_8gpu_gb200_bf16_config",
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+    Recipe("nemotron_3_super_64gpu", 64,
+        "recipes.nemotronh.gb200.nemotron_3_super:nemotron_3_super_pretrain_64gpu_gb200_bf16_config",
+        "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"),
+    Recipe("tiny", 1, "", ""),
+)  # fmt: skip
+RECIPES = {recipe.name: recipe for recipe in _ALL}
 
 
 def find(name: str) -> Recipe:

@@ -11,8 +11,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bridge_fgo.bridge.compat import FLAG
 from bridge_fgo.recipes import catalog, hf_config
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(NamedTuple):
     """A configuration, and what to tell the user about it, a line each."""
 
     config: ConfigContainer
@@ -31,11 +29,7 @@ class Built:
 
 
 def build(
-    recipe: catalog.Recipe,
-    *,
-    offload: bool,
-    hf: hf_config.Choice = "auto",
-    overrides: Sequence[str] = (),
+    recipe: catalog.Recipe, *, offload: bool, hf: hf_config.Choice = "auto", overrides: Sequence[str] = ()
 ) -> Built:
     """Return the configuration of a recipe. Without offload it is upstream's, bit by bit.
 

@@ -84,8 +84,9 @@ class Job(OffloadOptions):
         if not self.recipe:
             raise ValueError(f"recipe='': give --factory NAME, one of {', '.join(catalog.RECIPES)}")
         self.found = catalog.find(self.recipe)
-        OffloadConfig(**self._offload_settings())
-        of_offload = without_measure(self._offload_settings())
+        given = settings(vars(self))
+        OffloadConfig(**given)
+        of_offload = without_measure(given)
         if of_offload and not self.offload:
             raise ValueError(f"offload=false with {', '.join(of_offload)}: leave out one or the other")
         if self.hf_config not in get_args(hf_config.Choice):
@@ -142,9 +143,6 @@ class Job(OffloadOptions):
         if self.gpus_per_node is not None:
             return self.gpus_per_node
         return min(self.found.gpus, catalog.GPUS_A_NODE) if self.scheduler == "slurm" else self.found.gpus
-
-    def _offload_settings(self) -> dict[str, Any]:
-        return settings(vars(self))
 
     def env_names(self) -> list[str]:
         """Return the names in `env`."""

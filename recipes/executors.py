@@ -1,46 +1,17 @@
-"""NeMo-Run executors for the recipes: Slurm with one process a GPU, and this machine under torchrun."""
+"""NeMo-Run executors for a `Job` of `entrypoint`: Slurm with one process a GPU, and this machine under torchrun."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Protocol
+from typing import Any
 
 import nemo_run as run
 from nemo_run.config import get_nemorun_home
 from nemo_run.core.execution.launcher import SlurmTemplate
 
-from bridge_fgo.recipes.catalog import Recipe
-
 NODES_A_RACK = 18
 """Nodes that share NVLink in a GB200 NVL72."""
-
-
-class Placement(Protocol):
-    """What an executor has to know of a launch; `Job` of `bridge_fgo.recipes.entrypoint` says it."""
-
-    found: Recipe
-    account: str | None
-    partition: str | None
-    segment: int | None
-    time: str
-    container_image: str | None
-    container_mounts: str
-    retries: int
-
-    @property
-    def node_count(self) -> int:
-        """Nodes of the job."""
-        ...
-
-    @property
-    def node_gpus(self) -> int:
-        """GPUs of each node, 0 for a process without one."""
-        ...
-
-    def env_names(self) -> list[str]:
-        """Return the names of variables that travel with the submission."""
-        ...
 
 
 def segment_of(nodes: int) -> int:
@@ -62,7 +33,7 @@ def near_cpu(gpus_per_node: int, command: str) -> str:
     return f"exec numactl --cpunodebind={node} --membind={node} {command}"
 
 
-def slurm(job: Placement) -> run.SlurmExecutor:
+def slurm(job: Any) -> run.SlurmExecutor:
     """Return the executor for whole nodes of two CPUs, a process a GPU, bound to the memory of its CPU.
 
     With `gpus_per_node=0` one process a node that is not bound. The job gets the recipe's environment as it is, and
@@ -98,7 +69,7 @@ def slurm(job: Placement) -> run.SlurmExecutor:
     return executor
 
 
-def local(job: Placement) -> run.LocalExecutor:
+def local(job: Any) -> run.LocalExecutor:
     """Return the executor for this machine: torchrun with a process a GPU, or one that sees no GPU."""
     hidden = {} if job.node_gpus else {"CUDA_VISIBLE_DEVICES": ""}
     return run.LocalExecutor(

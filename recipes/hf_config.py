@@ -24,18 +24,13 @@ def kept_configs() -> dict[str, dict[str, Any]]:
 
 
 def origin(model: str, choice: Choice) -> Literal["hub", "kept"]:
-    """Return where the config of a model will come from.
-
-    Raises:
-        ValueError: "kept" for a model whose numbers are not kept.
-    """
-    if choice == "hub":
-        return "hub"
-    if choice == "kept":
-        if model not in kept_configs():
-            raise ValueError(f"hf_config='kept': the numbers of {model} are not kept in this project; use 'hub'")
-        return "kept"
-    return "hub" if in_cache(model, "config.json") or model not in kept_configs() else "kept"
+    """Return where the config of a model will come from; raise ValueError where it is to be "kept" and is not."""
+    is_kept = model in kept_configs()
+    if choice == "kept" and not is_kept:
+        raise ValueError(f"hf_config='kept': the numbers of {model} are not kept in this project; use 'hub'")
+    if choice == "auto":
+        return "hub" if not is_kept or in_cache(model, "config.json") else "kept"
+    return choice
 
 
 def in_cache(model: str, file: str) -> bool:

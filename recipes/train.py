@@ -51,12 +51,7 @@ def prepare(
 ) -> Callable[[], None]:
     """Set the recipe's environment, build what Bridge is given, and return the function that trains.
 
-    Args:
-        name: of the recipe.
-        offload: whether to offload.
-        settings: OffloadConfig's keyword arguments.
-        hf: Hugging Face config: one of `Choice`.
-        overrides: of Bridge's config.
+    `settings` are OffloadConfig's keyword arguments, `hf` is one of `Choice`, `overrides` are of Bridge's config.
 
     Raises:
         ValueError: a setting makes no sense, or the recipe cannot be trained here; see `prepare_pretrain`.
@@ -92,16 +87,11 @@ def prepare_pretrain(
 ) -> Callable[[], None]:
     """Build the recipe's configuration for Bridge's `pretrain()`, and return that.
 
-    Args:
-        recipe: the recipe.
-        settings: to install the package with; None leaves it out.
-        hf: see `prepare`.
-        overrides: of Bridge's config.
-        offload: whether to set the flag, with the package installed.
+    `settings` are those to install the package with, None leaves it out; the rest is as for `prepare`.
 
     Raises:
-        ValueError: the installed mcore cannot build the model, or as `refuse_tokenizer_of_the_hub` and
-            `bridge_fgo.recipes.config.build`.
+        ValueError: the installed mcore cannot build the model; Bridge would ask the network for a tokenizer, and the
+            user said that there is none; or as `bridge_fgo.recipes.config.build`.
     """
     require_mcore(recipe)
     from megatron.bridge.training.gpt_step import forward_step
@@ -117,32 +107,23 @@ def prepare_pretrain(
     built = build(recipe, offload=offload and settings is not None, hf=hf, overrides=overrides)
     for note in built.notes:
         print_rank_0(f"recipe {recipe.name}: {note}")
-    if hf == "kept":
-        refuse_tokenizer_of_the_hub(recipe, built.config)
+    if hf == "kept" and (model := hf_config.tokenizer_to_fetch(built.config)) is not None:
+        raise ValueError(
+            f"--hf-config kept: recipe {recipe.name} takes the tokenizer of {model} from Hugging Face "
+            "(tokenizer.tokenizer_type='HuggingFaceTokenizer'), which is neither kept here nor in the cache: give "
+            f"{hf_config.without_tokenizer(built.config, recipe.hf_model)} to train on made-up data without it, or "
+            "tokenizer.tokenizer_model=FOLDER, or fill HF_HOME where there is network"
+        )
     if "SLURM_NTASKS" not in os.environ:
         use_one_rank_by_default()
     skip_building_what_is_built()
     return partial(bridge_pretrain, built.config, forward_step)
 
 
-def refuse_tokenizer_of_the_hub(recipe: catalog.Recipe, config: Any) -> None:
-    """Raise ValueError where Bridge would ask the network for a tokenizer, and the user said that there is none."""
-    model = hf_config.tokenizer_to_fetch(config)
-    if model is not None:
-        raise ValueError(
-            f"--hf-config kept: recipe {recipe.name} takes the tokenizer of {model} from Hugging Face "
-            "(tokenizer.tokenizer_type='HuggingFaceTokenizer'), which is neither kept here nor in the cache: give "
-            f"{hf_config.without_tokenizer(config, recipe.hf_model)} to train on made-up data without it, or "
-            "tokenizer.tokenizer_model=FOLDER, or fill HF_HOME where there is network"
-        )
-
-
 def require_mcore(recipe: catalog.Recipe) -> None:
     """Raise ValueError where the installed mcore lacks the module that the recipe's model is made of."""
     module = recipe.mcore_module
-    if module is None:
-        return
-    if not has_module(module):
+    if module is not None and not has_module(module):
         raise ValueError(
             f"recipe={recipe.name!r} needs Megatron-LM's dev branch: the installed megatron-core has no {module}; put "
             "a checkout of dev (Megatron-Bridge names the commit in its .dev.commit) on PYTHONPATH"

@@ -24,7 +24,8 @@ _PACKAGES = {"megatron-bridge": "megatron.bridge", "megatron-core": "megatron.co
 def version_of(distribution: str) -> str:
     """Return the version of a distribution, or "unknown".
 
-    Where its package is imported, that one's own: a checkout on the path may shadow an installed wheel.
+    Where its package is imported, that one's own: a checkout on the path may shadow an installed wheel. Without the
+    local part: mcore puts the commit of whatever git repository the process runs in there.
     """
     package = _PACKAGES.get(distribution)
     if package in sys.modules:
@@ -37,13 +38,9 @@ def version_of(distribution: str) -> str:
 
 
 def mcore_version() -> str:
-    """Return mcore's own version, which is right also for a checkout that shadows the wheel.
-
-    Without the local part: mcore puts the commit of whatever git repository the process runs in there.
-    """
-    from megatron.core.package_info import __version__
-
-    return str(__version__).partition("+")[0]
+    """Return mcore's own version."""
+    importlib.import_module("megatron.core")
+    return version_of("megatron-core")
 
 
 def release(version: str) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from typing import Any
 from bridge_fgo.bridge.compat import FLAG, flag_is_set
 from bridge_fgo.config import OffloadConfig
 
+DEFAULTS = OffloadConfig()
 SETTINGS = "offload"
 """The field of OptimizerConfig."""
 NAMES = tuple(field.name for field in dataclasses.fields(OffloadConfig))
@@ -112,9 +113,6 @@ def write_settings(optimizer_config: Any) -> None:
         if in_force != before:
             setattr(optimizer_config, SETTINGS, in_force)
             _written.append((weakref.ref(optimizer_config), before))
-
-
-DEFAULTS = OffloadConfig()
 
 
 # The flag, for `bridge-fgo run`.
