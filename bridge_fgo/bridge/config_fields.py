@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, override
 
@@ -26,8 +26,7 @@ def _own_fields() -> dict[str, dataclasses.Field[Any]]:
     """Return the fields as `dataclasses` itself makes them."""
     flag: Any = (FLAG, bool, dataclasses.field(default=False, kw_only=True))
     settings: Any = (SETTINGS, dict[str, Any], dataclasses.field(default_factory=nothing_set, kw_only=True))
-    holder = dataclasses.make_dataclass("_Holder", [flag, settings])
-    return {field.name: field for field in dataclasses.fields(holder)}
+    return {field.name: field for field in dataclasses.fields(dataclasses.make_dataclass("_Holder", [flag, settings]))}
 
 
 def _class_default(name: str) -> Any:
@@ -58,13 +57,12 @@ class ConfigFieldsPatch(Patch):
         self._added: list[tuple[type, list[str]]] = []
 
     @staticmethod
-    def _classes(module: ModuleType) -> Iterator[type]:
-        base = next(cls for cls in module.OptimizerConfig.__mro__ if cls.__module__.startswith("megatron.core"))
-        pending = [base]
-        while pending:
-            cls = pending.pop()
-            yield cls
-            pending += cls.__subclasses__()
+    def _classes(module: ModuleType) -> list[type]:
+        """Return mcore's class, then every one derived from it, each once."""
+        found = [next(cls for cls in module.OptimizerConfig.__mro__ if cls.__module__.startswith("megatron.core"))]
+        for cls in found:
+            found += [sub for sub in cls.__subclasses__() if sub not in found]
+        return found
 
     @override
     def check(self, module: ModuleType) -> None:
@@ -73,9 +71,9 @@ class ConfigFieldsPatch(Patch):
 
     @override
     def apply(self, module: ModuleType) -> None:
-        for position, cls in enumerate(dict.fromkeys(self._classes(module))):
+        for position, cls in enumerate(self._classes(module)):
             fields = vars(cls).get("__dataclass_fields__")
-            added = {} if fields is None else {name: f for name, f in _own_fields().items() if name not in fields}
+            added = {name: field for name, field in _own_fields().items() if fields is not None and name not in fields}
             if fields is None or not added:
                 continue
             fields.update(added)
@@ -130,17 +128,9 @@ def _with_parameters(init: Callable[..., None], names: list[str]) -> Callable[..
             setattr(self, name, value)
         init(self, *args, **kwargs)
 
-    signature = inspect.signature(init)
-    fields = _own_fields()
-    added = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False if name == FLAG else None,
-            annotation=fields[name].type,
-        )
-        for name in names
-    ]
+    signature, fields, kind = inspect.signature(init), _own_fields(), inspect.Parameter.KEYWORD_ONLY
+    defaults: dict[str, Any] = {FLAG: False, SETTINGS: None}
+    added = [inspect.Parameter(name, kind, default=defaults[name], annotation=fields[name].type) for name in names]
     parameters = [*signature.parameters.values(), *added]
     parameters.sort(key=lambda parameter: parameter.kind)  # `**kwargs` of a class's own constructor comes last
     vars(__init__)["__signature__"] = signature.replace(parameters=parameters)

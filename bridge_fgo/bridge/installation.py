@@ -68,27 +68,12 @@ class Installation:
         """The modules that the table patches."""
         return list({**self._waiting, **{patch.module: None for patch, _ in self._applied}})
 
-    def apply_to_imported(self) -> None:
-        """Apply the patches of every module that is imported: all, or none where one does not fit.
+    def apply(self, modules: list[ModuleType]) -> None:
+        """Apply the patches of some modules, once each of them fits.
 
         Raises:
             RuntimeError: a binding is not the one that its patch was written for.
         """
-        try:
-            self._apply([sys.modules[name] for name in self._waiting if name in sys.modules])
-        except BaseException:
-            self.undo()
-            raise
-
-    def module_imported(self, module: ModuleType) -> None:
-        """Apply the patches of a module that has just been imported; undo everything where one fails."""
-        try:
-            self._apply([module])
-        except BaseException:
-            uninstall()
-            raise
-
-    def _apply(self, modules: list[ModuleType]) -> None:
         ready = [(patch, module) for module in modules for patch in self._waiting.get(module.__name__, [])]
         for patch, module in ready:
             patch.check(module)
@@ -141,7 +126,11 @@ def install(config: OffloadConfig | None = None) -> Installation:
         _installation.calls += 1
         return _installation
     installation = Installation(OffloadConfig() if config is None else config)
-    installation.apply_to_imported()
+    try:
+        installation.apply([sys.modules[name] for name in installation.modules if name in sys.modules])
+    except BaseException:
+        installation.undo()
+        raise
     installation.keeps_queues = copy_queues.keep_enough()
     installation.calls = 1
     _installation = installation
@@ -155,8 +144,13 @@ def install(config: OffloadConfig | None = None) -> Installation:
 
 def _module_imported(module: ModuleType) -> None:
     _hooked.discard(module.__name__)  # wrapt calls it once
-    if _installation is not None:
-        _installation.module_imported(module)
+    if _installation is None:
+        return
+    try:
+        _installation.apply([module])
+    except BaseException:
+        uninstall()
+        raise
 
 
 def uninstall() -> None:

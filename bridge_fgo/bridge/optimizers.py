@@ -23,11 +23,9 @@ def eligible(optimizer: Any) -> list[Any]:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-    found = []
-    stubs = 0
-    for leaf in leaves(optimizer):
+    found, all_leaves = [], list(leaves(optimizer))
+    for leaf in all_leaves:
         if getattr(leaf, "is_stub_optimizer", False):
-            stubs += 1
             continue
         if not isinstance(leaf, (DistributedOptimizer, Float16OptimizerWithFloat16Params)):
             raise ValueError(
@@ -37,7 +35,7 @@ def eligible(optimizer: Any) -> list[Any]:
             )
         check_inner(leaf)
         found.append(leaf)
-    if not found and not stubs and not getattr(optimizer, "is_stub_optimizer", False):
+    if not all_leaves and not getattr(optimizer, "is_stub_optimizer", False):
         raise ValueError(
             f"{FLAG_TEXT}, but there is no DistributedOptimizer or Float16OptimizerWithFloat16Params to attach to; set "
             "optimizer.use_distributed_optimizer=True, or leave the flag unset"
@@ -83,10 +81,8 @@ def stage_of(distributed: list[Any]) -> int | None:
     """
     from megatron.core import parallel_state
 
-    for leaf in distributed:
-        for chunk in getattr(leaf, "model_chunks", ()):
-            group = getattr(chunk, "pp_group", None)
-            if group is not None:
-                rank: int = (group[0] if isinstance(group, list) else group).rank()
-                return rank
+    for chunk in (chunk for leaf in distributed for chunk in getattr(leaf, "model_chunks", ())):
+        group = getattr(chunk, "pp_group", None)
+        if group is not None:
+            return (group[0] if isinstance(group, list) else group).rank()
     return parallel_state.get_pipeline_model_parallel_rank() if parallel_state.is_initialized() else None
