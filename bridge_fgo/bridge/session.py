@@ -376,7 +376,7 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
             def share_copies() -> None:
                 """Have a checkpoint worker get states by shared memory, once it is known that it can."""
                 refuse_small_shared_memory(cfg.checkpoint, session.engine.copied_for_a_save())
-                session.engine.share_copies()
+                session.engine.use_worker_memory()
 
             on_every_rank(share_copies)
         session.began = True
