@@ -33,37 +33,30 @@ class ModelPoints:
         self._hook = PointHook(None)
 
     def begin_pass(self, forward: Forward | None = None) -> None:
-        """Begin a forward-backward pass, perhaps anew: nothing is live.
-
-        Args:
-            forward: called in place of the points, for layers that are watched; None where points are called.
-        """
+        """Begin a pass, perhaps anew; `forward` is called in place of the points, for layers that are watched."""
         self._hook.begin_pass(forward)
 
     @contextmanager
     def hooked(self, model: Any, point: Point | None) -> Iterator[None]:
         """Context in which `point` is called at the points of `model` (a chunk or a list of them)."""
-        chunks = [chunk for chunk in (model if isinstance(model, list) else [model]) if isinstance(chunk, Module)]
-        every = [] if point is None else [layer for chunk in chunks for layer in self._of(chunk)]
+        every: list[Layer] = []
+        for chunk in (model if isinstance(model, list) else [model]) if point is not None else ():
+            if isinstance(chunk, Module):
+                if chunk not in self._layers:
+                    self._layers[chunk] = layers(chunk)
+                every += self._layers[chunk]
         self._hook = hook = PointHook(point, every, is_watching=self._hook.is_watching)
         try:
             yield
         finally:
             hook.end()
 
-    def _of(self, chunk: Module) -> list[Layer]:
-        if chunk not in self._layers:
-            self._layers[chunk] = layers(chunk)
-        return self._layers[chunk]
-
 
 class PointHook:
     """The hooks of one training step.
 
-    Args:
-        point: see `ModelPoints.hooked`.
-        every: all layers of the rank; their places are their numbers.
-        is_watching: whether the first pass is expected to be watched, so that hooks need not be hung anew.
+    `every` has all layers of the rank; their places are their numbers. Where `is_watching`, the first pass is expected
+    to be watched, so that hooks need not be hung anew.
     """
 
     def __init__(self, point: Point | None, every: Sequence[Layer] = (), is_watching: bool = False) -> None:
@@ -143,19 +136,17 @@ class PointHook:
         if earlier:
             earlier.popleft()
         assert differentiable is not None
-        if differentiable.is_leaf:
-            self._hang_on_leaf(differentiable, partial(self._after_backward, number, nbytes))
-        else:
-            differentiable.register_hook(partial(self._after_backward, number, nbytes))
-
-    def _hang_on_leaf(self, leaf: torch.Tensor, after: Callable[[torch.Tensor], None]) -> None:
-        """Have it called in one backward: a weight that goes into a layer outlives that, and the step."""
+        after = partial(self._after_backward, number, nbytes)
+        if not differentiable.is_leaf:
+            differentiable.register_hook(after)
+            return
 
         def once(grad: torch.Tensor) -> None:
+            # A weight that goes into a layer outlives one backward, and the step.
             handle.remove()
             after(grad)
 
-        handle = leaf.register_hook(once)
+        handle = differentiable.register_hook(once)
         self._handles.append(handle)
 
     def _after_backward(self, number: int, nbytes: int, grad: torch.Tensor) -> None:
