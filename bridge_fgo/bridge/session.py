@@ -185,7 +185,10 @@ class Session:
             self._had_states = self._had_states or self.engine.has_states()
         if news := self.engine.traffic.touches.news():
             warn(news)
-        self.engine.begin_pass(is_like_others=is_replayed or not self._is_captured)
+        if self._is_captured and not is_replayed:
+            self.engine.begin_pass(is_like_others=False)
+        else:
+            self.engine.begin_pass()
         self._points.begin_pass(self.engine.forward if self.engine.checks_inputs_only else None)
 
     def release(self) -> None:
