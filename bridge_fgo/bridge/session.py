@@ -31,7 +31,8 @@ from bridge_fgo.engines.ranks import on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.memory import copy_queues
 from bridge_fgo.memory.meters import PeakMeter
-from bridge_fgo.sleep.states import STATES, OptimizerStates
+from bridge_fgo.sleep.refusals import STATES
+from bridge_fgo.sleep.states import OptimizerStates
 from bridge_fgo.states.choice import source_of
 from bridge_fgo.states.distributed import McoreSource
 from bridge_fgo.states.source import Source

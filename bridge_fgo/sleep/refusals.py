@@ -7,9 +7,18 @@ from typing import Any
 
 import torch
 
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engines.engine import attachment_of
+from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.guard import class_of
+from bridge_fgo.states.choice import leaves
+from bridge_fgo.states.distributed import is_adam
+from bridge_fgo.states.float16 import is_muon
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+STATES = "_bridge_fgo_states"
+"""Attribute of an optimizer of mcore's that holds the `OptimizerStates` whose engine is its own."""
 
 
 def refuse_models(chunks: Sequence[torch.nn.Module]) -> None:
@@ -75,3 +84,93 @@ def buffer_refusals(buffer: Any) -> Iterator[str]:
 def ddp_of(chunk: torch.nn.Module) -> list[Any]:
     """Return mcore's DDP wrappers that a chunk is or has inside."""
     return [module for module in chunk.modules() if isinstance(vars(module).get("expert_parallel_buffers"), list)]
+
+
+# Optimizers.
+
+
+def movable_optimizers(optimizer: Any) -> list[Any]:
+    """Return mcore's optimizers with states under an optimizer; stubs are skipped.
+
+    DistributedOptimizers over Adam, and Float16OptimizerWithFloat16Params over Adam or Muon.
+
+    Raises:
+        ValueError: there is another kind of optimizer among them, or something else.
+    """
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    found = []
+    for leaf in leaves(optimizer) if hasattr(optimizer, "__dict__") else [optimizer]:
+        if not isinstance(leaf, MegatronOptimizer):
+            raise ValueError(
+                f"Residency(optimizer={type(leaf).__name__}): pass mcore's optimizer, which get_megatron_optimizer "
+                "returned and the training loop steps, or optimizer=None to move parameters and gradients alone"
+            )
+        if getattr(leaf, "is_stub_optimizer", False):
+            continue
+        if why := refusal_of(leaf):
+            inner = type(getattr(leaf, "optimizer", None)).__name__
+            raise ValueError(
+                f"Residency cannot offload the state of a {type(leaf).__name__} over a {inner}: {why}, or pass "
+                "optimizer=None to move parameters and gradients alone"
+            )
+        found.append(leaf)
+    return found
+
+
+def refusal_of(leaf: Any) -> str:
+    """Return why the states of an optimizer cannot be moved, and what to change; empty where they can be."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    inner = getattr(leaf, "optimizer", None)
+    is_distributed = isinstance(leaf, DistributedOptimizer)
+    if not is_distributed and not isinstance(leaf, Float16OptimizerWithFloat16Params):
+        return "set optimizer.use_distributed_optimizer=True"
+    if getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False):
+        return "Megatron-FSDP manages its states itself: set ddp.use_megatron_fsdp=False"
+    if type(inner).__name__ == "HybridDeviceOptimizer":
+        return "it keeps states on the CPU already: set optimizer.optimizer_cpu_offload=False"
+    if getattr(inner, "capturable", False) or getattr(leaf.config, "optimizer_cuda_graph", False):
+        return "its CUDA graph has the states' addresses baked in: set optimizer.optimizer_cuda_graph=False"
+    name = getattr(leaf.config, "optimizer", "adam")
+    if name != "adam" if is_distributed else not (is_adam(inner) or is_muon(inner)):
+        return f"optimizer.optimizer={name!r}: set optimizer.optimizer='adam'"
+    return ""
+
+
+def attached_engine(optimizers: Sequence[Any], config: OffloadConfig | None) -> NativeEngine | None:
+    """Return the engine that is attached to the optimizers of this rank, if one is.
+
+    Raises:
+        ValueError: it is of another kind, or there are several, or settings do not reach it, or it is yet to come.
+    """
+    engines = {id(to.engine): to.engine for leaf in optimizers if (to := attachment_of(leaf)) is not None}
+    if not engines:
+        for leaf in optimizers:
+            if STATES in vars(leaf):
+                raise ValueError(
+                    "the optimizer has a Residency already, or mcore's offload_to_cpu has moved it: make one "
+                    "Residency, before the first sleep, and close() it before the next"
+                )
+            if getattr(leaf.config, "offload_optimizer_states", False):
+                raise ValueError(
+                    "optimizer.offload_optimizer_states=True, but no engine is attached to the optimizer: in a loop of "
+                    "your own unset the flag and use `res.training_step()` of this Residency; in Bridge's call "
+                    "bridge_fgo.install() before its setup, and make Residency after it"
+                )
+        return None
+    if len(engines) > 1 or any(attachment_of(leaf) is None for leaf in optimizers):
+        raise ValueError("the optimizers under one Residency have several engines: make one Residency for each")
+    (engine,) = engines.values()
+    if not isinstance(engine, NativeEngine):
+        raise ValueError(
+            f"Residency cannot offload optimizer state that engine {engine.name!r} moves: use "
+            "OffloadConfig(engine='native')"
+        )
+    if config is not None:
+        raise ValueError(
+            f"Residency(config={config!r}): the engine that is attached to the optimizer has settings of its own; "
+            "leave config out, and give the settings to bridge_fgo.install"
+        )
+    return engine

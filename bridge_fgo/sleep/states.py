@@ -1,4 +1,4 @@
-"""Optimizer state: which optimizers have some that can move, and the moves of all slabs of the native engine."""
+"""Optimizer state: the moves of all slabs of the native engine, and which of them the host has as they are."""
 
 from __future__ import annotations
 
@@ -14,22 +14,18 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.engine import ATTACHED, Attachment, attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather, on_every_rank, pin_on_every_rank
+from bridge_fgo.memory.digest import Digester, digest_kernel
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab, SlabState
 from bridge_fgo.memory.state import WeightShard
 from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
-from bridge_fgo.sleep.host_copies import HostCopies
 from bridge_fgo.sleep.moved import RETURNED_BYTES, return_to_driver
-from bridge_fgo.states.choice import leaves, source_of
-from bridge_fgo.states.distributed import McoreSource, MegatronSource, is_adam
-from bridge_fgo.states.float16 import is_muon
-
-STATES = "_bridge_fgo_states"
-"""Attribute of an optimizer of mcore's that holds the `OptimizerStates` whose engine is its own."""
+from bridge_fgo.sleep.refusals import STATES, attached_engine, movable_optimizers
+from bridge_fgo.states.choice import source_of
+from bridge_fgo.states.distributed import McoreSource, MegatronSource
 
 WHOLE_MASTERS = OffloadConfig(engine="native", master_remainders=False)
 """Whole masters round to the weights, so that these need not be copied."""
-
 
 ASLEEP = "call Residency.reload('optimizer') first, or save and load checkpoints in Residency.checkpointing()"
 """What to do where states are touched that a `Residency` has offloaded, and that nothing serves."""
@@ -292,91 +288,71 @@ class OptimizerStates:
                 vars(leaf).pop(STATES, None)
 
 
-# Which optimizers.
+# Which slabs the host has as they are.
 
 
-def movable_optimizers(optimizer: Any) -> list[Any]:
-    """Return mcore's optimizers with states under an optimizer; stubs are skipped.
+class HostCopies:
+    """Tells of which slabs the host's copy is current, by a sum over the bytes of each that is taken on reload.
 
-    DistributedOptimizers over Adam, and Float16OptimizerWithFloat16Params over Adam or Muon.
-
-    Raises:
-        ValueError: there is another kind of optimizer among them, or something else.
+    Only the owner of this moves the slabs; `device` is that of their states.
     """
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-    found = []
-    for leaf in leaves(optimizer) if hasattr(optimizer, "__dict__") else [optimizer]:
-        if not isinstance(leaf, MegatronOptimizer):
-            raise ValueError(
-                f"Residency(optimizer={type(leaf).__name__}): pass mcore's optimizer, which get_megatron_optimizer "
-                "returned and the training loop steps, or optimizer=None to move parameters and gradients alone"
-            )
-        if getattr(leaf, "is_stub_optimizer", False):
-            continue
-        if why := refusal_of(leaf):
-            inner = type(getattr(leaf, "optimizer", None)).__name__
-            raise ValueError(
-                f"Residency cannot offload the state of a {type(leaf).__name__} over a {inner}: {why}, or pass "
-                "optimizer=None to move parameters and gradients alone"
-            )
-        found.append(leaf)
-    return found
+    def __init__(self, slabs: Sequence[Slab], device: torch.device) -> None:
+        digest_kernel(device)  # compiled before the first sleep
+        self._slabs = slabs
+        self._device = device
+        self._digests: dict[Slab, int] = {}
+        """The sum over a slab's bytes after its reload."""
+        self._sums: dict[Slab, torch.Tensor] = {}
+        """Sums of the reload under way, int64 scalars on the GPU; the host has waited for none."""
+
+    def forget(self) -> None:
+        """Forget all sums, as somebody else is about to move the slabs."""
+        self._digests.clear()
+        self._sums.clear()
+
+    def unchanged(self) -> set[Slab]:
+        """Return the slabs on the GPU that are as they were reloaded."""
+        known = [slab for slab in self._slabs if slab in self._digests and _is_known(slab)]
+        tensors = [slab.gpu for slab in known if slab.gpu is not None]
+        if not tensors:
+            return set()
+        sums = Digester(self._device, max(tensor.numel() for tensor in tensors)).of(tensors).tolist()
+        return {slab for slab, digest in zip(known, sums, strict=True) if digest == self._digests[slab]}
+
+    def reload_all(self) -> None:
+        """Reload every slab that is away, and sum each while others are copied."""
+        digester = Digester(self._device, max((slab.nbytes for slab in self._slabs), default=1))
+        away: set[Slab] = set()
+        """Slabs that this call reloads. Others may have been written since, so that the host has old bytes."""
+
+        def land(slab: Slab) -> None:
+            slab.require_readable()
+            if slab in away and slab.gpu is not None and _is_known(slab):
+                self._sums[slab] = digester.of([slab.gpu])[0]
+
+        coming: deque[Slab] = deque()
+        for slab in self._slabs:
+            if slab.state is SlabState.RELEASED:
+                away.add(slab)
+                slab.reload()
+            coming.append(slab)
+            if len(coming) == MOST_IN_TRANSIT:  # the copies of the others go on while this one is summed
+                land(coming.popleft())
+        for slab in coming:
+            land(slab)
+
+    def finish_reload(self) -> None:
+        """Note the sums of what was reloaded; the host waits for them."""
+        sums, self._sums = self._sums, {}
+        self._digests = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
 
-def refusal_of(leaf: Any) -> str:
-    """Return why the states of an optimizer cannot be moved, and what to change; empty where they can be."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
-
-    inner = getattr(leaf, "optimizer", None)
-    is_distributed = isinstance(leaf, DistributedOptimizer)
-    if not is_distributed and not isinstance(leaf, Float16OptimizerWithFloat16Params):
-        return "set optimizer.use_distributed_optimizer=True"
-    if getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False):
-        return "Megatron-FSDP manages its states itself: set ddp.use_megatron_fsdp=False"
-    if type(inner).__name__ == "HybridDeviceOptimizer":
-        return "it keeps states on the CPU already: set optimizer.optimizer_cpu_offload=False"
-    if getattr(inner, "capturable", False) or getattr(leaf.config, "optimizer_cuda_graph", False):
-        return "its CUDA graph has the states' addresses baked in: set optimizer.optimizer_cuda_graph=False"
-    name = getattr(leaf.config, "optimizer", "adam")
-    if name != "adam" if is_distributed else not (is_adam(inner) or is_muon(inner)):
-        return f"optimizer.optimizer={name!r}: set optimizer.optimizer='adam'"
-    return ""
-
-
-def attached_engine(optimizers: Sequence[Any], config: OffloadConfig | None) -> NativeEngine | None:
-    """Return the engine that is attached to the optimizers of this rank, if one is.
-
-    Raises:
-        ValueError: it is of another kind, or there are several, or settings do not reach it, or it is yet to come.
-    """
-    engines = {id(to.engine): to.engine for leaf in optimizers if (to := attachment_of(leaf)) is not None}
-    if not engines:
-        for leaf in optimizers:
-            if STATES in vars(leaf):
-                raise ValueError(
-                    "the optimizer has a Residency already, or mcore's offload_to_cpu has moved it: make one "
-                    "Residency, before the first sleep, and close() it before the next"
-                )
-            if getattr(leaf.config, "offload_optimizer_states", False):
-                raise ValueError(
-                    "optimizer.offload_optimizer_states=True, but no engine is attached to the optimizer: in a loop of "
-                    "your own unset the flag and use `res.training_step()` of this Residency; in Bridge's call "
-                    "bridge_fgo.install() before its setup, and make Residency after it"
-                )
-        return None
-    if len(engines) > 1 or any(attachment_of(leaf) is None for leaf in optimizers):
-        raise ValueError("the optimizers under one Residency have several engines: make one Residency for each")
-    (engine,) = engines.values()
-    if not isinstance(engine, NativeEngine):
-        raise ValueError(
-            f"Residency cannot offload optimizer state that engine {engine.name!r} moves: use "
-            "OffloadConfig(engine='native')"
-        )
-    if config is not None:
-        raise ValueError(
-            f"Residency(config={config!r}): the engine that is attached to the optimizer has settings of its own; "
-            "leave config out, and give the settings to bridge_fgo.install"
-        )
-    return engine
+def _is_known(slab: Slab) -> bool:
+    """Return whether a slab is on the GPU, whole, in one storage that its states still live in."""
+    return (
+        slab.state is SlabState.RESIDENT
+        and slab.codec.family is None
+        and bool(slab.gpu_bytes)
+        and all((tensor := state.read()) is not None and slab.holds(tensor) for state in slab.states)
+    )

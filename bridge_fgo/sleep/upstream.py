@@ -21,8 +21,8 @@ from bridge_fgo.memory.storage_slab import StorageSlab, find_aliases
 from bridge_fgo.sleep.gradients import Gradients
 from bridge_fgo.sleep.moved import map_hosts, return_to_driver, wait_for_gpu
 from bridge_fgo.sleep.quantized import ColumnwiseCopies
-from bridge_fgo.sleep.refusals import buffer_refusals
-from bridge_fgo.sleep.states import STATES, OptimizerStates, refusal_of
+from bridge_fgo.sleep.refusals import STATES, buffer_refusals, refusal_of
+from bridge_fgo.sleep.states import OptimizerStates
 from bridge_fgo.sleep.weights import WeightGroup, digests_of, named_weights
 from bridge_fgo.states.distributed import UPSTREAM_OFFLOADERS
 
