@@ -1,24 +1,7 @@
-"""What the patched functions in a training step do.
+"""What the patched functions in a training step do, each a verb of its optimizer's `Session`.
 
-The time line of one training step, with the functions that run it. `Engine` is the native engine here:
-
-1. Bridge's `train_step` is called: `Session.training_step` hangs hooks on the model's layers and on
-   `finalize_model_grads_func` (`points`).
-2. The rerun machine grants a pass (`PassBeginningMachine`): `Session.begin_pass` -> `Engine.begin_pass` makes the plan
-   of the pass and starts the first copies out. A pass that is run again begins here.
-3. Gradients are zeroed, and nothing reads the masters any more (`release_after`): `Session.release` ->
-   `Engine.release` gives GPU memory back whose copies have landed.
-4. A layer's forward begins, or its backward has ended (`points.PointHook`): `Engine.point` offloads more as activations
-   grow in the first microbatch, and prefetches as they shrink in the last one.
-5. The last backward is done (`points.ReloadThenFinalize`, or `run_schedule` of a graph): `Session.reload` ->
-   `Engine.reload` starts further copies in, beside the reduction of the gradients.
-6. Each optimizer steps (`state_wrappers.updates_states`): `Engine.updating` checks once that all can be updated, and
-   `Engine.stepping` has `Schedule.step` prefetch part k+1, update part k with its copy to the weights
-   (`Source.step`), and offload part k-1. A skipped step has no 6.
-7. `train_step` returns: `Engine.settle` waits for copies in under way, `Figures.end_step` reads the peaks, and
-   `Engine.end_step` learns from them. `log_scalars` hands the figures to Bridge's loggers.
-
-Between steps states stay where they are: whatever touches one has it back (`memory.guard`).
+The package's README has the time line of one training step, with the functions that run it in their order. Between
+steps states stay where they are: whatever touches one has it back (`memory.guard`).
 """
 
 from __future__ import annotations
