@@ -221,7 +221,8 @@ class Residency:
         wait_for_gpu(self._device)
         if drops:  # first: the driver takes their memory back while others are copied
             with tally.part("grads"):
-                tally.moved.freed += dropped + self._gradients.empty(keep=False)
+                self._gradients.is_kept = False
+                tally.moved.freed += dropped + self._gradients.empty()
                 self._backwards.used()
         try:
             # Weights first: their copies run while masters are compared, and while the states' are queued.
@@ -251,7 +252,8 @@ class Residency:
             wait_for_gpu(self._device)
         tally.moved.freed += self._weights.empty(groups)
         if keeps:
-            tally.moved.freed += self._gradients.empty(keep=True)
+            self._gradients.is_kept = True
+            tally.moved.freed += self._gradients.empty()
         with tally.part("driver"):
             return_to_driver(self._device)
         with tally.part("caches"):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from bridge_fgo.memory.storage_slab import StorageSlab
-from bridge_fgo.sleep.moved import fill_all_or_none
+from bridge_fgo.sleep.moved import Storages
 
 
-class Gradients:
+class Gradients(Storages):
     """The gradient memory of mcore's `_ParamAndGradBuffer`s, emptied and filled in place.
 
     That is the buffers that every `main_grad` and bucket is a view of, and the fp32 tensors of
@@ -22,34 +22,20 @@ class Gradients:
     def __init__(
         self, buffers: Sequence[Any], names: Mapping[int, str], comes_by: str = "Residency.reload('grads')"
     ) -> None:
-        self.slabs: list[StorageSlab] = []
+        super().__init__([])
         for i, buffer in enumerate(buffers):
             named = [(f"the gradient of parameter {names.get(id(p), '')!r}", p.main_grad) for p in buffer.params]
             named += [("a bucket of gradients", bucket.grad_data) for bucket in buffer.buckets]
-            self.slabs.append(StorageSlab(buffer.grad_data, f"DDP buffer {i}'s gradient buffer", comes_by, named=named))
+            name = f"DDP buffer {i}'s gradient buffer"
+            self.slabs.append(StorageSlab(buffer.grad_data, name, comes_by, named=named))
             for extra in buffer.extra_main_grads:
                 self.slabs.append(StorageSlab(extra, f"DDP buffer {i}'s fp32 gradients", comes_by))
-        self._is_kept = False
-        """Whether `reload` copies them back from the host."""
-
-    @property
-    def is_away(self) -> bool:
-        """Whether any of their memory is released."""
-        return any(slab.is_away for slab in self.slabs)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether any of their memory is on the GPU."""
-        return not all(slab.is_away for slab in self.slabs)
+        self.is_kept = False
+        """Whether `reload` copies them back from the host, as `copy_out` has copied them before they were emptied."""
 
     def copy_out(self) -> int:
-        """Copy them to the host, on the current stream, for the next `empty` to keep; return the bytes."""
+        """Copy them to the host, on the current stream; return the bytes."""
         return sum(slab.copy_out() for slab in self.slabs if not slab.is_away)
-
-    def empty(self, keep: bool) -> int:
-        """Release their memory; return its bytes. With `keep`, `reload` copies back what `copy_out` has copied."""
-        self._is_kept = keep
-        return sum(slab.empty() for slab in self.slabs)
 
     def reload(self) -> tuple[int, int]:
         """Take memory again, and zero it or copy back what was kept; return the bytes of memory, and those copied.
@@ -58,15 +44,10 @@ class Gradients:
             torch.OutOfMemoryError: there is no memory; all stay away, and what was kept stays kept.
         """
         away = [slab for slab in self.slabs if slab.is_away]
-        taken = fill_all_or_none(away, zeroed=not self._is_kept)
-        copied = sum(slab.copy_in() for slab in away) if self._is_kept else 0
-        self._is_kept = False
+        taken = self.fill(zeroed=not self.is_kept)
+        copied = sum(slab.copy_in() for slab in away) if self.is_kept else 0
+        self.is_kept = False
         return taken, copied
-
-    def close(self) -> None:
-        """Release the host memory."""
-        for slab in self.slabs:
-            slab.close()
 
 
 class Backwards:

@@ -183,20 +183,45 @@ def map_hosts(slabs: Sequence[StorageSlab]) -> list[HostBuffer]:
     return [buffer for slab in slabs for buffer in slab.map_host()]
 
 
-def fill_all_or_none(slabs: Iterable[StorageSlab], zeroed: bool) -> int:
-    """Take memory for the storages that are away, or for none of them; return the bytes.
+class Storages:
+    """Storages that move together."""
 
-    Raises:
-        torch.OutOfMemoryError: there is no memory for all.
-    """
-    taken: list[StorageSlab] = []
-    try:
-        for slab in slabs:
-            if slab.is_away:
-                slab.fill(zeroed)
-                taken.append(slab)
-        return sum(slab.nbytes for slab in taken)
-    except BaseException:
-        for slab in taken:
-            slab.empty()
-        raise
+    def __init__(self, slabs: Iterable[StorageSlab]) -> None:
+        self.slabs = list(slabs)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether any of their memory is released."""
+        return any(slab.is_away for slab in self.slabs)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether any of their memory is on the GPU."""
+        return not all(slab.is_away for slab in self.slabs)
+
+    def empty(self) -> int:
+        """Release their memory; return its bytes."""
+        return sum(slab.empty() for slab in self.slabs)
+
+    def fill(self, zeroed: bool) -> int:
+        """Take memory for those that are away, or for none of them; return the bytes.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for all.
+        """
+        taken: list[StorageSlab] = []
+        try:
+            for slab in self.slabs:
+                if slab.is_away:
+                    slab.fill(zeroed)
+                    taken.append(slab)
+            return sum(slab.nbytes for slab in taken)
+        except BaseException:
+            for slab in taken:
+                slab.empty()
+            raise
+
+    def close(self) -> None:
+        """Release the host memory."""
+        for slab in self.slabs:
+            slab.close()

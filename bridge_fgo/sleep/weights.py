@@ -6,7 +6,7 @@ They move in groups: this rank's shard of each DDP buffer, and all weights with 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, override
 
 import torch
 
@@ -14,14 +14,7 @@ from bridge_fgo.engines.ranks import on_every_rank
 from bridge_fgo.memory.digest import Digester, digest_kernel
 from bridge_fgo.memory.storage_slab import Named, Range, StorageSlab
 from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
-from bridge_fgo.sleep.moved import (
-    RETURNED_BYTES,
-    SideStream,
-    Tally,
-    fill_all_or_none,
-    return_to_driver,
-    wait_for_gpu,
-)
+from bridge_fgo.sleep.moved import RETURNED_BYTES, SideStream, Storages, Tally, return_to_driver, wait_for_gpu
 from bridge_fgo.sleep.quantized import ColumnwiseCopies
 from bridge_fgo.sleep.refusals import PLAIN
 from bridge_fgo.sleep.rounding import Rounding, round_again, rounding_of
@@ -33,7 +26,7 @@ Digests = list[tuple[int, ...]]
 """For each slab of a group, the sums over the bytes of its ranges."""
 
 
-class WeightGroup:
+class WeightGroup(Storages):
     """Weights that are offloaded and reloaded together, and what they are reloaded from.
 
     Args:
@@ -44,11 +37,12 @@ class WeightGroup:
 
     def __init__(
         self,
-        slabs: Sequence[StorageSlab],
+        slabs: Iterable[StorageSlab],
         gather: Callable[[], None] = lambda: None,
         rounding: Rounding | None = None,
     ) -> None:
-        self.slabs, self.gather, self.rounding = list(slabs), gather, rounding
+        super().__init__(slabs)
+        self.gather, self.rounding = gather, rounding
         self.is_rounded = False
         """Whether masters, as they were offloaded or are here, round to exactly these weights."""
         self.rounded_digests: Digests | None = None
@@ -56,11 +50,6 @@ class WeightGroup:
         self.is_on_host = False
         """Whether the host has a copy of the weights that are away."""
         let_go_for(self)
-
-    @property
-    def is_away(self) -> bool:
-        """Whether any of their memory is released."""
-        return any(slab.is_away for slab in self.slabs)
 
     def forget_masters(self) -> None:
         """Trust no masters until they are compared with the weights again."""
@@ -72,10 +61,7 @@ class WeightGroup:
         return [(slab, sums) for slab, sums in pairs if slab.copied_nbytes and slab.host_digests != sums]
 
     def copy_out(self, digests: Digests) -> int:
-        """Copy to the host what has changed since its copy was made, on the current stream; return the bytes.
-
-        digests: the weights' sums now.
-        """
+        """Copy to the host what is `stale` of weights with these sums, on the current stream; return the bytes."""
         copied = 0
         for slab, sums in self.stale(digests):
             slab.host_digests = None  # until the copy is queued, which may raise
@@ -83,27 +69,14 @@ class WeightGroup:
             slab.host_digests = sums
         return copied
 
-    def empty(self) -> int:
-        """Release their memory; return its bytes."""
-        return sum(slab.empty() for slab in self.slabs)
-
-    def fill(self) -> int:
-        """Take memory again, zeroed (nobody copies the gaps between parameters), all or none; return its bytes.
-
-        Raises:
-            torch.OutOfMemoryError: there is no memory; they stay away.
-        """
-        return fill_all_or_none(self.slabs, zeroed=True)
-
     def copy_in(self) -> int:
         """Copy this rank's share from the host, on the current stream; return the bytes."""
         return sum(slab.copy_in() for slab in self.slabs)
 
+    @override
     def close(self) -> None:
-        """Release the host memory."""
         stop_for(self)
-        for slab in self.slabs:
-            slab.close()
+        super().close()
 
 
 def digests_of(groups: Sequence[WeightGroup]) -> list[Digests]:
@@ -310,8 +283,8 @@ class Weights:
                         "parameters were sent off the GPU by something else than this Residency: bring them back the "
                         "same way"
                     )
-                for group in groups:
-                    tally.moved.freed -= group.fill()
+                for group in groups:  # zeroed: nobody copies the gaps between parameters
+                    tally.moved.freed -= group.fill(zeroed=True)
                     filled.append(group)
                 tally.copy("params", self._write(groups))
 
