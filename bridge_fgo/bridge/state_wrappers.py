@@ -40,8 +40,8 @@ def updates_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) 
             _refuse_unwired(instance)
         return wrapped(*args, **kwargs)
     # The engine may be another session's.
-    is_own = session is not None and session.engine is to.engine
-    with session.stepping(to.source) if session is not None and is_own else to.engine.stepping(to.source):
+    owner = session if session is not None and session.engine is to.engine else to.engine
+    with owner.stepping(to.source):
         return wrapped(*args, **kwargs)
 
 

@@ -37,7 +37,7 @@ LEAST_KEPT_BYTES = 64 * 2**20
 
 @dataclass
 class Moved:
-    """What one call of `Residency` has moved on this rank: zeros where nothing, `freed` is negative after a reload."""
+    """What one call of `Residency` has moved on this rank; `freed` and `returned` are negative after a reload."""
 
     copied: int = 0
     """Bytes that crossed the link between GPU and host, in either direction."""
