@@ -38,7 +38,7 @@ class Recipe:
         return environments()[self.name]
 
 
-V4_FLASH = "deepseek-ai/DeepSeek-V4_FLASH-Flash"
+V4_FLASH = "deepseek-ai/DeepSeek-V4-Flash"
 V4_ATTENTION = "megatron.core.transformer.experimental_attention_variant.deepseek_v4_hybrid_attention"
 
 _ALL = (
