@@ -25,12 +25,7 @@ from bridge_fgo.states.source import Source
 class Checkpoints:
     """Hands out states for a save or a load, of one source at a time or of several.
 
-    Args:
-        offloaded: what is offloaded of each source.
-        transfers: the copies.
-        masters: those that the host may have in part.
-        pin_near: the GPU near which host memory is page-locked; None where it is not.
-        warn: prints a line.
+    Host memory is page-locked near the GPU `pin_near`, or not where that is None.
     """
 
     def __init__(
@@ -47,12 +42,10 @@ class Checkpoints:
         self._pin_near = pin_near
         self._warn = warn
         self._snapshots: dict[Source, Snapshot] = {}
-        self._has_worker = False
-        """Whether a worker process writes what a save gets."""
+        self._has_worker = False  # whether a worker process writes what a save gets
+        # those some of whose states a load that has not ended may have overwritten
         self._half_loaded: set[Source] = set()
-        """Sources some of whose states a load that has not come to its end may have overwritten."""
-        self.lends = False
-        """Whether a save gets host buffers lent in place of copies."""
+        self.lends = False  # whether a save gets host buffers lent in place of copies
 
     def is_checkpointing(self, source: Source) -> bool:
         """Return whether a source is being saved or loaded, so that `hand_out` gives its states."""
@@ -99,9 +92,9 @@ class Checkpoints:
         return self.lends
 
     def _shared_hosts(self, slabs: Sequence[Slab]) -> list[SharedHostBuffer]:
-        """Return a host buffer for each slab that it can lend, page-locked.
+        """Return a host buffer for each slab that it can lend, page-locked; none where that cannot be.
 
-        None where that cannot be. From then on saves get copies, which takes longer; it is said.
+        From then on saves get copies, which takes longer; it is said.
         """
         needed = sum(slab.nbytes for slab in slabs)
         try:
@@ -141,7 +134,7 @@ class Checkpoints:
     def _send_whole(self, source: Source, everything: bool) -> None:
         """Make the states that the first step would make, slab by slab, and have the host get what it has in part.
 
-        everything: what else is on the GPU, and may leave, leaves too.
+        With `everything` what else is on the GPU, and may leave, leaves too.
         """
         for part in self._offloaded[source].parts:
             for slab in part.slabs:
@@ -203,13 +196,8 @@ class Checkpoints:
     ) -> None:
         """Call `act` for one part after another, whose states are on the GPU, and with None for what belongs to none.
 
-        States that were away, or that `act` has made, leave before the next part comes.
-
-        Args:
-            source: theirs.
-            act: reads states, or writes them.
-            masters_only: whether it does so with masters alone.
-            writes: whether the host's copies are stale after it.
+        States that were away, or that `act` has made, leave before the next part comes. With `masters_only` only
+        masters come. Where `act` writes, the host's copies are stale after it.
         """
         with self._transfers.computing():  # whose memory slabs are
             for part in self._offloaded[source].parts:

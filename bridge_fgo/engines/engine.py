@@ -22,27 +22,19 @@ class Engine(ABC):
     `settle` and `end_step`.
     """
 
-    name: str
-    """ "native", or the name of mcore's own offloader."""
+    name: str  # "native", or the name of mcore's own offloader
     sources: Sequence[Source]
+    # of all states on this rank, offloaded or not; before the first step made the moments, as they will be
     state_bytes: int
-    """Bytes of all states on this rank, offloaded or not; before the first step made the moments, as they will be."""
-    planned_bytes: int
-    """Bytes of them that are offloaded when all exist."""
-    traffic: Traffic
-    """What has moved so far, and what it cost the host."""
-    pin_seconds = 0.0
-    """Host time that page-locking took, before training; 0 where nobody counts it."""
-    watches_points = False
-    """Whether `point` is of use."""
-    checks_inputs_only = False
-    """Whether every state stays in this pass; only input sizes are checked, by `forward`."""
-    awaits_ranks = False
-    """Whether `end_step` is a collective of all ranks."""
+    planned_bytes: int  # of them that are offloaded when all exist
+    traffic: Traffic  # what has moved so far, and what it cost the host
+    pin_seconds = 0.0  # host time that page-locking took, before training
+    watches_points = False  # whether `point` is of use
+    checks_inputs_only = False  # whether every state stays in this pass; only input sizes are checked, by `forward`
+    awaits_ranks = False  # whether `end_step` is a collective of all ranks
+    # whether an error ended an optimizer step after some parameters were updated and before others were
     is_torn = False
-    """Whether an error ended an optimizer step after some parameters were updated and before others were."""
-    limits: str
-    """Settings by which states stay on the GPU, if any do."""
+    limits: str  # settings by which states stay on the GPU, if any do
 
     # Before training.
 
@@ -52,12 +44,7 @@ class Engine(ABC):
         return 0
 
     def pin(self) -> None:  # noqa: B027
-        """Page-lock the host memory of the states, once it is known that the host has it.
-
-        Raises:
-            ValueError: others have taken the memory meanwhile.
-            RuntimeError: it could not be page-locked.
-        """
+        """Page-lock the host memory of the states, once it is known that the host has it; raises as `page_lock`."""
 
     # Figures.
 
@@ -89,11 +76,9 @@ class Engine(ABC):
 
     @contextmanager
     def training_step(self, kind: object, is_saved_next: bool = False) -> Iterator[None]:
-        """Context of a training step.
+        """Context of a training step; `is_saved_next`: a checkpoint is to be saved when it is done.
 
-        Args:
-            kind: passes of one kind (the number of microbatches) need as much memory.
-            is_saved_next: whether a checkpoint is to be saved when the step is done.
+        Passes of one `kind` (the number of microbatches) need as much memory.
         """
         yield
 
@@ -101,8 +86,7 @@ class Engine(ABC):
     def begin_pass(self, is_like_others: bool = True) -> None:
         """Start the copies to the host: a forward-backward pass begins.
 
-        Args:
-            is_like_others: whether it needs as much memory as others of its kind; else nothing is learned from it.
+        Nothing is learned from one that does not need as much memory as others of its kind (`is_like_others`).
         """
 
     @abstractmethod
@@ -124,10 +108,9 @@ class Engine(ABC):
         """Take GPU memory again and start the copies to it: the last backward is done."""
 
     def updating(self) -> None:  # noqa: B027
-        """Check, before the first optimizer of a training step is updated, that all of them can be.
+        """Raise RuntimeError, before the first optimizer of a training step is updated, unless all of them can be.
 
-        Raises:
-            RuntimeError: an error ended an earlier step half-way, or states cannot be brought back.
+        They cannot where an error ended an earlier step half-way, or where states cannot be brought back.
         """
 
     @contextmanager
@@ -148,8 +131,7 @@ class Engine(ABC):
     def end_step(self, updated: bool) -> None:  # noqa: B027
         """End the training step, in which the optimizers of all ranks have stepped (`updated`) or not.
 
-        Raises:
-            ValueError: the budget cannot be met; gives the least one that can.
+        ValueError, with the least budget that can be met, where the budget cannot.
         """
 
     # Readers and writers, on the current stream; of one source, or of all.
@@ -197,10 +179,8 @@ class Engine(ABC):
     def offload_now(self, whole: bool = False) -> None:  # noqa: B027
         """Offload every state that may be, and wait: something between steps takes memory, or loads weights.
 
-        Masters that have no memory yet are made first (`State.take_first`).
-
-        Args:
-            whole: copy masters whole, so that they are right whatever is loaded over the model's weights.
+        Masters that have no memory yet are made first (`State.take_first`). With `whole` masters are copied whole, so
+        that they are right whatever is loaded over the model's weights.
         """
 
     # Checkpoints.
@@ -218,10 +198,8 @@ class Engine(ABC):
     def loading(self, source: Source, everything: bool = False, masters: bool = False) -> Iterator[None]:
         """Context in which states are loaded from a checkpoint: `hand_out` says where to, and `put` writes them.
 
-        Args:
-            source: theirs.
-            everything: whether states that are on the GPU leave first, so that nothing is loaded there.
-            masters: whether every master is written inside the block.
+        With `everything` states that are on the GPU leave first, so that nothing is loaded there; with `masters` every
+        master is written inside the block.
         """
         self.require_writable(source)
         yield
@@ -265,8 +243,7 @@ class Engine(ABC):
     def close(self) -> None:
         """Make the states resident for good and let go of host memory, streams and hooks.
 
-        Raises:
-            RuntimeError: states cannot be brought back. They stay as they are, and it may be called again.
+        RuntimeError where states cannot be brought back. They stay as they are, and it may be called again.
         """
 
 

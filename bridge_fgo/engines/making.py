@@ -33,9 +33,6 @@ def make_engine(
         stage: this rank's place in the pipeline; None where nothing says it.
         announce: gets a line about what all ranks do alike.
         warn: gets a line that concerns this rank.
-
-    Raises:
-        ValueError, RuntimeError: as `NativeEngine`, or as `McoreEngine`.
     """
     if name != "native":
         return McoreEngine(name, sources)

@@ -31,21 +31,12 @@ from bridge_fgo.states.source import Source
 
 
 class Member(ABC):
-    """Drives the offloader that mcore built into one DistributedOptimizer. The verbs are those of an engine.
+    """Drives the offloader that mcore built into one DistributedOptimizer. The verbs are those of an engine."""
 
-    Args:
-        source: of the optimizer.
-        traffic: counts what moves.
-    """
-
-    name: str
-    """What the engine is called."""
-    verbs: tuple[str, ...]
-    """Methods by which a DistributedOptimizer class with upstream's offloader is known."""
-    serves_saves = False
-    """Whether mcore makes its state dictionaries of the host's copies, wherever the states are."""
-    interrupted = ""
-    """What interrupted a move; what upstream does itself is not watched."""
+    name: str  # what the engine is called
+    verbs: tuple[str, ...]  # methods by which a DistributedOptimizer class with upstream's offloader is known
+    serves_saves = False  # whether mcore makes its state dictionaries of the host's copies, wherever the states are
+    interrupted = ""  # what interrupted a move; what upstream does itself is not watched
 
     def __init__(self, source: MegatronSource, traffic: Traffic) -> None:
         self.optimizer: Any = source.optimizer
@@ -112,8 +103,7 @@ class Member(ABC):
 class _StaysOnHost(Member):
     """A member whose states are in host memory between two steps, where upstream's own step finds them."""
 
-    _is_out = False
-    """Whether states were offloaded, and not reloaded since."""
+    _is_out = False  # whether states were offloaded, and not reloaded since
 
     @abstractmethod
     def _start_offload(self) -> None:
@@ -286,13 +276,8 @@ MEMBERS: dict[str, type[Member]] = {each.name: each for each in (Generation1, Ge
 class McoreEngine(Engine):
     """The members of a rank, with every state on the GPU for the optimizer step but those in chunks.
 
-    Args:
-        name: of a member.
-        sources: DistributedOptimizers that were built with upstream's offloader.
-
-    Raises:
-        ValueError: mcore built no offloader, because the flag was set after the optimizer was made; or an optimizer is
-            of a kind for which mcore's offloader is not driven.
+    ValueError where mcore built no offloader, because the flag was set after the optimizer was made; or where an
+    optimizer is of a kind for which mcore's offloader is not driven.
     """
 
     limits = "optimizer.optimizer_state_offload_fraction"

@@ -31,13 +31,7 @@ class NativeEngine(Engine):
     """Keeps states in exact pinned host memory, and moves them by the plan of a `Schedule`.
 
     Host memory is planned and mapped here and page-locked by `pin`, before training: what exists is known, and so are
-    the sizes and dtypes of what the first step makes.
-
-    Args:
-        sources: of this rank, in the order in which they step; there may be none.
-        config: what to offload.
-        meter: the allocator's peaks.
-        transfers: the copies; by default those of the sources' device.
+    the sizes and dtypes of what the first step makes. `sources` are in the order in which they step; there may be none.
 
     Raises:
         ValueError: a budget is asked for where GPU memory cannot be measured.

@@ -32,24 +32,21 @@ class OffloadedSource:
         everything = source.states()
         chosen = offloaded_bundles(everything, config)
         target = part_bytes(chosen, config)
+        # in the order in which they step
         self.parts = [
             Part([bundle.param for bundle in layout.bundles], [make_slab(place) for place in layout.slabs])
             for layout in lay_out(chosen, target, codec_of)
         ]
-        """In the order in which they step."""
         self.slabs = [slab for part in self.parts for slab in part.slabs]
-        self.owners = {i: part for part in self.parts for i in part.ids}
-        """The part of a parameter, by its `id`."""
-        self.group_bytes = pipeline_bytes(chosen)
-        """What the step moves in one go."""
-        self.state_bytes = sum(bundle.nbytes for bundle in everything)
-        """Bytes of all states of the source, offloaded or not."""
+        self.owners = {i: part for part in self.parts for i in part.ids}  # the part of a parameter, by its `id`
+        self.group_bytes = pipeline_bytes(chosen)  # what the step moves in one go
+        self.state_bytes = sum(bundle.nbytes for bundle in everything)  # of all states of the source, offloaded or not
         self.planned_bytes = sum(bundle.nbytes for bundle in chosen)
         self.margin_bytes = min(MARGIN_PARTS * target, self.planned_bytes // MARGIN_OF_STATES)
         masters = [slab.block_bytes for slab in self.slabs if slab.written_back]
         self.held_through_step = 0 if source.writes_back_by_part else sum(masters)
+        # what the step holds to its end beside these where it is not divided
         self.held_more_if_whole_bytes = sum(slab.block_bytes for slab in self.slabs) - self.held_through_step
-        """What the step holds to its end beside these where it is not divided."""
 
     @property
     def is_all_here(self) -> bool:
@@ -63,30 +60,19 @@ class OffloadedSource:
 
 
 def pin(buffers: Sequence[HostBuffer], device: torch.device) -> float:
-    """Page-lock host buffers near a GPU, and return the seconds that it took.
-
-    Raises:
-        ValueError: others have taken the memory meanwhile.
-        RuntimeError: it could not be page-locked.
-    """
+    """Page-lock host buffers near a GPU, and return the seconds that it took; raises as `page_lock`."""
     started = time.perf_counter()
     page_lock(buffers, local_cpus(device))
     return time.perf_counter() - started
 
 
 class WholeSteps:
-    """Knows the sources whose step cannot be divided, so that all of their states are on the GPU in it.
-
-    Args:
-        offloaded: what is offloaded of each source.
-        holding: makes the plans, and prints.
-    """
+    """Knows the sources whose step cannot be divided, so that all of their states are on the GPU in it."""
 
     def __init__(self, offloaded: Mapping[Source, OffloadedSource], holding: HoldPolicy) -> None:
         self._offloaded = offloaded
         self._holding = holding
-        self._counted: set[Source] = set()
-        """Those that the plans count."""
+        self._counted: set[Source] = set()  # those that the plans count
         self._said: set[str] = set()
 
     def includes(self, source: Source) -> bool:

@@ -16,11 +16,7 @@ from bridge_fgo.states.source import Source
 class PackedMasters:
     """Compares the weights that packed masters need with what they were, and knows whose masters are lost.
 
-    Args:
-        remainders: packs and unpacks.
-        offloaded: what is offloaded of each source.
-        transfers: the copies.
-        packing: decides whether masters leave packed, once it knows whether their weights stay as they are.
+    `packing` decides whether masters leave packed, once it knows whether their weights stay as they are.
     """
 
     def __init__(
@@ -36,10 +32,10 @@ class PackedMasters:
         self._packing = packing
         masters = {source: self._packable(source) for source in offloaded}
         self._watches = {source: WeightWatch(remainders, codecs) for source, codecs in masters.items() if codecs}
+        # those whose weights have been compared for the optimizer step that comes next
         self._checked: set[Source] = set()
-        """Sources whose weights have been compared for the optimizer step that comes next."""
+        # those whose masters were brought back though the weights had changed, and were not written since
         self._lost: set[Source] = set()
-        """Sources whose masters were brought back though the weights had changed, and were not written since."""
 
     def _packable(self, source: Source) -> list[Codec]:
         return [slab.codec for slab in self._offloaded[source].slabs if slab.codec.family is not None]

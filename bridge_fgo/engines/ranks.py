@@ -22,20 +22,12 @@ def gather[T](own: T) -> list[T]:
 
 
 def told_by_ranks[T, Told](act: Callable[[], tuple[T, Told]]) -> tuple[T, list[Told]]:
-    """Do something that has no collective in it and may fail; raise on every rank where it fails on one.
+    """Do something that has no collective in it and may fail; raise on every rank where it fails on one, and name that.
 
     The others would go on, and wait in their next collective for a rank that has raised. An interruption is not told:
-    whoever interrupts a rank ends the job.
-
-    Args:
-        act: returns something for this rank, and what the others are told.
-
-    Returns:
-        the first, and what every rank of the job tells, in their order.
-
-    Raises:
-        ValueError: somewhere it failed with one; names the rank.
-        RuntimeError: somewhere it failed with anything else; names the rank.
+    whoever interrupts a rank ends the job. What `act` returns is for this rank, and what the others are told; what this
+    returns is the first, and what every rank tells, in their order. It is a ValueError where `act` raised one, and else
+    a RuntimeError.
     """
     try:
         own, told = act()
@@ -59,10 +51,7 @@ def on_every_rank[T](act: Callable[[], T]) -> T:
 def require_host_memory(nbytes: int) -> None:
     """Raise ValueError, on every rank alike, where the ranks of a node need more host memory than it has free.
 
-    A collective, which a rank that pins nothing takes part in too.
-
-    Args:
-        nbytes: what this rank is about to pin, once it is known that all have the memory.
+    A collective, which a rank that pins nothing takes part in too; `nbytes` is what this one is about to pin.
     """
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     if host_memory_refusal(_needs(nbytes), rank):
@@ -79,10 +68,6 @@ def pin_on_every_rank(engine: Engine) -> None:
     """Page-lock the host memory of every rank's engine, or of none where a node has not enough for its ranks.
 
     A collective. Whatever its optimizers and its engine, every rank of the job comes here.
-
-    Raises:
-        ValueError: as `require_host_memory`, or as `Engine.pin` on this rank or another.
-        RuntimeError: as `Engine.pin`, on this rank or another.
     """
     require_host_memory(engine.bytes_to_pin)
     on_every_rank(engine.pin)

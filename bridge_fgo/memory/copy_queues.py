@@ -27,13 +27,10 @@ DEFAULT = 8
 
 
 def keep_enough() -> bool:
-    """Set `CUDA_DEVICE_MAX_COPY_CONNECTIONS` to what `CUDA_DEVICE_MAX_CONNECTIONS` says, and to 8 at least.
+    """Set `CUDA_DEVICE_MAX_COPY_CONNECTIONS` as `CUDA_DEVICE_MAX_CONNECTIONS`, at least to 8; return if that was done.
 
     Leaves it alone where it is set, and where CUDA has read it by now: seen on an H200, a `torch.cuda.is_available()`
     before is enough for that.
-
-    Returns:
-        Whether it was set here.
     """
     if OF_COPIES in os.environ or driver_has_begun():
         return False

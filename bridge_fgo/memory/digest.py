@@ -50,11 +50,8 @@ class Digester:
 
     A change of one word always changes the sum. Changes of several cancel each other with a probability of 2**-64,
     unless somebody who knows the factors makes them. Where there is no kernel, or a tensor does not begin and end at a
-    word, PyTorch's operators take the same sum, and hold 32 MiB on the device as long as this lives.
-
-    Args:
-        device: of the memory.
-        most_bytes: size of the largest tensor that will be summed; smaller ones need less of that.
+    word, PyTorch's operators take the same sum, and hold 32 MiB on the device as long as this lives, less where no
+    tensor has `most_bytes` as large.
     """
 
     def __init__(self, device: torch.device, most_bytes: int) -> None:
@@ -68,13 +65,9 @@ class Digester:
         return torch.arange(words, dtype=torch.int64, device=self._device).mul_(_FIRST)
 
     def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of each tensor's bytes, on the current stream; the host waits for nothing.
+        """Return the sum of the bytes of each tensor, int64 [tensors], on the current stream, without a wait.
 
-        Args:
-            tensors: uint8, one-dimensional and contiguous.
-
-        Returns:
-            int64 [number of tensors], on their device.
+        They are uint8, one-dimensional and contiguous.
         """
         sums = torch.zeros(len(tensors), dtype=torch.int64, device=self._device)
         for place, tensor in enumerate(tensors):

@@ -69,8 +69,7 @@ class Event:
         self._handle = ctypes.c_void_p()
         _check(library.cuEventCreate(ctypes.byref(self._handle), EVENT_DISABLE_TIMING), "make an event")
         self._record, self._wait = library.cuEventRecord, library.cuStreamWaitEvent
-        self.place = 0
-        """Place among the copies of a lane of the one that it was last recorded after."""
+        self.place = 0  # among the copies of a lane, of the one that it was last recorded after
 
     def record(self, stream: Handle) -> None:
         """Record the event on a `cudaStream_t`."""
@@ -111,7 +110,7 @@ class Stream:
 
 
 class PageLock:
-    """Pages of host memory that CUDA has locked, `nbytes` from an address on, until `close` or until this is collected.
+    """Pages of host memory that CUDA has locked, until `close` or until this is collected.
 
     By the driver, since an error of the runtime's function would stay, and come out of the next kernel's launch.
     """
@@ -134,12 +133,7 @@ class Module:
 
 
 class Kernel:
-    """A kernel of a module, for one thread at a time.
-
-    Args:
-        words: size of each of its arguments, in words of 8 bytes.
-        threads: of a block.
-    """
+    """A kernel of a module, for one thread at a time; `words` are the sizes of its arguments, in words of 8 bytes."""
 
     def __init__(self, module: Module, name: str, words: Sequence[int], threads: int) -> None:
         self._library = _library()
@@ -159,10 +153,7 @@ class Kernel:
     def launch(self, grid: Grid, stream: Handle, *words: int) -> None:
         """Enqueue the kernel on a `cudaStream_t`.
 
-        Args:
-            grid: how many blocks the launch has.
-            stream: where it goes.
-            words: of its arguments one after another; what the kernel does not look at may be missing at the end.
+        `words` of its arguments go one after another; what the kernel does not look at may be missing at the end.
         """
         self._values[: len(words)] = words
         if error := self._library.cuLaunchKernel(self._handle, *grid, *self._block, stream, self._arguments, _NULL):
@@ -181,11 +172,7 @@ def fill_with_zeros(gpu: int, nbytes: int, stream: int) -> None:
 
 
 class Copier:
-    """Enqueues copies in one direction, for one thread at a time.
-
-    Args:
-        to_gpu: whether they go from host memory to the GPU, or the other way.
-    """
+    """Enqueues copies in one direction, for one thread at a time."""
 
     def __init__(self, to_gpu: bool) -> None:
         library = _library()
@@ -226,11 +213,7 @@ def compile_for(source: str, device: torch.device) -> Module | None:
 
 
 def compile_source(library: Any, source: str, architecture: str) -> bytes:
-    """Return the machine code of CUDA source for an architecture ("sm_90").
-
-    Raises:
-        RuntimeError: it does not compile; with NVRTC's log.
-    """
+    """Return the machine code of CUDA source for an architecture ("sm_90"); RuntimeError, with NVRTC's log."""
     program = ctypes.c_void_p()
     _check_nvrtc(
         library, library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)

@@ -1,9 +1,9 @@
 """Tensors whose memory is away, or on its way: whatever touches one brings the memory back, or is told what to call.
 
-Two layers. Python: for as long as its memory is away a tensor is of a subclass of its class, whose
-`__torch_function__` sees every operation on it that is called from Python, also in lists. C++: where PyTorch can take
-it back (2.12 and later), its storage refuses its address, so that a kernel of an extension, a collective or a view that
-somebody keeps is a RuntimeError. Before 2.12 those read an address of 0.
+Two layers. Python: for as long as its memory is away a tensor is of a subclass of its class, whose `__torch_function__`
+sees every operation on it that is called from Python, also in lists. C++: where PyTorch can take it back (2.12 and
+later), its storage refuses its address, so that a kernel of an extension, a collective or a view that somebody keeps is
+a RuntimeError. Before 2.12 those read an address of 0.
 
 Metadata (shape, dtype, device, gradient, hash, attributes) needs no memory and is given as ever. This package's own
 moves run in `own()`.
@@ -167,10 +167,9 @@ class Touches:
     """Counts the bytes that came back because code used offloaded states, and says where that code is."""
 
     def __init__(self) -> None:
-        self.nbytes = 0
-        """Bytes that came back, in the whole run."""
+        self.nbytes = 0  # that came back, in the whole run
+        # each returns why nothing may come back now, and what to call; empty where it may
         self.refusals: list[Callable[[], str]] = []
-        """Each returns why nothing may come back now, and what to call; empty where it may."""
         self._new: dict[str, int] = {}
         self._said: set[str] = set()
 
@@ -257,8 +256,7 @@ def empty(storage: torch.UntypedStorage, why: str) -> None:
 def fill(storage: torch.UntypedStorage, nbytes: int, why: str) -> None:
     """Take memory of undefined content for a storage that `empty` has emptied, on the current stream.
 
-    Raises:
-        torch.OutOfMemoryError: there is none; it stays empty, and refuses its address as before.
+    Where there is none, it stays empty and refuses its address as before.
     """
     if not _CAN_REFUSE:
         storage.resize_(nbytes)

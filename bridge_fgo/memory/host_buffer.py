@@ -1,4 +1,9 @@
-"""Host memory of a slab: exactly its bytes, page-locked once; and such memory that another process reads as it is."""
+"""Host memory of a slab: exactly its bytes, page-locked once; and such memory that another process reads as it is.
+
+`torch.multiprocessing` hands a storage over by an open file of its own, for which the process that gets it connects to
+the one that sends it: some 0.5 ms each, as training waits. A lent storage goes as a place in its buffer, and with the
+first of them that is pickled the buffer's one file.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +33,10 @@ registering pages that nobody touched before ran at 2.1 GB/s."""
 
 
 class HostBuffer:
-    """`nbytes` (above 0) of host memory as one uint8 tensor, which `page_lock` locks.
+    """`nbytes` (above 0) of host memory as one uint8 tensor, which `page_lock` locks; RuntimeError where there is none.
 
-    PyTorch's own pinned allocator rounds every block up to a power of two (pytorch#95823, pytorch#150517),
-    which can double the host memory of a job; here a mapping of the exact size is registered instead.
-
-    Raises:
-        RuntimeError: the memory could not be mapped; says how much was asked for.
+    PyTorch's own pinned allocator rounds every block up to a power of two (pytorch#95823, pytorch#150517), which can
+    double the host memory of a job; here a mapping of the exact size is registered instead.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -52,11 +54,7 @@ class HostBuffer:
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
     def lock(self) -> None:
-        """Touch every page and page-lock the buffer.
-
-        Raises:
-            RuntimeError: CUDA refuses; says with which error.
-        """
+        """Touch every page and page-lock the buffer; RuntimeError where CUDA refuses."""
         nbytes, address = self.tensor.numel(), self.address
         ctypes.memset(address, 0, nbytes)  # without the GIL; registering touches pages too, many times slower
         self._unlock = weakref.finalize(self, _unlock, PageLock(address, nbytes), torch.cuda.current_device())
@@ -76,12 +74,11 @@ def page_lock(buffers: Sequence[HostBuffer], local_cpus: set[int] | None = None)
 
     Args:
         buffers: what to lock.
-        local_cpus: CPUs of the GPU's NUMA node. The threads run there, so that the pages, which go to the node
-            of whoever touches them first, are near the GPU. None leaves the threads where the process may run.
+        local_cpus: CPUs of the GPU's NUMA node. The threads run there, so that the pages, which go to the node of
+            whoever touches them first, are near the GPU. None leaves the threads where the process may run.
 
     Raises:
-        ValueError: the host has no memory left for one, as where other ranks and jobs take it meanwhile: Linux would
-            kill whoever touches it.
+        ValueError: the host has no memory left for one, as others take it: Linux would kill whoever touches it.
         RuntimeError: CUDA refused one; says how much was asked for and what to change.
     """
     device = torch.cuda.current_device()
@@ -151,21 +148,15 @@ def hands_out_descriptors() -> bool:
 
 
 def has_files_for_buffers(slabs: int) -> bool:
-    """Return whether so many slabs may have two shared buffers each.
-
-    A process keeps a file open for each of them, and once more for each that it is handing over.
-    """
+    """Return whether so many slabs may have two shared buffers: a file for each, and another as it is handed over."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 3 * slabs + OTHER_FILES
 
 
 def shared_storage(nbytes: int) -> torch.UntypedStorage:
-    """Return shared memory that `torch.multiprocessing` hands to another process without copying it.
+    """Return shared memory that `torch.multiprocessing` hands to another process without copying it, or raise OSError.
 
     Where an open file is handed over, the memory is of no file system: /dev/shm, which containers keep small, does not
     limit it.
-
-    Raises:
-        OSError: there are no open files, or no memory, left.
     """
     if not hands_out_descriptors():
         return torch.UntypedStorage._new_shared(nbytes)
@@ -182,20 +173,12 @@ def tensor_of(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor
 
 
 def shared_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor that `torch.multiprocessing` hands to another process without copying it again.
-
-    Raises:
-        OSError: as `shared_storage`.
-    """
+    """Return a copy of a tensor in such memory, or raise OSError."""
     return tensor_of(shared_storage(tensor.nbytes), tensor).copy_(tensor.detach())
 
 
 class MemoryFile:
-    """A file of `nbytes` that is nothing but memory, open and mapped as long as anything refers to it.
-
-    Raises:
-        OSError: there are no open files, or no memory, left.
-    """
+    """A file of `nbytes` that is nothing but memory, open and mapped as long as anything refers to it, or OSError."""
 
     def __init__(self, nbytes: int) -> None:
         self.file = _memory_file(nbytes)
@@ -216,10 +199,8 @@ class Loan:
 class LentStorage(torch.UntypedStorage):
     """Memory of one tensor in a `SharedHostBuffer`, which another process gets as it is. Made by `lend` alone."""
 
-    loan: Loan | None = None
-    """None of a storage that torch has made from one of these, with memory of its own."""
-    offset: int
-    """In the file, in bytes."""
+    loan: Loan | None = None  # None of a storage that torch has made from one of these, with memory of its own
+    offset: int  # in the file, in bytes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.UntypedStorage:
         """Return a copy in ordinary memory: torch refuses to copy a storage to one that is of no class of its own."""
@@ -231,9 +212,6 @@ class SharedHostBuffer(HostBuffer):
 
     mcore copies a tensor that is a part of its storage before it saves it, and torch copies one that is in no shared
     memory before it hands it to the process that saves. These tensors both take as they are.
-
-    Raises:
-        RuntimeError: the memory could not be mapped; says how much was asked for.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -246,9 +224,8 @@ class SharedHostBuffer(HostBuffer):
         return torch.frombuffer(self._file.memory, dtype=torch.uint8)
 
     def lend(self, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """Return the tensor at `offset`, in bytes, of the shape and dtype of `like`.
-
-        As long as it lives, the buffer is lent.
+        """Return the tensor at `offset`, in bytes, of the shape and dtype of `like`. It lends the buffer while it
+        lives.
         """
         loan = self._loan() or Loan(self._file)
         self._loan = weakref.ref(loan)

@@ -27,12 +27,8 @@ MAPPING_BYTES = 256
 class Pool(NamedTuple):
     """Memory that processes share: the host's, some of its NUMA nodes', or what a cgroup may have of it.
 
-    Attributes:
-        identity: the same for all processes that share it.
-        whole: bytes.
-        free: bytes that can be had now.
-        name: what it is of, for messages.
-        part: of the ranks of this host, the part that shares it.
+    `identity` is the same for all processes that share it. `whole` and `free` are bytes, those that can be had now.
+    `name` is for messages. `part` is the part of this host's ranks that shares it.
     """
 
     identity: str
@@ -52,11 +48,9 @@ class Need(NamedTuple):
 def host_memory_refusal(needs: Sequence[Need], rank: int) -> str:
     """Return why ranks together cannot have the host memory that they need; empty where they can, for every rank alike.
 
-    Linux hands out memory that it does not have and kills whoever touches it, so it is asked before.
-
-    Args:
-        needs: of every rank, all measured before any of them pins.
-        rank: whose bytes are told, where it is one of those that cannot.
+    Linux hands out memory that it does not have and kills whoever touches it, so it is asked before. `needs` are of
+    every rank, all measured before any of them pins; of `rank` the bytes are told, where it is one of those that
+    cannot.
     """
     sharing = defaultdict[str, dict[int, Pool]](dict)
     for each, need in enumerate(needs):
@@ -186,14 +180,10 @@ def _meminfo(name: str) -> int:
 
 
 class _Names(NamedTuple):
-    """Names of a cgroup's files, and of lines of its `memory.stat`, or of the `meminfo` of a NUMA node.
+    """Names of a cgroup's files (limit, bytes in use) and of lines of its `memory.stat`, or of a NUMA node's `meminfo`.
 
-    Attributes:
-        limit: the file with the most bytes.
-        used: the file with the bytes in use, page cache and slab too.
-        cache: lines of the page cache; neither has shared memory in it, which only goes with its file or to swap.
-        unwritten: lines of the page cache that waits for a disk.
-        slab: lines of the kernel's own memory that it gives back when asked.
+    `cache` is the page cache without shared memory, which only goes with its file or to swap; `unwritten` is what of it
+    waits for a disk; `slab` is the kernel's own memory that it gives back when asked.
     """
 
     limit: str
@@ -223,8 +213,8 @@ _V1 = _Names(
 def _cgroups() -> Iterator[tuple[int, int, int]]:
     """Yield inode, limit and free bytes of this process's cgroups that have a limit, up to the root of each hierarchy.
 
-    Slurm and systemd limit a cgroup below the root. In a container the root is often the container's own, and the
-    path is the host's: what is not there has no limit that could be read.
+    Slurm and systemd limit a cgroup below the root. In a container the root is often the container's own, and the path
+    is the host's: what is not there has no limit that could be read.
     """
     for line in _read(OWN_CGROUPS).splitlines():
         _, controllers, path = line.split(":", 2)

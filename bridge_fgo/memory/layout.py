@@ -36,11 +36,7 @@ H200's link."""
 
 @dataclass
 class SlabLayout:
-    """Layout of one slab, the same in GPU memory and on the host.
-
-    members: positions in the list of sizes that was packed; offsets: where each starts, in bytes;
-    nbytes: size of the slab in bytes.
-    """
+    """Layout of one slab, the same in GPU memory and on the host: `nbytes` in all."""
 
     members: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -50,14 +46,10 @@ class SlabLayout:
 class Codec:
     """How one slab is copied, by `link_bytes` over the link: as it is, unless a subclass encodes it."""
 
-    family: Any = None
-    """The `Remainders` that encode and decode the slab; None where it is copied as it is."""
-    staging_bytes = 0
-    """Size of the encoded form, which needs GPU memory beside the slab while it is on its way."""
-    encodes = False
-    """Whether a slab that leaves now is to be encoded."""
-    just_rounded = False
-    """Whether the slab was brought in line just now with what encodes it, so that the next encoding needs no check."""
+    family: Any = None  # the `Remainders` that encode and decode the slab; None where it is copied as it is
+    staging_bytes = 0  # size of the encoded form, which needs GPU memory beside the slab while it is on its way
+    encodes = False  # whether a slab that leaves now is to be encoded
+    just_rounded = False  # whether its weights were rounded from it just now, so that the next encoding needs no check
 
     def __init__(self, link_bytes: int) -> None:
         self.link_bytes = link_bytes
@@ -68,10 +60,9 @@ class Codec:
 
 
 def select(bundle_bytes: Sequence[int], fraction: float) -> list[int]:
-    """Return the positions of the bundles to offload, in order.
+    """Return the positions of the bundles to offload: in order, until their bytes reach `fraction` of all bytes.
 
-    Bundles are taken in order until their bytes reach `fraction` of all bytes, so at least that share goes, and less
-    than one bundle more. Bundles of no bytes are never taken.
+    So at least that share goes, and less than one bundle more. Bundles of no bytes are never taken.
     """
     wanted = fraction * sum(bundle_bytes)
     before = accumulate(bundle_bytes, initial=0)

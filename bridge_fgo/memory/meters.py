@@ -32,19 +32,15 @@ class DeviceMemory(NamedTuple):
 class PeakMeter:
     """Reads and resets the allocator's peak counters. Without a GPU there is nothing to read.
 
-    Everybody in this package who wants the peak of an interval asks the one meter of the rank, because a reset
-    by one would rob the others: the figures of a phase, the schedule's record, and Bridge's own report.
+    Everybody in this package who wants the peak of an interval asks the one meter of the rank, because a reset by one
+    would rob the others: the figures of a phase, the schedule's record, and Bridge's own report.
     """
 
     def __init__(self) -> None:
-        self.run_peaks: dict[str, int] = {}
-        """Highest of each `*.all.peak` in `torch.cuda.memory_stats`: resets must not lower what Bridge reports."""
-        self.reserved_bytes = 0
-        """Highest reservation since this was last set to 0, in bytes."""
-        self.retries = 0
-        """How often in this process the allocator had to give back what it caches, for lack of memory."""
-        self.kept_by_graphs = 0
-        """Bytes that CUDA graphs keep for their replays, and that nobody has allocated."""
+        self.run_peaks: dict[str, int] = {}  # highest of each `*.all.peak`: resets must not lower what Bridge reports
+        self.reserved_bytes = 0  # highest reservation since this was last set to 0
+        self.retries = 0  # how often the allocator had to give back what it caches, for lack of memory
+        self.kept_by_graphs = 0  # bytes that CUDA graphs keep for their replays, and that nobody has allocated
         self._phase = 0
         self._interval = 0
 
@@ -142,10 +138,8 @@ class Traffic:
         self.back = 0
         self.released = self.most_released = 0
         """Off the GPU now; and the most that was at once since the newest pass began."""
-        self.seconds = 0.0
-        """Host time spent on the moves."""
-        self.touches = Touches()
-        """Counts states that came back because code used them."""
+        self.seconds = 0.0  # host time spent on the moves
+        self.touches = Touches()  # counts states that came back because code used them
 
     def __enter__(self) -> None:
         for call in Traffic.before_block:
@@ -207,14 +201,11 @@ GROWTH = 1.25
 
 
 class DeviceRoom:
-    """All memory of a GPU that PyTorch may have, but what others have, and a margin.
+    """All memory of a GPU that PyTorch may have, but what others have, and a margin: `gpu_memory_budget_gib="auto"`.
 
     Others are the CUDA context, NCCL, libraries' workspaces and other processes. The margin is for holes: memory that
     PyTorch's allocator has reserved and that fits nothing. Where it was too small, the allocator has to give back what
     it caches, which takes time, or training would run out of memory.
-
-    Args:
-        meter: the allocator's peaks, of a GPU.
     """
 
     def __init__(self, meter: PeakMeter) -> None:

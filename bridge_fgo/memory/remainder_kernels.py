@@ -155,10 +155,7 @@ MOST_SEGMENTS = 65535
 class RemainderKernels:
     """The kernels, and tables on the GPU of where weights are. All work goes to the current stream.
 
-    Args:
-        module: the compiled kernels.
-        slabs: each with its weights, in the order of the rows of `sums`.
-        sums: zeros on the GPU, as `Remainders.sums` describes them.
+    `slabs` come in the order of the rows of `sums` (`Remainders.sums`), zeros on the GPU.
     """
 
     def __init__(self, module: Module, slabs: Sequence[Place], sums: torch.Tensor) -> None:
@@ -169,16 +166,13 @@ class RemainderKernels:
         self._sums = sums.data_ptr()
         self._now = torch.zeros_like(sums[:, 0])
         self._index = sums.get_device()
-        self._packed: set[int] = set()
-        """Rows of slabs that were packed and not unpacked since."""
+        self._packed: set[int] = set()  # rows of slabs that were packed and not unpacked since
         self._buffers = list({id(shard.buffer): shard.buffer for shards, _ in slabs for shard in shards}.values())
         self._addresses: list[int] = []
         self._most_blocks = max(_blocks(shards) for shards, _ in slabs)
         self._table = torch.zeros(0, dtype=torch.int64, device=sums.device)
-        self._starts: list[int] = []
-        """Address of the first segment of each slab's weights, and the end of the table."""
-        self._grids: dict[tuple[int, int], Grid] = {}
-        """By the first of the rows of a launch, and how many they are."""
+        self._starts: list[int] = []  # address of the first segment of each slab's weights, and the end of the table
+        self._grids: dict[tuple[int, int], Grid] = {}  # by the first of the rows of a launch, and how many they are
 
     def look_up(self, required: bool = True) -> bool:
         """Write the table anew where weights are elsewhere now: a buffer may be let go of, and taken again.

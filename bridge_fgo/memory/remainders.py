@@ -35,24 +35,15 @@ def _aligned(nbytes: int) -> int:
 
 
 class SlabRemainders(Codec):
-    """The codec of one slab of masters.
-
-    Args:
-        family: encodes and decodes it.
-        shards: the weight of each master.
-        layout: of the slab.
-        row: of the slab in the sums of its family.
-    """
+    """The codec of one slab of masters; `row` is the slab's in the sums of its family."""
 
     def __init__(self, family: Remainders, shards: list[WeightShard], layout: SlabLayout, row: int) -> None:
         super().__init__(encoded_bytes(layout.nbytes))
         self.staging_bytes = self.link_bytes
         self.family = self._remainders = family
         self.shards, self.row = shards, row
-        self.firsts = [offset // 4 for offset in layout.offsets]
-        """Start of each master in the slab, in elements."""
-        self.bits_at = _aligned(layout.nbytes // 2)
-        """Start of the bits in the encoded form, in bytes."""
+        self.firsts = [offset // 4 for offset in layout.offsets]  # start of each master in the slab, in elements
+        self.bits_at = _aligned(layout.nbytes // 2)  # start of the bits in the encoded form, in bytes
 
     @property
     def encodes(self) -> bool:  # type: ignore[override]
@@ -69,12 +60,7 @@ MastersMove = tuple[Any, torch.Tensor, torch.Tensor]
 
 
 class Remainders:
-    """The remainders of a rank's masters.
-
-    Args:
-        device: where the masters are when resident.
-        wanted: says whether to copy the remainders of slabs that leave now, or the slabs as they are.
-    """
+    """The remainders of a rank's masters; `wanted` says whether slabs that leave now are to be copied so, or whole."""
 
     def __init__(self, device: torch.device, wanted: Callable[[], bool] = lambda: True) -> None:
         self._device = device
@@ -82,12 +68,10 @@ class Remainders:
         self.slabs: list[SlabRemainders] = []
         self.sums = torch.zeros(0, 2, dtype=torch.int64)
         """[slabs, 2]: the sum over the weights' bits when the slab was encoded, and how many masters differed."""
+        # None where PyTorch's operators have to do: without a GPU, a slab or NVRTC
         self._kernels: RemainderKernels | None = None
-        """None where PyTorch's operators have to do: without a GPU, a slab or NVRTC."""
-        self._verified: frozenset[int] = frozenset()
-        """Rows of the slabs that need no check now."""
-        self.lacked_weights = False
-        """Whether weights had no memory at a time when packed masters would have needed it."""
+        self._verified: frozenset[int] = frozenset()  # rows of the slabs that need no check now
+        self.lacked_weights = False  # whether weights had no memory at a time when packed masters would have needed it
 
     def codec_of(self, states: Sequence[State], layout: SlabLayout) -> Codec:
         """Return the codec of a slab of these states: one that copies whole where one rounds to no weight."""
@@ -113,11 +97,7 @@ class Remainders:
         self.lacked_weights = False  # they may be there by the first pass
 
     def locate(self) -> None:
-        """Find where the weights are now, before a pass first encodes or decodes.
-
-        Raises:
-            RuntimeError: they have no memory, and are needed.
-        """
+        """Find where the weights are now, before a pass first encodes or decodes; RuntimeError if there are none."""
         if self._kernels is not None and not self._kernels.look_up(required=self.wanted()):
             self.lacked_weights = True
 
@@ -188,9 +168,9 @@ class Remainders:
         return ""
 
     def sums_now(self, slabs: Sequence[SlabRemainders]) -> torch.Tensor:
-        """Return the sums over the bits of the weights as they are now, int64 [rows].
+        """Return the sums over the bits of the weights as they are now, int64 [rows]; those of other slabs say nothing.
 
-        The rows of other slabs say nothing. The next call may overwrite what it returns.
+        The next call may overwrite what it returns.
         """
         if self._kernels is not None:
             return self._kernels.weight_sums()
@@ -205,11 +185,8 @@ class WeightWatch:
     """Sees whether weights stay as they are while their masters are away, before any of these is packed.
 
     A step is watched from the optimizer's copy to the weights up to the next update, as packed masters would be
-    compared. All is done on the current stream; the host waits in `has_changed` alone.
-
-    Args:
-        family: theirs.
-        codecs: of the masters of one source; their rows follow one another.
+    compared. All is done on the current stream; the host waits in `has_changed` alone. `codecs` are of the masters of
+    one source; their rows follow one another.
     """
 
     def __init__(self, family: Remainders, codecs: Sequence[Codec]) -> None:
@@ -217,8 +194,8 @@ class WeightWatch:
         rows = [slab.row for slab in self._slabs]
         self._rows = slice(rows[0], rows[-1] + 1)
         assert rows == list(range(rows[0], rows[-1] + 1))
+        # the sums of the weights when masters left; None where they are here, or nothing is watched
         self._then: torch.Tensor | None = None
-        """The sums of the weights when masters left; None where they are here, or nothing is watched."""
         self._differ: torch.Tensor | None = None
 
     def begin(self) -> None:

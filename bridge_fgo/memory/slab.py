@@ -1,12 +1,8 @@
 """A slab: whole tensors with one GPU allocation and one host buffer of the same layout, which move as one.
 
-    SlabState         where the bytes of a slab are
-    SlabStateMachine  the verbs that move it, in any order; mcore's first generation moves by the same ones
-    Slab              the actions behind the verbs, and the memory: on the GPU, on the host, and, for a slab that is
-                      encoded, the staging memory that is copied in its place
-    several slabs     the same verbs for several slabs, with one launch for all that are encoded
-
-Nothing else decides whether a state tensor may be read or written.
+`SlabState` says where the bytes of a slab are. The verbs of `SlabStateMachine` move it, in any order. `Slab` has the
+actions behind the verbs, and the memory: on the GPU, on the host and, for a slab that is encoded, the staging memory
+that is copied in its place. Nothing else decides whether a state tensor may be read or written.
 """
 
 from __future__ import annotations
@@ -61,27 +57,22 @@ class StillShared(RuntimeError):
 class SlabStateMachine(ABC):
     """The state of one slab, or of all that one of mcore's own offloaders moves.
 
-    The verbs drive it. A subclass supplies the five actions, each of which is called only in the state that it is valid
-    in. A verb does nothing where the present state does not call for it, so verbs may be called in any order and any
-    number of times: a second pass of the rerun loop, a skipped step and an early exit need no special case. After an
-    action that was interrupted every verb raises RuntimeError, as `state` does.
+    A subclass supplies the five actions, each of which is called only in the state that it is valid in. A verb does
+    nothing where the present state does not call for it, so verbs may be called in any order and any number of times: a
+    pass that is run again, a skipped step and an early exit need no special case.
 
     In any state but RESIDENT the tensors are guarded: whatever touches one gets the states back, writable, so that no
     list of readers and writers has to be complete.
-
-    Args:
-        touches: counts what is reloaded because of touches.
     """
 
-    state_bytes = 0
-    """Bytes of the states."""
+    state_bytes = 0  # bytes of the states
 
     def __init__(self, touches: Touches | None = None) -> None:
         self._state = SlabState.RESIDENT
         self.touches = touches or Touches()
         self._guard = Guard(self._touched)
+        # type of the exception that interrupted an action, other than an error that leaves the slab as it was
         self.interrupted = ""
-        """Type of the exception that interrupted an action, other than an error that leaves the slab as it was."""
 
     def tensors(self) -> Iterable[torch.Tensor]:
         """Return the tensors of the states that exist, as others hold them."""
@@ -109,11 +100,7 @@ class SlabStateMachine(ABC):
 
     @property
     def state(self) -> SlabState:
-        """The present state.
-
-        Raises:
-            RuntimeError: an action was interrupted, so that the state is not known.
-        """
+        """The present state; RuntimeError where an action was interrupted, so that it is not known."""
         if self.interrupted:
             raise RuntimeError(
                 f"the optimizer state cannot be used: {self.interrupted} came while a part of it was on "
@@ -126,14 +113,9 @@ class SlabStateMachine(ABC):
     ) -> None:
         """Do an action and note the state after it, or neither.
 
-        Ctrl-C, a signal's handler or a restart in process may interrupt any line between. A handler that raises
-        RuntimeError (PyTorch's for a DataLoader's worker that died does) is told from a failure in `_release` alone.
-
-        Args:
-            action: one of the five.
-            becomes: the state after it.
-            failures: what the action raises where it fails (no memory, an error of the driver's) and leaves the slab as
-                it was; any RuntimeError by default.
+        Ctrl-C, a signal's handler or a restart in process may interrupt any line between. `failures` are what the
+        action raises where it fails and leaves the slab as it was. A handler that raises RuntimeError (PyTorch's for a
+        DataLoader's worker that died does) is told from a failure in `_release` alone.
         """
         if self._state is SlabState.RESIDENT:
             self._guard.put_on(self.tensors())
@@ -154,11 +136,7 @@ class SlabStateMachine(ABC):
             self._guard.take_off()
 
     def _touched(self, tensor: torch.Tensor) -> None:
-        """Make the states readable and writable for whoever touches a tensor of them.
-
-        Raises:
-            RuntimeError: nothing may be reloaded now; says what to call.
-        """
+        """Make the states readable and writable for whoever touches a tensor of them, or raise RuntimeError."""
         was_away = self.state is SlabState.RELEASED
         if refusal := self.touches.refusal():
             raise RuntimeError(f"{self.name_of(tensor)} was used, and its memory is away: {refusal}")
@@ -172,11 +150,7 @@ class SlabStateMachine(ABC):
         return "optimizer state"
 
     def offload(self, start: Callable[[], None] | None = None) -> None:
-        """Start the copy to the host, from RESIDENT or RELOADING.
-
-        Args:
-            start: called in place of `_start_offload`.
-        """
+        """Start the copy to the host, from RESIDENT or RELOADING: by `start`, if given, not by `_start_offload`."""
         if self.state is SlabState.RELOADING:
             # Race: the copy to the host would read GPU memory that the reload has not filled yet, and
             # write the host buffer that the reload still reads.
@@ -191,10 +165,7 @@ class SlabStateMachine(ABC):
             self._do(self._release, SlabState.RELEASED, (torch.OutOfMemoryError, StillShared))
 
     def release_unchanged(self) -> None:
-        """Free the GPU memory of a RESIDENT slab that nothing has written since it was reloaded.
-
-        The host's copy must be what is on the GPU, and whole; whoever calls knows.
-        """
+        """Free the GPU memory of a RESIDENT slab of which the caller knows that the host's copy is the same."""
         if self.state is SlabState.RESIDENT:
             self._do(self._release, SlabState.RELEASED, (torch.OutOfMemoryError, StillShared))
 
@@ -222,10 +193,7 @@ class SlabStateMachine(ABC):
             self._do(self._wait_reload, SlabState.RESIDENT)
 
     def require_writable(self) -> None:
-        """Make the states readable and writable by work that the current stream gets from now on.
-
-        An offload under way is given up: its host copy will be stale, so it must not be released.
-        """
+        """Do as `require_readable`, and give up an offload under way: its host copy will be stale."""
         self.require_readable()
         self._keep()
 
@@ -240,19 +208,12 @@ class Slab(SlabStateMachine):
     """One slab: state tensors that share one GPU allocation, and host memory of the same layout.
 
     The tensors keep their identity. Only the storage behind each moves into the slab, so every holder of one (param
-    groups, the keys of `optimizer.state`, `param.main_param`) goes on seeing it. States that have a home are not moved:
-    their storage, as it is, is the slab's GPU memory, emptied and filled.
+    groups, the keys of `optimizer.state`, `param.main_param`) goes on seeing it. Of states that have a home, the
+    storage, as it is, is the slab's GPU memory, emptied and filled.
 
     Host memory is one buffer, or two that take turns: while a checkpoint's writer reads the one, copies out go to the
     other. A buffer is lent only while the other is free, so that a copy out, which starts in mid-step, neither waits
     nor allocates.
-
-    Args:
-        place: layout, states and codec.
-        device: where the states are when resident.
-        transfers: copies it.
-        ledger: counts the GPU memory of all slabs of the rank.
-        traffic: counts what moves.
     """
 
     def __init__(
@@ -266,31 +227,24 @@ class Slab(SlabStateMachine):
         self.states = place.states
         self.written_back = place.written_back
         self.codec: Codec = place.codec
-        self.nbytes = place.layout.nbytes
-        """Size of the slab in bytes, on the GPU and on the host alike."""
-        self.block_bytes = ledger.block_bytes(self.nbytes)
-        """Bytes of GPU memory that it takes."""
-        self.state_bytes = sum(state.nbytes for state in place.states)
-        """Bytes of its states, without what lies between them."""
+        self.nbytes = place.layout.nbytes  # of the slab, on the GPU and on the host alike
+        self.block_bytes = ledger.block_bytes(self.nbytes)  # of GPU memory that it takes
+        self.state_bytes = sum(state.nbytes for state in place.states)  # without what lies between the states
         self._staging_bytes = ledger.block_bytes(place.codec.staging_bytes)
+        # the most GPU memory that it holds: while it is on its way
         self.transit_bytes = self.block_bytes + self._staging_bytes
-        """Most bytes of GPU memory that the slab holds: while it is on its way."""
         self.gpu: torch.Tensor | None = None  # uint8 [nbytes]; its storage is empty while released
-        self._storage: torch.UntypedStorage | None = None
-        """Storage of `gpu`: asked for in each move, and PyTorch would make an object around it each time."""
+        self._storage: torch.UntypedStorage | None = None  # of `gpu`; PyTorch would make an object around it each time
         self._make = partial(torch.empty, dtype=torch.uint8, device=device)
         self._is_in_place = any(state.home is not None for state in place.states)
         self.staging: torch.Tensor | None = None
         """What is copied in place of the slab, uint8 [codec.staging_bytes]; on the GPU while the slab is on its way. In
         one allocation with the slab the allocator reserved 0.75 GB more on an H200 (of 19.7 GB of states)."""
+        # `staging` and its storage, emptied or not: cheaper for the host than new ones
         self._staging_home: tuple[torch.Tensor, torch.UntypedStorage] | None = None
-        """`staging` and its storage, emptied or not: cheaper for the host than new ones."""
-        self.is_encoded = False
-        """Whether `staging` was in the newest copy out, until it is decoded."""
-        self.host: HostBuffer = HostBuffer(self.nbytes)
-        """Copies out write it, and copies in read it."""
-        self.spare: SharedHostBuffer | None = None
-        """A second buffer, for while `host` is lent; `host` is shared too then."""
+        self.is_encoded = False  # whether `staging` was in the newest copy out, until it is decoded
+        self.host: HostBuffer = HostBuffer(self.nbytes)  # copies out write it, copies in read it
+        self.spare: SharedHostBuffer | None = None  # a second buffer, for while `host` is lent; both are shared then
 
     @override
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -387,7 +341,7 @@ class Slab(SlabStateMachine):
 
     @property
     def move(self) -> MastersMove:
-        """The slab as its codec's family encodes and decodes it."""
+        """The slab as `Remainders` encode and decode it."""
         assert self.gpu is not None and self.staging is not None
         return self.codec, self.gpu, self.staging
 
@@ -398,13 +352,10 @@ class Slab(SlabStateMachine):
     def adopt(self) -> bool:
         """Move every tensor that is not in the slab yet into it, bit for bit, on the current stream; return if one was.
 
-        One that was made without memory is made here (`State.take_first`).
-
-        Needed before the first offload, and again for tensors that a checkpoint load replaced. The memory
-        that a tensor had before goes back to the allocator, so for a moment one slab is held twice.
-
-        Raises:
-            RuntimeError: a tensor is not of the size that was planned; nothing is moved then.
+        Needed before the first offload, and again for tensors that a checkpoint load replaced. One that was made
+        without memory is made here (`State.take_first`). The memory that a tensor had before goes back to the
+        allocator, so for a moment one slab is held twice. Raises RuntimeError, and moves nothing, where a tensor is not
+        of the size that was planned.
         """
         if self._is_in_place:
             return self._take_in_place()
@@ -434,11 +385,7 @@ class Slab(SlabStateMachine):
         return bool(strangers)
 
     def _take_in_place(self) -> bool:
-        """Take the storage that all states of the slab are in as its GPU memory; return False: nothing is written.
-
-        Raises:
-            RuntimeError: it is another storage than was planned, or a tensor is not at its place there, of its size.
-        """
+        """Take the storage that all states of the slab are in as its GPU memory; return False: nothing is written."""
         tensors = [state.read() for state in self.states]
         first = tensors[0]
         if first is None:
@@ -478,10 +425,10 @@ class Slab(SlabStateMachine):
                 raise
 
     def free(self) -> None:
-        """Free the GPU memory; the tensors keep their shape and device and must not be read.
+        """Free the GPU memory; the tensors keep their shape and device.
 
-        Memory that a checkpoint writer shares with the slab (by numpy or another process) cannot be emptied
-        under it. Then the tensors move to an allocation of their own, and the old one goes with the writer.
+        Memory that a checkpoint writer shares with the slab (by numpy or another process) cannot be emptied under it.
+        Then the tensors move to an allocation of their own, and the old one goes with the writer.
         """
         self._ledger.change(-self.gpu_bytes, self._free)
 
@@ -548,10 +495,7 @@ class Slab(SlabStateMachine):
         return self.host.tensor[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def share_host(self, buffer: SharedHostBuffer) -> None:
-        """Copy the host buffer's bytes to a buffer that can be lent, and use that from now on.
-
-        No copy out may be under way. Copies in may: `HostBuffer.close` waits until they have ended.
-        """
+        """Use a buffer that can be lent, with the same bytes, from now on; no copy out may be under way."""
         buffer.tensor.copy_(self.host.tensor)
         before, self.host = self.host, buffer
         before.close()
@@ -568,7 +512,7 @@ class Slab(SlabStateMachine):
         return self.spare is not None and not self.spare.is_lent
 
     def lend(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
-        """Return the host memory of a tensor that lives at an offset in bytes, which nothing writes until it goes."""
+        """Return the host memory of a tensor at an offset in bytes, which nothing writes until it goes."""
         assert isinstance(self.host, SharedHostBuffer) and self.can_lend
         return self.host.lend(tensor, offset)
 
@@ -641,11 +585,8 @@ def decode_together(slabs: Sequence[Slab]) -> None:
     """Wait for those of some slabs that are RELOADING, and decode them by one launch, not one each.
 
     Where none is encoded, nothing is waited for: each slab is when it is used. The slabs keep their staging memory, to
-    be encoded in it again. Their codecs are of one family.
-
-    Raises:
-        RuntimeError: `Remainders.verify` refused, or the driver did. The slabs are as they were, unless that was the
-            launch for several: then they are lost.
+    be encoded in it again. RuntimeError, of `Remainders.verify` or the driver's, leaves the slabs as they were, unless
+    it came from the launch for several: then they are lost.
     """
     coming = [slab for slab in slabs if slab.state is SlabState.RELOADING]
     encoded = [slab for slab in coming if slab.is_encoded]
@@ -669,7 +610,7 @@ def decode_together(slabs: Sequence[Slab]) -> None:
 
 
 def encode_together(slabs: Iterable[Slab]) -> set[Slab]:
-    """Encode those of some slabs that were made exact just now by one launch, not one each, and return them.
+    """Encode those of some slabs that were just rounded by one launch, and return them.
 
     Their copies out are to start, by `Slab.start_encoded`, before anything else happens to them.
     """
@@ -691,10 +632,10 @@ def encode_together(slabs: Iterable[Slab]) -> set[Slab]:
 
 
 def _encode(slabs: Sequence[Slab]) -> bool:
-    """Encode slabs of one codec family on the current stream, where wanted and possible; return if any was enqueued.
+    """Encode slabs on the current stream, where wanted and possible; return if any was enqueued.
 
-    A slab is left whole where its encoding would lose something (a master is not what its weight was rounded from),
-    and where there is no memory for more than the slab.
+    A slab is left whole where its encoding would lose something (a master is not what its weight was rounded from), and
+    where there is no memory for more than the slab.
     """
     encoding = []
     for slab in slabs:
@@ -716,7 +657,7 @@ def _encode(slabs: Sequence[Slab]) -> bool:
 
 
 def _decode(slabs: Sequence[Slab], keep_staging: bool = False) -> None:
-    """Decode slabs of one codec family, at least one, on the current stream; `keep_staging`: to be encoded again."""
+    """Decode slabs, at least one, on the current stream; `keep_staging`: to be encoded again."""
     family = slabs[0].codec.family
     assert family is not None
     family.decode([slab.move for slab in slabs])
@@ -727,7 +668,7 @@ def _decode(slabs: Sequence[Slab], keep_staging: bool = False) -> None:
 
 
 def _verify(slabs: Sequence[Slab]) -> None:
-    """Raise RuntimeError where encoded slabs cannot be decoded (`Remainders.verify`); they are as they were then."""
+    """Raise RuntimeError where encoded slabs cannot be decoded; they are as they were then."""
     family = slabs[0].codec.family
     assert family is not None
     with slabs[0].transfers.computing():

@@ -20,17 +20,13 @@ Named = tuple[str, torch.Tensor]
 class StorageSlab:
     """One storage, which is never rebound: every view of it is the same object, at its place, when it is back.
 
-    What is released (the storage) may be more than what is copied (`ranges`): of a buffer that all-gathers again a
-    rank's own shard will do. The copies run on the current stream; whoever calls orders them.
+    What is released (the storage) may be more than what is copied (`ranges`, in order and disjoint; the whole storage
+    when None): of a buffer that all-gathers again a rank's own shard will do. The copies run on the current stream;
+    whoever calls orders them.
 
-    While it is away its tensors are guarded: whatever touches one gets a RuntimeError that names it.
-
-    Args:
-        tensor: any view of the storage.
-        name: what it is, for messages.
-        comes_by: what to call to have it back.
-        ranges: what to copy, in order and disjoint; the whole storage when None.
-        named: tensors on it that have a name of their own. Others are looked for, see `find_aliases`.
+    While it is away its tensors are guarded: whatever touches one gets a RuntimeError that names it, and `comes_by`,
+    what to call to have it back. `named` are tensors on it that have a name of their own; others are looked for, see
+    `find_aliases`.
     """
 
     def __init__(
@@ -53,8 +49,7 @@ class StorageSlab:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # uint8 [nbytes]
         self.ranges = tuple(ranges) if ranges is not None else ((0, self.nbytes),)
         self.copied_nbytes = sum(end - start for start, end in self.ranges)
-        self.host: HostBuffer | None = None
-        """Made by `map_host`; its page-locking is its owner's."""
+        self.host: HostBuffer | None = None  # made by `map_host`; its page-locking is its owner's
         self.host_digests: tuple[int, ...] | None = None
         """`Digester.of(parts)` when the host copy was made; None where there is none, or nobody took them."""
 
@@ -74,11 +69,7 @@ class StorageSlab:
         return [self._bytes[start:end] for start, end in self.ranges]
 
     def map_host(self) -> list[HostBuffer]:
-        """Map the host memory of the ranges; return the buffer where it is new and yet to be page-locked, or nothing.
-
-        Raises:
-            RuntimeError: as `HostBuffer`.
-        """
+        """Map the host memory of the ranges; return the buffer where it is new and not page-locked yet, or nothing."""
         if self.host is not None or not self.copied_nbytes:
             return []
         self.host = HostBuffer(self.copied_nbytes)
@@ -109,12 +100,9 @@ class StorageSlab:
         return list(zip(self.parts, homes, strict=True))
 
     def empty(self) -> int:
-        """Give the memory back; return its bytes, 0 where it is away already.
+        """Give the memory back; return its bytes, 0 where it is away already, or raise as `require_resizable`.
 
         Nothing on any stream may read or write it any more: PyTorch knows of the stream alone that it was made on.
-
-        Raises:
-            StillShared: as `require_resizable`; nothing has changed then.
         """
         if self.is_away:
             return 0
@@ -125,11 +113,7 @@ class StorageSlab:
         return self.nbytes
 
     def fill(self, zeroed: bool = False) -> int:
-        """Take memory again, of undefined content or `zeroed`, on the current stream; return its bytes.
-
-        Raises:
-            torch.OutOfMemoryError: there is none; it stays away then.
-        """
+        """Take memory again, of undefined content or `zeroed`, on the current stream; return its bytes."""
         if not self.is_away:
             return 0
         fill(self.storage, self.nbytes, f"{self.name} was {self._advice}")

@@ -46,24 +46,13 @@ def blocks_over(count: int, each: int) -> int:
 
 
 class StridedSum:
-    """A kernel of (address, ..., count, address of the u64 sum) that adds to the sum by `add_up`.
-
-    Args:
-        kernel: with one word for each argument.
-    """
+    """A kernel of (address, ..., count, address of the u64 sum) that adds to the sum by `add_up`."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
 
     def add(self, sums: torch.Tensor, place: int, count: int, *addresses: int) -> None:
-        """Enqueue it on the current stream.
-
-        Args:
-            sums: int64, contiguous; one of them is added to.
-            place: which.
-            count: places of the arrays.
-            addresses: of the arrays.
-        """
+        """Enqueue it on the current stream: the sum over `count` places of arrays is added to `sums[place]` (int64)."""
         if count:
             stream = current_stream(sums.get_device())
             self._kernel.launch(
@@ -72,13 +61,9 @@ class StridedSum:
 
 
 def compile_sum(source: str, name: str, arrays: int, device: torch.device) -> StridedSum | None:
-    """Return a kernel, whose source is compiled once in a process; None without a GPU, or an NVRTC that compiles.
+    """Return the kernel `name` over so many arrays; None without a GPU, or an NVRTC that compiles.
 
-    Args:
-        source: what comes after `SOURCE`.
-        name: of the kernel.
-        arrays: that it reads.
-        device: with its index.
+    `source`, what comes after `SOURCE`, is compiled once in a process.
     """
     module = compile_for(SOURCE + source, device) if device.type == "cuda" else None
     return None if module is None else StridedSum(Kernel(module, name, (1,) * (arrays + 2), THREADS))

@@ -1,4 +1,4 @@
-"""Copies of slabs between GPU and host memory: the verbs, within host memory, and by CUDA's streams and events."""
+"""Copies of slabs between GPU memory and host buffers: the verbs, and how they are done on a host and with CUDA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bridge_fgo.memory.layout import pieces
 
 
 class Movable(Protocol):
-    """What the copies of a `Slab` need to know of it, and have it do."""
+    """What the copies of a `Slab` need of it."""
 
     gpu: torch.Tensor | None
     staging: torch.Tensor | None
@@ -51,16 +51,16 @@ class Transfers(ABC):
     """Whether a slab's host buffer still has its states when they are back on the GPU."""
 
     def begin_pass(self) -> None:  # noqa: B027
-        """Remember the current stream as the one that forward and backward run on.
+        """Remember the current stream, of forward and backward, as the training stream until the next pass.
 
-        It is the training stream until the next pass begins: whatever else reads or writes states meanwhile, on
-        another stream, is to have that one wait for it. Where a pass is on another stream than the one before, that
-        waits for what the one before holds; a former training stream that goes on to compute something of its own
-        has to wait for the new one, as with any memory of PyTorch's that another stream uses.
+        Whatever else reads or writes states meanwhile, on another stream, is to have that one wait for it. Where a pass
+        is on another stream than the one before, that waits for what the one before holds; a former training stream
+        that goes on to compute something of its own has to wait for the new one, as with any memory of PyTorch's that
+        another stream uses.
         """
 
     def on_compute_stream(self) -> AbstractContextManager[object]:
-        """Context on that stream: a model's hooks may run on side streams of its own."""
+        """Context on that stream: a model's hooks may run on side streams of their own."""
         return nullcontext()
 
     def computing(self) -> AbstractContextManager[object]:
@@ -83,9 +83,7 @@ class Transfers(ABC):
     def copy_out(self, slab: Movable, written: bool = True) -> None:
         """Start the copy of a slab to its host buffer, after what the current stream holds.
 
-        Args:
-            slab: whose bytes to copy.
-            written: whether something that writes it was enqueued since the last copy of the same `back_to_back`.
+        `written` says whether something that writes it was enqueued since the last copy of the same `back_to_back`.
         """
 
     def release(self, slab: Movable) -> None:
@@ -143,11 +141,11 @@ _SAME_STREAM = nullcontext()
 class Lane:
     """Copies in one direction, one after another, in pieces that let other copies pass between them.
 
-    A GPU has one copy engine a direction, and it serves a stream for as long as that has copies ready: a copy
-    of a few bytes by the training loop (`.item()`, a NaN check) would wait for all of them. So the copies go to
-    two streams in turn, `piece_bytes` at most to each at a time, and that waits for the other by an event. Measured on
-    an H200 with 2 GiB queued in pieces of 64 MiB: the longest `.item()` took 38 ms with one stream and 0.7 ms with two,
-    at 53.8 GB/s both. Two events between the pieces of one stream do not do it (38 ms).
+    A GPU has one copy engine a direction, and it serves a stream for as long as that has copies ready: a copy of a few
+    bytes by the training loop (`.item()`, a NaN check) would wait for all of them. So the copies go to two streams in
+    turn, `piece_bytes` at most to each at a time, and that waits for the other by an event. Measured on an H200 with 2
+    GiB queued in pieces of 64 MiB: the longest `.item()` took 38 ms with one stream and 0.7 ms with two, at 53.8 GB/s
+    both. Two events between the pieces of one stream do not do it (38 ms).
     """
 
     def __init__(self, device: torch.device, piece_bytes: int, copier: Copier) -> None:
@@ -159,15 +157,13 @@ class Lane:
         self._streams = tuple(torch.cuda.ExternalStream(handle.value, device) for handle in self._handles)
         self._ends = (Event(), Event())
         self._turn = 0
-        self._run = 0
-        """Bytes of the copies that the stream whose turn it is has got one after another."""
+        self._run = 0  # bytes of the copies that the stream whose turn it is has got one after another
         self._last = self._ends[0]
         self._is_open = False
         """Whether that stream has got something since `_last`: a piece that is not its copy's last, or one whose event
         an error has prevented."""
         self._copies = 0
-        self.awaited = 0
-        """Place of the latest copy that the training stream waits for: and so for all before."""
+        self.awaited = 0  # place of the latest copy that the training stream waits for: and so for all before
 
     def copy(self, target: int, source: int, nbytes: int, done: Event, after: Iterable[Event] = ()) -> None:
         """Enqueue the copy of `nbytes` between two addresses, after some events, and record `done` after it."""
@@ -226,8 +222,8 @@ class CudaTransfers(Transfers):
         self._shares_link = ranks_of_this_node() > 1
         self._out = Lane(device, piece_bytes, Copier(to_gpu=False))
         self._in = Lane(device, piece_bytes, Copier(to_gpu=True))
+        # recorded anew for each wait: on the training stream, or on a reader's and on that
         self._here = Event(), Event()
-        """Recorded anew for each wait: on the training stream, or on a reader's and on that."""
         self.begin_pass()
         self._done = defaultdict[int, tuple[Event, Event]](lambda: (Event(), Event()))
         """Recorded after the newest copy of each slab out, and in; by the address of its host buffer.
@@ -395,8 +391,8 @@ class CudaTransfers(Transfers):
     def _streams(self) -> tuple[int, ...]:
         """Return the current stream and the training stream; the same, but for a reader on a side stream.
 
-        What such a reader waits for, the training stream has to wait for too: to it the slab counts as readable, or
-        its memory as free, from then on.
+        What such a reader waits for, the training stream has to wait for too: to it the slab counts as readable, or its
+        memory as free, from then on.
         """
         current = current_stream(self._index)
         return self._alone if current == self._handle else (current, self._handle)

@@ -21,11 +21,7 @@ MOST_CYCLES = 2_000_000
 
 
 def debugged(transfers: Transfers) -> Transfers:
-    """Return the transfers, in debug mode where the environment asks for it.
-
-    Raises:
-        ValueError: BRIDGE_FGO_DEBUG is no integer.
-    """
+    """Return the transfers, in debug mode where the environment asks for it; ValueError if that has no seed."""
     seed = os.environ.get(VARIABLE, "")
     if not seed:
         return transfers
@@ -55,8 +51,8 @@ class DebugTransfers(Transfers):
         self.computing, self.on_compute_stream = transfers.computing, transfers.on_compute_stream
         self.back_to_back, self.yielding = transfers.back_to_back, transfers.yielding
         self._random = random.Random(seed)
+        # slabs whose copy out, or in, is put off; and whose host buffer nobody may read and is not poisoned yet
         self._late_out, self._late_in, self._stale = (weakref.WeakSet[Movable]() for _ in range(3))
-        """Slabs whose copy out, or in, is put off; and whose host buffer nobody may read and is not poisoned yet."""
 
     @override
     def begin_pass(self) -> None:

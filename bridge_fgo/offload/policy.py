@@ -30,11 +30,7 @@ GB 0.6 to 0.75 GB more was reserved than allocated (9.8 GB of states); with 1.3 
 
 @dataclass(eq=False)
 class PartBytes:
-    """Size of one part.
-
-    nbytes: GPU memory of its slabs; transit_bytes: the most that they hold, which is while they are on their way.
-    stays: whether the part stays on the GPU for good, because the memory budget has room for it.
-    """
+    """Size of one part: GPU memory of its slabs, and the most that they hold, which is while they are on their way."""
 
     nbytes: int
     transit_bytes: int
@@ -46,12 +42,8 @@ def plan_holding(
 ) -> HoldPlan:
     """Return what may be held so that the peak of everything stays at or below `limit` bytes where it can.
 
-    Args:
-        profile: what there is beside the slabs.
-        limit: in bytes.
-        staying: bytes of slabs that stay for good, and are held in any case.
-        part_bytes: sizes of all parts; two of them are held in the optimizer step in any case.
-        masters_held: bytes of masters that are held to the end of the optimizer step in any case.
+    `profile` is what there is beside the slabs. In any case are held: `staying` bytes of slabs that stay for good, two
+    parts in the optimizer step, and `masters_held` bytes to its end.
     """
     leave = [max(staying, limit - peak) for peak in profile.intervals]
     step = max(staying + masters_held + 2 * max(part_bytes, default=0), limit - profile.step)
@@ -90,16 +82,15 @@ class HoldPolicy:
     Measured passes of one kind in which the same layers ran are one profile, the maximum of all of them, and one plan.
 
     Args:
-        budget_bytes: peak of allocated bytes to stay under while offloading as little as possible; None
-            to offload everything.
+        budget_bytes: peak of allocated bytes to stay under while offloading as little as possible; None to offload
+            everything.
         room: finds out such a budget in training.
     """
 
     def __init__(self, budget_bytes: int | None = None, room: DeviceRoom | None = None) -> None:
         self.budget_bytes = budget_bytes
         self._room = room
-        self.margin_bytes = 0
-        """The least margin below the limit, a few parts; see `_margin`."""
+        self.margin_bytes = 0  # the least margin below the limit, a few parts; see `_margin`
         self.held_through_step = 0
         """Bytes that cannot leave before the optimizer step is over: masters that are copied to the model at once, and
         all states of a source whose step is not divided."""
@@ -108,13 +99,11 @@ class HoldPolicy:
         self.all_can: Callable[[bool], bool] | None = None
         """Takes whether this rank can choose now, and returns whether all of them can; None where nobody else does."""
         self.announce: Callable[[str], None] = lambda text: None
-        self.warn: Callable[[str], None] = lambda text: None
-        """Like `announce`, for what concerns this rank alone."""
+        self.warn: Callable[[str], None] = lambda text: None  # like `announce`, for what concerns this rank alone
         self.plans: list[HoldPlan] = []
+        # the peak that all plans keep under: the budget, or the highest that releasing throughout would reach
         self.limit = 0
-        """The peak that all plans keep under: the budget, or the highest that releasing throughout would reach."""
-        self._profiles: list[MemoryProfile] = []
-        """The newest used last."""
+        self._profiles: list[MemoryProfile] = []  # the newest used last
         self._lost = 0
         self._chosen = False
         self._said = ""
@@ -161,11 +150,6 @@ class HoldPolicy:
         More than one part above, that is: so much may be there twice for a moment. From then on such steps hold as much
         less of the states. Where that is not enough, memory beside the states has grown (a cache of the first
         evaluation, say), and the profile grows by it, until the states have nothing left to give.
-
-        Args:
-            plan: the one that was followed.
-            peak: of all that was allocated in the step, in bytes.
-            parts: as `plan`.
         """
         profile = plan.profile
         self._profiles.remove(profile)
@@ -199,17 +183,10 @@ class HoldPolicy:
         return True
 
     def plan(self, parts: Sequence[PartBytes], expands: bool) -> set[int]:
-        """Plan anew for all passes that were measured.
+        """Plan anew for all measured passes; return the positions of the parts that stay on the GPU for good.
 
-        Args:
-            parts: of all sources of the rank.
-            expands: whether the allocator's segments can grow.
-
-        Returns:
-            the positions of the parts that stay on the GPU for good.
-
-        Raises:
-            ValueError: the budget cannot be met; gives the least one that can.
+        `expands` says whether the allocator's segments can grow. ValueError, with the least budget that can be met,
+        where this one cannot.
         """
         profiles = self._profiles
         sizes = [part.transit_bytes for part in parts]
@@ -249,16 +226,12 @@ class HoldPolicy:
         return margin if expands else 3 * margin
 
     def _choose(self, parts: Sequence[PartBytes], budget: int, least: int, wanted: int) -> set[int]:
-        """Choose the parts that stay under the budget.
+        """Choose the parts that stay under the budget (bytes).
 
-        The ranks agree when the first choice is made. Later, when another kind of pass has been measured, each
-        rank looks after itself: it lets fewer parts stay, or says that the budget does not hold.
-
-        Args:
-            parts: of all sources of the rank.
-            budget: in bytes.
-            least: the least possible budget by what was measured.
-            wanted: that and what steps went above their plans, which is kept free too.
+        The ranks agree when the first choice is made. Later, when another kind of pass has been measured, each rank
+        looks after itself: it lets fewer parts stay, or says that the budget does not hold. `least` is the least
+        possible budget by what was measured; `wanted` is that and what steps went above their plans, which is kept free
+        too.
         """
         if not self._chosen:
             room, least = self.agree(budget - least, least)

@@ -30,16 +30,11 @@ class Mark(NamedTuple):
 class MemoryProfile:
     """Peaks of what is on the GPU beside the slabs in one pass and the step after it, in bytes."""
 
-    intervals: list[int] = field(default_factory=list)
-    """One for each point of the pass."""
-    step: int = 0
-    """From the end of the last backward to the end of the optimizer step."""
-    marks: list[Mark] = field(default_factory=list)
-    """What passed each point but the first, point 0."""
-    kind: object = None
-    """What the pass has in common with others of its kind: the number of microbatches."""
-    beyond: int = 0
-    """Bytes by which later passes went above what they were planned for by it; they hold as much less."""
+    intervals: list[int] = field(default_factory=list)  # one for each point of the pass
+    step: int = 0  # from the end of the last backward to the end of the optimizer step
+    marks: list[Mark] = field(default_factory=list)  # what passed each point but the first, point 0
+    kind: object = None  # what the pass has in common with others of its kind: the number of microbatches
+    beyond: int = 0  # by which later passes went above what they were planned for; they hold as much less
 
     @property
     def peak(self) -> int:
@@ -109,23 +104,18 @@ class HoldPlan:
 
 
 class PassMatcher:
-    """Compares one pass with the measured ones of its kind.
+    """Compares one pass with the measured ones of its kind, by their `plans`.
 
     A plan holds as long as its profile covers every point that was passed: then the pass needs no more memory up to the
-    next point than was measured. Of several plans that hold, the one whose pass needed least is followed.
-
-    Args:
-        plans: those of the pass's kind; () where none was measured.
-        checks_inputs_only: whether every state stays in this pass, so that `forward` is called in place of `point`. It
-            takes the host a third of the time.
+    next point than was measured. Of several plans that hold, the one whose pass needed least is followed. Where
+    `checks_inputs_only`, because every state stays, `forward` is called in place of `point`: it takes the host a third
+    of the time.
     """
 
     def __init__(self, plans: Sequence[HoldPlan] = (), checks_inputs_only: bool = False) -> None:
         self.checks_inputs_only = checks_inputs_only
-        self.marks: list[Mark] = []
-        """What has passed each point."""
-        self._forwards = 0
-        """How many forwards have begun, where these alone are compared."""
+        self.marks: list[Mark] = []  # what has passed each point
+        self._forwards = 0  # how many forwards have begun, where these alone are compared
         self._fitting = sorted(plans, key=lambda plan: sum(plan.profile.intervals))
 
     @property
@@ -141,12 +131,7 @@ class PassMatcher:
         return None if self.plan is before else before
 
     def forward(self, layer: int, nbytes: int) -> bool:
-        """Note that a layer's forward begins; return whether no plan holds any more from it on.
-
-        Args:
-            layer: its number, as in `Mark`.
-            nbytes: of the tensors that go into it.
-        """
+        """Note that a layer's forward begins, with inputs of so many bytes; return whether no plan holds from it on."""
         if not self._fitting:
             return False
         index, self._forwards = self._forwards, self._forwards + 1
@@ -163,11 +148,8 @@ class PassMatcher:
     def known(self, plan: HoldPlan, points: int, newest: int) -> MemoryProfile:
         """Return what is known of this pass from a plan that held for its first `points` points, point 0 included.
 
-        Args:
-            plan: the one that held.
-            points: for how many.
-            newest: a bound in bytes for the last of these intervals. In the measured pass it may have ended earlier, at
-                another layer.
+        `newest` is a bound in bytes for the last of these intervals: in the measured pass that may have ended earlier,
+        at another layer.
         """
         intervals = plan.profile.intervals[:points]
         intervals[-1] = max(intervals[-1], newest)
@@ -175,23 +157,16 @@ class PassMatcher:
 
 
 class PeakRecorder:
-    """Fills the profile of a pass, point by point, while slabs come and go.
+    """Fills the profile of a pass, point by point, while slabs come and go; without a GPU nothing is ever measured.
 
     Each reading of the peaks takes the host some 100 microseconds, so that few passes are measured.
-
-    Args:
-        meter: the allocator's peaks; where it does not work (no GPU), nothing is ever measured.
-        ledger: the bytes that slabs hold.
     """
 
     def __init__(self, meter: PeakMeter, ledger: Ledger) -> None:
         self._meter, self._ledger = meter, ledger
-        self.profile: MemoryProfile | None = None
-        """Of the pass that is measured; None where none is."""
-        self.in_step = False
-        """Whether the pass is over, and the optimizer steps."""
-        self._pass_peak = 0
-        """Of a pass that is not measured: the peak of all that was allocated, as far as it was read."""
+        self.profile: MemoryProfile | None = None  # of the pass that is measured; None where none is
+        self.in_step = False  # whether the pass is over, and the optimizer steps
+        self._pass_peak = 0  # of all that was allocated in a pass that is not measured, as far as it was read
 
     @property
     def expands(self) -> bool:

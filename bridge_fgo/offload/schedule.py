@@ -53,11 +53,7 @@ in, and so many that are copied out that the step does not wait for the copy of 
 class Schedule:
     """The order of all moves on one rank. Without measured peaks everything is released throughout.
 
-    Args:
-        transfers: the copies.
-        meter: the allocator's peaks; where it does not work (no GPU), nothing is ever measured.
-        budget_bytes: see `HoldPolicy`.
-        room: see `HoldPolicy`.
+    Without a GPU `meter` measures nothing. `budget_bytes` and `room` are `HoldPolicy`'s.
     """
 
     def __init__(
@@ -69,9 +65,9 @@ class Schedule:
     ) -> None:
         self.ledger = Ledger()
         self.transfers = transfers
-        self.parts: list[Part] = []
-        """Parts of all sources of the rank, in the order in which they step."""
+        self.parts: list[Part] = []  # of all sources of the rank, in the order in which they step
         self.holding = holding = HoldPolicy(budget_bytes, room)
+        # what a pass must have in common with the measured one: set before a pass; the number of microbatches
         self.signature: object = None
         """What a pass must have in common with the measured one: set before a pass; the number of microbatches."""
         self.packing = PackingPolicy(lambda text: holding.announce(text), lambda text: holding.warn(text))
@@ -79,11 +75,10 @@ class Schedule:
         self._fresh = self._warm = False
         self._is_like_others = True
         self._matcher = PassMatcher()
+        # whether passes report their points though nothing moves: one was larger than any measured one
         self._wants_points = False
-        """Whether passes report their points though nothing moves: one of them was larger than any measured one."""
         self.queue = SlabQueue(transfers, self.ledger, lambda text: holding.warn(text))
-        self._newest = 0
-        """`PeakRecorder.newest_others` at the end of a pass that went by a plan."""
+        self._newest = 0  # `PeakRecorder.newest_others` at the end of a pass that went by a plan
         self._start()
 
     @property
@@ -118,9 +113,7 @@ class Schedule:
     def begin_pass(self, is_like_others: bool = True) -> None:
         """Begin a forward-backward pass; every slab that is to leave is on its way, or gone.
 
-        Args:
-            is_like_others: whether it needs the same memory as others of its signature; else it is not measured, and
-                goes by no plan.
+        One that is not like others of its signature is not measured, and goes by no plan.
         """
         self._is_like_others = is_like_others
         self.transfers.begin_pass()
@@ -178,10 +171,6 @@ class Schedule:
         """Note that a layer's forward begins in a pass in which nothing moves, and send all away if it is too large.
 
         What it needs is not measured: that takes all of its points, so those of the passes after it are reported.
-
-        Args:
-            layer: its number, as in `Mark`.
-            nbytes: of the tensors that go into it.
         """
         if self.checks_inputs_only and self._matcher.forward(layer, nbytes):
             self._wants_points = True
@@ -345,10 +334,9 @@ class Schedule:
     # What follows from a step.
 
     def end_step(self, updated: bool) -> None:
-        """Make the plan, or raise as `HoldPolicy.add`, if the training step that is over was the measured one.
+        """Make the plan, or raise as `HoldPolicy.plan`, if the training step that is over was the measured one.
 
-        Args:
-            updated: whether the optimizer stepped. On a rank that has no parts it may say that it has not.
+        `updated` says whether the optimizer stepped. On a rank that has no parts it may say that it has not.
         """
         updated = updated or not self.parts
         learns = self.recorder.in_step and updated

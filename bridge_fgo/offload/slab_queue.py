@@ -17,18 +17,11 @@ LOOKAHEAD = 2
 
 
 class SlabQueue:
-    """Prefetches slabs in the order in which they step, and releases them in the order in which their copies out began.
-
-    Args:
-        transfers: the copies.
-        ledger: the bytes that all slabs of the rank hold.
-        warn: gets a line when memory runs out for the first time.
-    """
+    """Prefetches slabs in the order in which they step; releases them in the order in which their copies out began."""
 
     def __init__(self, transfers: Transfers, ledger: Ledger, warn: Callable[[str], None]) -> None:
         self._transfers, self._ledger, self._warn = transfers, ledger, warn
-        self.failed_fetches = 0
-        """Passes of the whole run in which there was no GPU memory for a copy ahead of its time."""
+        self.failed_fetches = 0  # passes of the whole run in which there was no GPU memory for a copy ahead of its time
         self.start([])
 
     def start(self, slabs: Sequence[Slab]) -> None:
@@ -36,10 +29,9 @@ class SlabQueue:
         self.slabs = slabs
         self._next = 0
         self._position = {slab: i for i, slab in enumerate(slabs)}
+        # slabs that may be released, in the order in which their copies out began
         self.leaving = OrderedDict.fromkeys(slab for slab in slabs if slab.state is SlabState.OFFLOADING)
-        """Slabs that may be released, in the order in which their copies out began."""
-        self.is_short = False
-        """Whether there was no memory for a copy in this pass: nothing more is prefetched."""
+        self.is_short = False  # whether there was no memory for a copy in this pass: nothing more is prefetched
 
     @property
     def to_come(self) -> Sequence[Slab]:
@@ -91,9 +83,7 @@ class SlabQueue:
     def send_back(self, limit: int, staying: Sequence[Slab]) -> None:
         """Start the copies out of slabs that were copied back, the last first, until `limit` bytes stay at most.
 
-        Args:
-            limit: in bytes, of what was copied back and of what stays for good.
-            staying: what stays for good.
+        That counts what was copied back, and `staying`, what stays for good.
         """
         here = [slab for slab in self.slabs if slab.state in (SlabState.RESIDENT, SlabState.RELOADING)]
         held = sum(slab.gpu_bytes for slab in (*here, *staying))
@@ -165,9 +155,8 @@ class SlabQueue:
     def fetch(self, slab: Slab, limit: int) -> None:
         """Copy back a slab that the update needs now, and make room for it; where there is no memory, twice.
 
-        Args:
-            slab: that was released. It may be one of those that stay, for which there was no memory before.
-            limit: in bytes, of all slabs, as far as it takes no more than releasing what is being copied out.
+        It was released; it may be one of those that stay, for which there was no memory before. All slabs keep to
+        `limit` bytes, as far as it takes no more than releasing what is being copied out.
         """
         self.release_down_to(limit - slab.transit_bytes)
         try:

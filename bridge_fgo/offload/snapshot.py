@@ -30,7 +30,6 @@ class Snapshot:
 
     Args:
         owners: the part that offloads a parameter's states, by the `id` of the parameter as the optimizer has it.
-        transfers: the copies.
         copies: whether every tensor that is handed out is a copy, or lent. Without, a state that is on the host already
             may be handed out as a view of its page-locked buffer, for a reader that copies it at once.
         shares: whether copies are made in memory that a process that saves gets as it is.
@@ -55,10 +54,8 @@ class Snapshot:
         self._copies = copies
         self._shares = shares
         self._lends = lends
-        self._borrowed: deque[list[Slab]] = deque()
-        """Slabs that were released before, part by part."""
-        self._here: list[Slab] = []
-        """Slabs that were on the GPU before, and are copied out to be lent."""
+        self._borrowed: deque[list[Slab]] = deque()  # slabs that were released before, part by part
+        self._here: list[Slab] = []  # slabs that were on the GPU before, and are copied out to be lent
         # Race: a copy out that is still under way would be read half done by the host.
         transfers.finish_out()
 
@@ -72,12 +69,7 @@ class Snapshot:
             self._finish_lending()
 
     def hand_out(self, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what `read` returns, the states of an optimizer parameter by name, each tensor safe to keep.
-
-        Args:
-            param: the parameter as the optimizer has it.
-            read: returns state tensors themselves, or copies of another dtype of those that convert.
-        """
+        """Return what `read` returns, the states of an optimizer parameter by name, each tensor safe to keep."""
         part = self._owners.get(id(param))
         if part is None:
             return read()
@@ -160,10 +152,6 @@ class Loading(Snapshot):
 
     Where a slab is on the GPU, or a state is loaded in another dtype than it has, the parameter's states are written
     there by their owner. Two parts at most are there at a time for that.
-
-    Args:
-        owners: the part that offloads a parameter's states, by the `id` of the parameter as the optimizer has it.
-        transfers: the copies.
     """
 
     most_borrowed = 2
@@ -173,8 +161,7 @@ class Loading(Snapshot):
         for part in dict.fromkeys(owners.values()):
             for slab in part.slabs:
                 slab.own_host(keep=True)
-        self._newest: dict[str, Any] = {}
-        """The states of the parameter that was handed out last, by name."""
+        self._newest: dict[str, Any] = {}  # the states of the parameter that was handed out last, by name
 
     @override
     def hand_out(self, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:

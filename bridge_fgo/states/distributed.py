@@ -142,9 +142,8 @@ class MegatronSource(McoreSource):
 def bundles(optimizer: Any, rounded: Mapping[int, WeightShard] | None = None) -> list[Bundle]:
     """Return the states of every parameter of a DistributedOptimizer, in the order of its param groups.
 
-    Parameters of no elements are left out. A master weight that shares memory with a DDP buffer (native
-    fp32 parameters) is left out: it is the model's weight, and must never be moved, resized or rebound.
-    `rounded` is what `MasterCopy.rounded_weights` returned.
+    Parameters of no elements are left out. A master weight that shares memory with a DDP buffer (native fp32
+    parameters) is left out: it is the model's weight, and must never be moved, resized or rebound.
     """
     adam = optimizer.optimizer
     masters = {id(p) for group in optimizer.shard_fp32_from_float16_groups for p in group if p is not None}
@@ -211,11 +210,7 @@ def _make(adam: Any, param: torch.Tensor, name: str, dtype: torch.dtype) -> None
 
 
 def of_inner(adam: torch.optim.Optimizer, param: torch.Tensor, name: str) -> torch.Tensor | None:
-    """Return a tensor of `adam.state` as it is now, or None before the first step made it.
-
-    Raises:
-        ValueError: the tensor is a subclass with scales of its own (FP8 moments).
-    """
+    """Return a tensor of `adam.state` as it is now, None before the first step made it; ValueError for FP8 moments."""
     # Not states[param]: `optimizer.state` is a defaultdict, and Adam takes an empty entry for a made one. And not kept:
     # load_state_dict puts another dictionary there.
     tensor = adam.state.get(param, {}).get(name)

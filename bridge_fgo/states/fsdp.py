@@ -140,10 +140,8 @@ class FsdpSource(McoreSource):
     def has_own(self, state_dict: Mapping[str, Any]) -> bool:
         """Return whether a state dictionary has the very states of the Adam inside, which were loaded where they are.
 
-        Loaded once more they would be the same, but where Transformer Engine scales them: those in fp16.
-
-        Args:
-            state_dict: for the Adam inside: its `state` by the names that its `param_groups` have for the parameters.
+        Loaded once more they would be the same, but where Transformer Engine scales them: those in fp16. Its `state` is
+        by the names that its `param_groups` have for the parameters.
         """
         adam = self.optimizer.optimizer
         names = [name for group in state_dict["param_groups"] for name in group["params"]]

@@ -38,10 +38,9 @@ class KnownStep:
     """
 
     def __init__(self, cls: type) -> None:
+        # names of the methods that the step calls, also by way of others, and of what else has such a name
         self.methods = {"step"}
-        """Names of the methods that the step calls, also by way of others, and of what else has such a name."""
-        self.unknown = ""
-        """The name of the first that is not known; empty where all are."""
+        self.unknown = ""  # the name of the first that is not known; empty where all are
         todo = ["step"]
         while todo:
             name = todo.pop()

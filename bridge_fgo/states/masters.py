@@ -24,10 +24,10 @@ class MasterCopy:
     belongs to the parameter at the same place of `model_float16_groups`; with shorter lists it copies fewer.
     """
 
+    # the optimizer's lists of masters, and of the parameters that they are copied to
     masters = ("shard_fp32_from_float16_groups", "model_float16_groups")
-    """The optimizer's lists of masters, and of the parameters that they are copied to."""
+    # its lists of native fp32 parameters that the method copies too
     native = ("shard_fp32_groups", "model_fp32_groups")
-    """Its lists of native fp32 parameters that the method copies too."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -46,12 +46,9 @@ class MasterCopy:
         return not (quantized or getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False))
 
     def rounded_weights(self, dtypes: Collection[torch.dtype] = (torch.bfloat16,)) -> dict[int, WeightShard]:
-        """Return where each fp32 master is rounded to a weight, by the `id` of the master.
+        """Return where each fp32 master is rounded to a weight of one of the `dtypes`, by the `id` of the master.
 
         Not for quantized weights (a class of their own), and not where the copy does not divide.
-
-        Args:
-            dtypes: of the weights that are asked for.
         """
         if not self.divides() or not hasattr(self._optimizer, self.masters[1]):
             return {}
@@ -181,13 +178,10 @@ def masters_made_late() -> Iterator[None]:
 
 
 def build_groups(build: Callable[[list[Any]], Groups], groups: list[Any]) -> Groups:
-    """Return what `DistributedOptimizer._build_model_and_main_param_groups` would.
+    """Return what `DistributedOptimizer._build_model_and_main_param_groups` would, by `build`, which calls it.
 
-    In `masters_made_late` it is called for one parameter after another, so that no two masters are there at once.
-
-    Args:
-        build: calls that method for some param groups.
-        groups: all of them; the `params` of each `orig_group` in it become those that the Adam inside steps.
+    In `masters_made_late` it is called for one parameter after another, so that no two masters are there at once. The
+    `params` of each `orig_group` become those that the Adam inside steps.
     """
     if _late is None:
         return build(groups)

@@ -57,11 +57,9 @@ class Source(ABC):
 
     @abstractmethod
     def stepping(self, run: Callable[[], None], owners: Mapping[int, Part]) -> AbstractContextManager[None]:
-        """Context in which the optimizer's step calls `run` in its own place.
+        """Context in which the optimizer's step calls `run` instead, which calls `step` for each part and with None.
 
-        Args:
-            run: calls `step` once for each part, and once with None.
-            owners: the part of each parameter, by `id`; parameters that are not in it belong to None.
+        `owners` has the part of each parameter, by `id`; parameters that are not in it belong to None.
         """
 
     @abstractmethod
@@ -83,11 +81,8 @@ class Source(ABC):
     ) -> AbstractContextManager[Callable[[Part | None], None]]:
         """Context that gives a function that makes the states of a part, or with None those that belong to no part.
 
-        For a source whose states are not made one by one (`State.make`).
-
-        Args:
-            make: the owner's, which makes the states of all parameters that it finds.
-            owners: as for `stepping`.
+        For a source whose states are not made one by one (`State.make`). `make` is the owner's, which makes the states
+        of all parameters that it finds.
         """
         raise NotImplementedError
 
