@@ -1,20 +1,22 @@
-"""Hands the native engine's states to a checkpoint's save, and puts loaded ones where they are."""
+"""What the native engine does for checkpoints: hands states to a save, and puts loaded or rewritten ones in place."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import batched
-from typing import Any
+from typing import Any, override
 
 import torch
 
+from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.offloaded_source import OffloadedSource, pin
 from bridge_fgo.engines.packed_masters import PackedMasters
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.host_buffer import PINNING_THREADS, SharedHostBuffer, has_files_for_buffers
 from bridge_fgo.memory.host_memory import free_for_each_rank
-from bridge_fgo.memory.slab import Slab, SlabState
+from bridge_fgo.memory.slab import Slab, SlabState, require_readable
 from bridge_fgo.memory.state import State
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.part import Part
@@ -22,66 +24,66 @@ from bridge_fgo.offload.snapshot import Loading, Snapshot
 from bridge_fgo.states.source import Source
 
 
-class Checkpoints:
-    """Hands out states for a save or a load, of one source at a time or of several.
+class CheckpointingEngine(Engine):
+    """The part of the native engine that reads and writes states outside of a training step, part by part."""
 
-    Host memory is page-locked near the GPU `pin_near`, or not where that is None.
-    """
+    masters: PackedMasters
+    _transfers: Transfers
+    _offloaded: dict[Source, OffloadedSource]
+    _pin_near: torch.device | None  # the GPU near which host memory is page-locked; None where it is not
 
-    def __init__(
-        self,
-        offloaded: Mapping[Source, OffloadedSource],
-        transfers: Transfers,
-        masters: PackedMasters,
-        pin_near: torch.device | None,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._offloaded = offloaded
-        self._transfers = transfers
-        self._masters = masters
-        self._pin_near = pin_near
-        self._warn = warn
-        self._snapshots: dict[Source, Snapshot] = {}
+    def __init__(self) -> None:
+        self._snapshots: dict[Source, Snapshot] = {}  # of those that are being saved or loaded
+        self._half_loaded: set[Source] = set()  # a load that has not ended may have overwritten some of their states
         self._has_worker = False  # whether a worker process writes what a save gets
-        # those some of whose states a load that has not ended may have overwritten
-        self._half_loaded: set[Source] = set()
-        self.lends = False  # whether a save gets host buffers lent in place of copies
+        self._lends = False  # whether a save gets host buffers lent in place of copies
 
+    @abstractmethod
+    def warn(self, text: str) -> None:
+        """Print a line that concerns this rank."""
+
+    @abstractmethod
+    def steps_whole(self, source: Source) -> bool:
+        """Return whether a source's step cannot be divided; say once what keeps it whole."""
+
+    @override
     def is_checkpointing(self, source: Source) -> bool:
-        """Return whether a source is being saved or loaded, so that `hand_out` gives its states."""
         return source in self._snapshots
 
+    @override
     def hand_out(self, source: Source, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what `read` returns, in a form that the save or the load can have."""
-        return self._snapshots[source].hand_out(param, read)
+        if source in self._snapshots:
+            return self._snapshots[source].hand_out(param, read)
+        part = self._offloaded[source].owners.get(id(param))
+        if part is not None:
+            require_readable(part.slabs)
+        with own():
+            return read()
 
     # A save.
 
     @contextmanager
+    @override
     def saving(self, source: Source, copies: bool) -> Iterator[None]:
-        """Context in which a checkpoint is made, and nothing moves."""
-        lends = copies and self.lends and self._has_spares(source)
+        lends = copies and self._lends and self._has_spares(source)
         owners = self._offloaded[source].owners
         snapshot = self._snapshots[source] = Snapshot(owners, self._transfers, copies, self._has_worker, lends)
+        whole = self.masters.copied_whole() if lends else nullcontext()
         try:
-            with (
-                self._masters.verified(source),
-                self._masters.copied_whole() if lends else nullcontext(),
-                snapshot.taken(),
-            ):
+            with self.masters.verified(source), whole, snapshot.taken():
                 yield
         finally:
             self._snapshots.pop(source, None)
 
-    def share(self) -> None:
-        """Have saves get shared memory from now on, as a worker process writes them: lent buffers, or copies."""
+    @override
+    def use_worker_memory(self) -> None:
         self._has_worker = True
         slabs = [slab for each in self._offloaded.values() for slab in each.slabs]
-        self.lends = has_files_for_buffers(len(slabs))
-        if self.lends:
+        self._lends = has_files_for_buffers(len(slabs))
+        if self._lends:
             self._transfers.finish_out()
             for some in batched(slabs, PINNING_THREADS):  # so that few slabs have two buffers meanwhile
-                for slab, buffer in zip(some, self._shared_hosts(some) if self.lends else (), strict=False):
+                for slab, buffer in zip(some, self._shared_hosts(some) if self._lends else (), strict=False):
                     slab.share_host(buffer)
 
     def _has_spares(self, source: Source) -> bool:
@@ -89,7 +91,7 @@ class Checkpoints:
         lacking = [slab for slab in self._offloaded[source].slabs if slab.spare is None]
         for slab, buffer in zip(lacking, self._shared_hosts(lacking), strict=False):
             slab.spare = buffer
-        return self.lends
+        return self._lends
 
     def _shared_hosts(self, slabs: Sequence[Slab]) -> list[SharedHostBuffer]:
         """Return a host buffer for each slab that it can lend, page-locked; none where that cannot be.
@@ -104,32 +106,34 @@ class Checkpoints:
             if self._pin_near is not None:
                 pin(buffers, self._pin_near)
         except (ValueError, RuntimeError) as error:
-            self.lends = False
+            self._lends = False
             for each in self._offloaded.values():
                 for slab in each.slabs:
                     slab.drop_spare()
-            self._warn(f"a background save gets copies of the states, which takes longer: {error}")
+            self.warn(f"a background save gets copies of the states, which takes longer: {error}")
             return []
         return buffers
 
     # A load.
 
     @contextmanager
-    def loading(self, source: Source, everything: bool = False) -> Iterator[None]:
-        """Context in which states are loaded to where they are; see `Engine.loading`."""
+    @override
+    def loading(self, source: Source, everything: bool = False, masters: bool = False) -> Iterator[None]:
         if source in self._snapshots:  # mcore's methods call each other
             yield
-            return
-        self._masters.give_up(source)
-        with self._masters.trusted(source), self._masters.copied_whole():
-            with self._transfers.computing():  # whose memory slabs are
-                self._send_whole(source, everything)
-            loading = self._snapshots[source] = Loading(self._offloaded[source].owners, self._transfers)
-            try:
-                with loading.taken():
-                    yield
-            finally:
-                self._snapshots.pop(source, None)
+        else:
+            self.masters.give_up(source)
+            with self.masters.trusted(source), self.masters.copied_whole():
+                with self._transfers.computing():  # whose memory slabs are
+                    self._send_whole(source, everything)
+                loading = self._snapshots[source] = Loading(self._offloaded[source].owners, self._transfers)
+                try:
+                    with loading.taken():
+                        yield
+                finally:
+                    self._snapshots.pop(source, None)
+        if masters:
+            self.masters.overwritten(source)
 
     def _send_whole(self, source: Source, everything: bool) -> None:
         """Make the states that the first step would make, slab by slab, and have the host get what it has in part.
@@ -149,15 +153,29 @@ class Checkpoints:
         for bundle in source.states():
             _make(bundle.states)  # of those that are not offloaded
 
+    @override
+    def put(
+        self,
+        source: Source,
+        param: torch.Tensor,
+        hand_out: Callable[[], object],
+        loaded: Mapping[str, Any],
+        write: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        loading = self._snapshots[source]
+        assert isinstance(loading, Loading)
+        loading.put(param, hand_out, loaded, write)
+
+    @override
     def load_begins(self, source: Source) -> None:
-        """Note that states of a source are about to be overwritten; see `Engine.load_begins`."""
         self._half_loaded.add(source)
 
+    @override
     def load_ends(self, source: Source) -> None:
-        """Note that the states of a source have been overwritten."""
         self._half_loaded.discard(source)
+        self.states_replaced(source)
 
-    def require_loaded(self, sources: Iterable[Source], what: str) -> None:
+    def _require_loaded(self, sources: Iterable[Source], what: str) -> None:
         """Raise RuntimeError where a load of one of some sources has failed; `what` is to be done ("saved")."""
         if not self._half_loaded.isdisjoint(sources):
             raise RuntimeError(
@@ -165,21 +183,43 @@ class Checkpoints:
                 "were overwritten and before others were; load a checkpoint that is whole"
             )
 
-    def make_states(self, source: Source, make: Callable[[], None]) -> None:
-        """Have states made part by part; see `Engine.make_states`."""
-        with source.making(make, self._offloaded[source].owners) as of_part:
-            self.by_part(source, of_part)
+    @override
+    def states_replaced(self, source: Source) -> None:
+        """Let go of the old tensors' memory; the next pass takes the new ones into the slabs."""
+        for slab in self._offloaded[source].slabs:
+            if slab.state is SlabState.RESIDENT:
+                self._transfers.wait_out(slab)
+                slab.drop_if_left()
 
-    def rewrite_weights(self, source: Source, copy: Callable[[], object]) -> None:
-        """Have masters copied to the weights part by part; see `Engine.rewrite_weights`."""
-        self._copy_by_part(source, copy, writes=False)
+    # Writers of all states, or of all masters: for one part after another, so that these need not be there together.
 
+    @contextmanager
+    @override
+    def overwriting_masters(self, source: Source) -> Iterator[None]:
+        """Context for overwriting every master. Where it fails, and they were not right before, they are lost."""
+        self.masters.give_up(source)
+        with self.masters.trusted(source):
+            self.require_writable(source)
+        yield
+        self.masters.overwritten(source)
+
+    @override
     def rewrite_masters(self, source: Source, copy: Callable[[], Any]) -> Any:
-        """Have masters made of the weights part by part; return what the last `copy` does."""
-        with self._masters.trusted(source), self._masters.copied_whole():
-            return self._copy_by_part(source, copy, writes=True)
+        self.masters.give_up(source)
+        with self.masters.trusted(source), self.masters.copied_whole():
+            result = self._copy_by_part(source, copy, writes=True)
+        self.masters.overwritten(source)
+        return result
+
+    @override
+    def rewrite_weights(self, source: Source, copy: Callable[[], Any]) -> None:
+        if source.writes_back_by_part:
+            self._copy_by_part(source, copy, writes=False)
+        else:
+            super().rewrite_weights(source, copy)
 
     def _copy_by_part(self, source: Source, copy: Callable[[], Any], writes: bool) -> Any:
+        """Have masters copied to weights, or weights to masters (`writes`); return what the last `copy` does."""
         parts = self._offloaded[source].parts
         result = None
 
@@ -188,10 +228,18 @@ class Checkpoints:
             with source.rewriting(part, parts):
                 result = copy()
 
-        self.by_part(source, of_part, masters_only=True, writes=writes)
+        self._by_part(source, of_part, masters_only=True, writes=writes)
         return result
 
-    def by_part(
+    @override
+    def make_states(self, source: Source, make: Callable[[], None]) -> None:
+        if self.steps_whole(source):
+            super().make_states(source, make)
+        else:
+            with source.making(make, self._offloaded[source].owners) as of_part:
+                self._by_part(source, of_part)
+
+    def _by_part(
         self, source: Source, act: Callable[[Part | None], None], masters_only: bool = False, writes: bool = True
     ) -> None:
         """Call `act` for one part after another, whose states are on the GPU, and with None for what belongs to none.
@@ -214,12 +262,6 @@ class Checkpoints:
                     else:
                         slab.release_unchanged()
             act(None)
-
-    def loading_of(self, source: Source) -> Loading:
-        """Return the load of a source that is under way."""
-        loading = self._snapshots[source]
-        assert isinstance(loading, Loading)
-        return loading
 
 
 def _make(states: Iterable[State]) -> None:

@@ -31,12 +31,16 @@ from bridge_fgo.states.source import Source
 
 
 class Member(ABC):
-    """Drives the offloader that mcore built into one DistributedOptimizer. The verbs are those of an engine."""
+    """Drives the offloader that mcore built into one DistributedOptimizer. The verbs are those of an engine.
+
+    As here the states stay in host memory from a pass to the next reader, and upstream's own step finds them there.
+    """
 
     name: str  # what the engine is called
     verbs: tuple[str, ...]  # methods by which a DistributedOptimizer class with upstream's offloader is known
     serves_saves = False  # whether mcore makes its state dictionaries of the host's copies, wherever the states are
     interrupted = ""  # what interrupted a move; what upstream does itself is not watched
+    _is_out = False  # whether states were offloaded, and not reloaded since
 
     def __init__(self, source: MegatronSource, traffic: Traffic) -> None:
         self.optimizer: Any = source.optimizer
@@ -76,36 +80,6 @@ class Member(ABC):
         self._away = 0
 
     @abstractmethod
-    def offload(self) -> None:
-        """Start the copies to the host."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Give the GPU memory back, and count what is off the GPU."""
-
-    @abstractmethod
-    def reload(self) -> None:
-        """Start the copies to the GPU, and count them."""
-
-    @abstractmethod
-    def require_readable(self) -> None:
-        """Have work that the current stream gets from now on find the states readable."""
-
-    @abstractmethod
-    def require_writable(self) -> None:
-        """Have work that the current stream gets from now on find the states readable and writable."""
-
-    def settle(self) -> None:
-        """End the moves of a training step."""
-        self.require_readable()
-
-
-class _StaysOnHost(Member):
-    """A member whose states are in host memory between two steps, where upstream's own step finds them."""
-
-    _is_out = False  # whether states were offloaded, and not reloaded since
-
-    @abstractmethod
     def _start_offload(self) -> None:
         """Do upstream's verb; `_release` and `_start_reload` count too."""
 
@@ -115,21 +89,33 @@ class _StaysOnHost(Member):
     @abstractmethod
     def _start_reload(self) -> None: ...
 
-    @override
     def offload(self) -> None:
+        """Start the copies to the host."""
         self._start_offload()
         self._is_out = True
 
-    @override
     def release(self) -> None:
+        """Give the GPU memory back, and count what is off the GPU."""
         if self._is_out:
             self._release()
 
-    @override
     def reload(self) -> None:
+        """Start the copies to the GPU, and count them."""
         if self._is_out:
             self._start_reload()
             self._is_out = False
+
+    @abstractmethod
+    def require_readable(self) -> None:
+        """Have work that the current stream gets from now on find the states readable."""
+
+    def require_writable(self) -> None:
+        """Have that work find them writable too: what is written is not on the host."""
+        self.require_readable()
+
+    def settle(self) -> None:
+        """End the moves of a training step."""
+        self.require_readable()
 
 
 class _OfGeneration1(Member):
@@ -140,6 +126,7 @@ class _OfGeneration1(Member):
         masters = [buffer for group in self._offloader._shard_fp32_from_float16_cpu_buffers for buffer in group]
         return masters + [b for by_key in self._offloader._opt_state_cpu_buffers.values() for b in by_key.values()]
 
+    @override
     def _start_offload(self) -> None:
         if any(self.optimizer.optimizer.state.values()):
             # Upstream counts the moments as made only after a step of this process, so those that came
@@ -147,17 +134,19 @@ class _OfGeneration1(Member):
             self._offloader.mark_optimizer_states_initialized()
         self.optimizer.offload_states()
 
+    @override
     def _release(self) -> None:
         self.optimizer.release_offloaded_gpu_states()  # which keeps the memory from reuse with record_stream
         self._count_away()
 
+    @override
     def _start_reload(self) -> None:
         self._count_back(self._bytes_off_gpu())
         self.optimizer.reload_offloaded_states()  # which orders the copy in after the copy out
 
 
 class Generation1(_OfGeneration1, SlabStateMachine, Member):
-    """Drives it as one residency for all states of an optimizer built with `config.offload_optimizer_states=True`."""
+    """Drives it as one slab for all states of an optimizer built with `config.offload_optimizer_states=True`."""
 
     name = "mcore generation 1"
     verbs = ("offload_states", "release_offloaded_gpu_states", "reload_offloaded_states")
@@ -174,19 +163,21 @@ class Generation1(_OfGeneration1, SlabStateMachine, Member):
 
     @override
     def _start_reload(self) -> None:
-        self.optimizer.reload_offloaded_states()  # which orders the copy in after the copy out
+        self.optimizer.reload_offloaded_states()
         self._count_back(self._away)
 
+    @override
     def _give_up_offload(self) -> None:
         """Do nothing: what upstream copied is not looked at again."""
 
+    @override
     def _wait_reload(self) -> None:
         # Race: a second pass of the rerun loop, a skipped step, an early exit's checkpoint and the next step's copy
         # out would read states that have not landed. Upstream waits before the inner step alone.
         self._offloader.sync_before_step()
 
 
-class Generation1InChunks(_OfGeneration1, _StaysOnHost):
+class Generation1InChunks(_OfGeneration1):
     """Drives it, in an optimizer that was built with `config.offload_optimizer_states_chunk_numel` above 0.
 
     A pass offloads what a reader brought to the GPU, or a first step or a load made there. A reload copies nothing, but
@@ -206,16 +197,11 @@ class Generation1InChunks(_OfGeneration1, _StaysOnHost):
         self._offloader.sync_pending_h2d()
 
     @override
-    def require_writable(self) -> None:
-        """Do as for a reader: after it the host's copies are not looked at again, but written anew."""
-        self.require_readable()
-
-    @override
     def settle(self) -> None:
         """Do nothing: the states stay where upstream's step left them, in host memory."""
 
 
-class Generation2(_StaysOnHost):
+class Generation2(Member):
     """Drives it, in an optimizer that was built with `config.chunked_optimizer_state_offload=True`."""
 
     name = "mcore generation 2"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, override
@@ -10,15 +10,14 @@ from typing import Any, override
 import torch
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engines.checkpoints import Checkpoints
-from bridge_fgo.engines.engine import Engine
-from bridge_fgo.engines.offloaded_source import OffloadedSource, WholeSteps, pin
+from bridge_fgo.engines.checkpoints import CheckpointingEngine
+from bridge_fgo.engines.offloaded_source import OffloadedSource, pin
 from bridge_fgo.engines.packed_masters import PackedMasters
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.layout import copied_whole
 from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, Traffic, block_rounding
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.slab import Slab, SlabState, require_readable, send_off
+from bridge_fgo.memory.slab import Slab, require_readable, send_off
 from bridge_fgo.memory.transfers import CudaTransfers, HostTransfers, Transfers
 from bridge_fgo.offload.debug import debugged
 from bridge_fgo.offload.part import Part
@@ -27,7 +26,7 @@ from bridge_fgo.offload.schedule import Schedule
 from bridge_fgo.states.source import Source
 
 
-class NativeEngine(Engine):
+class NativeEngine(CheckpointingEngine):
     """Keeps states in exact pinned host memory, and moves them by the plan of a `Schedule`.
 
     Host memory is planned and mapped here and page-locked by `pin`, before training: what exists is known, and so are
@@ -48,6 +47,7 @@ class NativeEngine(Engine):
         meter: PeakMeter,
         transfers: Transfers | None = None,
     ) -> None:
+        super().__init__()
         budget = config.gpu_memory_budget_gib
         if budget is not None and not meter.works:
             raise ValueError(
@@ -59,7 +59,7 @@ class NativeEngine(Engine):
         self.limits = ", ".join(f"OffloadConfig.{name}" for name, part in asked.items() if part < 1)
         self._config = config
         device = sources[0].device if sources else torch.device("cpu")
-        transfers = transfers or make_transfers(device, config)
+        self._transfers = transfers = transfers or make_transfers(device, config)
         self.traffic.touches.refusals.append(partial(_refuse_in_capture, transfers))
         self.schedule = schedule = Schedule(
             transfers, meter, config.gpu_memory_budget_bytes, DeviceRoom(meter) if budget == "auto" else None
@@ -83,10 +83,8 @@ class NativeEngine(Engine):
         schedule.count_packable()
         self.masters = PackedMasters(remainders, self._offloaded, transfers, packing)
         self._pin_near = device if config.pin_memory and device.type == "cuda" else None
-        self.checkpoints = Checkpoints(
-            self._offloaded, transfers, self.masters, self._pin_near, warn=lambda text: schedule.holding.warn(text)
-        )
-        self._whole_steps = WholeSteps(self._offloaded, schedule.holding)
+        self._counted_whole: set[Source] = set()  # those whose undivided step the plans count
+        self._said_whole: set[str] = set()
         self._is_saved_next = False
         self._stepped: set[Source] | None = None
         """Sources that have ended their step in the present training step; None before any has begun to step."""
@@ -140,7 +138,7 @@ class NativeEngine(Engine):
     @override
     def require_whole(self, source: Source, what: str) -> None:
         self.masters.require(source, what)
-        self.checkpoints.require_loaded([source], what)
+        self._require_loaded([source], what)
         self._require_untorn(what)
 
     def _require_untorn(self, what: str) -> None:
@@ -149,6 +147,37 @@ class NativeEngine(Engine):
                 f"the optimizer state cannot be {what}: an error ended an optimizer step after some parameters were "
                 "updated and before others were; build the optimizer anew and resume from the last checkpoint"
             )
+
+    @override
+    def warn(self, text: str) -> None:
+        self.schedule.holding.warn(text)
+
+    @override
+    def steps_whole(self, source: Source) -> bool:
+        why = source.kept_whole_by()
+        if not why or why in self._said_whole:
+            return bool(why)
+        alike = [offloaded for each, offloaded in self._offloaded.items() if each.kept_whole_by() == why]
+        if held := sum(slab.nbytes for offloaded in alike for slab in offloaded.slabs):
+            self._said_whole.add(why)
+            self.warn(
+                f"the optimizer step is not divided, because of {why}: it may need every state, so that all "
+                f"{held / 2**30:.2f} GiB that are offloaded are on the GPU in the optimizer step; take it away to save "
+                "that memory there too"
+            )
+        return True
+
+    def _count_whole_steps(self) -> None:
+        """Have plans count all states of the sources whose step is not divided; where these changed, measure anew."""
+        whole = {source for source in self._offloaded if self.steps_whole(source)}
+        if whole == self._counted_whole:
+            return
+        holding = self.schedule.holding
+        for source in whole ^ self._counted_whole:
+            more = self._offloaded[source].held_more_if_whole_bytes
+            holding.held_through_step += more if source in whole else -more
+        self._counted_whole = whole
+        holding.forget()
 
     @property
     @override
@@ -172,7 +201,7 @@ class NativeEngine(Engine):
 
     @override
     def begin_pass(self, is_like_others: bool = True) -> None:
-        self._whole_steps.count()
+        self._count_whole_steps()
         self.traffic.most_released = self.traffic.released
         self.masters.locate_weights()
         self.masters.begin_pass()
@@ -219,7 +248,7 @@ class NativeEngine(Engine):
     def updating(self) -> None:
         if self._stepped is None:
             self._require_untorn("updated")
-            self.checkpoints.require_loaded(self.sources, "updated")
+            self._require_loaded(self.sources, "updated")
             self.masters.require_restorable(self.sources)  # of all, before the first of them is updated
             self._stepped = set()
 
@@ -237,10 +266,10 @@ class NativeEngine(Engine):
                 source.step(None)  # `select` takes the first parameters, so these are the last
 
         with ExitStack() as stack:
-            if self.checkpoints.lends and self._is_saved_next:
+            if self._lends and self._is_saved_next:
                 # More bytes leave, beside the update. A save would have to bring packed masters back and unpack them.
                 stack.enter_context(self.masters.copied_whole())
-            if self._whole_steps.includes(source):
+            if self.steps_whole(source):
                 self.require_writable(source)
             else:
                 self.masters.require_restorable([source])
@@ -302,106 +331,10 @@ class NativeEngine(Engine):
         for slab in self._slabs_of(source, masters_only):
             slab.require_writable()
 
-    @contextmanager
-    @override
-    def overwriting_masters(self, source: Source) -> Iterator[None]:
-        """Context for overwriting every master. Where it fails, and they were not right before, they are lost."""
-        self.masters.give_up(source)
-        with self.masters.trusted(source):
-            self.require_writable(source)
-        yield
-        self.masters.overwritten(source)
-
-    @override
-    def rewrite_masters(self, source: Source, copy: Callable[[], Any]) -> Any:
-        """Call `copy` for one part after another, so that masters that are away need not be there together."""
-        self.masters.give_up(source)
-        result = self.checkpoints.rewrite_masters(source, copy)
-        self.masters.overwritten(source)
-        return result
-
-    @override
-    def rewrite_weights(self, source: Source, copy: Callable[[], Any]) -> None:
-        """Call `copy` for one part after another, where that divides, so that masters need not be there together."""
-        if source.writes_back_by_part:
-            self.checkpoints.rewrite_weights(source, copy)
-        else:
-            super().rewrite_weights(source, copy)
-
-    @override
-    def make_states(self, source: Source, make: Callable[[], None]) -> None:
-        """Call `make` for one part after another, where the step divides, and have each leave as it is made."""
-        if self._whole_steps.includes(source):
-            super().make_states(source, make)
-        else:
-            self.checkpoints.make_states(source, make)
-
-    @override
-    def load_begins(self, source: Source) -> None:
-        self.checkpoints.load_begins(source)
-
-    @override
-    def load_ends(self, source: Source) -> None:
-        self.checkpoints.load_ends(source)
-        self.states_replaced(source)
-
-    @override
-    def states_replaced(self, source: Source) -> None:
-        """Let go of the old tensors' memory; the next pass takes the new ones into the slabs."""
-        for slab in self._offloaded[source].slabs:
-            if slab.state is SlabState.RESIDENT:
-                self.schedule.transfers.wait_out(slab)
-                slab.drop_if_left()
-
     @override
     def offload_now(self, whole: bool = False) -> None:
         with self.masters.copied_whole() if whole else nullcontext():
             self.schedule.release_everything()
-
-    # Checkpoints.
-
-    @contextmanager
-    @override
-    def saving(self, source: Source, copies: bool) -> Iterator[None]:
-        with self.checkpoints.saving(source, copies):
-            yield
-
-    @override
-    def is_checkpointing(self, source: Source) -> bool:
-        return self.checkpoints.is_checkpointing(source)
-
-    @contextmanager
-    @override
-    def loading(self, source: Source, everything: bool = False, masters: bool = False) -> Iterator[None]:
-        with self.checkpoints.loading(source, everything):
-            yield
-        if masters:
-            self.masters.overwritten(source)
-
-    @override
-    def put(
-        self,
-        source: Source,
-        param: torch.Tensor,
-        hand_out: Callable[[], object],
-        loaded: Mapping[str, Any],
-        write: Callable[[Mapping[str, Any]], None],
-    ) -> None:
-        self.checkpoints.loading_of(source).put(param, hand_out, loaded, write)
-
-    @override
-    def hand_out(self, source: Source, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if self.is_checkpointing(source):
-            return self.checkpoints.hand_out(source, param, read)
-        part = self._offloaded[source].owners.get(id(param))
-        if part is not None:
-            require_readable(part.slabs)
-        with own():
-            return read()
-
-    @override
-    def use_worker_memory(self) -> None:
-        self.checkpoints.share()
 
     @override
     def copied_for_a_save(self) -> list[int]:

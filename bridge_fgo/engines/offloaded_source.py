@@ -1,9 +1,9 @@
-"""What is offloaded of each source: its parts and slabs, their page-locked memory, and whether its step divides."""
+"""What is offloaded of each source: its parts and slabs, and their page-locked memory."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,7 +13,6 @@ from bridge_fgo.memory.host_memory import local_cpus
 from bridge_fgo.memory.layout import ChooseCodec, SlabPlace, lay_out, offloaded_bundles, part_bytes, pipeline_bytes
 from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.offload.part import Part
-from bridge_fgo.offload.policy import HoldPolicy
 from bridge_fgo.states.source import Source
 
 MARGIN_PARTS = 4
@@ -64,39 +63,3 @@ def pin(buffers: Sequence[HostBuffer], device: torch.device) -> float:
     started = time.perf_counter()
     page_lock(buffers, local_cpus(device))
     return time.perf_counter() - started
-
-
-class WholeSteps:
-    """Knows the sources whose step cannot be divided, so that all of their states are on the GPU in it."""
-
-    def __init__(self, offloaded: Mapping[Source, OffloadedSource], holding: HoldPolicy) -> None:
-        self._offloaded = offloaded
-        self._holding = holding
-        self._counted: set[Source] = set()  # those that the plans count
-        self._said: set[str] = set()
-
-    def includes(self, source: Source) -> bool:
-        """Return whether a source's step is not divided; say once what keeps it whole."""
-        why = source.kept_whole_by()
-        if not why or why in self._said:
-            return bool(why)
-        alike = [offloaded for each, offloaded in self._offloaded.items() if each.kept_whole_by() == why]
-        if held := sum(slab.nbytes for offloaded in alike for slab in offloaded.slabs):
-            self._said.add(why)
-            self._holding.warn(
-                f"the optimizer step is not divided, because of {why}: it may need every state, so that all "
-                f"{held / 2**30:.2f} GiB that are offloaded are on the GPU in the optimizer step; take it away to save "
-                "that memory there too"
-            )
-        return True
-
-    def count(self) -> None:
-        """Have plans count all states of these sources; where they have changed, measure anew."""
-        whole = {source for source in self._offloaded if self.includes(source)}
-        if whole == self._counted:
-            return
-        for source in whole ^ self._counted:
-            more = self._offloaded[source].held_more_if_whole_bytes
-            self._holding.held_through_step += more if source in whole else -more
-        self._counted = whole
-        self._holding.forget()

@@ -224,9 +224,7 @@ class SharedHostBuffer(HostBuffer):
         return torch.frombuffer(self._file.memory, dtype=torch.uint8)
 
     def lend(self, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """Return the tensor at `offset`, in bytes, of the shape and dtype of `like`. It lends the buffer while it
-        lives.
-        """
+        """Return the tensor at `offset` (bytes), of the shape and dtype of `like`, and lend the buffer meanwhile."""
         loan = self._loan() or Loan(self._file)
         self._loan = weakref.ref(loan)
         storage: Any = _part(self._file.memory, offset, like.nbytes)

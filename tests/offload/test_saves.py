@@ -321,7 +321,7 @@ def no_memory(training, patch):
 
 
 def no_pages(training, patch):
-    patch.setattr(training.engine.checkpoints, "_pin_near", torch.device("cuda"))
+    patch.setattr(training.engine, "_pin_near", torch.device("cuda"))
     patch.setattr(checkpoints, "pin", mock.Mock(side_effect=RuntimeError("could not page-lock")))
     training.engine.use_worker_memory()
     return "could not page-lock"
