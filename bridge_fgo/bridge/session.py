@@ -26,8 +26,7 @@ from bridge_fgo.bridge.refusals import (
 from bridge_fgo.bridge.reporting import say, warn
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.engine import ATTACHED, Attachment, Engine, attachment_of
-from bridge_fgo.engines.making import make_engine
-from bridge_fgo.engines.ranks import on_every_rank, pin_on_every_rank
+from bridge_fgo.engines.ranks import make_engine, on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.memory import copy_queues
 from bridge_fgo.memory.meters import PeakMeter

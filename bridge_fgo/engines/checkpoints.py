@@ -11,15 +11,13 @@ from typing import Any, override
 import torch
 
 from bridge_fgo.engines.engine import Engine
-from bridge_fgo.engines.offloaded_source import OffloadedSource, pin
-from bridge_fgo.engines.packed_masters import PackedMasters
+from bridge_fgo.engines.offloaded_source import OffloadedSource, PackedMasters, pin
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.host_buffer import PINNING_THREADS, SharedHostBuffer, has_files_for_buffers
 from bridge_fgo.memory.host_memory import free_for_each_rank
-from bridge_fgo.memory.slab import Slab, SlabState, require_readable
+from bridge_fgo.memory.slab import Part, Slab, SlabState, require_readable
 from bridge_fgo.memory.state import State
 from bridge_fgo.memory.transfers import Transfers
-from bridge_fgo.offload.part import Part
 from bridge_fgo.offload.snapshot import Loading, Snapshot
 from bridge_fgo.states.source import Source
 

@@ -11,16 +11,14 @@ import torch
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.checkpoints import CheckpointingEngine
-from bridge_fgo.engines.offloaded_source import OffloadedSource, pin
-from bridge_fgo.engines.packed_masters import PackedMasters
+from bridge_fgo.engines.offloaded_source import OffloadedSource, PackedMasters, pin
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.layout import copied_whole
 from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, Traffic, block_rounding
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.slab import Slab, require_readable, send_off
+from bridge_fgo.memory.slab import Part, Slab, require_readable, send_off
 from bridge_fgo.memory.transfers import CudaTransfers, HostTransfers, Transfers
 from bridge_fgo.offload.debug import debugged
-from bridge_fgo.offload.part import Part
 from bridge_fgo.offload.profile import Mark
 from bridge_fgo.offload.schedule import Schedule
 from bridge_fgo.states.source import Source
@@ -41,11 +39,7 @@ class NativeEngine(CheckpointingEngine):
     watches_points = True
 
     def __init__(
-        self,
-        sources: Sequence[Source],
-        config: OffloadConfig,
-        meter: PeakMeter,
-        transfers: Transfers | None = None,
+        self, sources: Sequence[Source], config: OffloadConfig, meter: PeakMeter, transfers: Transfers | None = None
     ) -> None:
         super().__init__()
         budget = config.gpu_memory_budget_gib

@@ -110,6 +110,15 @@ class SlabPlace:
         return any(state.written_back for state in self.states)
 
 
+@dataclass(eq=False)
+class PartBytes:
+    """Size of one part: GPU memory of its slabs, and the most that they hold, which is while they are on their way."""
+
+    nbytes: int
+    transit_bytes: int
+    stays: bool = False
+
+
 @dataclass(frozen=True)
 class PartLayout:
     """Parameters that are updated in one go, and the slabs of their states."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
+from bridge_fgo.memory.layout import PartBytes
 from bridge_fgo.memory.meters import DeviceRoom
 from bridge_fgo.offload.profile import HoldPlan, MemoryProfile
 
@@ -26,15 +26,6 @@ MARGIN_SHARE = 1 / 12
 """Share of the bytes that activations take and give back to stay below. On H200, 15.4 GB of them: with a margin of 0.6
 GB 0.6 to 0.75 GB more was reserved than allocated (9.8 GB of states); with 1.3 GB 0.5 to 0.8 GB, and 0.2 to 1.2 GB
 (19.7 GB). A margin that grew by what was reserved above, up to three times, left it at 0.65 GB (9.8 GB)."""
-
-
-@dataclass(eq=False)
-class PartBytes:
-    """Size of one part: GPU memory of its slabs, and the most that they hold, which is while they are on their way."""
-
-    nbytes: int
-    transit_bytes: int
-    stays: bool = False
 
 
 def plan_holding(

@@ -37,10 +37,9 @@ from operator import attrgetter
 import torch
 
 from bridge_fgo.memory.meters import DeviceRoom, Ledger, PeakMeter
-from bridge_fgo.memory.slab import Slab, SlabState, decode_together, encode_together
+from bridge_fgo.memory.slab import Part, Slab, SlabState, decode_together, encode_together
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.packing_policy import PackingPolicy
-from bridge_fgo.offload.part import Part
 from bridge_fgo.offload.policy import HoldPlan, HoldPolicy
 from bridge_fgo.offload.profile import Mark, MemoryProfile, PassMatcher, PeakRecorder
 from bridge_fgo.offload.slab_queue import SlabQueue
@@ -57,11 +56,7 @@ class Schedule:
     """
 
     def __init__(
-        self,
-        transfers: Transfers,
-        meter: PeakMeter,
-        budget_bytes: int | None = None,
-        room: DeviceRoom | None = None,
+        self, transfers: Transfers, meter: PeakMeter, budget_bytes: int | None = None, room: DeviceRoom | None = None
     ) -> None:
         self.ledger = Ledger()
         self.transfers = transfers

@@ -11,10 +11,9 @@ import torch
 
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.host_buffer import shared_copy
-from bridge_fgo.memory.slab import Slab, SlabState, require_readable
+from bridge_fgo.memory.slab import Part, Slab, SlabState, require_readable
 from bridge_fgo.memory.state import State
 from bridge_fgo.memory.transfers import Transfers
-from bridge_fgo.offload.part import Part
 
 Place = tuple[State, Slab, int]
 """Where a tensor is: its state, the slab, and the offset in it in bytes."""
@@ -42,12 +41,7 @@ class Snapshot:
     that two or three take turns."""
 
     def __init__(
-        self,
-        owners: Mapping[int, Part],
-        transfers: Transfers,
-        copies: bool,
-        shares: bool = False,
-        lends: bool = False,
+        self, owners: Mapping[int, Part], transfers: Transfers, copies: bool, shares: bool = False, lends: bool = False
     ) -> None:
         self._owners = owners
         self._transfers = transfers

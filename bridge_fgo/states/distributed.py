@@ -14,8 +14,8 @@ from typing import Any, override
 import torch
 
 from bridge_fgo.memory.guard import class_of
+from bridge_fgo.memory.slab import Part
 from bridge_fgo.memory.state import Bundle, State, WeightShard, local
-from bridge_fgo.offload.part import Part
 from bridge_fgo.states.inner_step import InnerStep
 from bridge_fgo.states.masters import PLAIN, MasterCopy, take_first
 from bridge_fgo.states.source import Source

@@ -19,8 +19,8 @@ from typing import Any, override
 
 import torch
 
+from bridge_fgo.memory.slab import Part
 from bridge_fgo.memory.state import Bundle, Home, State, WeightShard, local
-from bridge_fgo.offload.part import Part
 from bridge_fgo.states.distributed import MOMENTS, McoreSource, adam_states, of_inner
 from bridge_fgo.states.masters import MasterCopy
 

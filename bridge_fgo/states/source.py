@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from bridge_fgo.memory.slab import Part
 from bridge_fgo.memory.state import Bundle
-from bridge_fgo.offload.part import Part
 
 
 class Source(ABC):

@@ -12,7 +12,7 @@ from bridge_fgo.bridge.optimizers import stage_of
 from bridge_fgo.bridge.session import SESSION, Session, attach
 from bridge_fgo.engines import ranks
 from bridge_fgo.engines.engine import ATTACHED
-from bridge_fgo.engines.making import agree
+from bridge_fgo.engines.ranks import agree
 from bridge_fgo.memory.host_memory import Need
 
 CONFIG = bridge_fgo.OffloadConfig(engine="native")

@@ -345,7 +345,7 @@ def test_stubs_alone_and_float16_optimizers_over_adam_and_muon_are_served(cpu_st
 
 
 def test_engines_of_mcores_are_refused_by_name_for_what_they_do_not_serve(cpu_standins, monkeypatch):
-    from bridge_fgo.engines.making import make_engine
+    from bridge_fgo.engines.ranks import make_engine
     from bridge_fgo.memory.meters import PeakMeter
     from bridge_fgo.states.float16 import Float16Source
 
