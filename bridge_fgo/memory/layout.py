@@ -192,14 +192,12 @@ def lay_out(chosen: Sequence[Bundle], target: int, codec_of: ChooseCodec = copie
             kinds.setdefault((state.late, not state.written_back, state.home), []).append(state)
         slabs = []
         for (*_, home), states in sorted(kinds.items(), key=lambda item: item[0][:2]):
-            for layout in _layouts(home, states, max(target, MERGED_SLAB_BYTES)):
+            if home is None:
+                layouts = pack([state.nbytes for state in states], max(target, MERGED_SLAB_BYTES))
+            else:
+                layouts = [SlabLayout(list(range(len(states))), [state.offset for state in states], home.nbytes)]
+            for layout in layouts:
                 members = [states[i] for i in layout.members]
                 slabs.append(SlabPlace(layout, members, codec_of(members, layout)))
         parts.append(PartLayout(of_part, slabs))
     return parts
-
-
-def _layouts(home: Home | None, states: Sequence[State], slab_bytes: int) -> list[SlabLayout]:
-    if home is None:
-        return pack([state.nbytes for state in states], slab_bytes)
-    return [SlabLayout(list(range(len(states))), [state.offset for state in states], home.nbytes)]

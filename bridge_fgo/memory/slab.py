@@ -668,9 +668,7 @@ def _encode(slabs: Sequence[Slab]) -> bool:
         if codec.encodes and (slab.staging is not None or slab.reserve()):
             encoding.append((slab, was_just_rounded))
     if encoding:
-        family = slabs[0].codec.family
-        assert family is not None
-        family.encode([slab.move for slab, _ in encoding])
+        slabs[0].codec.family.encode([slab.move for slab, _ in encoding])
     for slab, was_just_rounded in encoding:
         if was_just_rounded or not slab.codec.loses():
             slab.is_encoded = True
@@ -681,9 +679,7 @@ def _encode(slabs: Sequence[Slab]) -> bool:
 
 def _decode(slabs: Sequence[Slab], keep_staging: bool = False) -> None:
     """Decode slabs, at least one, on the current stream; `keep_staging`: to be encoded again."""
-    family = slabs[0].codec.family
-    assert family is not None
-    family.decode([slab.move for slab in slabs])
+    slabs[0].codec.family.decode([slab.move for slab in slabs])
     for slab in slabs:
         slab.is_encoded = False
         if not keep_staging:
@@ -692,7 +688,5 @@ def _decode(slabs: Sequence[Slab], keep_staging: bool = False) -> None:
 
 def _verify(slabs: Sequence[Slab]) -> None:
     """Raise RuntimeError where encoded slabs cannot be decoded; they are as they were then."""
-    family = slabs[0].codec.family
-    assert family is not None
     with slabs[0].transfers.computing():
-        family.verify([slab.codec for slab in slabs])
+        slabs[0].codec.family.verify([slab.codec for slab in slabs])

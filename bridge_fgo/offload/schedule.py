@@ -114,11 +114,9 @@ class Schedule:
         self.transfers.begin_pass()
         self.recorder.begin_pass()
         plans = self.holding.plans_for(self.signature) if is_like_others else []
-        self._matcher = PassMatcher(plans, checks_inputs_only=bool(plans) and self._nothing_moves())
+        nothing_moves = not (self._wants_points or self._fresh) and all(part.stays for part in self.parts)
+        self._matcher = PassMatcher(plans, checks_inputs_only=bool(plans) and nothing_moves)
         self._start()
-
-    def _nothing_moves(self) -> bool:
-        return not (self._wants_points or self._fresh) and all(part.stays for part in self.parts)
 
     @property
     def checks_inputs_only(self) -> bool:
@@ -155,7 +153,9 @@ class Schedule:
             with self.transfers.on_compute_stream():
                 self._change_plan(plan)
             if is_lost and self.holding.is_worth_measuring():
-                recorder.record(self._known(before, newest))
+                known = self._matcher.known(before, self._index, newest)
+                known.intervals.append(0)
+                recorder.record(known)
         elif plan is not None:
             held = self.ledger.nbytes
             if held > plan.leave[self._index] or (held < plan.come[self._index] and self.queue.has_more):
@@ -171,12 +171,6 @@ class Schedule:
             self._wants_points = True
             with self.transfers.on_compute_stream():
                 self._change_plan(None)
-
-    def _known(self, plan: HoldPlan, newest: int) -> MemoryProfile:
-        """Return a profile for the rest of the pass: up to here by a plan that held, and `PassMatcher.known`."""
-        profile = self._matcher.known(plan, self._index, newest)
-        profile.intervals.append(0)
-        return profile
 
     def _hold_to(self, plan: HoldPlan) -> None:
         self.queue.release_down_to(plan.leave[self._index])

@@ -136,7 +136,8 @@ class MegatronSource(McoreSource):
 
     def round_again(self, masters: Iterable[torch.Tensor]) -> None:
         """Write the weights that some masters are rounded to, by mcore's own copy; the masters are on the GPU."""
-        self._master_copy.copy_again(frozenset(id(master) for master in masters))
+        with self._master_copy.one_step():
+            self._master_copy.copy_part(frozenset(id(master) for master in masters))
 
 
 def bundles(optimizer: Any, rounded: Mapping[int, WeightShard] | None = None) -> list[Bundle]:

@@ -70,11 +70,6 @@ class MasterCopy:
         buffer = buffers.setdefault(id(of_bucket), partial(getattr, of_bucket, "param_data"))
         return WeightShard(buffer, place.start, place.size)
 
-    def copy_again(self, ids: frozenset[int]) -> None:
-        """Round the masters with the given `id`s to the model's weights, outside of any optimizer step."""
-        with self.one_step():
-            self.copy_part(ids)
-
     @contextmanager
     def one_step(self) -> Iterator[None]:
         """Context of one optimizer step, at whose end nothing counts as copied any more."""
