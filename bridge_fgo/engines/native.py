@@ -28,11 +28,7 @@ class NativeEngine(CheckpointingEngine):
     """Keeps states in exact pinned host memory, and moves them by the plan of a `Schedule`.
 
     Host memory is planned and mapped here and page-locked by `pin`, before training: what exists is known, and so are
-    the sizes and dtypes of what the first step makes. `sources` are in the order in which they step; there may be none.
-
-    Raises:
-        ValueError: a budget is asked for where GPU memory cannot be measured.
-        RuntimeError: host memory could not be mapped.
+    the sizes and dtypes of what the first step makes. ValueError for a budget where GPU memory cannot be measured.
     """
 
     name = "native"

@@ -88,16 +88,10 @@ def make_engine(
     announce: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Engine:
-    """Return the engine of that name for the sources of a rank, of which there may be none; nothing is pinned yet.
+    """Return the engine of that name ("native", or of `mcore.MEMBERS`) for a rank's sources; nothing is pinned yet.
 
-    Args:
-        name: "native", or that of one of `bridge_fgo.engines.mcore.MEMBERS`.
-        sources: in the order in which they step.
-        config: what to offload.
-        meter: the allocator's peaks.
-        stage: this rank's place in the pipeline; None where nothing says it.
-        announce: gets a line about what all ranks do alike.
-        warn: gets a line that concerns this rank.
+    There may be none; they come in the order in which they step. `stage` is this rank's place in the pipeline; None
+    where nothing says it. `announce` gets lines about what all ranks do alike, `warn` what concerns this rank.
     """
     if name != "native":
         return McoreEngine(name, sources)

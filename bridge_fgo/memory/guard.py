@@ -55,9 +55,8 @@ METADATA = frozenset(
 class Guard:
     """Guards the tensors of one allocation while its memory is away.
 
-    Args:
-        touched: a method that is called with a tensor that is about to be read or written. It brings the memory back
-            and has `take_off` called, or raises RuntimeError. Held weakly: the guard is its object's.
+    `touched` is called with a tensor that is about to be read or written. It brings the memory back and has `take_off`
+    called, or raises RuntimeError. It is a method, held weakly: the guard is its object's.
     """
 
     def __init__(self, touched: Callable[[torch.Tensor], None]) -> None:

@@ -70,16 +70,10 @@ class HostBuffer:
 
 
 def page_lock(buffers: Sequence[HostBuffer], local_cpus: set[int] | None = None) -> None:
-    """Page-lock the buffers with CUDA, from several threads.
+    """Page-lock the buffers with CUDA, from several threads, on the CPUs of the GPU's NUMA node where these are given.
 
-    Args:
-        buffers: what to lock.
-        local_cpus: CPUs of the GPU's NUMA node. The threads run there, so that the pages, which go to the node of
-            whoever touches them first, are near the GPU. None leaves the threads where the process may run.
-
-    Raises:
-        ValueError: the host has no memory left for one, as others take it: Linux would kill whoever touches it.
-        RuntimeError: CUDA refused one; says how much was asked for and what to change.
+    So their pages, which go to the node of whoever touches them first, are near the GPU. ValueError where the host has
+    no memory left for one, as others take it: Linux would kill whoever touches it. RuntimeError where CUDA refuses one.
     """
     device = torch.cuda.current_device()
 
@@ -189,7 +183,7 @@ class MemoryFile:
 class Loan:
     """Lives as long as anything in this process refers to memory that a buffer has lent.
 
-    mcore refers to what it saves until its writer is done on all ranks (`AsyncCallsQueue.maybe_finalize_async_calls`).
+    mcore does so until its writer is done on all ranks (`AsyncCallsQueue.maybe_finalize_async_calls`).
     """
 
     def __init__(self, file: MemoryFile) -> None:

@@ -173,15 +173,11 @@ def part_bytes(chosen: Sequence[Bundle], config: OffloadConfig) -> int:
 
 
 def lay_out(chosen: Sequence[Bundle], target: int, codec_of: ChooseCodec = copied_whole) -> list[PartLayout]:
-    """Return the parts of one source's offloaded states, in the order in which they step.
+    """Return the parts of one source's offloaded states (`offloaded_bundles`), in the order in which they step.
 
     States that the first step makes lie in slabs of their own, because they do not exist before it; so do states that
-    are written back to the model's weights. A storage that must not be rebound is a slab as it is.
-
-    Args:
-        chosen: what `offloaded_bundles` returned.
-        target: what `part_bytes` returned.
-        codec_of: says how each slab is copied.
+    are written back to the model's weights. A storage that must not be rebound is a slab as it is. A part aims for
+    `target` (`part_bytes`).
     """
     parts = []
     runs = runs_of(chosen)

@@ -36,18 +36,12 @@ AWAY = (
 
 
 class SlabState(enum.Enum):
-    """Where the bytes of a slab are.
+    """Where the bytes of a slab are."""
 
-    RESIDENT: on the GPU, readable and writable on the training stream, and on that of whoever asked for it.
-    OFFLOADING: a copy to the host is under way; the GPU copy is still there and readable.
-    RELEASED: only the host copy is valid; the GPU memory is gone.
-    RELOADING: GPU memory is allocated again and a copy to it is under way; not readable yet.
-    """
-
-    RESIDENT = "resident"
-    OFFLOADING = "offloading"
-    RELEASED = "released"
-    RELOADING = "reloading"
+    RESIDENT = "resident"  # on the GPU; to be used on the training stream, and on that of whoever asked for it
+    OFFLOADING = "offloading"  # a copy to the host is under way; the GPU copy is still there and readable
+    RELEASED = "released"  # only the host copy is valid; the GPU memory is gone
+    RELOADING = "reloading"  # GPU memory is allocated again and a copy to it is under way; not readable yet
 
 
 class StillShared(RuntimeError):

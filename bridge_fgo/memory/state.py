@@ -10,12 +10,9 @@ import torch
 
 @dataclass(frozen=True)
 class WeightShard:
-    """The range of a weight buffer that a master is rounded to, in elements.
+    """The range of a weight buffer that a master is rounded to, in elements."""
 
-    buffer: reads the buffer as it is now, which may be let go of and taken again; one callable for each buffer.
-    """
-
-    buffer: Callable[[], torch.Tensor]
+    buffer: Callable[[], torch.Tensor]  # reads it as it is now: its memory may go and come; one callable for each
     first: int
     numel: int
 
@@ -32,49 +29,32 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """A storage that others hold views of: it is emptied and filled in place, and its tensors are never rebound.
+    """A storage that others hold views of: it is emptied and filled in place, and its tensors are never rebound."""
 
-    nbytes: its size in bytes, also while it is empty.
-    """
-
-    nbytes: int
+    nbytes: int  # also while it is empty
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """One tensor that a rank may give away; it may not exist yet.
+    """One tensor that a rank may give away; it may not exist yet."""
 
-    kind: what settings call it: "master" or "moment", or another word of its source.
-    name: what its source calls it, for messages.
-    param: the parameter that it belongs to, as the optimizer has it; of the same number of elements on this rank.
-    dtype: of the tensor.
-    read: returns the tensor as it is now, or None before it exists.
-    late: whether the optimizer's first step makes it, so that it cannot share a slab with what exists before.
-    written_back: whether its source copies it to a weight of the model once it is updated.
-    rounds_to: the bf16 weights that it, in fp32, is rounded to then; None where they do not tell its high bits.
-    converts: whether whoever reads it for a checkpoint gets another dtype, made on the GPU.
-    home: the storage that it must stay in, where others hold views of that; the states of one home move together.
-    offset: where it starts there, in bytes.
-    make: makes a tensor that is `late` before the optimizer's first step does, with any content; None where that is
-        left to its source.
-    handle: returns what others hold of it where that is not the tensor itself but one around it (a DTensor).
-    take_first: returns, once, what a tensor that was made without memory is to be copied from, in any dtype; None where
-        it has memory.
-    """
-
-    kind: str
-    name: str
-    param: torch.Tensor
+    kind: str  # what settings call it: "master" or "moment", or another word of its source
+    name: str  # what its source calls it, for messages
+    param: torch.Tensor  # that it belongs to, as the optimizer has it; of the same number of elements on this rank
     dtype: torch.dtype
-    read: Callable[[], torch.Tensor | None]
-    late: bool = False
-    written_back: bool = False
+    read: Callable[[], torch.Tensor | None]  # returns the tensor as it is now, or None before it exists
+    late: bool = False  # whether the first step makes it, so that it shares no slab with what exists before
+    written_back: bool = False  # whether its source copies it to a weight of the model once it is updated
+    # the bf16 weights that it, in fp32, is rounded to then; None where they do not tell its high bits
     rounds_to: WeightShard | None = None
-    converts: bool = False
-    home: Home | None = None
-    offset: int = 0
+    converts: bool = False  # whether whoever reads it for a checkpoint gets another dtype, made on the GPU
+    home: Home | None = None  # that it must stay in, as others hold views of it; the states of one home move together
+    offset: int = 0  # where it starts there, in bytes
+    # makes one that is `late` before the first step does, with any content; None where that is left to its source
     make: Callable[[], None] | None = None
+    # returns, once, what a tensor made without memory is to be copied from, in any dtype; None where it has memory
     take_first: Callable[[], torch.Tensor | None] = lambda: None
+    # returns what others hold of it where that is not the tensor itself but one around it (a DTensor)
     handle: Callable[[], torch.Tensor | None] | None = None
 
     def handles(self) -> Iterator[torch.Tensor]:

@@ -71,11 +71,8 @@ class HoldPolicy:
     """The plans of one rank, and the parts that stay under a budget.
 
     Measured passes of one kind in which the same layers ran are one profile, the maximum of all of them, and one plan.
-
-    Args:
-        budget_bytes: peak of allocated bytes to stay under while offloading as little as possible; None to offload
-            everything.
-        room: finds out such a budget in training.
+    Without a budget (peak of allocated bytes) everything is offloaded; with one as little as possible. `room` finds one
+    out in training.
     """
 
     def __init__(self, budget_bytes: int | None = None, room: DeviceRoom | None = None) -> None:

@@ -12,18 +12,12 @@ from bridge_fgo.memory.meters import Ledger, PeakMeter
 
 
 class Mark(NamedTuple):
-    """What passes a point: a layer that begins its forward, or has ended its backward.
+    """What passes a point: a layer that begins its forward, or has ended its backward."""
 
-    layer: number of the layer, or `~number` where its backward has ended.
-    nbytes: of the tensors that go into it.
-    live: bytes that went into layers whose backward has not ended, this one's included until its own has.
-    is_watched: whether passes in which nothing moves report it too; of a forward.
-    """
-
-    layer: int
-    nbytes: int
-    live: int
-    is_watched: bool = True
+    layer: int  # its number, or `~number` where its backward has ended
+    nbytes: int  # of the tensors that go into it
+    live: int  # bytes that went into layers whose backward has not ended, this one's included until its own has
+    is_watched: bool = True  # whether passes in which nothing moves report it too; of a forward
 
 
 @dataclass(eq=False)
@@ -89,18 +83,12 @@ class MemoryProfile:
 
 @dataclass(frozen=True)
 class HoldPlan:
-    """The most bytes of state that the GPU may hold.
+    """The most bytes of state that the GPU may hold."""
 
-    leave[i]: in the interval of point i. Whatever is above has to leave at the point.
-    come[i]: from point i to the end of the optimizer step. Up to that much may come back at the point, and stay.
-    step: while the optimizer steps.
-    profile: the pass that it was made from.
-    """
-
-    leave: tuple[int, ...]
-    come: tuple[int, ...]
-    step: int
-    profile: MemoryProfile
+    leave: tuple[int, ...]  # in the interval of each point; whatever is above has to leave at the point
+    come: tuple[int, ...]  # from each point to the end of the step; up to that much may come back there, and stay
+    step: int  # while the optimizer steps
+    profile: MemoryProfile  # the pass that it was made from
 
 
 class PassMatcher:

@@ -247,17 +247,12 @@ class Schedule:
         group_bytes: int,
         in_order: bool = False,
     ) -> None:
-        """Prefetch, update and offload the parts of one source, in both directions of the link at once.
+        """Prefetch, update and offload the parts of one source, in order, in both directions of the link at once.
 
         Parts that are small go in groups: a call of the driver's takes the host twice as long after an update as after
-        another such call.
-
-        Args:
-            parts: in order.
-            update: called once for each of them.
-            keep_masters: whether masters stay on the GPU until the next pass; their copy out starts all the same.
-            group_bytes: size of a group at most (`pipeline_bytes`), where the step has room for `GROUPS_HELD` of them.
-            in_order: whether parts are updated in their order, whatever has landed (`Source.keeps_order`).
+        another such call. A group has `group_bytes` at most (`pipeline_bytes`), where the step has room for
+        `GROUPS_HELD` of them. With `keep_masters` masters stay on the GPU until the next pass; their copy out starts
+        all the same. With `in_order` parts are updated in their order, whatever has landed (`Source.keeps_order`).
         """
         queue, limit = self.queue, self.step_limit
         group_bytes = min(group_bytes, (limit - self._bytes_in_any_case) // GROUPS_HELD)

@@ -185,13 +185,10 @@ class Loading(Snapshot):
         loaded: Mapping[str, Any],
         write: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """Put loaded states of a parameter in their place.
+        """Put loaded states of a parameter in their place: tensors by name, and what is no tensor.
 
-        Args:
-            param: the parameter as the optimizer has it.
-            hand_out: has `hand_out` called for it.
-            loaded: tensors by name, in the memory that was handed out or in any other; and what is no tensor.
-            write: writes what it is given to the states; called where the host does not get all of them.
+        They are in the memory that `hand_out` has handed out or in any other; it is called once more. Where the host
+        does not get all of them, `write` writes what it is given to the states.
         """
         hand_out()
         mine = self._newest
