@@ -34,14 +34,14 @@ class Engine(ABC):
     awaits_ranks = False  # whether `end_step` is a collective of all ranks
     # whether an error ended an optimizer step after some parameters were updated and before others were
     is_torn = False
+    is_lost = False  # whether something came in the midst of a move, so that nothing may use the states any more
     limits: str  # settings by which states stay on the GPU, if any do
+    bytes_to_pin = 0  # host bytes that `pin` page-locks
+    # the peak of allocated GPU memory that the newest pass was planned to keep to; None without a plan or a budget
+    held_budget_bytes: int | None = None
+    failed_fetches = 0  # copies to the GPU ahead of their time for which there was no memory, in the whole run
 
     # Before training.
-
-    @property
-    def bytes_to_pin(self) -> int:
-        """Host bytes that `pin` page-locks."""
-        return 0
 
     def pin(self) -> None:  # noqa: B027
         """Page-lock the host memory of the states, once it is known that the host has it; raises as `page_lock`."""
@@ -52,16 +52,6 @@ class Engine(ABC):
     @abstractmethod
     def pinned_bytes(self) -> int:
         """Page-locked host bytes held for the states."""
-
-    @property
-    def held_budget_bytes(self) -> int | None:
-        """Peak of allocated GPU memory that the newest pass was planned to keep to; None without a plan or a budget."""
-        return None
-
-    @property
-    def failed_fetches(self) -> int:
-        """Copies to the GPU ahead of their time for which there was no memory, in the whole run."""
-        return 0
 
     @abstractmethod
     def has_states(self) -> bool:
@@ -170,11 +160,6 @@ class Engine(ABC):
 
     def require_whole(self, source: Source, what: str) -> None:  # noqa: B027
         """Raise RuntimeError where an error ended a step, or a load, half-way; `what` is to be done ("saved")."""
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether something came in the midst of a move, so that nothing may use the states any more."""
-        return False
 
     def offload_now(self, whole: bool = False) -> None:  # noqa: B027
         """Offload every state that may be, and wait: something between steps takes memory, or loads weights.
