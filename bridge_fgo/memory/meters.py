@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -16,8 +16,6 @@ RESERVED = "reserved_bytes.all.peak"
 
 COMMON_POOL = (0, 0)
 """The allocator's pool of whatever no graph has for itself."""
-
-Result = TypeVar("Result")
 
 
 class DeviceMemory(NamedTuple):
@@ -115,7 +113,7 @@ class Ledger:
         """Called with True before slabs take or give back memory, and with False after, when `nbytes` is up to date.
         Weak: a slab that a copy keeps alive must not keep alive whoever looks on."""
 
-    def change(self, difference: int, action: Callable[..., Result], *args: Any) -> Result:
+    def change[T](self, difference: int, action: Callable[..., T], *args: Any) -> T:
         """Call what takes (or, negative, gives back) that many bytes; they count if it succeeds."""
         told = None if self.observer is None else self.observer()
         if told is not None:

@@ -159,11 +159,9 @@ class InnerStep:
         def in_parts(*args: Any, **kwargs: Any) -> None:
             if args or kwargs:
                 raise RuntimeError("the optimizer step got arguments that an update in parts cannot honour")
-            self._divide(owners)
-            with _kinetos_hook_called_once(self._adam):
+            with self.divided(original, owners):
                 step()
 
-        self._step = original
         self._adam.step = in_parts  # type: ignore[method-assign]
         try:
             yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -94,10 +94,8 @@ class MasterCopy:
     @contextmanager
     def of_the_rest(self) -> Iterator[frozenset[int] | None]:
         """Context in which the method copies what was not copied part by part; gives `Source.writing_back`'s ids."""
-        if copied := self._copied:
-            with self.of_all_but(copied):
-                yield copied
-        else:
+        copied = self._copied
+        with self.of_all_but(copied) if copied else nullcontext():
             yield copied
 
     def of_some(self, ids: frozenset[int]) -> AbstractContextManager[None]:
