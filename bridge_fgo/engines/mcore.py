@@ -33,7 +33,7 @@ from bridge_fgo.states.source import Source
 class Member(ABC):
     """Drives the offloader that mcore built into one DistributedOptimizer. The verbs are those of an engine.
 
-    As here the states stay in host memory from a pass to the next reader, and upstream's own step finds them there.
+    Those of this class fit an offloader whose states stay in host memory, where upstream's own step finds them.
     """
 
     name: str  # what the engine is called
