@@ -47,8 +47,7 @@ class Transfers(ABC):
     What is not abstract does what there is to do where a copy has ended when it returns.
     """
 
-    keeps_host_copies = True
-    """Whether a slab's host buffer still has its states when they are back on the GPU."""
+    keeps_host_copies = True  # whether a slab's host buffer still has its states when they are back on the GPU
 
     def begin_pass(self) -> None:  # noqa: B027
         """Remember the current stream, of forward and backward, as the training stream until the next pass.

@@ -27,14 +27,11 @@ class PackingPolicy:
     """
 
     def __init__(self, announce: Callable[[str], None], warn: Callable[[str], None]) -> None:
-        self.packs = False
-        """Whether masters that are offloaded from now on are packed."""
-        self.packable_bytes = 0
-        """Bytes of masters that are packed if this says so; without any no weight is watched."""
+        self.packs = False  # whether masters that are offloaded from now on are packed
+        self.packable_bytes = 0  # bytes of masters that are packed if this says so; without any no weight is watched
         self._announce, self._warn = announce, warn
         self._is_off = False
-        self._watched = 0
-        """Steps in a row at whose end the weights' sums were taken."""
+        self._watched = 0  # steps in a row at whose end the weights' sums were taken
 
     @property
     def checks_weights(self) -> bool:

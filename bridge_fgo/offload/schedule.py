@@ -64,7 +64,6 @@ class Schedule:
         self.holding = holding = HoldPolicy(budget_bytes, room)
         # what a pass must have in common with the measured one: set before a pass; the number of microbatches
         self.signature: object = None
-        """What a pass must have in common with the measured one: set before a pass; the number of microbatches."""
         self.packing = PackingPolicy(lambda text: holding.announce(text), lambda text: holding.warn(text))
         self.recorder = PeakRecorder(meter, self.ledger)
         self._fresh = self._warm = False
