@@ -84,7 +84,8 @@ class Digester:
             words = _words(chunk)
             mixed = words.add(self._places[: words.numel()])
             if number:
-                mixed.add_(_signed(number * CHUNK_WORDS * _FIRST))
+                first = number * CHUNK_WORDS * _FIRST
+                mixed.add_((first + 2**63) % 2**64 - 2**63)  # what a word of 64 bits holds of it
             _shift_into(mixed).mul_(_SECOND)
             _shift_into(mixed).mul_(_FIRST)
             total = total.add_(_shift_into(mixed).sum())
@@ -96,11 +97,6 @@ def _shift_into(words: torch.Tensor) -> torch.Tensor:
     low, high = words.view(torch.int32).view(-1, 2).unbind(1)
     low.bitwise_xor_(high)
     return words
-
-
-def _signed(word: int) -> int:
-    """Return what a word of 64 bits holds of an integer."""
-    return (word + 2**63) % 2**64 - 2**63
 
 
 def _words(chunk: torch.Tensor) -> torch.Tensor:

@@ -153,14 +153,17 @@ def bundles(optimizer: Any, rounded: Mapping[int, WeightShard] | None = None) ->
     for bundle in result:
         param = bundle.param
         if id(param) in masters and param.untyped_storage()._cdata not in owned_by_ddp:
-            to = (rounded or {}).get(id(param))
-            state = State(
-                "master", "master weight", param, param.dtype, lambda p=param: p, written_back=True, rounds_to=to,
-                take_first=partial(take_first, param),
-            )  # fmt: skip
-            bundle.states.append(state)
+            bundle.states.append(master_state(param, (rounded or {}).get(id(param))))
         bundle.states += adam_states(adam, param)
     return result
+
+
+def master_state(param: torch.Tensor, rounds_to: WeightShard | None) -> State:
+    """Return the state of a parameter of the optimizer inside that is a master itself."""
+    name, first = "master weight", partial(take_first, param)
+    return State(
+        "master", name, param, param.dtype, lambda: param, written_back=True, rounds_to=rounds_to, take_first=first
+    )
 
 
 def adam_states(adam: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[State]:

@@ -17,8 +17,8 @@ from typing import Any, override
 import torch
 
 from bridge_fgo.memory.state import Bundle, State, WeightShard
-from bridge_fgo.states.distributed import TORCH, McoreSource, adam_states, of_inner
-from bridge_fgo.states.masters import Buffers, MasterCopy, take_first
+from bridge_fgo.states.distributed import TORCH, McoreSource, adam_states, master_state, of_inner
+from bridge_fgo.states.masters import Buffers, MasterCopy
 
 MUONS = ("TensorParallelMuon", "TensorParallelAdaptiveMuon")
 """mcore's Muons, by the names of their classes: each steps a parameter by that parameter's states alone."""
@@ -81,13 +81,14 @@ class Float16Source(McoreSource):
         for bundle in result:
             param = bundle.param
             if id(param) in masters:
-                bundle.states.append(
-                    State(
-                        "master", "master weight", param, param.dtype, lambda p=param: p, written_back=True,
-                        rounds_to=rounded.get(id(param)), take_first=partial(take_first, param),
-                    )
-                )  # fmt: skip
-            bundle.states += self._muon_states(param) if is_muon(inner) else _adam_states(inner, param)
+                bundle.states.append(master_state(param, rounded.get(id(param))))
+            if is_muon(inner):
+                bundle.states += self._muon_states(param)
+                continue
+            for state in adam_states(inner, param):
+                # As mcore makes them before it loads a checkpoint, which has torch's count of steps too.
+                make = partial(_make_zeros, inner, state) if isinstance(inner, TORCH) else state.make
+                bundle.states.append(replace(state, make=make))
         return result
 
     def _muon_states(self, param: torch.Tensor) -> Iterator[State]:
@@ -102,12 +103,6 @@ class Float16Source(McoreSource):
         """Make the states of a parameter, as mcore does of all before it loads; left to it where that may matter."""
         if not self.kept_whole_by():
             self.optimizer.optimizer._init_group({"params": [param]}, skip_non_grad_params=False)
-
-
-def _adam_states(adam: Any, param: torch.Tensor) -> Iterator[State]:
-    for state in adam_states(adam, param):
-        # As mcore makes them before it loads a checkpoint, which has torch's count of steps too.
-        yield replace(state, make=partial(_make_zeros, adam, state)) if isinstance(adam, TORCH) else state
 
 
 def _make_zeros(adam: torch.optim.Optimizer, state: State) -> None:
