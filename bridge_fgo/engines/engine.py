@@ -37,8 +37,6 @@ class Engine(ABC):
     is_lost = False  # whether something came in the midst of a move, so that nothing may use the states any more
     limits: str  # settings by which states stay on the GPU, if any do
     bytes_to_pin = 0  # host bytes that `pin` page-locks
-    # the peak of allocated GPU memory that the newest pass was planned to keep to; None without a plan or a budget
-    held_budget_bytes: int | None = None
     failed_fetches = 0  # copies to the GPU ahead of their time for which there was no memory, in the whole run
 
     # Before training.
@@ -52,6 +50,11 @@ class Engine(ABC):
     @abstractmethod
     def pinned_bytes(self) -> int:
         """Page-locked host bytes held for the states."""
+
+    @property
+    def held_budget_bytes(self) -> int | None:
+        """Peak of allocated GPU memory that the newest pass was planned to keep to; None without a plan or a budget."""
+        return None
 
     @abstractmethod
     def has_states(self) -> bool:
