@@ -2,57 +2,191 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+
+import fused_adam
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
 
 import bridge_fgo
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining, run
+from bridge_fgo.bridge.session import SESSION
+from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
+from bridge_fgo.tools.arms.final_state import mcore_optimizers
 from bridge_fgo.tools.arms.record import RunRecord
 
-_kept: dict[CpuOptions, list[RunRecord]] = {}
-"""What resident trainings were after each of their steps, by options."""
+WHOLE = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, piece_bytes=2**16)
+PACKED = dataclasses.replace(WHOLE, master_remainders=True)
+SMALL = {"hidden": 64, "sequence": 16, "vocab": 64}
+"""Options of a model whose bits are the claim, not its parts."""
+
+OPTIMIZERS = {
+    "adam": {"distributed": False},
+    "muon": {"distributed": False, "optimizer": "muon"},
+    "dist_muon": {"distributed": False, "optimizer": "dist_muon"},
+}
+"""Options of those with masters of whole parameters, under mcore's Float16OptimizerWithFloat16Params."""
 
 
-def numbers(record):
-    """Return what each step reported, as exact values."""
-    return [(s.loss, s.grad_norm, s.skipped, s.passes) for s in record.steps]
+@contextlib.contextmanager
+def training(offload, config=PACKED, adam=None, cls=CpuTraining, installed=True, **options):
+    """A CPU training, with the package installed where it is to offload; masters are packed only where they can be.
 
+    installed: False where the caller installs the package later.
 
-def resident(steps, **options):
-    """Return the record of so many resident steps. Trains once for all tests: the longest has the shorter ones in it.
-
-    Not for a test that patches what trains.
+    adam: None for torch's AdamW, "te" for one that counts as Transformer Engine's, or the dtypes of a precision-aware
+        one, as `fused_adam.have_trainings_ask_for` takes them.
     """
-    wanted = CpuOptions(**options)
-    kept = _kept.setdefault(wanted, [])
-    if len(kept) < steps and not (kept and kept[-1].steps[-1].exit_code is not None):
-        kept.clear()
-        peak = peak_step = 0
-        with CpuTraining(wanted) as training:
-            while len(kept) < steps and not training.exited:
-                done = [*(kept[-1].steps if kept else []), training.step()]
-                peak = max(peak, *training.live_bytes)
-                peak_step = max(peak_step, training.live_state_bytes())
-                kept.append(
-                    RunRecord(
-                        steps=done,
-                        digests=training.digests(),
-                        state_bytes=training.live_state_bytes(),
-                        peak_forward_backward_bytes=peak,
-                        peak_step_bytes=peak_step,
-                    )
-                )
-    return dataclasses.replace(kept[min(steps, len(kept)) - 1])
+    options = CpuOptions(offload=offload, **options)
+    if isinstance(adam, dict) or options.fsdp is not None or options.precision == "fp16":
+        config = dataclasses.replace(config, master_remainders=None)
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if adam == "te":
+            fused_adam.have_mcore_take_it(patch.setattr)
+        elif adam is not None:
+            fused_adam.have_trainings_ask_for(adam, patch.setattr)
+            fused_adam.have_mcore_make_it_precision_aware(patch)
+        if offload and installed:
+            stack.enter_context(bridge_fgo.install(config))
+        run = stack.enter_context(cls(options))
+        run.offloads_all = offload and config.fraction == 1 and config.moments and config.master_weights
+        yield run
 
 
-def both(config, steps, **options):
+def session_of(run):
+    return vars(run.optimizer)[SESSION]
+
+
+def release(run):
+    """Take a training to where its states are released, as in a forward pass; nothing if it is resident."""
+    if run.options.offload:
+        session_of(run).begin_pass()
+        session_of(run).release()
+        assert run.live_state_bytes() == 0
+
+
+def steps(run, count=1):
+    """Train; return what each step reported, as exact values. With offload, no state is on the GPU in a forward."""
+    records = []
+    for _ in range(count):
+        records.append(run.step())
+        assert not run.offloads_all or max(run.live_bytes) == 0, "a state was there in a forward"
+    return numbers(records)
+
+
+def numbers(records):
+    """Return what steps reported, as exact values."""
+    return exact([(s.loss, s.grad_norm, s.skipped, s.passes, s.should_checkpoint, s.exit_code) for s in records])
+
+
+def exact(value):
+    """Return nested values with digests of bytes in the place of tensors, so that `==` compares bit for bit."""
+    if isinstance(value, DTensor):
+        value = value._local_tensor
+    if isinstance(value, torch.Tensor):
+        # Of a clone: what numpy has seen cannot be emptied any more.
+        flat = value.detach().clone().contiguous().view(-1).view(torch.uint8)
+        return str(value.dtype), tuple(value.shape), hashlib.sha256(flat.numpy()).hexdigest()
+    if isinstance(value, dict):
+        return {key: exact(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [exact(each) for each in value]
+    if isinstance(value, float):
+        return value.hex()
+    if type(value).__name__ == "ShardedTensor":  # of mcore's checkpoints
+        return exact(value.data)
+    return value
+
+
+def bits(run):
+    """Return every weight, master and moment of a training, and counts of steps and scales, by name and as `exact`."""
+    bridge_fgo.reload_states()
+    found = {f"{kind} {name}": tensor for kind, pairs in run.state_tensors().items() for name, tensor in pairs}
+    for number, leaf in enumerate(mcore_optimizers(run.optimizer)):
+        if leaf.optimizer is None:  # a stub: nothing to train
+            continue
+        for index, group in enumerate(leaf.optimizer.param_groups):
+            found[f"steps {number}.{index}"] = group.get("step")
+            for place, param in enumerate(group["params"]):
+                found[f"steps {number}.{index}.{place}"] = leaf.optimizer.state.get(param, {}).get("step")
+                found[f"scales {number}.{index}.{place}"] = getattr(leaf.optimizer, "_scales", {}).get(param)
+    return exact(found)
+
+
+def both(script, config=PACKED, **options):
+    """Run `script(run)` resident and offloaded: what it returns, and all bits at the end, are equal.
+
+    options: of `training`. Returns what the script has returned, of the resident run first.
+    """
+    returned, ends = [], []
+    for offload in (False, True):
+        with training(offload, config, **options) as run:
+            returned.append(script(run))
+            ends.append(bits(run))
+            assert run.live_state_bytes() > 0, "states are on the GPU after they were read"
+    assert exact(returned[1]) == exact(returned[0])
+    assert ends[1] == ends[0]
+    return returned
+
+
+@dataclasses.dataclass
+class Kept:
+    """What a resident training was after each of its steps."""
+
+    records: list[RunRecord] = dataclasses.field(default_factory=list)
+    bits: list[dict] = dataclasses.field(default_factory=list)
+
+
+_kept: dict[tuple, Kept] = {}
+
+
+def resident(count, adam=None, **options):
+    """Return the record and the bits of so many resident steps, or fewer where Bridge ends the run.
+
+    Trains once for all tests: the longest run has the shorter ones in it. Not for a test that patches what trains.
+    """
+    key = str(adam), CpuOptions(**options)
+    kept = _kept.setdefault(key, Kept())
+    if len(kept.records) < count and not (kept.records and kept.records[-1].steps[-1].exit_code is not None):
+        kept = _kept[key] = Kept()
+        peak = 0
+        with training(False, adam=adam, **options) as run:
+            while len(kept.records) < count and not run.exited:
+                done = [*(kept.records[-1].steps if kept.records else []), run.step()]
+                peak = max(peak, *run.live_bytes)
+                record = RunRecord(done, state_bytes=run.live_state_bytes(), peak_forward_backward_bytes=peak)
+                kept.records.append(record)
+                kept.bits.append(bits(run))
+    last = min(count, len(kept.records)) - 1
+    return kept.records[last], kept.bits[last]
+
+
+@contextlib.contextmanager
+def as_resident(count, config=PACKED, adam=None, **options):
+    """A training with offload that has to end with the bits of a resident one after so many steps."""
+    end = resident(count, adam, **options)[1]
+    with training(True, config, adam, **options) as run:
+        yield run
+        assert bits(run) == end
+
+
+def same_steps(config, count, adam=None, **options):
     """Train resident and offloaded, and assert that numbers and bits are equal.
 
     Returns:
         Both records, and the newest figures of the offloaded run.
     """
-    expected, figures = resident(steps, **options), []
-    with bridge_fgo.install(config):
-        record = run(CpuOptions(offload=True, **options), steps, lambda step: figures.append(bridge_fgo.stats()))
-    assert numbers(record) == numbers(expected)
-    assert record.digests == expected.digests and len(expected.digests) == 3
-    return expected, record, figures[-1]
+    expected, end = resident(count, adam, **options)
+    record = RunRecord()
+    with training(True, config, adam, **options) as run:
+        while len(record.steps) < count and not run.exited:
+            record.steps.append(run.step())
+            record.peak_forward_backward_bytes = max(record.peak_forward_backward_bytes, *run.live_bytes)
+        stats = bridge_fgo.stats()
+        assert numbers(record.steps) == numbers(expected.steps)
+        assert bits(run) == end
+        record.state_bytes = run.live_state_bytes()
+    return expected, record, stats

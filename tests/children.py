@@ -39,11 +39,22 @@ def start(target, *args) -> multiprocessing.Process:
 
 
 def run_ranks(target, job) -> list:
-    """Run `target(rank, job)` in a process a rank to their ends; return what each has left as RANK.json."""
+    """Run `target(rank, job)` in a process a rank to their ends; return what each has returned or left as RANK.json."""
     job.folder.mkdir(parents=True)
-    started = [start(target, rank, job) for rank in range(job.ranks)]
+    started = [start(leave_what, target, rank, job) for rank in range(job.ranks)]
     assert [join(child, f"as one of {job.ranks} ranks") for child in started] == [0] * job.ranks
     return [json.loads((job.folder / f"{rank}.json").read_text()) for rank in range(job.ranks)]
+
+
+def leave_what(target, rank, job, *args) -> None:
+    """Write what `target(rank, job, *args)` returns to RANK.json, or what ends it to RANK.error."""
+    try:
+        seen = target(rank, job, *args)
+    except BaseException as error:
+        (job.folder / f"{rank}.error").write_text(repr(error))
+        raise
+    if seen is not None:
+        (job.folder / f"{rank}.json").write_text(json.dumps(seen))
 
 
 def join(child, what: str) -> int:

@@ -7,18 +7,17 @@ import functools
 import gc
 import json
 import os
-import queue
 import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 
-import fused_adam
 import pytest
 import torch
+from both import PACKED, session_of, steps, training
 from fake_meter import have_sessions_take_it
-from saving import load, save, send_all_away
+from saving import load, save, send_all_away, skip_data_of
 
 from bridge_fgo.tools.standins.cuda import install_standins
 
@@ -27,13 +26,12 @@ install_standins()
 from megatron.bridge.training import checkpointing  # noqa: E402
 from megatron.bridge.training.config import ConfigContainer  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
-from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: E402
-from rank_child import Job, Rank  # noqa: E402
+from rank_child import Job, Rank, ended, joined, keep_results_of_saves, step  # noqa: E402
 from torch.distributed.checkpoint import filesystem  # noqa: E402
 from torch.distributed.checkpoint.utils import _DistWrapper  # noqa: E402
 
 import bridge_fgo  # noqa: E402
-from bridge_fgo.bridge.session import SESSION, Session  # noqa: E402
+from bridge_fgo.bridge.session import Session  # noqa: E402
 from bridge_fgo.engines.native import NativeEngine  # noqa: E402
 from bridge_fgo.engines.ranks import gather  # noqa: E402
 from bridge_fgo.figures import Figures  # noqa: E402
@@ -76,7 +74,6 @@ TORCH_DIST_SAVE = {"an entry of torch_dist is written": (filesystem_async, "_wri
 FSDP_OPTIONS = {"fsdp": "optim_grads_params", "swiglu": True}
 STEPS, SAVED_AFTER_EACH = 5, (2, 3)
 SAVED_AFTER = 3
-CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, master_remainders=True)
 
 
 class Injected(RuntimeError):
@@ -112,13 +109,9 @@ def train(folder: str, point: str | None, call: int, how: str) -> None:
     Exit status: 0 where nothing broke, 3 where the failure came out as itself.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
-    filesystem_async._results_queue = queue.Queue()  # mcore's is in a process of its own, which would outlive this one
-    offload = point is not None
-    if offload:
-        bridge_fgo.install(CONFIG)
-    with CpuTraining(CpuOptions(offload=offload)) as run:
-        for _ in range(SAVED_AFTER):
-            run.step()
+    keep_results_of_saves()
+    with training(point is not None) as run:
+        steps(run, SAVED_AFTER)
         save(run, folder, "dp_reshardable")
         if point is None:
             return
@@ -131,55 +124,26 @@ def train(folder: str, point: str | None, call: int, how: str) -> None:
             os._exit(3)
 
 
-def train_under_fsdp(folder: str, offload: bool, point: str | None = None, call: int = 1) -> None:
-    """Train gated layers under Megatron-FSDP as `_train_on` says; leave numbers and digests in `seen.json`."""
-    fused_adam.have_mcore_take_it(setattr)
-    config = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
-    options = CpuOptions(offload=offload, **FSDP_OPTIONS)
-    with bridge_fgo.install(config) if offload else contextlib.nullcontext(), CpuTraining(options) as run:
-        seen = _train_on(run, Path(folder), point, call)
-        (Path(folder) / "seen.json").write_text(json.dumps(seen))
+def train_as_rank(rank: int, job: Job, saves: Path, killed: tuple[int, str, int] | None = None) -> dict:
+    """Train as a rank of `job`, with data of its own, from the newest checkpoint in `saves` to the last step.
 
-
-def train_as_rank(rank: int, job: Job, saves: Path, killed: tuple[int, str, int] | None = None) -> None:
-    """Train as a rank of `job`, with data of its own, as `_train_on` says; leave numbers and digests in `RANK.json`.
-
-    killed: the rank that is killed in the second save, the point, and at which of its calls there. What ends another
-    rank comes out, and is in `RANK.error`.
+    Saves after two of the steps. killed: the rank that is killed in the second save, the point, and at which of its
+    calls there.
     """
-    filesystem_async._results_queue = queue.Queue()
-    fused_adam.have_mcore_take_it(setattr)
-    config = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
-    options = CpuOptions(offload=job.offload, **job.changes)
-    point, call = (None, 0) if killed is None or killed[0] != rank else killed[1:]
-    with bridge_fgo.install(config) if job.offload else contextlib.nullcontext(), Rank(options, rank, job) as run:
-        try:
-            seen = _train_on(run, saves, point, call)
-        except BaseException as error:
-            (job.folder / f"{rank}.error").write_text(repr(error))
-            raise
-        (job.folder / f"{rank}.json").write_text(json.dumps(seen))
-
-
-def _train_on(run: CpuTraining, folder: Path, point: str | None, call: int) -> dict:
-    """Train from the newest checkpoint in `folder`, where there is one, to the last step; return numbers and digests.
-
-    Saves after two of the steps. With a point, is killed in the second save.
-    """
-    if list(folder.iterdir()):
-        load(run, folder)
-    before, numbers = run.state.train_state.step, {}
-    for _ in range(before * get_num_microbatches()):
-        next(run._batches)
-    for number in range(before + 1, STEPS + 1):
-        record = run.step()
-        numbers[number] = (record.loss, record.grad_norm)
-        if number in SAVED_AFTER_EACH:
-            send_all_away()
-            if point is not None and number == SAVED_AFTER_EACH[1]:
-                break_at(point, call, "SIGKILL")
-            save(run, folder)
-    return {"numbers": numbers, "digests": run.digests()}
+    seen: dict = {}
+    with joined(rank, job) as run:
+        if list(saves.iterdir()):
+            load(run, saves)
+        before = run.state.train_state.step
+        skip_data_of(run, before)
+        for number in range(before + 1, STEPS + 1):
+            step(run, seen)
+            if number in SAVED_AFTER_EACH:
+                send_all_away()
+                if number == SAVED_AFTER_EACH[1] and killed is not None and killed[0] == rank:
+                    break_at(*killed[1:], "SIGKILL")
+                save(run, saves)
+        return ended(run, seen | {"began": before})
 
 
 # Ranks of which one fails beside the others: at each place of each verb, in each context's block, with the flag.
@@ -200,7 +164,7 @@ VERBS = {
 }
 """What is away before, and the verb."""
 
-PACKED = ("offload", "reload", "reload of states and gradients")
+PACKED_TOO = ("offload", "reload", "reload of states and gradients")
 """Verbs that do something else where masters are packed."""
 
 FALLIBLE = (
@@ -314,10 +278,10 @@ def _error_of(act) -> str | None:
     return None
 
 
-def fail_at_each_place(rank: int, job: Job) -> None:
+def fail_at_each_place(rank: int, job: Job) -> list:
     """Run as a rank of which the last one fails at each place of each verb of a Residency; all of them go on.
 
-    Leaves what was seen, as `OneFails` has it.
+    Returns what was seen, as `OneFails` has it.
     """
     with Rank(CpuOptions(**SMALL, **job.changes), rank, job) as run:
         run.step()
@@ -338,7 +302,7 @@ def fail_at_each_place(rank: int, job: Job) -> None:
                 one.at_each_place("making one", make, recover=let_go)
             make()
             for name, (away, verb) in VERBS.items():
-                if packs and name not in PACKED:
+                if packs and name not in PACKED_TOO:
                     continue
 
                 def prepare(away=away, made=made) -> None:
@@ -354,7 +318,7 @@ def fail_at_each_place(rank: int, job: Job) -> None:
 
                 one.at_each_place(name, lambda verb=verb, made=made: verb(made[0]), prepare, recover)
             made[0].close()
-        (job.folder / f"{rank}.json").write_text(json.dumps(one.seen))
+        return one.seen
 
 
 CONTEXTS = {
@@ -366,21 +330,20 @@ CONTEXTS = {
 """What is away before a context, and the context."""
 
 
-def fail_in_a_block(rank: int, job: Job, context: str, alone: bool) -> None:
+def fail_in_a_block(rank: int, job: Job, context: str, alone: bool) -> dict:
     """Run as a rank of a training in which the block of a context raises: on the last rank, or on all of them.
 
     alone: the others do in the block what ranks do together, and end by its error. Else all go on: they wake and train.
 
-    Leaves what came out last, its notes, what is away after it, and the seconds since the block began; of all that go
+    Returns what came out last, its notes, what is away after it, and the seconds since the block began; of all that go
     on the numbers and digests of the steps, too.
     """
     away, enter = CONTEXTS[context]
-    numbers, seen = [], {}
-    with bridge_fgo.install(CONFIG), Rank(CpuOptions(**SMALL, **job.changes), rank, job) as run:
+    seen: dict = {}
+    with bridge_fgo.install(PACKED), Rank(CpuOptions(**SMALL, **job.changes), rank, job) as run:
         res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
         for _ in range(job.steps):
-            record = run.step()
-            numbers.append((record.loss, record.grad_norm))
+            step(run, seen)
             if res is None:
                 continue
             if away:
@@ -396,13 +359,12 @@ def fail_in_a_block(rank: int, job: Job, context: str, alone: bool) -> None:
             except Exception as error:
                 notes = getattr(error, "__notes__", [])
                 took = time.monotonic() - began
-                seen = {"error": repr(error), "notes": notes, "away": sorted(res.away), "took": took}
+                seen |= {"error": repr(error), "notes": notes, "away": sorted(res.away), "took": took}
             if alone:
                 (job.folder / f"{rank}.json").write_text(json.dumps(seen))
                 os._exit(0)
             res.reload()
-        seen |= {"numbers": numbers, "digests": run.digests()}
-        (job.folder / f"{rank}.json").write_text(json.dumps(seen))
+        return ended(run, seen)
 
 
 ATTACHING = [(NativeEngine, "__init__"), (NativeEngine, "pin"), (NativeEngine, "offload_now")]
@@ -410,14 +372,14 @@ ENDING = [(NativeEngine, "settle"), (Figures, "end_step")]
 """Where one rank can fail with the flag, before all attach, and before all choose what stays on the GPU."""
 
 
-def fail_with_the_flag(rank: int, job: Job) -> None:
+def fail_with_the_flag(rank: int, job: Job) -> dict:
     """Run as a rank of a training with the flag and a budget, of which the last one fails where all attach and choose.
 
-    Then that rank alone says of a step that it was skipped. Leaves the errors that came out, the numbers of the steps
+    Then that rank alone says of a step that it was skipped. Returns the errors that came out, the numbers of the steps
     that none did of, the digests, and which parts stay on the GPU.
     """
     have_sessions_take_it(setattr)
-    fails, errors, numbers = rank == job.ranks - 1, [], []
+    fails, seen = rank == job.ranks - 1, {"errors": []}
     options = CpuOptions(offload=job.offload, **SMALL, **job.changes)
     config = bridge_fgo.OffloadConfig(engine="native", gpu_memory_budget_gib=1.0)
 
@@ -425,33 +387,26 @@ def fail_with_the_flag(rank: int, job: Job) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if fails:
                 patch.setattr(owner, name, functools.partial(_fail, name))
-            errors.append(_error_of(act))
+            seen["errors"].append(_error_of(act))
 
     with bridge_fgo.install(config) if job.offload else contextlib.nullcontext():
         for owner, name in ATTACHING if job.offload else ():
             attempt(owner, name, lambda name=name: Rank(options, rank, job, name))
         with Rank(options, rank, job) as run:
             run.cfg.train.check_optimizer_step_success = False  # so that each rank believes its own optimizer
-
-            def act() -> None:
-                record = run.step()
-                numbers.append((record.loss, record.grad_norm))
-
-            act()
+            step(run, seen)
             for owner, name in ENDING:
-                attempt(owner, name, act) if job.offload else run.step()
+                attempt(owner, name, lambda: step(run, seen)) if job.offload else run.step()
             with pytest.MonkeyPatch.context() as patch:
                 if fails:
-                    step = run.optimizer.step
-                    patch.setattr(run.optimizer, "step", lambda: (False, *step()[1:]))
-                act()
+                    update = run.optimizer.step
+                    patch.setattr(run.optimizer, "step", lambda: (False, *update()[1:]))
+                step(run, seen)
             for _ in range(job.steps):
-                act()
-            seen = {"errors": errors, "numbers": numbers, "digests": run.digests()}
+                step(run, seen)
             if job.offload:
-                parts = vars(run.optimizer)[SESSION].engine.schedule.parts
-                seen["stays"] = [part.stays for part in parts]
-        (job.folder / f"{rank}.json").write_text(json.dumps(seen))
+                seen["stays"] = [part.stays for part in session_of(run).engine.schedule.parts]
+            return ended(run, seen)
 
 
 def _fail(name: str, *args: object, **kwargs: object) -> None:

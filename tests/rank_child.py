@@ -1,17 +1,18 @@
-"""One rank of a data-parallel training, in a process of its own."""
+"""One rank of a training, in a process of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import datetime
-import json
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fused_adam
 from saving import load, save
+from storage_meter import PART_BYTES, engine, metered, two_parts
 
 from bridge_fgo.tools.standins.cuda import install_standins
 
@@ -20,11 +21,13 @@ install_standins()
 import torch  # noqa: E402
 
 import bridge_fgo  # noqa: E402
+from bridge_fgo.memory import layout  # noqa: E402
 from bridge_fgo.memory.storage_slab import StorageSlab  # noqa: E402
 from bridge_fgo.tools.arms.cpu_model import microbatches  # noqa: E402
 from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 
-CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, master_remainders=True)
+CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
+PACKED = dataclasses.replace(CONFIG, master_remainders=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,40 +63,82 @@ class Rank(CpuTraining):
         )
 
 
-def train(rank: int, job: Job) -> None:
-    """Run as a rank of `job`; leave checkpoints in `loaded` and `trained`, and what was seen in `<rank>.json`."""
+def keep_results_of_saves() -> None:
+    """Have mcore keep them in this process: its queue is in another one, which would outlive this one."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    filesystem_async._results_queue = queue.Queue()  # mcore's is in a process of its own, which would outlive this one
+    filesystem_async._results_queue = queue.Queue()
+
+
+@contextlib.contextmanager
+def joined(rank: int, job: Job, config: bridge_fgo.OffloadConfig = CONFIG) -> Iterator[Rank]:
+    """A rank of a job's training, which offloads by the flag where the job says so."""
+    keep_results_of_saves()
     fused_adam.have_mcore_take_it(setattr)
     options = CpuOptions(offload=job.offload, **job.changes)
-    held, numbers = [], []
-    config = CONFIG if options.fsdp is None else dataclasses.replace(CONFIG, master_remainders=None)
     with bridge_fgo.install(config) if job.offload else contextlib.nullcontext(), Rank(options, rank, job) as run:
+        yield run
+
+
+def step(run: Rank, seen: dict[str, Any]) -> None:
+    """Train a step, and note its numbers and the most bytes of state in a forward."""
+    record = run.step()
+    seen.setdefault("numbers", []).append((record.loss, record.grad_norm, record.skipped))
+    seen.setdefault("held", []).append(max(run.live_bytes))
+
+
+def ended(run: Rank, seen: dict[str, Any]) -> dict[str, Any]:
+    """Return what was seen, with the digests of the end."""
+    return seen | {"digests": run.digests()}
+
+
+def gathered(run: Rank, seen: dict[str, Any]) -> dict[str, Any]:
+    """As `ended`, with parameters as the next forward would have gathered them."""
+    for ddp in run.model:
+        ddp.start_param_sync(force_sync=True)
+    return ended(run, seen)
+
+
+def train(rank: int, job: Job) -> dict[str, Any]:
+    """Run as a rank of `job`; leave checkpoints in `loaded` and `trained`."""
+    seen: dict[str, Any] = {}
+    with joined(rank, job, CONFIG if "fsdp" in job.changes else PACKED) as run:
         if job.loads:
             load(run, job.loads)
             save(run, job.folder / "loaded", job.kind)
         for _ in range(job.steps):
-            record = run.step()
-            numbers.append((record.loss, record.grad_norm))
-            held.append(max(run.live_bytes))
+            step(run, seen)
         save(run, job.folder / "trained", job.kind)
-        seen = {"numbers": numbers, "held": held, "digests": run.digests()}
-        (job.folder / f"{rank}.json").write_text(json.dumps(seen))
+        return ended(run, seen)
 
 
-def train_and_sleep(rank: int, job: Job, changes: dict) -> None:
+def load_with_few_parts(rank: int, job: Job) -> dict[str, Any]:
+    """Load as a rank of a training and train on; return also the peak of the load, and what was allowed."""
+    layout.LEAST_PART_BYTES = PART_BYTES
+    with joined(rank, job, bridge_fgo.OffloadConfig(engine="native")) as run:
+        with metered(run) as meter:
+            load(run, job.loads)
+        seen = {"peak": meter.peak, "left": run.live_state_bytes()}
+        if job.offload:
+            seen |= {"allowed": two_parts(), "state_bytes": engine().state_bytes}
+        for _ in range(job.steps):
+            step(run, seen)
+        return ended(run, seen)
+
+
+# Ranks that sleep.
+
+
+def train_and_sleep(rank: int, job: Job, changes: dict) -> dict[str, Any]:
     """Run as a rank of a training that, where `job.offload` says so, sleeps after each step; else as `train`.
 
     changes: options of the training.
     """
-    options = CpuOptions(**changes)
-    numbers, copied = [], []
-    with Rank(options, rank, job) as run:
+    seen: dict[str, Any] = {"copied": []}
+    with Rank(CpuOptions(**changes), rank, job) as run:
         res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
         for _ in range(job.steps):
-            record = run.step()
-            numbers.append((record.loss, record.grad_norm))
+            step(run, seen)
             if res is not None:
                 for slab in () if "frozen_stage" in changes else res._weights.slabs:
                     assert slab.copied_nbytes == slab.nbytes // run.groups.dp.size()
@@ -103,27 +148,24 @@ def train_and_sleep(rank: int, job: Job, changes: dict) -> None:
                 again = res.offload("params")
                 res.reload()
                 assert (res._weights.slabs[0]._bytes == whole).all()
-                copied.append([out.copied_by_kind["params"], alone.copied, again.copied])
-        for ddp in run.model:
-            ddp.start_param_sync(force_sync=True)  # what the next forward would have gathered
-        seen = {"numbers": numbers, "copied": copied, "digests": run.digests()}
-        (job.folder / f"{rank}.json").write_text(json.dumps(seen))
+                seen["copied"].append([out.copied_by_kind["params"], alone.copied, again.copied])
+        return gathered(run, seen)
 
 
-def sleep_with_errors(rank: int, job: Job, packs: bool) -> None:
+def sleep_with_errors(rank: int, job: Job, packs: bool) -> dict[str, Any]:
     """Run as a rank of a training in which rank 1 alone fails to sleep and to wake, and alone packs its masters.
 
     packs: whether it packs them.
 
-    Leaves the numbers, the digests and the errors that were caught; `job.offload` says whether anything sleeps.
+    Returns also the errors that were caught; `job.offload` says whether anything sleeps.
     """
-    options, errors, numbers = CpuOptions(), [], []
-    with Rank(options, rank, job) as run:
-        own = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, master_remainders=packs and rank == 1)
+    seen: dict[str, Any] = {"errors": []}
+    errors = seen["errors"]
+    with Rank(CpuOptions(), rank, job) as run:
+        own = dataclasses.replace(CONFIG, master_remainders=packs and rank == 1)
         res = bridge_fgo.Residency(run.model, run.optimizer, own) if job.offload else None
         for _ in range(job.steps):
-            record = run.step()
-            numbers.append((record.loss, record.grad_norm))
+            step(run, seen)
             if res is None:
                 continue
             res._backwards.pending.update([1] if rank == 1 else [])
@@ -150,10 +192,7 @@ def sleep_with_errors(rank: int, job: Job, packs: bool) -> None:
             transfers.copy_in = copy_in
             res.reload()
             assert not res.away
-        for ddp in run.model:
-            ddp.start_param_sync(force_sync=True)
-        seen = {"numbers": numbers, "errors": errors, "digests": run.digests()}
-        (job.folder / f"{rank}.json").write_text(json.dumps(seen))
+        return gathered(run, seen)
 
 
 def _no_memory(*_: object, **__: object) -> int:
@@ -168,23 +207,19 @@ def _error(act: Callable[[], object]) -> str:
     raise AssertionError("no error")
 
 
-def save_and_load(rank: int, job: Job) -> None:
+def save_and_load(rank: int, job: Job) -> dict[str, Any]:
     """Run as a rank of a training that is saved, steps once more, loads what was saved, and trains on.
 
-    Saved and loaded asleep where `job.offload` says so; leaves the numbers and the digests.
+    Saved and loaded asleep where `job.offload` says so.
     """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = queue.Queue()
+    keep_results_of_saves()
     fused_adam.have_mcore_take_it(setattr)
-    options, folder, seen = CpuOptions(), job.folder / "saved", []
-    config = bridge_fgo.OffloadConfig(engine="native")
-    with bridge_fgo.install(config), Rank(options, rank, job) as run:
+    folder, seen = job.folder / "saved", {}
+    with bridge_fgo.install(CONFIG), Rank(CpuOptions(), rank, job) as run:
         res = bridge_fgo.Residency(run.model, run.optimizer)
         for act in (lambda: save(run, folder), lambda: load(run, folder), lambda: None):
             for _ in range(job.steps):
-                record = run.step()
-                seen.append((record.loss, record.grad_norm))
+                step(run, seen)
             if not job.offload:
                 act()
                 continue
@@ -193,29 +228,21 @@ def save_and_load(rank: int, job: Job) -> None:
                 act()
             assert res.away == {"params", "grads", "optimizer"} and run.live_state_bytes() == 0
             res.reload()
-        for ddp in run.model:
-            ddp.start_param_sync(force_sync=True)
-        (job.folder / f"{rank}.json").write_text(json.dumps({"numbers": seen, "digests": run.digests()}))
+        return gathered(run, seen)
 
 
-def train_in_context(rank: int, job: Job, changes: dict) -> None:
+def train_in_context(rank: int, job: Job, changes: dict) -> dict[str, Any]:
     """Run as a rank of a training that, where `job.offload` says so, steps in `Residency.training_step` and sleeps.
 
-    changes: options of the training. Leaves the numbers, the digests, and the most bytes of state in a forward.
+    changes: options of the training.
     """
-    options, numbers, held = CpuOptions(**changes), [], []
-    config = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
-    with bridge_fgo.install(config), Rank(options, rank, job) as run:
+    options, seen = CpuOptions(**changes), {}
+    with bridge_fgo.install(CONFIG), Rank(options, rank, job) as run:
         res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
         for _ in range(job.steps):
             with contextlib.nullcontext() if res is None else res.training_step(options.microbatches):
-                record = run.step()
-            numbers.append((record.loss, record.grad_norm, record.skipped))
-            held.append(max(run.live_bytes))
+                step(run, seen)
             if res is not None:
                 with res.asleep():
                     assert run.live_state_bytes() == 0
-        for ddp in run.model:
-            ddp.start_param_sync(force_sync=True)
-        seen = {"numbers": numbers, "held": held, "digests": run.digests()}
-        (job.folder / f"{rank}.json").write_text(json.dumps(seen))
+        return gathered(run, seen)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import fused_adam
 from bridge_loop import train as train_loop
-from saving import load
+from saving import load, skip_data_of
 
 from bridge_fgo.tools.standins.cuda import install_standins
 
@@ -60,9 +60,7 @@ class Attempts:
         run.cfg.checkpoint.save, run.cfg.checkpoint.save_interval = str(self.folder), SAVED_AFTER
         if self.attempts > 1:
             load(run, self.folder)
-            for _ in range(SAVED_AFTER * run.options.microbatches):
-                next(run._batches)
-            run._batches.advance()
+            skip_data_of(run, SAVED_AFTER)
         seen = train_loop(run, STEPS, lambda number: self.break_at(number, run))
         return {"held": seen.held, "digests": run.digests(), "kept": self.kept, "attempts": self.attempts}
 
@@ -94,11 +92,3 @@ def train(folder: str) -> None:
     restarted, store = maybe_wrap_for_inprocess_restart(Attempts(Path(folder)), config, state)
     seen = restarted(state, store=store)
     (Path(folder) / "seen.json").write_text(json.dumps(seen))
-
-
-def train_resident(folder: str) -> None:
-    """Train without offload, and without a restart; leave digests in `seen.json`."""
-    fused_adam.have_mcore_take_it(setattr)
-    with CpuTraining(CpuOptions()) as run:
-        train_loop(run, STEPS)
-        (Path(folder) / "seen.json").write_text(json.dumps({"digests": run.digests()}))

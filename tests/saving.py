@@ -1,6 +1,8 @@
-"""Bridge's own save and load of a CPU training."""
+"""Bridge's own save and load of a CPU training, in the foreground and in the background."""
 
 from pathlib import Path
+
+FORMATS = ["fully_reshardable", "dp_reshardable"]
 
 
 def newest(folder: Path) -> Path:
@@ -27,9 +29,55 @@ def load(run, folder, context=None):
     load_checkpoint(run.state, run.model, run.optimizer, run.scheduler, checkpointing_context=context)
 
 
+def skip_data_of(run, steps):
+    """Take the microbatches of the steps that were trained before the save."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    for _ in range(steps * get_num_microbatches()):
+        next(run._batches)
+    run._batches.advance()
+
+
 def send_all_away():
     """Have every state leave the GPU, in what is offloaded."""
     from bridge_fgo.bridge.session import all_sessions
 
     for session in all_sessions():
         session.engine.offload_now()
+
+
+def assert_same_shards(mine, theirs):
+    """The tensor bytes on disk are equal; the padding of dp_reshardable, which mcore never fills, is not compared."""
+    shards = [sorted(folder.rglob("*.distcp")) for folder in (mine, theirs)]
+    assert [path.name for path in shards[0]] == [path.name for path in shards[1]] != []
+    for ours, resident in zip(*shards, strict=True):
+        assert ours.read_bytes() == resident.read_bytes()
+
+
+def configured(run, **settings):
+    """Set `section.name` of the run's config; written section__name."""
+    for path, value in settings.items():
+        section, name = path.split("__")
+        assert hasattr(getattr(run.cfg, section), name), path
+        setattr(getattr(run.cfg, section), name, value)
+
+
+def background(run, worker, folder):
+    """Have `save` hand checkpoints to a writer in a process of its own."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    checkpoint = run.cfg.checkpoint
+    checkpoint.async_save, checkpoint.save = True, str(folder)
+    checkpoint.async_strategy = "nvrx" if worker == "nvrx" else "mcore"
+    if worker == "fork":
+        run.state._async_calls_queue = AsyncCallsQueue(persistent=False)
+    else:
+        checkpoint.async_write_results_mp_mode = "spawn"
+        run.state.initialize_async_checkpoint_worker()
+
+
+def finish(run, terminate=True):
+    """Wait for the writer, and end it."""
+    from megatron.bridge.training.checkpointing import maybe_finalize_async_save
+
+    maybe_finalize_async_save(run.state, run.cfg.checkpoint, blocking=True, terminate=terminate)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from bridge_fgo.bridge.session import all_sessions
 from bridge_fgo.memory.state import local
+from bridge_fgo.states.fsdp import is_fsdp, parameter_groups
+from bridge_fgo.tools.arms.final_state import mcore_optimizers
+
+SMALL = {"layers": 8, "hidden": 64}
+"""Options of a model of which no two parts are a fifth of the states."""
+PART_BYTES = 64 * 1024
+"""What `memory.layout.LEAST_PART_BYTES` should be for that."""
+SCALARS = 4 * 1024
+"""Bytes for counts, sums and norms."""
 
 WRITES = ("copy_", "set_scaled_state")
 """What follows at once where a storage that was emptied is filled anew, which no function of torch's tells."""
@@ -75,3 +87,54 @@ class StorageMeter(TorchFunctionMode):
                 held += storage.nbytes()
         self.peak = max(self.peak, held)
         return held
+
+
+def engine():
+    """The engine of the one session there is."""
+    (session,) = all_sessions()
+    return session.engine
+
+
+def two_parts():
+    """Most bytes of states that building or loading may have on the device."""
+    return 2 * max(part.nbytes for part in engine().schedule.parts) + SCALARS
+
+
+def masters(run):
+    """Every master that mcore keeps, in an order of its own."""
+    places = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
+    groups = [vars(leaf).get(name, ()) for leaf in mcore_optimizers(run.optimizer) for name in places]
+    return [master for of_leaf in groups for group in of_leaf for master in group]
+
+
+def weights_and_gradients(model):
+    """What mcore's DDP has on the device: parameters, and the memory of its buffers."""
+    found = [parameter for chunk in model for parameter in chunk.parameters()]
+    buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    memory = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]
+    return found + [tensor for tensor in memory if tensor is not None]  # only a DistributedOptimizer has parameters
+
+
+@contextlib.contextmanager
+def metered(run):
+    """Context in which the most bytes of states on the device, and of what is made beside them, are counted."""
+    leaves = list(mcore_optimizers(run.optimizer))
+    states = [value for leaf in leaves for of_param in leaf.optimizer.state.values() for value in of_param.values()]
+    states = [local(value) for value in states if isinstance(value, torch.Tensor)]
+    if is_fsdp(leaves[0]):
+        known = []
+        for name, value in [
+            item for leaf in leaves for group in parameter_groups(leaf) for item in vars(group).items()
+        ]:
+            data = getattr(value, "data", None)
+            if not isinstance(value, torch.Tensor) and isinstance(data, torch.Tensor):
+                (states if name == "main_weight_buffer" else known).append(data)
+        of_states = {tensor.untyped_storage()._cdata for tensor in states}
+        weights = [local(parameter) for chunk in run.model for parameter in chunk.parameters()]
+        known += [weight for weight in weights if weight.untyped_storage()._cdata not in of_states]
+    else:
+        known = weights_and_gradients(run.model)
+        states += [master for master in masters(run) if master is not None]
+    with StorageMeter(known, states) as meter:
+        meter.look()
+        yield meter

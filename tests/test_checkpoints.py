@@ -1,144 +1,273 @@
-"""Bridge's own save and load (torch_dist) around offloaded states, in the foreground and in the background."""
+"""Bridge's own save and load around offloaded states, with each optimizer: a resident run's bytes, and its bits."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import shutil
-from pathlib import Path
 
 import async_worker
+import gated_delta_net
 import pytest
 import torch
-from saving import load, save
+from both import OPTIMIZERS, PACKED, bits, both, release, session_of, steps, training
+from saving import FORMATS, assert_same_shards, background, finish, load, newest, save, send_all_away, skip_data_of
+from test_parity import BF16_MOMENTS, FP16_MASTERS, FP16_MOMENTS
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 import bridge_fgo
-from bridge_fgo.bridge.session import SESSION
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.memory.slab import SlabState
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
-SMALL_SLABS = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, master_remainders=True)
-FORMATS = ["fully_reshardable", "dp_reshardable"]
+SAVED_AFTER, STEPS = 3, 5
+
+TORCHS = {}
+"""With torch's AdamW, into which mcore can only load `dp_reshardable`, and that after its first step."""
+TES = {"adam": "te"}
+FSDP = {"fsdp": "optim_grads_params", "adam": "te"}
+FSDP_KINDS = {"fsdp of swiglu": FSDP | {"swiglu": True}, "fsdp": FSDP, "fsdp of experts": FSDP | {"experts": True}}
+KINDS = {
+    "torch's adam": TORCHS,
+    "te's adam": TES,
+    **OPTIMIZERS,
+    **FSDP_KINDS,
+    "fp16 masters": {"adam": FP16_MASTERS},
+    "fp16 masters, bf16 moments": {"adam": FP16_MASTERS | BF16_MOMENTS},
+    "fp16 masters, fp16 moments": {"adam": FP16_MASTERS | FP16_MOMENTS},
+}
+IN_THE_SLOW_LANE = ("fsdp", "fsdp of experts", *(kind for kind in KINDS if kind.startswith("fp16")))
 
 
-@contextlib.contextmanager
-def training(offload, config=SMALL_SLABS, **options):
-    """A CPU training, with the package installed where it is to offload."""
-    with contextlib.ExitStack() as stack:
-        if offload:
-            stack.enter_context(bridge_fgo.install(config))
-        yield stack.enter_context(CpuTraining(CpuOptions(offload=offload, **options)))
+def with_formats(kind):
+    """Return a kind with each format that its checkpoints can have."""
+    several = kind in ("torch's adam", "te's adam") or kind.startswith("fp16")
+    slow = pytest.mark.slow if kind in IN_THE_SLOW_LANE else ()
+    return [pytest.param(kind, format, marks=slow) for format in (FORMATS if several else FORMATS[:1])]
 
 
-def session_of(run):
-    return vars(run.optimizer)[SESSION]
+EACH = [pair for kind in KINDS for pair in with_formats(kind)]
+LOADABLE = [pair for pair in EACH if pair.values != ("torch's adam", "fully_reshardable")]
 
 
-def where(run):
-    """The residency of every slab."""
-    return [slab.state for slab in session_of(run).engine.slabs]
+@dataclasses.dataclass
+class Saved:
+    """What is saved after three steps, in the middle of a pass: folders by offload and format, and the bits."""
 
-
-def assert_same_shards(mine, theirs):
-    """The tensor bytes on disk are equal; the padding of dp_reshardable, which mcore never fills, is not compared."""
-    shards = [sorted(folder.rglob("*.distcp")) for folder in (mine, theirs)]
-    assert [path.name for path in shards[0]] == [path.name for path in shards[1]] != []
-    for ours, resident in zip(*shards, strict=True):
-        assert ours.read_bytes() == resident.read_bytes()
+    folders: dict
+    bits: dict
+    after: list
+    """What the next two steps reported."""
+    end: dict
+    """The bits after those."""
 
 
 @pytest.fixture(scope="module")
 def saved(cpu_standins, tmp_path_factory):
-    """Save after three steps, resident and offloaded; return the folders, and the digests by offload."""
-    folders, digests = {}, {}
+    """A function that saves a kind, resident and offloaded, once."""
+
+    @functools.cache
+    def save_once(kind):
+        folders, ends = {}, []
+
+        def saved_and_trained_on(run):
+            offload = run.options.offload
+            steps(run, SAVED_AFTER)
+            for _, format in (pair.values for pair in with_formats(kind)):
+                folders[offload, format] = tmp_path_factory.mktemp("saved")
+                release(run)
+                save(run, folders[offload, format], format)
+                assert not offload or run.live_state_bytes() == 0, "a save leaves states where they are"
+            then = bits(run)
+            after = steps(run, STEPS - SAVED_AFTER)
+            ends.append(bits(run))
+            return then, after
+
+        (then, after), _ = both(saved_and_trained_on, **KINDS[kind])
+        return Saved(folders, then, after, ends[0])
+
+    return save_once
+
+
+@pytest.mark.parametrize(("kind", "format"), EACH)
+def test_tensor_bytes_on_disk_equal_those_of_a_resident_run(saved, kind, format):
+    folders = saved(kind).folders
+    assert_same_shards(folders[True, format], folders[False, format])
+
+
+def rows(pairs, others):
+    """Return each pair of kind and format with each of the others."""
+    return [pytest.param(*pair.values, *other, marks=pair.marks) for pair in pairs for other in others]
+
+
+def tensors_of(found):
+    """Return bits without the counts of steps, which mcore loads otherwise into torch's AdamW."""
+    return {name: value for name, value in found.items() if not name.startswith("steps")}
+
+
+TO_ANOTHER = [(True, True), (True, False), (False, True)]
+ATTACHED_LATER = [(was, will_be, False) for was, will_be in TO_ANOTHER]
+
+
+@pytest.mark.parametrize(
+    ("kind", "format", "was", "will_be", "attached_first"),
+    [
+        *rows(LOADABLE[1:], [(was, will_be, True) for was, will_be in TO_ANOTHER]),
+        *rows(with_formats("te's adam"), ATTACHED_LATER),
+    ],
+)
+def test_a_resumed_run_is_bitwise_the_one_that_was_saved(saved, kind, format, was, will_be, attached_first):
+    """The offload is attached before the load in Bridge's MIMO setup, and after it in its other one."""
+    before = saved(kind)
+    with training(will_be, installed=attached_first, **KINDS[kind]) as run:
+        load(run, before.folders[was, format])
+        assert not will_be or not attached_first or run.live_state_bytes() == 0, "nothing was loaded to the GPU"
+        skip_data_of(run, SAVED_AFTER)
+        later = will_be and not attached_first
+        with bridge_fgo.install(PACKED) if later else contextlib.nullcontext():
+            assert steps(run, STEPS - SAVED_AFTER) == before.after
+            assert bits(run) == before.end
+
+
+@pytest.mark.parametrize(
+    ("kind", "format", "load_optim"),
+    [
+        *rows([pair for pair in LOADABLE if not pair.values[0].startswith("fp16")], [(True,)]),
+        *rows(with_formats("te's adam"), [(False,)]),
+    ],
+)
+def test_a_load_in_the_middle_of_a_pass_over_states_that_are_there_is_bitwise_as_resident(
+    saved, kind, format, load_optim
+):
+    # Without the gates the load writes into freed memory, and the next reload brings what was there before.
+    before = saved(kind)
+
+    def loaded(run):
+        steps(run)
+        release(run)
+        run.cfg.checkpoint.load_optim = load_optim
+        load(run, before.folders[True, format])
+        assert not run.options.offload or run.live_state_bytes() == 0, "nothing was loaded to the GPU"
+        then = bits(run)
+        assert (tensors_of(then) == tensors_of(before.bits)) == load_optim
+        return then, steps(run, 2)
+
+    both(loaded, **KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", ["te's adam", "fsdp of swiglu"])
+def test_a_load_without_optimizer_state_goes_on_as_a_resident_one(saved, kind):
+    before = saved(kind)
+
+    def loaded(run):
+        run.cfg.checkpoint.load_optim = False
+        load(run, before.folders[True, FORMATS[0]])
+        skip_data_of(run, SAVED_AFTER)
+        seen = steps(run, 2)
+        assert bits(run) != before.end
+        return seen
+
+    both(loaded, **KINDS[kind])
+
+
+def test_a_save_before_the_first_step_is_a_resident_runs(tmp_path):
+    both(lambda run: save(run, tmp_path / str(run.options.offload)), **KINDS["fsdp of swiglu"])
+    assert_same_shards(tmp_path / "True", tmp_path / "False")
+
+
+SITUATIONS = {
+    "after found_inf": {"found_inf_steps": frozenset({3})},
+    "after a gradient norm skip": {"grad_norm_skip_steps": frozenset({3})},
+    "at the rerun machine's early exit": {"checkpoint_exit_step": 3},  # with the reload that finalize began in flight
+    "with states that stay": {},
+    "after a whole step": {},
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_save_writes_the_right_bytes_in_both_formats(tmp_path, situation):
+    stays = situation == "with states that stay"
     for offload in (False, True):
-        with training(offload) as run:
+        with training(
+            offload, dataclasses.replace(PACKED, fraction=0.5 if stays else 1), **SITUATIONS[situation]
+        ) as run:
             for _ in range(3):
-                run.step()
-            for kind in FORMATS:
-                folders[offload, kind] = tmp_path_factory.mktemp(f"{'offloaded' if offload else 'resident'}_{kind}")
-                save(run, folders[offload, kind], kind)
-            digests[offload] = run.digests()
-            run.step()
-            assert max(run.live_bytes) == 0 if offload else min(run.live_bytes) > 0
-    return folders, digests
+                record = run.step()
+            assert record.skipped == bool(SITUATIONS[situation])
+            assert record.should_checkpoint == ("exit" in situation)
+            if offload and stays:
+                engine = session_of(run).engine
+                engine.schedule.parts[0].stays = True
+                engine.require_readable()
+            for format in FORMATS:
+                save(run, tmp_path / str(offload) / format, format)
+    assert_same_shards(tmp_path / "True", tmp_path / "False")
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_tensor_bytes_on_disk_equal_those_of_a_resident_run(saved, kind):
-    assert_same_shards(saved[0][True, kind], saved[0][False, kind])
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_save_moves_no_state_to_the_gpu_but_masters_that_were_copied_in_part_each_once(tmp_path, format, packed):
+    def seen():
+        return [slab.state for slab in engine.slabs], run.live_state_bytes()
 
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_save_moves_no_state_to_the_gpu(tmp_path, kind):
-    with training(True, dataclasses.replace(SMALL_SLABS, master_remainders=False)) as run:
-        for _ in range(2):
-            run.step()
-        traffic = session_of(run).engine.traffic
-        before = where(run), traffic.back, run.live_state_bytes()
-        save(run, tmp_path, kind)
-        assert (where(run), traffic.back, run.live_state_bytes()) == before
-        assert SlabState.RESIDENT not in before[0]
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_save_brings_back_masters_that_were_copied_in_part_each_once_and_sends_them_off_again(tmp_path, kind):
-    with training(True) as run:
-        for _ in range(2):
-            run.step()
+    with training(True, dataclasses.replace(PACKED, master_remainders=packed)) as run:
+        steps(run, 2)
         engine = session_of(run).engine
-        before = where(run), run.live_state_bytes()
-        moved = engine.traffic.back
-        packed = [
-            slab.codec.link_bytes for slab in engine.slabs if slab.is_encoded and slab.state is SlabState.RELEASED
-        ]
-        save(run, tmp_path, kind)
-        assert packed
-        assert engine.traffic.back - moved == sum(packed)
-        assert (where(run), run.live_state_bytes()) == before
+        before, back = seen(), engine.traffic.back
+        away = [slab for slab in engine.slabs if slab.is_encoded and slab.state is SlabState.RELEASED]
+        save(run, tmp_path, format)
+        assert seen() == before and SlabState.RESIDENT not in before[0]
+        assert engine.traffic.back - back == sum(slab.codec.link_bytes for slab in away)
+        assert bool(away) == packed
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_what_is_handed_out_for_a_checkpoint_shares_no_memory_with_a_slab(kind):
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_handed_out_for_a_checkpoint_shares_no_memory_with_a_slab(format):
     # A background writer reads for minutes; a later step must not be able to change a byte of it.
     with training(True) as run:
-        for _ in range(2):
-            run.step()
+        steps(run, 2)
         slabs = session_of(run).engine.slabs
         ours = {tensor.untyped_storage()._cdata for slab in slabs for tensor in (slab.gpu, slab.host.tensor)}
         addresses = [(slab.host.address, slab.host.address + slab.nbytes) for slab in slabs]
         model = run.model[0].sharded_state_dict()
-        state = run.optimizer.sharded_state_dict(model, metadata={"distrib_optim_sharding_type": kind})
-        tensors = list(tensors_in(state["param_state"]))
+        state = run.optimizer.sharded_state_dict(model, metadata={"distrib_optim_sharding_type": format})
+        tensors = [tensor for _, tensor in tensors_in(state["param_state"])]
         assert tensors
         assert not ours & {tensor.untyped_storage()._cdata for tensor in tensors}
         assert not any(start <= tensor.data_ptr() < end for tensor in tensors for start, end in addresses)
 
 
-def tensors_in(value):
-    """Yield every tensor in a nested state dictionary."""
+def tensors_in(value, path=()):
+    """Yield every tensor in a nested state dictionary, with its path."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
+        yield path, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors_in(item, (*path, key))
     elif hasattr(value, "data"):
-        yield from tensors_in(value.data)
+        yield from tensors_in(value.data, path)
+
+
+def test_state_dictionaries_before_the_first_step_are_those_of_a_resident_run():
+    def asked(run):
+        model = run.model[0].sharded_state_dict()
+        metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
+        sharded = dict(tensors_in(run.optimizer.sharded_state_dict(model, metadata=metadata)["param_state"]))
+        assert not run.options.offload or run.live_state_bytes() == 0
+        masters = {path: value for path, value in sharded.items() if path[-1] == "param"}
+        return masters, sorted(map(str, sharded)), run.optimizer.state_dict()
+
+    both(asked, adam="te")
 
 
 def test_the_saved_run_config_names_nothing_of_ours_but_the_flag_and_its_settings(saved):
-    folders = {offload: saved[0][offload, FORMATS[0]] for offload in (True, False)}
-    text = {offload: next(folder.rglob("run_config.yaml")).read_text() for offload, folder in folders.items()}
-    lines = {
-        offload: [line for line in text[offload].splitlines() if not line.startswith("  save: ")] for offload in text
-    }
+    lines = {}
+    for offload in (True, False):
+        text = next(saved("torch's adam").folders[offload, FORMATS[0]].rglob("run_config.yaml")).read_text()
+        lines[offload] = [line for line in text.splitlines() if not line.startswith("  save: ")]
     added = [line for line in lines[True] if line not in lines[False]]
     settings = [f"    {field.name}:" for field in dataclasses.fields(OffloadConfig)]
     assert sorted(line.partition(":")[0] + ":" for line in added) == sorted(
@@ -148,24 +277,18 @@ def test_the_saved_run_config_names_nothing_of_ours_but_the_flag_and_its_setting
     assert [line for line in lines[False] if line not in lines[True]] == []
 
 
-def resumed(folder: Path, offload: bool):
-    """Load into a training that has stepped once; return its digests after the load and two steps later."""
-    with training(offload) as run:
-        run.step()  # mcore cannot load into torch's AdamW before its first step
-        load(run, folder)
-        after_load = run.digests()
-        for _ in range(2):
-            run.step()
-            assert not offload or max(run.live_bytes) == 0
-        return after_load, run.digests()
+def test_bridges_torch_format_writes_the_layer_wise_optimizers_file(tmp_path):
+    def written(run):
+        steps(run, 2)
+        run.cfg.checkpoint.ckpt_format = "torch"
+        folder = tmp_path / str(run.options.offload)
+        save(run, folder)
+        return torch.load(next(folder.rglob("layer_wise_optimizer_0.pt")))
+
+    both(written, **OPTIMIZERS["dist_muon"])
 
 
-@pytest.mark.parametrize(("was", "will_be"), [(True, True), (True, False), (False, True)])
-def test_a_resumed_run_is_bitwise_the_resident_one(saved, was, will_be):
-    folders, digests = saved  # of the other format mcore cannot load into torch's AdamW (KeyError: 'step')
-    after_load, later = resumed(folders[was, "dp_reshardable"], will_be)
-    assert after_load == digests[False]
-    assert later == resumed(folders[False, "dp_reshardable"], False)[1]
+# Shards that are harmed.
 
 
 def harmed(folder, harm, target):
@@ -179,135 +302,134 @@ def harmed(folder, harm, target):
     return target
 
 
-def after_a_failed_load(good, bad, offload):
-    """Load a harmed checkpoint, where offloaded in mid-pass, catch the error, and train on.
-
-    Return digests before the load, after it, two steps later, and when the whole checkpoint is loaded then.
-    """
-    with training(offload) as run:
-        run.step()
-        digests = [run.digests()]
-        if offload:
-            session_of(run).begin_pass()
-            session_of(run).release()
-            assert run.live_state_bytes() == 0
-        with pytest.raises(CheckpointException):  # on every rank
-            load(run, bad)
-        digests.append(run.digests())
-        for _ in range(2):
-            run.step()
-            assert not offload or max(run.live_bytes) == 0
-        digests.append(run.digests())
-        load(run, good)
-        digests.append(run.digests())
-        return digests
-
-
-@pytest.mark.parametrize("harm", ["missing", "truncated"])
-def test_a_harmed_shard_is_an_error_after_which_all_is_as_in_a_resident_run(saved, tmp_path, harm):
+@pytest.mark.parametrize(
+    ("kind", "harm"), [("torch's adam", "missing"), ("torch's adam", "truncated"), ("fsdp of swiglu", "missing")]
+)
+def test_a_harmed_shard_is_an_error_after_which_all_is_as_in_a_resident_run(saved, tmp_path, kind, harm):
     # torch's `FileSystemReader.read_data` reads into the states themselves, so what is before the harm in the file is
     # loaded, resident too; nobody in Bridge catches the error, and a restart in the process builds the optimizer anew.
-    folders, digests = saved
-    good = folders[True, "dp_reshardable"]
+    before = saved(kind)
+    good = before.folders[True, with_formats(kind)[-1].values[1]]
     bad = harmed(good, harm, tmp_path / "checkpoint")
     left = {path: path.stat().st_mtime_ns for path in bad.rglob("*")}
-    seen = {offload: after_a_failed_load(good, bad, offload) for offload in (False, True)}
-    assert seen[True] == seen[False]
-    before, after, _, loaded = seen[True]
-    assert (before == after) == (harm == "missing")
-    assert loaded == digests[False]
+
+    def loads_it(run):
+        steps(run)
+        seen = [bits(run)]
+        release(run)
+        with pytest.raises(CheckpointException):  # on every rank; it is no Exception
+            load(run, bad)
+        if kind == "torch's adam":
+            seen.append(bits(run))
+            assert (seen[0] == seen[1]) == (harm == "missing")
+            seen += steps(run, 2)
+        load(run, good)
+        assert tensors_of(bits(run)) == tensors_of(before.bits)
+        return seen
+
+    both(loads_it, **KINDS[kind])
     assert {path: path.stat().st_mtime_ns for path in bad.rglob("*")} == left
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_save_in_the_middle_of_a_pass_writes_the_right_bytes(saved, tmp_path, kind):
-    with training(True) as run:
-        for _ in range(3):
-            run.step()
-        session = session_of(run)
-        session.begin_pass()
-        session.release()
-        assert run.live_state_bytes() == 0
-        save(run, tmp_path, kind)
-    assert_same_shards(tmp_path, saved[0][False, kind])
+# A gated delta net under Megatron-FSDP, of whose fused parameters the states are split as these are.
 
 
-def assert_third_step_is_saved_alike(folder, kind, ended, **options):
-    """Resident and offloaded, a save after the third step writes the same; `ended` tells that the step did so."""
-    for offload in (False, True):
+@pytest.fixture
+def gdn(monkeypatch):
+    gated_delta_net.have_the_first_layer_take_it(monkeypatch.setattr)
+    with gated_delta_net.uncompiled():
+        yield
+
+
+def assert_split(checkpoint):
+    """Check that a checkpoint has each part of a fused parameter, of the model and of each moment, and no whole one."""
+    names = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    for fused, parts in gated_delta_net.PARTS.items():
+        of_model = {name for name in names if name.startswith("model.") and fused in name}
+        assert {name.rpartition(f"{fused}.")[2] for name in of_model} == set(parts), of_model
+        for moment in ("exp_avg", "exp_avg_sq"):
+            of_states = {name for name in names if fused in name and name.endswith(f".{moment}")}
+            assert {name.rpartition(f"{fused}.")[2] for name in of_states} == {f"{part}.{moment}" for part in parts}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loads"),
+    [
+        ("optim_grads_params", [(True, False)]),
+        pytest.param("optim", [(True, False), (False, True)], marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_of_a_gated_delta_net_is_split_and_has_a_resident_runs_bytes_and_loads(
+    tmp_path, gdn, strategy, loads
+):
+    options, ends = FSDP | {"swiglu": True, "fsdp": strategy}, []
+
+    def saved_and_trained_on(run):
+        seen = steps(run, SAVED_AFTER)
+        send_all_away()
+        save(run, tmp_path / str(run.options.offload))
+        assert not run.options.offload or run.live_state_bytes() == 0, "no state came to the GPU for the save"
+        ends.append((steps(run), bits(run)))
+        return seen
+
+    both(saved_and_trained_on, **options)
+    assert_same_shards(tmp_path / "True", tmp_path / "False")
+    assert_split(newest(tmp_path / "True"))
+    for offload, saved in loads:
         with training(offload, **options) as run:
-            for _ in range(3):
-                record = run.step()
-            assert ended(record)
-            save(run, folder / str(offload), kind)
-    assert_same_shards(folder / "True", folder / "False")
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("what", [{"found_inf_steps": (3,)}, {"grad_norm_skip_steps": (3,)}])
-def test_a_save_after_a_skipped_step_writes_the_right_bytes(tmp_path, kind, what):
-    assert_third_step_is_saved_alike(tmp_path, kind, lambda record: record.skipped, **what)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_save_at_the_rerun_machines_early_exit_writes_the_right_bytes(tmp_path, kind):
-    # The step ends before optimizer.step(), with the reload that finalize started in flight.
-    assert_third_step_is_saved_alike(tmp_path, kind, lambda record: record.should_checkpoint, checkpoint_exit_step=3)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_states_that_stay_on_the_gpu_are_saved_too(saved, tmp_path, kind):
-    some = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, fraction=0.5)
-    with training(True, some) as run:
-        for _ in range(3):
-            run.step()
-        engine = session_of(run).engine
-        engine.schedule.parts[0].stays = True
-        engine.require_readable()
-        save(run, tmp_path, kind)
-    assert_same_shards(tmp_path, saved[0][False, kind])
+            load(run, tmp_path / str(saved))
+            assert not offload or run.live_state_bytes() == 0
+            skip_data_of(run, SAVED_AFTER)
+            assert (steps(run), bits(run)) == ends[0]
 
 
 # In the background.
 
 
-def background(run, worker, folder):
-    """Have `save` hand checkpoints to a writer in a process of its own."""
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+@pytest.fixture
+def weights_of_their_own(monkeypatch):
+    """Have a writer get copies of the model's weights, as it has of a GPU's before training goes on.
 
-    checkpoint = run.cfg.checkpoint
-    checkpoint.async_save, checkpoint.save = True, str(folder)
-    checkpoint.async_strategy = "nvrx" if worker == "nvrx" else "mcore"
-    if worker == "fork":
-        run.state._async_calls_queue = AsyncCallsQueue(persistent=False)
-    else:
-        checkpoint.async_write_results_mp_mode = "spawn"
-        run.state.initialize_async_checkpoint_worker()
+    Here they are whole tensors in host memory, which torch shares with the writer's process, and the next step changes.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    prepare = FileSystemWriterAsync.prepare_write_data
+
+    def prepared(writer, plan, planner):
+        prepare(writer, plan, planner)
+        for _, _, (_, tensors) in writer.write_buckets:
+            is_state = [item.index.fqn.startswith("optimizer") for item, _ in tensors]
+            tensors[:] = [
+                (item, tensor if of_optimizer else tensor.clone())
+                for (item, tensor), of_optimizer in zip(tensors, is_state, strict=True)
+            ]
+
+    monkeypatch.setattr(FileSystemWriterAsync, "prepare_write_data", prepared)
 
 
-def finish(run, terminate=True):
-    """Wait for the writer, and end it."""
-    from megatron.bridge.training.checkpointing import maybe_finalize_async_save
-
-    maybe_finalize_async_save(run.state, run.cfg.checkpoint, blocking=True, terminate=terminate)
+CONSTANT = "constant structure"
+IN_THE_BACKGROUND = {
+    **{(name, FORMATS[0], worker): () for name in OPTIMIZERS for worker in ("fork", "mcore")},
+    ("torch's adam", "fully_reshardable", "fork"): (CONSTANT,),
+    ("torch's adam", "fully_reshardable", "mcore"): ("spawned",),
+    ("torch's adam", "fully_reshardable", "nvrx"): ("spawned",),
+    ("torch's adam", "dp_reshardable", "fork"): (),
+    ("torch's adam", "dp_reshardable", "mcore"): (CONSTANT,),
+    ("torch's adam", "dp_reshardable", "nvrx"): (CONSTANT, "spawned"),
+}
+"""Kinds, formats and writers, and how: with a constant structure, and a worker that is spawned as Bridge does it."""
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("deadline")
-@pytest.mark.parametrize(
-    ("kind", "worker", "constant_structure"),
-    [
-        ("fully_reshardable", "fork", True),
-        ("fully_reshardable", "mcore", False),
-        ("fully_reshardable", "nvrx", False),
-        ("dp_reshardable", "fork", False),
-        ("dp_reshardable", "mcore", True),
-        ("dp_reshardable", "nvrx", True),
-    ],
-)
+@pytest.mark.parametrize(("kind", "format", "worker"), IN_THE_BACKGROUND)
 def test_three_checkpoints_in_the_background_have_the_bytes_of_their_step(
-    tmp_path, monkeypatch, kind, worker, constant_structure
+    request, tmp_path, monkeypatch, kind, format, worker
 ):
+    how = IN_THE_BACKGROUND[kind, format, worker]
+    if kind in OPTIMIZERS:
+        request.getfixturevalue("weights_of_their_own")
     if worker == "nvrx":
         pytest.importorskip(
             "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
@@ -315,22 +437,19 @@ def test_three_checkpoints_in_the_background_have_the_bytes_of_their_step(
             exc_type=ImportError,
         )
     if worker != "fork":  # the persistent workers are spawned, and import what they run
-        as_bridge_does = worker == "nvrx" or kind == "fully_reshardable"
-        async_worker.have_bridge_use(worker, monkeypatch.setattr, quickly=not as_bridge_does)
+        async_worker.have_bridge_use(worker, monkeypatch.setattr, quickly="spawned" not in how)
     for offload in (False, True):
         context = {}
-        with training(offload) as run:
-            run.cfg.checkpoint.ckpt_assume_constant_structure = constant_structure
+        with training(offload, **KINDS[kind]) as run:
+            run.cfg.checkpoint.ckpt_assume_constant_structure = CONSTANT in how
             if offload:
                 background(run, worker, tmp_path)
             for number in range(3):
-                run.step()
-                save(run, tmp_path / str(offload) / str(number), kind, context)
-                if offload:
-                    assert run.state.async_calls_queue.get_num_unfinalized_calls() > 0
-            run.step()  # overwrites every state and every host buffer while the writer may still read
+                steps(run)
+                save(run, tmp_path / str(offload) / str(number), format, context)
+                assert not offload or run.state.async_calls_queue.get_num_unfinalized_calls() > 0
+            steps(run)  # overwrites every state and every host buffer while the writer may still read
             if offload:
-                assert max(run.live_bytes) == 0
                 finish(run)
     for number in range(3):
         assert_same_shards(tmp_path / "True" / str(number), tmp_path / "False" / str(number))
@@ -338,7 +457,7 @@ def test_three_checkpoints_in_the_background_have_the_bytes_of_their_step(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("deadline")
-@pytest.mark.parametrize("constant_structure", [False, True], ids=["", "constant structure"])
+@pytest.mark.parametrize("constant_structure", [False, True], ids=["", CONSTANT])
 def test_checkpoints_that_are_lent_host_buffers_have_the_bytes_of_their_step(tmp_path, monkeypatch, constant_structure):
     # The writer is done before the next save, so that each is lent, and gets the other buffer than the one before.
     async_worker.have_bridge_use("mcore", monkeypatch.setattr, quickly=True)
@@ -349,11 +468,11 @@ def test_checkpoints_that_are_lent_host_buffers_have_the_bytes_of_their_step(tmp
             if offload:
                 background(run, "mcore", tmp_path)
             for number in range(3):
-                run.step()
+                steps(run)
                 save(run, tmp_path / str(offload) / str(number), "dp_reshardable", context)
                 if offload:
                     lent.append({slab.host.address for slab in session_of(run).engine.slabs if slab.is_lent})
-                run.step()  # while the writer may still read
+                steps(run)  # while the writer may still read
                 if offload:
                     finish(run, terminate=number == 2)
         if offload:

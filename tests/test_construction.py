@@ -4,46 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from unittest import mock
 
-import fused_adam
+import both as both_module
 import pytest
 import torch
-from comparing import assert_equal, trained
-from saving import load, save
-from storage_meter import StorageMeter
-from test_checkpoints import FORMATS, session_of
+from both import OPTIMIZERS, bits, session_of, steps
+from saving import FORMATS, load, save, send_all_away, skip_data_of
+from storage_meter import PART_BYTES, SMALL, StorageMeter, engine, masters, metered, two_parts, weights_and_gradients
+from test_parity import BF16_MOMENTS, FP16_MASTERS, FP16_MOMENTS
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import bridge_fgo
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
+from bridge_fgo.states.fsdp import GroupCopy
+from bridge_fgo.tools.arms.cpu_model import microbatches
 from bridge_fgo.tools.arms.final_state import mcore_optimizers
 
-KIB = 1024
+pytestmark = pytest.mark.usefixtures("small_parts", "cpu_standins")
+
 PARTS = bridge_fgo.OffloadConfig(engine="native", master_remainders=True)
 """Some 20 parts of the states, none larger than those of the largest tensor."""
-SMALL = {"layers": 8, "hidden": 64}
-SCALARS = 4 * KIB
-"""Bytes for counts, sums and norms."""
-REMAINDERS = {"store_param_remainders": True}
-PRECISION_AWARE = {
-    "fp32": {"store_param_remainders": False},
-    "bf16": {"store_param_remainders": False, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
-    "fp16 masters": {
-        "store_param_remainders": False,
-        "main_params_dtype": torch.float16,
-        "exp_avg_dtype": torch.bfloat16,
-        "exp_avg_sq_dtype": torch.bfloat16,
-    },
-    "bf16, remainders": {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16, **REMAINDERS},
-}
 
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr("bridge_fgo.memory.layout.LEAST_PART_BYTES", 64 * KIB)
+    monkeypatch.setattr("bridge_fgo.memory.layout.LEAST_PART_BYTES", PART_BYTES)
 
 
-pytestmark = pytest.mark.usefixtures("small_parts", "cpu_standins")
+def training(offload, config=PARTS, **options):
+    return both_module.training(offload, config, **SMALL | options)
+
+
+def both(script, config=PARTS, **options):
+    return both_module.both(script, config, **SMALL | options)
+
+
+# Building.
 
 
 @contextlib.contextmanager
@@ -54,9 +51,7 @@ def measured_build():
     original, peaks = setup.setup_optimizer, []
 
     def build(optimizer_config, scheduler_config, model, **kwargs):
-        known = [parameter for chunk in model for parameter in chunk.parameters()]
-        known += [t for chunk in model for buffer in buffers(chunk) for t in of(buffer)]
-        with StorageMeter(known) as meter:
+        with StorageMeter(weights_and_gradients(model)) as meter:
             result = original(optimizer_config, scheduler_config, model, **kwargs)
         peaks.append(meter.peak)
         return result
@@ -65,243 +60,54 @@ def measured_build():
         yield peaks
 
 
-def of(buffer):
-    """The memory of a DDP buffer, which has parameters only under a DistributedOptimizer."""
-    return [tensor for tensor in (buffer.param_data, buffer.grad_data) if tensor is not None]
-
-
-def buffers(chunk):
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
-
-
-@contextlib.contextmanager
-def training(offload, config=PARTS, peaks=None, precision_aware=None, **options):
-    """A CPU training; `peaks` gets what its build held of the device."""
-    with contextlib.ExitStack() as stack:
-        if offload:
-            remainders = None if precision_aware else config.master_remainders  # which it has, or not, of its own
-            stack.enter_context(bridge_fgo.install(dataclasses.replace(config, master_remainders=remainders)))
-        with pytest.MonkeyPatch.context() as patch, measured_build() as built:
-            if precision_aware is not None:
-                fused_adam.have_trainings_ask_for(precision_aware, patch.setattr)
-            run = stack.enter_context(CpuTraining(CpuOptions(offload=offload, **SMALL | options)))
-        if peaks is not None:
-            peaks += built
-        yield run
-
-
-def two_parts(run):
-    return 2 * max(part.nbytes for part in session_of(run).engine.schedule.parts) + SCALARS
-
-
-def masters(run):
-    """Every master that mcore keeps, in an order of its own."""
-    return [
-        master
-        for leaf in mcore_optimizers(run.optimizer)
-        for group in (
-            leaf.fp32_from_float16_groups
-            if hasattr(leaf, "fp32_from_float16_groups")
-            else leaf.shard_fp32_from_float16_groups
-        )
-        for master in group
-    ]
-
-
-KINDS = {
+WHOLE = {
+    "adam": OPTIMIZERS["adam"],
+    "adam_fp32_params": {"distributed": False, "precision": "fp32_params"},
+    "adam_experts": {"distributed": False, "experts": True},
+    "muon": OPTIMIZERS["muon"],
+    "dist_muon": OPTIMIZERS["dist_muon"],
+}
+"""Under Float16OptimizerWithFloat16Params: masters of whole parameters."""
+BUILT = {
     "dense": {},
     "experts": {"experts": True},
     "fp32_params": {"precision": "fp32_params"},
     "chunks": {"chunks": 2, "layers": 4},
     "frozen": {"frozen": True, "layers": 24},
+    **WHOLE,
 }
-WHOLE = {
-    "adam": {"distributed": False},
-    "adam_fp32_params": {"distributed": False, "precision": "fp32_params"},
-    "adam_experts": {"distributed": False, "experts": True},
-    "muon": {"distributed": False, "optimizer": "muon"},
-    "dist_muon": {"distributed": False, "optimizer": "dist_muon"},
-}
-"""Under Float16OptimizerWithFloat16Params: masters of whole parameters."""
-FAST_WHOLE = ("muon",)
-ALL_KINDS = KINDS | WHOLE
-EVERY_KIND = [
-    pytest.param(kind, marks=pytest.mark.slow) if kind in WHOLE and kind not in FAST_WHOLE else kind
-    for kind in ALL_KINDS
-]
+EVERY_KIND = [pytest.param(kind, marks=pytest.mark.slow if kind in {*WHOLE} - {"muon"} else ()) for kind in BUILT]
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
-def test_building_holds_no_more_of_the_states_than_two_parts(kind):
-    peaks = []
-    with training(False, peaks=peaks, **ALL_KINDS[kind]) as run:
-        all_masters = sum(master.nbytes for master in masters(run))
-    with training(True, peaks=peaks, **ALL_KINDS[kind]) as run:
-        allowed = two_parts(run)
-        assert run.live_state_bytes() == 0
-    resident, offloaded = peaks
-    assert resident >= all_masters > 2 * allowed
-    assert offloaded <= allowed
-
-
-ADAMS = {name: pytest.mark.slow for name in ("fp32", "bf16")} | {None: (), "fp16 masters": (), "bf16, remainders": ()}
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, id=name or "masters in mcore", marks=marks) for name, marks in ADAMS.items()],
-)
-def adam(request, cpu_standins):
-    """Settings of a precision-aware Adam, which mcore then builds; None for an Adam with fp32 masters in mcore."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param is None:
-            fused_adam.have_mcore_take_it(patch.setattr)
-            yield None
+def test_building_holds_no_more_of_the_states_than_two_parts_and_what_is_built_is_bitwise_a_resident_run(kind):
+    def built(run):
+        if run.options.offload:
+            assert run.live_state_bytes() == 0
+            assert peaks[1] <= two_parts() < all_masters[0] / 2
         else:
-            fused_adam.have_mcore_make_it_precision_aware(patch)
-            yield PRECISION_AWARE[request.param]
+            all_masters.append(sum(master.nbytes for master in masters(run)))
+            assert peaks[0] >= all_masters[0]
+        return bits(run), steps(run, 2)
+
+    all_masters = []
+    with measured_build() as peaks:
+        both(built, **BUILT[kind])
 
 
-def everything(run):
-    """Every weight and state of a training, and the counts of steps."""
-    bridge_fgo.reload_states()
-    found = {name: parameter.clone() for name, parameter in run.model[0].named_parameters()}
-    for number, leaf in enumerate(mcore_optimizers(run.optimizer)):
-        for index, group in enumerate(leaf.optimizer.param_groups):
-            found[f"{number}.{index}.step"] = torch.tensor(group.get("step", 0))
-            for place, param in enumerate(group["params"]):
-                states = {"param": param, **leaf.optimizer.state.get(param, {})}
-                found |= {f"{number}.{index}.{place}.{name}": value.clone() for name, value in states.items()}
-    return found
+@pytest.mark.parametrize("share", [{"master_weights": False}, {"fraction": 0.5}], ids=str)
+def test_masters_that_stay_on_the_device_are_made_there(share):
+    def built(run):
+        held = run.live_state_bytes()
+        assert not run.options.offload or 0 < held <= sum(master.nbytes for master in masters(run))
+        return bits(run), steps(run, 2)
+
+    both(built, bridge_fgo.OffloadConfig(engine="native", **share))
 
 
-def measured_load(run, folder):
-    """Load; return the most bytes that were held of the device beside weights and gradients."""
-    known = [parameter for chunk in run.model for parameter in chunk.parameters()]
-    known += [t for chunk in run.model for buffer in buffers(chunk) for t in of(buffer)]
-    states = [m for m in masters(run) if m is not None]
-    states += [
-        value
-        for leaf in mcore_optimizers(run.optimizer)
-        for of_param in leaf.optimizer.state.values()
-        for value in of_param.values()
-    ]
-    with StorageMeter(known, states) as meter:
-        load(run, folder)
-    return meter.peak
-
-
-# An optimizer of experts is one of dense parameters too.
-@pytest.fixture(scope="module")
-def saved(adam, tmp_path_factory):
-    """A resident run that is saved: options, its folder by format, what there was then, and how it went on."""
-    folders = {}
-    options = {"experts": True, "precision_aware": adam}
-    with training(False, **options) as run:
-        trained(run, 2)
-        for kind in FORMATS:
-            folders[kind] = tmp_path_factory.mktemp("saved")
-            save(run, folders[kind], kind)
-        then = everything(run)
-        wanted = (adam or {}).get("main_params_dtype")
-        assert wanted in {None, *(t.dtype for name, t in then.items() if name.endswith("master_param"))}
-        rest = trained(run, 2), everything(run)
-    return options, folders, then, rest
-
-
-def resume(run):
-    for _ in range(2 * run.options.microbatches):
-        next(run._batches)
-    run._batches.advance()
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_loading_holds_no_more_of_the_states_than_two_parts_and_loads_every_bit(saved, kind):
-    options, folders, then, (numbers, end) = saved
-    if kind == "fully_reshardable" and (options["precision_aware"] or {}).get("store_param_remainders"):
-        pytest.skip("mcore saves remainders as fp32 in this format, and Transformer Engine refuses to load them")
-    with training(True, **options) as run:
-        peak = measured_load(run, folders[kind])
-        assert run.live_state_bytes() == 0
-        allowed = two_parts(run)
-        assert peak <= allowed < session_of(run).engine.state_bytes / 4
-        assert_equal(everything(run), then)
-        resume(run)
-        assert trained(run, 2) == numbers
-        assert_equal(everything(run), end)
-
-
-@pytest.mark.parametrize("kind", EVERY_KIND)
-def test_what_is_built_and_trained_is_bitwise_a_resident_run(kind):
-    ends = {}
-    for offload in (False, True):
-        with training(offload, **ALL_KINDS[kind]) as run:
-            begins = everything(run)
-            ends[offload] = begins, trained(run, 2), everything(run)
-    assert_equal(ends[True][0], ends[False][0])
-    assert ends[True][1] == ends[False][1]
-    assert_equal(ends[True][2], ends[False][2])
-
-
-@pytest.mark.parametrize("some", [{"master_weights": False}, {"fraction": 0.5}], ids=str)
-def test_masters_that_stay_on_the_device_are_made_there(some):
-    with training(False) as run:
-        resident = everything(run), trained(run, 2), everything(run)
-    config = bridge_fgo.OffloadConfig(engine="native", **some)
-    with training(True, config) as run:
-        assert 0 < run.live_state_bytes() <= sum(master.nbytes for master in masters(run))
-        assert_equal(everything(run), resident[0])
-        assert trained(run, 2) == resident[1]
-        assert_equal(everything(run), resident[2])
-
-
-@pytest.mark.usefixtures("fused_adam_in_mcore")
-def test_a_load_of_weights_alone_rewrites_the_masters_part_by_part(tmp_path):
-    with training(False) as run:
-        trained(run, 2)
-        save(run, tmp_path)
-    ends = {}
-    for offload in (False, True):
-        with training(offload) as run:
-            run.cfg.checkpoint.load_optim = False
-            peak = measured_load(run, tmp_path)
-            if offload:
-                assert run.live_state_bytes() == 0 < peak <= two_parts(run)
-            begins = everything(run)
-            ends[offload] = begins, trained(run, 2), everything(run)
-    assert_equal(ends[True][0], ends[False][0])
-    assert ends[True][1] == ends[False][1]
-    assert_equal(ends[True][2], ends[False][2])
-
-
-def tensors_in(value, path=()):
-    """Yield every tensor in a nested state dictionary, with its path."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from tensors_in(item, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from tensors_in(item, (*path, index))
-    elif hasattr(value, "data"):
-        yield from tensors_in(value.data, path)
-
-
-@pytest.mark.usefixtures("fused_adam_in_mcore")
-def test_state_dictionaries_before_the_first_step_are_those_of_a_resident_run():
-    found = {}
-    for offload in (False, True):
-        with training(offload) as run:
-            model = run.model[0].sharded_state_dict()
-            metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
-            sharded = run.optimizer.sharded_state_dict(model, metadata=metadata)["param_state"]
-            assert not offload or run.live_state_bytes() == 0
-            found[offload] = dict(tensors_in(sharded)), run.optimizer.state_dict()
-    masters_of = [{path: value for path, value in found[on][0].items() if path[-1] == "param"} for on in (True, False)]
-    assert_equal(*masters_of)
-    assert found[True][0].keys() == found[False][0].keys()
-    assert found[True][1] == found[False][1]
+def test_masters_are_made_at_once_where_nothing_is_offloaded():
+    with bridge_fgo.install(PARTS), training(False) as run:
+        assert run.live_state_bytes() == sum(master.nbytes for master in masters(run)) > 0
 
 
 def test_whoever_reads_masters_past_the_package_before_training_gets_them_by_reload_states():
@@ -313,30 +119,20 @@ def test_whoever_reads_masters_past_the_package_before_training_gets_them_by_rel
         assert all(torch.equal(*pair) for pair in zip(masters(run), expected, strict=True))
 
 
-def test_masters_are_made_at_once_where_nothing_is_offloaded():
-    with bridge_fgo.install(PARTS), training(False) as run:
-        assert run.live_state_bytes() == sum(master.nbytes for master in masters(run)) > 0
-
-
 @pytest.mark.parametrize("kind", ["dense", pytest.param("muon", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fails", ["building", "attaching"])
-def test_a_build_that_fails_leaves_a_model_that_can_be_given_another_optimizer(monkeypatch, fails, kind):
+@pytest.mark.parametrize(
+    "fails", ["megatron.bridge.training.optim._get_scheduler", "bridge_fgo.bridge.before_training.attach"]
+)
+def test_a_build_that_fails_leaves_a_model_that_can_be_given_another_optimizer(fails, kind):
     from megatron.bridge.training import setup
 
-    with training(False, **ALL_KINDS[kind]) as run:
+    with training(False, **BUILT[kind]) as run:
         expected = [master.clone() for master in masters(run)]
         run.cfg.optimizer.offload_optimizer_states = True
         how = (run.cfg.optimizer, run.cfg.scheduler, run.model)
         with bridge_fgo.install(PARTS):
-            with monkeypatch.context() as patch:
-
-                def fail(*args, **kwargs):
-                    raise KeyError("no")
-
-                name = {"building": "megatron.bridge.training.optim._get_scheduler"}.get(fails)
-                patch.setattr(name or "bridge_fgo.bridge.before_training.attach", fail)
-                with pytest.raises(KeyError, match="no"):
-                    setup.setup_optimizer(*how)
+            with mock.patch(fails, side_effect=KeyError("no")), pytest.raises(KeyError, match="no"):
+                setup.setup_optimizer(*how)
             weights = [p for chunk in run.model for p in chunk.parameters() if p.dtype == torch.bfloat16]
             assert all(weight.main_param is None for weight in weights)
             run.optimizer, run.scheduler = setup.setup_optimizer(*how)
@@ -348,12 +144,343 @@ def test_optimizers_that_are_put_into_another_chain_keep_their_masters():
     from megatron.bridge.training import setup
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-    with training(False) as run:
-        resident = trained(run, 2), everything(run)
-    with training(True) as run:
-        first = session_of(run)
+    def chained_anew(run):
+        first = session_of(run) if run.options.offload else None
         run.optimizer = ChainedOptimizer(list(mcore_optimizers(run.optimizer)))
         setup._update_model_config_funcs(run.model, run.cfg.model, run.cfg.ddp, run.optimizer, pg_collection=run.groups)
-        assert first.closed and session_of(run) is not first
-        assert (trained(run, 2), everything(run))[0] == resident[0]
-        assert_equal(everything(run), resident[1])
+        assert first is None or (first.closed and session_of(run) is not first)
+        return steps(run, 2)
+
+    both(chained_anew)
+
+
+# Loading.
+
+DTYPES = {
+    "masters in mcore": "te",
+    "precision-aware": {"store_param_remainders": False},
+    "precision-aware, bf16 moments": {"store_param_remainders": False} | BF16_MOMENTS,
+    "fp16 masters": FP16_MASTERS | BF16_MOMENTS,
+    "remainders": {"store_param_remainders": True} | BF16_MOMENTS,
+}
+FSDP = {"fsdp": "optim_grads_params", "adam": "te"}
+LOADED = {
+    # An optimizer of experts is one of dense parameters too.
+    **{name: {"experts": True, "adam": adam} for name, adam in DTYPES.items()},
+    "fsdp of swiglu": FSDP | {"swiglu": True},
+    "fsdp": FSDP,
+    "fsdp of experts": FSDP | {"experts": True, "layers": 6},
+    **{strategy: FSDP | {"fsdp": strategy} for strategy in ("optim_grads", "optim", "no_shard")},
+    "fsdp with torch's adam": FSDP | {"adam": None},
+    "fsdp, bf16 moments": FSDP | {"adam": BF16_MOMENTS},
+    "fsdp, fp32 moments, decoupled gradients": FSDP | {"adam": {}},
+    "fsdp, fp16 moments": FSDP | {"adam": FP16_MOMENTS},
+}
+FEW_PARTS = ("optim", "no_shard", "optim_grads")
+"""A part is the whole model, or near it: gradients are not reduced layer by layer."""
+IN_THE_FAST_LANE = ("masters in mcore", "fp16 masters", "remainders", "fsdp of swiglu")
+
+
+def formats_of(kind):
+    if kind == "remainders":
+        return FORMATS[1:]  # of the other mcore saves remainders as fp32, and Transformer Engine refuses to load them
+    return FORMATS if kind in DTYPES else FORMATS[:1]
+
+
+@dataclasses.dataclass
+class Saved:
+    """What a resident run saved after two steps, its bits then, and how the next two steps went."""
+
+    folders: dict
+    bits: dict
+    after: list
+    end: dict
+
+    def goes_on_in(self, run):
+        """Fail where a training that has loaded it does not go on as it did."""
+        assert bits(run) == self.bits
+        skip_data_of(run, 2)
+        assert steps(run, 2) == self.after
+        assert bits(run) == self.end
+
+
+@pytest.fixture(scope="module")
+def saved(cpu_standins, tmp_path_factory):
+    """A function that saves a resident run of a kind, once."""
+
+    @functools.cache
+    def save_once(kind):
+        with training(False, **LOADED[kind]) as run:
+            steps(run, 2)
+            folders = {format: tmp_path_factory.mktemp("saved") for format in formats_of(kind)}
+            for format, folder in folders.items():
+                save(run, folder, format)
+            return Saved(folders, bits(run), steps(run, 2), bits(run))
+
+    return save_once
+
+
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [
+        pytest.param(kind, format, marks=() if kind in IN_THE_FAST_LANE else pytest.mark.slow)
+        for kind in LOADED
+        if kind not in ("fsdp", "fsdp, fp16 moments")  # the first is in others; of the second all states are there
+        for format in formats_of(kind)
+    ],
+)
+def test_loading_holds_no_more_of_the_states_than_two_parts_and_loads_every_bit(saved, kind, format):
+    before, resident = saved(kind), None
+    if "fsdp" in LOADED[kind]:
+        with training(False, **LOADED[kind]) as run, metered(run) as meter:
+            load(run, before.folders[format])
+            resident = meter.look()
+    with training(True, **LOADED[kind]) as run:
+        with metered(run) as meter:
+            load(run, before.folders[format])
+        assert run.live_state_bytes() == 0 < meter.peak <= two_parts()
+        if kind not in FEW_PARTS:
+            assert two_parts() < engine().state_bytes / 4
+            assert resident is None or resident >= engine().state_bytes
+        before.goes_on_in(run)
+    if kind == "fp16 masters":
+        assert "torch.float16" in {value[0] for name, value in before.bits.items() if name.startswith("masters")}
+
+
+@pytest.mark.parametrize("kind", ["masters in mcore", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_load_of_weights_alone_makes_no_moments_and_rewrites_the_masters_part_by_part(saved, kind):
+    folder = saved(kind).folders[FORMATS[0]]
+
+    def loaded(run):
+        run.cfg.checkpoint.load_optim = False
+        with metered(run) as meter:
+            load(run, folder)
+        assert not run.options.offload or run.live_state_bytes() == 0 < meter.peak <= two_parts()
+        found = bits(run)
+        assert not [name for name in found if name.startswith("moments")]
+        return found, steps(run, 2)
+
+    both(loaded, **LOADED[kind])
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_what_mcore_makes_before_a_load_is_made_part_by_part_and_counts_and_decays_as_ever(count):
+    def made(run):
+        for group in run.optimizer.optimizer.param_groups:
+            group["lr"] = 0.25  # a warm-up begins with 0, by which nothing would decay
+        steps(run, count)
+        run.model[0].state_dict()  # by which the optimizer's parameters are the model's
+        send_all_away()
+        with metered(run) as meter:
+            names = run.optimizer.sharded_state_dict(is_loading=True, sharding_type="fsdp_dtensor")["state"]
+        if run.options.offload:
+            assert run.live_state_bytes() == 0 < meter.peak <= two_parts() < engine().state_bytes / 4
+        return list(names)
+
+    both(made, **FSDP)
+
+
+@pytest.mark.parametrize("count", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_checkpoint_without_states_leaves_what_mcore_made(tmp_path, count):
+    with training(False, **FSDP) as run:
+        steps(run, 2)
+        run.cfg.checkpoint.save_optim = False
+        save(run, tmp_path)
+
+    def loaded(run):
+        steps(run, count)
+        load(run, tmp_path)
+        return bits(run), steps(run, 2)
+
+    both(loaded, **FSDP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", ["debug mode", "a hook on the step", "quantized weights"])
+def test_a_load_is_bitwise_a_resident_runs_in(saved, monkeypatch, cause):
+    """In debug mode a host buffer is overwritten as soon as its slab has come back, also if nothing writes the slab.
+
+    With the others a step, or the copy to the weights, cannot be divided.
+    """
+    before, called = saved("fsdp"), []
+    if cause == "debug mode":
+        monkeypatch.setenv("BRIDGE_FGO_DEBUG", "1")
+    elif cause == "quantized weights":
+        monkeypatch.setattr(GroupCopy, "divides", lambda copy: False)
+    with training(True, **FSDP) as run:
+        if cause == "a hook on the step":
+            run.optimizer.optimizer.register_step_post_hook(lambda *of_step: called.append(of_step))
+        load(run, before.folders[FORMATS[0]])
+        assert run.live_state_bytes() == 0
+        before.goes_on_in(run)
+        assert len(called) == 3 * (cause == "a hook on the step")
+
+
+def kinds_of(found, *kinds):
+    chosen = {name: value for name, value in found.items() if name.startswith(kinds)}
+    assert chosen
+    return chosen
+
+
+@pytest.mark.slow
+def test_a_load_that_is_given_no_optimizer_reaches_its_masters_and_holds_two_parts(saved):
+    from megatron.bridge.training.checkpointing import load_checkpoint
+
+    before = saved("fsdp")
+    with training(True, **FSDP) as run:
+        steps(run)
+        send_all_away()
+        run.cfg.checkpoint.load = str(before.folders[FORMATS[0]])
+        with metered(run) as meter:
+            load_checkpoint(run.state, run.model, None, None)
+        assert meter.peak <= two_parts()
+        assert kinds_of(bits(run), "masters", "params") == kinds_of(before.bits, "masters", "params")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_somebody_else_reads_reaches_the_states_wherever_they_are(saved):
+    from megatron.bridge.training import checkpointing
+
+    before = saved("fsdp")
+    with training(True, **FSDP) as run:
+        steps(run)
+        metadata = checkpointing._build_sharded_state_dict_metadata(True, run.cfg.checkpoint)
+        state_dict = checkpointing.generate_state_dict(
+            run.cfg.checkpoint,
+            run.model,
+            run.optimizer,
+            run.scheduler,
+            None,
+            optim_sd_kwargs={"metadata": metadata, "is_loading": True},
+            pg_collection=run.groups,
+        )
+        bridge_fgo.reload_states()
+        checkpointing.load_fsdp_dtensor_checkpoint(
+            str(before.folders[FORMATS[0]]),
+            run.cfg.checkpoint,
+            False,
+            {**state_dict, "_model": run.model},
+            2,
+            cfg=run.cfg,
+        )
+        assert kinds_of(bits(run), "masters", "moments") == kinds_of(before.bits, "masters", "moments")
+
+
+def break_the_reader_at(call, patch):
+    """Have the reader fail after that many tensors."""
+    commit, left = DefaultLoadPlanner.commit_tensor, call
+
+    def broken(planner, read_item, tensor):
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyError("the reader is broken")
+        commit(planner, read_item, tensor)
+
+    patch.setattr(DefaultLoadPlanner, "commit_tensor", broken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [1, 40])
+def test_nothing_uses_states_that_are_half_loaded_until_a_whole_checkpoint_is_loaded(
+    saved, tmp_path, monkeypatch, call
+):
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    before = saved("fsdp")
+    folder = before.folders[FORMATS[0]]
+
+    def loaded(run):
+        steps(run)
+        if run.options.offload:
+            with monkeypatch.context() as patch:
+                break_the_reader_at(call, patch)
+                with pytest.raises(BaseException, match="the reader is broken"):  # no Exception of PyTorch's
+                    load(run, folder)
+            for use in (run.step, lambda: save(run, tmp_path)):
+                with pytest.raises(RuntimeError, match="the load of a checkpoint ended in an error"):
+                    use()
+            assert not list(tmp_path.glob("*/*.distcp"))
+        load(run, folder)
+        assert bits(run) == before.bits
+        run._batches = RerunDataIterator(microbatches(run.options))
+        return steps(run, 2)
+
+    both(loaded, **FSDP)
+
+
+@pytest.mark.slow
+def test_states_that_are_not_the_optimizers_own_are_copied_into_it():
+    def copied(run):
+        steps(run, 2)
+        run.model[0].state_dict()
+        bridge_fgo.reload_states()
+        given = run.optimizer.sharded_state_dict(sharding_type="fsdp_dtensor")
+        halved = {
+            name: {key: value.clone() / 2 for key, value in of_param.items()}
+            for name, of_param in given["state"].items()
+        }
+        send_all_away()
+        run.optimizer.load_state_dict({**given, "state": halved})
+        return bits(run), steps(run, 2)
+
+    both(copied, **FSDP)
+
+
+@pytest.mark.slow
+def test_moments_in_fp16_are_scaled_anew_as_in_a_resident_run(saved):
+    folder = saved("fsdp, fp16 moments").folders[FORMATS[0]]
+
+    def loaded(run):
+        load(run, folder)
+        return bits(run), steps(run, 2)
+
+    both(loaded, **LOADED["fsdp, fp16 moments"])
+
+
+@pytest.mark.slow
+def test_gated_layers_whose_layout_is_changed_are_loaded_as_in_a_resident_run(saved, monkeypatch):
+    from megatron.core.utils import get_model_config
+
+    before = saved("fsdp of swiglu")
+    monkeypatch.setenv("USE_ACT_FUSION_FOR_DENSE", "1")
+
+    def loaded(run):
+        get_model_config(run.model[0]).moe_mlp_glu_interleave_size = 4
+        load(run, before.folders[FORMATS[0]])
+        assert not run.options.offload or run.live_state_bytes() == 0
+        found = bits(run)
+        assert found != before.bits
+        return found
+
+    both(loaded, **LOADED["fsdp of swiglu"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [{"fraction": 0.5}, {"moments": False}, {"master_weights": False}], ids=str)
+def test_a_share_of_the_states_is_loaded_in_host_memory_and_the_rest_where_it_stays(saved, share):
+    before = saved("fsdp")
+    with training(True, bridge_fgo.OffloadConfig(engine="native", **share), **FSDP) as run:
+        load(run, before.folders[FORMATS[0]])
+        held = run.live_state_bytes()
+        bridge_fgo.reload_states()
+        assert 0 < held <= run.live_state_bytes() - engine().planned_bytes  # with Megatron-FSDP's padding
+        before.goes_on_in(run)
+
+
+@pytest.mark.slow
+def test_no_state_is_on_the_device_while_a_checkpoint_is_read_wherever_they_were_before(saved, monkeypatch):
+    commit, held, before = DefaultLoadPlanner.commit_tensor, [], saved("fsdp")
+    with training(True, **FSDP) as run:
+        steps(run)
+        bridge_fgo.reload_states()
+        assert run.live_state_bytes() >= engine().state_bytes
+
+        def commit_tensor(planner, read_item, tensor):
+            held.append(run.live_state_bytes())
+            commit(planner, read_item, tensor)
+
+        monkeypatch.setattr(DefaultLoadPlanner, "commit_tensor", commit_tensor)
+        load(run, before.folders[FORMATS[0]])
+        assert held and max(held) == 0
+        assert bits(run) == before.bits

@@ -1,10 +1,9 @@
-"""One of two ranks is killed in a save: the other ends, the last checkpoint is whole, both train on from it bitwise."""
+"""One rank is killed in a save, or fails alone: what others do then, and what all train on from, bitwise."""
 
 from __future__ import annotations
 
 import datetime
 import functools
-import json
 import signal
 
 import children
@@ -23,8 +22,7 @@ from fault_child import (
     train_as_rank,
 )
 from rank_child import Job
-from saving import newest
-from test_checkpoints import assert_same_shards
+from saving import assert_same_shards, newest
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -38,35 +36,36 @@ NONE, PART, WHOLE, DESCRIBED = range(4)
 
 @pytest.fixture(scope="module")
 def unbroken(cpu_standins, tmp_path_factory):
-    """A function that trains two resident ranks to their end, once for each model.
+    """A function that trains resident ranks to their end, once for each model.
 
     It returns the folder of their checkpoints, and each rank's losses, gradient norms and digests.
     """
 
     @functools.cache
-    def make(*changes):
+    def make(ranks, *changes):
         folder = tmp_path_factory.mktemp("unbroken")
-        return folder / "saves", run(folder / "ranks", False, dict(changes), folder / "saves")
+        return folder / "saves", run(folder / "ranks", ranks, False, dict(changes), folder / "saves")
 
     return make
 
 
-def run(folder, offload, changes, saves):
-    """Run both ranks to their end, from the last checkpoint in `saves`; return what each saw."""
+def run(folder, ranks, offload, changes, saves):
+    """Run the ranks to their end, from the last checkpoint in `saves`; return what each saw."""
     saves.mkdir(exist_ok=True)
-    return children.run_ranks(functools.partial(train_as_rank, saves=saves), Job(folder, 2, offload, None, 0, changes))
+    job = Job(folder, ranks, offload, None, 0, changes)
+    return children.run_ranks(functools.partial(train_as_rank, saves=saves), job)
 
 
-def run_into(killed, folder, changes, saves):
-    """Run both ranks, of which one is killed; return the error by which the other ended by itself."""
+def run_into(killed, folder, ranks, changes, saves):
+    """Run the ranks, of which one is killed; the error by which the other ended by itself is gloo's."""
     folder.mkdir()
     saves.mkdir()
-    job = Job(folder, 2, True, None, 0, changes)
-    started = [children.start(train_as_rank, rank, job, saves, killed) for rank in range(2)]
+    job = Job(folder, ranks, True, None, 0, changes)
+    started = [children.start(children.leave_what, train_as_rank, rank, job, saves, killed) for rank in range(ranks)]
     status = {rank: children.join(child, f"as rank {rank} of {killed}") for rank, child in enumerate(started)}
-    other = 1 - killed[0]
-    assert status == {killed[0]: -signal.SIGKILL, other: 1}
-    return (folder / f"{other}.error").read_text()
+    assert status == {rank: -signal.SIGKILL if rank == killed[0] else 1 for rank in range(ranks)}
+    errors = [error.read_text() for error in folder.glob("*.error")]
+    assert len(errors) == ranks - 1 and all("peer" in error for error in errors)
 
 
 def left_by(rank, checkpoint, whole):
@@ -96,31 +95,49 @@ def tensor_bytes(checkpoint):
     return found
 
 
+LAST = "the config is written"
+"""The one point at which the second checkpoint is whole and named."""
+OF_ONE_RANK = [
+    ("the entries are made", 1, NONE),
+    ("a state is handed to a checkpoint", 1, None),
+    ("a state is handed to a checkpoint", 7, None),
+    ("an entry is written", 1, None),
+    ("an entry is written", 40, PART),
+    ("the metadata is written", 1, WHOLE),
+    ("the checkpoint is named", 1, DESCRIBED),
+    (LAST, 1, DESCRIBED),
+]
+
+
 @pytest.mark.parametrize(
-    ("changes", "killed", "left"),
+    ("changes", "ranks", "killed", "left"),
     [
-        pytest.param(FSDP_OPTIONS, (1, "the entries are made", 1), NONE, id="fsdp-before its shard"),
-        pytest.param(FSDP_OPTIONS, (1, "an entry is written", 20), PART, id="fsdp-in its shard"),
-        pytest.param(FSDP_OPTIONS, (1, "ranks gather", 2), WHOLE, id="fsdp-before it tells of its shard"),
-        pytest.param(FSDP_OPTIONS, (0, "the checkpoint is named", 1), DESCRIBED, id="fsdp-before the name"),
-        pytest.param({}, (1, "an entry of torch_dist is written", 10), PART, id="distributed optimizer-in its shard"),
+        *[pytest.param(FSDP_OPTIONS, 1, (0, *how), left, id=f"{how}") for *how, left in OF_ONE_RANK],
+        pytest.param(FSDP_OPTIONS, 2, (1, "the entries are made", 1), NONE, id="fsdp-before its shard"),
+        pytest.param(FSDP_OPTIONS, 2, (1, "an entry is written", 20), PART, id="fsdp-in its shard"),
+        pytest.param(FSDP_OPTIONS, 2, (1, "ranks gather", 2), WHOLE, id="fsdp-before it tells of its shard"),
+        pytest.param(FSDP_OPTIONS, 2, (0, "the checkpoint is named", 1), DESCRIBED, id="fsdp-before the name"),
+        pytest.param({}, 2, (1, "an entry of torch_dist is written", 10), PART, id="distributed optimizer"),
     ],
 )
-def test_ranks_of_which_one_is_killed_in_a_save_resume_from_the_last_checkpoint(
-    unbroken, tmp_path, changes, killed, left
+def test_ranks_of_which_one_is_killed_in_a_save_resume_from_the_last_whole_checkpoint_bitwise(
+    unbroken, tmp_path, changes, ranks, killed, left
 ):
-    theirs, resident = unbroken(*changes.items())
+    theirs, resident = unbroken(ranks, *changes.items())
     saves, (first, second) = tmp_path / "saves", (f"iter_{step:07d}" for step in SAVED_AFTER_EACH)
-    assert "peer" in run_into(killed, tmp_path / "killed", changes, saves)
-    assert newest(saves).name == first
-    assert left_by(killed[0], saves / second, theirs / second) == left
+    run_into(killed, tmp_path / "killed", ranks, changes, saves)
+    assert newest(saves).name == (second if killed[1] == LAST else first)
+    assert left is None or left_by(killed[0], saves / second, theirs / second) == left
     assert_same_shards(saves / first, theirs / first)
-    for seen, expected in zip(run(tmp_path / "resumed", True, changes, saves), resident, strict=True):
-        to_come = {number: each for number, each in expected["numbers"].items() if int(number) > SAVED_AFTER_EACH[0]}
-        assert seen["numbers"] == to_come != {}
+    began = SAVED_AFTER_EACH[killed[1] == LAST]
+    for seen, expected in zip(run(tmp_path / "resumed", ranks, True, changes, saves), resident, strict=True):
+        assert seen["began"] == began
+        assert seen["numbers"] == expected["numbers"][began:] != []
         assert seen["digests"] == expected["digests"]
     # The resumed ranks have saved that step again, over the files of the killed save.
     assert tensor_bytes(saves / second) == tensor_bytes(theirs / second)
+    if ranks == 1:
+        assert_same_shards(saves / second, theirs / second)
 
 
 SOON = datetime.timedelta(seconds=20)
@@ -153,11 +170,8 @@ def contexts(turns):
 
 def run_in_a_block(folder, context, alone, offload, changes):
     """Run both ranks through blocks of a context that raise; return what each has left, and how it ended."""
-    folder.mkdir()
     job = Job(folder, 2, offload, None, 2, changes, timeout=SOON)
-    started = [children.start(fail_in_a_block, rank, job, context, alone) for rank in range(2)]
-    assert [children.join(child, f"in a block of {context}") for child in started] == [0, 0]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return children.run_ranks(functools.partial(fail_in_a_block, context=context, alone=alone), job)
 
 
 @pytest.mark.parametrize(("context", "parallel"), contexts(turns=(0, 1)))

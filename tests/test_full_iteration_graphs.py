@@ -1,15 +1,13 @@
 """Full-iteration CUDA graphs in Bridge's real train_step on the CPU, with a stand-in for the graph."""
 
 import pytest
-from both import resident
+from both import as_resident, resident, session_of, training
 from fake_meter import FakeMeter, have_sessions_take_it
 from graph_standin import CapturedSchedule
 
 import bridge_fgo
 from bridge_fgo.bridge import session
-from bridge_fgo.bridge.session import SESSION, active_session
-from bridge_fgo.tools.arms.cpu_model import CpuOptions
-from bridge_fgo.tools.arms.cpu_training import CpuTraining
+from bridge_fgo.bridge.session import active_session
 
 STEPS = 8
 MODES = ["eager", "eager", "capture and replay", *["replay"] * (STEPS - 3)]
@@ -26,38 +24,36 @@ def captured(monkeypatch, training):
     return schedule
 
 
-def native(**settings):
-    return bridge_fgo.OffloadConfig(engine="native", **settings)
+NATIVE = bridge_fgo.OffloadConfig(engine="native")
 
 
 @pytest.mark.parametrize("kind", [{}, {"experts": True}], ids=["dense", "experts"])
 def test_passes_that_are_captured_and_replayed_are_bitwise_resident_ones_without_a_graph(monkeypatch, kind):
-    expected = resident(STEPS, **kind)
-    with bridge_fgo.install(native()), CpuTraining(CpuOptions(offload=True, **kind)) as training:
-        schedule = captured(monkeypatch, training)
-        steps = [training.step() for _ in range(STEPS)]
-        held = training.live_bytes
-        assert training.digests() == expected.digests
+    with as_resident(STEPS, NATIVE, **kind) as run:
+        schedule = captured(monkeypatch, run)
+        steps = [run.step() for _ in range(STEPS)]
+        held = run.live_bytes
     assert schedule.modes == MODES
-    assert [(step.loss, step.grad_norm) for step in steps] == [(step.loss, step.grad_norm) for step in expected.steps]
+    losses, expected = ([(s.loss, s.grad_norm) for s in one] for one in (steps, resident(STEPS, **kind)[0].steps))
+    assert losses == expected
     assert held and not any(held), "states are away while the graph runs"
 
 
 def test_states_are_on_their_way_back_when_the_schedule_returns(monkeypatch):
     """No hook in the graph would begin it: without the wrapper around the graph, the optimizer step would."""
     begun = []
-    with bridge_fgo.install(native()), CpuTraining(CpuOptions(offload=True)) as training:
-        captured(monkeypatch, training)
-        inner = training._schedule
+    with training(True, NATIVE) as run:
+        captured(monkeypatch, run)
+        inner = run._schedule
 
         def watched(**kwargs):
             result = inner(**kwargs)
             begun.append(active_session().engine.schedule.recorder.in_step)
             return result
 
-        training._schedule = watched
+        run._schedule = watched
         for _ in range(STEPS):
-            training.step()
+            run.step()
     assert begun == [True] * STEPS
 
 
@@ -73,11 +69,11 @@ def meter(monkeypatch):
 def test_only_a_replayed_pass_is_measured_and_goes_by_a_plan(monkeypatch, meter):
     """An eager pass, and the capture, need other memory than a replay."""
     measured, planned = [], []
-    with bridge_fgo.install(native()), CpuTraining(CpuOptions(offload=True)) as training:
-        schedule = captured(monkeypatch, training)
+    with training(True, NATIVE) as run:
+        schedule = captured(monkeypatch, run)
         for _ in range(STEPS):
-            training.step()
-            engine = vars(training.optimizer)[SESSION].engine
+            run.step()
+            engine = session_of(run).engine
             planned.append(engine.schedule.is_planned)
             measured.append(bool(engine.schedule.holding.plans_for(engine.schedule.signature)))
     assert schedule.modes == MODES
@@ -87,14 +83,14 @@ def test_only_a_replayed_pass_is_measured_and_goes_by_a_plan(monkeypatch, meter)
 
 def test_what_is_run_again_eagerly_goes_by_no_plan(monkeypatch, meter):
     """mcore's retry after an overflow resets the graph, and needs the memory of an eager pass."""
-    with bridge_fgo.install(native()), CpuTraining(CpuOptions(offload=True)) as training:
-        captured(monkeypatch, training)
+    with training(True, NATIVE) as run:
+        captured(monkeypatch, run)
         for _ in range(STEPS):
-            training.step()
-        attached = vars(training.optimizer)[SESSION]
+            run.step()
+        attached = session_of(run)
         schedule = attached.engine.schedule
         assert schedule.ledger.nbytes, "the plan holds states in a replayed pass"
-        with attached.training_step(training.model, schedule.signature):
+        with attached.training_step(run.model, schedule.signature):
             attached.begin_pass(is_replayed=True)
             attached.release()
             assert schedule.ledger.nbytes
@@ -107,8 +103,8 @@ def test_what_is_run_again_eagerly_goes_by_no_plan(monkeypatch, meter):
 def test_a_graph_that_comes_or_goes_is_counted_anew(monkeypatch):
     counted = []
     monkeypatch.setattr(session.PeakMeter, "count_graphs", lambda meter: counted.append(len(schedule.modes)))
-    with bridge_fgo.install(native()), CpuTraining(CpuOptions(offload=True)) as training:
-        schedule = captured(monkeypatch, training)
+    with training(True, NATIVE) as run:
+        schedule = captured(monkeypatch, run)
         for _ in range(STEPS):
-            training.step()
+            run.step()
     assert counted == [3]

@@ -11,21 +11,13 @@ import signal
 import async_worker
 import pytest
 import torch
+from both import bits, both, steps, training
 from bridge_loop import train
-from saving import load, newest
-from test_checkpoints import assert_same_shards, background, training
+from saving import assert_same_shards, background, configured, load, newest
 
 from bridge_fgo.tools.arms.cpu_model import microbatches
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
-
-
-def configured(run, **settings):
-    """Set `section.name` of the run's config; written section__name."""
-    for path, value in settings.items():
-        section, name = path.split("__")
-        assert hasattr(getattr(run.cfg, section), name), path
-        setattr(getattr(run.cfg, section), name, value)
 
 
 def a_signal_in_the_second_step(number):
@@ -144,33 +136,23 @@ def save_locally(run, folder, background):
 @pytest.mark.usefixtures("local_checkpoints", "deadline")
 @pytest.mark.parametrize("background", [False, True], ids=["", "in the background"])
 def test_local_checkpoints_have_the_bytes_of_a_resident_run_and_resume_bitwise(tmp_path, background):
-    digests = {}
-    for offload in (False, True):
-        with training(offload) as run:
-            save_locally(run, tmp_path / str(offload), background)
-            train(run, 2)
-            digests[offload] = run.digests()
-    assert digests[True] == digests[False]
-    ours, resident = (tmp_path / str(offload) / "local/0/iter_0000002_0_local.pt" for offload in (True, False))
-    assert ours.read_bytes() == resident.read_bytes()
-    later = {offload: resumed_locally(tmp_path / "True", offload) for offload in (False, True)}
-    assert later[True] == later[False]
-    assert later[True][0] == digests[True]
-
-
-def resumed_locally(folder, offload):
-    """Load the newest local checkpoint into a training that has stepped once; return digests then, and two steps on."""
     from megatron.bridge.training.checkpointing import init_checkpointing_context
 
-    with training(offload) as run:
-        run.step()  # mcore cannot load into torch's AdamW before its first step
-        save_locally(run, folder, background=False)
-        load(run, folder / "not there", init_checkpointing_context(run.cfg.checkpoint))
-        after_load = run.digests()
-        for _ in range(2):
-            run.step()
-            assert not offload or max(run.live_bytes) == 0
-        return after_load, run.digests()
+    def saved(run):
+        save_locally(run, tmp_path / str(run.options.offload), background)
+        train(run, 2)
+        return bits(run)
+
+    def resumed(run):
+        steps(run)  # mcore cannot load into torch's AdamW before its first step
+        save_locally(run, tmp_path / "True", background=False)
+        load(run, tmp_path / "not there", init_checkpointing_context(run.cfg.checkpoint))
+        return bits(run), steps(run, 2)
+
+    end, _ = both(saved)
+    ours, resident = (tmp_path / str(offload) / "local/0/iter_0000002_0_local.pt" for offload in (True, False))
+    assert ours.read_bytes() == resident.read_bytes()
+    assert both(resumed)[0][0] == end
 
 
 EVALUATES = {"validation__eval_interval": 2, "validation__eval_iters": 2, "validation__eval_global_batch_size": 4}
@@ -192,22 +174,21 @@ LOOPS = {
 @pytest.mark.parametrize("what", LOOPS)
 def test_the_loop_is_bitwise_equal_with(what):
     settings, options = LOOPS[what]
-    seen, digests = {}, {}
-    for offload in (False, True):
-        with training(offload, **options) as run:
-            configured(run, validation__eval_micro_batch_size=2, **settings)
-            run.state.train_state.do_valid = True
-            seen[offload] = train(run, 6, valid=valid_batches(run))
-            digests[offload] = run.digests()
-    assert seen[True].numbers == seen[False].numbers
-    assert digests[True] == digests[False]
-    assert max(seen[True].held) == 0 < min(seen[False].held), "every state was off in every forward"
-    if "evaluations" in what:
-        assert seen[True].held_in_evaluations == [0, 0, 0], "an evaluation holds no more than training"
-    if "norm" in what:
-        assert len(seen[True].params_norms) == 6
-    if "skip" in what:
-        assert len(seen[True].losses) == 4
+
+    def trained(run):
+        configured(run, validation__eval_micro_batch_size=2, **settings)
+        run.state.train_state.do_valid = True
+        seen = train(run, 6, valid=valid_batches(run))
+        assert (max(seen.held) == 0) == (min(seen.held) == 0) == run.options.offload, "off in every forward, or in none"
+        if "evaluations" in what and run.options.offload:
+            assert seen.held_in_evaluations == [0, 0, 0], "an evaluation holds no more than training"
+        if "norm" in what:
+            assert len(seen.params_norms) == 6
+        if "skip" in what:
+            assert len(seen.losses) == 4
+        return seen.numbers
+
+    both(trained, **options)
 
 
 def valid_batches(run):

@@ -9,20 +9,17 @@ from unittest import mock
 import fused_adam
 import pytest
 import torch
-from both import numbers
+from both import OPTIMIZERS, PACKED, WHOLE, bits, both, session_of, steps, training
 from saving import load, save
-from test_checkpoints import session_of
-from test_parity import DEFAULTS, SMALL_SLABS
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import bridge_fgo
 from bridge_fgo.states.inner_step import InnerStep
 from bridge_fgo.tools.arms import cpu_training
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining, run
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
 STEPS = 5
-MUON = {"distributed": False, "optimizer": "muon"}
 
 
 class WarmUp:
@@ -75,34 +72,17 @@ class CountsUpdates:
         super().update(group, param)
 
 
-def subclass(mixin, base):
-    return type(f"{mixin.__name__}Of{base.__name__}", (mixin, base), {"__module__": __name__})
-
-
-def fused(mixin):
-    return "megatron.core.optimizer.Adam", subclass(mixin, fused_adam.FusedAdam), {}
-
-
-def torchs(mixin, **options):
-    return "torch.optim.AdamW", subclass(mixin, torch.optim.AdamW), options
-
-
-def muon(mixin):
-    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
-
-    return "optimizer_cls", subclass(mixin, TensorParallelMuon), MUON
-
-
+MUON = OPTIMIZERS["muon"]
 CASES = {
-    "a_fused_adam_that_counts_its_calls": lambda: fused(WarmUp),
-    "a_fused_adam_that_looks_at_all_gradients": lambda: fused(TrustRatio),
-    "a_fused_adam_with_an_update_of_its_own": lambda: fused(CountsUpdates),
-    "torchs_adamw_that_counts_its_calls": lambda: torchs(WarmUp, experts=True),
-    "torchs_adamw_with_an_init_group_of_its_own": lambda: torchs(CountsGroups),
-    "torchs_adamw_that_is_not_distributed": lambda: torchs(TrustRatio, distributed=False),
-    "torchs_adamw_under_megatron_fsdp": lambda: torchs(TrustRatio, fsdp="optim_grads_params"),
-    "muon_that_counts_its_calls": lambda: muon(WarmUp),
-    "muon_with_an_init_group_of_its_own": lambda: muon(CountsGroups),
+    "a_fused_adam_that_counts_its_calls": (WarmUp, "FusedAdam", {}),
+    "a_fused_adam_that_looks_at_all_gradients": (TrustRatio, "FusedAdam", {}),
+    "a_fused_adam_with_an_update_of_its_own": (CountsUpdates, "FusedAdam", {}),
+    "torchs_adamw_that_counts_its_calls": (WarmUp, "AdamW", {"experts": True}),
+    "torchs_adamw_with_an_init_group_of_its_own": (CountsGroups, "AdamW", {}),
+    "torchs_adamw_that_is_not_distributed": (TrustRatio, "AdamW", {"distributed": False}),
+    "torchs_adamw_under_megatron_fsdp": (TrustRatio, "AdamW", {"fsdp": "optim_grads_params"}),
+    "muon_that_counts_its_calls": (WarmUp, "Muon", MUON),
+    "muon_with_an_init_group_of_its_own": (CountsGroups, "Muon", MUON),
 }
 
 
@@ -112,13 +92,19 @@ def provided(name, monkeypatch):
     from megatron.core.optimizer import emerging_optimizers, get_megatron_optimizer
     from megatron.core.optimizer import muon as mcores_muon
 
-    place, cls, options = CASES[name]()
-    make_config = cpu_training.make_config
-    if "Fused" in cls.__name__:
+    def subclass(base):
+        return type(f"{mixin.__name__}Of{base.__name__}", (mixin, base), {"__module__": __name__})
+
+    (mixin, kind, options), make_config = CASES[name], cpu_training.make_config
+    build = get_megatron_optimizer
+    if kind == "Muon":
+        cls, build = subclass(emerging_optimizers.TensorParallelMuon), mcores_muon.get_megatron_muon_optimizer
+        taken = mock.patch.object(emerging_optimizers._EMERGING_OPTIMIZERS["muon"], "optimizer_cls", cls)
+    elif kind == "FusedAdam":
         fused_adam.have_mcore_take_it(monkeypatch.setattr)
-    entry = emerging_optimizers._EMERGING_OPTIMIZERS["muon"]
-    taken = mock.patch.object(entry, place, cls) if place == "optimizer_cls" else mock.patch(place, cls)
-    build = mcores_muon.get_megatron_muon_optimizer if place == "optimizer_cls" else get_megatron_optimizer
+        taken = mock.patch("megatron.core.optimizer.Adam", cls := subclass(fused_adam.FusedAdam))
+    else:
+        taken = mock.patch("torch.optim.AdamW", cls := subclass(torch.optim.AdamW))
 
     def make(options):
         cfg = make_config(options)
@@ -140,90 +126,92 @@ LONG = ("a_fused_adam_with_an_update_of_its_own", "torchs_adamw_that_is_not_dist
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CASES])
 def test_it_steps_once_a_step_bitwise_as_resident_and_is_named_with_the_memory_that_it_holds(name, monkeypatch, capsys):
+    figures = []
+
+    def trained(run):
+        seen = steps(run, STEPS)
+        figures.append(bridge_fgo.stats())
+        return seen
+
     with provided(name, monkeypatch) as (cls, options):
-        resident, figures = run(CpuOptions(**options), STEPS), []
-        with bridge_fgo.install(DEFAULTS if "fsdp" in options else SMALL_SLABS):
-            record = run(CpuOptions(offload=True, **options), STEPS, lambda _: figures.append(bridge_fgo.stats()))
-    assert numbers(record) == numbers(resident)
-    assert record.digests == resident.digests
-    assert record.peak_forward_backward_bytes == 0 < resident.peak_forward_backward_bytes
+        both(trained, **options)
     said = [line for line in capsys.readouterr().out.splitlines() if "is not divided" in line]
-    gib = f" {figures[0].offloaded_bytes / 2**30:.2f} GiB"
+    gib = f" {figures[1].offloaded_bytes / 2**30:.2f} GiB"
     assert len(said) == 1 and f"{__name__}.{cls.__qualname__} has of its own" in said[0] and gib in said[0], said
-
-
-def resumed(folder, offload, options):
-    """Save after two steps, and load that into another training; return its digests then, and two steps later."""
-    with CpuTraining(CpuOptions(offload=offload, **options)) as training:
-        training.step()
-        training.step()
-        save(training, folder)
-    with CpuTraining(CpuOptions(offload=offload, **options)) as training:
-        load(training, folder)
-        found = [training.digests()]
-        training.step()
-        training.step()
-        return [*found, training.digests()]
-
-
-def stepped(context_of=lambda training: contextlib.nullcontext, steps=STEPS, **options):
-    """Train each step in a context; return what was seen, the digests, and the most bytes of state in a forward."""
-    with CpuTraining(CpuOptions(**options)) as training:
-        seen, held, context = [], [], context_of(training)
-        for _ in range(steps):
-            with context():
-                record = training.step()
-            seen.append((record.loss, record.grad_norm))
-            held.append(max(training.live_bytes))
-        return seen, training.digests(), max(held)
-
-
-def in_training_step(training):
-    res = bridge_fgo.Residency(training.model, training.optimizer, SMALL_SLABS)
-    return partial(res.training_step, training.options.microbatches)
 
 
 @pytest.mark.parametrize("name", ["torchs_adamw_that_counts_its_calls", "muon_with_an_init_group_of_its_own"])
 def test_in_a_residencys_training_step_it_steps_once_bitwise_as_resident(name, monkeypatch, capsys):
-    with provided(name, monkeypatch) as (_, options):
-        *resident, held = stepped(**options)
-        with bridge_fgo.install(DEFAULTS):
-            *mine, mine_held = stepped(in_training_step, **options)
-    assert mine == resident and mine_held == 0 < held
+    ends = []
+    for offloads in (False, True):
+        with (
+            provided(name, monkeypatch) as (_, options),
+            bridge_fgo.install(WHOLE) if offloads else contextlib.nullcontext(),
+            training(False, **options) as run,
+        ):
+            step = contextlib.nullcontext
+            if offloads:
+                res = bridge_fgo.Residency(run.model, run.optimizer, PACKED)
+                step = partial(res.training_step, run.options.microbatches)
+            seen = []
+            for _ in range(STEPS):
+                with step():
+                    seen += steps(run)
+                assert (max(run.live_bytes) == 0) == offloads
+            ends.append((seen, bits(run)))
+    assert ends[1] == ends[0]
     assert "is not divided" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("when", ["pre", "post"])
 def test_hooks_on_the_step_run_once_a_step_bitwise_as_resident(when):
-    calls = []
+    def hooked(run):
+        calls = []
 
-    def hook(adam, args, kwargs):
-        calls.append(len(adam.param_groups[0]["params"]))
-        for group in adam.param_groups:
-            group["lr"] *= 0.9
+        def hook(adam, args, kwargs):
+            calls.append(len(adam.param_groups[0]["params"]))
+            for group in adam.param_groups:
+                group["lr"] *= 0.9
 
-    def hooked(training):
-        (leaf,) = training.optimizer.chained_optimizers
-        getattr(leaf.optimizer, f"register_step_{when}_hook")(hook)
-        return contextlib.nullcontext
+        getattr(run.optimizer.chained_optimizers[0].optimizer, f"register_step_{when}_hook")(hook)
+        return steps(run, STEPS), calls
 
-    *resident, held = stepped(hooked)
-    with bridge_fgo.install(SMALL_SLABS):
-        *mine, mine_held = stepped(hooked, offload=True)
-    assert mine == resident and mine_held == 0 < held
-    assert calls[:STEPS] == calls[STEPS:]
+    (_, calls), _ = both(hooked)
+    assert len(calls) == STEPS
+
+
+def test_a_wrapper_of_adams_step_is_called_once_a_step_with_every_parameter():
+    def wrapped(run):
+        adam = run.optimizer.chained_optimizers[0].optimizer
+        step, seen = adam.step, []
+
+        def wrapper(*args, **kwargs):
+            seen.append([param.sum().item() for group in adam.param_groups for param in group["params"]])
+            return step(*args, **kwargs)
+
+        adam.step = wrapper
+        return steps(run, 3), seen
+
+    (_, seen), _ = both(wrapped)
+    assert len(seen) == 3
 
 
 def test_plans_count_all_that_such_a_step_holds(monkeypatch):
     with (
         provided("torchs_adamw_that_counts_its_calls", monkeypatch) as (_, options),
-        bridge_fgo.install(SMALL_SLABS),
-        CpuTraining(CpuOptions(offload=True, **options)) as training,
+        training(True, **options) as run,
     ):
-        training.step()
-        training.step()
-        engine = session_of(training).engine
+        steps(run, 2)
+        engine = session_of(run).engine
         assert engine.schedule.holding.held_through_step == sum(slab.nbytes for slab in engine.slabs) > 0
+
+
+@pytest.fixture
+def updates(monkeypatch):
+    """The updates of single parts."""
+    seen, update = [], InnerStep.update
+    monkeypatch.setattr(InnerStep, "update", lambda inner, part: (seen.append(part), update(inner, part))[1])
+    return seen
 
 
 class OfTheSameStep(torch.optim.AdamW):
@@ -233,26 +221,50 @@ class OfTheSameStep(torch.optim.AdamW):
         super().zero_grad(set_to_none)
 
 
-def test_a_subclass_with_the_known_step_is_divided_also_where_a_scheduler_of_torchs_counts_its_calls(monkeypatch):
-    def scheduled(training):
-        for leaf in training.optimizer.chained_optimizers:
+def test_a_subclass_with_the_known_step_is_divided_also_where_a_scheduler_of_torchs_counts_its_calls(
+    monkeypatch, updates
+):
+    def scheduled(run):
+        for leaf in run.optimizer.chained_optimizers:
             torch.optim.lr_scheduler.ConstantLR(leaf.optimizer)
-        return contextlib.nullcontext
+        seen = steps(run, 2)
+        assert len(updates) > 2 * 2 if run.options.offload else updates == []
+        return seen
 
-    updates, update = [], InnerStep.update
-    monkeypatch.setattr(InnerStep, "update", lambda inner, part: (updates.append(part), update(inner, part))[1])
     monkeypatch.setattr(torch.optim, "AdamW", OfTheSameStep)
-    *resident, _ = stepped(scheduled, steps=2)
-    assert updates == []
-    with bridge_fgo.install(SMALL_SLABS):
-        assert list(stepped(scheduled, steps=2, offload=True)) == [*resident, 0]
-    assert len(updates) > 2 * 2
+    both(scheduled)
+
+
+def test_torchs_hook_for_kinetos_daemon_is_called_once_a_step_and_leaves_it_divided(monkeypatch, updates):
+    counted = []
+
+    def trained(run):
+        counted.clear()
+        seen = steps(run, 4)
+        assert len(counted) == 8  # of two optimizers
+        return seen, list(counted)
+
+    monkeypatch.setattr(torch.profiler, "_optimizer_post_hook", lambda adam, *how: counted.append(type(adam)))
+    handle = register_optimizer_step_post_hook(torch.profiler._optimizer_post_hook)  # as with KINETO_USE_DAEMON=1
+    try:
+        both(trained, experts=True)
+    finally:
+        handle.remove()
+    assert len(updates) > 2 * 8
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a_fused_adam_that_counts_its_calls", "muon_with_an_init_group_of_its_own"])
 def test_it_resumes_bitwise_as_resident(name, monkeypatch, tmp_path):
+    def saved(run):
+        seen = steps(run, 2)
+        save(run, tmp_path / str(run.options.offload))
+        return seen
+
+    def resumed(run):
+        load(run, tmp_path / str(run.options.offload))
+        return bits(run), steps(run, 2)
+
     with provided(name, monkeypatch) as (_, options):
-        resident = resumed(tmp_path / "resident", False, options)
-        with bridge_fgo.install(SMALL_SLABS):
-            assert resumed(tmp_path / "offloaded", True, options) == resident
+        both(saved, **options)
+        both(resumed, **options)

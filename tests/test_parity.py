@@ -1,103 +1,189 @@
-"""Bridge's own train_step, resident and offloaded: 12 steps, bit for bit."""
+"""Bridge's own train_step with each optimizer, resident and offloaded: 12 steps, bit for bit."""
 
 from __future__ import annotations
 
 import dataclasses
-from unittest import mock
 
 import pytest
 import torch
-from both import both, numbers, resident
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from both import (
+    OPTIMIZERS,
+    PACKED,
+    WHOLE,
+    bits,
+    numbers,
+    resident,
+    same_steps,
+    session_of,
+    steps,
+    training,
+)
 
 import bridge_fgo
-from bridge_fgo.bridge.session import SESSION
-from bridge_fgo.memory.slab import Slab
-from bridge_fgo.sleep import upstream
-from bridge_fgo.states.inner_step import InnerStep
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining, run
+from bridge_fgo.offload.schedule import Schedule
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
 STEPS = 12
-DEFAULTS = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, piece_bytes=2**16)
-SMALL_SLABS = dataclasses.replace(DEFAULTS, master_remainders=True)
+TROUBLE = {"rerun_steps": frozenset({2, 5}), "grad_norm_skip_steps": frozenset({4, 8})}
+ADAM, MUON, DIST_MUON = OPTIMIZERS.values()
+FSDP = {"fsdp": "optim_grads_params"}
+BF16_MOMENTS = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.bfloat16)
+FP16_MOMENTS = dict.fromkeys(BF16_MOMENTS, torch.float16)
+FP16_MASTERS = {"store_param_remainders": False, "main_params_dtype": torch.float16}
+"""As the recipes of Nemotron 3 Super have them."""
 
-SCENARIOS = {
-    "plain": {},
-    "two_model_chunks": {"chunks": 2},
-    "two_model_chunks_with_overlapped_grad_reduce": {"chunks": 2, "overlap_grad_reduce": True},
-    "chained_optimizers": {"experts": True},
-    "native_fp32_parameters": {"precision": "fp32_params"},
-    "fp16_with_loss_scaling": {"precision": "fp16"},
-    "most_parameters_frozen": {"frozen": True},
-    "injected_found_inf": {"found_inf_steps": frozenset({3, 4, 9})},
-    "injected_rerun": {"rerun_steps": frozenset({2, 5, 6})},
-    "grad_norm_skips": {"grad_norm_skip_steps": frozenset({2, 3, 11})},
-    "all_at_once": {
-        "chunks": 2,
-        "experts": True,
-        "found_inf_steps": frozenset({4}),
-        "rerun_steps": frozenset({5, 7}),
-        "grad_norm_skip_steps": frozenset({9}),
-    },
+
+def row(config=PACKED, slow=False, **options):
+    return config, options, slow
+
+
+ROWS = {
+    "plain": row(),
+    "plain, masters whole": row(WHOLE),
+    "two model chunks": row(slow=True, chunks=2),
+    "two model chunks with overlapped grad reduce": row(chunks=2, overlap_grad_reduce=True),
+    "chained optimizers": row(experts=True),
+    "native fp32 parameters": row(precision="fp32_params"),
+    "fp16 with loss scaling": row(precision="fp16"),
+    "most parameters frozen": row(frozen=True),
+    "injected found_inf": row(found_inf_steps=frozenset({3, 4, 9})),
+    "injected rerun": row(rerun_steps=frozenset({2, 5, 6})),
+    "grad norm skips": row(grad_norm_skip_steps=frozenset({2, 3, 11})),
+    "an early exit to a checkpoint": row(checkpoint_exit_step=4),
+    "fp16 masters, bf16 moments": row(adam=FP16_MASTERS | BF16_MOMENTS, **TROUBLE),
+    "fp16 masters, fp32 moments": row(slow=True, adam=FP16_MASTERS, **TROUBLE),
+    "fp16 masters, fp16 moments": row(slow=True, adam=FP16_MASTERS | FP16_MOMENTS, **TROUBLE),
+    "adam": row(slow=True, **ADAM),
+    "adam with trouble": row(**ADAM, **TROUBLE, found_inf_steps=frozenset({3, 6})),
+    "adam in fp16 with loss scaling": row(slow=True, **ADAM, precision="fp16"),
+    "adam with native fp32 parameters": row(slow=True, **ADAM, precision="fp32_params"),
+    "adam of experts in two chunks": row(slow=True, **ADAM, experts=True, chunks=2),
+    "adam with most parameters frozen": row(slow=True, **ADAM, frozen=True),
+    "muon with trouble": row(**MUON, **TROUBLE),
+    "muon of experts": row(slow=True, **MUON, experts=True),
+    "muon with native fp32 parameters": row(slow=True, **MUON, precision="fp32_params"),
+    "dist_muon with trouble": row(**DIST_MUON, **TROUBLE),
+    "dist_muon of experts": row(slow=True, **DIST_MUON, experts=True),
 }
+for _name, _config in {"all at once": PACKED, "all at once, masters whole": WHOLE}.items():
+    ROWS[_name] = row(
+        _config,
+        slow=True,
+        chunks=2,
+        experts=True,
+        found_inf_steps=frozenset({4}),
+        rerun_steps=frozenset({5, 7}),
+        grad_norm_skip_steps=frozenset({9}),
+    )
+for _strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+    for _kind, _options in {"dense": {}, "experts": {"experts": True}, "swiglu": {"swiglu": True}}.items():
+        _slow = (_strategy, _kind) != ("optim_grads_params", "experts")
+        ROWS[f"{_strategy} of {_kind}"] = row(slow=_slow, fsdp=_strategy, **_options, **TROUBLE)
 
 
-OF_BF16 = [name for name, options in SCENARIOS.items() if options.get("precision") != "fp16"]
-DEFAULT_SETTINGS = ["plain", "fp16_with_loss_scaling", "all_at_once"]
-LONG = ("two_model_chunks", "all_at_once")
-"""For the slow lane alone: what else trains in two chunks is in the fast one."""
+def lanes(rows):
+    return [pytest.param(name, marks=pytest.mark.slow if rows[name][-1] else ()) for name in rows]
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        *(pytest.param(name, SMALL_SLABS, marks=pytest.mark.slow if name in LONG else ()) for name in OF_BF16),
-        *(pytest.param(name, DEFAULTS, marks=pytest.mark.slow if name in LONG else ()) for name in DEFAULT_SETTINGS),
-    ],
-)
-def test_12_steps_are_bitwise_equal_to_resident(name, config):
-    _, record, stats = both(config, STEPS, **SCENARIOS[name])
-    assert len(record.steps) == STEPS
-    assert record.peak_forward_backward_bytes == 0, "every state was off during forward and backward"
-    assert stats.released_bytes >= stats.state_bytes > 0
-    assert stats.steps == STEPS
-
-
-@pytest.mark.parametrize("fraction", [0.25, pytest.param(0.5, marks=pytest.mark.slow)])
-def test_a_fraction_is_bitwise_equal_and_keeps_the_rest(fraction):
-    config = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, fraction=fraction)
-    _, record, stats = both(config, STEPS)
-    assert stats.offloaded_bytes >= fraction * stats.state_bytes
-    left = record.peak_forward_backward_bytes
-    assert 0 < left <= (1 - fraction) * stats.state_bytes
-
-
-@pytest.mark.parametrize("kinds", [{"moments": False}, {"master_weights": False}])
-def test_one_kind_alone_is_bitwise_equal(kinds):
-    both(bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, **kinds), 5)
+@pytest.mark.parametrize("name", lanes(ROWS))
+def test_12_steps_are_bitwise_equal_to_resident_with_every_state_off_in_forward_and_backward(name):
+    config, options, _ = ROWS[name]
+    expected, record, stats = same_steps(config, STEPS, **options)
+    exits = options.get("checkpoint_exit_step")
+    assert len(record.steps) == stats.steps == exits or STEPS
+    assert record.steps[-1].should_checkpoint == (exits is not None)
+    assert len({step.loss for step in record.steps if step.loss is not None}) > len(record.steps) // 2
+    assert record.peak_forward_backward_bytes == 0 < expected.peak_forward_backward_bytes
+    assert stats.released_bytes >= stats.state_bytes == stats.offloaded_bytes > 0
 
 
 def test_installed_but_never_enabled_is_the_run_without_it():
-    expected = resident(5, experts=True)
-    with bridge_fgo.install(SMALL_SLABS):
-        record = run(CpuOptions(experts=True), 5)
-    assert numbers(record) == numbers(expected)
-    assert record.digests == expected.digests
-    assert record.peak_forward_backward_bytes > 0
+    expected, end = resident(5, experts=True)
+    with bridge_fgo.install(PACKED), training(False, experts=True) as run:
+        assert steps(run, 5) == numbers(expected.steps)
+        assert min(run.live_bytes) > 0
+        assert bits(run) == end
 
 
-def test_an_early_exit_that_checkpoints_leaves_readable_and_right_states():
-    _, record, _ = both(SMALL_SLABS, STEPS, checkpoint_exit_step=4)
-    assert record.steps[-1].should_checkpoint
+# A share of the states.
+
+SHARED = {"distributed": {}, **OPTIMIZERS, "fsdp": FSDP}
+SHARES = [{"fraction": 0.5}, {"moments": False}, {"master_weights": False}, {"fraction": 0.25}]
+IN_THE_FAST_LANE = [
+    ("distributed", 1),
+    ("distributed", 2),
+    ("distributed", 3),
+    ("adam", 0),
+    ("muon", 1),
+    ("dist_muon", 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        pytest.param(name, share, marks=() if (name, share) in IN_THE_FAST_LANE else pytest.mark.slow)
+        for name in SHARED
+        for share in range(4 if name == "distributed" else 3)
+    ],
+)
+def test_a_share_of_the_states_is_bitwise_equal_and_keeps_the_rest(name, share):
+    config = dataclasses.replace(WHOLE, **SHARES[share])
+    _, record, stats = same_steps(config, STEPS if name == "distributed" else 5, **SHARED[name])
+    assert SHARES[share].get("fraction", 0) * stats.state_bytes <= stats.offloaded_bytes < stats.state_bytes
+    if name == "fsdp":  # whose storages have a padding
+        assert 0 < record.peak_forward_backward_bytes <= record.state_bytes - stats.offloaded_bytes
+    else:
+        assert 0 < record.peak_forward_backward_bytes == stats.state_bytes - stats.offloaded_bytes
+
+
+@pytest.mark.parametrize("moment2", ["adamuon", "normuon"])
+def test_adaptive_muon_offloads_a_second_moment_of_each_element_and_keeps_that_of_each_row(monkeypatch, moment2):
+    from megatron.core.optimizer import emerging_optimizers
+
+    # What emerging-optimizers 0.3 reads and the constructor of mcore 0.19's does not set.
+    for name, value in (("scale_mode", "spectral"), ("extra_scale_factor", 1.0)):
+        monkeypatch.setattr(emerging_optimizers.TensorParallelAdaptiveMuon, name, value, raising=False)
+    options = {"distributed": False, "optimizer": "adaptive_muon", "moment2": moment2}
+    expected, record, stats = same_steps(PACKED, 5, **options)
+    assert record.peak_forward_backward_bytes == expected.state_bytes - stats.state_bytes < expected.state_bytes // 100
+    assert stats.offloaded_bytes == stats.state_bytes
+    assert (record.peak_forward_backward_bytes > 0) == (moment2 == "normuon")
+
+
+@pytest.mark.parametrize("options", [ADAM, MUON])
+def test_adam_has_12_bytes_a_parameter_and_muon_8(options):
+    with training(True, **options) as run:
+        steps(run)
+        stats = bridge_fgo.stats()
+        sizes = {}
+        for leaf in run.optimizer.chained_optimizers:
+            sizes[type(leaf.optimizer).__name__] = sum(param.numel() for param in leaf.get_parameters())
+    muon = sizes.pop("TensorParallelMuon", 0)
+    assert stats.state_bytes == 8 * muon + 12 * sum(sizes.values())
+    assert (muon > 0) == (options is MUON)
+
+
+def test_fp16_masters_have_a_scale_each_without_which_they_would_be_others():
+    with training(True, adam=FP16_MASTERS) as run:
+        steps(run, 2)
+        bridge_fgo.reload_states()
+        adam = run.optimizer.chained_optimizers[0].optimizer
+        assert {state["master_param"].dtype for state in adam.state.values()} == {torch.float16}
+        scales = [of_param["master_param"].item() for of_param in adam._scales.values()]
+        assert scales and 1.0 not in scales
+
+
+# What moves, and in which order.
 
 
 def test_a_second_pass_and_a_skipped_step_move_again_only_what_had_come_back():
     figures = []
-    with bridge_fgo.install(SMALL_SLABS):
-        options = CpuOptions(offload=True, rerun_steps=frozenset({3}), grad_norm_skip_steps=frozenset({4}))
-        run(options, 6, lambda step: figures.append(bridge_fgo.stats()))
+    with training(True, rerun_steps=frozenset({3}), grad_norm_skip_steps=frozenset({4})) as run:
+        for _ in range(6):
+            steps(run)
+            figures.append(bridge_fgo.stats())
     assert [s.passes for s in figures] == [1, 1, 2, 1, 1, 1]
     whole = figures[1].bytes_reloaded
     assert 0.84 < whole / figures[1].offloaded_bytes < 0.87  # of masters 17 bits of 32
@@ -110,483 +196,63 @@ def test_a_second_pass_and_a_skipped_step_move_again_only_what_had_come_back():
     ]  # fmt: skip
 
 
-def test_stats_are_there_after_training_and_hold_no_memory():
-    import gc
-    import weakref
+def test_the_step_of_megatron_fsdp_goes_part_by_part_and_copies_each_part_to_the_weights(monkeypatch):
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 
-    with bridge_fgo.install(SMALL_SLABS):
-        with CpuTraining(CpuOptions(offload=True)) as training:
-            training.step()
-            optimizer = weakref.ref(training.optimizer.chained_optimizers[0])
-        del training
-        gc.collect()
-        assert optimizer() is None
-        assert bridge_fgo.stats().steps == 1
-    assert bridge_fgo.stats() is None
+    copied, copy = [], ParamAndGradBuffer.copy_main_weights_to_model_weights
 
+    def counted(buffer):
+        copied.append(len(buffer.parameter_groups))
+        copy(buffer)
 
-def residencies(session):
-    """The residency of every slab."""
-    return [slab.state for slab in session.engine.slabs]
+    monkeypatch.setattr(ParamAndGradBuffer, "copy_main_weights_to_model_weights", counted)
+    with training(True, WHOLE, **FSDP) as run:
+        steps(run)
+        assert len(session_of(run).engine.schedule.parts) == 3
+    assert copied == [1, 1, 1, 0], "each group once, and nothing is left"
 
 
-def released(training):
-    """Take a training to the point where its states are released, as in a forward pass."""
-    session = vars(training.optimizer)[SESSION]
-    session.begin_pass()
-    session.release()
-    assert training.live_state_bytes() == 0
+def test_masters_of_quantized_weights_stay_until_their_copy_which_is_one_for_all(monkeypatch):
+    # As upstream's is: a collective over all groups.
+    from bridge_fgo.states.fsdp import GroupCopy
+
+    monkeypatch.setattr(GroupCopy, "divides", lambda copy: False)
+    _, record, _ = same_steps(WHOLE, 4, **FSDP, layers=3)
+    assert record.peak_forward_backward_bytes == 0
 
 
-def test_weights_that_are_loaded_while_offloaded_stay():
-    # Without the gate the write goes into freed storage, and the next reload brings stale bytes.
-    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
-        training.step()
-        released(training)
-        with torch.no_grad():
-            for parameter in training.model[0].parameters():
-                parameter.fill_(0.5)
-        training.optimizer.reload_model_params()
-        assert training.live_state_bytes() == 0, "masters that were away are written part by part, and leave again"
-        bridge_fgo.reload_states()
-        assert all(bool((t == 0.5).all()) for _, t in training.state_tensors()["masters"])
-        vars(training.optimizer)[SESSION].begin_pass()
-        vars(training.optimizer)[SESSION].release()
-        training.optimizer.chained_optimizers[0].state_dict()
-        assert all(bool((t == 0.5).all()) for _, t in training.state_tensors()["masters"])
+def updates(monkeypatch, landed, offload, config=WHOLE):
+    """Train with what has landed as said; return the parameters of every step in the order of their updates."""
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
+    seen, orthogonalize = [], TensorParallelMuon.orthogonalize
 
-def leaves(state):
-    """Yield the tensors of nested dictionaries and lists."""
-    for value in state.values() if isinstance(state, dict) else state:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, dict | list):
-            yield from leaves(value)
+    def noted(muon, param, grad, **kwargs):
+        params = [id(each) for group in whole.param_groups for each in group["params"]]
+        seen.append(params.index(id(param)))
+        return orthogonalize(muon, param, grad, **kwargs)
 
-
-def test_states_that_are_saved_while_offloaded_are_right():
-    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
-        training.step()
-        leaf = training.optimizer.chained_optimizers[0]
-        before = leaf.get_parameter_state_dp_zero()
-        released(training)
-        after = leaf.get_parameter_state_dp_zero()
-
-    pairs = list(zip(leaves(before), leaves(after), strict=True))
-    assert pairs
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def with_a_load_in_mid_run(offload):
-    """Train, load the optimizer's own state through mcore, train on; return the digests."""
-    with CpuTraining(CpuOptions(offload=offload)) as training:
-        leaf = training.optimizer.chained_optimizers[0]
-        for _ in range(3):
-            training.step()
-        bridge_fgo.reload_states()
-        moments = {name: tensor.clone() for name, tensor in training.state_tensors()["moments"]}
-        states, saved = leaf.optimizer.state, leaf.state_dict()
+    with monkeypatch.context() as patch, training(offload, config, **MUON) as run:
+        muon = next(leaf.optimizer for leaf in run.optimizer.chained_optimizers if "Muon" in str(leaf.optimizer))
+        # While a part is updated, the param groups of the optimizer itself have its parameters alone.
+        whole = torch.optim.SGD([{"params": list(group["params"])} for group in muon.param_groups])
+        patch.setattr(TensorParallelMuon, "orthogonalize", noted)
         if offload:
-            released(training)
-        leaf.load_state_dict(saved)
-        # Offloaded, states are loaded where they are.
-        assert (leaf.optimizer.state is states) == offload
-        bridge_fgo.reload_states()
-        for name, tensor in training.state_tensors()["moments"]:
-            tensor.copy_(moments[name])  # mcore fills its scaffold from the checkpoint's shards
+            parts = session_of(run).engine.schedule.parts
+            patch.setattr(Schedule, "_has_landed", lambda schedule, part: landed(parts.index(part)))
+            for number, part in enumerate(parts):
+                part.stays = number % 3 == 1
         for _ in range(3):
-            training.step()
-            assert not offload or max(training.live_bytes) == 0
-        return training.digests()
-
-
-def test_a_checkpoint_load_while_offloaded_is_right_and_what_it_loaded_is_offloaded():
-    # mcore's load_state_dict puts another dictionary in place of `optimizer.state`, with other tensors in it.
-    resident = with_a_load_in_mid_run(offload=False)
-    with bridge_fgo.install(SMALL_SLABS):
-        assert with_a_load_in_mid_run(offload=True) == resident
-
-
-def test_the_wrapped_step_that_train_still_holds_works_after_an_uninstall():
-    from megatron.bridge.training import train as bridge_train
-
-    expected = resident(4)
-    handle = bridge_fgo.install(SMALL_SLABS)
-    held = bridge_train.train_step
-    with CpuTraining(CpuOptions(offload=True)) as training:
-        for _ in range(2):
-            training.step()
-        handle.uninstall()
-        with mock.patch.object(bridge_train, "train_step", held):
-            for _ in range(2):
-                training.step()
-        assert training.digests() == expected.digests
-
-
-def test_a_flag_that_is_unset_in_mid_run_brings_the_states_back():
-    expected = resident(6)
-    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
-        for _ in range(3):
-            training.step()
-        training.cfg.optimizer.offload_optimizer_states = False
-        for _ in range(3):
-            training.step()
-        assert min(training.live_bytes) > 0
-        assert training.digests() == expected.digests
-
-
-def test_a_flag_that_is_unset_after_an_uninstall_and_another_install_has_nothing_to_bring_back():
-    expected = resident(3)
-    with CpuTraining(CpuOptions(offload=True)) as training:
-        with bridge_fgo.install(SMALL_SLABS):
-            for _ in range(2):
-                training.step()
-        with bridge_fgo.install(SMALL_SLABS):
-            training.cfg.optimizer.offload_optimizer_states = False
-            training.step()
-            assert SESSION not in vars(training.optimizer)
-        assert training.digests() == expected.digests
-
-
-def test_uninstall_in_mid_run_lets_the_host_memory_go():
-    import gc
-    import weakref
-
-    handle = bridge_fgo.install(SMALL_SLABS)
-    with CpuTraining(CpuOptions(offload=True)) as training:
-        for _ in range(2):
-            training.step()
-        session = vars(training.optimizer)[SESSION]
-        buffers = [weakref.ref(slab.host) for slab in session.engine.slabs]
-        copies = weakref.ref(session.engine.schedule.transfers)  # on a GPU they hold every slab
-        handle.uninstall()
-        gc.collect()
-        assert buffers and all(buffer() is None for buffer in buffers)
-        assert copies() is None
-        training.step()
-
-
-@pytest.mark.parametrize("cause", ["no memory", "weights changed"])
-def test_an_uninstall_that_cannot_bring_the_states_back_leaves_all_as_it_was_and_may_be_called_again(
-    monkeypatch, cause
-):
-    # Without the bindings the next step or save would meet tensors with no memory behind them.
-    expected = resident(6)
-    handle = bridge_fgo.install(SMALL_SLABS)
-    with CpuTraining(CpuOptions(offload=True)) as training:
-        for _ in range(3):
-            training.step()
-        session = vars(training.optimizer)[SESSION]
-        with monkeypatch.context() as patch:
-            if cause == "no memory":
-                patch.setattr(Slab, "allocate", mock.Mock(side_effect=torch.cuda.OutOfMemoryError("none left")))
-            else:
-                session.engine.offload_now()
-                weight = next(training.model[0].parameters())
-                before = weight.detach().clone()
-                weight.data.add_(1)
-            with pytest.raises(RuntimeError, match="none left" if cause == "no memory" else "weights of the model"):
-                bridge_fgo.uninstall()
-        if cause == "weights changed":
-            weight.data.copy_(before)
-        assert bridge_fgo.install() is handle
-        assert not session.closed
-        training.step()
-        handle.uninstall()
-        assert session.closed
-        for _ in range(2):
-            training.step()
-        assert training.digests() == expected.digests
-
-
-def test_weights_that_change_after_an_uninstall_that_failed_are_found_before_the_update(monkeypatch):
-    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
-        for _ in range(3):
-            training.step()
-        forward, weight, called = training._forward_step, next(training.model[0].parameters()), []
-
-        def fails_to_uninstall(*args, **kwargs):
-            if not called:
-                with monkeypatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError):
-                    patch.setattr(Slab, "allocate", mock.Mock(side_effect=torch.cuda.OutOfMemoryError("none left")))
-                    bridge_fgo.uninstall()
-                weight.data.mul_(2)
-            called.append(True)
-            return forward(*args, **kwargs)
-
-        training._forward_step = fails_to_uninstall
-        with pytest.raises(RuntimeError, match="weights of the model were changed"):
-            training.step()
-        assert len(called) > 1, "it came after forward, from the update"
-        weight.data.div_(2)
-
-
-def test_an_uninstall_is_not_held_up_by_a_training_that_is_over():
-    def train_and_change_weights():
-        with CpuTraining(CpuOptions(offload=True)) as training:
-            for _ in range(2):
-                training.step()
-            vars(training.optimizer)[SESSION].engine.offload_now()
-            next(training.model[0].parameters()).data.add_(1)
-            training.optimizer.cycle = training
-
-    handle = bridge_fgo.install(SMALL_SLABS)
-    train_and_change_weights()
-    handle.uninstall()
-
-
-def test_uninstall_in_the_first_forward_is_no_silent_no_op():
-    expected = resident(2)
-    handle = bridge_fgo.install(SMALL_SLABS)
-    with CpuTraining(CpuOptions(offload=True)) as training:
-        forward = training._forward_step
-
-        def uninstalls(*args, **kwargs):
-            handle.uninstall()
-            return forward(*args, **kwargs)
-
-        training._forward_step = uninstalls
-        for _ in range(2):
-            training.step()
-        assert training.digests() == expected.digests
-
-
-def test_an_uninstall_in_a_pass_that_is_run_again_is_bitwise_equal():
-    # The rerun machine that Bridge's step has taken goes on telling of passes.
-    expected = resident(3, rerun_steps=frozenset({2}))
-    handle = bridge_fgo.install(SMALL_SLABS)
-    with CpuTraining(CpuOptions(offload=True, rerun_steps=frozenset({2}))) as training:
-        training.step()
-        forward = training._forward_step
-
-        def uninstalls(*args, **kwargs):
-            handle.uninstall()
-            return forward(*args, **kwargs)
-
-        training._forward_step = uninstalls
-        assert training.step().passes == 2
-        training.step()
-        assert bridge_fgo.stats() is None
-        assert training.digests() == expected.digests
-
-
-def test_the_norm_of_one_model_leaves_the_masters_of_another_where_they_are():
-    from bridge_fgo.bridge import state_wrappers
-
-    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
-        for _ in range(2):
-            training.step()
-        session = vars(training.optimizer)[SESSION]
-        session.engine.offload_now()
-        released = residencies(session)
-        other = [torch.nn.Linear(2, 2)]
-        assert session.trains(training.model) and not session.trains(other)
-        another = mock.Mock(**{"trains.side_effect": lambda chunks: chunks is other})
-        with mock.patch.object(state_wrappers, "all_sessions", lambda: [session, another]):
-            state_wrappers.reads_all_masters(lambda model: None, None, (other,), {})
-        another.engine.require_readable.assert_called_once_with(masters_only=True)
-        assert residencies(session) == released
-
-
-def test_uninstall_in_mid_run_brings_the_states_back():
-    expected = resident(6)
-    handle = bridge_fgo.install(SMALL_SLABS)
-    with CpuTraining(CpuOptions(offload=True)) as training:
-        for _ in range(3):
-            training.step()
-        handle.uninstall()
-        for _ in range(3):
-            training.step()
-        assert training.digests() == expected.digests
-
-
-def with_a_stub_in_a_nested_chain(offload):
-    """Train with the optimizer two chains deep, beside a stub of a frozen sub-model; return numbers and digests."""
-    from megatron.core.optimizer import ChainedOptimizer
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    with CpuTraining(CpuOptions(offload=offload)) as training:
-        real = training.optimizer.chained_optimizers[0]
-        stub = DistributedOptimizer(
-            None, real.config, None, None,
-            model_chunks=training.model, per_model_buffers={}, data_parallel_group=real.data_parallel_group,
-            data_parallel_group_gloo=None, data_parallel_group_idx=0, distributed_optimizer_instance_id=0,
-        )  # fmt: skip
-        stub.grad_stats_parallel_group = real.grad_stats_parallel_group
-        stub.tp_group, stub.expert_tp_group = real.tp_group, real.expert_tp_group
-        training.optimizer = ChainedOptimizer([ChainedOptimizer([real]), stub])
-        steps = [training.step() for _ in range(5)]
-        return [(s.loss, s.grad_norm, s.skipped) for s in steps], training.digests(), training.live_bytes
-
-
-def test_a_nested_chain_with_a_stub_is_bitwise_equal():
-    resident = with_a_stub_in_a_nested_chain(offload=False)
-    with bridge_fgo.install(SMALL_SLABS):
-        offloaded_run = with_a_stub_in_a_nested_chain(offload=True)
-    assert offloaded_run[:2] == resident[:2]
-    assert max(offloaded_run[2]) == 0 < min(resident[2])
-
-
-def with_a_write_between_steps(offload, write):
-    """Train, change states as a callback would, save, train on; return what is saved, and the digests."""
-    with CpuTraining(CpuOptions(offload=offload)) as training:
-        for _ in range(3):
-            training.step()
-        bridge_fgo.reload_states()
-        adam = training.optimizer.chained_optimizers[0].optimizer
-        with torch.no_grad():
-            write(adam)
-        saved = training.optimizer.chained_optimizers[0].get_parameter_state_dp_zero()
-        for _ in range(3):
-            training.step()
-        return saved, training.digests()
-
-
-def reset_moments(adam):
-    for state in adam.state.values():
-        state["exp_avg"].zero_()
-
-
-def scale_masters(adam):
-    for param in (param for group in adam.param_groups for param in group["params"]):
-        param.mul_(1.5)
-
-
-@pytest.mark.parametrize("write", [reset_moments, scale_masters])
-@pytest.mark.parametrize("config", [DEFAULTS, SMALL_SLABS])
-def test_what_is_written_after_reload_states_is_kept_and_saved(write, config):
-    # Slabs are on their way to the host then, with the bytes of before.
-    saved, digests = with_a_write_between_steps(False, write)
-    with bridge_fgo.install(config):
-        mine_saved, mine = with_a_write_between_steps(True, write)
-    assert mine == digests
-    pairs = list(zip(leaves(saved), leaves(mine_saved), strict=True))
-    assert pairs
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_a_wrapper_of_adams_step_is_called_once_a_step_with_every_parameter():
-    def calls(offload):
-        with CpuTraining(CpuOptions(offload=offload)) as training:
-            adam = training.optimizer.chained_optimizers[0].optimizer
-            step, seen = adam.step, []
-
-            def wrapper(*args, **kwargs):
-                seen.append([param.sum().item() for group in adam.param_groups for param in group["params"]])
-                return step(*args, **kwargs)
-
-            adam.step = wrapper
-            for _ in range(3):
-                training.step()
-            return seen, training.digests()
-
-    resident = calls(False)
-    with bridge_fgo.install(SMALL_SLABS):
-        assert calls(True) == resident
-    assert len(resident[0]) == 3
-
-
-def test_torchs_hook_for_kinetos_daemon_is_called_once_a_step_and_leaves_it_divided(monkeypatch):
-    counted, updates = [], []
-    monkeypatch.setattr(torch.profiler, "_optimizer_post_hook", lambda adam, *how: counted.append(type(adam)))
-    update = InnerStep.update
-    monkeypatch.setattr(InnerStep, "update", lambda inner, part: (updates.append(part), update(inner, part))[1])
-    handle = register_optimizer_step_post_hook(torch.profiler._optimizer_post_hook)  # as with KINETO_USE_DAEMON=1
-    try:
-        expected = run(CpuOptions(experts=True), 4)
-        of_resident = list(counted)
-        counted.clear()
-        with bridge_fgo.install(SMALL_SLABS):
-            record = run(CpuOptions(experts=True, offload=True), 4)
-    finally:
-        handle.remove()
-    assert record.digests == expected.digests
-    assert counted == of_resident and len(counted) == 8  # of two optimizers
-    assert len(updates) > 2 * 8
-
-
-def test_an_optimizer_that_steps_outside_of_what_is_wired_is_an_error(bridge_train):
-    # A callback installs, or a loop of one's own has taken `train_step` before.
-    unwired = bridge_train.train_step
-    with (
-        CpuTraining(CpuOptions(offload=True)) as training,
-        bridge_fgo.install(),
-        mock.patch.object(bridge_train, "train_step", unwired),
-    ):
-        training.step()  # a warm-up may be
-        named = r"offload_optimizer_states=True.*outside of Bridge's train_step.*unset the flag.*res\.training_step\(\)"
-        with pytest.raises(RuntimeError, match=named):
-            training.step()
-
-
-def test_memory_that_offload_to_cpu_frees_is_given_to_the_device():
-    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
-        for _ in range(3):
-            training.step()
-        bridge_fgo.reload_states()
-        ledger, held = vars(training.optimizer)[SESSION].engine.schedule.ledger, []
-        with mock.patch.object(upstream, "return_to_driver", lambda device: held.append(ledger.nbytes)):
-            training.optimizer.offload_to_cpu()
-        assert held == [0]
-        training.optimizer.restore_from_cpu()
-        assert ledger.nbytes > 0
-
-
-def interrupt(*args):
-    """What Ctrl-C comes in the midst of."""
-    raise KeyboardInterrupt
-
-
-def test_after_ctrl_c_in_a_move_a_new_training_goes_on_and_uninstalls_though_the_old_optimizer_lives(bridge_train):
-    # In a notebook the traceback keeps it.
-    original, expected = bridge_train.train_step, resident(3)
-    bridge_fgo.install(SMALL_SLABS)
-    with CpuTraining(CpuOptions(offload=True)) as training:
-        training.step()
-        old, model = training.optimizer, training.model
-        slab = vars(old)[SESSION].engine.slabs[0]
-        for action in ("_start_offload", "_release", "_give_up_offload", "_start_reload", "_wait_reload"):
-            setattr(slab, action, interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            training.step()
-        with pytest.raises(RuntimeError, match="KeyboardInterrupt came"):
-            bridge_fgo.reload_states()
-        with pytest.raises(RuntimeError, match="cannot be trained any more"):
-            training.step()
-    with CpuTraining(CpuOptions(offload=True)) as training:
-        for _ in range(3):
-            training.step()
-        bridge_fgo.reload_states()
-        bridge_train.calc_params_l2_norm(training.model, training.cfg.model)
-        assert training.digests() == expected.digests
-    assert vars(old)[SESSION].is_lost and model
-    bridge_fgo.uninstall()
-    assert bridge_train.train_step is original
-
-
-@pytest.mark.parametrize("installed_anew", [False, True])
-def test_with_the_flag_unset_states_that_ctrl_c_has_caught_on_their_way_are_an_error_of_every_step(installed_anew):
-    bridge_fgo.install(SMALL_SLABS)
-    with CpuTraining(CpuOptions(offload=True)) as training:
-        training.step()
-        vars(training.optimizer)[SESSION].engine.slabs[0]._release = interrupt
-        with pytest.raises(KeyboardInterrupt):
-            training.step()
-        if installed_anew:
-            bridge_fgo.uninstall()
-            bridge_fgo.install(SMALL_SLABS)
-        training.cfg.optimizer.offload_optimizer_states = False
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="KeyboardInterrupt came"):
-                training.step()
-    bridge_fgo.uninstall()
-
-
-def test_an_offloader_of_mcores_own_may_be_driven_by_hand(bridge_train):
-    unwired = bridge_train.train_step
-    with CpuTraining(CpuOptions(offload=True)) as training, bridge_fgo.install():
-        training.optimizer.chained_optimizers[0]._state_offloader = object()
-        with mock.patch.object(bridge_train, "train_step", unwired):
-            for _ in range(3):
-                training.step()
+            run.step()
+    return seen
+
+
+@pytest.mark.parametrize("fraction", [1, 0.7])
+def test_the_order_of_muons_updates_is_that_of_its_parameters_whatever_stays_and_has_landed(monkeypatch, fraction):
+    # With tensor parallelism each update may wait for the same update of other ranks.
+    monkeypatch.setattr("bridge_fgo.memory.layout.LEAST_PART_BYTES", 2**17)
+    expected = updates(monkeypatch, None, False)
+    config = dataclasses.replace(WHOLE, fraction=fraction)
+    for landed in (lambda number: True, lambda number: False, lambda number: number < 3):
+        assert updates(monkeypatch, landed, True, config) == expected
+    assert expected[: len(expected) // 3] == sorted(expected[: len(expected) // 3])

@@ -9,10 +9,9 @@ import weakref
 import children
 import pytest
 import restart_child
+from both import PACKED, bits, both, session_of, steps, training
 from bridge_loop import train
-from saving import load
-from test_checkpoints import SMALL_SLABS, assert_same_shards, session_of, training
-from test_loop import configured
+from saving import assert_same_shards, configured, load, skip_data_of
 
 import bridge_fgo
 from bridge_fgo.tools.arms import cpu_training
@@ -38,18 +37,15 @@ def faulty_machine(run, mode, fault):
 
 
 def test_every_step_twice_to_compare_it_is_bitwise_equal():
-    digests, numbers = {}, {}
-    for offload in (None, False, True):  # None: resident, each step once
-        with training(bool(offload)) as run:
-            if offload is not None:
-                faulty_machine(run, "report_determinism_stats", "transient_error")
-            records = [run.step() for _ in range(4)]
-            assert {record.passes for record in records} == {1 if offload is None else 2}
-            assert not offload or max(run.live_bytes) == 0
-            numbers[offload] = [(record.loss, record.grad_norm) for record in records]
-            digests[offload] = run.digests()
-    assert numbers[True] == numbers[False] == numbers[None]
-    assert digests[True] == digests[False] == digests[None]
+    def twice(run):
+        faulty_machine(run, "report_determinism_stats", "transient_error")
+        seen = steps(run, 4)
+        assert {passes for _, _, _, passes, *_ in seen} == {2}
+        return [numbers[:2] for numbers in seen], bits(run)
+
+    twice_each, _ = both(twice)
+    once_each, _ = both(lambda run: ([numbers[:2] for numbers in steps(run, 4)], bits(run)))
+    assert twice_each == once_each
 
 
 @pytest.mark.parametrize(
@@ -61,17 +57,15 @@ def test_every_step_twice_to_compare_it_is_bitwise_equal():
     ],
 )
 def test_a_fault_that_mcore_injects_ends_the_run_as_a_resident_one(tmp_path, fault, code):
-    digests = {}
-    for offload in (False, True):
-        with training(offload) as run:
-            configured(run, checkpoint__save=str(tmp_path / str(offload)))
-            faulty_machine(run, "validate_results", fault)
-            with pytest.raises(SystemExit) as exit:
-                train(run, 4)
-            assert exit.value.code == code
-            assert run.steps == 2, "the first step is not validated"
-            digests[offload] = run.digests()
-    assert digests[True] == digests[False]
+    def ended(run):
+        configured(run, checkpoint__save=str(tmp_path / str(run.options.offload)))
+        faulty_machine(run, "validate_results", fault)
+        with pytest.raises(SystemExit) as exit:
+            train(run, 4)
+        assert exit.value.code == code
+        assert run.steps == 2, "the first step is not validated"
+
+    both(ended)
     if code == RESUME_TO_DISAMBIGUATE:
         assert_same_shards(tmp_path / "True", tmp_path / "False")
     else:
@@ -82,26 +76,26 @@ def test_a_fault_that_mcore_injects_ends_the_run_as_a_resident_one(tmp_path, fau
 def test_a_fault_that_persists_is_rerun_from_a_checkpoint_and_changes_nothing(tmp_path, other_gpu):
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-    digests = {}
-    for offload in (False, True):
-        folder = tmp_path / str(offload)
-        with training(offload, checkpoint_exit_step=3) as run:
-            configured(run, checkpoint__save=str(folder))
-            with pytest.raises(SystemExit) as exit:
-                train(run, 6)
-            assert exit.value.code == RESUME_TO_DISAMBIGUATE
-            before = run.digests()
-        with training(offload, checkpoint_exit_step=3) as run:
-            load(run, folder)
-            if other_gpu:
-                get_rerun_state_machine().suspicious_device = "another"
-            with pytest.raises(SystemExit) as exit:
-                train(run, 6)
-            assert exit.value.code == (FAILED_ON_RESULT_VALIDATION if other_gpu else RESUME_TO_DISAMBIGUATE)
-            assert max(run.live_bytes) == 0 or not offload
-            assert run.digests() == before, "the step that failed has updated nothing"
-        digests[offload] = before
-    assert digests[True] == digests[False]
+    def failed(run):
+        configured(run, checkpoint__save=str(tmp_path / str(run.options.offload)))
+        with pytest.raises(SystemExit) as exit:
+            train(run, 6)
+        assert exit.value.code == RESUME_TO_DISAMBIGUATE
+        return bits(run)
+
+    def run_again(run):
+        load(run, tmp_path / str(run.options.offload))
+        if other_gpu:
+            get_rerun_state_machine().suspicious_device = "another"
+        with pytest.raises(SystemExit) as exit:
+            train(run, 6)
+        assert exit.value.code == (FAILED_ON_RESULT_VALIDATION if other_gpu else RESUME_TO_DISAMBIGUATE)
+        assert max(run.live_bytes) == 0 or not run.options.offload
+        return bits(run)
+
+    before, _ = both(failed, checkpoint_exit_step=3)
+    after, _ = both(run_again, checkpoint_exit_step=3)
+    assert after == before, "the step that failed has updated nothing"
     assert_same_shards(tmp_path / "True", tmp_path / "False")
 
 
@@ -114,11 +108,11 @@ class Fault(RuntimeError):
 def test_an_in_process_restart_keeps_no_memory_of_the_old_run_and_resumes_bitwise(tmp_path, monkeypatch, where):
     with training(False) as run:
         train(run, 6)
-        resident = run.digests()
+        resident = bits(run)
 
     cfg = cpu_training.make_config(CpuOptions(offload=True))
     monkeypatch.setattr(cpu_training, "make_config", lambda options: cfg)
-    with bridge_fgo.install(SMALL_SLABS):
+    with bridge_fgo.install(PACKED):
         run = CpuTraining(CpuOptions(offload=True))
         old = fail(run, tmp_path, where)
         state = run.state
@@ -129,12 +123,10 @@ def test_an_in_process_restart_keeps_no_memory_of_the_old_run_and_resumes_bitwis
         assert state.cfg is cfg, "Bridge keeps its global state and the config"
         with CpuTraining(CpuOptions(offload=True)) as run:
             load(run, tmp_path)
-            for _ in range(3 * run.options.microbatches):
-                next(run._batches)
-            run._batches.advance()
+            skip_data_of(run, 3)
             seen = train(run, 6)
             assert seen.held == [0, 0, 0]
-            assert run.digests() == resident
+            assert bits(run) == resident
 
 
 def fail(run, folder, where):
@@ -177,12 +169,10 @@ def restart(run):
 def test_nvrx_restarts_a_training_in_its_process_and_nothing_of_the_old_one_is_left(tmp_path):
     module = "nvidia_resiliency_ext.inprocess.wrap"
     pytest.importorskip(module, reason="needs nvidia-resiliency-ext", exc_type=ImportError)
-    seen = {}
-    for function in (restart_child.train, restart_child.train_resident):
-        folder = tmp_path / function.__name__
-        folder.mkdir()
-        assert children.join(children.start(function, str(folder)), "in its restart") == 0
-        seen[function] = json.loads((folder / "seen.json").read_text())
-    ours, resident = seen.values()
-    assert (ours["attempts"], ours["kept"], ours["held"]) == (2, [], [0] * 4)
-    assert ours["digests"] == resident["digests"]
+    with training(False) as run:
+        train(run, restart_child.STEPS)
+        digests = run.digests()
+    assert children.join(children.start(restart_child.train, str(tmp_path)), "in its restart") == 0
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert (seen["attempts"], seen["kept"], seen["held"]) == (2, [], [0] * 4)
+    assert seen["digests"] == digests

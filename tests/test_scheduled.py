@@ -1,23 +1,18 @@
 """The schedule with measured peaks, in Bridge's real train_step on the CPU: what leaves late and comes early."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
 
 import fused_adam
 import pytest
 import torch
-from both import resident
+from both import PACKED, WHOLE, as_resident, both, resident, session_of, steps, training
 from bridge_loop import train
 from fake_meter import FakeMeter, have_sessions_take_it
-from test_parity import SMALL_SLABS
 
 import bridge_fgo
 from bridge_fgo.bridge import session, state_wrappers
-from bridge_fgo.bridge.session import SESSION
 from bridge_fgo.states import inner_step
-from bridge_fgo.tools.arms.cpu_model import CpuOptions
-from bridge_fgo.tools.arms.cpu_training import CpuTraining, run
 
 STEPS = 8
 
@@ -31,35 +26,29 @@ def meter(monkeypatch):
     return FakeMeter
 
 
-def watched(options, config, held):
-    """Run a training with offload; append what was held at each point after the plan was made."""
-    with bridge_fgo.install(config), CpuTraining(options) as training:
-        for _ in range(STEPS):
-            training.step()
-            schedule = vars(training.optimizer)[SESSION].engine.schedule
-            if not hasattr(schedule, "watched"):
-                schedule.watched = True
-                point = schedule.point
-
-                def spy(mark, schedule=schedule, point=point):
-                    point(mark)
-                    if schedule._plan is not None:
-                        held.append((schedule._index, schedule.ledger.nbytes, schedule._plan))
-
-                schedule.point = spy
-        return training.digests()
+KINDS = {"plain": {}, "two chunks": {"chunks": 2}, "experts": {"experts": True}}
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("name", ["plain", pytest.param("two chunks", marks=pytest.mark.slow), "experts"])
 def test_bits_are_equal_and_no_more_is_held_than_the_plan_has_room_for(meter, share, name):
-    kinds = {"plain": {}, "two chunks": {"chunks": 2}, "experts": {"experts": True}}
-    options = CpuOptions(offload=True, **kinds[name])
-    expected = resident(STEPS, **kinds[name])
     meter.forward_points = 5  # two layers with two children, and the norm after them
-    meter.activation = int(share * expected.state_bytes) // meter.forward_points
+    meter.activation = int(share * resident(STEPS, **KINDS[name])[0].state_bytes) // meter.forward_points
     held = []
-    assert watched(options, SMALL_SLABS, held) == expected.digests
+    """What was held at each point after the plan was made."""
+    with as_resident(STEPS, **KINDS[name]) as run:
+        run.step()
+        schedule = session_of(run).engine.schedule
+        point = schedule.point
+
+        def spy(mark):
+            point(mark)
+            if schedule._plan is not None:
+                held.append((schedule._index, schedule.ledger.nbytes, schedule._plan))
+
+        schedule.point = spy
+        for _ in range(STEPS - 1):
+            run.step()
     assert all(nbytes <= plan.leave[index] for index, nbytes, plan in held)
     first, last = held[0][0], max(index for index, _, _ in held)
     in_forward = [nbytes for index, nbytes, _ in held if index <= first + 1]
@@ -80,18 +69,14 @@ def test_bits_are_equal_and_no_more_is_held_than_the_plan_has_room_for(meter, sh
 def test_a_step_of_which_nothing_is_away_is_divided_only_where_it_needs_memory_of_its_own(
     meter, monkeypatch, moments, budget_gib, is_divided
 ):
-    fused_adam.have_mcore_take_it(monkeypatch.setattr)
     called, step = [], fused_adam.FusedAdam.step
     monkeypatch.setattr(fused_adam.FusedAdam, "step", wraps(step)(lambda self: called.append(1) or step(self)))
     monkeypatch.setattr(inner_step, "UPSTREAM", inner_step.UPSTREAM | {__name__})  # where that wrapper is
-    expected = run(CpuOptions(), STEPS)
-    config = replace(SMALL_SLABS, gpu_memory_budget_gib=budget_gib)
-    with bridge_fgo.install(config), CpuTraining(CpuOptions(offload=True)) as training:
-        training.optimizer.chained_optimizers[0].optimizer.name_to_dtype_map["exp_avg"] = moments
+    with as_resident(STEPS, replace(PACKED, gpu_memory_budget_gib=budget_gib), adam="te") as run:
+        run.optimizer.chained_optimizers[0].optimizer.name_to_dtype_map["exp_avg"] = moments
         for _ in range(STEPS):
             called.clear()
-            training.step()
-        assert training.digests() == expected.digests
+            run.step()
     assert (len(called) > 1) == is_divided
 
 
@@ -112,31 +97,29 @@ class MeterOfMarks(FakeMeter):
 def test_lengths_that_change_are_bitwise_equal_and_no_step_is_above_what_releasing_throughout_has_reached(
     meter, monkeypatch
 ):
-    lengths, steps = (4, 32), 16
-    expected = resident(steps, lengths=lengths)
-    assert expected.digests != resident(steps).digests
+    lengths, count = (4, 32), 16
+    expected, end = resident(count, lengths=lengths)
+    assert end != resident(count)[1]
     monkeypatch.setattr(session, "PeakMeter", MeterOfMarks)
     monkeypatch.setattr(MeterOfMarks, "scale", expected.state_bytes / 60_000)  # of long sequences as much as the states
-    reached, excess, planned = 0, [], []
-    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True, lengths=lengths)) as training:
-        training.step()
-        schedule = vars(training.optimizer)[SESSION].engine.schedule
+    reached, excess, planned, seen = 0, [], [], []
+    with as_resident(count, lengths=lengths) as run:
+        run.step()
+        schedule = session_of(run).engine.schedule
         point, beside = schedule.point, schedule.recorder._meter.beside
         largest = max(part.transit_bytes for part in schedule.parts)
-        seen = []
 
         def spy(mark):
             point(mark)
             seen.append((beside(schedule), schedule.ledger.nbytes))
 
         schedule.point = spy
-        for _ in range(steps - 1):
+        for _ in range(count - 1):
             seen.clear()
-            training.step()
+            run.step()
             planned.append(schedule.is_planned)
             reached = max(reached, 2 * largest, *(others for others, _ in seen))
             excess.append(max(others + held for others, held in seen) - reached)
-        assert training.digests() == expected.digests
     assert max(excess) <= largest
     assert min(max(others for others, _ in seen), expected.state_bytes) > expected.state_bytes / 2
     assert sum(planned) > len(planned) / 2
@@ -144,41 +127,38 @@ def test_lengths_that_change_are_bitwise_equal_and_no_step_is_above_what_releasi
 
 def test_readers_between_steps_find_masters_that_are_on_the_host(bridge_train):
     # Bridge's calc_params_l2_norm (log_params_norm) reads `param.main_param`; without the gate it reads freed memory.
-    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
-        for _ in range(2):
-            training.step()
-        everything = bridge_fgo.stats().state_bytes
-        assert training.live_state_bytes() < everything
-        parameters = [p for p in training.model[0].parameters() if hasattr(p, "main_param")]
+    with training(True) as run:
+        steps(run, 2)
+        assert run.live_state_bytes() < bridge_fgo.stats().state_bytes
+        parameters = [p for p in run.model[0].parameters() if hasattr(p, "main_param")]
 
         def norm(model, *args, **kwargs):
             return sum(float(p.main_param.norm()) for p in parameters)
 
         assert hasattr(bridge_train.calc_params_l2_norm, "__wrapped__")
-        read = state_wrappers.reads_all_masters(norm, None, (training.model,), {})
-    assert read > 0
+        assert state_wrappers.reads_all_masters(norm, None, (run.model,), {}) > 0
 
 
 def test_an_evaluation_needs_no_more_memory_than_training():
-    with bridge_fgo.install(SMALL_SLABS), CpuTraining(CpuOptions(offload=True)) as training:
-        training.step()
-        assert training.live_state_bytes() > 0  # the last parts have not left yet
+    with training(True) as run:
+        run.step()
+        assert run.live_state_bytes() > 0  # the last parts have not left yet
         state_wrappers.make_room(lambda: None, None, (), {})
-        assert training.live_state_bytes() == 0
-        training.step()
+        assert run.live_state_bytes() == 0
+        run.step()
 
 
 def test_a_budget_without_a_gpu_is_refused():
-    config = bridge_fgo.OffloadConfig(engine="native", gpu_memory_budget_gib=40.0)
-    with bridge_fgo.install(config), pytest.raises(ValueError, match=r"gpu_memory_budget_gib=40\.0 needs a GPU"):
-        run(CpuOptions(offload=True), 1)
+    config = replace(WHOLE, gpu_memory_budget_gib=40.0)
+    with pytest.raises(ValueError, match=r"gpu_memory_budget_gib=40\.0 needs a GPU"), training(True, config) as run:
+        run.step()
 
 
 def test_a_step_above_the_budget_is_said_once(meter, monkeypatch, capsys):
     monkeypatch.setattr(meter, "end_phase", lambda self: 3 * 2**30)
-    config = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, gpu_memory_budget_gib=2.0)
-    with bridge_fgo.install(config):
-        run(CpuOptions(offload=True), 5)
+    with training(True, replace(WHOLE, gpu_memory_budget_gib=2.0)) as run:
+        for _ in range(5):
+            run.step()
     lines = capsys.readouterr().out.splitlines()
     said = [line for line in lines if "allocated 3.00 GiB" in line]
     assert len(said) == 1
@@ -225,19 +205,20 @@ def test_layers_are_captured_with_no_state_on_the_gpu_and_what_they_need_is_meas
     for name in ("__init__", "create_cudagraphs", "delete_cuda_graphs"):
         monkeypatch.setattr(TECudaGraphHelper, name, vars(StandInGraphs)[name])
     meter.forward_points = 5
-    meter.activation = 10 * resident(2).state_bytes // meter.forward_points
-    digests, seen = {}, {}
-    for offload in (False, True):
-        install = bridge_fgo.install(SMALL_SLABS) if offload else nullcontext()
-        with install, CpuTraining(CpuOptions(offload=offload)) as training:
-            training.cfg.model.cuda_graph_impl, training.cfg.model.cuda_graph_warmup_steps = "transformer_engine", 5
-            seen[offload] = train(training, 8)
-            digests[offload] = training.digests()
-            if offload:
-                plans = vars(training.optimizer)[SESSION].engine.schedule.holding.plans
-    assert digests[True] == digests[False] and seen[True].numbers == seen[False].numbers
+    meter.activation = 10 * resident(2)[0].state_bytes // meter.forward_points
+    held, plans = [], []
+
+    def captured(run):
+        run.cfg.model.cuda_graph_impl, run.cfg.model.cuda_graph_warmup_steps = "transformer_engine", 5
+        seen = train(run, 8)
+        if run.options.offload:
+            held.extend(seen.held)
+            plans.extend(session_of(run).engine.schedule.holding.plans)
+        return seen.numbers
+
+    both(captured)
     assert StandInGraphs.found == (0, None, 0)
-    assert min(seen[True].held[3:5]) > 0, "by the plan some stay into the forward"
-    assert seen[True].held[5] == 0, "released before the capture; then other points, which are measured"
+    assert min(held[3:5]) > 0, "by the plan some stay into the forward"
+    assert held[5] == 0, "released before the capture; then other points, which are measured"
     before, after = sorted((plan.leave for plan in plans), key=len, reverse=True)
     assert len(after) < len(before), "layers that are captured report no points"

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
 import sys
 import types
 
 import pytest
 import torch
+from both import OPTIMIZERS, PACKED, SMALL, WHOLE, bits, both, exact, release, session_of, steps, training
+from saving import send_all_away
 
 import bridge_fgo
 from bridge_fgo.bridge import state_wrappers
 from bridge_fgo.memory.guard import is_guarded
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
-
-WHOLE = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, piece_bytes=2**16)
-PACKED = dataclasses.replace(WHOLE, master_remainders=True)
-SMALL = {"hidden": 64, "sequence": 16, "vocab": 64}
 
 
 def masters(training):
@@ -93,53 +89,15 @@ ACCESSES = {
     "masters_scaled": scale_masters,
     "states_cleared": lambda t: inner(t).state.clear(),
 }
-
-
-def values(found):
-    """Return what an access has found, as exact values."""
-    if isinstance(found, torch.Tensor):
-        return found.tolist()
-    if isinstance(found, (list, tuple)):
-        return [values(each) for each in found]
-    return [values(each) for each in found.values()] if isinstance(found, dict) else found
-
-
-def trained(offload, names, options):
-    """Train with an access after each step; return what steps and accesses have given, and the end's digests."""
-    seen = []
-    with CpuTraining(CpuOptions(offload=offload, **{**SMALL, **options})) as training:
-        training.step()
-        for name in names:
-            record = training.step()
-            if offload and len(seen) % 2:  # else some are on their way out, and others gone
-                state_wrappers.make_room(lambda: None, None, (), {})
-            with torch.no_grad():
-                seen.append((name, record.loss, record.grad_norm, values(ACCESSES[name](training))))
-        training.step()
-        return seen, training.digests()
-
-
-def assert_equal(names, options, config):
-    resident = trained(False, names, options)
-    with bridge_fgo.install(config):
-        seen, digests = trained(True, names, options)
-        touched = bridge_fgo.stats().touched_bytes
-    for mine, of_resident in zip(seen, resident[0], strict=True):
-        assert mine == of_resident, mine[0]
-    assert digests == resident[1] and touched > 0
-
-
 CASES = {
-    "whole": (list(ACCESSES), {}, WHOLE),
-    "packed": (list(ACCESSES), {}, PACKED),
-    "experts": (list(ACCESSES), {"experts": True}, PACKED),
-    "rerun_and_skipped_steps": (
-        list(ACCESSES), {"rerun_steps": frozenset({2, 5, 9}), "found_inf_steps": frozenset({3, 7})}, WHOLE,
-    ),
-    "not_distributed": (list(ACCESSES), {"distributed": False}, PACKED),
-    "muon": (list(ACCESSES), {"optimizer": "muon", "distributed": False}, PACKED),
-    "layer_wise_muon": (list(ACCESSES), {"optimizer": "dist_muon", "distributed": False}, PACKED),
-}  # fmt: skip
+    "whole": (WHOLE, {}),
+    "packed": (PACKED, {}),
+    "experts": (PACKED, {"experts": True}),
+    "rerun_and_skipped_steps": (WHOLE, {"rerun_steps": frozenset({2, 5, 9}), "found_inf_steps": frozenset({3, 7})}),
+    "not_distributed": (PACKED, OPTIMIZERS["adam"]),
+    "muon": (PACKED, OPTIMIZERS["muon"]),
+    "layer_wise_muon": (PACKED, OPTIMIZERS["dist_muon"]),
+}
 IN_THE_FAST_LANE = ("whole", "packed", "muon")
 
 
@@ -147,7 +105,20 @@ IN_THE_FAST_LANE = ("whole", "packed", "muon")
     "case", [pytest.param(name, marks=() if name in IN_THE_FAST_LANE else pytest.mark.slow) for name in CASES]
 )
 def test_what_callbacks_read_and_write_between_steps_is_bitwise_as_resident(case):
-    assert_equal(*CASES[case])
+    def accessed(run):
+        seen = [steps(run)]
+        for number, (name, access) in enumerate(ACCESSES.items()):
+            seen += steps(run)
+            if number % 2:  # else some are on their way out, and others gone
+                state_wrappers.make_room(lambda: None, None, (), {})
+            with torch.no_grad():
+                seen.append((name, access(run)))
+        seen += steps(run)
+        assert not run.options.offload or bridge_fgo.stats().touched_bytes > 0
+        return seen
+
+    config, options = CASES[case]
+    both(accessed, config, **SMALL, **options)
 
 
 def test_kernels_that_get_lists_of_tensors_find_masters_that_are_away(monkeypatch):
@@ -167,42 +138,263 @@ def test_kernels_that_get_lists_of_tensors_find_masters_that_are_away(monkeypatc
         return [tensor.double().sum().item() for tensors in lists for tensor in tensors]
 
     original = MultiTensorApply.__call__
-    with bridge_fgo.install(WHOLE), CpuTraining(CpuOptions(offload=True, **SMALL)) as training:
-        for _ in range(2):
-            training.step()
-        expected = [master.double().sum().item() for master in masters(training)]
-        training.step()
-        assert any(is_guarded(master) for master in masters(training))
-        assert MultiTensorApply()(in_cpp, None, [masters(training)]) != expected
+    with training(True, WHOLE, **SMALL) as run:
+        steps(run, 2)
+        expected = [master.double().sum().item() for master in masters(run)]
+        steps(run)
+        assert any(is_guarded(master) for master in masters(run))
+        assert MultiTensorApply()(in_cpp, None, [masters(run)]) != expected
     assert MultiTensorApply.__call__ is original
 
 
 def test_hooks_inside_of_a_pass_find_masters_and_the_pass_goes_on():
-    def trained(offload):
-        seen = []
-        with CpuTraining(CpuOptions(offload=offload, **SMALL)) as training:
-            for step in range(4):
-                handle = None
-                if step:
-                    layer = next(module for module in training.model[0].modules() if "Layer" in type(module).__name__)
-                    handle = layer.register_forward_hook(
-                        lambda *how: seen.append([m.double().sum().item() for m in masters(training)[:3]])
-                    )
-                seen.append(training.step().loss)
-                if handle is not None:
-                    handle.remove()
-            return seen, training.digests()
+    def hooked(run):
+        seen = [steps(run)]
+        layer = next(module for module in run.model[0].modules() if "Layer" in type(module).__name__)
+        layer.register_forward_hook(lambda *how: seen.append([m.double().sum() for m in masters(run)[:3]]))
+        run.offloads_all = False  # what is touched is there in the next forward
+        seen += steps(run, 3)
+        assert len(seen) > 4
+        return seen
 
-    resident = trained(False)
-    assert len(resident[0]) > 4
-    with bridge_fgo.install(PACKED):
-        assert trained(True) == resident
+    both(hooked, **SMALL)
 
 
 def test_what_was_touched_is_said_once_with_its_line_and_counted(capsys):
-    with bridge_fgo.install(WHOLE), CpuTraining(CpuOptions(offload=True, **SMALL)) as training:
+    with training(True, WHOLE, **SMALL) as run:
         for _ in range(4):
-            training.step()
-            masters(training)[0].sum()
+            steps(run)
+            masters(run)[0].sum()
     lines = [line for line in capsys.readouterr().out.splitlines() if "came back" in line]
     assert len(lines) == 1 and "test_touches.py:" in lines[0] and "GiB" in lines[0]
+
+
+# By reload_states, and by upstream's own readers and writers.
+
+KINDS = {"distributed": {}, **OPTIMIZERS}
+
+
+def states_to_save(run):
+    leaf = run.optimizer.chained_optimizers[0]
+    return leaf.get_parameter_state_dp_zero() if run.options.distributed else copy.deepcopy(run.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("config", [WHOLE, PACKED], ids=["whole", "packed"])
+def test_what_is_written_after_reload_states_is_kept_saved_and_trained_on(name, config):
+    # Slabs are on their way to the host then, with the bytes of before.
+    def written(run):
+        seen = steps(run, 3)
+        for kind, factor in (("masters", 1.25), ("moments", 0.5)):
+            bridge_fgo.reload_states()
+            for _, tensor in run.state_tensors()[kind]:
+                tensor.data.mul_(factor)
+            seen += [states_to_save(run), steps(run, 2)]
+        return seen
+
+    both(written, config, **KINDS[name])
+
+
+@pytest.mark.parametrize("options", [*KINDS.values(), OPTIMIZERS["adam"] | {"precision": "fp16"}], ids=str)
+def test_weights_that_are_loaded_while_offloaded_stay(options):
+    # Without the gate the write goes into freed storage, and the next reload brings stale bytes.
+    def are_loaded(run):
+        return all(bool((master == 0.5).all()) for _, master in run.state_tensors()["masters"])
+
+    with training(True, **options) as run:
+        steps(run)
+        release(run)
+        with torch.no_grad():
+            for parameter in run.model[0].parameters():
+                parameter.fill_(0.5)
+        run.optimizer.reload_model_params()
+        assert run.live_state_bytes() == 0, "masters that were away are written part by part, and leave again"
+        bridge_fgo.reload_states()
+        assert are_loaded(run)
+        release(run)
+        run.optimizer.chained_optimizers[0].state_dict()
+        bridge_fgo.reload_states()
+        assert are_loaded(run)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_norm_of_parameters_and_states_that_are_saved_are_right_while_they_are_away(bridge_train, name):
+    def read(run):
+        steps(run)
+        release(run)
+        found = bridge_train.calc_params_l2_norm(run.model, run.cfg.model)
+        release(run)
+        return found, states_to_save(run)
+
+    resident, _ = both(read, **KINDS[name])
+    assert resident[0] > 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_that_mcores_own_offload_to_cpu_has_moved_are_trained_on(monkeypatch, name):
+    def moved(run):
+        seen = steps(run, 2)
+        if run.options.offload:
+            bridge_fgo.reload_states()
+            before = dict(run.state_tensors()["moments"])
+            with monkeypatch.context() as patch:  # it rebinds every parameter and state to a copy
+                patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+                patch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+                run.optimizer.offload_to_cpu()
+            assert all(tensor is not before[name] for name, tensor in run.state_tensors()["moments"])
+            run.optimizer.restore_from_cpu()
+        return seen, steps(run, 2)
+
+    both(moved, **OPTIMIZERS[name])
+
+
+def note_largest_logits(run):
+    """Have each layer's attention keep its largest logit of each head, as Transformer Engine's does for QK-clip."""
+
+    def note(attention, args):
+        query, key = (tensor.detach().float() for tensor in args[:2])  # (sequence, batch, heads, channels)
+        largest = torch.einsum("sbhc,tbhc->hbst", query, key).flatten(1).amax(1) / query.shape[-1] ** 0.5
+        before = attention.current_max_attn_logits
+        attention.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
+
+    for layer in run.model[0].module.module.decoder.layers:
+        attention = layer.self_attention.core_attention
+        attention.current_max_attn_logits = None
+        attention.register_forward_pre_hook(note)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("muon", PACKED),
+        pytest.param("muon", WHOLE, marks=pytest.mark.slow),
+        pytest.param("adam", PACKED, marks=pytest.mark.slow),
+        pytest.param("dist_muon", PACKED, marks=pytest.mark.slow),
+    ],
+)
+def test_mcores_qk_clip_scales_weights_and_masters_that_are_away(monkeypatch, name, config):
+    from megatron.core.transformer.attention import SelfAttention
+
+    clip = SelfAttention._clip_linear_qkv
+
+    def clipped(run):
+        scaled = []
+
+        def noted(attention, weight):
+            before = weight.clone()
+            result = clip(attention, weight)
+            scaled.append((str(weight.dtype), bool((result != before).any())))
+            return result
+
+        monkeypatch.setattr(SelfAttention, "_clip_linear_qkv", noted)
+        run.cfg.model.qk_clip, run.cfg.model.qk_clip_threshold = True, 0.05
+        note_largest_logits(run)
+        seen = steps(run, 4)
+        assert set(scaled) == {("torch.float32", True), ("torch.bfloat16", True)}, "each changed master and weight"
+        return seen, scaled
+
+    trouble = {"rerun_steps": frozenset({2}), "grad_norm_skip_steps": frozenset({4})}
+    both(clipped, config, **OPTIMIZERS[name], **trouble)
+
+
+# State dictionaries.
+
+
+def loadable(state_dict):
+    again = copy.deepcopy(state_dict)
+    return dict(enumerate(again)) if isinstance(again, list) else again
+
+
+def tensors(value):
+    """Yield every tensor in a nested state dictionary."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors(item)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_dictionary_shares_no_memory_with_states_and_equals_a_resident_runs(name):
+    def taken(run):
+        steps(run, 2)
+        release(run)
+        found = run.optimizer.state_dict()
+        kept = copy.deepcopy(found)
+        assert len(list(tensors(found))) > 30
+        slabs = session_of(run).engine.slabs if run.options.offload else []
+        spans = [(s.host.address, s.host.address + s.nbytes) for s in slabs]
+        mine = {s.gpu.untyped_storage()._cdata for s in slabs}
+        for tensor in tensors(found):
+            assert tensor.untyped_storage()._cdata not in mine
+            assert not any(start <= tensor.data_ptr() < end for start, end in spans)
+        steps(run)
+        assert not run.options.offload or exact(found) == exact(kept), "of a resident run it is the states themselves"
+        return kept
+
+    both(taken, **OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize(
+    ("fraction", "name"),
+    [
+        pytest.param(fraction, name, marks=pytest.mark.slow if fraction < 1 and name != "muon" else ())
+        for fraction in (1, 0.5)
+        for name in OPTIMIZERS
+    ],
+)
+def test_torchs_state_dictionary_is_loaded_where_states_are_and_trained_on_from_there(name, fraction):
+    def back_in_time(run):
+        steps(run, 2)
+        kept = loadable(run.optimizer.state_dict())
+        steps(run, 2)
+        if run.offloads_all:
+            release(run)
+        run.optimizer.load_state_dict(kept)
+        return bits(run), steps(run, 2)
+
+    config = PACKED if fraction == 1 else bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, fraction=fraction)
+    both(back_in_time, config, **OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("steps_before_the_load", [0, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_dictionary_from_before_the_first_step_starts_the_states_anew(name, steps_before_the_load):
+    def anew(run):
+        kept = loadable(run.optimizer.state_dict())
+        steps(run, steps_before_the_load)
+        if steps_before_the_load:
+            release(run)
+        run.optimizer.load_state_dict(kept)
+        return steps(run, 2)
+
+    both(anew, **OPTIMIZERS[name])
+
+
+def test_the_layer_wise_optimizers_own_file_is_written_and_loaded_while_states_are_away(tmp_path):
+    def written(run):
+        file = str(tmp_path / f"{run.options.offload}.pt")
+        steps(run, 2)
+        release(run)
+        run.optimizer.save_state_dict_to_file(file)
+        steps(run, 2)
+        release(run)
+        run.optimizer.load_state_dict_from_file(file)
+        assert not run.options.offload or run.live_state_bytes() == 0
+        found = torch.load(file)
+        assert len(list(tensors(found))) > 30
+        return found
+
+    both(written, **OPTIMIZERS["dist_muon"])
+
+
+def test_whoever_asks_megatron_fsdps_model_for_its_state_dictionary_between_steps_finds_the_masters():
+    def asked(run):
+        steps(run)
+        send_all_away()
+        state = run.model[0].state_dict()
+        found = {name: value for name, value in state.items() if torch.is_tensor(value)}
+        assert found
+        return found
+
+    both(asked, WHOLE, adam="te", fsdp="optim_grads_params")

@@ -12,10 +12,9 @@ import traceback
 import async_worker
 import children
 import pytest
+from both import training
 from bridge_loop import train
-from saving import newest
-from test_checkpoints import assert_same_shards, background, training
-from test_loop import configured
+from saving import assert_same_shards, background, configured, newest
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.multiprocessing.reductions import StorageWeakRef
 

@@ -1,8 +1,9 @@
 """Digests of what training left behind are the same, however the states are read."""
 
 import pytest
-from test_checkpoints import session_of
-from test_construction import KIB, PARTS, training
+from both import session_of
+from storage_meter import PART_BYTES
+from test_construction import PARTS, training
 
 import bridge_fgo
 from bridge_fgo.tools.arms.final_state import digests_by_parameter, final_state, joined_digests
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("cpu_standins")
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr("bridge_fgo.memory.layout.LEAST_PART_BYTES", 64 * KIB)
+    monkeypatch.setattr("bridge_fgo.memory.layout.LEAST_PART_BYTES", PART_BYTES)
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])

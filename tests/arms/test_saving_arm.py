@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
+from both import training
 from bridge_loop import train
-from test_checkpoints import background, training
-from test_loop import configured
+from saving import background, configured
 
 from bridge_fgo.tools.arms import gpu
 from bridge_fgo.tools.arms.clocks import PhaseClock

@@ -8,9 +8,8 @@ import children
 import pytest
 import rank_child
 import torch
-from saving import load, save
+from saving import FORMATS, assert_same_shards, load, save
 from sleeping import KINDS, PACKED, WHOLE, numbers, options
-from test_checkpoints import FORMATS, assert_same_shards
 
 import bridge_fgo
 from bridge_fgo.tools.arms.cpu_training import CpuTraining
@@ -153,12 +152,10 @@ def test_states_that_were_written_between_two_sleeps_are_not_taken_for_what_the_
 
 @pytest.mark.slow
 def test_two_ranks_save_asleep_what_they_save_awake_and_load_it_asleep(tmp_path):
-    for name, asleep in (("awake", False), ("asleep", True)):
-        folder = tmp_path / name
-        folder.mkdir()
-        job = rank_child.Job(folder, 2, asleep, None, steps=2)
-        started = [children.start(rank_child.save_and_load, rank, job) for rank in range(2)]
-        assert [children.join(child, "as one of 2 ranks") for child in started] == [0, 0]
-    assert_same_shards(tmp_path / "asleep/saved", tmp_path / "awake/saved")
-    for rank in range(2):
-        assert (tmp_path / f"asleep/{rank}.json").read_text() == (tmp_path / f"awake/{rank}.json").read_text()
+    awake, asleep = (
+        children.run_ranks(rank_child.save_and_load, rank_child.Job(tmp_path / str(sleeps), 2, sleeps, None))
+        for sleeps in (False, True)
+    )
+    assert_same_shards(tmp_path / "True/saved", tmp_path / "False/saved")
+    for mine, theirs in zip(asleep, awake, strict=True):
+        assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]

@@ -21,9 +21,8 @@ TESTS = [
     "tests/bridge",
     "tests/test_parity.py",
     "tests/test_checkpoints.py",
-    "tests/test_resharding.py",
+    "tests/test_ranks.py",
     "tests/test_loop.py",
-    "tests/test_resume.py",
 ]
 
 BINDINGS = """

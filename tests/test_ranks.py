@@ -1,0 +1,141 @@
+"""Ranks of a training, each a process: what they train, save and load is bitwise what resident ones do."""
+
+from __future__ import annotations
+
+import children
+import gated_delta_net
+import pytest
+import rank_child
+import torch
+from saving import assert_same_shards, newest
+from storage_meter import SMALL
+from test_checkpoints import assert_split
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
+
+FSDP = {"fsdp": "optim_grads_params"}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def run_both(folder, changes, loads=(None, None), steps=2, ranks=2, target=rank_child.train):
+    """Run resident ranks and ranks that offload to their ends; return the folders of both, resident first.
+
+    Each rank's numbers and bits are equal, of steps that differ from each other; every state is off in every forward.
+    """
+    jobs = [
+        rank_child.Job(folder / str(offload), ranks, offload, loads[offload], steps, changes)
+        for offload in (False, True)
+    ]
+    both = [children.run_ranks(target, job) for job in jobs]
+    for resident, offloaded in zip(*both, strict=True):
+        assert offloaded["numbers"] == resident["numbers"]
+        assert len({loss for loss, *_ in resident["numbers"]}) == len(resident["numbers"])
+        assert offloaded["digests"] == resident["digests"]
+        assert max(offloaded["held"]) == 0 < min(resident["held"])
+    return [job.folder for job in jobs], both
+
+
+def named(changes):
+    return "-".join(f"{name}={value}" for name, value in changes.items() if name != "distributed") or "adam"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        FSDP,
+        FSDP | {"experts": True},
+        FSDP | {"swiglu": True},
+        {"fsdp": "no_shard", "experts": True},  # upstream cannot save SwiGLU of it: no `megatron_fsdp_slice`
+        {"fsdp": "optim", "experts": True},
+        {"fsdp": "optim_grads", "swiglu": True},
+        FSDP | {"swiglu": True} | OVERLAP,
+        FSDP | {"swiglu": True, "instances": 2},
+        FSDP | {"swiglu": True, "instances": 2, "outer_sharding": "optim"},
+    ],
+    ids=named,
+)
+def test_two_ranks_train_30_steps_and_save_as_resident_ones(tmp_path, changes):
+    (resident, offloaded), _ = run_both(tmp_path, changes, steps=30)
+    assert_same_shards(offloaded / "trained", resident / "trained")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"optimizer": "muon"},
+        {"optimizer": "dist_muon"},
+        {"optimizer": "dist_muon", "experts": True},
+        {"optimizer": "dist_muon"} | OVERLAP,
+        {"optimizer": "muon", "tp": 2, "muon_tp_mode": "duplicated"},
+        {"optimizer": "dist_muon", "tp": 2, "muon_tp_mode": "distributed"},
+        {"optimizer": "muon", "tp": 2},
+    ],
+    ids=named,
+)
+def test_two_ranks_with_masters_of_whole_parameters_train_save_and_resume_as_resident_ones(tmp_path, changes):
+    changes = {"distributed": False, **changes}
+    trouble = {"rerun_steps": frozenset({3}), "grad_norm_skip_steps": frozenset({5})}
+    (resident, offloaded), (_, seen) = run_both(tmp_path / "saved", changes | trouble, steps=10)
+    assert_same_shards(offloaded / "trained", resident / "trained")
+    if changes.get("optimizer") == "dist_muon" or "tp" in changes:
+        assert len({rank["digests"]["masters"] for rank in seen}) == 2, "each rank has masters of its own"
+    loads = [offloaded / "trained"] * 2
+    (resident, offloaded), _ = run_both(tmp_path / "loaded", changes, loads)
+    for name in ("trained", "loaded"):
+        assert_same_shards(offloaded / name, resident / name)
+
+
+def tensors(folder):
+    """Every tensor of a checkpoint, whole, by name; those of `fsdp_dtensor` are dictionaries of dictionaries."""
+    (checkpoint,) = folder.glob("iter_*")
+    dcp_to_torch_save(checkpoint, folder / "whole.pt")
+    pairs, found = [("", torch.load(folder / "whole.pt", weights_only=False))], {}
+    while pairs:
+        name, value = pairs.pop()
+        if isinstance(value, dict):
+            pairs += [(f"{name}.{key}", each) for key, each in value.items()]
+        elif isinstance(value, torch.Tensor):
+            found[name] = value
+    assert sum("exp_avg" in name for name in found) > 10
+    return found
+
+
+def assert_equal(mine, theirs):
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("changes", [{}, FSDP | {"swiglu": True}, FSDP | {"experts": True}], ids=named)
+def test_dp_2_to_1_and_back_loses_no_bit_and_goes_on_as_a_resident_run(tmp_path, changes):
+    loads, trained = (None, None), None
+    for number, ranks in enumerate((2, 1, 2)):
+        (resident, offloaded), _ = run_both(tmp_path / str(number), changes, loads, ranks=ranks)
+        if trained is not None:
+            assert_equal(tensors(offloaded / "loaded"), trained)
+        trained = tensors(offloaded / "trained")
+        assert_equal(trained, tensors(resident / "trained"))
+        loads = resident / "trained", offloaded / "trained"
+
+
+@pytest.mark.parametrize("changes", [{"swiglu": True}, {"experts": True, "layers": 6}], ids=named)
+def test_two_ranks_load_with_two_parts_each_and_go_on_as_resident_ones(tmp_path, changes):
+    changes = SMALL | FSDP | changes
+    saved = rank_child.Job(tmp_path / "saved", 2, False, None, 2, changes)
+    children.run_ranks(rank_child.train, saved)
+    loads = [saved.folder / "trained"] * 2
+    _, both = run_both(tmp_path, changes, loads, target=rank_child.load_with_few_parts)
+    for resident, offloaded in zip(*both, strict=True):
+        assert offloaded["left"] == 0 < resident["left"]
+        assert 0 < offloaded["peak"] <= offloaded["allowed"] < offloaded["state_bytes"] / 4 < resident["peak"] / 4
+
+
+def test_two_ranks_save_a_gated_delta_net_split_in_resident_bytes_and_load_it_as_resident_ones(tmp_path):
+    changes = FSDP | {"swiglu": True}
+    first, _ = run_both(tmp_path / "first", changes, steps=3, target=gated_delta_net.train)
+    loads = [folder / "trained" for folder in first]
+    again, _ = run_both(tmp_path / "again", changes, loads, target=gated_delta_net.train)
+    for resident, offloaded in (first, again):
+        assert_same_shards(offloaded / "trained", resident / "trained")
+        assert_split(newest(offloaded / "trained"))
