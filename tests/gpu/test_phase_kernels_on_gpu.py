@@ -17,18 +17,16 @@ pytestmark = NEEDS_CUDA
 FIRST, SECOND = (factor - 2**64 for factor in digest._FACTORS)
 
 
-def shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return x >> bits of unsigned words."""
-    return (x >> bits) & (2 ** (64 - bits) - 1)
+def folded(x: torch.Tensor) -> torch.Tensor:
+    """Return x ^ x >> 32 of unsigned words."""
+    return x ^ (x >> 32) & (2**32 - 1)
 
 
 def formula(data: torch.Tensor) -> int:
     """Return the sum as the kernel defines it, by PyTorch's operators."""
     words = data.view(torch.int64)
     x = words + torch.arange(words.numel(), device=data.device) * FIRST
-    x = (x ^ shifted(x, 32)) * SECOND
-    x = (x ^ shifted(x, 29)) * FIRST
-    return int((x ^ shifted(x, 32)).sum())
+    return int(folded(folded(folded(x) * SECOND) * FIRST).sum())
 
 
 def random_bytes(nbytes: int) -> torch.Tensor:
