@@ -20,7 +20,7 @@ from bridge_fgo.memory.state import Bundle, State, WeightShard
 from bridge_fgo.states.distributed import TORCH, McoreSource, adam_states, master_state, of_inner
 from bridge_fgo.states.masters import Buffers, MasterCopy
 
-MUONS = ("TensorParallelMuon", "TensorParallelAdaptiveMuon")
+MUON_CLASSES = ("TensorParallelMuon", "TensorParallelAdaptiveMuon")
 """mcore's Muons, by the names of their classes: each steps a parameter by that parameter's states alone."""
 
 MOMENTUM = "momentum_buffer"
@@ -32,7 +32,7 @@ SECOND_MOMENT = "moment2_buffer"
 
 def is_muon(inner: Any) -> bool:
     """Return whether the optimizer inside is one of mcore's Muons, or of a subclass."""
-    return any(each.__name__ in MUONS for each in type(inner).__mro__)
+    return any(each.__name__ in MUON_CLASSES for each in type(inner).__mro__)
 
 
 class WholeMasterCopy(MasterCopy):

@@ -26,13 +26,13 @@ NINE = "--layers 48 --hidden 4096 --ffn 11008 --heads 32 --vocab 32000 --seq 204
 # The config, the way of running it; measured on one H200: GB of the peak and seconds of a step, and how near the
 # prediction is at least. 1.64B parameters have kernels too short for half of the data sheet's rate.
 RUNS = {
-    "5.93B, attention recomputed": (f"{TIGHT} --recompute attention", "as it is", 130.57, 6.22, 0.02),
-    "5.93B, all recomputed": (f"{TIGHT} --mbs 4 --recompute full", "as it is", 111.99, 7.28, 0.06),
-    "5.93B, all offloaded": (TIGHT, "as it is, all offloaded", 76.82, 6.90, 0.03),
-    "5.93B, budget auto": (TIGHT, "as it is, least offload", 142.19, 5.71, 0.01),
-    "1.64B": (f"{PRESETS['short']} --gbs 8", "as it is", 48.23, 0.520, 0.2),
-    "1.64B, all offloaded": (f"{PRESETS['short']} --gbs 8", "as it is, all offloaded", 28.54, 0.776, 0.1),
-    "9.17B, all offloaded": (NINE, "as it is, all offloaded", 73.34, 2.61, 0.12),
+    "5.93B, attention recomputed": (f"{TIGHT} --recompute attention", "as configured", 130.57, 6.22, 0.02),
+    "5.93B, all recomputed": (f"{TIGHT} --mbs 4 --recompute full", "as configured", 111.99, 7.28, 0.06),
+    "5.93B, all offloaded": (TIGHT, "as configured, all offloaded", 76.82, 6.90, 0.03),
+    "5.93B, budget auto": (TIGHT, "as configured, least offload", 142.19, 5.71, 0.01),
+    "1.64B": (f"{PRESETS['short']} --gbs 8", "as configured", 48.23, 0.520, 0.2),
+    "1.64B, all offloaded": (f"{PRESETS['short']} --gbs 8", "as configured, all offloaded", 28.54, 0.776, 0.1),
+    "9.17B, all offloaded": (NINE, "as configured, all offloaded", 73.34, 2.61, 0.12),
 }
 
 
@@ -60,18 +60,18 @@ def test_the_fastest_that_fits_is_advised_and_it_was_the_fastest_measured(cpu_st
     found = recommendation(f"{TIGHT} --recompute attention")
     assert found.advised is choice(found, "no recomputation, least offload")
     assert found.sentence == (
-        "Recommended: no recomputation, least offload (7% faster than as it is): "
+        "Recommended: no recomputation, least offload (7% faster than resident): "
         "optimizer.offload_optimizer_states=true optimizer.offload.gpu_memory_budget_gib=auto "
         "model.recompute_granularity=null"
     )
     assert found.change(found.advised) == pytest.approx(5.71 / 6.22 - 1, abs=0.02)  # as measured
-    assert found.advised.peak <= found.room < choice(recommendation(TIGHT), "as it is").peak
+    assert found.advised.peak <= found.room < choice(recommendation(TIGHT), "as configured").peak
 
 
 def test_what_is_compared_with_a_config_that_does_not_fit_says_so(cpu_standins):
     found = recommendation(TIGHT)
     assert not found.choices[0].fits and found.advised is not None
-    assert re.search(r"\(\d+% slower than as it is, which does not fit\): ", found.sentence)
+    assert re.search(r"\(\d+% slower than resident, which does not fit\): ", found.sentence)
 
 
 def test_where_all_fits_nothing_is_advised_to_leave(cpu_standins):
@@ -97,7 +97,7 @@ def test_the_largest_micro_batch_divides_the_batch_and_fits(cpu_standins):
     assert larger.name == "micro batch of 8, all offloaded" and larger.fits
     over = recommend.with_settings(job(f"{TIGHT} --recompute attention", 1), train={"micro_batch_size": 16})
     (link,) = links("H200", None, 1)
-    assert not choice(recommend.Recommender(over, link).recommend(), "as it is, all offloaded").fits
+    assert not choice(recommend.Recommender(over, link).recommend(), "as configured, all offloaded").fits
 
 
 def test_a_given_forward_scales_what_is_recomputed_with_it(cpu_standins):

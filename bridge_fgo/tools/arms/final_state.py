@@ -15,7 +15,7 @@ from bridge_fgo.tools.arms.record import digest, digest_each, joined
 if TYPE_CHECKING:
     import torch
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "moment2_buffer")
+EVERY_MOMENT = ("exp_avg", "exp_avg_sq", "momentum_buffer", "moment2_buffer")
 """What Adam and Muon call theirs."""
 
 
@@ -52,7 +52,7 @@ def _fsdp_states(model: Sequence[Any], leaves: Sequence[Any]) -> Iterator[tuple[
                 name, local = f"{number}.{names[id(param)]}", param._local_tensor
                 if local.untyped_storage()._cdata in masters:
                     yield "masters", name, local
-                for key in MOMENTS:
+                for key in EVERY_MOMENT:
                     if key in leaf.optimizer.state.get(param, {}):
                         yield "moments", f"{name}.{key}", leaf.optimizer.state[param][key]._local_tensor
 
@@ -70,7 +70,10 @@ def _stepped(optimizer: Any) -> Iterator[tuple[str, Any, Any]]:
 def _state_of(leaf: Any, parameter: Any) -> dict[str, torch.Tensor]:
     """Return the master and the moments of a parameter that the optimizer inside steps, the master first."""
     states = leaf.optimizer.state.get(parameter, {})
-    return {"master": states.get("master_param", parameter), **{key: states[key] for key in MOMENTS if key in states}}
+    return {
+        "master": states.get("master_param", parameter),
+        **{key: states[key] for key in EVERY_MOMENT if key in states},
+    }
 
 
 def _weights(model: Sequence[Any]) -> dict[str, torch.Tensor]:

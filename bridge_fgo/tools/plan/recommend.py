@@ -72,9 +72,9 @@ class Recommendation:
         if self.advised is None:
             return "Recommended: more GPUs, or more tensor or pipeline parallelism; nothing fits as it is laid out"
         if self.advised is self.choices[0]:
-            return "Recommended: as it is; nothing needs to leave the GPU"
+            return "Recommended: as configured; nothing needs to leave the GPU"
         change = self.change(self.advised)
-        faster = f"{abs(change):.0%} {'faster' if change < 0 else 'slower'} than as it is"
+        faster = f"{abs(change):.0%} {'faster' if change < 0 else 'slower'} than resident"
         if not self.choices[0].fits:
             faster += ", which does not fit"
         return f"Recommended: {self.advised.name} ({faster}): {' '.join(self.advised.overrides)}"
@@ -107,7 +107,7 @@ class Recommender:
     def recommend(self) -> Recommendation:
         """Return the ways to run the job, and the fastest that fits."""
         choices: list[Choice] = []
-        for name, changes in {"as it is": {}, **self._recomputations()}.items():
+        for name, changes in {"as configured": {}, **self._recomputations()}.items():
             job, overrides = with_settings(self._job, model=changes), told(self._job.config.model, changes)
             resident = self._resident(name, job, overrides)
             is_as_it_is = not changes
