@@ -1,7 +1,8 @@
 """CUDA kernels for the remainders of masters, a launch for a slab or several. NVRTC compiles them when training begins.
 
 With PyTorch's operators a slab takes some ten launches a tensor, and the host's time for a step with 400 slabs would
-be several times as much.
+be several times as much. By the driver a launch takes the host 5.7 us, by Triton 13.3, by
+`torch.cuda._compile_kernel` 29.0 (H200, torch 2.11); a part takes two, of some 280 us in which it is enqueued.
 """
 
 from __future__ import annotations
