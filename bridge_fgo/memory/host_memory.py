@@ -76,11 +76,12 @@ def host_memory_refusal(needs: Sequence[Need], rank: int) -> str:
 
 
 def ranks_of_this_node() -> int:
-    """Return how many ranks torchrun, or srun, has started on this node; 1 where neither says.
+    """Return how many ranks torchrun, mpirun or srun has started on this node; 1 where none says.
 
     srun's nodes may have different numbers ("4(x15),2"): the first, which is the largest as Slurm fills nodes.
     """
-    tasks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    launchers = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
+    tasks = next(filter(None, map(os.environ.get, launchers)), "1")
     return int(tasks.split("(")[0].split(",")[0])
 
 

@@ -322,6 +322,7 @@ class Schedule:
         `updated` says whether the optimizer stepped. On a rank that has no parts it may say that it has not.
         """
         updated = updated or not self.parts
+        self.packing.end_step(updated)  # before parts that stayed may move: their weights were not watched in this step
         learns = self.recorder.in_step and updated
         if self.holding.awaits_ranks:  # a rank that reached `agree` alone would wait for the others
             assert self.holding.all_can is not None
@@ -334,7 +335,6 @@ class Schedule:
                 self.count_packable()
                 self._fresh, self._wants_points = True, False
         self.recorder.begin_pass()
-        self.packing.end_step(updated)
         self._warm = self._warm or updated
 
     def _learn(self) -> set[int] | None:

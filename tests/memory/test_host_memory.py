@@ -254,13 +254,14 @@ def test_a_list_of_cpus_is_read():
     [
         ({}, 1),
         ({"LOCAL_WORLD_SIZE": "8", "SLURM_STEP_TASKS_PER_NODE": "1"}, 8),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_STEP_TASKS_PER_NODE": "1"}, 2),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x16)"}, 4),
         ({"SLURM_STEP_TASKS_PER_NODE": "4,2"}, 4),
     ],
     ids=["alone", "torchrun", "srun", "srun on uneven nodes"],
 )
 def test_ranks_of_this_node(monkeypatch, environment, ranks):
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

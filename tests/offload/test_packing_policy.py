@@ -104,3 +104,16 @@ def test_no_weight_is_watched_where_no_choice_is_left(settings):
     assert not training.schedule.packing.checks_weights
     assert not training.schedule.packing.packs
     assert not announced
+
+
+@pytest.mark.parametrize("first", range(4, 4 + WATCHED_STEPS))
+def test_masters_that_stayed_so_far_are_watched_as_long_once_a_larger_pass_has_them_move(first):
+    training, announced = watched(budget=9 * WHOLE)
+    for number in range(1, 4 + 4 * WATCHED_STEPS):
+        if number == 4:
+            training.schedule.signature, training.meter.layer = 2, 8 * WHOLE
+        training.step()
+        if number >= 4 and (number - first) % WATCHED_STEPS == 0:
+            scale_weights(*training.optimizers, *training.twins)
+    assert any(not part.stays for part in training.parts())
+    assert sum("master_remainders" in line for line in training.said) == 1 and not announced

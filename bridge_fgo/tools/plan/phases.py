@@ -198,7 +198,7 @@ def _notes(estimate: Estimate, stages: list[StagePhases]) -> Iterator[str]:
         )
     if job.flag:
         yield (
-            "the flag is set: states move as its settings say, masters packed as in a training that waits for copies; "
+            "the flag is set: states move as its settings say, masters packed as from the sixth step on; "
             "then weights are copied, and come before the states"
         )
     if any(stage.stays for stage in stages):
