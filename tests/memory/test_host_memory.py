@@ -258,7 +258,7 @@ def test_a_list_of_cpus_is_read():
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x16)"}, 4),
         ({"SLURM_STEP_TASKS_PER_NODE": "4,2"}, 4),
     ],
-    ids=["alone", "torchrun", "srun", "srun on uneven nodes"],
+    ids=["alone", "torchrun", "mpirun", "srun", "srun on uneven nodes"],
 )
 def test_ranks_of_this_node(monkeypatch, environment, ranks):
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"):

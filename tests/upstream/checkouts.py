@@ -21,7 +21,7 @@ TESTS = [
     "tests/bridge",
     "tests/test_parity.py",
     "tests/test_checkpoints.py",
-    "tests/test_ranks.py",
+    "tests/test_two_ranks.py",
     "tests/test_loop.py",
 ]
 
