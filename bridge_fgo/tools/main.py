@@ -169,7 +169,8 @@ class DemoSettings:
 
     def given(self, *names: str) -> dict[str, Any]:
         """Return those of the named settings that the user gave."""
-        return {name: value for name in names if (value := getattr(self, name)) not in (None, False)}
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
 def demo(settings: DemoSettings) -> int:

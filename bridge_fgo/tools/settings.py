@@ -31,7 +31,8 @@ def option(help: str, *flags: str, **how: Any) -> Any:
 def takes_settings(cls: type[Any], run: Callable[[Any], int], name: str) -> Callable[..., None]:
     """Return a typer command with an option for each field of a dataclass, which exits with what `run` returns.
 
-    A mistake that `run` or the dataclass tells by a ValueError or an OSError is one line, and status 2.
+    A mistake that `run` or the dataclass tells by a ValueError or an OSError is one line, and status 2. So is a
+    RuntimeError where a job is examined: PyTorch raises it for a GPU that cannot be used.
 
     Args:
         cls: its fields are annotated by `option`; one of several strings is a Literal. A field `offload` gets the
@@ -39,12 +40,13 @@ def takes_settings(cls: type[Any], run: Callable[[Any], int], name: str) -> Call
         run: what the command does; it gets the dataclass, and its docstring is the command's help.
         name: of the command.
     """
+    mistakes = (ValueError, OSError, RuntimeError) if issubclass(cls, JobSettings) else (ValueError, OSError)
 
     def command(**given: Any) -> None:
         given = {key: value.value if isinstance(value, Enum) else value for key, value in given.items()}
         try:
             status = run(cls(**given))
-        except (ValueError, OSError) as error:
+        except mistakes as error:
             typer.echo(f"bridge-fgo {name}: {error}", err=True)
             raise typer.Exit(2) from None
         raise typer.Exit(status)

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from bridge_fgo.tools.job import job as job_module
 from bridge_fgo.tools.job.builder import plain_config
 from bridge_fgo.tools.job.saved_config import load_saved_config
 from bridge_fgo.tools.main import app
+from bridge_fgo.tools.plan import command as plan_command
 from bridge_fgo.tools.plan import report
 from bridge_fgo.tools.plan.estimate import Estimate
 from bridge_fgo.tools.plan.systems import SYSTEMS
@@ -99,6 +101,12 @@ def told(*arguments):
     """Run a command with `--json`; return its status and the object that it printed."""
     status, output = run(*arguments, "--json")
     return status, json.loads(output)
+
+
+@pytest.mark.parametrize(("name", "where"), [("doctor", (command, "look")), ("plan", (plan_command, "make_estimate"))])
+def test_a_gpu_that_cannot_be_used_is_one_line_and_status_2(monkeypatch, config, name, where):
+    monkeypatch.setattr(*where, Mock(side_effect=RuntimeError("the NVIDIA driver is too old")))
+    assert run(name, config()) == (2, f"bridge-fgo {name}: the NVIDIA driver is too old")
 
 
 # --- what is read ---

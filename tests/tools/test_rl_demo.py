@@ -137,7 +137,7 @@ def test_options_of_the_command_reach_the_demo_and_others_are_refused(monkeypatc
     assert CliRunner().invoke(app, ["demo", "--rl", *words.split()]).exit_code == 1
     options = {"steps": 7, "tp": 2, "pp": 2, "lr": 1e-3, "crowd": True, "layers": 4, "hidden": 64}
     assert given == [rl_demo.Settings(options, True, "cuda", ranks=4)]
-    for wrong, named in (("demo --rl --seq 32", "--seq"), ("demo --tp 2", "--tp")):
+    for wrong, named in (("demo --rl --seq 32", "--seq"), ("demo --tp 2", "--tp"), ("demo --lr 0", "--lr")):
         result = CliRunner().invoke(app, wrong.split())
         assert result.exit_code == 2 and named in result.output
 

@@ -143,9 +143,10 @@ def _examine_config(findings: Findings, settings: DoctorSettings, machine: Machi
         try:
             # Memory is pinned for all that may leave, before training measures what a budget leaves.
             estimate = make_estimate(job, replace(job.offload, gpu_memory_budget_gib=None), [], None, None)
-            pinned = _examine_memory(findings, findings.config, settings.gpus_per_node, machine, estimate)
         except ValueError as error:
             findings.notes.append(f"bytes are not known: {error}")
+        else:
+            pinned = _examine_memory(findings, findings.config, settings.gpus_per_node, machine, estimate)
     findings.warnings += warnings(machine, pinned)
 
 
