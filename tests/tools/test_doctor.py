@@ -103,7 +103,7 @@ def told(*arguments):
     return status, json.loads(output)
 
 
-@pytest.mark.parametrize(("name", "where"), [("doctor", (command, "look")), ("plan", (plan_command, "make_estimate"))])
+@pytest.mark.parametrize(("name", "where"), [("doctor", (command, "look")), ("plan", (plan_command, "read_job"))])
 def test_a_gpu_that_cannot_be_used_is_one_line_and_status_2(monkeypatch, config, name, where):
     monkeypatch.setattr(*where, Mock(side_effect=RuntimeError("the NVIDIA driver is too old")))
     assert run(name, config()) == (2, f"bridge-fgo {name}: the NVIDIA driver is too old")
