@@ -1,4 +1,4 @@
-"""What a patch is (a binding, what replaces it, how it is put back), and what its wrapper knows of a call."""
+"""Patches: each replaces a binding of Bridge or mcore and can be undone; and which session serves a call."""
 
 from __future__ import annotations
 

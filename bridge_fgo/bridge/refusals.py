@@ -33,7 +33,7 @@ _NAME = re.compile(r"\w+\.\w+")
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run asks for: a Bridge ConfigContainer, or some of its sections; settings and engine, where known."""
+    """The config of a run: a Bridge ConfigContainer, or some of its sections; settings and engine, where known."""
 
     cfg: Any
     settings: OffloadConfig | None = None

@@ -1,4 +1,4 @@
-"""What the native engine does for checkpoints: hands states to a save, and puts loaded or rewritten ones in place."""
+"""Checkpoints of the native engine: it hands states to a save, and puts loaded or rewritten ones in place."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Codec:
 
     family: Any = None  # the `Remainders` that encode and decode the slab; None where it is copied as it is
     staging_bytes = 0  # size of the encoded form, which needs GPU memory beside the slab while it is on its way
-    encodes = False  # whether a slab that leaves now is to be encoded
+    encodes = False  # whether a slab that is offloaded now is to be encoded
     just_rounded = False  # whether its weights were rounded from it just now, so that the next encoding needs no check
 
     def __init__(self, link_bytes: int) -> None:

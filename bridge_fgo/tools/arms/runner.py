@@ -183,7 +183,7 @@ class ArmProcess:
 
 
 def launcher(ranks: int) -> tuple[str, ...]:
-    """Return what goes between `python` and `-m` to start one process for each rank."""
+    """Return the arguments between `python` and `-m` that start one process for each rank."""
     return () if ranks == 1 else ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
