@@ -65,6 +65,14 @@ class OffloadConfig:
     (`torch.cuda.set_per_process_memory_fraction`, from PyTorch 2.8 on), minus memory that others use and a margin for
     fragmentation. The margin grows if PyTorch's allocator runs short. If everything fits, nothing is offloaded."""
 
+    gradients: bool | Literal["lazy"] = False
+    """Have gradients take no GPU memory until a backward needs it ("lazy"), and leave between microbatches too (True).
+    A DDP bucket (40 million parameters, by default) is allocated, zeroed, when a backward first adds to one of its
+    gradients, and freed when the next step zeroes them. So the peak falls where a step has one microbatch. With True
+    each bucket is copied to pinned host memory after its backward in all microbatches but the last, and back before the
+    next one. These copies hide behind microbatches of some 5,600 tokens or more on an H200. Needs
+    `ddp.overlap_grad_reduce=True`: without it all gradients of a rank are one bucket."""
+
     slab_bytes: int = 1024 * MIB
     """Largest part of the optimizer state that is updated in one go, in bytes. The engine uses less if that costs less
     time: the geometric mean of the state and 8 MiB (0.4 GB of 20 GB), or a 16th of the state. A part has one slab for
@@ -95,6 +103,8 @@ class OffloadConfig:
         for name in ("moments", "master_weights", "pin_memory", "measure"):
             if not isinstance(getattr(self, name), bool):
                 refuse(name, ": use True or False")
+        if not (isinstance(self.gradients, bool) or self.gradients == "lazy"):
+            refuse("gradients", ": use False, 'lazy' or True")
         if not isinstance(self.master_remainders, bool | None):
             refuse("master_remainders", ": use True, False or None")
         if not (self.moments or self.master_weights):

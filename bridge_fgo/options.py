@@ -29,7 +29,7 @@ class Option:
     """One option, named like the field of `OffloadConfig` that it sets (`setting`), with one sentence of help.
 
     Its value is a bool, int, float or str (`kind`): one of `choices`, where there are any, or one of `words` or a
-    number.
+    number, or true or false.
     """
 
     setting: str
@@ -39,8 +39,19 @@ class Option:
     help: str
 
     def read(self, text: str | float) -> str | float:
-        """Return one of `words`, or the number in `text`; raise ValueError if it is neither."""
-        return text if isinstance(text, str) and text in self.words else self.kind(text)
+        """Return one of `words`, or the number or truth in `text`; raise ValueError if it is neither."""
+        if isinstance(text, str) and text in self.words:
+            return text
+        if self.kind is not bool:
+            return self.kind(text)
+        if str(text).lower() not in ("true", "false"):
+            raise ValueError(f"{text!r} is none of {', '.join((*self.words, 'true', 'false'))}")
+        return str(text).lower() == "true"
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the option takes no value: it has a form that sets True and one that sets False."""
+        return self.kind is bool and not self.words
 
     @property
     def flag(self) -> str:
@@ -106,7 +117,7 @@ def command_line(given: Mapping[str, Any]) -> list[str]:
         value = given.get(option.setting)
         if value is None:
             continue
-        if option.kind is bool:
+        if option.is_switch:
             words.append(option.flag if value else option.off)
         else:
             words += [option.flag, str(value)]
@@ -127,7 +138,7 @@ def takes_offload_options(command: Callable[..., Any]) -> Callable[..., Any]:
         # An enum, because typer takes Literal only since 0.19.
         kind = StrEnum(option.setting, list(option.choices)) if option.choices else option.kind
         parser = option.read if option.words else None
-        flags = f"{option.flag}/{option.off}" if option.kind is bool else option.flag
+        flags = f"{option.flag}/{option.off}" if option.is_switch else option.flag
         annotation = Annotated[kind | None, typer.Option(flags, help=option.help, parser=parser)]
         parameters.append(
             inspect.Parameter(option.setting, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -139,7 +150,7 @@ def takes_offload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def add_offload_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add the options to an argparse parser."""
     for option in OPTIONS:
-        if option.kind is bool:
+        if option.is_switch:
             parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=option.help)
         else:
             read = option.read if option.words else option.kind

@@ -88,7 +88,7 @@ def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
         optimizer = _optimizer_of(result, config)
         model = arguments.get("model", arguments.get("mimo_model"))
         if model is not None:
-            engine = attach(optimizer, model_config_of({"model": model}), settings).engine
+            engine = attach(optimizer, model_config_of({"model": model}), settings, model).engine
             on_every_rank(partial(engine.offload_now, whole=True))
     return result
 
@@ -152,7 +152,7 @@ def after_model_hooks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
     arguments = arguments_of(wrapped, args, kwargs)
     optimizer = arguments.get("optimizer")
     if optimizer is not None and flag_is_set(getattr(optimizer, "config", None)):
-        attach(optimizer, model_config_of(arguments), settings_of(optimizer.config))
+        attach(optimizer, model_config_of(arguments), settings_of(optimizer.config), arguments.get("model"))
     return result
 
 

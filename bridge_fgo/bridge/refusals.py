@@ -219,6 +219,15 @@ OF_ENGINES = [
 ]  # fmt: skip
 """Rows that apply to mcore's own offloaders."""
 
+GRADIENTS = "OffloadConfig.gradients"
+_KEEP_GRADIENTS = f"set {GRADIENTS}=False"
+
+
+def _gradients(beside: str, text: str, when: Callable[[Asked], bool]) -> Refusal:
+    """Return the row of a setting beside which gradients can be neither allocated late nor offloaded."""
+    return Refusal(GRADIENTS, (beside,), f"{text}; {_KEEP_GRADIENTS}", lambda a: bool(a[GRADIENTS]) and when(a))
+
+
 REMAINDERS = "OffloadConfig.master_remainders"
 PRECISION_AWARE = "optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8"
 OF_SETTINGS = [
@@ -245,14 +254,36 @@ OF_SETTINGS = [
             lambda a, name=name: a.sets(REMAINDERS, name))
         for name in ("optimizer.reuse_grad_buf_for_mxfp8_param_ag", "ddp.fp8_param_gather", "ddp.fp4_param_gather")
     ),
+    _gradients("ddp.overlap_grad_reduce",
+        "all gradients of a rank are one bucket then, which the whole backward needs; set ddp.overlap_grad_reduce=True",
+        lambda a: a["ddp.overlap_grad_reduce"] is False),
+    _gradients("ddp.nccl_ub", "NCCL has the memory of the gradients registered; set ddp.nccl_ub=False",
+        lambda a: a.sets("ddp.nccl_ub")),
+    _gradients("optimizer.reuse_grad_buf_for_mxfp8_param_ag",
+        "gradients share a buffer with the weights that are gathered",
+        lambda a: a.sets("optimizer.reuse_grad_buf_for_mxfp8_param_ag")),
+    _gradients("model.cuda_graph_impl",
+        "a CUDA graph has the addresses of the gradients baked in; set model.cuda_graph_impl='none'",
+        lambda a: isinstance(a["model.cuda_graph_impl"], str) and a["model.cuda_graph_impl"] != "none"),
+    _gradients("optimizer.optimizer", "its all-gather of weights takes the memory of the gradients; use 'muon'",
+        lambda a: a["optimizer.optimizer"] in LAYER_WISE),
+    *(
+        _gradients(name, f"kernels add to gradients later than, or beside, a layer's backward; set {name}=False, or "
+            f"{GRADIENTS}='lazy'", lambda a, name=name: a.sets(GRADIENTS, name))
+        for name in (
+            "model.delay_wgrad_compute", "model.overlap_moe_expert_parallel_comm", "model.moe_shared_expert_overlap",
+        )
+    ),
 ]  # fmt: skip
-"""Settings of the masters that cannot be honoured: there are none, or no weight is the rounding of one."""
+"""Settings that cannot be honoured: of masters, where there are none, or no weight is the rounding of one; and of
+gradients, whose memory somebody else counts on."""
 
 OF_SETTINGS_UNDER_FSDP = [
     Refusal("OffloadConfig.engine", (FLAG_TEXT, FSDP),
         "mcore's offloader knows the buffers of its own DDP alone; use OffloadConfig(engine='native')",
         lambda a: a["OffloadConfig.engine"] == "mcore"),
     Refusal(REMAINDERS, (FLAG_TEXT, FSDP), "its masters are copied whole; leave it at None"),
+    _gradients(FSDP, "it has buffers of its own for gradients", lambda a: True),
     Refusal("OffloadConfig.moments", ("ddp.megatron_fsdp_main_params_dtype",),
         "weights have no masters, and nothing would be offloaded; set moments=True or leave the flag unset",
         lambda a: (
@@ -291,11 +322,11 @@ def all_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
             yield str(error)
         else:
             yield from told(OF_ENGINES, Asked(cfg, settings, engine))
-        yield from master_refusals(cfg, settings)
+        yield from setting_refusals(cfg, settings)
 
 
-def master_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
-    """Yield why settings of the masters cannot be honoured."""
+def setting_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
+    """Yield why settings of masters and gradients cannot be honoured."""
     return told(OF_SETTINGS_UNDER_FSDP if uses_fsdp(cfg) else OF_SETTINGS, Asked(cfg, settings))
 
 

@@ -15,6 +15,7 @@ from bridge_fgo.bridge.compat import FLAG
 from bridge_fgo.bridge.session import Session, active_session
 from bridge_fgo.bridge.settings import is_installed
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engines.gradients import gradients_of
 from bridge_fgo.engines.ranks import on_every_rank, require_host_memory, told_by_ranks
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
@@ -447,7 +448,7 @@ class Residency:
             from megatron.core.utils import get_model_config
 
             states.drive()
-            self._session = Session(None, get_model_config(self._chunks[0]), states.config, states)
+            self._session = Session(None, get_model_config(self._chunks[0]), states.config, owner=states)
         return self._session
 
     def _gradients_ready(self) -> None:
@@ -563,6 +564,12 @@ def _accepted(
         raise ValueError(
             "Residency(config=OffloadConfig(engine='mcore')): this package's engine alone can move states between "
             "steps; use engine='native'"
+        )
+    buffers = [buffer for chunk in chunks for ddp in ddp_of(chunk) for buffer in ddp.buffers]
+    if (config is not None and config.gradients) or any(gradients_of(buffer) is not None for buffer in buffers):
+        raise ValueError(
+            "Residency with OffloadConfig.gradients: it moves gradients itself, between steps, and cannot yet where "
+            "they are moved within a step too; set OffloadConfig.gradients=False"
         )
     if Residency.of(chunks) is not None:
         raise ValueError(

@@ -13,6 +13,8 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
+
 from bridge_fgo.bridge.compat import FLAG, check_flag, choose_engine, flag_is_set, mcore_version
 from bridge_fgo.bridge.optimizers import eligible, stage_of
 from bridge_fgo.bridge.points import ModelPoints, reload_hook
@@ -26,11 +28,15 @@ from bridge_fgo.bridge.refusals import (
 from bridge_fgo.bridge.reporting import say, warn
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.engine import ATTACHED, Attachment, Engine, attachment_of
-from bridge_fgo.engines.ranks import make_engine, on_every_rank, pin_on_every_rank
+from bridge_fgo.engines.gradients import Gradients
+from bridge_fgo.engines.native import make_transfers
+from bridge_fgo.engines.offloaded_source import pin
+from bridge_fgo.engines.ranks import make_engine, on_every_rank, pin_on_every_rank, require_host_memory
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.memory import copy_queues
 from bridge_fgo.memory.meters import PeakMeter
-from bridge_fgo.sleep.refusals import STATES
+from bridge_fgo.offload.profile import Mark
+from bridge_fgo.sleep.refusals import STATES, ddp_of
 from bridge_fgo.sleep.states import OptimizerStates
 from bridge_fgo.states.choice import source_of
 from bridge_fgo.states.distributed import McoreSource
@@ -56,6 +62,7 @@ class Session:
             a Float16OptimizerWithFloat16Params.
         model_config: the model config that holds `finalize_model_grads_func`.
         config: the settings in force.
+        model: its model, or a list of its chunks, whose gradients may be moved too.
         owner: what has made the engine and closes it, attached; None where the session does.
 
     Raises:
@@ -64,18 +71,25 @@ class Session:
     """
 
     def __init__(
-        self, optimizer: Any, model_config: Any, config: OffloadConfig, owner: OptimizerStates | None = None
+        self,
+        optimizer: Any,
+        model_config: Any,
+        config: OffloadConfig,
+        model: Any = None,
+        owner: OptimizerStates | None = None,
     ) -> None:
         if owner is None:
             meter = PeakMeter()
             sources, engine = on_every_rank(partial(_make_engine, optimizer, model_config, config, meter))
             pin_on_every_rank(engine)
+            self.gradients = _take_gradients(model, config)
             # Only now, so that a refusal leaves nothing half attached, on any rank.
             for source in sources:
                 if engine.name == "native":
                     source.drop_other_offloader()
                 setattr(source.optimizer, ATTACHED, Attachment(engine, source))
         else:
+            self.gradients = None
             meter, sources, engine = owner.meter, owner.sources, owner.engine
             owner.engine.schedule.holding.announce, owner.engine.schedule.holding.warn = say, warn
         self.what = f"optimizer.{FLAG}=True" if owner is None else "Residency.training_step()"
@@ -124,7 +138,7 @@ class Session:
         try:
             with (
                 nullcontext() if is_captured else reload_hook(self.model_config, self.reload),
-                self._points.hooked(model, engine.point if engine.watches_points and not is_captured else None),
+                self._points.hooked(model, self._point if engine.watches_points and not is_captured else None),
                 engine.training_step(microbatches, is_saved_next),
             ):
                 yield
@@ -189,7 +203,17 @@ class Session:
             self.engine.begin_pass(is_like_others=False)
         else:
             self.engine.begin_pass()
-        self._points.begin_pass(self.engine.forward if self.engine.checks_inputs_only else None)
+        needs_points = not self.engine.checks_inputs_only
+        if self.gradients is not None:
+            self.gradients.begin_pass()
+            needs_points |= self.gradients.offloads
+        self._points.begin_pass(None if needs_points else self.engine.forward)
+
+    def _point(self, mark: Mark) -> bool:
+        """Pass a point of the model."""
+        if self.gradients is not None:
+            self.gradients.point(mark)
+        return self.engine.point(mark)
 
     def release(self) -> None:
         """Let GPU memory go: grads are zeroed and nothing reads the states any more."""
@@ -240,6 +264,8 @@ class Session:
         """
         if self.closed and not self.is_lost:  # by an uninstall
             return
+        if self.gradients is not None:
+            self.gradients.close()
         if self._owner is None:
             self.engine.close()
         else:
@@ -263,6 +289,9 @@ class Session:
         pinned = f"{engine.pinned_bytes / gib:.2f} GiB of host memory pinned"
         if engine.name != "native":
             pinned = "host memory pinned by mcore in the first steps"
+        if (gradients := self.gradients) is not None:
+            moving = f", {gradients.moving_bytes / gib:.2f} GiB leave between microbatches" * gradients.offloads
+            stays += f"; {gradients.nbytes / gib:.2f} GiB of gradients are allocated in backward{moving}"
         if not engine.sources:
             stays = "everything: this rank has only stub optimizers"
         say(
@@ -304,6 +333,37 @@ def _make_engine(
     return sources, make_engine(name, sources, config, meter, stage_of(leaves), say, warn)
 
 
+def _take_gradients(model: Any, config: OffloadConfig) -> Gradients | None:
+    """Return the gradients of a model, with their host memory pinned; None where mcore keeps them.
+
+    A collective where they are offloaded; raises as `Session`.
+    """
+    if not config.gradients:
+        return None
+    device = torch.device("cpu")
+
+    def take() -> Gradients:
+        nonlocal device
+        chunks = [chunk for chunk in (model if isinstance(model, list) else [model]) if chunk is not None]
+        ddps = [ddp for chunk in chunks for ddp in ddp_of(chunk)]
+        if not ddps and any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()):
+            raise ValueError(
+                f"OffloadConfig.gradients={config.gradients!r}: the model has no DDP of mcore's, whose gradients it is "
+                "about; set OffloadConfig.gradients=False"
+            )
+        device = next((buffer.grad_data.device for ddp in ddps for buffer in ddp.buffers), device)
+        return Gradients(ddps, make_transfers(device, config), offloads=config.gradients is True)
+
+    gradients = on_every_rank(take)
+    if config.gradients is True:
+        hosts = gradients.map_hosts()
+        if device.type != "cuda" or not config.pin_memory:
+            hosts = []
+        require_host_memory(sum(host.tensor.numel() for host in hosts))
+        on_every_rank(lambda: pin(hosts, device) if hosts else 0.0)
+    return gradients
+
+
 # All sessions.
 
 
@@ -330,8 +390,8 @@ def all_sessions() -> list[Session]:
     return [session for session in opened if not session.is_lost] or opened
 
 
-def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:
-    """Return the session of a top-level optimizer, made and announced on the first call.
+def attach(optimizer: Any, model_config: Any, config: OffloadConfig, model: Any = None) -> Session:
+    """Return the session of a top-level optimizer and its model, made and announced on the first call.
 
     Raises:
         ValueError: as `Session`; or the settings are others than at the first call.
@@ -344,7 +404,7 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:
             "was on its way between GPU and host; build it anew and resume from the last checkpoint"
         )
     if session is None or session.closed:
-        session = Session(optimizer, model_config, config)
+        session = Session(optimizer, model_config, config, model)
         setattr(optimizer, SESSION, session)
         session.publish()
         session.announce()
@@ -357,7 +417,7 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig) -> Session:
     return session
 
 
-def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: OffloadConfig) -> Session | None:
+def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: OffloadConfig, model: Any) -> Session | None:
     """Return the session that drives a training step, or None where the flag is not set.
 
     A flag that was unset in mid-run makes the states resident and closes the session.
@@ -372,7 +432,7 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
             session.close()
             delattr(optimizer, SESSION)
         return None
-    session = attach(optimizer, model_config, config)
+    session = attach(optimizer, model_config, config, model)
     if not session.began:
         if copies_go_to_a_worker(cfg.checkpoint):
 

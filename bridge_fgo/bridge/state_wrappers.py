@@ -22,6 +22,7 @@ from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, s
 from bridge_fgo.bridge.session import active_session, all_sessions
 from bridge_fgo.bridge.settings import installed_config, settings_of
 from bridge_fgo.engines.engine import attachment_of
+from bridge_fgo.engines.gradients import gradients_of
 from bridge_fgo.memory.guard import own, touch_all
 from bridge_fgo.sleep import upstream
 from bridge_fgo.states.distributed import TORCH, UPSTREAM_OFFLOADERS, as_they_are, load_groups
@@ -428,7 +429,10 @@ def restores_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 def offloads_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have a DDP buffer offloaded to exact pinned memory, and only what has changed."""
-    upstream.mover_of(instance, installed_config().pin_memory).offload(*_moved_parts(wrapped, args, kwargs))
+    params, grads = _moved_parts(wrapped, args, kwargs)
+    if grads and (gradients := gradients_of(instance)) is not None:
+        gradients.zero(instance)
+    upstream.mover_of(instance, installed_config().pin_memory).offload(params, grads)
 
 
 def reloads_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

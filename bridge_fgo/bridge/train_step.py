@@ -33,7 +33,7 @@ def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs, one_
     arguments = {**by_place, **arguments_of(wrapped, args, kwargs), **kwargs}
     state, optimizer, model_config = arguments["global_state"], arguments["optimizer"], model_config_of(arguments)
     settings = settings_of(state.cfg.optimizer)
-    session = session_for_step(optimizer, model_config, state.cfg, settings)
+    session = session_for_step(optimizer, model_config, state.cfg, settings, arguments["model"])
     if session is None and settings.measure and optimizer is not None:
         measurement = measurement_of(optimizer)
         with measurement.training_step(model_config):

@@ -18,11 +18,22 @@ from bridge_fgo.memory.layout import pieces
 
 
 class Movable(Protocol):
-    """What the copies of a `Slab` need of it."""
+    """What copies need of what they move: a `Slab`, or a `GradientBucket`."""
 
-    gpu: torch.Tensor | None
-    staging: torch.Tensor | None
-    host: HostBuffer
+    @property
+    def gpu(self) -> torch.Tensor | None:
+        """Its GPU memory, uint8; None where there is none."""
+        ...
+
+    @property
+    def staging(self) -> torch.Tensor | None:
+        """GPU memory in which it is encoded, uint8; None where there is none."""
+        ...
+
+    @property
+    def host(self) -> HostBuffer:
+        """Its host memory."""
+        ...
 
     @property
     def moving(self) -> torch.Tensor:
@@ -108,6 +119,10 @@ class Transfers(ABC):
 
     def has_landed(self, slab: Movable) -> bool:
         """Return whether the newest copy in is over; the host does not wait for it."""
+        return True
+
+    def has_left(self, slab: Movable) -> bool:
+        """Return whether the newest copy out is over; the host does not wait for it."""
         return True
 
     def wait_out(self, slab: Movable) -> None:  # noqa: B027
@@ -360,6 +375,10 @@ class CudaTransfers(Transfers):
     @override
     def has_landed(self, slab: Movable) -> bool:
         return self._events(slab)[1].has_happened()
+
+    @override
+    def has_left(self, slab: Movable) -> bool:
+        return self._events(slab)[0].has_happened()
 
     @override
     def wait_out(self, slab: Movable) -> None:

@@ -133,6 +133,10 @@ class DebugTransfers(Transfers):
     def has_landed(self, slab: Movable) -> bool:
         return slab not in self._late_in and self._transfers.has_landed(slab)
 
+    @override
+    def has_left(self, slab: Movable) -> bool:
+        return slab not in self._late_out and self._transfers.has_left(slab)
+
     def _catch_up_out(self, slab: Movable) -> None:
         if slab in self._late_out:
             self._transfers.copy_out(slab)

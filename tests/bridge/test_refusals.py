@@ -34,6 +34,8 @@ def cfg(installed, monkeypatch):
 
 SAVED = {"checkpoint.save": "somewhere"}
 REMAINDERS = {"OffloadConfig.master_remainders": True}
+LAZY = {"OffloadConfig.gradients": "lazy", "ddp.overlap_grad_reduce": True}
+OFF = LAZY | {"OffloadConfig.gradients": True}
 OF_MCORE = {"OffloadConfig.engine": "mcore"}
 WHOLE = {"optimizer.use_distributed_optimizer": False}
 FSDP = {"ddp.use_megatron_fsdp": True}
@@ -81,15 +83,28 @@ REFUSED = {
         REMAINDERS | {"optimizer.reuse_grad_buf_for_mxfp8_param_ag": True},
         REMAINDERS | {"ddp.fp8_param_gather": True},
         REMAINDERS | {"ddp.fp4_param_gather": True},
+        LAZY | {"ddp.overlap_grad_reduce": False},
+        LAZY | {"ddp.nccl_ub": True},
+        LAZY | {"optimizer.reuse_grad_buf_for_mxfp8_param_ag": True},
+        LAZY | {"model.cuda_graph_impl": "transformer_engine"},
+        LAZY | WHOLE | {"optimizer.optimizer": "dist_muon"},
+        *(
+            OFF | {f"model.{name}": True}
+            for name in ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")
+        ),
     ],
     "OF_SETTINGS_UNDER_FSDP": [
         FSDP | OF_MCORE,
         FSDP | REMAINDERS,
+        FSDP | LAZY,
         FSDP | {"OffloadConfig.moments": False, "ddp.megatron_fsdp_main_params_dtype": None},
     ],
 }
 """Of each table what its rows refuse, in their order: the settings in which a config differs from one that is fine."""
-BY_DEFAULT = {"OffloadConfig.engine", "ddp.use_megatron_fsdp", "optimizer.use_distributed_optimizer"}
+BY_DEFAULT = {
+    *("OffloadConfig.engine", "ddp.use_megatron_fsdp", "optimizer.use_distributed_optimizer"),
+    "ddp.overlap_grad_reduce",
+}
 """Settings without which something else is refused, or another row says it."""
 
 

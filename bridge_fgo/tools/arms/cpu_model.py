@@ -68,6 +68,8 @@ class CpuOptions:
     """Second moments of AdaptiveMuon: of each element, or of each row or column."""
     overlap_grad_reduce: bool = False
     """Reduce gradients during backward, as soon as they are ready."""
+    bucket_size: int | None = None
+    """Elements of a DDP bucket; None is mcore's, which has all of this model in one. Needs `overlap_grad_reduce`."""
     overlap_param_gather: bool = False
     """Gather parameters in the next forward, by hooks before each module; needs `overlap_grad_reduce`."""
     found_inf_steps: frozenset[int] = frozenset()
@@ -185,6 +187,7 @@ def make_config(options: CpuOptions) -> Any:
             use_distributed_optimizer=options.distributed,
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=options.overlap_grad_reduce,
+            bucket_size=options.bucket_size,
             overlap_param_gather=options.overlap_param_gather,
             check_for_nan_in_grad=False,  # would raise where the optimizer is to find the infs
             num_distributed_optimizer_instances=options.instances,

@@ -34,7 +34,10 @@ SLAB_BYTES = {"slabs": 4 * 2**20}
 CHUNK_NUMEL = 2**25
 """Elements of a chunk of the step of Megatron-LM #6544, whose states are 0.4 GB: about as much as a part of this
 package's step has."""
-NAMES = ("resident", "recomputed", "native", "whole", "half", "auto", "mcore", "fsdp_resident", "fsdp", "hybrid")
+NAMES = (
+    *("resident", "recomputed", "native", "whole", "half", "auto", "lazy", "gradients"),
+    *("mcore", "fsdp_resident", "fsdp", "hybrid"),
+)
 """Kinds of arms."""
 
 
@@ -198,6 +201,8 @@ def _options_of_kinds(preset: str, optimizer: str, fsdp: str | None) -> dict[str
         "whole": (*native, "--no-master-remainders"),
         "half": native,
         "auto": (*native, "--gpu-memory-budget-gib", "auto"),
+        "lazy": (*native, "--gradients", "lazy"),
+        "gradients": (*native, "--gradients", "true"),
         "mcore": ("--optimizer", "muon", "--layer-wise", "--offload", "on", "--no-install") if muon else mcore,
         "fsdp_resident": ("--fsdp", str(fsdp), *resident),
         "fsdp": ("--fsdp", str(fsdp), *native),

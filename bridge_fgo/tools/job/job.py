@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.bridge.compat import as_if_set, native_only_refusal
-from bridge_fgo.bridge.refusals import config_refusals, master_refusals
+from bridge_fgo.bridge.refusals import config_refusals, setting_refusals
 from bridge_fgo.bridge.settings import settings_of
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.demo import missing_packages
@@ -159,7 +159,7 @@ def _from_numbers(
     stages = stages_from_numbers(config)
     settings = settings_of(config.optimizer, settings)
     flag, config.optimizer = as_if_set(config.optimizer)
-    refusals = [*config_refusals(config), *master_refusals(config, settings)]
+    refusals = [*config_refusals(config), *setting_refusals(config, settings)]
     if refusal := native_only_refusal(settings):
         refusals.append(refusal)
     return Job(config, parallel, stages, "the config's numbers", settings, flag, refusals, gpus_given=gpus is not None)

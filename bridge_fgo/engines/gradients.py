@@ -1,0 +1,275 @@
+"""The gradients of a rank, in DDP's buffers: without memory until a backward needs it, and off between microbatches.
+
+The time line of a step:
+
+1.  Bridge zeroes the gradients: `zero`. No bucket has memory (ABSENT).
+2.  A backward reads `main_grad` of a parameter, to add to it. Its bucket is allocated and zeroed:
+    `GradientBucket.require`.
+3.  Something was added to all gradients of a bucket. If this is not the last microbatch, its copy out starts at the
+    next point, and its memory is freed once the copy is over: `point`. At most `MOST_LEAVING` buckets are under way,
+    and none at the end of the next forward, where activations peak.
+4.  As the last layer of the next microbatch runs forward, the first bucket of its backward is prefetched; and each
+    bucket that this backward needs has the next one prefetched, in the order of the backward before.
+5.  DDP reduces the buckets: `reduce`. From here on all stay until the next step zeroes them.
+
+None of this decides what is right: whoever reads a gradient that is not on the GPU waits until it is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
+from bridge_fgo.memory.guard import Guard, empty, fill
+from bridge_fgo.memory.host_buffer import HostBuffer
+from bridge_fgo.memory.meters import Traffic
+from bridge_fgo.memory.transfers import Transfers
+from bridge_fgo.offload.profile import Mark
+
+MANAGED = "_bridge_fgo_gradients"
+"""Attribute of a `_ParamAndGradBuffer`, and of a bucket group, that holds the `Gradients` that it belongs to."""
+
+MOST_LEAVING = 4
+"""Buckets whose copies out may be under way. DDP closes a bucket at 40 million parameters, 0.16 GB in fp32, so that
+most have a layer or less."""
+
+AHEAD = 1
+"""Buckets that are prefetched ahead of the one that a backward needs, and layers before the end of a forward at which
+the first one is. A layer's backward takes ten times as long as the copy of its gradients where they hide at all."""
+
+LARGEST_SHARE = 4
+"""A bucket with more than a fourth of all gradients stays: it would be back for most of each backward. mcore makes one
+bucket of all on later pipeline stages."""
+
+WHOLE = (
+    "the gradients of a whole DDP buffer (`buffer.grad_data`) were used; each bucket has its own, in "
+    "`bucket.grad_data`, and each parameter in `main_grad`: use these, or set OffloadConfig.gradients=False"
+)
+
+
+class Gradients:
+    """The gradients of some DDP models, bucket by bucket; `offloads` says whether they leave between microbatches.
+
+    What the buffers hold now is dropped: a training step zeroes it before anything else.
+
+    Raises:
+        ValueError: gradients share their memory with weights; nothing is changed.
+    """
+
+    def __init__(self, ddps: Iterable[Any], transfers: Transfers, offloads: bool) -> None:
+        ddps = list(ddps)
+        for buffer in (buffer for ddp in ddps for buffer in _buffers(ddp)):
+            if getattr(buffer, "shared_buffer", None) is not None:
+                raise ValueError(
+                    "OffloadConfig.gradients with MXFP8 weights: their gradients share a buffer with the weights that "
+                    "are gathered (optimizer.reuse_grad_buf_for_mxfp8_param_ag=True); set OffloadConfig.gradients=False"
+                )
+        self.offloads = offloads
+        self.traffic = Traffic()
+        self._transfers = transfers
+        self._guard = Guard(self._whole_is_used)
+        self._buffers: dict[int, tuple[Any, list[GradientBucket]]] = {}
+        """mcore's buffers by their `id`, with their buckets."""
+        self._bucket_of: dict[int, GradientBucket] = {}
+        """By the `id` of mcore's bucket."""
+        self._group_of: dict[GradientBucket, Any] = {}
+        """mcore's bucket group of each."""
+        self._in_use: list[GradientBucket] = []
+        """Those that a backward has brought, and that are to leave."""
+        self._leaving: deque[GradientBucket] = deque()
+        self._forwards: deque[int] = deque([-1], maxlen=AHEAD + 1)
+        """The layers whose forward began last."""
+        self._lead = -1
+        """The first of them when the present backward began: there the next such backward has its first prefetched."""
+        self._orders: dict[int, list[GradientBucket]] = {}
+        """The buckets that a backward needed, in order, by its lead."""
+        self._needed: list[GradientBucket] = []
+        """Those that the present backward has needed; none before it begins."""
+        for ddp in ddps:
+            for buffer in _buffers(ddp):
+                self._take(buffer)
+            for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+                vars(group)[MANAGED] = self
+                _forget_shards(group)
+                self._group_of.update((self._bucket_of[id(bucket)], group) for bucket in group.buckets)
+        self.nbytes = sum(bucket.nbytes for bucket in self.buckets)
+        self._moving = {b for b in self.buckets if offloads and LARGEST_SHARE * b.nbytes <= self.nbytes}
+
+    def _take(self, buffer: Any) -> None:
+        mine = []
+        extra = {id(tensor) for tensor in buffer.extra_main_grads}  # they have memory of their own, and keep it
+        for bucket in buffer.buckets:
+            params = [param for param in bucket.params_list if id(param.main_grad) not in extra]
+            views = [
+                (
+                    param.main_grad_copy_in_grad_buffer if id(param.main_grad) in extra else param.main_grad,
+                    bucket.param_to_index[param][0],
+                )
+                for param in bucket.params_list
+            ]
+            mine.append(GradientBucket(bucket.grad_data, views, params, self._transfers, self.needed))
+            self._bucket_of[id(bucket)] = mine[-1]
+        self._buffers[id(buffer)] = buffer, mine
+        vars(buffer)[MANAGED] = self
+        self._guard.put_on([buffer.grad_data])
+        empty(buffer.grad_data.untyped_storage(), WHOLE)
+
+    def _whole_is_used(self, tensor: torch.Tensor) -> None:
+        raise RuntimeError(WHOLE)
+
+    @property
+    def buckets(self) -> list[GradientBucket]:
+        """All buckets."""
+        return [bucket for _, buckets in self._buffers.values() for bucket in buckets]
+
+    @property
+    def moving_bytes(self) -> int:
+        """Bytes that leave between microbatches."""
+        return sum(bucket.nbytes for bucket in self._moving)
+
+    def map_hosts(self) -> list[HostBuffer]:
+        """Map the host memory of what leaves; return it, to be page-locked."""
+        return [bucket.map_host() for bucket in self.buckets if bucket in self._moving]
+
+    def begin_pass(self) -> None:
+        """Begin a pass on the current stream, before its gradients are zeroed."""
+        self._transfers.begin_pass()
+
+    # What mcore does with buffers and bucket groups.
+
+    def zero(self, buffer: Any) -> None:
+        """Make the gradients of a buffer zero, without memory."""
+        for bucket in self._buffers[id(buffer)][1]:
+            bucket.zero()
+        for tensor in buffer.extra_main_grads:
+            tensor.zero_()
+        self._in_use.clear()
+        self._leaving.clear()
+        self._needed = []
+
+    def scale(self, buffer: Any, factor: float) -> None:
+        """Scale the gradients of a buffer; zeros stay as they are."""
+        for bucket, mine in zip(buffer.buckets, self._buffers[id(buffer)][1], strict=True):
+            if mine.state is not BucketState.ABSENT:
+                mine.require()
+                bucket.grad_data.mul_(factor)
+        for tensor in buffer.extra_main_grads:
+            tensor.mul_(factor)
+
+    def reduce(self, group: Any) -> None:
+        """Have the buckets of a group on the GPU to be reduced, also those that no backward has reached."""
+        for bucket in group.buckets:
+            self._bucket_of[id(bucket)].require()
+
+    # A pass.
+
+    def needed(self, bucket: GradientBucket) -> None:
+        """Note that a backward needs a bucket, and prefetch what it will need next."""
+        if bucket not in self._moving:
+            return
+        self._in_use.append(bucket)
+        if not self._needed:
+            self._lead = self._forwards[0]
+        self._needed.append(bucket)
+        order, place = self._orders.get(self._lead, []), len(self._needed)
+        if order[place - 1 : place] == [bucket]:
+            self._prefetch(order[place : place + AHEAD])
+
+    def _prefetch(self, buckets: list[GradientBucket]) -> None:
+        for bucket in buckets:
+            if bucket.state is BucketState.OFFLOADED:
+                try:
+                    with self.traffic:
+                        bucket.reload()
+                except torch.OutOfMemoryError:
+                    return  # the backward asks again
+                self.traffic.back += bucket.nbytes
+
+    def point(self, mark: Mark) -> None:
+        """Pass a point: a layer begins its forward, or has ended its backward."""
+        if not self._moving:
+            return
+        with self._transfers.on_compute_stream():
+            if mark.layer < 0:
+                self._send_off()
+                self._release(MOST_LEAVING)
+            elif torch._C._current_graph_task_id() < 0:  # else it runs once more, within a backward
+                self._begin_forward(mark.layer)
+
+    def _begin_forward(self, layer: int) -> None:
+        if self._needed:
+            self._orders[self._lead] = self._needed
+            self._needed = []
+        self._forwards.append(layer)
+        if layer in self._orders:
+            self._release(0)
+            self._prefetch(self._orders[layer][:AHEAD])
+
+    def _send_off(self) -> None:
+        staying = []
+        for bucket in self._in_use:
+            if self._group_of[bucket].is_last_microbatch or bucket.state is not BucketState.HERE:
+                continue  # it stays until it is reduced; or it is under way already
+            if bucket.is_complete:  # by the time of a point, kernels that add to what was read before are enqueued
+                with self.traffic:
+                    bucket.offload()
+                self.traffic.out += bucket.nbytes
+                self._leaving.append(bucket)
+            else:
+                staying.append(bucket)
+        self._in_use = staying
+
+    def _release(self, most: int) -> None:
+        """Free buckets whose copies are over, and wait for others until at most so many are under way."""
+        while self._leaving:
+            bucket = self._leaving[0]
+            if bucket.state is BucketState.OFFLOADING:
+                if len(self._leaving) <= most and not self._transfers.has_left(bucket):
+                    return
+                bucket.release()
+            self._leaving.popleft()
+
+    # The end.
+
+    def close(self) -> None:
+        """Give each buffer its gradients back, in one storage as before.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for a buffer beside its buckets; the rest stays as it is.
+        """
+        for key, (buffer, mine) in list(self._buffers.items()):
+            whole = buffer.grad_data
+            with torch.no_grad():
+                fill(whole.untyped_storage(), whole.numel() * whole.element_size(), WHOLE)
+                self._guard.take_off()
+                for bucket, one in zip(buffer.buckets, mine, strict=True):
+                    place = whole[bucket.offset : bucket.offset + bucket.grad_data.numel()]
+                    if one.state is BucketState.ABSENT:
+                        place.zero_()
+                    else:
+                        one.require()
+                        place.copy_(bucket.grad_data)
+                    one.close(place)
+            del self._buffers[key], vars(buffer)[MANAGED]
+        for group in self._group_of.values():
+            vars(group).pop(MANAGED, None)
+            _forget_shards(group)
+        self._moving.clear()
+
+
+def _buffers(ddp: Any) -> list[Any]:
+    return [*ddp.buffers, *ddp.expert_parallel_buffers]
+
+
+def _forget_shards(group: Any) -> None:
+    """Have mcore's bucket group make its views of the shards of gradients anew."""
+    group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
+
+
+def gradients_of(owner: Any) -> Gradients | None:
+    """Return the `Gradients` that a buffer or a bucket group of mcore's belongs to; None where mcore keeps them."""
+    return vars(owner).get(MANAGED)

@@ -1,0 +1,220 @@
+"""The gradients of one DDP bucket: without memory while they are zeros, and on the host between microbatches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from functools import cache
+from typing import Any
+
+import torch
+
+from bridge_fgo.memory.guard import Guard, empty, fill
+from bridge_fgo.memory.host_buffer import HostBuffer
+from bridge_fgo.memory.transfers import Transfers
+
+BUCKET = "_bridge_fgo_bucket"
+"""Attribute of a parameter that holds the bucket of its gradient."""
+
+_WHY = "gradients of a DDP bucket were used past `param.main_grad` and `bucket.grad_data`, and have no memory now"
+
+
+class BucketState(Enum):
+    """Where the gradients of a bucket are."""
+
+    ABSENT = auto()
+    """Nowhere: all are zero."""
+    HERE = auto()
+    OFFLOADING = auto()
+    """On the GPU, and being copied to the host."""
+    OFFLOADED = auto()
+    RELOADING = auto()
+
+
+class GradientBucket:
+    """A bucket's gradients in a storage of their own, which is emptied and filled in place; a `Movable`.
+
+    `data` is mcore's `bucket.grad_data`, [elements of the bucket]; `views` are the gradients in it, each with its first
+    element. They stay the objects that they are, and lose what they held: the gradients are ABSENT.
+
+    Whoever reads `main_grad` of one of `params` finds it allocated, zeroed or reloaded: each parameter is of a subclass
+    of its class, in which that is a property. So no reader has to be known, also where a kernel of an extension writes
+    the gradient. And whoever uses `data` in Python finds it too (`Guard`).
+
+    `needed` is a method, held weakly, that is called once a bucket that was not HERE is.
+    """
+
+    staging: torch.Tensor | None = None
+    is_lent = False
+
+    def __init__(
+        self,
+        data: torch.Tensor,
+        views: Sequence[tuple[torch.Tensor, int]],
+        params: Sequence[torch.nn.Parameter],
+        transfers: Transfers,
+        needed: Callable[[GradientBucket], None],
+    ) -> None:
+        self.nbytes = data.nbytes
+        self.state = BucketState.ABSENT
+        self.read: set[int] = set()
+        """Parameters, by `id`, whose gradient was read since the bucket came."""
+        self._transfers, self._needed = transfers, weakref.WeakMethod(needed)
+        self._views = [(weakref.ref(view), first) for view, first in ((data, 0), *views)]
+        self._data = weakref.ref(data)
+        self._guard = Guard(self._touched)
+        self._host: HostBuffer | None = None
+        self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=data.device)
+        self._storage = self._bytes.untyped_storage()
+        self._bind(self._bytes.view(data.dtype))
+        self.free()
+        self._params = [weakref.ref(param) for param in params]
+        for param in params:
+            vars(param)[BUCKET] = self
+            param.__class__ = _with_property(type(param))
+
+    def __reduce__(self) -> Any:
+        """Have a parameter that is copied or pickled know of no bucket."""
+        return type(None), ()
+
+    def _bind(self, data: torch.Tensor) -> None:
+        """Have all views be of other memory, of `data`'s elements."""
+        for ref, first in self._views:
+            if (view := ref()) is not None:
+                offset = data.storage_offset() + first
+                view.set_(data.untyped_storage(), offset, view.shape, view.stride())  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gradient of each parameter was read since the bucket came, and so added to."""
+        return len(self.read) == len(self._params)
+
+    # What copies need.
+
+    @property
+    def host(self) -> HostBuffer:
+        """The host buffer, as large as the bucket."""
+        assert self._host is not None
+        return self._host
+
+    def map_host(self) -> HostBuffer:
+        """Map the host memory, which is not page-locked yet."""
+        self._host = HostBuffer(self.nbytes)
+        return self._host
+
+    @property
+    def gpu(self) -> torch.Tensor | None:
+        """The memory, uint8 [nbytes]; None where it is freed."""
+        return self._bytes if self._storage.nbytes() else None
+
+    @property
+    def moving(self) -> torch.Tensor:
+        """The memory, uint8 [nbytes]."""
+        return self._bytes
+
+    def allocate(self) -> None:
+        """Take GPU memory, of undefined content, on the current stream."""
+        fill(self._storage, self.nbytes, _WHY)
+
+    def free(self) -> None:
+        """Give the GPU memory back."""
+        if (data := self._data()) is not None:
+            self._guard.put_on([data])
+        empty(self._storage, _WHY)
+
+    def _touched(self, tensor: torch.Tensor) -> None:
+        self.require()
+
+    # What happens to it.
+
+    def require(self) -> None:
+        """Have the gradients on the GPU, for the current stream to read and write.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for them; they stay where they are.
+        """
+        if self.state is BucketState.HERE:
+            return
+        if self.state is BucketState.ABSENT:
+            # Race: memory that is taken on a side stream of the model is that stream's, and would be reused before
+            # others have read it.
+            with self._transfers.computing():
+                self.allocate()
+                self._bytes.zero_()
+        if self.state is BucketState.OFFLOADED:
+            self.reload()
+        if self.state is BucketState.RELOADING:
+            self._transfers.wait_in(self)
+        self._guard.take_off()
+        self.state = BucketState.HERE
+        self.read.clear()
+        if (needed := self._needed()) is not None:
+            needed(self)
+
+    def offload(self) -> None:
+        """Start to copy the gradients to the host; whoever reads one until `release` has them stay."""
+        assert self.state is BucketState.HERE
+        self._transfers.copy_out(self)
+        self.state = BucketState.OFFLOADING
+
+    def release(self) -> None:
+        """Free the memory of a bucket that is OFFLOADING, once it is copied; the training stream waits for that."""
+        assert self.state is BucketState.OFFLOADING
+        self._transfers.release(self)
+        self.state = BucketState.OFFLOADED
+
+    def reload(self) -> None:
+        """Start to copy an OFFLOADED bucket back; raise as `require`."""
+        assert self.state is BucketState.OFFLOADED
+        self._transfers.copy_in(self)
+        self.state = BucketState.RELOADING
+
+    def zero(self) -> None:
+        """Make all gradients zero, and let go of their memory."""
+        if self.state in (BucketState.HERE, BucketState.OFFLOADING, BucketState.RELOADING):
+            if self._host is not None:
+                # Race: where a pass ended with an error, or an offload was given up, a copy may still use the memory.
+                self._transfers.wait_out(self)
+                self._transfers.wait_in(self)
+            self.free()
+        self.state = BucketState.ABSENT
+
+    def close(self, data: torch.Tensor) -> None:
+        """Have the gradients be those of `data` from now on, as before there was this bucket."""
+        self._guard.take_off()
+        self._bind(data)
+        for param in (param for ref in self._params if (param := ref()) is not None):
+            vars(param).pop(BUCKET, None)
+            (param.__class__,) = type(param).__bases__
+        if self._host is not None:
+            self._transfers.forget(self._host.address)
+            self._host.close()
+
+
+@cache
+def _with_property(cls: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
+    """Return a subclass of a parameter's class whose `main_grad` has memory as soon as it is read."""
+
+    def get(self: Any) -> torch.Tensor:
+        own = self.__dict__
+        bucket = own.get(BUCKET)
+        if bucket is not None:
+            if bucket.state is not BucketState.HERE:
+                bucket.require()
+            bucket.read.add(id(self))
+        try:
+            return own["main_grad"]
+        except KeyError:  # of a copy
+            raise AttributeError(f"{cls.__name__!r} object has no attribute 'main_grad'") from None
+
+    def put(self: Any, tensor: torch.Tensor) -> None:
+        own = self.__dict__
+        if own.get(BUCKET) is not None and tensor is not own.get("main_grad"):
+            raise RuntimeError(
+                "`main_grad` of a parameter was replaced, whose gradient DDP keeps in a bucket: set "
+                "OffloadConfig.gradients=False"
+            )
+        own["main_grad"] = tensor
+
+    return type(cls.__name__, (cls,), {"main_grad": property(get, put), "__module__": cls.__module__})
