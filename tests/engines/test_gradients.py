@@ -5,8 +5,6 @@ import dataclasses
 import pytest
 from both import OPTIMIZERS, PACKED, SMALL, as_resident, session_of, steps
 
-from bridge_fgo.memory.gradient_bucket import BucketState
-
 BUCKETS = SMALL | {"overlap_grad_reduce": True, "bucket_size": 20_000}
 """A model of several DDP buckets."""
 LAZY = dataclasses.replace(PACKED, gradients="lazy")
