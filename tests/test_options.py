@@ -20,6 +20,7 @@ GIVEN = {
     "master_remainders": (False, False),
     "fraction": (0.5, 0.5),
     "gpu_memory_budget_gib": (70.5, 70.5),
+    "gradients": (True, True),
     "slab_bytes": (64 * MIB, 64 * MIB),
     "piece_bytes": (8 * MIB, 8 * MIB),
     "pin_memory": (False, False),
@@ -75,6 +76,9 @@ def test_what_is_not_given_keeps_its_default() -> None:
         ("--fraction 0.5", {"fraction": 0.5}),
         ("--gpu-memory-budget-gib 2", {"gpu_memory_budget_gib": 2.0}),
         ("--gpu-memory-budget-gib auto", {"gpu_memory_budget_gib": "auto"}),
+        ("--gradients lazy", {"gradients": "lazy"}),
+        ("--gradients true", {"gradients": True}),
+        ("--gradients False", {"gradients": False}),
         ("--slab-bytes 2000000 --piece-bytes 70000", {"slab_bytes": 2_000_000, "piece_bytes": 70_000}),
     ],
 )
