@@ -137,6 +137,7 @@ def takes_offload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in OPTIONS:
         # An enum, because typer takes Literal only since 0.19.
         kind = StrEnum(option.setting, list(option.choices)) if option.choices else option.kind
+        kind = kind if option.is_switch or kind is not bool else str  # which would take no value
         parser = option.read if option.words else None
         flags = f"{option.flag}/{option.off}" if option.is_switch else option.flag
         annotation = Annotated[kind | None, typer.Option(flags, help=option.help, parser=parser)]
