@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from both import PACKED, session_of, steps, training
+from both import PACKED, SMALL, session_of, steps, training
 from fake_meter import have_sessions_take_it
 from saving import load, save, send_all_away, skip_data_of
 
@@ -148,7 +148,6 @@ def train_as_rank(rank: int, job: Job, saves: Path, killed: tuple[int, str, int]
 
 # Ranks of which one fails beside the others: at each place of each verb, in each context's block, with the flag.
 
-SMALL = {"hidden": 64, "sequence": 16, "vocab": 64}
 PARALLEL = {"DP": {}, "TP": {"tp": 2}, "PP": {"pp": 2}}
 VERBS = {
     "offload": ((), lambda res: res.offload()),

@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 
 import fused_adam
+from both import SMALL
 from bridge_loop import train as train_loop
 from saving import load, skip_data_of
 
@@ -54,7 +55,7 @@ class Attempts:
     def __call__(self, state, store=None, inprocess_call_wrapper=None):
         self.attempts += 1
         self.kept = [name for name, reference in self.old if reference() is not None]
-        run = CpuTraining(CpuOptions(offload=True))
+        run = CpuTraining(CpuOptions(offload=True, **SMALL))
         state.cfg = run.cfg
         run.state = state  # Bridge's, which lives through the restart
         run.cfg.checkpoint.save, run.cfg.checkpoint.save_interval = str(self.folder), SAVED_AFTER

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from both import PACKED, as_resident, bits, both, release, resident, session_of, steps, training
+from both import PACKED, SMALL, as_resident, bits, both, release, resident, session_of, steps, training
 
 import bridge_fgo
 from bridge_fgo.bridge.session import SESSION
@@ -285,7 +285,7 @@ def test_after_ctrl_c_in_a_move_a_new_training_goes_on_and_uninstalls_though_the
             bridge_fgo.reload_states()
         with pytest.raises(RuntimeError, match="cannot be trained any more"):
             run.step()
-    with CpuTraining(CpuOptions(offload=True)) as run:
+    with CpuTraining(CpuOptions(offload=True, **SMALL)) as run:
         for _ in range(3):
             run.step()
         bridge_fgo.reload_states()

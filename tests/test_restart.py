@@ -9,7 +9,7 @@ import weakref
 import children
 import pytest
 import restart_child
-from both import PACKED, bits, both, session_of, steps, training
+from both import PACKED, SMALL, bits, both, session_of, steps, training
 from bridge_loop import train
 from saving import assert_same_shards, configured, load, skip_data_of
 
@@ -110,10 +110,10 @@ def test_an_in_process_restart_keeps_no_memory_of_the_old_run_and_resumes_bitwis
         train(run, 6)
         resident = bits(run)
 
-    cfg = cpu_training.make_config(CpuOptions(offload=True))
+    cfg = cpu_training.make_config(CpuOptions(offload=True, **SMALL))
     monkeypatch.setattr(cpu_training, "make_config", lambda options: cfg)
     with bridge_fgo.install(PACKED):
-        run = CpuTraining(CpuOptions(offload=True))
+        run = CpuTraining(CpuOptions(offload=True, **SMALL))
         old = fail(run, tmp_path, where)
         state = run.state
         restart(run)
@@ -121,7 +121,7 @@ def test_an_in_process_restart_keeps_no_memory_of_the_old_run_and_resumes_bitwis
         gc.collect()
         assert len(old) > 20 and [what for what, reference in old if reference() is not None] == []
         assert state.cfg is cfg, "Bridge keeps its global state and the config"
-        with CpuTraining(CpuOptions(offload=True)) as run:
+        with CpuTraining(CpuOptions(offload=True, **SMALL)) as run:
             load(run, tmp_path)
             skip_data_of(run, 3)
             seen = train(run, 6)

@@ -97,13 +97,13 @@ class MeterOfMarks(FakeMeter):
 def test_lengths_that_change_are_bitwise_equal_and_no_step_is_above_what_releasing_throughout_has_reached(
     meter, monkeypatch
 ):
-    lengths, count = (4, 32), 16
-    expected, end = resident(count, lengths=lengths)
-    assert end != resident(count)[1]
+    options, count = {"sequence": 32, "lengths": (4, 32)}, 16
+    expected, end = resident(count, **options)
+    assert end != resident(count, sequence=32)[1]
     monkeypatch.setattr(session, "PeakMeter", MeterOfMarks)
-    monkeypatch.setattr(MeterOfMarks, "scale", expected.state_bytes / 60_000)  # of long sequences as much as the states
+    monkeypatch.setattr(MeterOfMarks, "scale", expected.state_bytes / 30_000)  # of long sequences as much as the states
     reached, excess, planned, seen = 0, [], [], []
-    with as_resident(count, lengths=lengths) as run:
+    with as_resident(count, **options) as run:
         run.step()
         schedule = session_of(run).engine.schedule
         point, beside = schedule.point, schedule.recorder._meter.beside

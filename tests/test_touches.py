@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from both import OPTIMIZERS, PACKED, SMALL, WHOLE, bits, both, exact, release, session_of, steps, training
+from both import OPTIMIZERS, PACKED, WHOLE, bits, both, exact, release, session_of, steps, training
 from saving import send_all_away
 
 import bridge_fgo
@@ -118,7 +118,7 @@ def test_what_callbacks_read_and_write_between_steps_is_bitwise_as_resident(case
         return seen
 
     config, options = CASES[case]
-    both(accessed, config, **SMALL, **options)
+    both(accessed, config, **options)
 
 
 def test_kernels_that_get_lists_of_tensors_find_masters_that_are_away(monkeypatch):
@@ -138,7 +138,7 @@ def test_kernels_that_get_lists_of_tensors_find_masters_that_are_away(monkeypatc
         return [tensor.double().sum().item() for tensors in lists for tensor in tensors]
 
     original = MultiTensorApply.__call__
-    with training(True, WHOLE, **SMALL) as run:
+    with training(True, WHOLE) as run:
         steps(run, 2)
         expected = [master.double().sum().item() for master in masters(run)]
         steps(run)
@@ -157,11 +157,11 @@ def test_hooks_inside_of_a_pass_find_masters_and_the_pass_goes_on():
         assert len(seen) > 4
         return seen
 
-    both(hooked, **SMALL)
+    both(hooked)
 
 
 def test_what_was_touched_is_said_once_with_its_line_and_counted(capsys):
-    with training(True, WHOLE, **SMALL) as run:
+    with training(True, WHOLE) as run:
         for _ in range(4):
             steps(run)
             masters(run)[0].sum()

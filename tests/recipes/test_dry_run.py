@@ -5,9 +5,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from bridge_fgo.recipes import catalog, dry_run
 from bridge_fgo.tools.demo import missing_packages
+from bridge_fgo.tools.main import app
 
 pytest.importorskip("nemo_run")
 
@@ -29,8 +31,21 @@ def asked(monkeypatch):
     return SimpleNamespace(commands=commands, answer=answer)
 
 
+@pytest.fixture
+def plans_here(monkeypatch):
+    """The plan that is asked for is made in this process, with models of the one that has Megatron imported."""
+
+    def run(command, **_):
+        assert command[:3] == [sys.executable, "-m", "bridge_fgo"]
+        done = CliRunner().invoke(app, command[3:])
+        return SimpleNamespace(returncode=done.exit_code, stdout=done.stdout, stderr=done.stderr)
+
+    monkeypatch.setattr(dry_run, "subprocess", SimpleNamespace(run=run))
+
+
 @needs_megatron
 @pytest.mark.slow
+@pytest.mark.usefixtures("plans_here")
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
