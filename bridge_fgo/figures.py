@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
-import torch
-
 from bridge_fgo.engines.engine import Engine
-from bridge_fgo.memory.meters import PeakMeter
+from bridge_fgo.memory.meters import PeakMeter, StepClock
 
 COUNTERS = ("out", "back", "seconds")
 """What an engine's traffic counts up."""
@@ -71,40 +67,6 @@ class Stats:
         optional = ("peak_forward_backward_bytes", "peak_step_bytes", "peak_reserved_bytes", "optimizer_step_seconds")
         values = asdict(self)
         return {f"bridge_fgo/{n}": values[n] for n in (*names, *optional) if values[n] is not None}
-
-
-class StepClock:
-    """Measures on the GPU how long optimizers step, without a host synchronisation."""
-
-    def __init__(self, meter: PeakMeter) -> None:
-        self._meter = meter
-        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._used = 0
-
-    def begin_step(self) -> None:
-        """Forget the last step."""
-        self._used = 0
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Measure the work that is enqueued inside the block."""
-        if not self._meter.works:
-            yield
-            return
-        if self._used == len(self._pairs):
-            self._pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-        start, end = self._pairs[self._used]
-        start.record()
-        yield
-        end.record()
-        self._used += 1
-
-    def seconds(self) -> float | None:
-        """Return the sum of what was measured in the step; None where nothing was or the GPU is not past it yet."""
-        pairs = self._pairs[: self._used]
-        if not pairs or not pairs[-1][1].query():
-            return None
-        return sum(start.elapsed_time(end) for start, end in pairs) / 1e3
 
 
 class Peaks:

@@ -29,12 +29,12 @@ from bridge_fgo.bridge.reporting import say, warn
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.engine import ATTACHED, Attachment, Engine, attachment_of
 from bridge_fgo.engines.gradients import Gradients
-from bridge_fgo.engines.native import make_transfers
+from bridge_fgo.engines.native import NativeEngine, make_transfers
 from bridge_fgo.engines.offloaded_source import pin
 from bridge_fgo.engines.ranks import make_engine, on_every_rank, pin_on_every_rank, require_host_memory
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.memory import copy_queues
-from bridge_fgo.memory.meters import PeakMeter
+from bridge_fgo.memory.meters import PeakMeter, StepClock
 from bridge_fgo.offload.profile import Mark
 from bridge_fgo.sleep.refusals import STATES, ddp_of
 from bridge_fgo.sleep.states import OptimizerStates
@@ -83,6 +83,10 @@ class Session:
             sources, engine = on_every_rank(partial(_make_engine, optimizer, model_config, config, meter))
             pin_on_every_rank(engine)
             self.gradients = _take_gradients(model, config)
+            if self.gradients is not None and config.gpu_memory_budget_gib is not None:
+                assert isinstance(engine, NativeEngine)  # no other takes a budget
+                self.gradients.measure(StepClock(meter))
+                engine.schedule.holding.neighbour = self.gradients
             # Only now, so that a refusal leaves nothing half attached, on any rank.
             for source in sources:
                 if engine.name == "native":

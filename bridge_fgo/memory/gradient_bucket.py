@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from functools import cache
 from typing import Any
@@ -62,6 +63,8 @@ class GradientBucket:
         """Parameters, by `id`, whose gradient was read since the bucket came."""
         self._transfers, self._needed = transfers, weakref.WeakMethod(needed)
         self._views = [(weakref.ref(view), first) for view, first in ((data, 0), *views)]
+        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Context of each wait for a copy, which may measure it."""
         self._data = weakref.ref(data)
         self._guard = Guard(self._touched)
         self._host: HostBuffer | None = None
@@ -145,7 +148,8 @@ class GradientBucket:
         if self.state is BucketState.OFFLOADED:
             self.reload()
         if self.state is BucketState.RELOADING:
-            self._transfers.wait_in(self)
+            with self.waiting():
+                self._transfers.wait_in(self)
         self._guard.take_off()
         self.state = BucketState.HERE
         self.read.clear()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -100,6 +101,40 @@ class PeakMeter:
         self.retries = stats.get("num_alloc_retries", 0)
         peak = peaks.get(ALLOCATED, 0)
         self._phase, self._interval = max(peak, self._phase), max(peak, self._interval)
+
+
+class StepClock:
+    """Measures on the GPU how long some work of a training step takes, without a host synchronisation."""
+
+    def __init__(self, meter: PeakMeter) -> None:
+        self._meter = meter
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._used = 0
+
+    def begin_step(self) -> None:
+        """Forget the last step."""
+        self._used = 0
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measure the work that is enqueued inside the block."""
+        if not self._meter.works:
+            yield
+            return
+        if self._used == len(self._pairs):
+            self._pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+        start, end = self._pairs[self._used]
+        start.record()
+        yield
+        end.record()
+        self._used += 1
+
+    def seconds(self) -> float | None:
+        """Return the sum of what was measured in the step; None where nothing was or the GPU is not past it yet."""
+        pairs = self._pairs[: self._used]
+        if not pairs or not pairs[-1][1].query():
+            return None
+        return sum(start.elapsed_time(end) for start, end in pairs) / 1e3
 
 
 class Ledger:

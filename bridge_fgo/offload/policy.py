@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Protocol
 
 from bridge_fgo.memory.layout import PartBytes
 from bridge_fgo.memory.meters import DeviceRoom
@@ -67,6 +68,23 @@ def budget_refusal(budget: int, least: int, about: str = "") -> str:
     )
 
 
+class Neighbour(Protocol):
+    """What has memory of its own that may stay on the GPU where a budget has room: gradients."""
+
+    @property
+    def moving_bytes(self) -> int:
+        """Bytes that leave the GPU."""
+        ...
+
+    def excess_bytes(self) -> int:
+        """Return the bytes whose copies training waits for, so that they stay before any state does."""
+        ...
+
+    def stay(self, room: int) -> int:
+        """Have as many bytes stay from now on as fit into `room`; return how many do."""
+        ...
+
+
 class HoldPolicy:
     """The plans of one rank, and the parts that stay under a budget.
 
@@ -88,6 +106,7 @@ class HoldPolicy:
         """Takes whether this rank can choose now, and returns whether all of them can; None where nobody else does."""
         self.announce: Callable[[str], None] = lambda text: None
         self.warn: Callable[[str], None] = lambda text: None  # like `announce`, for what concerns this rank alone
+        self.neighbour: Neighbour | None = None
         self.plans: list[HoldPlan] = []
         # the peak that all plans keep under: the budget, or the highest that releasing throughout would reach
         self.limit = 0
@@ -198,6 +217,8 @@ class HoldPolicy:
             f"measured {peak / gib:.2f} GiB beside the states; {(whole - kept) / gib:.2f} of {whole / gib:.2f} "
             f"GiB leave the GPU, and the peak stays under {self.limit / gib:.2f} GiB"
         )
+        if self.neighbour is not None:
+            said += f"; {self.neighbour.moving_bytes / gib:.2f} GiB of gradients leave between microbatches"
         if said != self._said:
             self.announce(said)
             self._said = said
@@ -221,11 +242,13 @@ class HoldPolicy:
         possible budget by what was measured; `wanted` is that and what steps went above their plans, which is kept free
         too.
         """
+        sizes = [part.nbytes for part in parts]
         if not self._chosen:
             room, least = self.agree(budget - least, least)
             if least > budget and self._room is None:
                 raise ValueError(budget_refusal(budget, least))
             self._chosen = True
+            return self._share(sizes, room)
         else:
             room = min(budget - wanted, sum(part.nbytes for part in parts if part.stays))
             if least > max(budget, self._least_said):
@@ -234,4 +257,19 @@ class HoldPolicy:
                     f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g} holds no more: this kind "
                     f"of step needs {least / 2**30:.2f} GiB with everything offloaded"
                 )
-        return choose_staying([part.nbytes for part in parts], room)
+        return choose_staying(sizes, room)
+
+    def _share(self, sizes: list[int], room: int) -> set[int]:
+        """Choose the parts, of these bytes, that stay; and once in a run what stays of the neighbour.
+
+        Of that comes first what training waits for, and the rest where all parts stay.
+        """
+        if self.neighbour is None:
+            return choose_staying(sizes, room)
+        excess = max(0, min(room, self.neighbour.excess_bytes()))
+        staying = choose_staying(sizes, room - excess)
+        more = self.neighbour.stay(room - sum(sizes) if len(staying) == len(sizes) else excess)
+        for profile in self._profiles:  # they were measured without it
+            profile.intervals = [nbytes + more for nbytes in profile.intervals]
+            profile.step += more
+        return staying

@@ -286,3 +286,43 @@ def test_a_peak_above_the_plan_is_said_and_its_kind_holds_as_much_less():
     assert policy.is_exceeded(policy.plans_for(2)[0], 115, parts) and len(said) == 1, "it is said once"
     policy.plan(parts, expands=True)
     assert policy.plans_for(2)[0].leave[1] == max(0, plan.leave[1] - 40)
+
+
+class Gradients:
+    """A neighbour of the states, in buckets of 10 bytes."""
+
+    def __init__(self, moving, excess):
+        self.moving_bytes, self.excess, self.asked = moving, excess, 0
+
+    def excess_bytes(self):
+        return self.excess
+
+    def stay(self, room):
+        self.asked += 1
+        more = min(self.moving_bytes, room // 10 * 10)
+        self.moving_bytes -= more
+        return more
+
+
+@pytest.mark.parametrize(
+    ("budget", "moving", "excess", "gradients_left", "states_that_stay"),
+    [
+        (150, 30, 0, 30, 50),  # states have the room where training waits for no gradient
+        (220, 30, 0, 10, 100),  # where all states stay, what is left has room for gradients
+        (140, 30, 20, 10, 20),  # training waits for some: they stay before any state
+        (110, 30, 30, 20, 0),  # as many as have room
+        (400, 30, 0, 0, 100),  # all fits
+    ],
+)
+def test_gradients_stay_before_states_where_training_waits_for_their_copies_and_else_after_them(
+    parts, budget, moving, excess, gradients_left, states_that_stay
+):
+    policy = HoldPolicy(budget)
+    policy.neighbour = Gradients(moving, excess)
+    add(policy, 0, MemoryProfile([100], 0), parts)
+    assert policy.neighbour.moving_bytes == gradients_left
+    assert staying(parts) == states_that_stay
+    (plan,) = policy.plans
+    assert plan.profile.intervals == [100 + moving - gradients_left]
+    add(policy, 1, MemoryProfile([90], 0), parts)
+    assert policy.neighbour.asked == 1, "gradients are chosen once in a run"
