@@ -155,7 +155,7 @@ def test_a_step_follows_the_one_that_saves_last_whose_seconds_would_else_hold_th
 def test_the_preset_of_many_slabs_sets_their_size_for_this_packages_engine_alone():
     names, fsdp = list(presets.NAMES), "optim"
     small = {one.name: "--slab-bytes" in one.options for one in presets.arms(names, [], "slabs", fsdp=fsdp)}
-    ours = ("native", "whole", "half", "auto", "lazy", "gradients", "fsdp")
+    ours = ("native", "whole", "half", "auto", "lazy", "gradients", "auto_gradients", "fsdp")
     assert small == {name: name in ours for name in presets.NAMES}
     assert not any("--slab-bytes" in one.options for one in presets.arms(names, [], "short", fsdp=fsdp))
 

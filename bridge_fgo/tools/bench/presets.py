@@ -35,7 +35,7 @@ CHUNK_NUMEL = 2**25
 """Elements of a chunk of the step of Megatron-LM #6544, whose states are 0.4 GB: about as much as a part of this
 package's step has."""
 NAMES = (
-    *("resident", "recomputed", "native", "whole", "half", "auto", "lazy", "gradients"),
+    *("resident", "recomputed", "native", "whole", "half", "auto", "lazy", "gradients", "auto_gradients"),
     *("mcore", "fsdp_resident", "fsdp", "hybrid"),
 )
 """Kinds of arms."""
@@ -203,6 +203,7 @@ def _options_of_kinds(preset: str, optimizer: str, fsdp: str | None) -> dict[str
         "auto": (*native, "--gpu-memory-budget-gib", "auto"),
         "lazy": (*native, "--gradients", "lazy"),
         "gradients": (*native, "--gradients", "true"),
+        "auto_gradients": (*native, "--gradients", "true", "--gpu-memory-budget-gib", "auto"),
         "mcore": ("--optimizer", "muon", "--layer-wise", "--offload", "on", "--no-install") if muon else mcore,
         "fsdp_resident": ("--fsdp", str(fsdp), *resident),
         "fsdp": ("--fsdp", str(fsdp), *native),
