@@ -104,6 +104,8 @@ class Gradients:
                 self._group_of.update((self._bucket_of[id(bucket)], group) for bucket in group.buckets)
         self.nbytes = sum(bucket.nbytes for bucket in self.buckets)
         self._moving = {b for b in self.buckets if offloads and LARGEST_SHARE * b.nbytes <= self.nbytes}
+        for bucket in self._moving:
+            bucket.moves = True
 
     def _take(self, buffer: Any) -> None:
         mine = []
@@ -182,6 +184,7 @@ class Gradients:
             if bucket.nbytes <= room:
                 room -= bucket.nbytes
                 self._moving.discard(bucket)
+                bucket.moves = False
         self._stalls = None
         for bucket in self.buckets:
             bucket.waiting = nullcontext
