@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from bridge_fgo.engines.engine import Engine
-from bridge_fgo.memory.meters import PeakMeter, StepClock
+from bridge_fgo.engines.gradients import Gradients
+from bridge_fgo.memory.meters import PeakMeter, StepClock, Traffic
 
 COUNTERS = ("out", "back", "seconds")
-"""What an engine's traffic counts up."""
+"""What the traffic of states, and that of gradients, counts up."""
+GRADIENT_FIGURES = ("gradient_bytes", "gradient_bytes_offloaded", "gradient_bytes_reloaded")
+"""Of `Stats`, what is of gradients alone."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Stats:
     offloaded_bytes: int = 0
     """Bytes of `state_bytes` to offload; the moments exist only after the first optimizer step."""
     pinned_bytes: int = 0
-    """Pinned host memory that the offload holds."""
+    """Pinned host memory that the offload holds, for states and for gradients."""
     pin_seconds: float = 0.0
     """Host time for page-locking, before training. 0 if mcore's own offloader pins."""
     released_bytes: int = 0
@@ -38,6 +41,12 @@ class Stats:
     """Bytes copied from the GPU to the host (D2H) in the newest step."""
     bytes_reloaded: int = 0
     """Bytes copied from the host to the GPU (H2D) in the newest step."""
+    gradient_bytes: int = 0
+    """Gradients that take no GPU memory until a backward needs them. 0 with `OffloadConfig.gradients=False`."""
+    gradient_bytes_offloaded: int = 0
+    """Bytes of gradients copied to the host in the newest step, between microbatches."""
+    gradient_bytes_reloaded: int = 0
+    """Bytes of gradients copied back to the GPU in the newest step."""
     enqueue_seconds: float = 0.0
     """Host time of the newest step for enqueuing copies and waits and for allocating and freeing GPU memory. 0 if
     mcore's own offloader does it."""
@@ -66,6 +75,7 @@ class Stats:
         names = ("released_bytes", "bytes_offloaded", "bytes_reloaded", "pinned_bytes", "passes", "enqueue_seconds")
         optional = ("peak_forward_backward_bytes", "peak_step_bytes", "peak_reserved_bytes", "optimizer_step_seconds")
         values = asdict(self)
+        names += GRADIENT_FIGURES if self.gradient_bytes else ()
         return {f"bridge_fgo/{n}": values[n] for n in (*names, *optional) if values[n] is not None}
 
 
@@ -105,20 +115,22 @@ class Peaks:
 
 
 class Figures:
-    """Collects the figures of one session; `snapshot` gives them as a `Stats`."""
+    """Collects the figures of one session, of its states and gradients; `snapshot` gives them as a `Stats`."""
 
-    def __init__(self, engine: Engine, mcore: str, meter: PeakMeter) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, mcore: str, meter: PeakMeter, gradients: Gradients | None = None) -> None:
+        self._engine, self._gradients = engine, gradients
+        self._traffic_of_gradients = Traffic() if gradients is None else gradients.traffic
         self._peaks = Peaks(meter)
         self.step_clock = StepClock(meter)
-        self._before: dict[str, float] = {}
+        self._before: list[dict[str, float]] = []
         self._passes = 0
         self._now = Stats(
             engine.name,
             mcore,
             state_bytes=engine.state_bytes,
             offloaded_bytes=engine.planned_bytes,
-            pin_seconds=engine.pin_seconds,
+            pin_seconds=engine.pin_seconds + (0.0 if gradients is None else gradients.pin_seconds),
+            gradient_bytes=0 if gradients is None else gradients.nbytes,
         )
 
     @property
@@ -134,23 +146,28 @@ class Figures:
 
     def snapshot(self) -> Stats:
         """Return the figures as they are now."""
-        engine = self._engine
+        engine, gradients = self._engine, self._gradients
         return replace(
             self._now,
-            pinned_bytes=engine.pinned_bytes,
+            pinned_bytes=engine.pinned_bytes + (0 if gradients is None else gradients.pinned_bytes),
             touched_bytes=engine.traffic.touches.nbytes,
             failed_fetches=engine.failed_fetches,
         )
 
     def begin_step(self) -> None:
         """Start a new training step."""
-        self._before = {name: getattr(self._engine.traffic, name) for name in COUNTERS}
+        self._before = self._counted()
         measured = self.step_clock.seconds()
         self.step_clock.begin_step()
         if measured is not None:
             self._now = replace(self._now, optimizer_step_seconds=measured)
         self._passes = 0
         self._peaks.begin_step()
+
+    def _counted(self) -> list[dict[str, float]]:
+        """Return what was counted so far, of states and of gradients."""
+        traffics = (self._engine.traffic, self._traffic_of_gradients)
+        return [{name: getattr(traffic, name) for name in COUNTERS} for traffic in traffics]
 
     def released(self) -> None:
         """Note a release; forward and backward begin."""
@@ -164,15 +181,19 @@ class Figures:
     def end_step(self) -> None:
         """Finish the step."""
         self._peaks.end_rest()
-        traffic = self._engine.traffic
-        since = {name: getattr(traffic, name) - before for name, before in self._before.items()}
+        states, gradients = (
+            {name: now[name] - before[name] for name in COUNTERS}
+            for now, before in zip(self._counted(), self._before, strict=True)
+        )
         self._now = replace(
             self._now,
             steps=self._now.steps + 1,
             passes=self._passes,
-            released_bytes=traffic.most_released,
-            bytes_offloaded=int(since["out"]),
-            bytes_reloaded=int(since["back"]),
-            enqueue_seconds=since["seconds"],
+            released_bytes=self._engine.traffic.most_released,
+            bytes_offloaded=int(states["out"]),
+            bytes_reloaded=int(states["back"]),
+            gradient_bytes_offloaded=int(gradients["out"]),
+            gradient_bytes_reloaded=int(gradients["back"]),
+            enqueue_seconds=states["seconds"] + gradients["seconds"],
             **self._peaks.figures(),
         )

@@ -101,7 +101,7 @@ class Session:
         self.model_config, self.settings, self.engine = model_config, config, engine
         self._owner, self._meter = owner, meter
         self._leaves = weakref.WeakSet[Any](source.optimizer for source in sources)
-        self.figures = Figures(engine, mcore_version(), meter)
+        self.figures = Figures(engine, mcore_version(), meter, self.gradients)
         self._points = ModelPoints()
         self.closed = False
         self._is_captured = False
@@ -290,7 +290,7 @@ class Session:
         """Say in one line, on rank 0, what will happen."""
         gib, engine = 2**30, self.engine
         stays = engine.resident_note() or "no state"
-        pinned = f"{engine.pinned_bytes / gib:.2f} GiB of host memory pinned"
+        pinned = f"{self.figures.snapshot().pinned_bytes / gib:.2f} GiB of host memory pinned"
         if engine.name != "native":
             pinned = "host memory pinned by mcore in the first steps"
         if (gradients := self.gradients) is not None:
@@ -364,7 +364,7 @@ def _take_gradients(model: Any, config: OffloadConfig) -> Gradients | None:
         if device.type != "cuda" or not config.pin_memory:
             hosts = []
         require_host_memory(sum(host.tensor.numel() for host in hosts))
-        on_every_rank(lambda: pin(hosts, device) if hosts else 0.0)
+        gradients.pin_seconds = on_every_rank(lambda: pin(hosts, device) if hosts else 0.0)
     return gradients
 
 

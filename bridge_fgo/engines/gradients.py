@@ -76,6 +76,8 @@ class Gradients:
         self._began = 0.0
         self._backwards = 0
         """Since the pass began."""
+        self.pin_seconds = 0.0
+        self._hosts: list[HostBuffer] = []
         self._transfers = transfers
         self._guard = Guard(self._whole_is_used)
         self._buffers: dict[int, tuple[Any, list[GradientBucket]]] = {}
@@ -119,7 +121,7 @@ class Gradients:
                 )
                 for param in bucket.params_list
             ]
-            mine.append(GradientBucket(bucket.grad_data, views, params, self._transfers, self.needed))
+            mine.append(GradientBucket(bucket.grad_data, views, params, self._transfers, self.needed, self.traffic))
             self._bucket_of[id(bucket)] = mine[-1]
         self._buffers[id(buffer)] = buffer, mine
         vars(buffer)[MANAGED] = self
@@ -146,7 +148,13 @@ class Gradients:
 
     def map_hosts(self) -> list[HostBuffer]:
         """Map the host memory of what leaves; return it, to be page-locked."""
-        return [bucket.map_host() for bucket in self.buckets if bucket in self._moving]
+        self._hosts = [bucket.map_host() for bucket in self.buckets if bucket in self._moving]
+        return self._hosts
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned host memory."""
+        return sum(host.pinned_bytes for host in self._hosts)
 
     def begin_pass(self) -> None:
         """Begin a pass on the current stream, before its gradients are zeroed."""
@@ -236,11 +244,9 @@ class Gradients:
         for bucket in buckets:
             if bucket.state is BucketState.OFFLOADED:
                 try:
-                    with self.traffic:
-                        bucket.reload()
+                    bucket.reload()
                 except torch.OutOfMemoryError:
                     return  # the backward asks again
-                self.traffic.back += bucket.nbytes
 
     def point(self, mark: Mark) -> None:
         """Pass a point: a layer begins its forward, or has ended its backward."""
@@ -248,9 +254,10 @@ class Gradients:
             return
         with self._transfers.on_compute_stream():
             if mark.layer < 0:
-                self._send_off()
+                self._send_off([bucket for bucket in self._in_use if not self._group_of[bucket].is_last_microbatch])
                 self._release(MOST_LEAVING)
             elif torch._C._current_graph_task_id() < 0:  # else it runs once more, within a backward
+                self._send_off(self._in_use)  # what the backward before used after its last layer: the embedding
                 self._begin_forward(mark.layer)
 
     def _begin_forward(self, layer: int) -> None:
@@ -262,15 +269,13 @@ class Gradients:
             self._release(0)
             self._prefetch(self._orders[layer][:AHEAD])
 
-    def _send_off(self) -> None:
+    def _send_off(self, buckets: list[GradientBucket]) -> None:
         staying = []
-        for bucket in self._in_use:
-            if self._group_of[bucket].is_last_microbatch or bucket.state is not BucketState.HERE:
-                continue  # it stays until it is reduced; or it is under way already
+        for bucket in buckets:
+            if bucket.state is not BucketState.HERE:
+                continue  # it is under way already
             if bucket.is_complete:  # by the time of a point, kernels that add to what was read before are enqueued
-                with self.traffic:
-                    bucket.offload()
-                self.traffic.out += bucket.nbytes
+                bucket.offload()
                 self._leaving.append(bucket)
             else:
                 staying.append(bucket)

@@ -13,6 +13,7 @@ import torch
 
 from bridge_fgo.memory.guard import Guard, empty, fill
 from bridge_fgo.memory.host_buffer import HostBuffer
+from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.memory.transfers import Transfers
 
 BUCKET = "_bridge_fgo_bucket"
@@ -43,7 +44,7 @@ class GradientBucket:
     of its class, in which that is a property. So no reader has to be known, also where a kernel of an extension writes
     the gradient. And whoever uses `data` in Python finds it too (`Guard`).
 
-    `needed` is a method, held weakly, that is called once a bucket that was not HERE is.
+    `needed` is a method, held weakly, that is called once a bucket that was not HERE is. `traffic` counts copies.
     """
 
     staging: torch.Tensor | None = None
@@ -56,6 +57,7 @@ class GradientBucket:
         params: Sequence[torch.nn.Parameter],
         transfers: Transfers,
         needed: Callable[[GradientBucket], None],
+        traffic: Traffic,
     ) -> None:
         self.nbytes = data.nbytes
         self.state = BucketState.ABSENT
@@ -63,7 +65,7 @@ class GradientBucket:
         """Whether it leaves between microbatches, so that reads are counted."""
         self.read: set[int] = set()
         """Parameters, by `id`, whose gradient was read since the bucket came."""
-        self._transfers, self._needed = transfers, weakref.WeakMethod(needed)
+        self._transfers, self._needed, self._traffic = transfers, weakref.WeakMethod(needed), traffic
         self._views = [(weakref.ref(view), first) for view, first in ((data, 0), *views)]
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Context of each wait for a copy, which may measure it."""
@@ -169,7 +171,9 @@ class GradientBucket:
     def offload(self) -> None:
         """Start to copy the gradients to the host; whoever reads one until `release` has them stay."""
         assert self.state is BucketState.HERE
-        self._transfers.copy_out(self)
+        with self._traffic:
+            self._transfers.copy_out(self)
+        self._traffic.out += self.nbytes
         self.state = BucketState.OFFLOADING
 
     def release(self) -> None:
@@ -181,7 +185,9 @@ class GradientBucket:
     def reload(self) -> None:
         """Start to copy an OFFLOADED bucket back; raise as `require`."""
         assert self.state is BucketState.OFFLOADED
-        self._transfers.copy_in(self)
+        with self._traffic:
+            self._transfers.copy_in(self)
+        self._traffic.back += self.nbytes
         self.state = BucketState.RELOADING
 
     def zero(self) -> None:

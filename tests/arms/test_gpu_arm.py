@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import bridge_fgo
+from bridge_fgo.figures import GRADIENT_FIGURES
 from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.tools.arms import clocks, gpu
 from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP, MovesAlone, PhaseClock
@@ -160,6 +161,7 @@ def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_on
         stats = SimpleNamespace(
             enqueue_seconds=traffic.seconds + step / 100, peak_forward_backward_bytes=1, peak_step_bytes=step,
             peak_reserved_bytes=1, engine="native", released_bytes=0, bytes_offloaded=0, pinned_bytes=0, pin_seconds=0,
+            **dict.fromkeys(GRADIENT_FIGURES, 0),
         )  # fmt: skip
         monkeypatch.setattr(bridge_fgo, "stats", lambda: stats)
 

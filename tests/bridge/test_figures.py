@@ -1,5 +1,7 @@
 """Figures of a step are those of the step: not of what came between steps."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fake_meter import FakeClock
@@ -9,7 +11,7 @@ from bridge_fgo import OffloadConfig, figures
 from bridge_fgo.bridge import train_step
 from bridge_fgo.bridge.reporting import measured_peaks
 from bridge_fgo.engines.native import NativeEngine
-from bridge_fgo.memory.meters import ALLOCATED, RESERVED, PeakMeter
+from bridge_fgo.memory.meters import ALLOCATED, RESERVED, PeakMeter, Traffic
 
 
 class Allocator:
@@ -53,6 +55,27 @@ def test_memory_of_what_runs_between_steps_is_in_no_step(allocator):
         assert (now.peak_forward_backward_bytes, now.peak_step_bytes) == (30, 10)
         assert now.peak_reserved_bytes == of_run.peak_allocated_bytes == 30
     assert of_run.run_peaks[ALLOCATED] == 200, "Bridge's own report has the peak of the run"
+
+
+def test_gradients_are_in_the_figures_of_the_step_and_of_host_memory(allocator):
+    meter = PeakMeter()
+    engine = NativeEngine([], OffloadConfig(engine="native"), meter)
+    gradients = SimpleNamespace(traffic=Traffic(), nbytes=100, pinned_bytes=40, pin_seconds=2.0)
+    of_run = figures.Figures(engine, "0.19.2", meter, gradients)
+    names = [f"bridge_fgo/{name}" for name in figures.GRADIENT_FIGURES]
+    for out in (60, 0):
+        of_run.begin_step()
+        gradients.traffic.out += out
+        gradients.traffic.back += out // 2
+        gradients.traffic.seconds += out / 100
+        of_run.end_step()
+        now = of_run.snapshot()
+        assert [now.scalars()[name] for name in names] == [100, out, out // 2]
+        assert now.enqueue_seconds == pytest.approx(out / 100)
+        assert (now.bytes_offloaded, now.bytes_reloaded) == (0, 0), "of states"
+        assert (now.pinned_bytes, now.pin_seconds) == (40, 2.0)
+    without = figures.Figures(engine, "0.19.2", meter).snapshot()
+    assert without.pinned_bytes == 0 and not set(names) & without.scalars().keys()
 
 
 def test_an_allocator_without_snapshots_has_no_segments_that_expand(allocator, monkeypatch):

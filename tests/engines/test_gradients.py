@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 from both import OPTIMIZERS, PACKED, SMALL, as_resident, session_of, steps
 
+import bridge_fgo
+
 BUCKETS = SMALL | {"overlap_grad_reduce": True, "bucket_size": 20_000}
 """A model of several DDP buckets."""
 LAZY = dataclasses.replace(PACKED, gradients="lazy")
@@ -34,6 +36,15 @@ def test_training_is_bitwise_equal_to_resident(kind, config):
         moved = session_of(run).gradients.traffic
         is_off = config is OFF and run.options.microbatches > 1
         assert (moved.out > 0) is (moved.back > 0) is (is_off and kind != "frozen")
+
+
+def test_each_microbatch_but_the_last_has_every_byte_that_moves_leave_and_return_as_the_figures_say():
+    with as_resident(3, OFF, **BUCKETS | {"microbatches": 3}) as run:
+        steps(run, 3)
+        stats, gradients = bridge_fgo.stats(), session_of(run).gradients
+        assert stats.gradient_bytes == gradients.nbytes >= gradients.moving_bytes > 0
+        assert stats.gradient_bytes_offloaded == stats.gradient_bytes_reloaded == 2 * gradients.moving_bytes
+        assert gradients.traffic.seconds > 0
 
 
 def states_of(run):

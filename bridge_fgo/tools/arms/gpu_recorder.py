@@ -13,7 +13,7 @@ from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.checkpointing import maybe_finalize_async_save
 
 import bridge_fgo
-from bridge_fgo.figures import Stats
+from bridge_fgo.figures import GRADIENT_FIGURES, Stats
 from bridge_fgo.memory.meters import COMMON_POOL
 from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP, MovesAlone, PhaseClock, host_loop_seconds
 from bridge_fgo.tools.arms.final_state import (
@@ -231,6 +231,7 @@ class ArmRecorder(Callback):
             copied_bytes=figure(stats, "bytes_offloaded"),
             pinned_bytes=figure(stats, "pinned_bytes"),
             pin_seconds=figure(stats, "pin_seconds"),
+            **{name: figure(stats, name) for name in GRADIENT_FIGURES},
             host_loop_seconds_of_ranks=host_loops,
             phase_seconds=phases[0],
             phase_seconds_of_ranks=phases,

@@ -35,6 +35,9 @@ TOTALS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pinned_bytes": ("pinned host memory", (f"{OURS}pinned_bytes",)),
     "bytes_offloaded": ("copied to the host in a step", (f"{OURS}bytes_offloaded",)),
     "bytes_reloaded": ("copied to the GPU in a step", (f"{OURS}bytes_reloaded",)),
+    "gradient_bytes": ("gradients allocated in backward", (f"{OURS}gradient_bytes",)),
+    "gradient_bytes_offloaded": ("gradients copied to the host in a step", (f"{OURS}gradient_bytes_offloaded",)),
+    "gradient_bytes_reloaded": ("gradients copied to the GPU in a step", (f"{OURS}gradient_bytes_reloaded",)),
 }
 """Figures of a whole run in bytes: their headings, and tags, of which the first that was logged counts. Its largest
 value is the figure."""
