@@ -13,10 +13,13 @@ from pathlib import Path
 import torch
 from test_plan_measured import RUNS
 
+from bridge_fgo.tools.bench.presets import PRESETS
+
 SMALL = "--layers 8 --hidden 256 --ffn 512 --heads 8 --seq 128 --vocab 1000 --mbs 1 --gbs 16"
 GPUS = {
     "dense": 16, "moe": 16, "latent": 4, "biased": 4, "mxfp8": 4, "fsdp": 8, "tensor_parallel_fsdp": 8,
-    "pipelined_fsdp": 8, "dist_muon": 4, "refused": None, "unsized": 1,
+    "pipelined_fsdp": 8, "dist_muon": 4, "refused": None, "unsized": 1, "one_microbatch": 1, "two_microbatches": 1,
+    "interleaved": 2,
 }  # fmt: skip
 
 OVERRIDES = {"refused": ["optimizer.optimizer_cuda_graph=true"]}
@@ -107,6 +110,18 @@ def unsized():
     result = config(SMALL)
     result.model.vocab_size = result.tokenizer.vocab_size = None
     return result
+
+
+def one_microbatch():
+    return config(f"{PRESETS['short']} --gbs 2")
+
+
+def two_microbatches():
+    return config(f"{PRESETS['long']} --layers 14 --gbs 6")
+
+
+def interleaved():
+    return config(f"{PRESETS['short']} --gbs 16 --pp 2 --vpp 2")
 
 
 MEASURED = {}

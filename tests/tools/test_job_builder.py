@@ -177,3 +177,27 @@ def test_settings_that_numbers_do_not_know_are_an_error(answers):
     with pytest.raises(ValueError, match=r"model\.mtp_num_layers=1.*megatron-bridge"):
         stages_from_numbers(job.config)
     assert all(isinstance(tensor.dtype, torch.dtype) for stage in job.stages for chunk in stage for tensor in chunk)
+
+
+@pytest.mark.parametrize(
+    ("name", "gradients", "without", "peak"),
+    [("one_microbatch", "lazy", 28.54, 21.97), ("two_microbatches", True, 57.75, 55.24)],
+)
+def test_gradients_leave_the_peak_that_was_measured(answers, name, gradients, without, peak):
+    """GB on one H200; with True a prefetch more was ahead than is now, a bucket of 0.25 GB."""
+    job = job_of(answers[name])
+    for setting, measured in ((False, without), (gradients, peak)):
+        (stage,) = make_estimate(job, OffloadConfig(gradients=setting), [], None, None).stages
+        assert stage.least_budget == stage.offloaded_peak == pytest.approx(measured * 1e9, rel=0.03)
+    assert stage.moving == (stage.gradients if gradients is True else 0)
+
+
+def test_of_a_later_pipeline_stage_no_gradients_move_and_of_the_first_those_of_its_first_chunk(answers):
+    job = job_of(answers["interleaved"])
+    assert [len(held.buckets) for held in job.held] == [8, 2]
+    for held in job.held:
+        assert sum(nbytes for _, nbytes in held.buckets) == held.gradients
+    plan = make_estimate(job, OffloadConfig(gradients=True), [], None, None)
+    first, second = plan.stages
+    assert 0 < first.moving < first.gradients and second.moving == second.spared == 0
+    assert any("stage 1" in note and "3.28 GB" in note for note in plan.notes)

@@ -115,6 +115,8 @@ class Held:
     in_step: what of these stays in the optimizer step, and the step's gradients in the masters' dtype.
     buffers: of each of DDP's buffers of parameters the bytes of an element, of the buffer, and of a rank's share of it.
     optimizers: the states of mcore's optimizers, each once; ranks: of each rank which of them it has.
+    buckets: of DDP's buckets of gradients the number of the last of the stage's tensors in it, with which a backward
+    begins, and its bytes; none where they are not known.
     bound: why the figures are upper bounds, made without mcore's own layout; "" where they are exact.
     """
 
@@ -125,6 +127,7 @@ class Held:
     buffers: list[tuple[int, int, int]]
     optimizers: list[OptimizerStates]
     ranks: list[list[int]]
+    buckets: list[tuple[int, int]] = field(default_factory=list)
     bound: str = ""
 
     @classmethod

@@ -63,9 +63,15 @@ def held_by_ranks(config: Any, chunks: list[Any], groups: Any, parallel: Paralle
 def held_of(model: Any, wrapped: list[Any], optimizers: list[OptimizerStates], ranks: list[list[int]]) -> Held:
     """Return what ranks hold of model chunks in DDP; see `Held` for the last two."""
     parameters = sum(p.nbytes for chunk in wrapped for p in chunk.parameters() if not p.requires_grad)
-    gradients, shares = 0, []
+    gradients, shares, buckets = 0, [], []
+    numbers = {id(param): n for n, param in enumerate(param for chunk in wrapped for param in chunk.parameters())}
     for buffer in (buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
         gradients += buffer.grad_data.nbytes
+        for bucket in buffer.buckets:
+            # A shared embedding gets a gradient as the output layer, and perhaps as the embedding.
+            is_output = any(getattr(param, "shared_embedding", False) for param in bucket.params)
+            last = len(numbers) if is_output else max(numbers[id(param)] for param in bucket.params)
+            buckets.append((last, bucket.grad_data.nbytes))
         share = sum(bucket.grad_data.numel() // buffer.data_parallel_world_size for bucket in buffer.buckets)
         shares.append(tuple(numel * buffer.param_dtype.itemsize for numel in (1, buffer.numel, share)))
         if not any(map(te_shapes.is_quantized, buffer.params)):
@@ -74,7 +80,7 @@ def held_of(model: Any, wrapped: list[Any], optimizers: list[OptimizerStates], r
             parameters += int(sum(param.numel() for param in buffer.params) * MXFP8_BYTES)  # in no buffer
         else:
             parameters += buffer.numel * FP8_BYTES
-    return Held(parameters, gradients, 0, 0, shares, optimizers, ranks)
+    return Held(parameters, gradients, 0, 0, shares, optimizers, ranks, buckets)
 
 
 def states_of_leaves(optimizer: Any) -> Iterator[OptimizerStates]:

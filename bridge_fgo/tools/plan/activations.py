@@ -12,6 +12,7 @@ Not counted: the transport buffers of token dispatchers, communication buffers, 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,9 @@ LOGIT_BYTES = {True: 4, False: 6}
 WORKSPACES = 97 * 2**20
 """Bytes that cuBLAS and Transformer Engine keep; measured on H200, torch 2.11: 101.7 MB beside weights, gradients and
 states, with one GPU and with two."""
+
+NO_GRADIENT = sys.maxsize
+"""Number of a tensor that no stage has: no gradient is there yet."""
 
 NOT_COUNTED = (
     "hybrid_override_pattern",
@@ -57,8 +61,36 @@ class LayerBytes:
         return self.input + self.attention + self.scores + self.mlp
 
 
+Course = list[tuple[int, int]]
+"""Bytes of activations at the moments of a microbatch's backward, each with the number of the first of the stage's
+tensors that has a gradient by then."""
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Activations on a rank of a pipeline stage as backwards run: of that with the most, and of a step's last."""
+
+    most: Course
+    last: Course
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of them."""
+        return max(nbytes for nbytes, _ in self.most)
+
+
 def activation_bytes(job: Job, stage: int) -> int | None:
     """Return the peak of activations on a rank of a pipeline stage, in bytes; None where the model is not known."""
+    backward = backward_of(job, stage)
+    return None if backward is None else backward.peak
+
+
+def backward_of(job: Job, stage: int) -> Backward | None:
+    """Return the activations of a pipeline stage's backwards; None where the model is not known.
+
+    The moments are the loss, with no gradient yet, the output layer, and each layer, or layers that are recomputed
+    together, as their backward begins; last the embedding.
+    """
     model: Any = job.config.model
     if any(getattr(model, name, None) for name in NOT_COUNTED) or getattr(model, "num_layers", None) is None:
         return None
@@ -66,30 +98,52 @@ def activation_bytes(job: Job, stage: int) -> int | None:
     if not layers:
         return None
     tokens = tokens_of(job)
-    whole = [_layer(job, tokens, has_experts) for has_experts in layers]
+    whole = [_layer(job, tokens, layer.has_experts) for layer in layers]
     chunks = chunks_of(model)
     per_chunk = max(1, len(whole) // chunks)
     granularity, is_block, number = recomputation(model)
     # Layers that are recomputed at once, from the input of the first.
     group = min(number if granularity == "full" and not is_block else 1, per_chunk)
     kept = []
-    for index, (layer, has_experts) in enumerate(zip(whole, layers, strict=True)):
+    for index, (of_layer, layer) in enumerate(zip(whole, layers, strict=True)):
         if granularity == "full" and not is_block:
-            kept.append(layer.input // group)
+            kept.append(of_layer.input // group)
         elif granularity == "full":
-            kept.append(layer.input if index % per_chunk < number else layer.kept)
+            kept.append(of_layer.input if index % per_chunk < number else of_layer.kept)
         else:
             again = recomputed_modules(model) if granularity == "selective" else []
-            kept.append(_without(layer, again, has_experts))
-    held = sum(kept) * _microbatches_in_flight(job, stage) // chunks
-    last = whole[-1]
-    # The last layers that are recomputed together, whole again, as their backward begins.
-    rebuilt = held + sum(layer.kept for layer in whole[-group:]) - sum(kept[-group:])
-    at_the_loss = held
+            kept.append(_without(of_layer, again, layer.has_experts))
+
+    def of_layers(start: int, stop: int, behind: int) -> Course:
+        """Return what a chunk's layers have, beside the bytes of what runs backward after them."""
+        found = []
+        for end in range(stop, start, -group):
+            first = max(start, end - group)
+            # Those that are recomputed together, whole again, as their backward begins.
+            again = sum(layer.kept for layer in whole[first:end]) - sum(kept[first:end])
+            transient = max(whole[end - 1].mlp_transient, whole[end - 1].attention_transient - whole[end - 1].mlp)
+            found.append((behind + sum(kept[start:end]) + again + transient, layers[first].first))
+        return found
+
+    starts = [min(chunk * per_chunk, len(whole) - 1) for chunk in range(chunks)]
+    stops = [*starts[1:], len(whole)]
+    logits = 0
     if stage == job.parallel.pipeline - 1:
-        logits = tokens * padded_vocabulary(job.config)
-        at_the_loss += logits * LOGIT_BYTES[bool(model.cross_entropy_loss_fusion)] // job.parallel.tensor
-    return max(rebuilt + last.mlp_transient, rebuilt - last.mlp + last.attention_transient, at_the_loss)
+        logits = tokens * padded_vocabulary(job.config) // job.parallel.tensor
+
+    def of_loss(beside: int) -> Course:
+        after = max(layer.last for layer in layers) + 1
+        at_loss = logits * LOGIT_BYTES[bool(model.cross_entropy_loss_fusion)]
+        return [(beside + at_loss, NO_GRADIENT), (beside + logits * HALF, after)]
+
+    in_flight = sum(kept) * _microbatches_in_flight(job, stage) // chunks
+    most = of_loss(in_flight) + of_layers(starts[-1], len(whole), in_flight - sum(kept[starts[-1] :]))
+    # As a chunk's last backward runs, those before it hold a group of microbatches.
+    behind = [sum(kept[:start]) * min(job.parallel.pipeline, job.microbatches) for start in starts]
+    last = of_loss(behind[-1] + sum(kept[starts[-1] :]))
+    for chunk in reversed(range(chunks)):
+        last += of_layers(starts[chunk], stops[chunk], behind[chunk])
+    return Backward(most, [*last, (whole[0].input, 0)])
 
 
 def tokens_of(job: Job) -> int:
@@ -113,12 +167,28 @@ def recomputed_modules(model: Any) -> list[str]:
     return getattr(model, "recompute_modules", None) or ["core_attn"]
 
 
-def layers_of_stage(job: Job, stage: int) -> list[bool]:
-    """Return of each transformer layer of a stage whether it has experts, from the names of its tensors."""
+@dataclass(frozen=True)
+class Layer:
+    """A transformer layer of a stage: whether it has experts; the numbers of its first and last tensor on the stage."""
+
+    has_experts: bool
+    first: int
+    last: int
+
+
+def layers_of_stage(job: Job, stage: int) -> list[Layer]:
+    """Return each transformer layer of a stage, from the names of its tensors."""
     names = [f"{i}.{tensor.name}" for i, chunk in enumerate(job.stages[stage]) for tensor in chunk]
-    layers = dict.fromkeys(name.split(".self_attention.")[0] for name in names if ".self_attention." in name)
+    layers: dict[str, list[int]] = {}
+    for name in names:
+        if ".self_attention." in name:
+            layers[name.split(".self_attention.")[0]] = []
+    for number, name in enumerate(names):
+        for end in (place for place, letter in enumerate(name) if letter == "."):
+            if name[:end] in layers:
+                layers[name[:end]].append(number)
     with_experts = {name.split(".mlp.experts.")[0] for name in names if ".mlp.experts." in name}
-    return [layer in with_experts for layer in layers]
+    return [Layer(layer in with_experts, numbers[0], numbers[-1]) for layer, numbers in layers.items()]
 
 
 def _microbatches_in_flight(job: Job, stage: int) -> int:

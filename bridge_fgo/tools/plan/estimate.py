@@ -13,6 +13,7 @@ from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.activations import WORKSPACES, activation_bytes
 from bridge_fgo.tools.plan.bound import is_layer_wise, name_of
+from bridge_fgo.tools.plan.gradients import moving_bytes, spared_bytes
 from bridge_fgo.tools.plan.state import Layout, StateBytes, is_upstreams, layout_of
 from bridge_fgo.tools.plan.systems import Link
 
@@ -23,7 +24,9 @@ class StageEstimate:
 
     parameters, gradients: with the padding of their buffers. other: workspaces, and what Megatron-FSDP gathers.
     states: exact, or an upper bound (`Held.bound`). activations: None where not known.
-    away: of the states, what the settings offload. count: trainable parameters that the rank computes with.
+    away: of the states, what the settings offload. spared: by how much less gradients and activations are together with
+    `OffloadConfig.gradients` than the sum of both; moving: bytes of gradients that leave between microbatches.
+    count: trainable parameters that the rank computes with.
     least_state: of the stage's rank that updates the fewest. least_budget: the least peak that all ranks of the stage
     can keep to, the engine's `least_budget`; activations that are not known count as nothing in it.
     """
@@ -38,6 +41,8 @@ class StageEstimate:
     activations: int | None
     least_budget: int
     away: int
+    spared: int
+    moving: int
 
     @property
     def components(self) -> dict[str, int | None]:
@@ -60,6 +65,11 @@ class StageEstimate:
         """Return the peak of forward and backward with `offloaded` bytes of the states away."""
         return None if self.activations is None else self.fixed + self.activations - offloaded
 
+    @property
+    def offloaded_peak(self) -> int | None:
+        """The peak of forward and backward with all away that the settings offload."""
+        return self.peak(self.away + self.spared)
+
 
 @dataclass(frozen=True)
 class LinkEstimate:
@@ -70,6 +80,8 @@ class LinkEstimate:
     nothing to hide behind. floor: the same for the forward and backward that the user gave, or None.
     hidden_from: seconds of a microbatch's forward (its backward taken as twice that) from which the floor is 0.
     Both are None where the activations, whose place copies need in forward and backward, are not known.
+    gradient_seconds: one way of the gradients that leave after a microbatch, while others return; one that takes as
+    long hides them. gradient_floor: what of the floor is theirs, where the user gave the forward.
     """
 
     link: Link
@@ -78,6 +90,8 @@ class LinkEstimate:
     most_floor: float
     floor: float | None
     hidden_from: float | None
+    gradient_seconds: float
+    gradient_floor: float | None
 
 
 @dataclass(frozen=True)
@@ -169,10 +183,15 @@ def make_estimate(
         copied = [n * rank.copied // max(1, sum(rank.parts)) for n, rank in zip(leaving, states, strict=True)]
         loads.append((max(copied), of_job))
     upstream = is_upstreams(job, offload)
-    ranks = [of_rank for of_stage in layout.states for of_rank in of_stage]
-    pinned = [of_rank.pinned_upstream if upstream else of_rank.offloaded for of_rank in ranks]
-    of_links = [_link_estimate(link, pinned, loads, forward, backward) for link in links]
-    notes = list(_notes(job, stages, layout, activations))
+    pinned = [
+        stage.moving + (of_rank.pinned_upstream if upstream else of_rank.offloaded)
+        for stage, of_stage in zip(stages, layout.states, strict=True)
+        for of_rank in of_stage
+    ]
+    moving = max(stage.moving for stage in stages)
+    gradients = moving, job.microbatches - 1 if moving else 0
+    of_links = [_link_estimate(link, pinned, loads, gradients, forward, backward) for link in links]
+    notes = [*_notes(job, stages, layout, activations), *_notes_on_gradients(job, stages, layout.held, offload)]
     return Estimate(job, offload, stages, layout.held, layout.states, max(moved), pinned, of_links, notes)
 
 
@@ -183,10 +202,12 @@ def _stage_estimate(
     # In the optimizer step there are no activations, and of gathered weights those that lie in no layer.
     other = WORKSPACES + max(held.gathered, held.in_step - (activations or 0))
     throughout = held.parameters + held.gradients + WORKSPACES
+    spared = spared_bytes(job, stage, held, offload, activations)
     budgets = []
     for of_rank in set(states):
         beside = throughout + of_rank.total - of_rank.offloaded
-        profile = MemoryProfile([beside + held.gathered + (activations or 0)], step=beside + held.in_step)
+        peak = beside + held.gathered + (activations or 0) - spared
+        profile = MemoryProfile([peak], step=beside + held.in_step)
         budgets.append(least_budget(profile, of_rank.transits, of_rank.masters_held))
     least = max(budgets)
     leaving = {of_rank: _offloaded_bytes(of_rank, activations, least, offload) for of_rank in set(states)}
@@ -202,6 +223,8 @@ def _stage_estimate(
         activations=activations,
         least_budget=least,
         away=leaving[fullest],
+        spared=spared,
+        moving=moving_bytes(held, offload),
     )
     return estimate, [leaving[of_rank] for of_rank in states]
 
@@ -234,7 +257,9 @@ def budget_refusals(job: Job, stages: list[StageEstimate], offload: OffloadConfi
     if budget is None:
         return []
     least = max(
-        stage.least_budget if job.gpus_given else stage.fixed + (stage.activations or 0) - stage.states.total
+        stage.least_budget
+        if job.gpus_given
+        else stage.fixed + (stage.activations or 0) - stage.states.total - stage.spared
         for stage in stages
     )
     return [budget_refusal(budget, least, about="about ")] if least > budget else []
@@ -245,25 +270,43 @@ def _fullest_node(pinned: list[int], ranks: int) -> list[int]:
 
 
 def _link_estimate(
-    link: Link, pinned: list[int], loads: list[tuple[int, int | None]], forward: float | None, backward: float | None
+    link: Link,
+    pinned: list[int],
+    loads: list[tuple[int, int | None]],
+    gradients: tuple[int, int],
+    forward: float | None,
+    backward: float | None,
 ) -> LinkEstimate:
-    """Return what the copies cost; loads: of each stage, the most bytes that a rank copies, and its activations."""
+    """Return what the copies cost.
+
+    loads: of each stage, the most bytes that a rank copies, and its activations. gradients: bytes of them that move,
+    and how often they leave and return in a step.
+    """
     of_node = sum(_fullest_node(pinned, link.gpus))
     link = link.of_node_with(min(len(pinned), link.gpus))
+    moving, times = gradients
+    of_gradients = moving / link.duplex if times else 0.0
 
     def floor(forward: float, backward: float) -> float:
         """Return the slowest stage's; where activations are not known, they are given no room."""
-        return max(
+        of_states = max(
             floor_seconds(nbytes, link.one_way, link.duplex, backward, forward, 0.0, room or 0)
             for nbytes, room in loads
         )
+        return of_states + floor_of_gradients(forward, backward)
 
-    given = None
-    if forward is not None and all(room is not None for _, room in loads):
-        given = floor(forward, 2 * forward if backward is None else backward)
-    enough = max(nbytes for nbytes, _ in loads) / link.one_way
+    def floor_of_gradients(forward: float, backward: float) -> float:
+        return times * max(0.0, of_gradients - forward - backward)
+
+    given = shown = None
+    if forward is not None:
+        seconds = forward, 2 * forward if backward is None else backward
+        shown = floor_of_gradients(*seconds)
+        given = floor(*seconds) if all(room is not None for _, room in loads) else None
+    one_way = max(nbytes for nbytes, _ in loads) / link.one_way
+    enough = max(one_way, of_gradients / 3)
     hidden = enough if floor(enough, 2 * enough) == 0 else None
-    return LinkEstimate(link, of_node, enough, floor(0.0, 0.0), given, hidden)
+    return LinkEstimate(link, of_node, one_way, floor(0.0, 0.0), given, hidden, of_gradients, shown)
 
 
 def _notes(job: Job, stages: list[StageEstimate], layout: Layout, activations: int | None) -> Iterator[str]:
@@ -298,3 +341,29 @@ def _notes(job: Job, stages: list[StageEstimate], layout: Layout, activations: i
         )
     if getattr(config.dist, "use_tp_pp_dp_mapping", False):
         yield "dist.use_tp_pp_dp_mapping: pinned bytes per node are of ranks in the default order"
+
+
+def _notes_on_gradients(
+    job: Job, stages: list[StageEstimate], held: list[Held], offload: OffloadConfig
+) -> Iterator[str]:
+    if not offload.gradients:
+        return
+    setting, several = f"OffloadConfig.gradients={offload.gradients!r}", job.microbatches > 1
+    if several and offload.gradients == "lazy":
+        yield (
+            f"{setting} with {job.microbatches} microbatches a step: every gradient is there at the peak, which stays "
+            "as it is; use True"
+        )
+    elif not any(of_stage.buckets for of_stage in held):
+        yield f"{setting}: DDP's buckets are not known here: every gradient counts at the peak, and as one that moves"
+    elif not several and offload.gradients is True:
+        yield (
+            f"{setting} with one microbatch a step: host memory is pinned for gradients, and none leaves; use 'lazy', "
+            "which frees as much"
+        )
+    elif several and (staying := [stage for stage in stages if stage.moving < stage.gradients]):
+        sizes = ", ".join(f"{(each.gradients - each.moving) / 1e9:.2f} GB on stage {each.stage}" for each in staying)
+        yield (
+            f"{setting}: {sizes} stay, in buckets with more than a fourth of a rank's gradients each; mcore makes one "
+            "bucket of a model chunk, but of the first stage's first"
+        )

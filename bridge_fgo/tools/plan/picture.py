@@ -68,11 +68,12 @@ def figure_of(estimate: Estimate, pyplot: Any) -> Any:
 
 
 def _pair(stage: StageEstimate) -> tuple[dict[str, int], dict[str, int]]:
-    """Return a stage's bytes by component, resident and with what leaves taken off its moments first."""
+    """Return a stage's bytes by component, resident, and without what leaves: of states, moments first."""
     resident = {name: value or 0 for name, value in stage.components.items()}
     of_moments = min(stage.away, resident["moments"])
     masters = resident["masters"] - (stage.away - of_moments)
-    return resident, resident | {"moments": resident["moments"] - of_moments, "masters": masters}
+    away = {"moments": resident["moments"] - of_moments, "masters": masters}
+    return resident, resident | away | {"gradients": resident["gradients"] - stage.spared}
 
 
 def _figure(gigabytes: float) -> str:

@@ -149,7 +149,7 @@ class Recommender:
         # Copies hide behind a backward with what it does again.
         longer = replace(compute, backward=compute.backward + compute.recomputed)
         estimate = self._estimate(job, everything, longer)
-        peak = max(max(stage.peak(stage.away) or 0, stage.least_budget) for stage in estimate.stages)
+        peak = max(max(stage.offloaded_peak or 0, stage.least_budget) for stage in estimate.stages)
         away = max(stage.away for stage in estimate.stages)
         (row,) = estimate.links
         flag = () if self._job.flag else (FLAG_ON,)

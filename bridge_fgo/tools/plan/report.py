@@ -56,7 +56,9 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
                 "least_state_bytes": stage.least_state,
                 "offloaded": stage.away,
                 "peak_resident": stage.peak(0),
-                "peak_offloaded": stage.peak(stage.away),
+                "gradients_spared": stage.spared,
+                "gradients_moving": stage.moving,
+                "peak_offloaded": stage.offloaded_peak,
                 "least_budget": stage.least_budget,
             }
             for stage in estimate.stages
@@ -133,15 +135,16 @@ def print_estimate(console: Console, estimate: Estimate, recommendation: Recomme
 
 
 def _row(stage: StageEstimate) -> list[str]:
-    """Return the figures of a stage: components, what they add up to, what is offloaded of it, and the difference.
+    """Return the figures of a stage: components, their sum, the peak with the offload, and what is on the host.
 
     A peak without activations that are not known is a lower bound.
     """
     parts = [None if part is None else round(part / GRID) * GRID for part in stage.components.values()]
-    peak, away = sum(part or 0 for part in parts), round(stage.away / GRID) * GRID
+    away, spared, moving = (round(nbytes / GRID) * GRID for nbytes in (stage.away, stage.spared, stage.moving))
+    peak = sum(part or 0 for part in parts)
     bound = ">" if stage.activations is None else ""
-    peaks = (bound + gigabytes(peak), bound + gigabytes(peak - away))
-    return [str(stage.stage), *map(gigabytes, parts), *peaks, gigabytes(away)]
+    peaks = (bound + gigabytes(peak), bound + gigabytes(peak - away - spared))
+    return [str(stage.stage), *map(gigabytes, parts), *peaks, gigabytes(away + moving)]
 
 
 def _print_bridges_estimate(console: Console, estimate: Estimate) -> None:
@@ -172,5 +175,24 @@ def _print_links(console: Console, estimate: Estimate) -> None:
         "GB/s: one way / each way with both busy (*: not measured). Floor: the least that a step gets longer by; bare: "
         "with nothing to hide behind. Hidden from: a microbatch's forward in seconds from which nothing is added."
     )
+    if moving := max(stage.moving for stage in estimate.stages):
+        _print_gradients(console, estimate, moving)
     sources = (f"{row.link.title}, {row.link.figures} GB/s: {row.link.source}" for row in estimate.links)
     print_lines(console, sources)
+
+
+def _print_gradients(console: Console, estimate: Estimate, moving: int) -> None:
+    """Print what moves of the gradients, and how long a microbatch has to be for that to hide."""
+    times = estimate.job.microbatches - 1
+    if not times:
+        return
+    crossing, enough = gigabytes(2 * times * moving), []
+    for row in estimate.links:
+        added = row.gradient_floor
+        given = "" if added is None else ", as given" if added == 0 else f", and add {seconds(added)} as given"
+        enough.append(f"{seconds(row.gradient_seconds)} ({row.link.title}{given})")
+    console.print(
+        f"Gradients: up to {gigabytes(moving)} GB of a rank leave after each microbatch but the last and return before "
+        f"the next, {crossing} GB over the link a step. They hide where forward and backward of a microbatch take this "
+        f"many seconds: {', '.join(enough)}."
+    )

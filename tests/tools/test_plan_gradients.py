@@ -1,0 +1,139 @@
+"""What the plan says of `OffloadConfig.gradients`, on buckets of round sizes, and against DDP's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from test_plan_verdict import job as job_of_size
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.tools.demo import missing_packages
+from bridge_fgo.tools.job.held import Held
+from bridge_fgo.tools.plan import estimate
+from bridge_fgo.tools.plan.bound import bound_of
+from bridge_fgo.tools.plan.estimate import make_estimate
+from bridge_fgo.tools.plan.picture import _pair
+from bridge_fgo.tools.plan.report import as_json, print_estimate
+from bridge_fgo.tools.plan.systems import links
+
+GB = 10**9
+LAZY, OFF = OffloadConfig(gradients="lazy"), OffloadConfig(gradients=True)
+EIGHT = [(tensor, 10 * GB) for tensor in range(8)]
+"""A bucket of 10 GB for each of the job's eight tensors."""
+LARGE = [(7, 10 * GB), (6, 10 * GB), (5, 60 * GB)]
+"""The last of a backward has three fourths of all."""
+
+
+@pytest.fixture(autouse=True)
+def no_activations_counted(monkeypatch):
+    monkeypatch.setattr(estimate, "activation_bytes", lambda job, stage: None)
+
+
+def job_of(microbatches: int, buckets: list[tuple[int, int]]):
+    """A job of eight tensors, whose gradients have 80 GB."""
+    job = job_of_size(20.0)
+    job.config.train.global_batch_size = microbatches
+    held = bound_of(job, 0)
+    return replace(job, held=[replace(held, gradients=80 * GB, buckets=buckets, bound="")])
+
+
+def plan_of(microbatches: int, buckets, offload: OffloadConfig, activations=80 * GB, forward=None, system="H200"):
+    return make_estimate(job_of(microbatches, buckets), offload, links(system, None, 1), forward, None, activations)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "buckets", "offload", "together"),
+    [
+        (1, EIGHT, OffloadConfig(), 160),
+        (1, EIGHT, LAZY, 90),  # the activations of n tensors, and the gradients of all but n - 1
+        (1, EIGHT, OFF, 90),
+        (4, EIGHT, LAZY, 160),
+        (4, EIGHT, OFF, 100),  # with the bucket that a backward needs the next one
+        (1, LARGE, LAZY, 140),  # 60 of 80 GB of activations are left as the large bucket comes
+        (4, LARGE, OFF, 160),  # which is there from the beginning, with both others
+        (1, [], LAZY, 160),
+    ],
+)
+def test_gradients_count_at_the_peak_as_far_as_they_are_there(microbatches, buckets, offload, together):
+    plan = plan_of(microbatches, buckets, offload)
+    (stage,) = plan.stages
+    assert stage.peak(0) == stage.fixed + 80 * GB == plan.resident_peak, "resident all gradients are there"
+    assert stage.spared == (160 - together) * GB
+    assert stage.offloaded_peak == stage.peak(stage.away) - stage.spared == as_json(plan)["stages"][0]["peak_offloaded"]
+    in_step = stage.parameters + stage.gradients + stage.other + 2 * max(stage.states.transits)
+    assert stage.least_budget == max(stage.offloaded_peak, in_step), "the optimizer's step has every gradient"
+    resident, offloaded = _pair(stage)
+    assert resident["gradients"] - offloaded["gradients"] == stage.spared
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "buckets", "offload", "moving", "note"),
+    [
+        (4, EIGHT, OFF, 80, None),
+        (4, LARGE, OFF, 20, r"60.00 GB on stage 0 stay, in buckets with more than a fourth"),
+        (4, [], OFF, 80, "DDP's buckets are not known here: every gradient counts"),
+        (1, EIGHT, OFF, 80, "with one microbatch a step: host memory is pinned for gradients, and none leaves; use"),
+        (4, EIGHT, LAZY, 0, "with 4 microbatches a step: every gradient is there at the peak.*; use True"),
+        (1, EIGHT, LAZY, 0, None),
+        (4, EIGHT, OffloadConfig(), 0, None),
+    ],
+)
+def test_what_moves_is_pinned_and_what_a_setting_does_not_do_is_noted(microbatches, buckets, offload, moving, note):
+    import re
+
+    plan = plan_of(microbatches, buckets, offload)
+    (stage,) = plan.stages
+    assert stage.moving == moving * GB
+    assert plan.most_pinned == plan.links[0].pinned == stage.states.offloaded + stage.moving
+    notes = [text for text in plan.notes if text.startswith("OffloadConfig.gradients=")]
+    assert len(notes) == (note is not None) and all(re.search(note, text) for text in notes)
+
+
+def test_a_microbatch_hides_gradients_where_it_takes_as_long_as_their_way(capsys):
+    (bare,) = plan_of(4, EIGHT, OFF).links
+    (without,) = plan_of(4, EIGHT, OffloadConfig()).links
+    assert bare.gradient_seconds == pytest.approx(80e9 / 50.8e9)
+    assert bare.most_floor == pytest.approx(without.most_floor + 3 * bare.gradient_seconds)
+    assert bare.gradient_floor is None and without.gradient_seconds == 0.0
+    for forward, added in ((0.1, 3 * (bare.gradient_seconds - 0.3)), (1.0, 0.0)):
+        plan, (resident,) = (
+            plan_of(4, EIGHT, OFF, forward=forward),
+            plan_of(4, EIGHT, OffloadConfig(), forward=forward).links,
+        )
+        assert plan.links[0].gradient_floor == pytest.approx(added)
+        assert plan.links[0].floor == pytest.approx(resident.floor + added)
+        print_estimate(Console(width=1000), plan)
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Gradients: ")]
+    assert "up to 80.00 GB of a rank leave" in shown[0] and "480.00 GB over the link a step" in shown[0]
+    assert (
+        shown[0].endswith("many seconds: 1.575 (H200, and add 3.824 as given).")
+        and "1.575 (H200, as given)" in shown[1]
+    )
+    print_estimate(Console(width=1000), plan_of(1, EIGHT, OFF))
+    assert "Gradients: " not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(bool(missing_packages()), reason="trains with Megatron")
+@pytest.mark.parametrize("options", [{}, {"chunks": 2}, {"experts": True}, {"frozen": True}], ids=str)
+def test_buckets_and_what_moves_of_them_are_those_of_the_engine(cpu_standins, options):
+    from types import SimpleNamespace
+
+    import bridge_fgo
+    from bridge_fgo.sleep.refusals import ddp_of
+    from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
+    from bridge_fgo.tools.job.layout import held_of
+
+    config = replace(OFF, engine="native")
+    ddp = {"overlap_grad_reduce": True, "bucket_size": 20_000, "hidden": 64, "sequence": 16, "vocab": 64}
+    with bridge_fgo.install(config), CpuTraining(CpuOptions(offload=True, **ddp, **options)) as run:
+        run.step()
+        gradients = vars(run.optimizer)["_bridge_fgo_session"].gradients
+        wrapped = [chunk for each in run.model for chunk in ddp_of(each)]
+        held = held_of(SimpleNamespace(), wrapped, [], [])
+        assert (held.gradients, estimate.moving_bytes(held, config)) == (gradients.nbytes, gradients.moving_bytes)
+        assert sorted(nbytes for _, nbytes in held.buckets) == sorted(bucket.nbytes for bucket in gradients.buckets)
+        numbers = [last for last, _ in held.buckets]
+        assert 0 <= min(numbers) <= max(numbers) <= sum(len([*chunk.parameters()]) for chunk in wrapped)
+        assert Held(**vars(held)) == held
