@@ -11,11 +11,16 @@ from gpu_lane import EXPERTS, PACKED, assert_bitwise_equal, assert_same_shards, 
 from bridge_fgo.tools.arms import runner
 
 FSDP = ("--fsdp", "optim_grads_params")
+LAZY, OFF = ("--gradients", "lazy"), ("--layers", "24", "--gradients", "true")
 LAYOUTS = {
     "tp2_to_pp2": ((2, *PACKED, "--tp=2"), (2, *PACKED, "--pp=2")),
     "dp2_to_dp1": ((2, *PACKED), (1, *PACKED)),
     "dp1_to_dp2": ((1, *PACKED), (2, *PACKED)),
     "tp2_dp2_to_pp2_dp2": ((4, "--tp=2", "--ep=2", *EXPERTS), (4, "--pp=2", "--ep=2", *EXPERTS)),
+    "lazy_dp2_to_dp1": ((2, *PACKED, *LAZY, "--gbs=4"), (1, *PACKED, *LAZY, "--gbs=2")),
+    "off_tp2_to_dp2": ((2, *PACKED, *OFF, "--tp=2"), (2, *PACKED, *OFF)),
+    "off_interleaved_to_dp1": ((2, *PACKED, *OFF, "--pp=2", "--vpp=2"), (1, *PACKED, *OFF)),
+    "lazy_experts1_to_experts2": ((1, *EXPERTS, *LAZY, "--gbs=2"), (2, "--ep=2", *EXPERTS, *LAZY, "--gbs=4")),
     "fsdp1_to_fsdp1": ((1, *FSDP), (1, *FSDP)),
     "fsdp2_to_fsdp1": ((2, *FSDP), (1, *FSDP)),
     "fsdp1_to_fsdp2": ((1, *FSDP), (2, *FSDP)),
