@@ -21,6 +21,7 @@ from bridge_fgo import OffloadConfig
         ({"master_remainders": "always"}, r"OffloadConfig\.master_remainders"),
         ({"master_remainders": 1}, r"OffloadConfig\.master_remainders"),
         ({"master_remainders": True, "master_weights": False}, r"OffloadConfig\.master_remainders"),
+        *[({"gradients": value}, "use False, 'lazy' or True") for value in ("true", "eager", 1, None)],
         *[
             ({"gpu_memory_budget_gib": value}, "gpu_memory_budget_gib")
             for value in (0, -1.0, True, "40", "full", float("inf"), float("nan"))

@@ -302,6 +302,7 @@ GIVEN = {
     "master_remainders": False,
     "fraction": 0.5,
     "gpu_memory_budget_gib": None,  # which cannot be combined with a fraction
+    "gradients": True,
     "slab_bytes": 2**21,
     "piece_bytes": 2**17,
     "pin_memory": False,
@@ -320,6 +321,21 @@ def test_each_setting_can_be_overridden(config_class, name):
     value = "null" if GIVEN[name] is None else str(GIVEN[name]).lower()
     overridden(config, f"optimizer.offload.{name}={value}")
     assert in_force(config) == dataclasses.replace(OffloadConfig(engine="native"), **{name: GIVEN[name]})
+
+
+@pytest.mark.parametrize(("text", "value"), [("lazy", "lazy"), ("true", True), ("True", True), ("false", False)])
+def test_gradients_are_a_word_or_true_or_false_also_where_they_are_overridden(config_class, text, value):
+    config = Recipe(config_class())
+    overridden(config, f"optimizer.offload.gradients={text}")
+    assert in_force(config).gradients is value or in_force(config).gradients == value == "lazy"
+
+
+@pytest.mark.parametrize("text", ["'true'", "eager", "1"])
+def test_other_words_for_gradients_are_refused(config_class, text):
+    config = Recipe(config_class())
+    overridden(config, f"optimizer.offload.gradients={text}")
+    with pytest.raises(ValueError, match=r"OffloadConfig\.gradients=.*: use False, 'lazy' or True"):
+        in_force(config)
 
 
 def test_a_file_and_a_constructor_set_them(config_class, tmp_path: Path):
@@ -345,6 +361,7 @@ def test_settings_in_force_are_saved_and_reproduce_the_run(cpu_standins, tmp_pat
     with bridge_fgo.install(OffloadConfig(engine="native", slab_bytes=GIVEN["slab_bytes"])):
         rest = {name: value for name, value in GIVEN.items() if name not in ("engine", "moments", "slab_bytes")}
         config = make_container(**rest)
+        config.ddp.overlap_grad_reduce = True
         config.validate()
         config.to_yaml(str(path))
         assert in_force(config) == expected

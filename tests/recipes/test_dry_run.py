@@ -55,6 +55,10 @@ def plans_here(monkeypatch):
             "there is no setting train.train_iterz; did you mean train.train_iters",
         ),
         ({"overrides": "optimizer.optimizer_cpu_offload=true"}, "optimizer_cpu_offload"),
+        (
+            {"gradients": "lazy", "overrides": "ddp.nccl_ub=true"},
+            "OffloadConfig.gradients='lazy' with ddp.nccl_ub=True",
+        ),
     ],
 )
 def test_a_dry_run_refuses_what_training_would_refuse(settings, why):

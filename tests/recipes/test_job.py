@@ -113,6 +113,8 @@ def test_without_gpus_asked_for_the_one_process_sees_none():
         ({}, (True, {}, "auto", ())),
         ({"offload": False}, (False, {}, "auto", ())),
         ({"engine": "native", "fraction": 0.5}, (True, {"engine": "native", "fraction": 0.5}, "auto", ())),
+        ({"gradients": True}, (True, {"gradients": True}, "auto", ())),
+        ({"gradients": "lazy"}, (True, {"gradients": "lazy"}, "auto", ())),
         ({"gpu_memory_budget_gib": 70.0, "hf_config": "hub"}, (True, {"gpu_memory_budget_gib": 70.0}, "hub", ())),
         ({"hf_config": "kept", "overrides": "a=1 'b=c d'"}, (True, {}, "kept", ["a=1", "b=c d"])),
     ],

@@ -17,6 +17,7 @@ run = pytest.importorskip("nemo_run")
 from nemo_run.config import get_nemorun_home, set_nemorun_home  # noqa: E402
 from torchx.specs import AppState  # noqa: E402
 
+from bridge_fgo import options  # noqa: E402
 from bridge_fgo.recipes import catalog  # noqa: E402
 from bridge_fgo.recipes.entrypoint import Job, PretrainContext  # noqa: E402
 
@@ -103,6 +104,16 @@ def test_overrides_stand_by_themselves_as_they_do_for_plan_and_slurm(launch):
     text = launch("--factory", "tiny", own[0], *node, *own[1:], "overrides=a=1 b=2", "--dryrun")
     (line,) = [line for line in text.splitlines() if line.startswith("srun ")]
     assert shlex.split(line)[-7:] == ["tiny", "--offload", "a=1", "b=2", *own]
+
+
+@pytest.mark.parametrize("value", ["lazy", "true", "false"])
+def test_gradients_are_a_word_or_true_or_false(launch, value):
+    node = ("scheduler=slurm", "account=acct", "gpus_per_node=0")
+    text = launch("--factory", "tiny", *node, f"gradients={value}", "--dryrun")
+    (line,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    words = shlex.split(line)
+    given = options.OPTIONS[[option.setting for option in options.OPTIONS].index("gradients")]
+    assert given.read(words[words.index("--gradients") + 1]) == {"true": True, "false": False}.get(value, value)
 
 
 @pytest.mark.parametrize(

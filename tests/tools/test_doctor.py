@@ -162,6 +162,7 @@ def test_what_is_no_saved_config_is_refused_by_name(tmp_path, text, why):
 # --- mistakes: status 2, and what is wrong ---
 
 BUDGET = {"optimizer__offload": {"gpu_memory_budget_gib": 0.001}}
+GRADIENTS = {"optimizer__offload": {"gradients": True}, "ddp__overlap_grad_reduce": True}
 NAMED = "what it stands for, and so the bytes of parameters and gradients, is not known without Megatron; install"
 
 
@@ -233,6 +234,13 @@ def test_a_recipe_without_megatron_says_what_is_missing(no_megatron):
         ({}, "--gpu-memory-budget-gib 70", []),
         ({}, "--gpu-memory-budget-gib 0.001", ["gpu_memory_budget_gib=0.001.*needs about 0\\."]),
         (BUDGET, "", ["gpu_memory_budget_gib=0.001"]),
+        ({"ddp__overlap_grad_reduce": False}, "--gradients lazy", ["='lazy' with ddp.overlap_grad_reduce=False"]),
+        ({"ddp__overlap_grad_reduce": True}, "--gradients lazy", []),
+        ({"ddp__overlap_grad_reduce": True, "ddp__nccl_ub": True}, "--gradients true",
+         ["gradients=True with ddp.nccl_ub=True"]),
+        (GRADIENTS | {"model__moe_shared_expert_overlap": True}, "", ["set model.moe_shared_expert_overlap=False"]),
+        (FSDP | GRADIENTS, "", ["gradients=True with ddp.use_megatron_fsdp=True"]),
+        (GRADIENTS, "--engine mcore", ["gradients=True: not honoured by engine='mcore'"]),
         ({"optimizer__optimizer_cuda_graph": True, "optimizer__optimizer_cpu_offload": True}, "",
          ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_cuda_graph=True"]),
         ({"optimizer__optimizer_cpu_offload": True, "optimizer__optimizer_offload_fraction": 0.5}, "",
