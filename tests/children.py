@@ -12,7 +12,7 @@ import pytest
 
 from bridge_fgo.tools.arms.process_setup import ATTENTION_VARIABLES
 
-PRELOADED = ["fault_child", "rank_child", "restart_child", "rl_child"]
+PRELOADED = ["fault_child", "rank_child", "restart_child", "rl_child", "frozen"]
 
 PATIENCE = 300
 """Seconds after which something hangs: what takes some five may import Megatron first, on a busy machine."""

@@ -17,6 +17,22 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # as images set it: each pr
 import bridge_fgo
 
 
+def pytest_collection_modifyitems(items):
+    """Begin the first half with tests of forked ranks and the second with those of built models.
+
+    Of two workers with `--dist worksteal`, which steal from the end of a half, each then starts one of the processes
+    that import Megatron for those, and not both.
+    """
+    of_ranks, of_models, others = [], [], []
+    for item in items:
+        names = vars(item.module).values()
+        used = {getattr(value, "__module__", getattr(value, "__name__", "")) for value in names}
+        forks = not used.isdisjoint({"children", "async_worker"})
+        (of_ranks if forks else of_models if item.path.parent.name == "tools" else others).append(item)
+    before = max(0, len(items) // 2 - len(of_ranks))
+    items[:] = of_ranks + others[:before] + of_models + others[before:]
+
+
 def pytest_unconfigure():
     """Unfreeze what `cpu_standins` froze: what is left at the end of the process would be told of as leaked."""
     gc.unfreeze()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import traceback
@@ -19,11 +20,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 MODULE = "bridge_fgo.tools.job.builder"
+BUILT_JOBS = str(Path(__file__).parent / "tools/built_jobs.py")
+"""What builds several, which takes the same imports."""
 PRELOADED = (
     "megatron.bridge.recipes",
     "megatron.bridge.training.pretrain",
     "megatron.bridge.training.utils.theoretical_memory_utils",
     "torch.testing._internal.distributed.fake_pg",
+    "frozen",
 )
 ON_THE_PATH = ("PYTHONPATH", "PATH", "HOME")
 """Variables of which another value may find another Megatron."""
@@ -42,7 +46,8 @@ class ForkedBuilder:
     def run(self, command: list[str], **options) -> subprocess.CompletedProcess[str]:
         """Do as `subprocess.run`; a builder that another environment could find other packages for is a new process."""
         here = {name: os.environ.get(name) for name in ON_THE_PATH}
-        if command[:3] != [sys.executable, "-m", MODULE] or here != self._environment:
+        is_builder = command[:3] == [sys.executable, "-m", MODULE] or command[1:2] == [BUILT_JOBS]
+        if not is_builder or here != self._environment:
             return subprocess.run(command, **options)
         if self._process is None:
             environment = os.environ | dict.fromkeys(ONE_THREAD, "1")  # a child has none but the one that forks
@@ -52,7 +57,7 @@ class ForkedBuilder:
         assert self._process.stdin is not None and self._process.stdout is not None
         with TemporaryDirectory() as folder:
             files = [str(Path(folder) / name) for name in ("out", "err")]
-            asked = {"request": command[3], "environment": dict(os.environ), "folder": str(Path.cwd()), "files": files}
+            asked = {"command": command, "environment": dict(os.environ), "folder": str(Path.cwd()), "files": files}
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
             status = int(self._process.stdout.readline())
@@ -74,12 +79,16 @@ def answer(asked: dict) -> None:
     for number, file in enumerate(asked["files"], start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    from bridge_fgo.tools.job import builder
     from bridge_fgo.tools.standins import te_shapes
 
     te_shapes.install = lambda: None  # it was, before Megatron was imported
-    sys.argv = [MODULE, asked["request"]]
-    builder.main()
+    _, *sys.argv = asked["command"]
+    if sys.argv[0] == BUILT_JOBS:
+        sys.path.insert(0, str(Path(BUILT_JOBS).parent))
+        runpy.run_path(BUILT_JOBS, run_name="__main__")
+    else:
+        del sys.argv[0]
+        runpy.run_module(MODULE, run_name="__main__")
 
 
 def main() -> None:

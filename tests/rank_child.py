@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import both
 import fused_adam
 from saving import load, save
 from storage_meter import PART_BYTES, engine, metered, two_parts
@@ -75,7 +76,8 @@ def joined(rank: int, job: Job, config: bridge_fgo.OffloadConfig = CONFIG) -> It
     """A rank of a job's training, which offloads by the flag where the job says so."""
     keep_results_of_saves()
     fused_adam.have_mcore_take_it(setattr)
-    options = CpuOptions(offload=job.offload, **job.changes)
+    options = CpuOptions(offload=job.offload, **both.SMALL | job.changes)
+    layout.LEAST_PART_BYTES = min(both.PART_BYTES, layout.LEAST_PART_BYTES)
     with bridge_fgo.install(config) if job.offload else contextlib.nullcontext(), Rank(options, rank, job) as run:
         yield run
 

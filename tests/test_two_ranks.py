@@ -55,8 +55,8 @@ def named(changes):
     ],
     ids=named,
 )
-def test_two_ranks_train_30_steps_and_save_as_resident_ones(tmp_path, changes):
-    (resident, offloaded), _ = run_both(tmp_path, changes, steps=30)
+def test_two_ranks_train_12_steps_and_save_as_resident_ones(tmp_path, changes):
+    (resident, offloaded), _ = run_both(tmp_path, changes, steps=12)
     assert_same_shards(offloaded / "trained", resident / "trained")
 
 

@@ -99,7 +99,7 @@ CASES = {
     ("name", "steps"),
     [pytest.param(name, 4, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
     + [
-        pytest.param(name, 20, id=f"{name}-20", marks=pytest.mark.slow)
+        pytest.param(name, 10, id=f"{name}-10", marks=pytest.mark.slow)
         for name in itertools.islice(CASES, 6)
     ],
 )  # fmt: skip

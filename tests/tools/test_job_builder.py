@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import built_jobs
 import pytest
@@ -29,13 +26,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def answers(builder_is_forked, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """What the builder says of every config of `built_jobs`, from one process."""
     path = tmp_path_factory.mktemp("built") / "answers.json"
-    command = [sys.executable, built_jobs.__file__, str(path), *built_jobs.GPUS]
-    # mcore leaves the attention backend of a model that other tests built in these.
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd(), env=clean, check=False)
+    done = builder_is_forked.run([sys.executable, built_jobs.__file__, str(path), *built_jobs.GPUS])
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(path.read_text())
 
