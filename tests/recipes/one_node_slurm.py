@@ -27,7 +27,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SwitchType=switch/none
 MpiDefault=none
-KillWait=5
+KillWait=2
 NodeName={host} CPUs={cpus} RealMemory=1000 State=UNKNOWN
 PartitionName=cpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """

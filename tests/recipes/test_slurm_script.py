@@ -281,7 +281,7 @@ def test_a_refusing_preflight_ends_the_job_before_training(submit, slurm):
 TRAINER = """\
 echo "restart ${SLURM_RESTART_COUNT:-0}: $*"
 case ${SLURM_RESTART_COUNT:-0} in
-0) trap 'sleep 8; echo "saved"; exit 0' TERM; touch "$STARTED"; for i in {1..600}; do sleep 0.1; done ;;
+0) trap 'sleep 4; echo "saved"; exit 0' TERM; touch "$STARTED"; for i in {1..600}; do sleep 0.1; done ;;
 1) exit 3 ;;
 esac
 """
