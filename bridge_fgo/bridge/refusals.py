@@ -262,6 +262,11 @@ OF_SETTINGS = [
     _gradients("optimizer.reuse_grad_buf_for_mxfp8_param_ag",
         "gradients share a buffer with the weights that are gathered",
         lambda a: a.sets("optimizer.reuse_grad_buf_for_mxfp8_param_ag")),
+    *(
+        _gradients(name, "Transformer Engine knows quantized weights by their class, which gradients that come and go "
+            f"have to change; set {name}=False", lambda a, name=name: a.sets(name))
+        for name in ("ddp.fp8_param_gather", "ddp.fp4_param_gather")
+    ),
     _gradients("model.cuda_graph_impl",
         "a CUDA graph has the addresses of the gradients baked in; set model.cuda_graph_impl='none'",
         lambda a: isinstance(a["model.cuda_graph_impl"], str) and a["model.cuda_graph_impl"] != "none"),

@@ -45,6 +45,8 @@ from bridge_fgo.states.source import Source
 SESSION = "_bridge_fgo_session"
 _active: list[Session] = []
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_taken: weakref.WeakSet[Gradients] = weakref.WeakSet()
+"""Those of every session: a model outlives its optimizer."""
 _newest_stats: Stats | None = None  # a snapshot, so that it holds no state of a training that is over
 
 ENOUGH_RELEASED = 0.95
@@ -270,6 +272,7 @@ class Session:
             return
         if self.gradients is not None:
             self.gradients.close()
+            self.gradients = None
         if self._owner is None:
             self.engine.close()
         else:
@@ -344,27 +347,35 @@ def _take_gradients(model: Any, config: OffloadConfig) -> Gradients | None:
     """
     if not config.gradients:
         return None
-    device = torch.device("cpu")
+    device, taken = torch.device("cpu"), []
 
-    def take() -> Gradients:
+    def take() -> None:
         nonlocal device
         chunks = [chunk for chunk in (model if isinstance(model, list) else [model]) if chunk is not None]
         ddps = [ddp for chunk in chunks for ddp in ddp_of(chunk)]
-        if not ddps and any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()):
+        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        if not ddps and (not chunks or any(parameter.requires_grad for parameter in parameters)):
             raise ValueError(
                 f"OffloadConfig.gradients={config.gradients!r}: the model has no DDP of mcore's, whose gradients it is "
                 "about; set OffloadConfig.gradients=False"
             )
         device = next((buffer.grad_data.device for ddp in ddps for buffer in ddp.buffers), device)
-        return Gradients(ddps, make_transfers(device, config), offloads=config.gradients is True)
+        taken.append(Gradients(ddps, make_transfers(device, config), offloads=config.gradients is True))
 
-    gradients = on_every_rank(take)
-    if config.gradients is True:
-        hosts = gradients.map_hosts()
-        if device.type != "cuda" or not config.pin_memory:
-            hosts = []
-        require_host_memory(sum(host.tensor.numel() for host in hosts))
-        gradients.pin_seconds = on_every_rank(lambda: pin(hosts, device) if hosts else 0.0)
+    try:
+        on_every_rank(take)
+        (gradients,) = taken
+        if config.gradients is True:
+            hosts = on_every_rank(gradients.map_hosts)
+            if device.type != "cuda" or not config.pin_memory:
+                hosts = []
+            require_host_memory(sum(host.tensor.numel() for host in hosts))
+            gradients.pin_seconds = on_every_rank(lambda: pin(hosts, device) if hosts else 0.0)
+    except BaseException:
+        for gradients in taken:
+            gradients.close()
+        raise
+    _taken.add(gradients)
     return gradients
 
 
@@ -461,6 +472,8 @@ def close_all() -> None:
         gc.collect()  # of a training that is over only a cycle of references may be left
         if failures := _close_sessions():
             raise failures[0]
+    for gradients in list(_taken):  # of sessions that are lost, or whose optimizer is gone
+        gradients.close()
     _newest_stats = None
 
 

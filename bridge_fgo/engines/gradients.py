@@ -6,8 +6,9 @@ The time line of a step:
 2.  A backward reads `main_grad` of a parameter, to add to it. Its bucket is allocated and zeroed:
     `GradientBucket.require`.
 3.  Something was added to all gradients of a bucket. If this is not the last microbatch, its copy out starts at the
-    next point, and its memory is freed once the copy is over: `point`. At most `MOST_LEAVING` buckets are under way,
-    and none at the end of the next forward, where activations peak.
+    next point, and its memory is freed once the copy is over: `point`. That of the embeddings starts as the next
+    forward begins. At most `MOST_LEAVING` buckets are under way, and none at the end of the next forward, where
+    activations peak.
 4.  As the last layer of the next microbatch runs forward, the first bucket of its backward is prefetched; and each
     bucket that this backward needs has the next one prefetched, in the order of the backward before.
 5.  DDP reduces the buckets: `reduce`. From here on all stay until the next step zeroes them.
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
-from bridge_fgo.memory.guard import Guard, empty, fill
+from bridge_fgo.memory.guard import Guard, class_of, empty, fill
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.meters import StepClock, Traffic
 from bridge_fgo.memory.transfers import Transfers
@@ -58,13 +59,23 @@ class Gradients:
 
     What the buffers hold now is dropped: a training step zeroes it before anything else.
 
+    Other `Gradients` that have them, of an optimizer that was built before, are closed first.
+
     Raises:
-        ValueError: gradients share their memory with weights; nothing is changed.
+        ValueError: gradients share their memory with weights, or weights are quantized.
     """
 
     def __init__(self, ddps: Iterable[Any], transfers: Transfers, offloads: bool) -> None:
         ddps = list(ddps)
         for buffer in (buffer for ddp in ddps for buffer in _buffers(ddp)):
+            if (others := gradients_of(buffer)) is not None:
+                others.close()
+            for cls in {class_of(param) for param in buffer.params} - {torch.nn.Parameter}:
+                raise ValueError(
+                    f"OffloadConfig.gradients with weights of {cls.__name__}: Transformer Engine knows quantized "
+                    "weights by their class, which gradients that come and go have to change; set "
+                    "ddp.fp8_param_gather=False, or OffloadConfig.gradients=False"
+                )
             if getattr(buffer, "shared_buffer", None) is not None:
                 raise ValueError(
                     "OffloadConfig.gradients with MXFP8 weights: their gradients share a buffer with the weights that "
@@ -222,8 +233,12 @@ class Gradients:
 
     def reduce(self, group: Any) -> None:
         """Have the buckets of a group on the GPU to be reduced, also those that no backward has reached."""
-        for bucket in group.buckets:
-            self._bucket_of[id(bucket)].require()
+        mine = [one for bucket in group.buckets if (one := self._bucket_of.get(id(bucket))) is not None]
+        for one in mine:
+            one.require()
+        # Race: a copy out would read, and its release free, what the collective still writes: `is_last_microbatch` may
+        # be reset before that is over, as where mcore aligns the reductions of pipeline stages.
+        self._in_use = [bucket for bucket in self._in_use if bucket not in mine]
 
     # A pass.
 
@@ -261,6 +276,7 @@ class Gradients:
                 self._begin_forward(mark.layer)
 
     def _begin_forward(self, layer: int) -> None:
+        self._send_off(in_backward=False)  # the embeddings: their backward ends after the last point
         if self._needed:
             self._orders[self._lead] = self._needed
             self._needed = []
@@ -298,26 +314,36 @@ class Gradients:
         """Give each buffer its gradients back, in one storage as before.
 
         Raises:
-            torch.OutOfMemoryError: there is no memory for a buffer beside its buckets; the rest stays as it is.
+            torch.OutOfMemoryError: there is no memory for a buffer beside its buckets; that one and those after it stay
+                as they are.
         """
-        for key, (buffer, mine) in list(self._buffers.items()):
-            whole = buffer.grad_data
-            with torch.no_grad():
-                fill(whole.untyped_storage(), whole.numel() * whole.element_size(), WHOLE)
-                self._guard.take_off()
-                for bucket, one in zip(buffer.buckets, mine, strict=True):
-                    place = whole[bucket.offset : bucket.offset + bucket.grad_data.numel()]
-                    if one.state is BucketState.ABSENT:
-                        place.zero_()
-                    else:
-                        one.require()
-                        place.copy_(bucket.grad_data)
-                    one.close(place)
-            del self._buffers[key], vars(buffer)[MANAGED]
+        # Race: the memory of the buckets is the training stream's, which would reuse it before others have read it.
+        with self._transfers.computing(), torch.no_grad():
+            for buffer, mine in list(self._buffers.values()):
+                self._give_back(buffer, mine)
         for group in self._group_of.values():
             vars(group).pop(MANAGED, None)
-            _forget_shards(group)
         self._moving.clear()
+
+    def _give_back(self, buffer: Any, mine: list[GradientBucket]) -> None:
+        for one in mine:
+            if one.state is not BucketState.ABSENT:
+                one.require()
+        whole = buffer.grad_data
+        fill(whole.untyped_storage(), whole.numel() * whole.element_size(), WHOLE)
+        # From here on nothing takes memory.
+        self._guard.take_off()
+        for bucket, one in zip(buffer.buckets, mine, strict=True):
+            place = whole[bucket.offset : bucket.offset + bucket.grad_data.numel()]
+            if one.state is BucketState.ABSENT:
+                place.zero_()
+            else:
+                place.copy_(bucket.grad_data)
+            one.close(place)
+            self._bucket_of.pop(id(bucket), None)
+            _forget_shards(self._group_of[one])
+        del self._buffers[id(buffer)], vars(buffer)[MANAGED]
+        self._guard.put_on([other.grad_data for other, _ in self._buffers.values()])
 
 
 def _buffers(ddp: Any) -> list[Any]:

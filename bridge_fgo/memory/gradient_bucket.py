@@ -179,8 +179,9 @@ class GradientBucket:
     def release(self) -> None:
         """Free the memory of a bucket that is OFFLOADING, once it is copied; the training stream waits for that."""
         assert self.state is BucketState.OFFLOADING
+        self._transfers.wait_out(self)
+        self.state = BucketState.OFFLOADED  # first: an interruption must not leave a bucket without memory OFFLOADING
         self._transfers.release(self)
-        self.state = BucketState.OFFLOADED
 
     def reload(self) -> None:
         """Start to copy an OFFLOADED bucket back; raise as `require`."""
@@ -194,7 +195,7 @@ class GradientBucket:
         """Make all gradients zero, and let go of their memory."""
         if self.state is BucketState.HERE:
             self._watch(True)
-        if self.state in (BucketState.HERE, BucketState.OFFLOADING, BucketState.RELOADING):
+        if self.gpu is not None:  # whatever the state: an error may have come between the two
             if self._host is not None:
                 # Race: where a pass ended with an error, or an offload was given up, a copy may still use the memory.
                 self._transfers.wait_out(self)
@@ -203,8 +204,10 @@ class GradientBucket:
         self.state = BucketState.ABSENT
 
     def close(self, data: torch.Tensor) -> None:
-        """Have the gradients be those of `data` from now on, as before there was this bucket."""
+        """Have the gradients be those of `data` from now on, as before there was this bucket; free its memory."""
+        self.zero()
         self._guard.take_off()
+        fill(self._storage, 0, _WHY)  # while it refuses its address, `_bind` cannot take views off it
         self._bind(data)
         self._watch(False)
         for param in (param for ref, *_ in self._classes if (param := ref()) is not None):
@@ -239,4 +242,15 @@ def _with_property(cls: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
             )
         own["main_grad"] = tensor
 
-    return type(cls.__name__, (cls,), {"main_grad": property(get, put), "__module__": cls.__module__})
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        if (bucket := self.__dict__.get(BUCKET)) is not None:
+            bucket.require()  # the gradient is among the attributes that are pickled
+        return cls.__reduce_ex__(self, protocol)
+
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        copied: Any = cls.__deepcopy__(self, memo)
+        copied.__class__ = cls
+        return copied
+
+    members = {"main_grad": property(get, put), "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy}
+    return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
