@@ -3,14 +3,22 @@
 import dataclasses
 
 import pytest
-from both import OPTIMIZERS, PACKED, SMALL, as_resident, session_of, steps
+import torch
+from both import OPTIMIZERS, PACKED, SMALL, as_resident, both, exact, session_of, steps, training
+from saving import assert_same_shards, load, newest, save
 
 import bridge_fgo
+from bridge_fgo.engines.gradients import AHEAD, MANAGED, Gradients, gradients_of
+from bridge_fgo.memory.gradient_bucket import GradientBucket
+from bridge_fgo.tools.arms import cpu_training
+
+pytestmark = pytest.mark.usefixtures("cpu_standins")
 
 BUCKETS = SMALL | {"overlap_grad_reduce": True, "bucket_size": 20_000}
 """A model of several DDP buckets."""
 LAZY = dataclasses.replace(PACKED, gradients="lazy")
 OFF = dataclasses.replace(PACKED, gradients=True)
+THREE = BUCKETS | {"microbatches": 3}
 KINDS = {
     "one_microbatch": {"microbatches": 1},
     "three_microbatches": {"microbatches": 3},
@@ -47,12 +55,360 @@ def test_each_microbatch_but_the_last_has_every_byte_that_moves_leave_and_return
         assert gradients.traffic.seconds > 0
 
 
-def states_of(run):
-    return [bucket.state for bucket in session_of(run).gradients.buckets]
+RECONFIGURED = {
+    "fp32_local_accumulation": {
+        "ddp.param_name_patterns_for_fp32_local_accumulation": ("*linear_fc1*", "*word_embeddings*"),
+        "ddp.grad_reduce_in_fp32": False,
+    },
+    "full_recompute": {
+        "model.recompute_granularity": "full",
+        "model.recompute_method": "uniform",
+        "model.recompute_num_layers": 1,
+    },
+    "tied_embeddings": {"model.share_embeddings_and_output_weights": True},
+    "nan_checks": {"ddp.check_for_nan_in_grad": True},
+    "loss_per_token": {"model.calculate_per_token_loss": True},
+    "bf16_gradients": {"ddp.grad_reduce_in_fp32": False},
+}
 
 
-def test_no_gradient_has_memory_before_the_first_backward_of_a_step():
-    with as_resident(2, LAZY, **BUCKETS | {"microbatches": 1}) as run:
+def reconfigure(patch, changes):
+    """Have trainings of the CPU lane configured otherwise."""
+    make_config = cpu_training.make_config
+
+    def make(options):
+        cfg = make_config(options)
+        for path, value in changes.items():
+            section, name = path.split(".")
+            assert hasattr(getattr(cfg, section), name), path
+            setattr(getattr(cfg, section), name, value)
+        return cfg
+
+    patch.setattr(cpu_training, "make_config", make)
+
+
+@pytest.mark.parametrize("config", [pytest.param(LAZY, marks=pytest.mark.slow), OFF], ids=["lazy", "off"])
+@pytest.mark.parametrize("changes", RECONFIGURED.values(), ids=RECONFIGURED)
+def test_training_that_is_configured_otherwise_is_bitwise_equal_to_resident(monkeypatch, changes, config):
+    reconfigure(monkeypatch, changes)
+
+    def train(run):
+        records = steps(run, 3)
+        if run.options.offload:
+            moved = session_of(run).gradients.traffic
+            assert (moved.out > 0) is (moved.back > 0) is (config is OFF)
+        return records
+
+    both(train, config, **THREE)
+
+
+def test_an_expert_without_tokens_does_not_keep_others_from_leaving():
+    def train(run):
+        for name, module in run.model[0].named_modules():
+            if name.endswith("layers.0.mlp.router"):
+                module.register_forward_hook(without_the_last_expert)
+        return steps(run, 3)
+
+    def without_the_last_expert(module, args, output):
+        probs, routed = output
+        allowed = torch.arange(routed.shape[-1]) < routed.shape[-1] - 1
+        return probs * allowed, routed & allowed
+
+    both(train, OFF, experts=True, **THREE)
+
+
+# Memory.
+
+
+def watch(run, config):
+    """Note, of each forward's begin and end and after each step, states by bucket, and bytes that have memory."""
+    seen, step_once, gradients = [], run.step, None
+    forward_step = run._forward_step
+
+    def note(what):
+        nonlocal gradients
+        gradients = session_of(run).gradients
+        held = sum(bucket.nbytes for bucket in gradients.buckets if bucket.gpu is not None)
+        seen.append((what, {bucket.state.name for bucket in gradients.buckets}, held))
+
+    def forward(data_iterator, model):
+        note("forward begins")
+        result = forward_step(data_iterator, model)
+        note("forward ends" if model is run.model[-1] else "chunk ends")
+        return result
+
+    def step():
+        record = step_once()
+        note("step ends")
+        return record
+
+    run._forward_step, run.step = forward, step
+    return seen
+
+
+MEMORY = {name: KINDS[name] for name in ("one_microbatch", "three_microbatches", "experts", "rerun", "chunks")}
+
+
+@pytest.mark.parametrize("config", [LAZY, OFF], ids=["lazy", "off"])
+@pytest.mark.parametrize("kind", MEMORY)
+def test_what_has_memory_at_each_point_of_a_step(kind, config):
+    options = BUCKETS | KINDS[kind] | {"layers": 4}
+    with training(True, config, **options) as run:
+        seen = watch(run, config)
+        for number in range(3):
+            run.step()
+            gradients = session_of(run).gradients
+            moving = [bucket.nbytes for bucket in gradients._moving]
+            stays = gradients.nbytes - sum(moving) + AHEAD * max(moving, default=0)
+            assert config is LAZY or len(moving) > 2
+            points, forwards = list(seen), -1
+            seen.clear()
+            a_pass = run.options.microbatches * run.options.chunks
+            for what, states, held in points:
+                forwards += what == "forward begins"
+                if what == "step ends":
+                    assert states == {"HERE"} and held == gradients.nbytes
+                elif forwards % a_pass < run.options.chunks:  # before the first backward of a pass
+                    assert states == {"ABSENT"} and held == 0
+                elif config is LAZY:
+                    assert states == {"HERE"} and held == gradients.nbytes
+                elif what == "forward ends":
+                    assert held <= stays, (number, forwards)
+            assert len(points) == 2 * a_pass * (2 if kind == "rerun" and number == 1 else 1) + 1
+
+
+def test_gradients_that_are_read_between_steps_are_those_of_a_resident_run():
+    def train(run):
         seen = []
-        run.forward = lambda: seen.append(set(states_of(run)))
+        for _ in range(2):
+            for read in (lambda p: p.main_grad, lambda p: p.main_grad.norm()):
+                seen.append(exact([read(p) for chunk in run.model for p in chunk.parameters()]))
+                for chunk in run.model:
+                    chunk.zero_grad_buffer()
+            seen.append(steps(run))
+            seen.append(exact([bucket.grad_data for chunk in run.model for bucket in chunk.buffers[0].buckets]))
+        return seen
+
+    for config in (LAZY, OFF):
+        both(train, config, **THREE)
+
+
+def test_gradients_that_are_read_in_the_midst_of_a_step_are_those_of_a_resident_run():
+    def train(run):
+        seen, forward_step = [], run._forward_step
+
+        def forward(data_iterator, model):
+            params = list(model.parameters())
+            seen.append(exact([params[i].main_grad for i in range(len(seen) % 3, len(params), 3)]))
+            return forward_step(data_iterator, model)
+
+        run._forward_step = forward
+        return steps(run, 2), seen
+
+    both(train, OFF, **THREE)
+
+
+# Faults.
+
+
+class Injected(Exception):
+    """What a test has raised."""
+
+
+def fail_once(run, microbatch, act):
+    """Have something done once, in a backward: as the gradient of the second layer's output is there."""
+    layer = next(module for name, module in run.model[0].named_modules() if name.endswith("layers.1"))
+    forwards = 0
+
+    def hook(module, args, output):
+        nonlocal forwards
+        forwards += 1
+        if forwards == microbatch:
+            handle.remove()
+            output[0].register_hook(lambda gradient: act())
+
+    handle = layer.register_forward_hook(hook)
+
+
+def raise_injected():
+    raise Injected
+
+
+def step_that_fails(run, error=Injected):
+    """Run a step that ends with an error, as a loop does that goes on after it."""
+    from megatron.bridge.training.initialize import init_rerun_state
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+
+    with pytest.raises(error):
+        run.step()
+    destroy_rerun_state_machine()  # it is in the midst of a pass
+    init_rerun_state(run.cfg.rerun_state_machine)
+
+
+@pytest.mark.parametrize("config", [LAZY, OFF], ids=["lazy", "off"])
+@pytest.mark.parametrize("microbatch", [1, 2])
+def test_after_an_error_in_a_backward_the_next_step_is_right(microbatch, config):
+    def train(run):
+        done = steps(run)
+        fail_once(run, microbatch, raise_injected)
+        step_that_fails(run)
+        return done, steps(run, 2)
+
+    both(train, config, **THREE)
+
+
+def test_after_no_memory_for_a_bucket_that_a_backward_needs_the_next_step_is_right(monkeypatch):
+    allocate = GradientBucket.allocate
+
+    def no_memory(bucket):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def train(run):
+        done = steps(run)
+        how = (lambda: monkeypatch.setattr(GradientBucket, "allocate", no_memory)) if run.options.offload else None
+        fail_once(run, 2, how or raise_injected)
+        step_that_fails(run, torch.OutOfMemoryError if run.options.offload else Injected)
+        monkeypatch.setattr(GradientBucket, "allocate", allocate)
+        return done, steps(run, 2)
+
+    both(train, OFF, **THREE)
+
+
+def test_a_bucket_that_finds_no_memory_early_comes_later(monkeypatch):
+    allocate, prefetch, failed = GradientBucket.allocate, Gradients._prefetch, []
+
+    def prefetches(gradients, buckets):
+        def no_memory(bucket):
+            failed.append(bucket)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(GradientBucket, "allocate", no_memory)
+            prefetch(gradients, buckets)
+
+    monkeypatch.setattr(Gradients, "_prefetch", prefetches)
+    with as_resident(4, OFF, **THREE) as run:
+        steps(run, 4)
+        assert len(failed) >= 4 and GradientBucket.allocate is allocate
+
+
+# The end.
+
+
+def require_mcores_own(run):
+    """Everything that gradients hung on a model is gone, and its buffers are one storage each."""
+    for chunk in run.model:
+        for group in chunk.bucket_groups:
+            assert MANAGED not in vars(group)
+        for param in chunk.parameters():
+            assert type(param) is torch.nn.Parameter and not any(name.startswith("_bridge_fgo") for name in vars(param))
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            storage = buffer.grad_data.untyped_storage()
+            views = [bucket.grad_data for bucket in buffer.buckets] + [param.main_grad for param in buffer.params]
+            assert {view.untyped_storage()._cdata for view in views} == {storage._cdata}
+            assert gradients_of(buffer) is None and storage.nbytes() == buffer.grad_data.nbytes
+            for bucket in buffer.buckets:
+                assert bucket.grad_data.storage_offset() == bucket.offset
+                for param in bucket.params_list:
+                    first, _ = bucket.param_to_index[param]
+                    assert param.main_grad.storage_offset() == bucket.offset + first
+
+
+def unset(run):
+    run.cfg.optimizer.offload_optimizer_states = False
+
+
+@pytest.mark.parametrize("end", [unset, lambda run: bridge_fgo.uninstall()], ids=["flag_unset", "uninstalled"])
+@pytest.mark.parametrize("config", [LAZY, OFF], ids=["lazy", "off"])
+def test_after_an_end_in_mid_run_the_buffers_are_mcores_and_training_goes_on_bitwise(end, config):
+    with as_resident(4, config, **BUCKETS | KINDS["chunks"]) as run:
         steps(run, 2)
+        buckets = session_of(run).gradients.buckets
+        before = exact([param.main_grad for chunk in run.model for param in chunk.parameters()])
+        end(run)
+        if end is not unset:
+            assert exact([param.main_grad for chunk in run.model for param in chunk.parameters()]) == before
+            require_mcores_own(run)
+        run.offloads_all = False
+        steps(run, 2)
+        require_mcores_own(run)
+        assert all(bucket._storage.nbytes() == 0 for bucket in buckets)
+
+
+@pytest.mark.parametrize("moment", ["before the first step", "zeroed", "after an error in a backward"])
+def test_uninstall_at_any_moment_gives_back_the_buffers(moment):
+    with training(True, OFF, installed=False, **THREE) as run:
+        bridge_fgo.install(OFF)
+        run.step()
+        bridge_fgo.uninstall()
+        bridge_fgo.install(OFF)
+        if moment != "before the first step":
+            run.step()
+        for chunk in run.model if moment == "zeroed" else ():
+            chunk.zero_grad_buffer()
+        if moment == "after an error in a backward":
+            fail_once(run, 2, raise_injected)
+            with pytest.raises(Injected):
+                run.step()
+        bridge_fgo.uninstall()
+        require_mcores_own(run)
+
+
+def test_uninstall_gives_back_the_gradients_of_a_model_whose_optimizer_is_gone():
+    with training(True, OFF, installed=False, **THREE) as run:
+        bridge_fgo.install(OFF)
+        run.step()
+        run.optimizer = run.scheduler = None
+        bridge_fgo.uninstall()
+        require_mcores_own(run)
+
+
+def test_gradients_go_to_the_session_of_an_optimizer_that_is_built_anew():
+    from megatron.bridge.training import setup
+
+    with training(True, dataclasses.replace(OFF, master_remainders=False), **THREE) as run:
+        run.step()
+        old = session_of(run).gradients
+        run.optimizer, run.scheduler = setup.setup_optimizer(
+            run.cfg.optimizer, run.cfg.scheduler, run.model, use_gloo_process_groups=True
+        )
+        run.step()
+        assert old.buckets == [] and session_of(run).gradients.traffic.out > 0
+
+
+def test_a_failure_after_gradients_were_taken_gives_them_back(monkeypatch):
+    def no_host_memory(gradients):
+        raise RuntimeError("could not map 1 GiB")
+
+    monkeypatch.setattr(Gradients, "map_hosts", no_host_memory)
+    with training(True, OFF, installed=False, **THREE) as run:
+        with bridge_fgo.install(OFF), pytest.raises(RuntimeError, match="could not map"):
+            run.step()
+        require_mcores_own(run)
+
+
+def test_mcores_offload_of_a_buffer_between_steps_loses_nothing():
+    with as_resident(4, OFF, **THREE) as run:
+        steps(run, 2)
+        for buffer in run.model[0].buffers:
+            buffer.offload_to_cpu()
+            assert all(bucket.gpu is None for bucket in session_of(run).gradients.buckets)
+            buffer.reload_from_cpu()
+        steps(run, 2)
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize("config", [LAZY, OFF], ids=["lazy", "off"])
+def test_a_checkpoint_has_the_bytes_of_a_resident_run_and_is_loaded_as_one(tmp_path, config):
+    def train(run):
+        steps(run, 2)
+        folder = tmp_path / str(run.options.offload)
+        save(run, folder)
+        done = steps(run)
+        load(run, folder)
+        return done, steps(run)
+
+    both(train, config, adam="te", **THREE)
+    assert_same_shards(newest(tmp_path / "True"), newest(tmp_path / "False"))
