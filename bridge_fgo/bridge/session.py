@@ -217,6 +217,8 @@ class Session:
 
     def _point(self, mark: Mark) -> bool:
         """Pass a point of the model."""
+        if self.closed:  # within the step, for whose length the hooks hang
+            return False
         if self.gradients is not None:
             self.gradients.point(mark)
         return self.engine.point(mark)

@@ -276,7 +276,6 @@ class Gradients:
                 self._begin_forward(mark.layer)
 
     def _begin_forward(self, layer: int) -> None:
-        self._send_off(in_backward=False)  # the embeddings: their backward ends after the last point
         if self._needed:
             self._orders[self._lead] = self._needed
             self._needed = []
