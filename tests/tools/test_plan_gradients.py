@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,9 @@ from test_plan_verdict import job as job_of_size
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.job.held import Held
-from bridge_fgo.tools.plan import estimate
+from bridge_fgo.tools.plan import estimate, recommend
 from bridge_fgo.tools.plan.bound import bound_of
+from bridge_fgo.tools.plan.compute import Compute
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.picture import _pair
 from bridge_fgo.tools.plan.report import as_json, print_estimate
@@ -77,12 +79,11 @@ def test_gradients_count_at_the_peak_as_far_as_they_are_there(microbatches, buck
         (1, EIGHT, OFF, 80, "with one microbatch a step: host memory is pinned for gradients, and none leaves; use"),
         (4, EIGHT, LAZY, 0, "with 4 microbatches a step: every gradient is there at the peak.*; use True"),
         (1, EIGHT, LAZY, 0, None),
+        (4, EIGHT, replace(OFF, gpu_memory_budget_gib=500.0), 80, "with a budget: figures are those of all gradients"),
         (4, EIGHT, OffloadConfig(), 0, None),
     ],
 )
 def test_what_moves_is_pinned_and_what_a_setting_does_not_do_is_noted(microbatches, buckets, offload, moving, note):
-    import re
-
     plan = plan_of(microbatches, buckets, offload)
     (stage,) = plan.stages
     assert stage.moving == moving * GB
@@ -113,6 +114,25 @@ def test_a_microbatch_hides_gradients_where_it_takes_as_long_as_their_way(capsys
     )
     print_estimate(Console(width=1000), plan_of(1, EIGHT, OFF))
     assert "Gradients: " not in capsys.readouterr().out
+
+
+def test_lazy_gradients_are_recommended_where_a_step_has_one_microbatch_and_nothing_refuses_them(monkeypatch):
+    monkeypatch.setattr(recommend, "compute_of", lambda *_: Compute(0.1, 0.2, 0.0, 1.0))
+    (link,) = links("B300", None, 1)
+
+    def names(job):
+        found = recommend.Recommender(job, link, activations=100 * GB).recommend()
+        return found.advised, [choice.name for choice in found.choices if "lazy" in choice.name]
+
+    job = job_of(1, EIGHT)
+    job.config.optimizer.optimizer, job.config.ddp.overlap_grad_reduce = "adam", True
+    advised, lazy = names(job)
+    assert lazy == ["as configured, gradients lazy, least offload", "as configured, gradients lazy, all offloaded"]
+    assert advised.name == lazy[0] and "optimizer.offload.gradients=lazy" in advised.overrides
+    job.config.ddp.overlap_grad_reduce = False
+    assert names(job)[1] == []
+    job.config.ddp.overlap_grad_reduce, job.config.train.global_batch_size = True, 4
+    assert names(job)[1] == []
 
 
 @pytest.mark.skipif(bool(missing_packages()), reason="trains with Megatron")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-from bridge_fgo.bridge.refusals import uses_fsdp
+from bridge_fgo.bridge.refusals import setting_refusals, uses_fsdp
+from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.activations import is_unfused
 from bridge_fgo.tools.plan.compute import ACHIEVED, Compute, compute_of
@@ -120,8 +121,11 @@ class Recommender:
         choices += [*self._larger_micro_batch(), *self._hybrid()]
         return Recommendation(choices, advised, list(self._terms(self._compute(self._job))), self._room)
 
-    def _estimate(self, job: Job, everything: bool, compute: Compute | None = None) -> Estimate:
-        offload = replace(self._offload, gpu_memory_budget_gib=None if everything else self._room / 2**30)
+    def _estimate(
+        self, job: Job, everything: bool, compute: Compute | None = None, offload: OffloadConfig | None = None
+    ) -> Estimate:
+        budget = None if everything else self._room / 2**30
+        offload = replace(offload or self._offload, gpu_memory_budget_gib=budget)
         times = (None, None) if compute is None else (compute.forward, compute.backward)
         return make_estimate(job, offload, [self._link], *times, self._activations, self._layout)
 
@@ -134,21 +138,29 @@ class Recommender:
         return Choice(name, (*flag, *overrides), peak, 0, self._compute(job).step, peak <= self._room)
 
     def _offloaded(self, name: str, job: Job, overrides: tuple[str, ...], also_everything: bool) -> Iterator[Choice]:
-        """Yield the least offload that fits, where there is one, and the whole."""
-        whole = self._estimate(job, everything=True)
-        if whole.refusals:
-            return
-        if whole.least_budget <= self._room < whole.resident_peak:
-            settings = ("optimizer.offload.gpu_memory_budget_gib=auto", *overrides)
-            yield self._with_offload(f"{name}, least offload", job, settings, everything=False)
-        if also_everything:
-            yield self._with_offload(f"{name}, all offloaded", job, overrides, everything=True)
+        """Yield the least offload that fits, where there is one, and the whole; both with lazy gradients too."""
+        ways = [(name, self._offload, overrides)]
+        lazy = replace(self._offload, gradients="lazy")
+        # With several microbatches every gradient is there at the peak; what copies of them cost is little measured.
+        if job.microbatches == 1 and not self._offload.gradients and not any(setting_refusals(job.config, lazy)):
+            ways.append((f"{name}, gradients lazy", lazy, ("optimizer.offload.gradients=lazy", *overrides)))
+        for name, offload, overrides in ways:
+            whole = self._estimate(job, everything=True, offload=offload)
+            if whole.refusals or (offload is lazy and not any(stage.spared for stage in whole.stages)):
+                return
+            if whole.least_budget <= self._room < whole.resident_peak:
+                settings = ("optimizer.offload.gpu_memory_budget_gib=auto", *overrides)
+                yield self._with_offload(f"{name}, least offload", job, settings, offload, everything=False)
+            if also_everything:
+                yield self._with_offload(f"{name}, all offloaded", job, overrides, offload, everything=True)
 
-    def _with_offload(self, name: str, job: Job, overrides: tuple[str, ...], everything: bool) -> Choice:
+    def _with_offload(
+        self, name: str, job: Job, overrides: tuple[str, ...], offload: OffloadConfig, everything: bool
+    ) -> Choice:
         compute = self._compute(job)
         # Copies hide behind a backward with what it does again.
         longer = replace(compute, backward=compute.backward + compute.recomputed)
-        estimate = self._estimate(job, everything, longer)
+        estimate = self._estimate(job, everything, longer, offload)
         peak = max(max(stage.offloaded_peak or 0, stage.least_budget) for stage in estimate.stages)
         away = max(stage.away for stage in estimate.stages)
         (row,) = estimate.links
@@ -179,7 +191,7 @@ class Recommender:
             if of_replica % size == 0:
                 job = with_settings(self._job, train={"micro_batch_size": size})
                 name, overrides = f"micro batch of {size}, all offloaded", (f"train.micro_batch_size={size}",)
-                larger = self._with_offload(name, job, overrides, everything=True)
+                larger = self._with_offload(name, job, overrides, self._offload, everything=True)
                 if larger.fits:
                     yield larger
                     return
