@@ -85,10 +85,12 @@ class Session:
             sources, engine = on_every_rank(partial(_make_engine, optimizer, model_config, config, meter))
             pin_on_every_rank(engine)
             self.gradients = _take_gradients(model, config)
-            if self.gradients is not None and config.gpu_memory_budget_gib is not None:
-                assert isinstance(engine, NativeEngine)  # no other takes a budget
-                self.gradients.measure(StepClock(meter))
-                engine.schedule.holding.neighbour = self.gradients
+            if self.gradients is not None:
+                assert isinstance(engine, NativeEngine)  # with another the setting is refused
+                self.gradients.room_by = weakref.WeakMethod(engine.schedule.room)
+                if config.gpu_memory_budget_gib is not None:
+                    self.gradients.measure(StepClock(meter))
+                    engine.schedule.holding.neighbour = self.gradients
             # Only now, so that a refusal leaves nothing half attached, on any rank.
             for source in sources:
                 if engine.name == "native":
@@ -148,6 +150,10 @@ class Session:
                 engine.training_step(microbatches, is_saved_next),
             ):
                 yield
+        except BaseException:
+            if self.gradients is not None:
+                self.gradients.interrupted = True
+            raise
         finally:
             _active.pop()
         if self.closed:  # by an uninstall within the step
@@ -205,23 +211,24 @@ class Session:
             self._had_states = self._had_states or self.engine.has_states()
         if news := self.engine.traffic.touches.news():
             warn(news)
+        if self.gradients is not None:
+            assert isinstance(self.engine, NativeEngine)
+            self.gradients.begin_pass()
+            self.engine.schedule.reports_points = self.gradients.offloads
         if self._is_captured and not is_replayed:
             self.engine.begin_pass(is_like_others=False)
         else:
             self.engine.begin_pass()
-        needs_points = not self.engine.checks_inputs_only
-        if self.gradients is not None:
-            self.gradients.begin_pass()
-            needs_points |= self.gradients.offloads
-        self._points.begin_pass(None if needs_points else self.engine.forward)
+        self._points.begin_pass(self.engine.forward if self.engine.checks_inputs_only else None)
 
     def _point(self, mark: Mark) -> bool:
         """Pass a point of the model."""
         if self.closed:  # within the step, for whose length the hooks hang
             return False
+        moves = self.engine.point(mark)
         if self.gradients is not None:
             self.gradients.point(mark)
-        return self.engine.point(mark)
+        return moves
 
     def release(self) -> None:
         """Let GPU memory go: grads are zeroed and nothing reads the states any more."""

@@ -7,10 +7,11 @@ The time line of a step:
     `GradientBucket.require`.
 3.  Something was added to all gradients of a bucket. If this is not the last microbatch, its copy out starts at the
     next point, and its memory is freed once the copy is over: `point`. That of the embeddings starts as the next
-    forward begins. At most `MOST_LEAVING` buckets are under way, and none at the end of the next forward, where
-    activations peak.
+    forward begins. At most `MOST_LEAVING` buckets are under way, or as many as the plan of the states has room for:
+    none at the end of the next forward, where activations peak.
 4.  As the last layer of the next microbatch runs forward, the first bucket of its backward is prefetched; and each
-    bucket that this backward needs has the next one prefetched, in the order of the backward before.
+    bucket that this backward needs has the next one prefetched, in the order of the backward before, and others as far
+    as there is room.
 5.  DDP reduces the buckets: `reduce`. From here on all stay until the next step zeroes them.
 
 None of this decides what is right: whoever reads a gradient that is not on the GPU waits until it is.
@@ -19,8 +20,9 @@ None of this decides what is right: whoever reads a gradient that is not on the 
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -87,8 +89,12 @@ class Gradients:
         self._began = 0.0
         self._backwards = 0
         """Since the pass began."""
+        self.interrupted = False
+        """Whether an error has ended the newest pass."""
         self.pin_seconds = 0.0
         self._hosts: list[HostBuffer] = []
+        self.room_by: weakref.WeakMethod[Callable[[], int]] | None = None
+        """Returns the bytes that stay free on the GPU until the next point; weak, as its object knows the gradients."""
         self._transfers = transfers
         self._guard = Guard(self._whole_is_used)
         self._buffers: dict[int, tuple[Any, list[GradientBucket]]] = {}
@@ -142,6 +148,10 @@ class Gradients:
     def _whole_is_used(self, tensor: torch.Tensor) -> None:
         raise RuntimeError(WHOLE)
 
+    def _room(self) -> int:
+        room = None if self.room_by is None else self.room_by()
+        return 0 if room is None else room()
+
     @property
     def offloads(self) -> bool:
         """Whether any gradients leave between microbatches."""
@@ -169,6 +179,10 @@ class Gradients:
 
     def begin_pass(self) -> None:
         """Begin a pass on the current stream, before its gradients are zeroed."""
+        if self.interrupted and torch.cuda.is_available():
+            # Race: autograd has not had this stream wait for those on which it adds to gradients, and memory is freed.
+            torch.cuda.synchronize()
+        self.interrupted = False
         self._transfers.begin_pass()
         self._began, self._backwards = time.perf_counter(), 0
         if self._stalls is not None:
@@ -253,10 +267,15 @@ class Gradients:
         self._needed.append(bucket)
         order, place = self._orders.get(self._lead, []), len(self._needed)
         if order[place - 1 : place] == [bucket]:
-            self._prefetch(order[place : place + AHEAD])
+            self._prefetch(order[place:])
 
     def _prefetch(self, buckets: list[GradientBucket]) -> None:
-        for bucket in buckets:
+        """Prefetch the first `AHEAD` of some buckets, and of the others as many as there is room for."""
+        room = self._room() - sum(bucket.nbytes for bucket in self._leaving)
+        for place, bucket in enumerate(buckets):
+            room -= bucket.nbytes
+            if place >= AHEAD and room < 0:
+                return
             if bucket.state is BucketState.OFFLOADED:
                 try:
                     bucket.reload()
@@ -282,7 +301,9 @@ class Gradients:
         self._forwards.append(layer)
         if layer in self._orders:
             self._release(0)
-            self._prefetch(self._orders[layer][:AHEAD])
+            self._prefetch(self._orders[layer])
+        else:
+            self._release(MOST_LEAVING)
 
     def _send_off(self, buckets: list[GradientBucket]) -> None:
         staying = []
@@ -297,11 +318,12 @@ class Gradients:
         self._in_use = staying
 
     def _release(self, most: int) -> None:
-        """Free buckets whose copies are over, and wait for others until at most so many are under way."""
+        """Free buckets whose copies are over; wait for others until there are at most so many, or there is room."""
         while self._leaving:
             bucket = self._leaving[0]
             if bucket.state is BucketState.OFFLOADING:
-                if len(self._leaving) <= most and not self._transfers.has_left(bucket):
+                may_linger = len(self._leaving) <= most or sum(each.nbytes for each in self._leaving) <= self._room()
+                if may_linger and not self._transfers.has_left(bucket):
                     return
                 with bucket.waiting():
                     bucket.release()

@@ -65,6 +65,8 @@ class GradientBucket:
         """Whether it leaves between microbatches, so that reads are counted."""
         self.read: set[int] = set()
         """Parameters, by `id`, whose gradient was read since the bucket came."""
+        self._streams: set[int] = set()
+        """On which it was."""
         self._transfers, self._needed, self._traffic = transfers, weakref.WeakMethod(needed), traffic
         self._views = [(weakref.ref(view), first) for view, first in ((data, 0), *views)]
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -163,15 +165,24 @@ class GradientBucket:
         self._guard.take_off()
         self.state = BucketState.HERE
         self.read.clear()
+        self._streams.clear()
         if not self.moves:
             self._watch(False)
         if (needed := self._needed()) is not None:
             needed(self)
 
+    def note(self, param: torch.nn.Parameter) -> None:
+        """Note that the gradient of a parameter is read on the current stream, to be added to."""
+        self.read.add(id(param))
+        self._streams.add(self._transfers.stream())
+
     def offload(self) -> None:
         """Start to copy the gradients to the host; whoever reads one until `release` has them stay."""
         assert self.state is BucketState.HERE
         with self._traffic:
+            # Race: Bridge builds DDP on a stream of its own, on which autograd then adds to the gradients that no
+            # matrix product accumulates. The copy would miss what is added, and it would be added to freed memory.
+            self._transfers.wait_for(self._streams)
             self._transfers.copy_out(self)
         self._traffic.out += self.nbytes
         self.state = BucketState.OFFLOADING
@@ -227,7 +238,8 @@ def _with_property(cls: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
         if bucket is not None:
             if bucket.state is not BucketState.HERE:
                 bucket.require()
-            bucket.read.add(id(self))
+            if bucket.moves:
+                bucket.note(self)
         try:
             return own["main_grad"]
         except KeyError:  # of a copy

@@ -77,6 +77,13 @@ class Transfers(ABC):
         """Context on that stream, ordered after what the current stream holds and before what it gets next."""
         return nullcontext()
 
+    def stream(self) -> int:
+        """Return a handle of the current stream."""
+        return 0
+
+    def wait_for(self, streams: Iterable[int]) -> None:  # noqa: B027
+        """Have the training stream wait for what these hold now."""
+
     def back_to_back(self) -> AbstractContextManager[object]:
         """Context for a run of copies in one direction: waits are recorded once, for the first."""
         return nullcontext()
@@ -282,6 +289,16 @@ class CudaTransfers(Transfers):
             # Race: the reader would see masters that are not unpacked yet, or, after an error, states that have come
             # back inside the block and count as readable.
             self._order(compute, current)
+
+    @override
+    def stream(self) -> int:
+        return current_stream(self._index)
+
+    @override
+    def wait_for(self, streams: Iterable[int]) -> None:
+        for stream in streams:
+            if stream != self._handle:
+                self._order(stream, self._handle)
 
     def _order(self, first: int, then: int) -> None:
         """Have a stream wait for what another holds now."""

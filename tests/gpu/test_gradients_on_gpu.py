@@ -1,0 +1,58 @@
+"""Gradients that leave the GPU while side streams of the model still add to them.
+
+pytest -m gpu tests/gpu/test_gradients_on_gpu.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_lane import NEEDS_CUDA
+
+from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engines.native import make_transfers
+from bridge_fgo.memory.gradient_bucket import GradientBucket
+from bridge_fgo.memory.host_buffer import page_lock
+from bridge_fgo.memory.meters import Traffic
+
+pytestmark = NEEDS_CUDA
+
+LATE = 200_000_000
+"""Cycles by which a side stream is late, some 0.1 s."""
+
+
+class Alone:
+    """Nobody else wants to know of the bucket."""
+
+    def needed(self, bucket: GradientBucket) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_what_a_side_stream_adds_late_is_in_the_copy(moves: bool) -> None:
+    """DDP's hooks add on the stream that DDP was built on, as where Bridge builds it on one of its own."""
+    device = torch.device("cuda")
+    alone, transfers = Alone(), make_transfers(device, OffloadConfig())
+    data = torch.zeros(2**20, device=device)
+    param = torch.nn.Parameter(torch.zeros(2**20, dtype=torch.bfloat16, device=device))
+    param.main_grad = data.view(-1)  # type: ignore[attr-defined]
+    bucket = GradientBucket(data, [(param.main_grad, 0)], [param], transfers, alone.needed, Traffic())
+    page_lock([bucket.map_host()])
+    bucket.moves = moves
+    side = torch.cuda.Stream()
+    transfers.begin_pass()
+    for _ in range(3):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            gradient = param.main_grad  # type: ignore[attr-defined]
+            torch.cuda._sleep(LATE)
+            gradient.add_(1)
+        if not moves:  # whoever does not count reads has the side stream waited for by others
+            torch.cuda.current_stream().wait_stream(side)
+        bucket.offload()
+        bucket.release()
+    # Memory that was freed too early is another's by now, and would be added to.
+    others = torch.zeros(2**20, device=device)
+    torch.cuda.synchronize()
+    assert not others.any()
+    assert torch.equal(param.main_grad, torch.full_like(data, 3))  # type: ignore[attr-defined]
