@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from bridge_fgo.memory import transfers
+from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.offload import debug, snapshot
@@ -81,7 +82,7 @@ class StreamOrder:
     def _is_of_no_use(self, memory, read):
         """Whether it is the read of a copy out that was given up: what it has copied is never used."""
         kind, slab = memory
-        return kind == "whole" and TRAINING not in read and slab.state is SlabState.RESIDENT
+        return kind == "whole" and TRAINING not in read and slab.state in (SlabState.RESIDENT, BucketState.HERE)
 
     def take(self, memory):
         """The allocator hands memory out that work on the current stream may have used until now."""
@@ -160,7 +161,8 @@ def install(monkeypatch):
             ctypes.memmove(target, source, nbytes)
             host = source if self.to_gpu else target
             slab = next(s for s in order.slabs if s.host.address <= host < s.host.address + s.nbytes)
-            gpu, on_host = ("staging" if slab.is_encoded else "whole", slab), ("host", slab)
+            is_encoded = getattr(slab, "is_encoded", False)  # a bucket of gradients never is
+            gpu, on_host = ("staging" if is_encoded else "whole", slab), ("host", slab)
             read, written = (on_host, gpu) if self.to_gpu else (gpu, on_host)
             order.read(read, handle(stream))
             order.write(written, handle(stream))
@@ -175,6 +177,7 @@ def install(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     _watch_slabs(monkeypatch, order)
+    _watch_gradient_buckets(monkeypatch, order)
     _watch_poison(monkeypatch, order)
     copy = snapshot.host_copy
 
@@ -245,6 +248,37 @@ def _watch_slabs(monkeypatch, order):
         monkeypatch.setattr(Slab, name, watch)
     monkeypatch.setattr(Remainders, "encode", encodes)
     monkeypatch.setattr(Remainders, "decode", decodes)
+
+
+def _watch_gradient_buckets(monkeypatch, order):
+    real = SimpleNamespace(**{n: getattr(GradientBucket, n) for n in ("map_host", "allocate", "free", "close")})
+
+    def map_host(bucket):
+        order.slabs.append(bucket)
+        return real.map_host(bucket)
+
+    def allocate(bucket):
+        is_new = bucket.gpu is None
+        real.allocate(bucket)
+        if is_new:
+            order.take(("whole", bucket))
+            if bucket.state is BucketState.ABSENT:
+                order.write(("whole", bucket))  # it is zeroed, on the same stream
+
+    def free(bucket):
+        if bucket.gpu is not None and bucket in order.slabs:
+            order.give_back(("whole", bucket))
+        real.free(bucket)
+
+    def close(bucket, data):
+        order.read(("whole", bucket))  # its gradients were copied
+        real.close(bucket, data)
+        memory = ("host", bucket)
+        for earlier in (order.writes.get(memory, {}), *order.reads.get(memory, [])):
+            order._require(HOST, earlier, "the end", memory)
+
+    for name, watch in {"map_host": map_host, "allocate": allocate, "free": free, "close": close}.items():
+        monkeypatch.setattr(GradientBucket, name, watch)
 
 
 def _watch_poison(monkeypatch, order):

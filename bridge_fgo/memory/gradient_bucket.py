@@ -210,7 +210,8 @@ class GradientBucket:
             if self._host is not None:
                 # Race: where a pass ended with an error, or an offload was given up, a copy may still use the memory.
                 self._transfers.wait_out(self)
-                self._transfers.wait_in(self)
+                if self.state in (BucketState.OFFLOADED, BucketState.RELOADING):
+                    self._transfers.wait_in(self)
             self.free()
         self.state = BucketState.ABSENT
 

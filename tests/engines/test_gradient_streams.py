@@ -1,0 +1,211 @@
+"""No two streams meet in the gradients of a bucket, whatever a training does with them; and each wait is needed."""
+
+import random
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from fake_ddp import FakeDdp, begin_microbatch, taken
+from stream_order import Race, install
+
+from bridge_fgo.engines.gradients import Gradients
+from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
+from bridge_fgo.memory.transfers import CudaTransfers
+from bridge_fgo.offload.debug import DebugTransfers
+from bridge_fgo.offload.profile import Mark
+
+COLLECTIVES = 4000
+"""The stream of NCCL."""
+
+
+@pytest.fixture
+def order(monkeypatch):
+    return install(monkeypatch)
+
+
+class Training:
+    """Steps with errors, rereads and reductions in flight, on the training stream and beside it."""
+
+    def __init__(self, order, seed, debug):
+        self.order, self.random = order, random.Random(seed)
+        self.transfers = CudaTransfers(torch.device("cpu"), 40)
+        self.transfers.has_left = lambda bucket: self.happens(0.3)
+        self.ddp = FakeDdp((7,))
+        self.gradients = taken(self.ddp, DebugTransfers(self.transfers, seed) if debug else self.transfers)
+        self.of = self.gradients.buckets
+
+    def somewhere(self, share=0.2):
+        return self.order.aside() if self.random.random() < share else nullcontext()
+
+    def happens(self, share):
+        return self.random.random() < share
+
+    def add(self, number):
+        """A layer's kernels add to the gradients of a bucket, on the training stream or a side stream."""
+        with self.somewhere():
+            for place in self.ddp.of_bucket(number):
+                self.ddp.add(place, 1.0)
+                self.order.write(("whole", self.of[number]))
+
+    def read(self, number):
+        with self.somewhere(0.5):
+            assert torch.equal(self.ddp.params[3 * number].main_grad, self.ddp.twins[3 * number])
+            self.order.read(("whole", self.of[number]))
+
+    def point(self, layer):
+        with self.somewhere():
+            self.gradients.point(Mark(layer, 0, 0))
+
+    def reduce(self, number):
+        """Start a reduction on NCCL's stream; return what waits for it."""
+        finish, order = self.ddp.reduce(number), self.order
+        order.wait(COLLECTIVES, order.clock(order.current))
+
+        def finishes():
+            finish()
+            order.read(("whole", self.of[number]), COLLECTIVES)
+            order.write(("whole", self.of[number]), COLLECTIVES)
+            order.wait(order.current, order.clock(COLLECTIVES))
+
+        return finishes
+
+    def step(self):
+        layers = len(self.of)
+        self.gradients.begin_pass()
+        self.ddp.zero()
+        microbatches = self.random.randrange(1, 5)
+        for microbatch in range(microbatches):
+            begin_microbatch(self.ddp, microbatch == microbatches - 1)
+            for layer in range(layers):
+                self.point(layer)
+                if self.happens(0.03):
+                    self.read(self.random.randrange(layers))
+                if self.happens(0.01):
+                    return  # with an error
+            for number in range(layers):
+                self.add(number)
+                self.point(~(layers - 1 - number))
+                if self.happens(0.1):
+                    self.add(number)  # once more, as its copy out is under way
+                if self.happens(0.03):
+                    self.read(self.random.randrange(layers))
+                if self.happens(0.02):
+                    return
+        begun = [self.reduce(number) for number in range(layers)]
+        begin_microbatch(self.ddp)
+        self.point(~0)
+        for finish in begun:
+            finish()
+        for number in range(layers):
+            self.read(number)
+
+    def run(self, steps=12):
+        for _ in range(steps):
+            self.step()
+            with self.somewhere():
+                if self.happens(0.2):
+                    self.gradients.begin_pass()
+                    self.ddp.zero()
+        with self.somewhere():
+            self.gradients.close()
+        assert self.ddp.different() == []
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_no_two_streams_meet_in_the_gradients_of_a_bucket(order, debug):
+    for seed in range(12):
+        training = Training(order, seed, debug)
+        try:
+            training.run()
+        except Race as race:  # without a traceback: it would show tensors whose memory is gone
+            pytest.fail(f"seed {seed}: {race}", pytrace=False)
+        assert training.gradients.traffic.out
+
+
+def without(cls, name):
+    """Have calls of a wait from one method of `GradientBucket` do nothing."""
+
+    def fault(patch):
+        original = getattr(GradientBucket, name)
+
+        def unordered(bucket, *args):
+            with pytest.MonkeyPatch.context() as inside:
+                cls(inside)
+                return original(bucket, *args)
+
+        patch.setattr(GradientBucket, name, unordered)
+
+    fault.__name__ = f"{name}_without_{cls.__name__}"
+    return fault
+
+
+def order_around_computing(patch):
+    patch.setattr(CudaTransfers, "computing", lambda transfers: nullcontext())
+
+
+def order_behind_computing(patch):
+    patch.setattr(CudaTransfers, "computing", CudaTransfers.on_compute_stream)
+
+
+def wait_in(patch):
+    patch.setattr(CudaTransfers, "wait_in", lambda transfers, bucket: None)
+
+
+def wait_out(patch):
+    patch.setattr(CudaTransfers, "wait_out", lambda transfers, bucket: None)
+
+
+def forget(patch):
+    patch.setattr(CudaTransfers, "forget", lambda transfers, address: None)
+
+
+def a_release_that_only_frees(patch):
+    def release(bucket):
+        bucket.state = BucketState.OFFLOADED
+        bucket.free()
+
+    patch.setattr(GradientBucket, "release", release)
+
+
+def a_reduction_that_may_leave(patch):
+    def reduce(gradients, group):
+        for bucket in group.buckets:
+            gradients._bucket_of[id(bucket)].require()
+
+    patch.setattr(Gradients, "reduce", reduce)
+
+
+def an_end_on_the_callers_stream(patch):
+    close = Gradients.close
+
+    @contextmanager
+    def nothing():
+        yield
+
+    def closes(gradients):
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(gradients._transfers, "computing", nothing)
+            close(gradients)
+
+    patch.setattr(Gradients, "close", closes)
+
+
+FAULTS = [
+    without(order_around_computing, "require"),
+    without(order_behind_computing, "require"),
+    without(wait_in, "require"),
+    a_release_that_only_frees,
+    without(wait_out, "zero"),
+    without(wait_in, "zero"),
+    without(forget, "close"),
+    a_reduction_that_may_leave,
+    an_end_on_the_callers_stream,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_without_one_of_the_waits_two_streams_meet(order, monkeypatch, fault):
+    fault(monkeypatch)
+    with pytest.raises(Race):
+        for seed in range(60):
+            Training(order, seed, debug=False).run()
