@@ -22,8 +22,10 @@ install_standins()
 import torch  # noqa: E402
 
 import bridge_fgo  # noqa: E402
+from bridge_fgo.bridge.session import SESSION  # noqa: E402
 from bridge_fgo.memory import layout  # noqa: E402
 from bridge_fgo.memory.storage_slab import StorageSlab  # noqa: E402
+from bridge_fgo.tools.arms import cpu_training  # noqa: E402
 from bridge_fgo.tools.arms.cpu_model import microbatches  # noqa: E402
 from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 
@@ -126,6 +128,32 @@ def load_with_few_parts(rank: int, job: Job) -> dict[str, Any]:
         for _ in range(job.steps):
             step(run, seen)
         return ended(run, seen)
+
+
+def train_with_gradients(rank: int, job: Job, gradients: bool | str, configured: dict) -> dict[str, Any]:
+    """Run as a rank of a training whose gradients come and go, where `job.offload` says so.
+
+    gradients: `OffloadConfig.gradients`.
+    configured: what Bridge's config has otherwise, by "section.name".
+    """
+    make_config = cpu_training.make_config
+
+    def make(options: CpuOptions) -> Any:
+        cfg = make_config(options)
+        for path, value in configured.items():
+            section, name = path.split(".")
+            setattr(getattr(cfg, section), name, value)
+        return cfg
+
+    cpu_training.make_config = make
+    seen: dict[str, Any] = {}
+    with joined(rank, job, dataclasses.replace(PACKED, gradients=gradients)) as run:
+        for _ in range(job.steps):
+            step(run, seen)
+        if job.offload:
+            own = vars(run.optimizer)[SESSION].gradients
+            seen["gradients"] = {"buckets": len(own.buckets), "moving": own.moving_bytes, "out": own.traffic.out}
+        return gathered(run, seen) if job.changes.get("overlap_param_gather") else ended(run, seen)
 
 
 # Ranks that sleep.

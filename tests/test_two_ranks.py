@@ -30,7 +30,7 @@ def run_both(folder, changes, loads=(None, None), steps=2, ranks=2, target=rank_
     both = [children.run_ranks(target, job) for job in jobs]
     for resident, offloaded in zip(*both, strict=True):
         assert offloaded["numbers"] == resident["numbers"]
-        assert len({loss for loss, *_ in resident["numbers"]}) == len(resident["numbers"])
+        assert len({tuple(of_step) for of_step in resident["numbers"]}) == len(resident["numbers"])
         assert offloaded["digests"] == resident["digests"]
         assert max(offloaded["held"]) == 0 < min(resident["held"])
     return [job.folder for job in jobs], both
