@@ -32,6 +32,8 @@ class FakeDdp:
         self.buffers, self.expert_parallel_buffers = [], []
         self.bucket_groups, self.expert_parallel_bucket_groups = [], []
         self.params, self.twins = [], []
+        self.is_zeroing = False
+        """Whether zeroing has begun and not ended."""
         for count in buckets:
             self._add_buffer(count, extra)
 
@@ -98,6 +100,7 @@ class FakeDdp:
 
     def zero(self):
         """Zero all gradients, by who has them."""
+        self.is_zeroing = True
         for buffer in self.buffers:
             if (gradients := vars(buffer).get("_bridge_fgo_gradients")) is not None:
                 gradients.zero(buffer)
@@ -107,6 +110,7 @@ class FakeDdp:
                     extra.zero_()
         for twin in self.twins:
             twin.zero_()
+        self.is_zeroing = False
 
     def scale(self, factor):
         for buffer in self.buffers:

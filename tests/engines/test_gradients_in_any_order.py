@@ -177,6 +177,36 @@ def test_at_the_end_of_a_forward_only_what_comes_early_has_memory():
         backward(ddp, gradients, 1.0)
 
 
+def test_a_bucket_leaves_once_all_its_gradients_were_added_to_and_not_before():
+    ddp = FakeDdp((5,))
+    gradients = taken(ddp, HostTransfers(40))
+    begin_microbatch(ddp)
+    first, second, third = ddp.of_bucket(2)
+    bucket, ended = gradients.buckets[2], Mark(~1, 0, 0)
+    for microbatch in range(2):
+        for place in (first, second, None, third):  # an expert gets no token in the first microbatch
+            if place is not None:
+                ddp.add(place, 1.0)
+            gradients.point(ended)
+            assert (bucket.state is BucketState.HERE) is (place != third)
+        assert gradients.traffic.out == (microbatch + 1) * bucket.nbytes
+        forward(ddp, gradients)
+    assert ddp.different() == []
+
+
+def test_what_is_being_reduced_does_not_leave_though_another_microbatch_is_said_to_come():
+    # As where mcore aligns the reductions of pipeline stages: `is_last_microbatch` is reset once they have begun.
+    ddp = FakeDdp((5,))
+    gradients = taken(ddp, HostTransfers(40))
+    begin_microbatch(ddp)
+    backward(ddp, gradients, 1.0)
+    finish = ddp.reduce(4)
+    gradients.point(Mark(~0, 0, 0))
+    assert gradients.buckets[4].state is BucketState.HERE
+    finish()
+    assert ddp.different() == []
+
+
 def test_a_bucket_larger_than_its_share_stays():
     ddp = FakeDdp((3,))
     gradients = taken(ddp, HostTransfers(40))
@@ -223,23 +253,21 @@ def calls_of_two_steps():
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_an_interruption_at_any_call_of_the_transfers_loses_no_gradient_and_the_next_step_is_right(late):
+@pytest.mark.parametrize("then_zeroes", [False, True])
+def test_an_interruption_at_any_call_of_the_transfers_loses_no_gradient_and_the_next_step_is_right(late, then_zeroes):
     for call in range(1, calls_of_two_steps() + 1):
         ddp = FakeDdp((5,))
         transfers = Failing(call, late)
         gradients = taken(ddp, transfers)
-        ddp.zero()
         with pytest.raises(KeyboardInterrupt):
             step(ddp, gradients)
             step(ddp, gradients)
-        verb = transfers.calls[-1]
-        if verb not in ("begin_pass", "wait_in", "wait_out"):  # else perhaps in the midst of zeroing
-            assert ddp.different() == [], (call, verb)
+        if then_zeroes or ddp.is_zeroing:
+            ddp.zero()
+            assert not with_memory(gradients), call
+        assert ddp.different() == [], call
         step(ddp, gradients)
-        assert ddp.different() == [], (call, verb)
-        gradients.begin_pass()
-        ddp.zero()
-        assert not with_memory(gradients) and ddp.different() == [], (call, verb)
+        assert ddp.different() == [], call
 
 
 def test_an_early_bucket_without_memory_comes_when_the_backward_needs_it(monkeypatch):
