@@ -16,6 +16,8 @@ from bridge_fgo.offload.profile import Mark
 
 COLLECTIVES = 4000
 """The stream of NCCL."""
+BESIDE = 5000
+"""The stream on which DDP was built: on it autograd adds, and the training stream waits for it after a backward."""
 
 
 @pytest.fixture
@@ -49,13 +51,16 @@ class Training:
         return self.random.random() < share
 
     def add(self, number):
-        """A layer's kernels add to the gradients of a bucket, on the training stream or a side stream."""
-        with self.somewhere():
+        """A layer's kernels add to the gradients of a bucket, on the training stream, a side stream or beside it."""
+        self.order.wait(BESIDE, self.order.clock(self.order.current))
+        with self.order.on(BESIDE) if self.happens(0.3) else self.somewhere():
             for place in self.ddp.of_bucket(number):
+                self.order.wait(self.order.current, self.order.clock(BESIDE))  # as autograd has it from node to node
                 self.ddp.add(place, 1.0)
                 self.order.write(("whole", self.of[number]))
 
     def read(self, number):
+        self.end_backward()  # whoever reads in the midst of one has to wait for it, also where gradients stay
         with self.somewhere(0.5):
             assert torch.equal(self.ddp.params[3 * number].main_grad, self.ddp.twins[3 * number])
             self.order.read(("whole", self.of[number]))
@@ -63,6 +68,9 @@ class Training:
     def point(self, layer):
         with self.somewhere(), suppress(KeyboardInterrupt):
             self.gradients.point(Mark(layer, 0, 0))
+
+    def end_backward(self):
+        self.order.wait(self.order.current, self.order.clock(BESIDE))
 
     def reduce(self, number):
         """Start a reduction on NCCL's stream; return what waits for it."""
@@ -98,7 +106,8 @@ class Training:
                 if self.happens(0.03):
                     self.read(self.random.randrange(layers))
                 if self.happens(0.02):
-                    return
+                    return self.end_backward()  # by the host, in the next `begin_pass` on a GPU
+            self.end_backward()
         begun = [self.reduce(number) for number in range(layers)]
         begin_microbatch(self.ddp)
         self.point(~0)
@@ -167,6 +176,10 @@ def forget(patch):
     patch.setattr(CudaTransfers, "forget", lambda transfers, address: None)
 
 
+def wait_for_those_that_add(patch):
+    patch.setattr(CudaTransfers, "wait_for", lambda transfers, streams: None)
+
+
 def a_release_that_only_frees(patch):
     def release(bucket):
         bucket.state = BucketState.OFFLOADED
@@ -202,6 +215,7 @@ FAULTS = [
     without(order_around_computing, "require"),
     without(order_behind_computing, "require"),
     without(wait_in, "require"),
+    without(wait_for_those_that_add, "offload"),
     a_release_that_only_frees,
     a_release_that_does_not_wait_at_first,
     without(wait_out, "zero"),
