@@ -152,7 +152,8 @@ def resident(count, adam=None, **options):
 
     Trains once for all tests: the longest run has the shorter ones in it. Not for a test that patches what trains.
     """
-    key = str(adam), CpuOptions(**options)
+    # Sums of several threads are rounded otherwise.
+    key = torch.get_num_threads(), str(adam), CpuOptions(**options)
     kept = _kept.setdefault(key, Kept())
     if len(kept.records) < count and not (kept.records and kept.records[-1].steps[-1].exit_code is not None):
         kept = _kept[key] = Kept()
