@@ -95,8 +95,8 @@ class DebugTransfers(Transfers):
     @override
     def wait_in(self, slab: Movable) -> None:
         if slab in self._late_in:
-            self._late_in.discard(slab)
             self._transfers.copy_in(slab)
+            self._late_in.discard(slab)  # last, as in `_catch_up_out`
         self._transfers.wait_in(slab)
         self._stale.add(slab)
         if self._cuda is None:

@@ -31,7 +31,7 @@ class NoMemory:
         allocate = GradientBucket.allocate
 
         def allocates(bucket):
-            if self.fails:
+            if self.fails and bucket.gpu is None:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             allocate(bucket)
 
