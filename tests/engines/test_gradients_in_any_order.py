@@ -207,6 +207,23 @@ def test_what_is_being_reduced_does_not_leave_though_another_microbatch_is_said_
     assert ddp.different() == []
 
 
+def test_gradients_are_scaled_wherever_they_are():
+    ddp = FakeDdp((5,), extra={0, 2})
+    gradients = taken(ddp, HostTransfers(40))
+    backward(ddp, gradients, 1.0)
+    forward(ddp, gradients)
+    ddp.scale(0.5)
+    assert ddp.different() == []
+
+
+def test_shards_that_mcore_keeps_of_gradients_before_they_were_taken_are_made_anew():
+    ddp = FakeDdp((5,))
+    ddp.reduce(3)()
+    gradients = taken(ddp, HostTransfers(40))
+    step(ddp, gradients)
+    assert ddp.different() == []
+
+
 def test_a_bucket_larger_than_its_share_stays():
     ddp = FakeDdp((3,))
     gradients = taken(ddp, HostTransfers(40))
