@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import os
 
 import fused_adam
 import pytest
@@ -150,10 +151,12 @@ _kept: dict[tuple, Kept] = {}
 def resident(count, adam=None, **options):
     """Return the record and the bits of so many resident steps, or fewer where Bridge ends the run.
 
-    Trains once for all tests: the longest run has the shorter ones in it. Not for a test that patches what trains.
+    Trains once for all tests of a module: the longest run has the shorter ones in it. Not for a test that patches what
+    trains.
     """
-    # Sums of several threads are rounded otherwise.
-    key = torch.get_num_threads(), str(adam), CpuOptions(**options)
+    # Modules differ in what changes bits: in threads, whose sums are rounded otherwise, and in what they patch.
+    module = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
+    key = module, torch.get_num_threads(), str(adam), CpuOptions(**options)
     kept = _kept.setdefault(key, Kept())
     if len(kept.records) < count and not (kept.records and kept.records[-1].steps[-1].exit_code is not None):
         kept = _kept[key] = Kept()
