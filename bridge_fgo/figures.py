@@ -9,9 +9,9 @@ from bridge_fgo.engines.gradients import Gradients
 from bridge_fgo.memory.meters import PeakMeter, StepClock, Traffic
 
 COUNTERS = ("out", "back", "seconds")
-"""What the traffic of states, and that of gradients, counts up."""
+"""Counters of `Traffic`, of which states have one and gradients another."""
 GRADIENT_FIGURES = ("gradient_bytes", "gradient_bytes_offloaded", "gradient_bytes_reloaded")
-"""Of `Stats`, what is of gradients alone."""
+"""Fields of `Stats` about gradients."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ PACKED = dataclasses.replace(WHOLE, master_remainders=True)
 SMALL = {"hidden": 64, "sequence": 16, "vocab": 64}
 """Options of a model that trains in half the time of `CpuOptions`' own."""
 PART_BYTES = 2**18
-"""What `memory.layout.LEAST_PART_BYTES` should at most be, for several parts of that."""
+"""Upper bound for `memory.layout.LEAST_PART_BYTES` with which that model has several parts."""
 
 OPTIMIZERS = {
     "adam": {"distributed": False},

@@ -168,7 +168,7 @@ class Gradients:
         return sum(bucket.nbytes for bucket in self._moving)
 
     def map_hosts(self) -> list[HostBuffer]:
-        """Map the host memory of what leaves; return it, to be page-locked."""
+        """Map a host buffer for each bucket that is offloaded; return them, to be page-locked."""
         self._hosts = [bucket.map_host() for bucket in self.buckets if bucket in self._moving]
         return self._hosts
 
@@ -188,7 +188,7 @@ class Gradients:
         if self._stalls is not None:
             self._stalls.begin_step()
 
-    # What stays under a budget: a `Neighbour` of the states.
+    # Under a budget: measure the waits for copies, then choose which buckets stay (`policy.Neighbour`).
 
     def measure(self, clock: StepClock) -> None:
         """Measure how long training waits for copies, until `stay` is called."""
@@ -224,7 +224,7 @@ class Gradients:
         self._orders.clear()
         return before - self.moving_bytes
 
-    # What mcore does with buffers and bucket groups.
+    # Called in mcore's methods of buffers and bucket groups: zero, scale, reduce.
 
     def zero(self, buffer: Any) -> None:
         """Make the gradients of a buffer zero, without memory."""

@@ -23,7 +23,7 @@ _WHY = "gradients of a DDP bucket were used past `param.main_grad` and `bucket.g
 
 
 class BucketState(Enum):
-    """Where the gradients of a bucket are."""
+    """Whether the gradients of a bucket have GPU memory, and in which direction they are copied."""
 
     ABSENT = auto()
     """Nowhere: all are zero."""
@@ -105,7 +105,7 @@ class GradientBucket:
             if (param := ref()) is not None:
                 param.__class__ = watched if watches else plain
 
-    # What copies need.
+    # The `Movable` protocol: memory to copy from and to.
 
     @property
     def host(self) -> HostBuffer:
@@ -141,7 +141,7 @@ class GradientBucket:
     def _touched(self, tensor: torch.Tensor) -> None:
         self.require()
 
-    # What happens to it.
+    # Verbs, in the order of a step: require, offload, release, reload, zero.
 
     def require(self) -> None:
         """Have the gradients on the GPU, for the current stream to read and write.

@@ -18,7 +18,7 @@ from bridge_fgo.memory.layout import pieces
 
 
 class Movable(Protocol):
-    """What copies need of what they move: a `Slab`, or a `GradientBucket`."""
+    """Memory that `Transfers` copies: that of a `Slab` or of a `GradientBucket`."""
 
     @property
     def gpu(self) -> torch.Tensor | None:

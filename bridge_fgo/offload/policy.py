@@ -69,7 +69,7 @@ def budget_refusal(budget: int, least: int, about: str = "") -> str:
 
 
 class Neighbour(Protocol):
-    """What has memory of its own that may stay on the GPU where a budget has room: gradients."""
+    """GPU memory beside the states that shares the room of a budget with them: gradients."""
 
     @property
     def moving_bytes(self) -> int:
@@ -262,7 +262,7 @@ class HoldPolicy:
     def _share(self, sizes: list[int], room: int) -> set[int]:
         """Choose the parts, of these bytes, that stay; and once in a run what stays of the neighbour.
 
-        Of that comes first what training waits for, and the rest where all parts stay.
+        Its bytes that training waits for are chosen first, then the parts, and its other bytes if all parts stay.
         """
         if self.neighbour is None:
             return choose_staying(sizes, room)

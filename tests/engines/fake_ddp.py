@@ -173,7 +173,7 @@ def with_memory(gradients):
 
 
 def layout_of(ddp):
-    """What closing has to restore: classes, attributes, and where each view is in which storage."""
+    """Return classes, attributes, and the storage and place of each view, all of which closing restores."""
     views = [
         *(buffer.grad_data for buffer in ddp.buffers),
         *(bucket.grad_data for bucket in ddp.buckets),

@@ -1,4 +1,4 @@
-"""What `OffloadConfig.gradients` leaves of DDP's gradients on the GPU while activations peak, and what of them moves.
+"""Count DDP's gradients under `OffloadConfig.gradients`: on the GPU while activations peak, and copied over the link.
 
 By the rules of `bridge_fgo.engines.gradients`, on mcore's own buckets. Where these are not known all gradients count at
 the peak, and as bytes that may move: upper bounds.

@@ -68,7 +68,7 @@ def figure_of(estimate: Estimate, pyplot: Any) -> Any:
 
 
 def _pair(stage: StageEstimate) -> tuple[dict[str, int], dict[str, int]]:
-    """Return a stage's bytes by component, resident, and without what leaves: of states, moments first."""
+    """Return a stage's bytes by component: resident, and with the offload, which takes moments before masters."""
     resident = {name: value or 0 for name, value in stage.components.items()}
     of_moments = min(stage.away, resident["moments"])
     masters = resident["masters"] - (stage.away - of_moments)
