@@ -62,6 +62,5 @@ def have_sessions_take_it(set_attribute) -> None:
     """Have sessions measure by it, and plan without margins. set_attribute: `setattr`, or a monkeypatch's."""
     set_attribute(session, "PeakMeter", FakeMeter)
     set_attribute(figures, "StepClock", FakeClock)
-    set_attribute(session, "StepClock", FakeClock)
     set_attribute(offloaded_source, "MARGIN_PARTS", 0)
     set_attribute(policy, "MARGIN_SHARE", 0)

@@ -34,7 +34,7 @@ from bridge_fgo.engines.offloaded_source import pin
 from bridge_fgo.engines.ranks import make_engine, on_every_rank, pin_on_every_rank, require_host_memory
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.memory import copy_queues
-from bridge_fgo.memory.meters import PeakMeter, StepClock
+from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.offload.profile import Mark
 from bridge_fgo.sleep.refusals import STATES, ddp_of
 from bridge_fgo.sleep.states import OptimizerStates
@@ -89,7 +89,6 @@ class Session:
                 assert isinstance(engine, NativeEngine)  # with another the setting is refused
                 self.gradients.room_by = weakref.WeakMethod(engine.schedule.room)
                 if config.gpu_memory_budget_gib is not None:
-                    self.gradients.measure(StepClock(meter))
                     engine.schedule.holding.neighbour = self.gradients
             # Only now, so that a refusal leaves nothing half attached, on any rank.
             for source in sources:

@@ -19,11 +19,9 @@ None of this decides what is right: whoever reads a gradient that is not on the 
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ import torch
 from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
 from bridge_fgo.memory.guard import Guard, class_of, empty, fill
 from bridge_fgo.memory.host_buffer import HostBuffer
-from bridge_fgo.memory.meters import StepClock, Traffic
+from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.profile import Mark
 
@@ -84,11 +82,6 @@ class Gradients:
                     "are gathered (optimizer.reuse_grad_buf_for_mxfp8_param_ag=True); set OffloadConfig.gradients=False"
                 )
         self.traffic = Traffic()
-        self._stalls: StepClock | None = None
-        """Measures how long training waits for copies, until it is known what stays under a budget."""
-        self._began = 0.0
-        self._backwards = 0
-        """Since the pass began."""
         self.interrupted = False
         """Whether an error has ended the newest pass."""
         self.pin_seconds = 0.0
@@ -184,43 +177,15 @@ class Gradients:
             torch.cuda.synchronize()
         self.interrupted = False
         self._transfers.begin_pass()
-        self._began, self._backwards = time.perf_counter(), 0
-        if self._stalls is not None:
-            self._stalls.begin_step()
-
-    # Under a budget: measure the waits for copies, then choose which buckets stay (`policy.Neighbour`).
-
-    def measure(self, clock: StepClock) -> None:
-        """Measure how long training waits for copies, until `stay` is called."""
-        self._stalls = clock
-        for bucket in self.buckets:
-            bucket.waiting = clock.measure
-
-    def excess_bytes(self) -> int:
-        """Return the bytes whose copies training waits for, by what the pass that is over has waited.
-
-        In each microbatch but the last all that move are copied out, and in each but the first in. Where that takes
-        longer than a microbatch, training waits for the rest.
-        """
-        if self._stalls is None or self._backwards < 2:
-            return 0
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # once in a run, as the ranks agree on what stays
-        waited = (self._stalls.seconds() or 0.0) / (self._backwards - 1)
-        microbatch = (time.perf_counter() - self._began) / self._backwards
-        return int(self.moving_bytes * min(1.0, waited / microbatch))
 
     def stay(self, room: int) -> int:
-        """Have the buckets that fit into `room` bytes leave no more; return their bytes."""
+        """Have the buckets that fit into `room` bytes leave no more; return their bytes (`policy.Neighbour`)."""
         before = self.moving_bytes
         for bucket in sorted(self._moving, key=lambda bucket: bucket.nbytes, reverse=True):
             if bucket.nbytes <= room:
                 room -= bucket.nbytes
                 self._moving.discard(bucket)
                 bucket.moves = False
-        self._stalls = None
-        for bucket in self.buckets:
-            bucket.waiting = nullcontext
         self._orders.clear()
         return before - self.moving_bytes
 
@@ -263,7 +228,6 @@ class Gradients:
         self._in_use.append(bucket)
         if not self._needed:
             self._lead = self._forwards[0]
-            self._backwards += 1
         self._needed.append(bucket)
         order, place = self._orders.get(self._lead, []), len(self._needed)
         if order[place - 1 : place] == [bucket]:
@@ -325,8 +289,7 @@ class Gradients:
                 may_linger = len(self._leaving) <= most or sum(each.nbytes for each in self._leaving) <= self._room()
                 if may_linger and not self._transfers.has_left(bucket):
                     return
-                with bucket.waiting():
-                    bucket.release()
+                bucket.release()
             self._leaving.popleft()
 
     # The end.

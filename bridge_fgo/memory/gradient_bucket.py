@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from functools import cache
 from typing import Any
@@ -69,8 +68,6 @@ class GradientBucket:
         """On which it was."""
         self._transfers, self._needed, self._traffic = transfers, weakref.WeakMethod(needed), traffic
         self._views = [(weakref.ref(view), first) for view, first in ((data, 0), *views)]
-        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Context of each wait for a copy, which may measure it."""
         self._data = weakref.ref(data)
         self._guard = Guard(self._touched)
         self._host: HostBuffer | None = None
@@ -160,8 +157,7 @@ class GradientBucket:
         if self.state is BucketState.OFFLOADED:
             self.reload()
         if self.state is BucketState.RELOADING:
-            with self.waiting():
-                self._transfers.wait_in(self)
+            self._transfers.wait_in(self)
         self._guard.take_off()
         self.state = BucketState.HERE
         self.read.clear()

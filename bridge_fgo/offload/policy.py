@@ -76,10 +76,6 @@ class Neighbour(Protocol):
         """Bytes that leave the GPU."""
         ...
 
-    def excess_bytes(self) -> int:
-        """Return the bytes whose copies training waits for, so that they stay before any state does."""
-        ...
-
     def stay(self, room: int) -> int:
         """Have as many bytes stay from now on as fit into `room`; return how many do."""
         ...
@@ -260,16 +256,15 @@ class HoldPolicy:
         return choose_staying(sizes, room)
 
     def _share(self, sizes: list[int], room: int) -> set[int]:
-        """Choose the parts, of these bytes, that stay; and once in a run what stays of the neighbour.
+        """Choose the parts, of these bytes, that stay; and once in a run what stays of the neighbour, before any part.
 
-        Its bytes that training waits for are chosen first, then the parts, and its other bytes if all parts stay.
+        A gradient is copied each way in each microbatch but one, a state once a step: with two microbatches they cost
+        the link the same, with more a gradient costs more.
         """
         if self.neighbour is None:
             return choose_staying(sizes, room)
-        excess = max(0, min(room, self.neighbour.excess_bytes()))
-        staying = choose_staying(sizes, room - excess)
-        more = self.neighbour.stay(room - sum(sizes) if len(staying) == len(sizes) else excess)
+        more = self.neighbour.stay(room)
         for profile in self._profiles:  # they were measured without it
             profile.intervals = [nbytes + more for nbytes in profile.intervals]
             profile.step += more
-        return staying
+        return choose_staying(sizes, room - more)

@@ -291,11 +291,8 @@ def test_a_peak_above_the_plan_is_said_and_its_kind_holds_as_much_less():
 class Gradients:
     """A neighbour of the states, in buckets of 10 bytes."""
 
-    def __init__(self, moving, excess):
-        self.moving_bytes, self.excess, self.asked = moving, excess, 0
-
-    def excess_bytes(self):
-        return self.excess
+    def __init__(self, moving):
+        self.moving_bytes, self.asked = moving, 0
 
     def stay(self, room):
         self.asked += 1
@@ -305,20 +302,18 @@ class Gradients:
 
 
 @pytest.mark.parametrize(
-    ("budget", "moving", "excess", "gradients_left", "states_that_stay"),
+    ("budget", "gradients_left", "states_that_stay"),
     [
-        (150, 30, 0, 30, 50),  # states have the room where training waits for no gradient
-        (220, 30, 0, 10, 100),  # where all states stay, what is left has room for gradients
-        (140, 30, 20, 10, 20),  # training waits for some: they stay before any state
-        (110, 30, 30, 20, 0),  # as many as have room
-        (400, 30, 0, 0, 100),  # all fits
+        (110, 20, 0),  # no room for all gradients: every state leaves, and as many gradients as must
+        (150, 0, 20),  # states leave before any gradient
+        (220, 0, 90),
+        (400, 0, 100),  # all fits
     ],
 )
-def test_gradients_stay_before_states_where_training_waits_for_their_copies_and_else_after_them(
-    parts, budget, moving, excess, gradients_left, states_that_stay
-):
+def test_gradients_leave_only_once_all_states_do(parts, budget, gradients_left, states_that_stay):
+    moving = 30
     policy = HoldPolicy(budget)
-    policy.neighbour = Gradients(moving, excess)
+    policy.neighbour = Gradients(moving)
     add(policy, 0, MemoryProfile([100], 0), parts)
     assert policy.neighbour.moving_bytes == gradients_left
     assert staying(parts) == states_that_stay

@@ -149,7 +149,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         scheduler={
             "lr_decay_style": "cosine",
             "lr_warmup_iters": min(2, options.steps - 1),
-            "lr_decay_iters": options.steps,
+            "lr_decay_iters": 1000,  # whatever the steps: a short run is the beginning of a long one
             "override_opt_param_scheduler": True,
         },
         dataset={

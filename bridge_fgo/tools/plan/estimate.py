@@ -356,8 +356,8 @@ def _notes_on_gradients(
         )
     elif offload.gradients is True and offload.gpu_memory_budget_gib is not None:
         yield (
-            f"{setting} with a budget: figures are those of all gradients that may leave; in training those stay first "
-            "that it would wait for, and the others once all states stay"
+            f"{setting} with a budget: figures are those of all gradients that may leave; in training states leave "
+            "first, and gradients only if that is not enough"
         )
     elif not any(of_stage.buckets for of_stage in held):
         yield f"{setting}: DDP's buckets are not known here: every gradient counts at the peak, and as one that moves"
