@@ -19,6 +19,7 @@ import torch
 
 from bridge_fgo.bridge.compat import Choice, check_flag, choose_engine, flag_is_set
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.engines.gradients import NO_MXFP8
 from bridge_fgo.memory.host_buffer import OTHER_FILES, hands_out_descriptors
 from bridge_fgo.memory.host_memory import ranks_of_this_node
 from bridge_fgo.states.distributed import MOMENTS
@@ -260,12 +261,12 @@ OF_SETTINGS = [
     _gradients("ddp.nccl_ub", "NCCL has the memory of the gradients registered; set ddp.nccl_ub=False",
         lambda a: a.sets("ddp.nccl_ub")),
     _gradients("optimizer.reuse_grad_buf_for_mxfp8_param_ag",
-        "gradients share a buffer with the weights that are gathered",
+        f"gradients share a buffer with the weights that are gathered; {NO_MXFP8}",
         lambda a: a.sets("optimizer.reuse_grad_buf_for_mxfp8_param_ag")),
     *(
-        _gradients(name, "Transformer Engine knows quantized weights by their class, which gradients that come and go "
-            f"have to change; set {name}=False", lambda a, name=name: a.sets(name))
-        for name in ("ddp.fp8_param_gather", "ddp.fp4_param_gather")
+        _gradients(name, "Transformer Engine keeps the weights of all experts in one GroupedTensor, whose gradient is "
+            f"not known to work; set {name}=False", lambda a, name=name: a.sets(name))
+        for name in ("model.moe_single_grouped_weight", "model.moe_single_grouped_bias")
     ),
     _gradients("model.cuda_graph_impl",
         "a CUDA graph has the addresses of the gradients baked in; set model.cuda_graph_impl='none'",

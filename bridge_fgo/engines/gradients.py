@@ -48,6 +48,15 @@ LARGEST_SHARE = 4
 """A bucket with more than a fourth of all gradients stays: it would be back for most of each backward. mcore makes one
 bucket of all on later pipeline stages."""
 
+QUANTIZED = ("Float8Tensor", "Float8BlockwiseQTensor", "NVFP4Tensor")
+"""Transformer Engine's classes of weights that work, by their exact names. MXFP8's share memory with gradients."""
+
+NO_MXFP8 = (
+    "set mixed_precision.fp8_param_gather=False and mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=False: weights "
+    "are kept in 16 bits then, and multiplied in MXFP8 as before"
+)
+"""What to set where gradients share a buffer with weights."""
+
 WHOLE = (
     "the gradients of a whole DDP buffer (`buffer.grad_data`) were used; each bucket has its own, in "
     "`bucket.grad_data`, and each parameter in `main_grad`: use these, or set OffloadConfig.gradients=False"
@@ -62,7 +71,7 @@ class Gradients:
     Other `Gradients` that have them, of an optimizer that was built before, are closed first.
 
     Raises:
-        ValueError: gradients share their memory with weights, or weights are quantized.
+        ValueError: gradients share their memory with weights, or weights are of an unknown class.
     """
 
     def __init__(self, ddps: Iterable[Any], transfers: Transfers, offloads: bool) -> None:
@@ -70,17 +79,19 @@ class Gradients:
         for buffer in (buffer for ddp in ddps for buffer in _buffers(ddp)):
             if (others := gradients_of(buffer)) is not None:
                 others.close()
-            for cls in {class_of(param) for param in buffer.params} - {torch.nn.Parameter}:
-                raise ValueError(
-                    f"OffloadConfig.gradients with weights of {cls.__name__}: Transformer Engine knows quantized "
-                    "weights by their class, which gradients that come and go have to change; set "
-                    "ddp.fp8_param_gather=False, or OffloadConfig.gradients=False"
-                )
             if getattr(buffer, "shared_buffer", None) is not None:
                 raise ValueError(
                     "OffloadConfig.gradients with MXFP8 weights: their gradients share a buffer with the weights that "
-                    "are gathered (optimizer.reuse_grad_buf_for_mxfp8_param_ag=True); set OffloadConfig.gradients=False"
+                    f"are gathered (optimizer.reuse_grad_buf_for_mxfp8_param_ag=True); {NO_MXFP8}; or set "
+                    "OffloadConfig.gradients=False"
                 )
+            for cls in {class_of(param) for param in buffer.params} - {torch.nn.Parameter}:
+                if cls.__name__ not in QUANTIZED:
+                    raise ValueError(
+                        f"OffloadConfig.gradients with weights of {cls.__name__}: of weights that are no "
+                        f"torch.nn.Parameter, those of Transformer Engine's {', '.join(QUANTIZED)} are known to work; "
+                        "set OffloadConfig.gradients=False"
+                    )
         self.traffic = Traffic()
         self.interrupted = False
         """Whether an error has ended the newest pass."""

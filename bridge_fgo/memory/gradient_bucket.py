@@ -39,9 +39,10 @@ class GradientBucket:
     `data` is mcore's `bucket.grad_data`, [elements of the bucket]; `views` are the gradients in it, each with its first
     element. They stay the objects that they are, and lose what they held: the gradients are ABSENT.
 
-    Whoever reads `main_grad` of one of `params` finds it allocated, zeroed or reloaded: each parameter is of a subclass
-    of its class, in which that is a property. So no reader has to be known, also where a kernel of an extension writes
-    the gradient. And whoever uses `data` in Python finds it too (`Guard`).
+    Whoever reads `main_grad` of one of `params` finds it allocated, zeroed or reloaded: it is a property, of a subclass
+    of `torch.nn.Parameter` that each parameter gets, or of a quantized weight's own class (`_add_property`). So no
+    reader has to be known, also where a kernel of an extension writes the gradient. And whoever uses `data` in Python
+    finds it too (`Guard`).
 
     `needed` is a method, held weakly, that is called once a bucket that was not HERE is. `traffic` counts copies.
     """
@@ -75,7 +76,7 @@ class GradientBucket:
         self._storage = self._bytes.untyped_storage()
         self._bind(self._bytes.view(data.dtype))
         self.free()
-        self._classes = [(weakref.ref(param), type(param), _with_property(type(param))) for param in params]
+        self._classes = [(weakref.ref(param), type(param), _add_property(type(param), self)) for param in params]
         for param in params:
             vars(param)[BUCKET] = self
         self._watch(True)
@@ -97,7 +98,10 @@ class GradientBucket:
         return len(self.read) == len(self._classes)
 
     def _watch(self, watches: bool) -> None:
-        """Have each read of a gradient go through the property, which takes the host 0.3 us, or not."""
+        """Have each read of a gradient go through the property, which takes the host 0.3 us, or not.
+
+        Those of quantized weights always do.
+        """
         for ref, plain, watched in self._classes:
             if (param := ref()) is not None:
                 param.__class__ = watched if watches else plain
@@ -220,14 +224,63 @@ class GradientBucket:
         self._watch(False)
         for param in (param for ref, *_ in self._classes if (param := ref()) is not None):
             vars(param).pop(BUCKET, None)
+        _remove_property(self)
         if self._host is not None:
             self._transfers.forget(self._host.address)
             self._host.close()
 
 
+_changed: dict[type[torch.Tensor], weakref.WeakSet[GradientBucket]] = {}
+"""Classes that have the property themselves, each with the buckets of its parameters."""
+
+
+def _add_property(cls: type[torch.Tensor], bucket: GradientBucket) -> type[torch.Tensor]:
+    """Return the class of a bucket's parameters whose `main_grad` has memory as soon as it is read.
+
+    For `torch.nn.Parameter` it is a subclass. A quantized class gets the property itself, until the last bucket is
+    closed: Transformer Engine, in C++ too, knows its tensors by their exact class. Tensors without a bucket are as
+    before.
+    """
+    if cls is torch.nn.Parameter:
+        return _subclass()
+    if cls not in _changed:
+        for name, member in _members(cls).items():
+            assert name not in vars(cls)
+            setattr(cls, name, member)
+    _changed.setdefault(cls, weakref.WeakSet()).add(bucket)
+    return cls
+
+
+def _remove_property(bucket: GradientBucket) -> None:
+    """Take the property off the classes that no other bucket needs."""
+    for cls, buckets in list(_changed.items()):
+        buckets.discard(bucket)
+        if not buckets:
+            del _changed[cls]
+            for name in _members(cls):
+                delattr(cls, name)
+
+
 @cache
-def _with_property(cls: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
-    """Return a subclass of a parameter's class whose `main_grad` has memory as soon as it is read."""
+def _subclass() -> type[torch.nn.Parameter]:
+    cls = torch.nn.Parameter
+
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        _bring(self)
+        return cls.__reduce_ex__(self, protocol)
+
+    members = {**_members(cls), "__reduce_ex__": reduce_ex, "__module__": cls.__module__}
+    return type(cls.__name__, (cls,), members)
+
+
+def _bring(param: torch.Tensor) -> None:
+    """Have the gradient of a parameter on the GPU, which is among the attributes that are pickled or copied."""
+    if (bucket := vars(param).get(BUCKET)) is not None:
+        bucket.require()
+
+
+def _members(cls: type[torch.Tensor]) -> dict[str, Any]:
+    """Return the members by which `main_grad` of a class's parameters has memory as soon as it is read."""
 
     def get(self: Any) -> torch.Tensor:
         own = self.__dict__
@@ -239,10 +292,10 @@ def _with_property(cls: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
                 bucket.note(self)
         try:
             return own["main_grad"]
-        except KeyError:  # of a copy
+        except KeyError:  # of a copy, or of a quantized tensor that is no parameter
             raise AttributeError(f"{cls.__name__!r} object has no attribute 'main_grad'") from None
 
-    def put(self: Any, tensor: torch.Tensor) -> None:
+    def put(self: Any, tensor: torch.Tensor | None) -> None:
         own = self.__dict__
         if own.get(BUCKET) is not None and tensor is not own.get("main_grad"):
             raise RuntimeError(
@@ -251,15 +304,18 @@ def _with_property(cls: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
             )
         own["main_grad"] = tensor
 
-    def reduce_ex(self: Any, protocol: Any) -> Any:
-        if (bucket := self.__dict__.get(BUCKET)) is not None:
-            bucket.require()  # the gradient is among the attributes that are pickled
-        return cls.__reduce_ex__(self, protocol)
+    def delete(self: Any) -> None:
+        get(self)
+        put(self, None)
+        del self.__dict__["main_grad"]
+
+    deepcopy_before: Any = cls.__deepcopy__
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-        copied: Any = cls.__deepcopy__(self, memo)
+        if cls is not torch.nn.Parameter:  # whose copies have no attributes
+            _bring(self)
+        copied: Any = deepcopy_before(self, memo)
         copied.__class__ = cls
         return copied
 
-    members = {"main_grad": property(get, put), "__reduce_ex__": reduce_ex, "__deepcopy__": deepcopy}
-    return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+    return {"main_grad": property(get, put, delete), "__deepcopy__": deepcopy}

@@ -28,6 +28,7 @@ CONTEXT = SimpleNamespace(loss_dict={"lm loss": 1.0}, grad_norm=1.0, skipped_ite
         ("--moments-dtype bf16", "--precision-aware"),
         ("--optimizer muon", "--no-distributed"),
         ("--fsdp optim --no-distributed", "--fsdp"),
+        ("--fp8-weights blockwise --no-distributed", "--fp8-weights"),
         ("--hybrid --offload on", "--hybrid"),
         ("--layer-wise", "--layer-wise goes with"),
         ("--layer-wise --offload on", "--layer-wise goes with"),

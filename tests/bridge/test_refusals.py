@@ -86,8 +86,8 @@ REFUSED = {
         LAZY | {"ddp.overlap_grad_reduce": False},
         LAZY | {"ddp.nccl_ub": True},
         LAZY | {"optimizer.reuse_grad_buf_for_mxfp8_param_ag": True},
-        LAZY | {"ddp.fp8_param_gather": True},
-        LAZY | {"ddp.fp4_param_gather": True},
+        LAZY | {"model.moe_single_grouped_weight": True},
+        LAZY | {"model.moe_single_grouped_bias": True},
         LAZY | {"model.cuda_graph_impl": "transformer_engine"},
         LAZY | WHOLE | {"optimizer.optimizer": "dist_muon"},
         *(

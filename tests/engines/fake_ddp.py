@@ -26,24 +26,25 @@ class FakeDdp:
     """A DDP of some buffers, of some buckets each; a layer has one bucket's parameters, layer 0 those of the last.
 
     extra: buckets, by their place in all, whose first parameter accumulates in memory of its own.
+    make: returns a parameter's tensor of a shape.
     """
 
-    def __init__(self, buckets=(5,), extra=()):
+    def __init__(self, buckets=(5,), extra=(), make=torch.zeros):
         self.buffers, self.expert_parallel_buffers = [], []
         self.bucket_groups, self.expert_parallel_bucket_groups = [], []
         self.params, self.twins = [], []
         self.is_zeroing = False
         """Whether zeroing has begun and not ended."""
         for count in buckets:
-            self._add_buffer(count, extra)
+            self._add_buffer(count, extra, make)
 
-    def _add_buffer(self, count, extra):
+    def _add_buffer(self, count, extra, make):
         numel = PARAMS * NUMEL
         whole = torch.zeros(count * numel)
         buffer = Owner(grad_data=whole, extra_main_grads=[], buckets=[], params=[])
         for number in range(count):
             data = whole[number * numel : (number + 1) * numel]
-            params = [torch.nn.Parameter(torch.zeros(2, NUMEL // 2)) for _ in range(PARAMS)]
+            params = [torch.nn.Parameter(make(2, NUMEL // 2)) for _ in range(PARAMS)]
             places = {param: (i * NUMEL, (i + 1) * NUMEL) for i, param in enumerate(params)}
             for param, (start, end) in places.items():
                 param.main_grad = data[start:end].view(param.shape)

@@ -10,6 +10,7 @@ from fake_ddp import FakeDdp, backward, begin_microbatch, forward, layout_of, st
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from quantized_weights import Float8Tensor
 
 from bridge_fgo.engines import gradients as gradients_module
 from bridge_fgo.engines.gradients import AHEAD, Gradients
@@ -41,11 +42,17 @@ class NoMemory:
 class AnyOrder(RuleBasedStateMachine):
     """Whatever mcore, a model's hooks and a user do with gradients, in any order."""
 
-    @initialize(debug=st.booleans(), seed=st.integers(0, 9), extra=st.sets(NUMBERS, max_size=2), lazy=st.booleans())
-    def take(self, debug, seed, extra, lazy):
+    @initialize(
+        debug=st.booleans(),
+        seed=st.integers(0, 9),
+        extra=st.sets(NUMBERS, max_size=2),
+        lazy=st.booleans(),
+        make=st.sampled_from([torch.zeros, lambda *shape: Float8Tensor.of(torch.zeros(shape))]),
+    )
+    def take(self, debug, seed, extra, lazy, make):
         self.patch = pytest.MonkeyPatch()
         self.no_memory = NoMemory(self.patch)
-        self.ddp = FakeDdp(BUCKETS, extra)
+        self.ddp = FakeDdp(BUCKETS, extra, make)
         self.before = layout_of(self.ddp)
         self.transfers = HostTransfers(40)
         if debug:
@@ -431,21 +438,3 @@ def test_a_parameter_is_copied_and_pickled_as_one_whose_gradient_stays(state):
     for again in (pickle.loads(pickle.dumps(param)), torch.load(saved, weights_only=False)):
         assert type(again) is torch.nn.Parameter and torch.equal(again.main_grad, twin)
         assert vars(again).get(BUCKET) is None
-
-
-def test_quantized_weights_and_gradients_that_share_memory_with_weights_are_refused():
-    ddp = FakeDdp((5,))
-    before = layout_of(ddp)
-    ddp.buffers[0].shared_buffer = torch.zeros(1)
-    with pytest.raises(ValueError, match="reuse_grad_buf_for_mxfp8_param_ag"):
-        taken(ddp, HostTransfers(40))
-    del ddp.buffers[0].shared_buffer
-
-    class Float8Tensor(torch.nn.Parameter):
-        """Known by its exact class."""
-
-    ddp.params[4].__class__ = Float8Tensor
-    with pytest.raises(ValueError, match=r"weights of Float8Tensor.*fp8_param_gather=False"):
-        taken(ddp, HostTransfers(40))
-    ddp.params[4].__class__ = torch.nn.Parameter
-    assert layout_of(ddp) == before

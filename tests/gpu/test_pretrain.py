@@ -23,6 +23,7 @@ def muon(kind: str, *spread: str) -> tuple[str, ...]:
 DEEP = (*SMALL, "--layers", "24")
 """Of 443M parameters, so that DDP has many buckets, none with a fourth of a rank's gradients."""
 LAZY, OFF = ("--gradients", "lazy"), ("--gradients", "true")
+FP8, FUSED = "--fp8-weights", "--fused-wgrad"
 ONCE, OF_TWO = ("--gbs", "2"), ("--gbs", "4")
 """One microbatch on one replica, and on each of two; or two of a pipeline, which interleaves no fewer."""
 
@@ -57,6 +58,13 @@ BITWISE = {
     "gradients_lazy-tensor_and_data": (4, 30, (*SMALL, *OF_TWO, "--tp", "2", *LAZY)),
     "gradients_off-tensor_and_data": (4, 30, (*DEEP, "--tp", "2", *OFF)),
     "gradients_off-expert_and_data": (4, 30, (*DEEP, *EXPERTS, "--ep", "2", "--gbs", "16", *OFF)),
+    "gradients_off-fused_wgrad": (1, 30, (*DEEP, FUSED, *OFF)),
+    "gradients_lazy-fp8_current": (1, 30, (*SMALL, *ONCE, FP8, "tensorwise", FUSED, *LAZY)),
+    "gradients_off-fp8_current": (1, 30, (*DEEP, FP8, "tensorwise", FUSED, *OFF)),
+    "gradients_off-fp8_blockwise": (1, 30, (*DEEP, FP8, "blockwise", *OFF)),
+    "gradients_off-fp8_delayed": (1, 30, (*DEEP, FP8, "delayed", FUSED, *OFF)),
+    "gradients_lazy-fp8_current-experts": (1, 30, (*SMALL, *EXPERTS, *ONCE, FP8, "tensorwise", FUSED, *LAZY)),
+    "gradients_off-fp8_current-data": (2, 30, (*DEEP, "--dp-overlap", FP8, "tensorwise", FUSED, *OFF)),
     "muon-data": (2, 30, muon("muon")),
     "muon-tensor": (2, 30, muon("muon", "--tp", "2")),
     "dist_muon-data": (2, 30, muon("dist_muon")),

@@ -77,7 +77,11 @@ def _state_of(leaf: Any, parameter: Any) -> dict[str, torch.Tensor]:
 
 
 def _weights(model: Sequence[Any]) -> dict[str, torch.Tensor]:
-    return {f"{chunk}.{name}": p for chunk, module in enumerate(model) for name, p in module.named_parameters()}
+    """Return all weights by name, quantized ones as what they stand for: they have no storage of their own."""
+    from megatron.core.fp8_utils import is_float8tensor
+
+    named = ((f"{chunk}.{name}", p) for chunk, module in enumerate(model) for name, p in module.named_parameters())
+    return {name: p.dequantize() if is_float8tensor(p) else p for name, p in named}
 
 
 def states(model: Sequence[Any], optimizer: Any) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -79,6 +79,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     optimizer.add_argument("--hybrid", action="store_true", help="the peer arm: Adam on the CPU")
     switch(parser, "deterministic", True, "without it two resident runs of a mixture of experts may differ already")
     parser.add_argument("--fused-loss", action="store_true", help="two resident runs may differ already")
+    parser.add_argument(
+        "--fp8-weights",
+        choices=("delayed", "tensorwise", "blockwise"),
+        help="weights of layers in FP8, and how they are scaled; default: bf16",
+    )
+    parser.add_argument(
+        "--fused-wgrad",
+        action="store_true",
+        help="Transformer Engine's products add to gradients themselves, as by default in a job that has Apex",
+    )
     offload = parser.add_argument_group("offload")
     offload.add_argument("--offload", choices=("on", "off"), default="off")
     offload.add_argument("--no-install", action="store_true", help="set the flag, leave this package out")
@@ -149,6 +159,8 @@ def _contradiction(options: argparse.Namespace) -> str | None:
         return f"--optimizer {options.optimizer} is not distributed by its elements: give --no-distributed"
     if options.fsdp is not None and not options.distributed:
         return "--fsdp has a distributed optimizer: leave out --no-distributed"
+    if options.fp8_weights is not None and not options.distributed:
+        return "--fp8-weights are quantized by the distributed optimizer: leave out --no-distributed"
     if options.fsdp is not None and options.digest_by_parameter:
         return "--digest-by-parameter does not know the states of --fsdp"
     if options.hybrid and options.offload == "on":

@@ -55,6 +55,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
     import torch
     import torch.nn.functional as F
     from megatron.bridge.training import config as bridge
+    from megatron.bridge.training.mixed_precision import bf16_mixed
     from megatron.core.transformer.enums import AttnBackend
 
     model = gpt(
@@ -136,6 +137,11 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         use_distributed_optimizer=options.distributed,
         num_distributed_optimizer_instances=options.instances,
     )
+    precision: dict[str, Any] = {}
+    if options.fp8_weights is not None:
+        mixed = bf16_mixed()
+        mixed.fp8, mixed.fp8_recipe, mixed.fp8_param_gather = "hybrid", options.fp8_weights, True
+        precision["mixed_precision"] = mixed
     if options.fsdp is not None:
         ddp.use_megatron_fsdp, ddp.data_parallel_sharding_strategy = True, options.fsdp
     return container(
@@ -168,6 +174,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
             dist_ckpt_optim_fully_reshardable=options.fully_reshardable,
         ),
         rng=bridge.RNGConfig(seed=1234),
+        **precision,
         # Bridge's validation asks for it where passes are captured whole.
         rerun_state_machine=bridge.RerunStateMachineConfig(check_for_nan_in_loss=not options.full_graphs),
     )  # fmt: skip

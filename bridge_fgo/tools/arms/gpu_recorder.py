@@ -69,6 +69,11 @@ class ArmRecorder(Callback):
         self.figures["peak_model_bytes"] = torch.cuda.max_memory_allocated()  # DDP holds the weights twice for a moment
         self.figures["model_bytes"] = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
+        if self._options.fused_wgrad:
+            # Not by `model.gradient_accumulation_fusion`, for which mcore's own layers need Apex.
+            for module in (module for chunk in model for module in chunk.modules()):
+                if hasattr(module, "fuse_wgrad_accumulation"):
+                    module.fuse_wgrad_accumulation = True
         return model
 
     @override

@@ -1,0 +1,141 @@
+"""Gradients of quantized weights are allocated late and offloaded, while the weights stay of their exact class."""
+
+import copy
+import dataclasses
+import gc
+
+import pytest
+import torch
+from both import PACKED, SMALL, bits, exact, session_of, steps, training
+from fake_ddp import FakeDdp, layout_of, states, step, taken
+from quantized_weights import Float8BlockwiseQTensor, Float8Tensor, NVFP4Tensor, have_mcore_quantize
+
+import bridge_fgo
+from bridge_fgo.memory.gradient_bucket import BUCKET
+from bridge_fgo.memory.transfers import HostTransfers
+from bridge_fgo.tools.arms import cpu_training
+from bridge_fgo.tools.arms.final_state import final_state, joined_digests
+
+OPTIONS = SMALL | {"overlap_grad_reduce": True, "bucket_size": 20_000, "layers": 4, "microbatches": 3}
+LAZY = dataclasses.replace(PACKED, master_remainders=None, gradients="lazy")
+OFF = dataclasses.replace(LAZY, gradients=True)
+KINDS = {
+    Float8Tensor: {},
+    Float8BlockwiseQTensor: {"overlap_param_gather": True, "rerun_steps": frozenset({2})},
+    NVFP4Tensor: {},
+}
+
+
+@pytest.fixture(params=KINDS)
+def quantized(request, monkeypatch):
+    """Have trainings keep the matrices of their layers quantized; return the class and other options."""
+    have_mcore_quantize(request.param, monkeypatch)
+    make_config = cpu_training.make_config
+
+    def make(options):
+        cfg = make_config(options)
+        setattr(cfg.ddp, "fp4_param_gather" if request.param is NVFP4Tensor else "fp8_param_gather", True)
+        cfg.optimizer.fp8_recipe = None if request.param is NVFP4Tensor else "tensorwise"
+        return cfg
+
+    monkeypatch.setattr(cpu_training, "make_config", make)
+    return request.param, OPTIONS | KINDS[request.param]
+
+
+@pytest.mark.usefixtures("cpu_standins")
+def test_training_is_bitwise_equal_to_resident(quantized):
+    kind, options = quantized
+    ends = []
+    for config in (None, LAZY, OFF):
+        with training(config is not None, config or PACKED, **options) as run:
+            weights = [weight for weight in run.model[0].parameters() if isinstance(weight, kind)]
+            before = exact(weights)
+            returned = steps(run, 4)
+            assert {type(weight) for weight in weights} == {kind} and exact(weights) != before and len(weights) == 16
+            ends.append((returned, bits(run), joined_digests(final_state(run.model, run.optimizer))))
+            assert ends[-1] == ends[0]
+            if config is not None:
+                moved = session_of(run).gradients.traffic
+                assert (moved.out > 0) is (moved.back > 0) is (config is OFF)
+                assert all(BUCKET in vars(weight) for weight in weights) and "main_grad" in vars(kind)
+                for chunk in run.model:
+                    chunk.zero_grad_buffer()
+                assert {bucket.gpu for bucket in session_of(run).gradients.buckets} == {None}
+                bridge_fgo.uninstall()
+        assert "main_grad" not in vars(kind) and not any(BUCKET in vars(weight) for weight in weights)
+
+
+def ddp_of(kind):
+    return FakeDdp((5,), make=lambda *shape: kind.of(torch.zeros(shape)))
+
+
+def test_a_class_has_the_property_while_any_bucket_needs_it_and_is_then_as_before():
+    first, second = ddp_of(Float8Tensor), ddp_of(Float8Tensor)
+    before, plain = layout_of(first), dict(vars(Float8Tensor))
+    gradients = [taken(ddp, HostTransfers(40)) for ddp in (first, second)]
+    for ddp in (first, second):
+        step(ddp, gradients[ddp is second])
+        assert ddp.different() == [] and {type(param) for param in ddp.params} == {Float8Tensor}
+    gradients[0].close()
+    assert layout_of(first) == before and first.different() == []
+    second.zero()
+    step(second, gradients[1])
+    assert second.different() == []
+    gradients[1].close()
+    assert vars(Float8Tensor) == plain
+
+
+def test_a_class_whose_buckets_are_gone_is_as_before_once_another_closes():
+    plain = dict(vars(Float8Tensor)), dict(vars(NVFP4Tensor))
+    taken(ddp_of(Float8Tensor), HostTransfers(40))
+    gc.collect()
+    taken(ddp_of(NVFP4Tensor), HostTransfers(40)).close()
+    assert (vars(Float8Tensor), vars(NVFP4Tensor)) == plain
+
+
+def test_tensors_of_the_class_without_a_bucket_are_as_before():
+    gradients = taken(ddp_of(Float8Tensor), HostTransfers(40))
+    other, main_grad = Float8Tensor.of(torch.ones(2, 4)), torch.ones(2, 4)
+    assert not hasattr(other, "main_grad")
+    for _ in range(2):
+        other.main_grad = main_grad
+        assert other.main_grad is main_grad and torch.equal(copy.deepcopy(other).main_grad, main_grad)
+        del other.main_grad
+        assert getattr(other, "main_grad", None) is None
+        with pytest.raises(AttributeError, match="main_grad"):
+            del other.main_grad
+    gradients.close()
+
+
+def test_a_weight_is_copied_with_the_gradient_that_it_has_and_without_its_bucket():
+    ddp = ddp_of(Float8Tensor)
+    gradients = taken(ddp, HostTransfers(40))
+    copied = copy.deepcopy(ddp.params[3])
+    assert states(gradients)[1] == "HERE" and torch.equal(copied.main_grad, torch.zeros(2, 4))
+    assert type(copied) is Float8Tensor and vars(copied)[BUCKET] is None
+    ddp.add(3, 1.0)
+    assert not copied.main_grad.any() and not hasattr(ddp.params[3].detach(), "main_grad")
+    with pytest.raises(RuntimeError, match="was replaced"):
+        ddp.params[3].main_grad = copied.main_grad
+    with pytest.raises(RuntimeError, match="was replaced"):
+        del ddp.params[3].main_grad
+    gradients.close()
+
+
+def test_weights_of_an_unknown_class_and_gradients_that_share_memory_with_weights_are_refused():
+    class GroupedTensor(torch.nn.Parameter):
+        pass
+
+    ddp = FakeDdp((5,))
+    before = layout_of(ddp)
+    ddp.params[4].__class__ = GroupedTensor
+    with pytest.raises(
+        ValueError, match=r"weights of GroupedTensor: .*Float8Tensor.*set OffloadConfig.gradients=False"
+    ):
+        taken(ddp, HostTransfers(40))
+    ddp.buffers[0].shared_buffer = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"reuse_grad_buf_for_mxfp8_param_ag=True.*fp8_param_gather=False"):
+        taken(ddp, HostTransfers(40))
+    del ddp.buffers[0].shared_buffer
+    ddp.params[4].__class__ = torch.nn.Parameter
+    assert layout_of(ddp) == before
