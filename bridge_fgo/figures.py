@@ -129,7 +129,7 @@ class Figures:
             mcore,
             state_bytes=engine.state_bytes,
             offloaded_bytes=engine.planned_bytes,
-            pin_seconds=engine.pin_seconds + (0.0 if gradients is None else gradients.pin_seconds),
+            pin_seconds=engine.pin_seconds,
             gradient_bytes=0 if gradients is None else gradients.nbytes,
         )
 

@@ -15,7 +15,6 @@ from bridge_fgo.bridge.compat import FLAG
 from bridge_fgo.bridge.session import Session, active_session
 from bridge_fgo.bridge.settings import is_installed
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engines.gradients import gradients_of
 from bridge_fgo.engines.ranks import on_every_rank, require_host_memory, told_by_ranks
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
@@ -158,6 +157,7 @@ class Residency:
         """Page-locked host bytes that are held for all of it."""
         slabs = self._weights.slabs + self._gradients.slabs
         own = sum(slab.host.pinned_bytes for slab in slabs if slab.host is not None)
+        own += sum(bucket.pinned_bytes for bucket in self._gradients.buckets)
         return own + (self._states.engine.pinned_bytes if self._states is not None else 0)
 
     # The verbs. What one rank decides by itself leads to no collective: every rank does each of them, until one fails.
@@ -529,7 +529,7 @@ class Residency:
         if "optimizer" in kinds and self._states is not None:
             self._states.require_whole()
         if "grads" in kinds and grads == "keep":
-            self._lock(map_hosts(self._gradients.slabs))
+            self._lock(self._gradients.map_hosts())
 
     def _wait_for_collectives(self) -> None:
         """Have the current stream wait for gathers and reductions that DDP has in flight.
@@ -565,11 +565,10 @@ def _accepted(
             "Residency(config=OffloadConfig(engine='mcore')): this package's engine alone can move states between "
             "steps; use engine='native'"
         )
-    buffers = [buffer for chunk in chunks for ddp in ddp_of(chunk) for buffer in ddp.buffers]
-    if (config is not None and config.gradients) or any(gradients_of(buffer) is not None for buffer in buffers):
+    if config is not None and config.gradients:
         raise ValueError(
-            "Residency with OffloadConfig.gradients: it moves gradients itself, between steps, and cannot yet where "
-            "they are moved within a step too; set OffloadConfig.gradients=False"
+            f"Residency(config=OffloadConfig(gradients={config.gradients!r})): gradients are managed in Bridge's "
+            "train_step alone; set it to False, or set optimizer.offload_optimizer_states and leave config out"
         )
     if Residency.of(chunks) is not None:
         raise ValueError(

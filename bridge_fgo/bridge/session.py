@@ -10,7 +10,6 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +29,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.engine import ATTACHED, Attachment, Engine, attachment_of
 from bridge_fgo.engines.gradients import Gradients
 from bridge_fgo.engines.native import NativeEngine, make_transfers
-from bridge_fgo.engines.offloaded_source import pin
-from bridge_fgo.engines.ranks import make_engine, on_every_rank, pin_on_every_rank, require_host_memory
+from bridge_fgo.engines.ranks import make_engine, on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.memory import copy_queues
 from bridge_fgo.memory.meters import PeakMeter
@@ -80,23 +78,34 @@ class Session:
         model: Any = None,
         owner: OptimizerStates | None = None,
     ) -> None:
+        self.gradients: Gradients | None = None
         if owner is None:
             meter = PeakMeter()
-            sources, engine = on_every_rank(partial(_make_engine, optimizer, model_config, config, meter))
-            pin_on_every_rank(engine)
-            self.gradients = _take_gradients(model, config)
-            if self.gradients is not None:
-                assert isinstance(engine, NativeEngine)  # with another the setting is refused
-                self.gradients.room_by = weakref.WeakMethod(engine.schedule.room)
-                if config.gpu_memory_budget_gib is not None:
-                    engine.schedule.holding.neighbour = self.gradients
+
+            def make() -> tuple[list[McoreSource], Engine]:
+                sources, engine = _make_engine(optimizer, model_config, config, meter)
+                if config.gradients:
+                    assert isinstance(engine, NativeEngine)  # with another the setting is refused
+                    self.gradients = _take_gradients(model, config)
+                    self.gradients.room_by = weakref.WeakMethod(engine.schedule.room)
+                    if config.gpu_memory_budget_gib is not None:
+                        engine.schedule.holding.neighbour = self.gradients
+                    engine.hosts_beside = self.gradients.map_hosts()
+                return sources, engine
+
+            try:
+                sources, engine = on_every_rank(make)
+                pin_on_every_rank(engine)
+            except BaseException:
+                if self.gradients is not None:
+                    self.gradients.close()
+                raise
             # Only now, so that a refusal leaves nothing half attached, on any rank.
             for source in sources:
                 if engine.name == "native":
                     source.drop_other_offloader()
                 setattr(source.optimizer, ATTACHED, Attachment(engine, source))
         else:
-            self.gradients = None
             meter, sources, engine = owner.meter, owner.sources, owner.engine
             owner.engine.schedule.holding.announce, owner.engine.schedule.holding.warn = say, warn
         self.what = f"optimizer.{FLAG}=True" if owner is None else "Residency.training_step()"
@@ -353,41 +362,18 @@ def _make_engine(
     return sources, make_engine(name, sources, config, meter, stage_of(leaves), say, warn)
 
 
-def _take_gradients(model: Any, config: OffloadConfig) -> Gradients | None:
-    """Return the gradients of a model, with their host memory pinned; None where mcore keeps them.
-
-    A collective where they are offloaded; raises as `Session`.
-    """
-    if not config.gradients:
-        return None
-    device, taken = torch.device("cpu"), []
-
-    def take() -> None:
-        nonlocal device
-        chunks = [chunk for chunk in (model if isinstance(model, list) else [model]) if chunk is not None]
-        ddps = [ddp for chunk in chunks for ddp in ddp_of(chunk)]
-        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        if not ddps and (not chunks or any(parameter.requires_grad for parameter in parameters)):
-            raise ValueError(
-                f"OffloadConfig.gradients={config.gradients!r}: the model has no DDP of mcore's, whose gradients it is "
-                "about; set OffloadConfig.gradients=False"
-            )
-        device = next((buffer.grad_data.device for ddp in ddps for buffer in ddp.buffers), device)
-        taken.append(Gradients(ddps, make_transfers(device, config), offloads=config.gradients is True))
-
-    try:
-        on_every_rank(take)
-        (gradients,) = taken
-        if config.gradients is True:
-            hosts = on_every_rank(gradients.map_hosts)
-            if device.type != "cuda" or not config.pin_memory:
-                hosts = []
-            require_host_memory(sum(host.tensor.numel() for host in hosts))
-            gradients.pin_seconds = on_every_rank(lambda: pin(hosts, device) if hosts else 0.0)
-    except BaseException:
-        for gradients in taken:
-            gradients.close()
-        raise
+def _take_gradients(model: Any, config: OffloadConfig) -> Gradients:
+    chunks = [chunk for chunk in (model if isinstance(model, list) else [model]) if chunk is not None]
+    ddps = [ddp for chunk in chunks for ddp in ddp_of(chunk)]
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    if not ddps and (not chunks or any(parameter.requires_grad for parameter in parameters)):
+        raise ValueError(
+            f"OffloadConfig.gradients={config.gradients!r}: the model has no DDP of mcore's, whose gradients it is "
+            "about; set OffloadConfig.gradients=False"
+        )
+    devices = (buffer.grad_data.device for ddp in ddps for buffer in ddp.buffers)
+    transfers = make_transfers(next(devices, torch.device("cpu")), config)
+    gradients = Gradients(ddps, transfers, offloads=config.gradients is True)
     _taken.add(gradients)
     return gradients
 

@@ -71,7 +71,7 @@ class Gradients:
     Other `Gradients` that have them, of an optimizer that was built before, are closed first.
 
     Raises:
-        ValueError: gradients share their memory with weights, or weights are of an unknown class.
+        ValueError: gradients share their memory with weights or are off the GPU, or weights are of an unknown class.
     """
 
     def __init__(self, ddps: Iterable[Any], transfers: Transfers, offloads: bool) -> None:
@@ -79,6 +79,11 @@ class Gradients:
         for buffer in (buffer for ddp in ddps for buffer in _buffers(ddp)):
             if (others := gradients_of(buffer)) is not None:
                 others.close()
+            if not buffer.grad_data.untyped_storage().nbytes():
+                raise ValueError(
+                    "OffloadConfig.gradients with a model whose gradients are off the GPU: call "
+                    "Residency.reload('grads'), or the reload_from_cpu() of DDP's buffers, before training is set up"
+                )
             if getattr(buffer, "shared_buffer", None) is not None:
                 raise ValueError(
                     "OffloadConfig.gradients with MXFP8 weights: their gradients share a buffer with the weights that "
@@ -95,8 +100,6 @@ class Gradients:
         self.traffic = Traffic()
         self.interrupted = False
         """Whether an error has ended the newest pass."""
-        self.pin_seconds = 0.0
-        self._hosts: list[HostBuffer] = []
         self.room_by: weakref.WeakMethod[Callable[[], int]] | None = None
         """Returns the bytes that stay free on the GPU until the next point; weak, as its object knows the gradients."""
         self._transfers = transfers
@@ -166,6 +169,10 @@ class Gradients:
         """All buckets."""
         return [bucket for _, buckets in self._buffers.values() for bucket in buckets]
 
+    def buckets_of(self, buffer: Any) -> list[GradientBucket]:
+        """Return the buckets of one of mcore's buffers."""
+        return self._buffers[id(buffer)][1]
+
     @property
     def moving_bytes(self) -> int:
         """Bytes that leave between microbatches."""
@@ -173,13 +180,12 @@ class Gradients:
 
     def map_hosts(self) -> list[HostBuffer]:
         """Map a host buffer for each bucket that is offloaded; return them, to be page-locked."""
-        self._hosts = [bucket.map_host() for bucket in self.buckets if bucket in self._moving]
-        return self._hosts
+        return [host for bucket in self.buckets if bucket in self._moving for host in bucket.map_host()]
 
     @property
     def pinned_bytes(self) -> int:
         """Pinned host memory."""
-        return sum(host.pinned_bytes for host in self._hosts)
+        return sum(bucket.pinned_bytes for bucket in self.buckets)
 
     def begin_pass(self) -> None:
         """Begin a pass on the current stream, before its gradients are zeroed."""
@@ -322,6 +328,7 @@ class Gradients:
 
     def _give_back(self, buffer: Any, mine: list[GradientBucket]) -> None:
         for one in mine:
+            one.asleep = ""
             if one.state is not BucketState.ABSENT:
                 one.require()
         whole = buffer.grad_data
@@ -353,3 +360,9 @@ def _forget_shards(group: Any) -> None:
 def gradients_of(owner: Any) -> Gradients | None:
     """Return the `Gradients` that a buffer or a bucket group of mcore's belongs to; None where mcore keeps them."""
     return vars(owner).get(MANAGED)
+
+
+def buckets_of(buffer: Any) -> list[GradientBucket]:
+    """Return the buckets of a buffer of mcore's whose gradients are managed; none where mcore keeps them."""
+    gradients = gradients_of(buffer)
+    return [] if gradients is None else gradients.buckets_of(buffer)

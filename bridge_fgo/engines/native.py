@@ -13,6 +13,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.checkpoints import CheckpointingEngine
 from bridge_fgo.engines.offloaded_source import OffloadedSource, PackedMasters, pin
 from bridge_fgo.memory.guard import own
+from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.layout import copied_whole
 from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, Traffic, block_rounding
 from bridge_fgo.memory.remainders import Remainders
@@ -72,6 +73,8 @@ class NativeEngine(CheckpointingEngine):
                 part.packable_bytes = sum(slab.nbytes for slab in part.slabs if slab.codec.family is not None)
         schedule.count_packable()
         self.masters = PackedMasters(remainders, self._offloaded, transfers, packing)
+        self.hosts_beside: list[HostBuffer] = []
+        """Host memory that is page-locked together with that of the states: of gradients."""
         self._pin_near = device if config.pin_memory and device.type == "cuda" else None
         self._counted_whole: set[Source] = set()  # those whose undivided step the plans count
         self._said_whole: set[str] = set()
@@ -95,12 +98,17 @@ class NativeEngine(CheckpointingEngine):
     @property
     @override
     def bytes_to_pin(self) -> int:
-        return 0 if self._pin_near is None else sum(slab.nbytes for slab in self.slabs)
+        return sum(host.tensor.numel() for host in self._hosts_to_pin)
+
+    @property
+    def _hosts_to_pin(self) -> list[HostBuffer]:
+        return [] if self._pin_near is None else [*(slab.host for slab in self.slabs), *self.hosts_beside]
 
     @override
     def pin(self) -> None:
-        if self._pin_near is not None and self.slabs:
-            self.pin_seconds = pin([slab.host for slab in self.slabs], self._pin_near)
+        if self._pin_near is not None and (hosts := self._hosts_to_pin):
+            self.pin_seconds = pin(hosts, self._pin_near)
+        self.hosts_beside = []
 
     # Figures.
 

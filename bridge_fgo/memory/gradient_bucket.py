@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.memory.guard import Guard, empty, fill
+from bridge_fgo.memory.guard import Guard, class_of, empty, fill, set_class
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.memory.transfers import Transfers
@@ -65,6 +65,8 @@ class GradientBucket:
         """Whether it leaves between microbatches, so that reads are counted."""
         self.read: set[int] = set()
         """Parameters, by `id`, whose gradient was read since the bucket came."""
+        self.asleep = ""
+        """What to call before the gradients may be used; empty where they may."""
         self._streams: set[int] = set()
         """On which it was."""
         self._transfers, self._needed, self._traffic = transfers, weakref.WeakMethod(needed), traffic
@@ -76,7 +78,7 @@ class GradientBucket:
         self._storage = self._bytes.untyped_storage()
         self._bind(self._bytes.view(data.dtype))
         self.free()
-        self._classes = [(weakref.ref(param), type(param), _add_property(type(param), self)) for param in params]
+        self._classes = [(weakref.ref(p), class_of(p), _add_property(class_of(p), self)) for p in params]
         for param in params:
             vars(param)[BUCKET] = self
         self._watch(True)
@@ -104,7 +106,7 @@ class GradientBucket:
         """
         for ref, plain, watched in self._classes:
             if (param := ref()) is not None:
-                param.__class__ = watched if watches else plain
+                set_class(param, watched if watches else plain)
 
     # The `Movable` protocol: memory to copy from and to.
 
@@ -114,10 +116,24 @@ class GradientBucket:
         assert self._host is not None
         return self._host
 
-    def map_host(self) -> HostBuffer:
-        """Map the host memory, which is not page-locked yet."""
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned host memory."""
+        return 0 if self._host is None else self._host.pinned_bytes
+
+    def map_host(self) -> list[HostBuffer]:
+        """Map the host memory; return it where it is new and not page-locked yet, or nothing."""
+        if self._host is not None:
+            return []
         self._host = HostBuffer(self.nbytes)
-        return self._host
+        return [self._host]
+
+    def close_host(self) -> None:
+        """Let go of the host memory, if there is any."""
+        if self._host is not None:
+            self._transfers.forget(self._host.address)
+            self._host.close()
+            self._host = None
 
     @property
     def gpu(self) -> torch.Tensor | None:
@@ -149,9 +165,12 @@ class GradientBucket:
 
         Raises:
             torch.OutOfMemoryError: there is no memory for them; they stay where they are.
+            RuntimeError: they are asleep.
         """
         if self.state is BucketState.HERE:
             return
+        if self.asleep:
+            raise RuntimeError(f"gradients of a DDP bucket were used, and are off the GPU: call {self.asleep} first")
         if self.state is BucketState.ABSENT:
             # Race: memory that is taken on a side stream of the model is that stream's, and would be reused before
             # others have read it.
@@ -160,6 +179,11 @@ class GradientBucket:
                 self._bytes.zero_()
         if self.state is BucketState.OFFLOADED:
             self.reload()
+        self._arrive()
+        if (needed := self._needed()) is not None:
+            needed(self)
+
+    def _arrive(self) -> None:
         if self.state is BucketState.RELOADING:
             self._transfers.wait_in(self)
         self._guard.take_off()
@@ -168,8 +192,6 @@ class GradientBucket:
         self._streams.clear()
         if not self.moves:
             self._watch(False)
-        if (needed := self._needed()) is not None:
-            needed(self)
 
     def note(self, param: torch.nn.Parameter) -> None:
         """Note that the gradient of a parameter is read on the current stream, to be added to."""
@@ -178,7 +200,11 @@ class GradientBucket:
 
     def offload(self) -> None:
         """Start to copy the gradients to the host; whoever reads one until `release` has them stay."""
+        if self.state is BucketState.RELOADING:
+            self._arrive()
         assert self.state is BucketState.HERE
+        if not self.moves:
+            self._watch(True)
         with self._traffic:
             # Race: Bridge builds DDP on a stream of its own, on which autograd then adds to the gradients that no
             # matrix product accumulates. The copy would miss what is added, and it would be added to freed memory.
@@ -225,9 +251,7 @@ class GradientBucket:
         for param in (param for ref, *_ in self._classes if (param := ref()) is not None):
             vars(param).pop(BUCKET, None)
         _remove_property(self)
-        if self._host is not None:
-            self._transfers.forget(self._host.address)
-            self._host.close()
+        self.close_host()
 
 
 _changed: dict[type[torch.nn.Parameter], weakref.WeakSet[GradientBucket]] = {}
@@ -269,7 +293,7 @@ def _subclass() -> type[torch.nn.Parameter]:
         _bring(self)
         return cls.__reduce_ex__(self, protocol)
 
-    members = {**_members(cls), "__reduce_ex__": reduce_ex, "__module__": cls.__module__}
+    members = {**_members(cls), "__reduce_ex__": reduce_ex, "__module__": cls.__module__, "watched_class": cls}
     return type(cls.__name__, (cls,), members)
 
 

@@ -74,15 +74,20 @@ class Guard:
     def take_off(self) -> None:
         """Guard nothing any more."""
         for tensor in self._tensors:
-            tensor.__class__ = class_of(tensor)
+            tensor.__class__ = getattr(type(tensor), "guarded_class", type(tensor))
             vars(tensor).pop(GUARD, None)
         self._tensors.clear()
 
 
 def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
-    """Return the class of a tensor, as it is while nothing guards it."""
+    """Return the class that a tensor has of itself, whatever guards it or watches its gradient (`watched_class`)."""
     cls = type(tensor)
-    return getattr(cls, "guarded_class", cls)
+    return getattr(cls, "watched_class", getattr(cls, "guarded_class", cls))
+
+
+def set_class(tensor: torch.Tensor, cls: type[torch.Tensor]) -> None:
+    """Have a tensor be of a class, guarded as before."""
+    tensor.__class__ = _guarded(cls) if is_guarded(tensor) else cls
 
 
 def is_guarded(tensor: torch.Tensor) -> bool:

@@ -68,9 +68,9 @@ def host_memory_refusal(needs: Sequence[Need], rank: int) -> str:
     name = ranks[told].name
     more = "give the job more host memory" if name == "node" else "bind its ranks to more nodes (numactl --membind)"
     return (
-        f"offloading the optimizer state pins {needs[told].nbytes} bytes of host memory for rank {told}, {needed} for "
-        f"the {len(ranks)} rank(s) of its {name}, but the {name} has {ranks[told].whole} bytes, {free} of them free "
-        f"now: lower OffloadConfig.fraction (at most {100 * free // needed / 100:.2f} times what it is now), set "
+        f"the offload pins {needs[told].nbytes} bytes of host memory for rank {told}, {needed} for the {len(ranks)} "
+        f"rank(s) of its {name}, but the {name} has {ranks[told].whole} bytes, {free} of them free now, at most "
+        f"{100 * free // needed / 100:.2f} times as many: lower OffloadConfig.fraction, set gradients='lazy', "
         f"moments=False or master_weights=False, or {more}"
     )
 

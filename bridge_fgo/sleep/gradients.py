@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, override
 
 import torch
 
+from bridge_fgo.engines.gradients import buckets_of
+from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
+from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.storage_slab import StorageSlab
-from bridge_fgo.sleep.moved import Storages
+from bridge_fgo.sleep.moved import Storages, map_hosts
 
 
 class Gradients(Storages):
@@ -17,25 +20,82 @@ class Gradients(Storages):
     That is the buffers that every `main_grad` and bucket is a view of, and the fp32 tensors of
     `param_name_patterns_for_fp32_local_accumulation`. `names` (of parameters, by their `id`) and `comes_by` (what to
     call to reload them) are for messages.
+
+    While training manages the gradients of a buffer (`OffloadConfig.gradients`), its buckets sleep in its place: they
+    become zeros without memory, which nothing reloads, or are kept by the copies that training makes.
     """
 
     def __init__(
         self, buffers: Sequence[Any], names: Mapping[int, str], comes_by: str = "Residency.reload('grads')"
     ) -> None:
-        super().__init__([])
-        for i, buffer in enumerate(buffers):
-            named = [(f"the gradient of parameter {names.get(id(p), '')!r}", p.main_grad) for p in buffer.params]
-            named += [("a bucket of gradients", bucket.grad_data) for bucket in buffer.buckets]
-            name = f"DDP buffer {i}'s gradient buffer"
-            self.slabs.append(StorageSlab(buffer.grad_data, name, comes_by, named=named))
-            for extra in buffer.extra_main_grads:
-                self.slabs.append(StorageSlab(extra, f"DDP buffer {i}'s fp32 gradients", comes_by))
+        super().__init__(
+            StorageSlab(extra, f"DDP buffer {i}'s fp32 gradients", comes_by)
+            for i, buffer in enumerate(buffers)
+            for extra in buffer.extra_main_grads
+        )
+        self._buffers, self._names, self._comes_by = buffers, names, comes_by
+        self._of_buffers: dict[int, StorageSlab] = {}
+        """By the place of the buffer; made once training does not manage it."""
+        self._hosts_of: list[GradientBucket] = []
+        """Buckets that got host memory to be kept."""
         self.is_kept = False
         """Whether `reload` copies them back from the host, as `copy_out` has copied them before they were emptied."""
 
+    @property
+    @override
+    def slabs(self) -> list[StorageSlab]:
+        own = [(i, buffer) for i, buffer in enumerate(self._buffers) if not buckets_of(buffer)]
+        for i, buffer in own:
+            if i not in self._of_buffers:
+                self._of_buffers[i] = self._slab_of(i, buffer)
+        return [*(self._of_buffers[i] for i, _ in own), *super().slabs]
+
+    def _slab_of(self, i: int, buffer: Any) -> StorageSlab:
+        named = [(f"the gradient of parameter {self._names.get(id(p), '')!r}", p.main_grad) for p in buffer.params]
+        named += [("a bucket of gradients", bucket.grad_data) for bucket in buffer.buckets]
+        return StorageSlab(buffer.grad_data, f"DDP buffer {i}'s gradient buffer", self._comes_by, named=named)
+
+    @property
+    def buckets(self) -> list[GradientBucket]:
+        """The buckets of the buffers that training manages."""
+        return [bucket for buffer in self._buffers for bucket in buckets_of(buffer)]
+
+    @property
+    @override
+    def is_away(self) -> bool:
+        return super().is_away or any(bucket.asleep for bucket in self.buckets)
+
+    @property
+    @override
+    def is_here(self) -> bool:
+        return super().is_here or not all(bucket.asleep for bucket in self.buckets)
+
+    def map_hosts(self) -> list[HostBuffer]:
+        """Map the host memory that it takes to keep them; return what is new, to be page-locked."""
+        new = [bucket for bucket in self.buckets if bucket.state is BucketState.HERE]
+        self._hosts_of += new
+        return map_hosts(self.slabs) + [host for bucket in new for host in bucket.map_host()]
+
     def copy_out(self) -> int:
         """Copy them to the host, on the current stream; return the bytes."""
-        return sum(slab.copy_out() for slab in self.slabs if not slab.is_away)
+        copied = sum(slab.copy_out() for slab in self.slabs if not slab.is_away)
+        for bucket in self.buckets:
+            if bucket.state in (BucketState.HERE, BucketState.RELOADING):
+                bucket.offload()
+                copied += bucket.nbytes
+        return copied
+
+    @override
+    def empty(self) -> int:
+        freed = super().empty()
+        for bucket in self.buckets:
+            freed += 0 if bucket.gpu is None else bucket.nbytes
+            if not self.is_kept:
+                bucket.zero()
+            elif bucket.state is BucketState.OFFLOADING:
+                bucket.release()
+            bucket.asleep = self._comes_by
+        return freed
 
     def reload(self) -> tuple[int, int]:
         """Take memory again, and zero it or copy back what was kept; return the bytes of memory, and those copied.
@@ -43,11 +103,37 @@ class Gradients(Storages):
         Raises:
             torch.OutOfMemoryError: there is no memory; all stay away, and what was kept stays kept.
         """
+        kept = self._reload_buckets()
         away = [slab for slab in self.slabs if slab.is_away]
         taken = self.fill(zeroed=not self.is_kept)
         copied = sum(slab.copy_in() for slab in away) if self.is_kept else 0
         self.is_kept = False
-        return taken, copied
+        return taken + kept, copied + kept
+
+    def _reload_buckets(self) -> int:
+        """Reload the buckets that were kept, all or none; return their bytes."""
+        kept = [bucket for bucket in self.buckets if bucket.state is BucketState.OFFLOADED]
+        try:
+            for bucket in kept:
+                bucket.reload()
+        except BaseException:
+            for bucket in kept:
+                if bucket.state is BucketState.RELOADING:
+                    bucket.offload()
+                    bucket.release()
+            raise
+        for bucket in self.buckets:
+            bucket.asleep = ""
+        for bucket in kept:
+            bucket.require()
+        return sum(bucket.nbytes for bucket in kept)
+
+    @override
+    def close(self) -> None:
+        super().close()
+        for bucket in self._hosts_of:
+            if not bucket.moves:
+                bucket.close_host()
 
 
 class Backwards:

@@ -187,7 +187,12 @@ class Storages:
     """Storages that move together."""
 
     def __init__(self, slabs: Iterable[StorageSlab]) -> None:
-        self.slabs = list(slabs)
+        self._slabs = list(slabs)
+
+    @property
+    def slabs(self) -> list[StorageSlab]:
+        """The storages."""
+        return self._slabs
 
     @property
     def is_away(self) -> bool:

@@ -54,7 +54,7 @@ def _refusals(chunk: torch.nn.Module) -> Iterator[str]:
         yield from buffer_refusals(buffer)
     in_ddp = {id(parameter) for ddp in ddps for parameter in ddp.parameters()}
     for name, parameter in chunk.named_parameters():
-        if hasattr(parameter, "main_grad") and id(parameter) not in in_ddp:
+        if id(parameter) not in in_ddp and hasattr(parameter, "main_grad"):  # to ask allocates it, if it is managed
             yield (
                 f"Residency(model={type(chunk).__name__}): parameter {name!r} is in a DDP that was not "
                 "passed, which has its gradients: pass the DDP, as get_model returned it"

@@ -12,6 +12,7 @@ import torch
 
 from bridge_fgo.engines.ranks import on_every_rank
 from bridge_fgo.memory.digest import Digester, digest_kernel
+from bridge_fgo.memory.guard import class_of
 from bridge_fgo.memory.storage_slab import Named, Range, StorageSlab
 from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
 from bridge_fgo.sleep.moved import RETURNED_BYTES, SideStream, Storages, Tally, return_to_driver, wait_for_gpu
@@ -132,7 +133,7 @@ class Weights:
         """Return the storages of parameters that have their own: frozen ones, and those of models without DDP."""
         slabs: dict[int, StorageSlab] = {}
         for name, storage, parameter in self._outside_of_buffers():
-            if type(parameter) not in PLAIN or type(parameter.data) not in PLAIN:
+            if {class_of(parameter), class_of(parameter.data)} - set(PLAIN):
                 raise ValueError(
                     f"parameter {name!r} outside of DDP's buffers is a {type(parameter.data).__name__}: only plain "
                     "tensors can be offloaded there; leave this model out, or keep its weights in 16 or 32 bits"
@@ -149,7 +150,7 @@ class Weights:
             storage = parameter.untyped_storage()._cdata
             if id(parameter) not in self._in_buffers:
                 yield name, storage, parameter
-            elif type(parameter) in PLAIN and storage != self._in_buffers[id(parameter)]:
+            elif class_of(parameter) in PLAIN and storage != self._in_buffers[id(parameter)]:
                 raise ValueError(
                     f"parameter {name!r} was given other memory than DDP's buffer, where the optimizer updates it and "
                     "Residency moves it: write into it (param.data.copy_()) in place of `param.data =`"

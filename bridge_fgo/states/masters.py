@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bridge_fgo.memory.guard import class_of
 from bridge_fgo.memory.state import WeightShard
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -56,7 +57,7 @@ class MasterCopy:
         buffers: Buffers = {}
         for master, model in self._all_pairs():
             rounds = master is not None and master.dtype == torch.float32 and model.dtype in dtypes
-            if not rounds or type(model) not in PLAIN:
+            if not rounds or class_of(model) not in PLAIN:
                 continue
             if (shard := self._shard(model, buffers)) is not None:
                 found[id(master)] = shard
@@ -233,7 +234,7 @@ def _is_cast(weight: torch.Tensor, shard: torch.Tensor | None, master: torch.Ten
 
     Not where it is made of a quantized weight, or of what that was before; and not with NaNs.
     """
-    if master is None or shard is None or not master.numel() or {type(weight), type(shard)} - set(PLAIN):
+    if master is None or shard is None or not master.numel() or {class_of(weight), class_of(shard)} - set(PLAIN):
         return False
     is_own = master.untyped_storage().nbytes() == master.nbytes
     return is_own and master.dtype == torch.float32 and torch.equal(master, shard.float())

@@ -8,6 +8,7 @@ from both import OPTIMIZERS, PACKED, SMALL, as_resident, both, exact, session_of
 from saving import assert_same_shards, load, newest, save
 
 import bridge_fgo
+from bridge_fgo.bridge import session
 from bridge_fgo.engines.gradients import AHEAD, MANAGED, Gradients, gradients_of
 from bridge_fgo.memory.gradient_bucket import GradientBucket
 from bridge_fgo.tools.arms import cpu_training
@@ -366,7 +367,7 @@ def test_uninstall_gives_back_the_gradients_of_a_model_whose_optimizer_is_gone()
 def test_gradients_go_to_the_session_of_an_optimizer_that_is_built_anew():
     from megatron.bridge.training import setup
 
-    with training(True, dataclasses.replace(OFF, master_remainders=False), **THREE) as run:
+    with training(True, OFF, **THREE) as run:  # masters are packed by the weights, which have a class of their own
         run.step()
         old = session_of(run).gradients
         run.optimizer, run.scheduler = setup.setup_optimizer(
@@ -381,10 +382,18 @@ def test_a_failure_after_gradients_were_taken_gives_them_back(monkeypatch):
         raise RuntimeError("could not map 1 GiB")
 
     monkeypatch.setattr(Gradients, "map_hosts", no_host_memory)
-    with training(True, OFF, installed=False, **THREE) as run:
-        with bridge_fgo.install(OFF), pytest.raises(RuntimeError, match="could not map"):
+    with training(True, OFF, installed=False, **THREE) as run, bridge_fgo.install(OFF):
+        with pytest.raises(RuntimeError, match="could not map"):
             run.step()
         require_mcores_own(run)
+
+
+def test_host_memory_of_gradients_is_page_locked_with_that_of_states(monkeypatch):
+    asked = []
+    monkeypatch.setattr(session, "pin_on_every_rank", lambda engine: asked.append(engine.hosts_beside))
+    with training(True, OFF, **THREE) as run:
+        (hosts,) = asked
+        assert sum(host.tensor.numel() for host in hosts) == session_of(run).gradients.moving_bytes > 0
 
 
 def test_mcores_offload_of_a_buffer_between_steps_loses_nothing():

@@ -8,6 +8,7 @@ from fake_optimizer import state_bytes
 from fake_training import Training, masters_of
 
 from bridge_fgo.engines import native, ranks
+from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.host_memory import Pool
 from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.transfers import HostTransfers
@@ -33,7 +34,10 @@ def most_released(training):
     return training.engine.traffic.most_released
 
 
-def test_a_host_that_cannot_hold_the_states_of_all_optimizers_is_refused_before_anything_is_pinned(monkeypatch):
+@pytest.mark.parametrize("beside", [0, 100])
+def test_a_host_that_cannot_hold_the_states_and_gradients_of_all_optimizers_is_refused_before_anything_is_pinned(
+    monkeypatch, beside
+):
     nbytes = sum(slab.nbytes for slab in make()[0].slabs())
     locked = []
     monkeypatch.setattr(MegatronSource, "device", torch.device("cuda"))
@@ -48,18 +52,20 @@ def test_a_host_that_cannot_hold_the_states_of_all_optimizers_is_refused_before_
     def attach(count, host_bytes):
         monkeypatch.setattr(ranks, "pools", lambda: [Pool("host", host_bytes, host_bytes)])
         engine = make(optimizers=count, transfers=HostTransfers(65536))[0].engine
-        assert engine.bytes_to_pin == count * nbytes
+        engine.hosts_beside = [HostBuffer(beside)] if beside else []
+        assert engine.bytes_to_pin == count * nbytes + beside
         ranks.pin_on_every_rank(engine)
+        assert not engine.hosts_beside, "the engine does not keep them"
 
     with pytest.raises(ValueError, match="host memory"):
-        attach(1, nbytes - 1)
+        attach(1, nbytes + beside - 1)
     assert locked == []
-    attach(1, nbytes)
-    with pytest.raises(ValueError, match=rf"pins {2 * nbytes} bytes of host memory for rank 0"):
-        attach(2, 2 * nbytes - 1)
-    assert locked == [nbytes]
-    attach(2, 2 * nbytes)
-    assert locked == [nbytes, 2 * nbytes]
+    attach(1, nbytes + beside)
+    with pytest.raises(ValueError, match=rf"pins {2 * nbytes + beside} bytes of host memory for rank 0"):
+        attach(2, 2 * nbytes + beside - 1)
+    assert locked == [nbytes + beside]
+    attach(2, 2 * nbytes + beside)
+    assert locked == [nbytes + beside, 2 * nbytes + beside]
 
 
 def test_states_in_host_memory_are_not_pinned():

@@ -156,8 +156,6 @@ def phase_refusals(job: Job) -> Iterator[str]:
     config: Any = job.config
     if getattr(config.ddp, "nccl_ub", False):
         yield "ddp.nccl_ub=True: the buffers are registered with NCCL; set ddp.nccl_ub=False"
-    if job.flag and job.offload.gradients:
-        yield f"OffloadConfig.gradients={job.offload.gradients!r}: Residency moves gradients itself; set it to False"
     graphs = getattr(config.model, "cuda_graph_impl", "none")
     if graphs not in (None, "none"):
         yield f"model.cuda_graph_impl={graphs!r}: graphs have addresses baked in; set model.cuda_graph_impl='none'"
