@@ -273,6 +273,8 @@ def _watch_gradient_buckets(monkeypatch, order):
     def close(bucket, data):
         order.read(("whole", bucket))  # its gradients were copied
         real.close(bucket, data)
+        if bucket in order.slabs:
+            order.slabs.remove(bucket)
         memory = ("host", bucket)
         for earlier in (order.writes.get(memory, {}), *order.reads.get(memory, [])):
             order._require(HOST, earlier, "the end", memory)

@@ -4,7 +4,7 @@ In reinforcement learning on shared GPUs the trainer hands its GPU to the infere
 of memory move, each in its own way:
 
 - Gradients (`gradients`: DDP's buffers, `extra_main_grads`) are dropped, and zeroed on reload. With "keep" they are
-  copied.
+  copied. Buckets that training manages have no memory after a reload either, until a backward needs it.
 - Parameters (`weights`) in DDP's buffers are dropped where masters round to them (`rounding`), and rounded again on
   reload. Otherwise each rank copies its own shard, and the ranks all-gather. Frozen parameters and models without DDP
   are copied.

@@ -1,5 +1,6 @@
 """Gradients that come and go have the values of tensors that never move, whatever asks for them, and whatever fails."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -18,6 +19,7 @@ from bridge_fgo.memory.gradient_bucket import BUCKET, BucketState, GradientBucke
 from bridge_fgo.memory.transfers import HostTransfers
 from bridge_fgo.offload.debug import DebugTransfers
 from bridge_fgo.offload.profile import Mark
+from bridge_fgo.sleep.gradients import Gradients as SleepingGradients
 
 BUCKETS = (4, 2)
 NUMBERS = st.integers(0, sum(BUCKETS) - 1)
@@ -59,6 +61,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.transfers = DebugTransfers(self.transfers, seed)
         self.offloads = not lazy
         self.gradients = taken(self.ddp, self.transfers, self.offloads)
+        self.sleeper = SleepingGradients(self.ddp.buffers, {})
 
     @rule(place=PLACES, value=st.integers(-5, 5))
     def add(self, place, value):
@@ -126,6 +129,23 @@ class AnyOrder(RuleBasedStateMachine):
         self.no_memory.fails = True
         self.gradients.point(Mark(layer, 0, 0))
         self.no_memory.fails = False
+
+    @rule(keeps=st.booleans(), fails=st.booleans())
+    def sleep_and_wake(self, keeps, fails):
+        if keeps:
+            self.sleeper.map_hosts()
+            self.sleeper.copy_out()
+        self.sleeper.is_kept = keeps
+        self.sleeper.empty()
+        assert self.sleeper.is_away and not self.sleeper.is_here and not with_memory(self.gradients)
+        self.no_memory.fails = fails
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self.sleeper.reload()
+        self.no_memory.fails = False
+        self.sleeper.reload()
+        assert self.sleeper.is_here and not self.sleeper.is_away
+        for twin in () if keeps else self.ddp.twins:
+            twin.zero_()
 
     @rule(closes=st.booleans())
     def take_anew(self, closes):
