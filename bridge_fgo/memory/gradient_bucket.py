@@ -254,11 +254,11 @@ class GradientBucket:
         self.close_host()
 
 
-_changed: dict[type[torch.nn.Parameter], weakref.WeakSet[GradientBucket]] = {}
+_changed: dict[type[torch.Tensor], weakref.WeakSet[GradientBucket]] = {}
 """Classes that have the property themselves, each with the buckets of its parameters."""
 
 
-def _add_property(cls: type[torch.nn.Parameter], bucket: GradientBucket) -> type[torch.nn.Parameter]:
+def _add_property(cls: type[torch.Tensor], bucket: GradientBucket) -> type[torch.Tensor]:
     """Return the class of a bucket's parameters whose `main_grad` has memory as soon as it is read.
 
     For `torch.nn.Parameter` it is a subclass. A quantized class gets the property itself, until the last bucket is
