@@ -27,15 +27,18 @@ PLACES = st.integers(0, 3 * sum(BUCKETS) - 1)
 
 
 class NoMemory:
-    """Has some of the next allocations fail, as long as it is asked to."""
+    """Has the next allocations fail, but for the first that are spared, as long as it is asked to."""
 
     def __init__(self, patch):
         self.fails = False
+        self.spared = 0
         allocate = GradientBucket.allocate
 
         def allocates(bucket):
             if self.fails and bucket.gpu is None:
-                raise torch.OutOfMemoryError("CUDA out of memory")
+                if not self.spared:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                self.spared -= 1
             allocate(bucket)
 
         patch.setattr(GradientBucket, "allocate", allocates)
@@ -130,18 +133,18 @@ class AnyOrder(RuleBasedStateMachine):
         self.gradients.point(Mark(layer, 0, 0))
         self.no_memory.fails = False
 
-    @rule(keeps=st.booleans(), fails=st.booleans())
-    def sleep_and_wake(self, keeps, fails):
+    @rule(keeps=st.booleans(), fails=st.booleans(), spared=st.integers(0, 2))
+    def sleep_and_wake(self, keeps, fails, spared):
         if keeps:
             self.sleeper.map_hosts()
             self.sleeper.copy_out()
         self.sleeper.is_kept = keeps
         self.sleeper.empty()
         assert self.sleeper.is_away and not self.sleeper.is_here and not with_memory(self.gradients)
-        self.no_memory.fails = fails
+        self.no_memory.fails, self.no_memory.spared = fails, spared
         with contextlib.suppress(torch.OutOfMemoryError):
             self.sleeper.reload()
-        self.no_memory.fails = False
+        self.no_memory.fails, self.no_memory.spared = False, 0
         self.sleeper.reload()
         assert self.sleeper.is_here and not self.sleeper.is_away
         for twin in () if keeps else self.ddp.twins:
