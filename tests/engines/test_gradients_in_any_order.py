@@ -358,6 +358,25 @@ def test_a_bucket_that_is_needed_and_finds_no_memory_is_an_error_that_loses_noth
     assert ddp.different() == []
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("offloads", [False, True])
+def test_buckets_that_find_no_memory_on_a_wake_are_all_away_and_come_later(monkeypatch, seed, offloads):
+    ddp = FakeDdp((5,))
+    gradients = taken(ddp, DebugTransfers(HostTransfers(40), seed), offloads)
+    no_memory, sleeper = NoMemory(monkeypatch), SleepingGradients(ddp.buffers, {})
+    step(ddp, gradients)
+    sleeper.map_hosts()
+    assert sleeper.copy_out() == gradients.nbytes
+    sleeper.is_kept = True
+    assert sleeper.empty() == gradients.nbytes
+    no_memory.fails, no_memory.spared = True, 3
+    with pytest.raises(torch.OutOfMemoryError):
+        sleeper.reload()
+    assert sleeper.is_away and not with_memory(gradients)
+    no_memory.fails = False
+    assert sleeper.reload() == (gradients.nbytes, gradients.nbytes) and ddp.different() == []
+
+
 # Closing, and copies.
 
 
