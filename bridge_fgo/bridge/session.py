@@ -87,7 +87,6 @@ class Session:
                 if config.gradients:
                     assert isinstance(engine, NativeEngine)  # with another the setting is refused
                     self.gradients = _take_gradients(model, config)
-                    self.gradients.room_by = weakref.WeakMethod(engine.schedule.room)
                     if config.gpu_memory_budget_gib is not None:
                         engine.schedule.holding.neighbour = self.gradients
                     engine.hosts_beside = self.gradients.map_hosts()

@@ -7,11 +7,10 @@ The time line of a step:
     `GradientBucket.require`.
 3.  Something was added to all gradients of a bucket. If this is not the last microbatch, its copy out starts at the
     next point, and its memory is freed once the copy is over: `point`. That of the embeddings starts as the next
-    forward begins. At most `MOST_LEAVING` buckets are under way, or as many as the plan of the states has room for:
-    none at the end of the next forward, where activations peak.
+    forward begins. At most `MOST_LEAVING` buckets are under way: none at the end of the next forward, where
+    activations peak.
 4.  As the last layer of the next microbatch runs forward, the first bucket of its backward is prefetched; and each
-    bucket that this backward needs has the next one prefetched, in the order of the backward before, and others as far
-    as there is room.
+    bucket that this backward needs has the next one prefetched, in the order of the backward before.
 5.  DDP reduces the buckets: `reduce`. From here on all stay until the next step zeroes them.
 
 None of this decides what is right: whoever reads a gradient that is not on the GPU waits until it is.
@@ -19,9 +18,8 @@ None of this decides what is right: whoever reads a gradient that is not on the 
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -100,8 +98,6 @@ class Gradients:
         self.traffic = Traffic()
         self.interrupted = False
         """Whether an error has ended the newest pass."""
-        self.room_by: weakref.WeakMethod[Callable[[], int]] | None = None
-        """Returns the bytes that stay free on the GPU until the next point; weak, as its object knows the gradients."""
         self._transfers = transfers
         self._guard = Guard(self._whole_is_used)
         self._buffers: dict[int, tuple[Any, list[GradientBucket]]] = {}
@@ -154,10 +150,6 @@ class Gradients:
 
     def _whole_is_used(self, tensor: torch.Tensor) -> None:
         raise RuntimeError(WHOLE)
-
-    def _room(self) -> int:
-        room = None if self.room_by is None else self.room_by()
-        return 0 if room is None else room()
 
     @property
     def offloads(self) -> bool:
@@ -251,12 +243,8 @@ class Gradients:
             self._prefetch(order[place:])
 
     def _prefetch(self, buckets: list[GradientBucket]) -> None:
-        """Prefetch the first `AHEAD` of some buckets, and of the others as many as there is room for."""
-        room = self._room() - sum(bucket.nbytes for bucket in self._leaving)
-        for place, bucket in enumerate(buckets):
-            room -= bucket.nbytes
-            if place >= AHEAD and room < 0:
-                return
+        """Prefetch the first `AHEAD` of some buckets."""
+        for bucket in buckets[:AHEAD]:
             if bucket.state is BucketState.OFFLOADED:
                 try:
                     bucket.reload()
@@ -299,12 +287,11 @@ class Gradients:
         self._in_use = staying
 
     def _release(self, most: int) -> None:
-        """Free buckets whose copies are over; wait for others until there are at most so many, or there is room."""
+        """Free buckets whose copies are over; wait for others until there are at most so many."""
         while self._leaving:
             bucket = self._leaving[0]
             if bucket.state is BucketState.OFFLOADING:
-                may_linger = len(self._leaving) <= most or sum(each.nbytes for each in self._leaving) <= self._room()
-                if may_linger and not self._transfers.has_left(bucket):
+                if len(self._leaving) <= most and not self._transfers.has_left(bucket):
                     return
                 bucket.release()
             self._leaving.popleft()

@@ -72,7 +72,7 @@ class Schedule:
         # whether passes report their points though nothing moves: one was larger than any measured one
         self._wants_points = False
         self.reports_points = False
-        """Whether every pass is to report its points, for others to go by (`room`)."""
+        """Whether every pass is to report its points, for others to go by."""
         self.queue = SlabQueue(transfers, self.ledger, lambda text: holding.warn(text))
         self._newest = 0  # `PeakRecorder.newest_others` at the end of a pass that went by a plan
         self._start()
@@ -124,11 +124,6 @@ class Schedule:
     def checks_inputs_only(self) -> bool:
         """Whether this pass need not report points, but `forward` alone, because every state stays."""
         return self._matcher.checks_inputs_only
-
-    def room(self) -> int:
-        """Return the bytes that stay free until the next point by the plan of this pass; 0 without one."""
-        plan = self._plan
-        return 0 if plan is None or self.recorder.in_step else max(0, plan.leave[self._index] - self.ledger.nbytes)
 
     def release(self) -> None:
         """Pass point 0: nothing reads the states any more until the optimizer steps."""
