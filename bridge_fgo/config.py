@@ -67,7 +67,6 @@ class OffloadConfig:
 
     gradients: bool | Literal["lazy"] = False
     """Have gradients take no GPU memory until a backward needs it ("lazy"), and leave between microbatches too (True).
-    True is experimental.
     A DDP bucket (40 million parameters, by default) is allocated, zeroed, when a backward first adds to one of its
     gradients, and freed when the next step zeroes them. So the peak falls where a step has one microbatch. With True
     each bucket is copied to pinned host memory after its backward in all microbatches but the last, and back before the

@@ -322,11 +322,6 @@ class Session:
             f"{engine.planned_bytes / gib:.2f} of {engine.state_bytes / gib:.2f} GiB a rank offloaded, "
             f"{pinned}, stays resident: {stays}"
         )
-        if gradients is not None and gradients.offloads:
-            say(
-                "OffloadConfig.gradients=True is experimental: compare the first losses and gradient norms with those "
-                "of gradients='lazy', or use that"
-            )
         if shortage := copy_queues.shortage():
             say(shortage)
         if getattr(self.model_config, "fine_grained_activation_offloading", False) is True:
