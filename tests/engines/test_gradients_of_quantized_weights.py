@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from both import PACKED, SMALL, bits, exact, session_of, steps, training
+from both import PACKED, SMALL, bits, both, exact, session_of, steps, training
 from fake_ddp import FakeDdp, layout_of, states, step, taken
 from quantized_weights import Float8BlockwiseQTensor, Float8Tensor, NVFP4Tensor, have_mcore_quantize
 
@@ -63,6 +63,27 @@ def test_training_is_bitwise_equal_to_resident(quantized):
                 assert {bucket.gpu for bucket in session_of(run).gradients.buckets} == {None}
                 bridge_fgo.uninstall()
         assert "main_grad" not in vars(kind) and not any(BUCKET in vars(weight) for weight in weights)
+
+
+@pytest.mark.usefixtures("cpu_standins")
+@pytest.mark.parametrize("quantized", [Float8Tensor], indirect=True)
+@pytest.mark.parametrize("config", [LAZY, OFF], ids=["lazy", "off"])
+def test_training_that_sleeps_is_bitwise_equal_to_resident(quantized, config, monkeypatch):
+    kind, options = quantized
+    monkeypatch.setattr(kind, "get_usages", lambda weight: {"columnwise": False}, raising=False)
+    monkeypatch.setattr(kind, "update_usage", lambda weight, **usages: None, raising=False)
+
+    def train(run):
+        res = bridge_fgo.Residency(run.model, run.optimizer) if run.options.offload else None
+        for _ in range(3):
+            yield steps(run)
+            if res is not None:
+                res.offload("params")
+                res.offload()
+                assert all(bucket.gpu is None for bucket in session_of(run).gradients.buckets)
+                res.reload()
+
+    both(lambda run: list(train(run)), config, **options)
 
 
 def ddp_of(kind):
