@@ -140,7 +140,9 @@ def takes_offload_options(command: Callable[..., Any]) -> Callable[..., Any]:
         kind = kind if option.is_switch or kind is not bool else str  # which would take no value
         parser = option.read if option.words else None
         flags = f"{option.flag}/{option.off}" if option.is_switch else option.flag
-        annotation = Annotated[kind | None, typer.Option(flags, help=option.help, parser=parser)]
+        named = ("true", "false") if option.kind is bool else (option.kind.__name__,)
+        metavar = f"<{'|'.join((*option.words, *named))}>" if option.words else None
+        annotation = Annotated[kind | None, typer.Option(flags, help=option.help, parser=parser, metavar=metavar)]
         parameters.append(
             inspect.Parameter(option.setting, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         )

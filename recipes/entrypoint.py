@@ -23,6 +23,7 @@ from torchx.specs import AppState
 from bridge_fgo.config import OffloadConfig, without_measure
 from bridge_fgo.options import OffloadOptions, command_line, settings
 from bridge_fgo.recipes import catalog, dry_run, executors, hf_config, tiny
+from bridge_fgo.recipes.overrides import refuse_without_value
 from bridge_fgo.recipes.quiet import silence_others
 
 silence_others()
@@ -86,6 +87,7 @@ class Job(OffloadOptions):
         self.found = catalog.find(self.recipe)
         given = settings(vars(self))
         OffloadConfig(**given)
+        refuse_without_value(shlex.split(self.overrides))
         of_offload = without_measure(given)
         if of_offload and not self.offload:
             raise ValueError(f"offload=false with {', '.join(of_offload)}: leave out one or the other")

@@ -32,6 +32,15 @@ def overridden(config: Any, overrides: Sequence[str]) -> Any:
     return changed
 
 
+def refuse_without_value(overrides: Sequence[str]) -> None:
+    """Raise ValueError for an override without `=`, which reading tells; `~SECTION.FIELD`, which deletes, has none."""
+    for place, override in enumerate(overrides):
+        if "=" not in override and not override.startswith("~"):
+            value = "".join(overrides[place + 1 : place + 2])
+            value = value if value and "=" not in value else "VALUE"
+            raise ValueError(f"override {override!r} has no '=': write SECTION.FIELD=VALUE, here {override}={value}")
+
+
 def _refuse_a_value_of_another_type(config: Any, override: str) -> None:
     """Refuse text or a fraction where the field holds only numbers, or only whole ones.
 

@@ -20,11 +20,12 @@ from bridge_fgo.memory import copy_queues
 from bridge_fgo.options import takes_offload_options
 from bridge_fgo.recipes import catalog, hf_config
 from bridge_fgo.recipes.hf_config import Choice
+from bridge_fgo.recipes.overrides import refuse_without_value
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(epilog="Example: python -m bridge_fgo.recipes.train tiny --fraction 0.5 train.train_iters=10")
 @takes_offload_options
 def main(
     name: Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a recipe.", show_default=False)],
@@ -62,6 +63,7 @@ def prepare(
     of_offload = without_measure(settings)
     if of_offload and not offload:
         raise ValueError(f"--no-offload with {', '.join(of_offload)}: leave out one or the other")
+    refuse_without_value(overrides)
     config = OffloadConfig(**settings) if offload or settings else None
     # Before torch is imported. What is set already stays, as in Bridge's own `apply_environment_variables`.
     for variable, value in recipe.environment.items():

@@ -19,6 +19,7 @@ from bridge_fgo.tools import demo as demo_command
 from bridge_fgo.tools import rl_demo, run_script
 from bridge_fgo.tools.bench import command as bench_command
 from bridge_fgo.tools.bench.options import Settings as BenchSettings
+from bridge_fgo.tools.job.answers import refuse_gpus_at_once
 from bridge_fgo.tools.job.target import refuse_at_once
 from bridge_fgo.tools.plan.options import Settings as PlanSettings
 from bridge_fgo.tools.report import command as report_command
@@ -53,6 +54,7 @@ class _RunsScriptsOutsideOfClick(TyperGroup):
 app = typer.Typer(
     cls=_RunsScriptsOutsideOfClick,
     help="Fine-grained optimizer-state offload for Megatron-Bridge.",
+    epilog="Example: bridge-fgo plan llama3_70b_64gpu --system GB200",
     no_args_is_help=True,
     rich_markup_mode=None,  # plain help: "[...]" in these texts is no markup
     pretty_exceptions_enable=False,  # a script's traceback is shown as Python shows it
@@ -103,6 +105,7 @@ def list_recipes() -> None:
     context_settings={"allow_interspersed_args": False},
     options_metavar="[OPTIONS]",
     short_help="Run an unmodified training script with the package installed.",
+    epilog="Example: bridge-fgo run --offload --gpu-memory-budget-gib auto pretrain.py",
 )
 @takes_offload_options
 def run_command(
@@ -205,6 +208,7 @@ def plan(settings: PlanSettings) -> int:
     can be estimated.
     """
     refuse_at_once(settings.target)
+    refuse_gpus_at_once(settings.target, settings.gpus, settings.overrides)
     with spinner("importing torch"):
         from bridge_fgo.tools.plan import command
     return command.run(settings)
@@ -218,16 +222,23 @@ def doctor(settings: DoctorSettings) -> int:
     """
     if settings.target not in (None, *RECIPES):  # of one that this mcore cannot build the machine is examined as well
         refuse_at_once(settings.target)
+    if settings.target is not None:
+        refuse_gpus_at_once(settings.target, settings.gpus, settings.overrides)
     with spinner("importing torch"):
         from bridge_fgo.tools.doctor import command
     return command.run(settings)
 
 
-for name, settings, run, short_help in (
-    ("demo", DemoSettings, demo, "Train twice, resident and offloaded, and compare bit by bit."),
-    ("bench", BenchSettings, bench_command.run, "Measure resident training, this package and its peers on GPUs here."),
-    ("report", ReportSettings, report_command.run, "Compare runs that are over: memory saved, step time, bits."),
-    ("plan", PlanSettings, plan, "Compute a job's memory and copies, with and without the offload. No GPU needed."),
-    ("doctor", DoctorSettings, doctor, "Say what is installed, what a config will do here, and what is refused."),
-):
-    app.command(name, short_help=short_help)(takes_settings(settings, run, name))
+for name, settings, run, short_help, example in (
+    ("demo", DemoSettings, demo, "Train twice, resident and offloaded, and compare bit by bit.", "--steps 10"),
+    ("bench", BenchSettings, bench_command.run, "Measure resident training, this package and its peers on GPUs here.",
+        "--arms resident,native --preset long"),
+    ("report", ReportSettings, report_command.run, "Compare runs that are over: memory saved, step time, bits.",
+        "resident/tb_logs offloaded/tb_logs --output compared.html"),
+    ("plan", PlanSettings, plan, "Compute a job's memory and copies, with and without the offload. No GPU needed.",
+        "llama3_70b_64gpu --system GB200 --recommend"),
+    ("doctor", DoctorSettings, doctor, "Say what is installed, what a config will do here, and what is refused.",
+        "llama3_70b_64gpu --gpus 64 model.seq_length=4096"),
+):  # fmt: skip
+    command = takes_settings(settings, run, name)
+    app.command(name, short_help=short_help, epilog=f"Example: bridge-fgo {name} {example}")(command)

@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from bridge_fgo.config import OffloadConfig
 from bridge_fgo.options import takes_offload_options
+from bridge_fgo.recipes.overrides import refuse_without_value
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
 
@@ -77,7 +79,11 @@ def _with_enum(name: str, hint: Any) -> Any:
 
 @dataclass(frozen=True)
 class JobSettings:
-    """Which job `plan` and `doctor` are about; `offload` holds arguments of OffloadConfig."""
+    """Which job `plan` and `doctor` are about; `offload` holds arguments of OffloadConfig.
+
+    Raises:
+        ValueError: a setting is wrong by itself, which is said before torch is imported.
+    """
 
     target: Annotated[
         str | None, typer.Argument(metavar="[RECIPE|CONFIG]", help="A recipe, module:function, or run_config.yaml.")
@@ -91,9 +97,21 @@ class JobSettings:
     json_output: Json = False
     offload: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        OffloadConfig(**self.offload)
+        refuse_without_value(self.overrides or ())
+
 
 @dataclass(frozen=True)
 class DoctorSettings(JobSettings):
     """What else `doctor` is to do."""
 
     probe: Annotated[bool, option("Measure the links of the GPUs here.")] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        of_job = {name: getattr(self, name) for name in ("gpus", "gpus_per_node", "vocab_size")}
+        given = {name: value for name, value in of_job.items() if value is not None} | self.offload
+        if self.target is None and given:
+            told = ", ".join(f"{name}={value}" for name, value in given.items())
+            raise ValueError(f"{told}: of a job, and none is named; give its recipe or saved config too")

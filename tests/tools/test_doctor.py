@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -199,6 +200,8 @@ NAMED = "what it stands for, and so the bytes of parameters and gradients, is no
         ("plan", {}, "--backward-seconds 1", "--forward-seconds"),
         ("plan", {}, "--fraction 2", "OffloadConfig.fraction"),
         ("plan", {}, "--gpus 0", "--gpus"),
+        ("plan doctor", {"model__context_parallel_size": 2}, "--gpus 3", "--gpus 3: not divisible by tensor 1"),
+        ("plan doctor", {}, "train.micro_batch_size 2", "write SECTION.FIELD=VALUE, here train.micro_batch_size=2"),
     ],
 )  # fmt: skip
 def test_a_users_mistake_is_named(no_megatron, config, names, changes, options, said):
@@ -517,6 +520,17 @@ def test_the_builder_is_asked_once_for_what_is_installed_and_for_the_config(buil
     assert builder.requests == [{**asked, "patches": True}]
     assert status == 1 and found["refusals"] == ["no"] and found["config"]["gpus"] == 4
     assert (found["installed"]["mcore"], found["installed"]["offloader"]) == ("0.19.9", "generation")
+
+
+def test_without_a_config_the_builder_is_asked_only_of_versions_that_no_answers_are_kept_of(builder, monkeypatch):
+    builder.answer = {"mcore": "0.20.0", "offloader": None}
+    versions = json.loads(gzip.decompress((answers.FOLDER / "tiny.json.gz").read_bytes()))["versions"]
+    for installed, mcore in ((versions, versions["megatron-core"]), ({"megatron-core": "0.20.0"}, "0.20.0")):
+        monkeypatch.setattr(answers, "installed_versions", lambda installed=installed: installed)
+        _, found = told("doctor")
+        assert found["installed"]["mcore"] == mcore
+        assert any("was not imported" in note for note in found["notes"]) == (not builder.requests)
+    assert len(builder.requests) == 1
 
 
 def test_a_bridge_that_the_package_does_not_fit_is_refused_whatever_the_config(builder):

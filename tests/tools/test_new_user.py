@@ -16,7 +16,7 @@ from bridge_fgo.tools.demo import missing_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT, TORCH = 3.0, 18.0
-IN_THE_FAST_LANE = ("run ok.py", "plan tiny --fraction 9")
+IN_THE_FAST_LANE = ("run ok.py",)
 """Of the commands that import torch; the slow lane has the others."""
 
 COMMANDS = [
@@ -51,7 +51,11 @@ COMMANDS = [
     ("plan llama3_70b_64gpu --system GB200 --check", 0, "Fits on 64 GPUs of GB200: peak ", TORCH),
     ("plan deepseek_v3_256gpu --activations-gb 100", 0, "Fits on GB200", TORCH),
     ("plan qwen3_30b_a3b_8gpu --system H200 --recommend", 0, "Does not fit on 8 GPUs of H200: peak ", TORCH),
-    ("plan tiny --fraction 9", 2, "bridge-fgo plan: OffloadConfig.fraction=9.0", TORCH),
+    ("plan tiny --fraction 9", 2, "bridge-fgo plan: OffloadConfig.fraction=9.0", LIGHT),
+    ("plan tiny --system A100", 2, "bridge-fgo plan: --system A100: use one of GB200", LIGHT),
+    ("plan llama3_70b_64gpu --gpus 60", 2, "bridge-fgo plan: --gpus 60: not divisible by tensor 2", LIGHT),
+    ("plan tiny train.micro_batch_size 2", 2, "bridge-fgo plan: override 'train.micro_batch_size' has no '='", LIGHT),
+    ("doctor", 1, "Cannot train here: ", TORCH),
     ("plan qwen3_30b_a3b", 2, "bridge-fgo plan: there is no recipe 'qwen3_30b_a3b'; did you mean qwen3_30b", LIGHT),
     ("plan dsv4_flash_64gpu", 2, "bridge-fgo plan: recipe='dsv4_flash_64gpu' needs Megatron-LM's dev branch", LIGHT),
 ]

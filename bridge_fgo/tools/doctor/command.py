@@ -12,13 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bridge_fgo.bridge.refusals import refuse_small_shared_memory
-from bridge_fgo.config import OffloadConfig
 from bridge_fgo.memory.host_memory import Need, available_bytes, host_memory_refusal, pools, total_bytes
 from bridge_fgo.tools.arms.runner import ArmFailed
 from bridge_fgo.tools.bench.command import probe
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.doctor.machine import Machine, installed, look, warnings
-from bridge_fgo.tools.job.answers import ask_builder
+from bridge_fgo.tools.job.answers import ask_builder, kept_installation
 from bridge_fgo.tools.job.job import Job, read_job
 from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, make_estimate
 from bridge_fgo.tools.plan.state import is_upstreams
@@ -57,27 +56,23 @@ class Findings:
 
 
 def run(settings: DoctorSettings) -> int:
-    """Print the findings; return 1 where this machine cannot train or not this config, 2 where it cannot be read.
-
-    Raises:
-        ValueError: a setting is wrong.
-    """
-    OffloadConfig(**settings.offload)
-    of_job = {name: getattr(settings, name) for name in ("gpus", "gpus_per_node", "vocab_size")}
-    given = {name: value for name, value in of_job.items() if value is not None} | settings.offload
-    if settings.target is None and given:
-        told = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise ValueError(f"{told}: of a job, and none is named; give its recipe or saved config too")
+    """Print the findings; return 1 where this machine cannot train or not this config, 2 where it cannot be read."""
     machine = look()
     answer: dict[str, Any] = {}
     if not missing_packages():
         asked = {name: getattr(settings, name) for name in ("target", "gpus", "offload", "vocab_size", "overrides")}
         try:
-            answer = ask_builder(**asked, patches=True)
+            answer = {} if settings.target is not None else kept_installation()
+            answer = answer or ask_builder(**asked, patches=True)
         except ValueError as error:
             answer = {"install_refuses": str(error)}
     findings = Findings(installed(answer), asdict(machine), target=settings.target)
     _examine_installed(findings)
+    if "kept_of" in answer:
+        findings.notes.append(
+            "Megatron-Bridge was not imported: these versions are those that this package is tested with; name a "
+            "recipe, as tiny, to have it imported and every patch tried"
+        )
     if settings.target is not None:
         try:
             _examine_config(findings, settings, machine, answer)

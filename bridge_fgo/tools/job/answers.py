@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.train import has_module
+from bridge_fgo.tools.job.parallel import parallel_of
+from bridge_fgo.tools.job.target import is_saved_config, require_saved_config
 from bridge_fgo.tools.show import spinner
 
 FOLDER = Path(__file__).with_name("kept")
@@ -60,15 +63,38 @@ def kept_answer(
     That is for what is no recipe of this project, for a job that differs from the recipe, and where another Megatron
     is installed than the answer is of. Where none is installed, the kept one is as good as any.
     """
-    path = FOLDER / f"{target}.json.gz"
-    if target not in RECIPES or not path.is_file() or overrides or vocab_size is not None:
+    if overrides or vocab_size is not None or not offload.keys() <= CHANGES_NO_ANSWER:
         return None
-    if not offload.keys() <= CHANGES_NO_ANSWER:
+    answer = _kept(target)
+    return None if answer is None or gpus not in (None, answer["gpus"]) else answer
+
+
+def kept_installation() -> dict[str, Any]:
+    """Return what the builder says of the installed Megatron, where it is the one that answers are kept of; else {}."""
+    answer = _kept("tiny") if installed_versions() else None
+    return {} if answer is None else {name: answer[name] for name in ("mcore", "offloader", "kept_of")}
+
+
+def refuse_gpus_at_once(target: str, gpus: int | None, overrides: Sequence[str] | None) -> None:
+    """Raise ValueError where a saved config, or a recipe that is kept, cannot be laid out on that many GPUs.
+
+    What passes may still be refused: only the builder knows other targets, and what overrides make of the layout.
+    """
+    if gpus is None or any(override.lstrip("+~").startswith(("model", "ddp")) for override in overrides or ()):
+        return
+    config = require_saved_config(Path(target)) if is_saved_config(target) else (_kept(target) or {}).get("config", {})
+    model, ddp = (SimpleNamespace(**config.get(section, {})) for section in ("model", "ddp"))
+    if hasattr(model, "tensor_model_parallel_size"):
+        parallel_of(SimpleNamespace(model=model, ddp=ddp), gpus)
+
+
+def _kept(target: str) -> dict[str, Any] | None:
+    """Return the answer that is kept for a recipe as it is; None without one, or with another Megatron installed."""
+    path = FOLDER / f"{target}.json.gz"
+    if target not in RECIPES or not path.is_file():
         return None
     kept = json.loads(gzip.decompress(path.read_bytes()).decode().replace(HERE, _in_json(Path.cwd())))
-    if gpus not in (None, kept["answer"]["gpus"]) or installed_versions() not in ({}, kept["versions"]):
-        return None
-    return kept["answer"] | {"kept_of": kept["versions"]}
+    return kept["answer"] | {"kept_of": kept["versions"]} if installed_versions() in ({}, kept["versions"]) else None
 
 
 def keep(name: str, answer: dict[str, Any], versions: dict[str, str]) -> None:

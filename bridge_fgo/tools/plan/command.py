@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.iteration_picture import draw_iteration
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.plan.estimate import make_estimate
@@ -30,7 +29,6 @@ def run(settings: Settings) -> int:
     Raises:
         ValueError: a setting or the config makes no estimate possible; says which and what to do.
     """
-    OffloadConfig(**settings.offload)  # refused before the half minute that a config may take
     of_links = links(settings.system, settings.link_gbs, settings.gpus_per_node)
     job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size, settings.overrides)
     if job.bridge_refuses is not None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from bridge_fgo.tools.plan.systems import SYSTEMS
+from bridge_fgo.tools.plan.systems import SYSTEMS, links
 from bridge_fgo.tools.settings import JobSettings, in_a_folder, option
 
 
@@ -46,6 +46,8 @@ class Settings(JobSettings):
     ] = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        links(self.system, self.link_gbs, self.gpus_per_node)
         for name, unit in (("forward_seconds", "seconds"), ("backward_seconds", "seconds"), ("activations_gb", "GB")):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
