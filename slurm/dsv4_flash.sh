@@ -34,7 +34,8 @@ CONTAINER_MOUNTS="${CONTAINER_MOUNTS:-$PWD:$PWD}"         # HOST:CONTAINER,...
 ENV_NAMES="${ENV_NAMES:-}"                                # names that enter the container: HF_TOKEN,WANDB_API_KEY
 # CHECKPOINTS                                             # saved to and resumed from; $PWD/checkpoints/$RECIPE, but
                                                           # of tiny none; empty: as the recipe
-MAX_RESTARTS="${MAX_RESTARTS:-3}"                         # a failed job is queued again as long as it began fewer times
+MAX_RESTARTS="${MAX_RESTARTS:-3}"                         # a failed job is queued again as long as it began fewer times, but
+                                                          # not one whose command is not there (126, 127)
 NUMA="${NUMA:-1}"                                         # 0: processes and their pinned memory on any CPU
 # PREFLIGHT                                               # a command in place of bridge-fgo doctor; empty: none
 PYTHON="${PYTHON:-python}"
@@ -122,9 +123,14 @@ if [[ -n ${PREFLIGHT+set} ]]; then
 elif [[ $OFFLOAD == 1 ]]; then # it examines what is offloaded
     preflight=("$PYTHON" -m bridge_fgo doctor "$RECIPE" "${gpus[@]}" "${options[@]}" "${overrides[@]}")
 fi
+if [[ $NUMA == 1 && ${PREFLIGHT-unset} ]]; then # a node's last process binds to the last CPU
+    # shellcheck disable=SC2016 # expanded on the node; doctor itself is not bound, so that it sees the node's memory
+    check='numactl --cpunodebind=$0 --membind=$0 true && "$@"'
+    preflight=(bash -c "$check" "$(((${SLURM_NTASKS_PER_NODE:-4} - 1) / 2))" "${preflight[@]}")
+fi
 if ((${#preflight[@]})); then
     if ! run srun --ntasks="${SLURM_JOB_NUM_NODES:-16}" --ntasks-per-node=1 "${container[@]}" "${preflight[@]}"; then
-        echo "${0##*/}: ${preflight[*]} refuses this job on a node, see above; training was not started" >&2
+        echo "${0##*/}: the preflight refuses this job on a node, see above; training was not started (NUMA=0: without numactl)" >&2
         exit 1
     fi
 fi
@@ -151,7 +157,7 @@ again=0
 if ((time_is_up)); then
     # Without a checkpoint every run would begin anew, and none would end.
     if [[ -n $CHECKPOINTS ]]; then again=1; fi
-elif ((status != 0 && ${SLURM_RESTART_COUNT:-0} < MAX_RESTARTS)); then
+elif ((status != 0 && status != 126 && status != 127 && ${SLURM_RESTART_COUNT:-0} < MAX_RESTARTS)); then # no command
     again=1
 fi
 echo "${0##*/}: status $status, time is up: $time_is_up, queued again: $again"

@@ -157,7 +157,8 @@ def job(folder, srun="exit 0", **environment):
 
 
 @pytest.mark.parametrize(
-    ("restarts", "status", "again"), [("0", 3, True), ("2", 3, True), ("3", 3, False), ("0", 0, False)]
+    ("restarts", "status", "again"),
+    [("0", 3, True), ("2", 3, True), ("3", 3, False), ("0", 0, False), ("0", 126, False), ("0", 127, False)],
 )
 def test_a_job_that_failed_is_queued_again_up_to_max_restarts_and_ends_with_its_status(
     tmp_path, restarts, status, again
@@ -170,6 +171,14 @@ def test_a_job_that_failed_is_queued_again_up_to_max_restarts_and_ends_with_its_
 def test_a_preflight_that_refuses_is_status_1_and_the_job_is_not_queued_again(tmp_path):
     ended, calls = job(tmp_path, "exit 5", PREFLIGHT="check")
     assert ended == 1 and len(calls) == 1
+
+
+@pytest.mark.parametrize(("node", "training"), [("0", True), ("1", False)])
+def test_a_job_that_numactl_cannot_bind_is_refused_by_the_preflight(tmp_path, node, training):
+    write_command(tmp_path / "numactl", f"[[ $1 == --cpunodebind={node} ]]\n")
+    runs = 'while [[ $1 == --* ]]; do shift; done\n[[ $* == *"recipes.train"* ]] || "$@"'
+    ended, calls = job(tmp_path, runs, NUMA="1", PREFLIGHT="true", SLURM_NTASKS_PER_NODE="2")
+    assert (ended, len(calls)) == ((0, 2) if training else (1, 1))
 
 
 def test_a_job_runs_what_the_dry_run_prints(tmp_path):
