@@ -57,11 +57,20 @@ def test_a_recipe_as_it_is_is_read_without_megatron():
 @pytest.mark.parametrize(
     ("gpus", "offload", "vocab_size", "overrides"),
     [(16, {}, None, ()), (None, {"master_remainders": True}, None, ()), (None, {"engine": "mcore"}, None, ()),
-     (None, {}, 1000, ()), (None, {}, None, ("train.micro_batch_size=2",))],
+     (None, {}, 1000, ()), (None, {}, None, ("train.micro_batch_size=2",)), (None, {}, None, ("fraction=0.5",)),
+     (None, {}, None, ("optimizer.offload.engine=mcore",)), (None, {}, None, ("optimizer.offload.fraction=a",))],
 )  # fmt: skip
 def test_what_differs_from_the_recipe_is_built(gpus, offload, vocab_size, overrides):
     assert answers.kept_answer("qwen3_30b_a3b_8gpu", gpus, offload, vocab_size, overrides) is None
     assert answers.kept_answer("qwen3_30b_a3b_8gpu", 8, {"fraction": 0.5}, None, ()) is not None
+
+
+def test_overrides_of_the_offload_alone_are_read_without_megatron():
+    overrides = ("optimizer.offload_optimizer_states=false", "optimizer.offload.gpu_memory_budget_gib=auto")
+    job = read_job("qwen3_30b_a3b_8gpu", None, {"slab_bytes": 2**24}, overrides=overrides)
+    assert (job.flag, job.offload.gpu_memory_budget_gib, job.offload.slab_bytes) == (False, "auto", 2**24)
+    with pytest.raises(ValueError, match="leave out one of them"):
+        read_job("tiny", None, {"fraction": 0.5}, overrides=("optimizer.offload.fraction=0.25",))
 
 
 @pytest.mark.parametrize("versions", [{"megatron-core": "0.18.0", "megatron-bridge": "0.6.2"}, {"megatron-core": "x"}])

@@ -49,6 +49,10 @@ COMMANDS = [
     ("report nothere.log", 2, "bridge-fgo report: ", TORCH),
     ("plan qwen3_30b_a3b_8gpu --system H100 --check", 1, "Does not fit on 8 GPUs of H100: peak ", TORCH),
     ("plan llama3_70b_64gpu --system GB200 --check", 0, "Fits on 64 GPUs of GB200: peak ", TORCH),
+    ("plan llama3_70b_64gpu --system GB200 --gpu-memory-budget-gib 100 --check", 1, "Refused on 64 GPUs of", TORCH),
+    ("plan qwen3_235b_a22b_64gpu --system H200 --check optimizer.offload.gpu_memory_budget_gib=auto", 0,
+     "Fits only with the offload on 64 GPUs of H200: peak ", TORCH),
+    ("plan nemotron_3_nano_8gpu --gpu-memory-budget-gib auto", 0, "May fit", TORCH),
     ("plan deepseek_v3_256gpu --activations-gb 100", 0, "Fits on GB200", TORCH),
     ("plan qwen3_30b_a3b_8gpu --system H200 --recommend", 0, "Does not fit on 8 GPUs of H200: peak ", TORCH),
     ("plan tiny --fraction 9", 2, "bridge-fgo plan: OffloadConfig.fraction=9.0", LIGHT),
@@ -58,7 +62,7 @@ COMMANDS = [
     ("doctor", 1, "Cannot train here: ", TORCH),
     ("plan qwen3_30b_a3b", 2, "bridge-fgo plan: there is no recipe 'qwen3_30b_a3b'; did you mean qwen3_30b", LIGHT),
     ("plan dsv4_flash_64gpu", 2, "bridge-fgo plan: recipe='dsv4_flash_64gpu' needs Megatron-LM's dev branch", LIGHT),
-]
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.plan import estimate
 from bridge_fgo.tools.plan.bound import bound_of
 from bridge_fgo.tools.plan.estimate import make_estimate
+from bridge_fgo.tools.plan.systems import System, links
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +38,7 @@ def budget_of(nbytes: int) -> OffloadConfig:
     return OffloadConfig(engine="native", gpu_memory_budget_gib=nbytes / 2**30)
 
 
-def job_of(stages: list[list[int]], activations: int, masters_stay: bool, gpus_given: bool = True) -> Job:
+def job_of(stages: list[list[int]], activations: int | None, masters_stay: bool, gpus_given: bool = True) -> Job:
     """A job whose pipeline stages have tensors of these sizes (elements), each on one rank."""
     config = SimpleNamespace(
         activations=activations,
@@ -150,6 +151,14 @@ def test_what_more_gpus_would_share_is_not_held_against_a_budget():
     assert refused == [[1, 1], [1, 0]]
 
 
-def test_a_budget_that_only_training_can_find_out_is_refused_with_what_to_give():
-    with pytest.raises(ValueError, match=r"--gpu-memory-budget-gib auto: .* say how many GiB"):
-        make_estimate(job_of([[64_000] * 8], 0, False), OffloadConfig(gpu_memory_budget_gib="auto"), [], None, None)
+def test_a_budget_that_training_finds_out_is_the_room_of_the_system_asked_for(monkeypatch):
+    job, auto = job_of([[64_000] * 8], 0, False), OffloadConfig(gpu_memory_budget_gib="auto")
+    (whole,) = make_estimate(job, OffloadConfig(), [], None, None).stages
+    least = whole.least_budget + 12 * 64_000
+    monkeypatch.setattr(System, "room", least)
+    of_link = links("H200", None, None)
+    ours, numbers = (make_estimate(job, config, of_link, None, None) for config in (auto, budget_of(least)))
+    assert 0 < ours.most_offloaded == numbers.most_offloaded < whole.states.total and ours.refusals == []
+    for of_links, told in ((links(None, None, None), job), (of_link, job_of([[64_000] * 8], None, False))):
+        nobody_says = make_estimate(told, auto, of_links, None, None)
+        assert nobody_says.most_offloaded == whole.states.total and "all counts as offloaded" in nobody_says.notes[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,8 @@ from bridge_fgo.tools.bench.presets import PRESETS
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.main import app
 from bridge_fgo.tools.plan import recommend
+from bridge_fgo.tools.plan.command import check_of
+from bridge_fgo.tools.plan.options import Settings
 from bridge_fgo.tools.plan.systems import links
 
 pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="the configs are made by Megatron-Bridge")
@@ -68,6 +71,13 @@ def test_the_fastest_that_fits_is_advised_and_it_was_the_fastest_measured(cpu_st
     assert found.advised.peak <= found.room < choice(recommendation(TIGHT), "as configured").peak
 
 
+def test_ways_are_compared_on_the_same_host(cpu_standins):
+    alone, shared = (recommend.Recommender(job(TIGHT, 8), links("H200", None, gpus)[0]).recommend() for gpus in (1, 8))
+    assert "at 55 / 51 GB/s" in alone.terms[1] and "at 20 / 12 GB/s" in shared.terms[1]
+    added = [choice(found, "HybridDeviceOptimizer").step - found.choices[0].step for found in (alone, shared)]
+    assert added[1] == pytest.approx(added[0] * 55.4 / 19.7)
+
+
 def test_what_is_compared_with_a_config_that_does_not_fit_says_so(cpu_standins):
     found = recommendation(TIGHT)
     assert not found.choices[0].fits and found.advised is not None
@@ -83,6 +93,18 @@ def test_what_trains_nowhere_is_told_so(cpu_standins):
     found = recommendation(NINE, system="H100", refusals=["no"])
     assert found.advised is None and "more GPUs" in found.sentence
     assert not any("offload" in one.name for one in found.choices)  # which is refused
+
+
+def test_settings_of_the_config_that_the_advice_replaces_are_undone(cpu_standins):
+    found = recommendation(TIGHT, offload=OffloadConfig(gpu_memory_budget_gib=100.0))
+    assert "optimizer.offload.gpu_memory_budget_gib=null" in choice(found, "as configured, all offloaded").overrides
+    settings = Settings(
+        "a b:c", ["optimizer.offload.fraction=0.5", "train.x=1"], gpus=8, system="H200", offload={"piece_bytes": 2**20}
+    )
+    assert check_of(settings, ("optimizer.offload.fraction=null", "model.recompute_modules=[moe]")) == (
+        "bridge-fgo plan 'a b:c' --system H200 --gpus 8 --piece-bytes 1048576 --check train.x=1 "
+        "optimizer.offload.fraction=null 'model.recompute_modules=[moe]'"
+    )
 
 
 def test_a_resident_way_turns_off_the_flag_that_the_config_has_on(cpu_standins):
@@ -123,7 +145,9 @@ def test_the_command_prints_what_is_advised_and_as_json(monkeypatch):
     status, output = run("qwen3_30b_a3b_8gpu", "--system", "H200", "--recommend", "--json")
     found = json.loads(output)["recommendation"]
     assert found["advised"]["overrides"][-1] == "model.recompute_modules=[moe]"
-    assert {"name", "overrides", "peak", "offloaded", "step", "fits"} == found["choices"][0].keys()
+    assert {"name", "overrides", "peak", "offloaded", "step", "fits", "close"} == found["choices"][0].keys()
+    status, output = run(*shlex.split(found["command"])[2:])
+    assert status == 0 and output.startswith("Fits on 8 GPUs of H200")
 
 
 def test_what_cannot_be_told_is_refused_by_name():

@@ -41,7 +41,8 @@ def job(billions: float, **changes: object) -> Job:
 def estimate(billions: float, activations_gb: float | None = 1.0, system: str | None = None, **changes: object):
     activations = None if activations_gb is None else int(activations_gb * GB)
     of_links = links(system, None, None)
-    return make_estimate(job(billions, **changes), OffloadConfig(), of_links, None, None, activations)
+    offload = OffloadConfig(gpu_memory_budget_gib=changes.pop("budget", None))  # type: ignore[arg-type]
+    return make_estimate(job(billions, **changes), offload, of_links, None, None, activations)
 
 
 @pytest.fixture(autouse=True)
@@ -69,16 +70,47 @@ def test_several_systems_are_grouped_by_what_becomes_of_the_job():
 
 
 def test_an_offload_that_is_refused_fits_nothing():
-    refused = estimate(8.0, system="H100", refusals=["no such thing"])
+    refused = estimate(8.0, system="H100", refusals=["no such thing"], flag=False)
     (found,) = verdicts(refused)
     assert found.outcome is Outcome.does_not
     assert [*lines(refused, [found])][1] == "the offload, with which it would, is refused (below)"
+
+
+@pytest.mark.parametrize("changes", [{"refusals": ["no"]}, {"budget": 20.0}])
+def test_what_training_refuses_fits_nowhere_with_the_flag_set(changes):
+    (found,) = verdicts(estimate(3.0, system="H100", **changes))
+    assert found.outcome is Outcome.refused and not found.is_trainable(flag=True)
+    assert verdicts(estimate(3.0, system="H100", flag=False, **changes))[0].outcome is Outcome.fits
+
+
+@pytest.mark.parametrize(
+    ("budget", "outcome"), [(70.0, Outcome.with_offload), ("auto", Outcome.with_offload), (90.0, Outcome.does_not)]
+)
+def test_the_verdict_is_of_the_budget_that_was_given(budget, outcome):
+    (found,) = verdicts(estimate(6.0, system="H100", budget=budget))
+    limit = found.room if budget == "auto" else budget * 2**30
+    assert found.outcome is outcome and limit - 9.1 * GB < found.offloaded <= limit  # parts have 9 GB
+
+
+@pytest.mark.parametrize(
+    ("billions", "flag", "budget", "peak"),
+    [(4.36, False, None, 79.58), (4.48, False, None, 81.74), (4.36, True, "auto", None), (4.0, False, None, None),
+     (8.4, True, None, 80.16)],
+)  # fmt: skip
+def test_a_peak_about_as_large_as_the_room_is_a_close_call(billions, flag, budget, peak):
+    of_job = estimate(billions, system="H100", flag=flag, budget=budget)
+    (found,) = verdicts(of_job)
+    assert found.close == ("" if peak is None else f"Close call: {peak:.2f} of 80.18 GB")
+    assert (found.close in [*lines(of_job, [found])]) == bool(peak)
 
 
 def test_a_host_without_the_memory_fits_nothing(monkeypatch):
     monkeypatch.setitem(SYSTEMS, "H100", replace(SYSTEMS["H100"], host_bytes=90 * GB))
     (found,) = verdicts(estimate(8.0, system="H100"))
     assert found.outcome is Outcome.does_not and "pins 96 GB on a node that has 90 GB" in found.why
+    monkeypatch.setitem(SYSTEMS, "H100", replace(SYSTEMS["H100"], host_bytes=30 * GB))
+    found = [verdicts(estimate(3.0, system="H100", flag=flag))[0].outcome for flag in (True, False)]
+    assert found == [Outcome.does_not, Outcome.fits]  # which pins, whether or not it has to offload
 
 
 def test_activations_that_are_not_counted_make_a_lower_bound_and_no_promise():

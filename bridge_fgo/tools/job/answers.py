@@ -11,12 +11,18 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import yaml
+
+from bridge_fgo.bridge.compat import FLAG
+from bridge_fgo.bridge.settings import SETTINGS, settings_of
+from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.train import has_module
 from bridge_fgo.tools.job.parallel import parallel_of
@@ -60,13 +66,39 @@ def kept_answer(
 ) -> dict[str, Any] | None:
     """Return what the builder answers to the same request; None where it has to be asked.
 
-    That is for what is no recipe of this project, for a job that differs from the recipe, and where another Megatron
-    is installed than the answer is of. Where none is installed, the kept one is as good as any.
+    That is for what is no recipe of this project, for a job that differs from the recipe by more than the offload's
+    flag or settings that change no answer, and where another Megatron is installed than the answer is of. Where none
+    is installed, the kept one is as good as any.
+
+    Raises:
+        ValueError: two values for one setting, or one that is refused.
     """
-    if overrides or vocab_size is not None or not offload.keys() <= CHANGES_NO_ANSWER:
+    written = _read_overrides(overrides or ())
+    if written is None or vocab_size is not None:
         return None
-    answer = _kept(target)
-    return None if answer is None or gpus not in (None, answer["gpus"]) else answer
+    flag = written.pop(FLAG, True)
+    answer = _kept(target) if offload.keys() | written.keys() <= CHANGES_NO_ANSWER else None
+    if answer is None or gpus not in (None, answer["gpus"]):
+        return None
+    settings = settings_of(SimpleNamespace(**{SETTINGS: written}), OffloadConfig(**offload))
+    return answer | {"flag": flag, "settings": asdict(settings)}
+
+
+def _read_overrides(overrides: Sequence[str]) -> dict[str, Any] | None:
+    """Return by name what overrides set of the offload; None where one is of something else, or for Bridge to read."""
+    found: dict[str, Any] = {}
+    for override in overrides:
+        name, _, text = override.partition("=")
+        setting = name.removeprefix(f"optimizer.{SETTINGS}.")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            return None
+        is_flag = name == f"optimizer.{FLAG}" and isinstance(value, bool)
+        if not is_flag and (setting == name or not text or (isinstance(value, str) and value != "auto")):
+            return None
+        found[FLAG if is_flag else setting] = value
+    return found
 
 
 def kept_installation() -> dict[str, Any]:

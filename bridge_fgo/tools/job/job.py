@@ -88,16 +88,13 @@ def read_job(
         ValueError: there is no such recipe, file or setting, it cannot be built, the GPUs do not suit it, the builder
             died, or Megatron could not be imported with the package installed.
     """
-    settings = OffloadConfig(**offload)
-    kept = None if found else kept_answer(target, gpus, offload, vocab_size, overrides)
-    if kept is not None:
-        return job_of(kept, settings)
-    if missing := missing_packages():
+    found = found or kept_answer(target, gpus, offload, vocab_size, overrides)
+    if not found and (missing := missing_packages()):
         if overrides:
             raise ValueError(
                 f"{' '.join(overrides)}: Megatron-Bridge reads overrides; {', '.join(missing)} not installed"
             )
-        return _from_numbers(target, gpus, vocab_size, missing, settings)
+        return _from_numbers(target, gpus, vocab_size, missing, OffloadConfig(**offload))
     found = found or ask_builder(target, gpus, offload, vocab_size, overrides=overrides)
     for name in ("install_refuses", "error"):
         if name in found:
@@ -105,8 +102,8 @@ def read_job(
     return job_of(found)
 
 
-def job_of(found: dict[str, Any], settings: OffloadConfig | None = None) -> Job:
-    """Return the job of a builder's answer, with its settings, or with others that the answer does not depend on."""
+def job_of(found: dict[str, Any]) -> Job:
+    """Return the job of a builder's answer."""
     config = sections_of(found["config"])
     versions = ", ".join(f"{name} {version}" for name, version in found.get("kept_of", {}).items())
     return Job(
@@ -117,7 +114,7 @@ def job_of(found: dict[str, Any], settings: OffloadConfig | None = None) -> Job:
             for stage in found.get("stages", [])
         ],
         f"Megatron-Bridge's model builder{f', kept with this package ({versions})' if versions else ''}",
-        settings or OffloadConfig(**found["settings"]),
+        OffloadConfig(**found["settings"]),
         found["flag"],
         found["refusals"],
         found["engine"],

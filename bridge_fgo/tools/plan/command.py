@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 from rich.console import Console
 
+from bridge_fgo.options import command_line
 from bridge_fgo.tools.iteration_picture import draw_iteration
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.plan.estimate import make_estimate
@@ -19,6 +22,8 @@ from bridge_fgo.tools.plan.systems import links
 from bridge_fgo.tools.plan.verdict import Outcome, verdicts
 
 REFUSED = 1
+OF_A_CHECK = ("system", "gpus", "gpus_per_node", "vocab_size", "link_gbs", "activations_gb")
+"""Options that decide whether a job fits."""
 
 
 def run(settings: Settings) -> int:
@@ -37,6 +42,8 @@ def run(settings: Settings) -> int:
     given = settings.forward_seconds, settings.backward_seconds, activations
     estimate = make_estimate(job, job.offload, of_links, *given)
     recommendation = Recommender(job, of_links[0], *given).recommend() if settings.recommend else None
+    if recommendation is not None and recommendation.advised is not None:
+        recommendation = replace(recommendation, command=check_of(settings, recommendation.advised.overrides))
     phases = plan_phases(estimate) if settings.phases else None
     if settings.picture is not None and phases is not None:
         title = f"An iteration of reinforcement learning on stage {phases.fullest.stage}, as planned"
@@ -61,3 +68,16 @@ def run(settings: Settings) -> int:
         if not verdict.is_trainable(job.flag):
             return REFUSED
     return REFUSED if job.flag and estimate.refusals else 0
+
+
+def check_of(settings: Settings, advice: Sequence[str]) -> str:
+    """Return the command that checks the job with what is advised, in the place of what was given for the same."""
+    words = ["bridge-fgo", "plan", settings.target]
+    for name in OF_A_CHECK:
+        if (value := getattr(settings, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    # Advice says by itself how much to offload.
+    kept = settings.offload | {"fraction": None, "gpu_memory_budget_gib": None}
+    set_anew = {override.partition("=")[0] for override in advice}
+    others = [override for override in settings.overrides or () if override.partition("=")[0] not in set_anew]
+    return shlex.join([*words, *command_line(kept), "--check", *others, *advice])

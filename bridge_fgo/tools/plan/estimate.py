@@ -15,7 +15,10 @@ from bridge_fgo.tools.plan.activations import WORKSPACES, activation_bytes
 from bridge_fgo.tools.plan.bound import is_layer_wise, name_of
 from bridge_fgo.tools.plan.gradients import moving_bytes, spared_bytes
 from bridge_fgo.tools.plan.state import Layout, StateBytes, is_upstreams, layout_of
-from bridge_fgo.tools.plan.systems import Link
+from bridge_fgo.tools.plan.systems import SYSTEMS, Link
+
+UNTRIED = "not held against runs"
+"""Of activations whose count no run has confirmed."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,16 @@ class Estimate:
         return max(stage.least_budget for stage in self.stages)
 
     @property
+    def offloaded_peak(self) -> int:
+        """Peak of the fullest rank in bytes, the optimizer step's too, as the settings offload, with the same bound."""
+        return max(
+            stage.least_budget + stage.states.offloaded - stage.away
+            if stage.away
+            else stage.fixed + (stage.activations or 0) - stage.spared
+            for stage in self.stages
+        )
+
+    @property
     def knows_activations(self) -> bool:
         """Whether the activations of all stages are known."""
         return all(stage.activations is not None for stage in self.stages)
@@ -174,10 +187,16 @@ def make_estimate(
             "to the plan; use OffloadConfig.fraction (--fraction), which the native engine honours"
         )
     layout = layout or layout_of(job, offload)
+    is_auto = offload.gpu_memory_budget_gib == "auto"
+    # What training finds out is a system's room; nothing stays where no system, or no activation, tells it.
+    room = SYSTEMS[links[0].name].room if len(links) == 1 and links[0].name in SYSTEMS else None
+    budget = room if is_auto else offload.gpu_memory_budget_bytes
     stages, moved, loads = [], [], []
     for stage, (held, states) in enumerate(zip(layout.held, layout.states, strict=True)):
         of_job = activation_bytes(job, stage) if activations is None else activations
-        estimate, leaving = _stage_estimate(job, stage, held, states, of_job, offload)
+        if is_auto and of_job is None:
+            budget = None
+        estimate, leaving = _stage_estimate(job, stage, held, states, of_job, offload, budget)
         stages.append(estimate)
         moved += leaving
         copied = [n * rank.copied // max(1, sum(rank.parts)) for n, rank in zip(leaving, states, strict=True)]
@@ -192,11 +211,19 @@ def make_estimate(
     gradients = moving, job.microbatches - 1 if moving else 0
     of_links = [_link_estimate(link, pinned, loads, gradients, forward, backward) for link in links]
     notes = [*_notes(job, stages, layout, activations), *_notes_on_gradients(job, stages, layout.held, offload)]
+    if is_auto and budget is None:
+        notes.append("gpu_memory_budget_gib='auto': all counts as offloaded, without --system or activations")
     return Estimate(job, offload, stages, layout.held, layout.states, max(moved), pinned, of_links, notes)
 
 
 def _stage_estimate(
-    job: Job, stage: int, held: Held, states: list[StateBytes], activations: int | None, offload: OffloadConfig
+    job: Job,
+    stage: int,
+    held: Held,
+    states: list[StateBytes],
+    activations: int | None,
+    offload: OffloadConfig,
+    budget: int | None,
 ) -> tuple[StageEstimate, list[int]]:
     """Return the estimate of a stage, and what of each of its ranks' states leaves."""
     # In the optimizer step there are no activations, and of gathered weights those that lie in no layer.
@@ -210,7 +237,7 @@ def _stage_estimate(
         profile = MemoryProfile([peak], step=beside + held.in_step)
         budgets.append(least_budget(profile, of_rank.transits, of_rank.masters_held))
     least = max(budgets)
-    leaving = {of_rank: _offloaded_bytes(of_rank, activations, least, offload) for of_rank in set(states)}
+    leaving = {of_rank: _offloaded_bytes(of_rank, activations, least, budget) for of_rank in set(states)}
     fullest = max(reversed(states), key=lambda of_rank: of_rank.total)
     estimate = StageEstimate(
         stage=stage,
@@ -229,14 +256,8 @@ def _stage_estimate(
     return estimate, [leaving[of_rank] for of_rank in states]
 
 
-def _offloaded_bytes(states: StateBytes, activations: int | None, least: int, offload: OffloadConfig) -> int:
+def _offloaded_bytes(states: StateBytes, activations: int | None, least: int, budget: int | None) -> int:
     """Return the bytes of a rank's states that leave the GPU: all that may, or the parts that exceed the budget."""
-    if offload.gpu_memory_budget_gib == "auto":
-        raise ValueError(
-            "--gpu-memory-budget-gib auto: what a GPU has room for is measured in training; say how many GiB PyTorch "
-            "may allocate there, some 8 less than the GPU has"
-        )
-    budget = offload.gpu_memory_budget_bytes
     if budget is None:
         return states.offloaded
     if activations is None:
@@ -319,9 +340,9 @@ def _notes(job: Job, stages: list[StageEstimate], layout: Layout, activations: i
     elif any(stage.activations is None for stage in stages):
         yield "activations of this kind of model are not counted: peaks are lower bounds; give --activations-gb"
     elif getattr(config.model, "num_moe_experts", None):
-        yield "activations: tokens spread evenly over experts, no dispatcher's buffers; not held against runs"
+        yield f"activations: tokens spread evenly over experts, no dispatcher's buffers; {UNTRIED}"
     if activations is None and getattr(config.model, "fp8", None):
-        yield "activations: counted as 16-bit, without the FP8 copies of weights; not held against runs"
+        yield f"activations: counted as 16-bit, without the FP8 copies of weights; {UNTRIED}"
     if bound:
         yield f"upper bounds, without mcore's own layout ({bound}): each rank has its share of every parameter, padded"
     if uses_fsdp(config):

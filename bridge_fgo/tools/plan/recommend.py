@@ -15,6 +15,7 @@ from bridge_fgo.tools.plan.compute import ACHIEVED, Compute, compute_of
 from bridge_fgo.tools.plan.estimate import Estimate, make_estimate
 from bridge_fgo.tools.plan.state import layout_of
 from bridge_fgo.tools.plan.systems import SYSTEMS, Link
+from bridge_fgo.tools.plan.verdict import close_call
 
 NO_RECOMPUTATION: dict[str, Any] = {
     "recompute_granularity": None,
@@ -26,10 +27,12 @@ OF_ATTENTION = NO_RECOMPUTATION | {"recompute_granularity": "selective", "recomp
 OF_MLP = OF_ATTENTION | {"recompute_modules": ["mlp"]}
 OF_EXPERTS = OF_ATTENTION | {"recompute_modules": ["moe"]}
 OF_EVERYTHING = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BUDGET = "optimizer.offload.gpu_memory_budget_gib="
 FLAG_ON, FLAG_OFF = "optimizer.offload_optimizer_states=true", "optimizer.offload_optimizer_states=false"
 HYBRID_SECONDS = 0.969 / 1.641e9
 """Seconds that HybridDeviceOptimizer adds to a step for each parameter that a rank updates: in one run on an H200,
-with 16 cores, 1.470 s against 0.501 s resident at 1.641 billion parameters (`bridge_fgo/tools/bench/README.md`)."""
+with 16 cores, 1.470 s against 0.501 s resident at 1.641 billion parameters (`bridge_fgo/tools/bench/README.md`). Where
+several GPUs share a host, as many times that as one of them copies slower than alone: both use the host's memory."""
 HYBRID_HOST_BYTES = 16
 """Bytes of host memory of it a parameter: masters, two moments and the gradient in fp32."""
 
@@ -39,7 +42,7 @@ class Choice:
     """One way to run the job, and the overrides of Bridge's config that have it run so.
 
     peak: bytes of the fullest rank. offloaded: bytes that leave the GPU of the rank that offloads the most. step:
-    seconds of a step by the terms. fits: whether the peak is within the system's room.
+    seconds of a step by the terms. fits: whether the peak is within the system's room. close: see `close_call`.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Choice:
     offloaded: int
     step: float
     fits: bool
+    close: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,14 @@ class Recommendation:
     """The ways to run a job on a system.
 
     choices: the first is the config as it is, with all on the GPU. advised: the fastest that fits; None where none
-    does. terms: what the times are made of. room: bytes that a peak may have.
+    does. terms: what the times are made of. room: bytes that a peak may have. command: that checks what is advised.
     """
 
     choices: list[Choice]
     advised: Choice | None
     terms: list[str]
     room: int
+    command: str = ""
 
     def change(self, choice: Choice) -> float:
         """Return by what share a step is longer than that of the config as it is, with all on the GPU."""
@@ -104,6 +109,8 @@ class Recommender:
         self._as_it_is = self._estimate(job, everything=True)
         if not self._as_it_is.knows_activations:
             raise ValueError("--recommend: activations of this kind of model are not counted; give --activations-gb")
+        self._in_node = self._as_it_is.links[0].link  # beside the other GPUs of the node
+        self._hybrid_seconds = HYBRID_SECONDS * link.one_way / self._in_node.one_way
 
     def recommend(self) -> Recommendation:
         """Return the ways to run the job, and the fastest that fits."""
@@ -133,9 +140,10 @@ class Recommender:
         return compute_of(job, self._link.name, self._forward, self._backward)
 
     def _resident(self, name: str, job: Job, overrides: tuple[str, ...]) -> Choice:
-        peak = self._estimate(job, everything=True).resident_peak
-        flag = (FLAG_OFF,) if self._job.flag else ()
-        return Choice(name, (*flag, *overrides), peak, 0, self._compute(job).step, peak <= self._room)
+        estimate = self._estimate(job, everything=True)
+        peak, flag = estimate.resident_peak, (FLAG_OFF,) if self._job.flag else ()
+        close = close_call(estimate, self._room, peak)
+        return Choice(name, (*flag, *overrides), peak, 0, self._compute(job).step, peak <= self._room, close)
 
     def _offloaded(self, name: str, job: Job, overrides: tuple[str, ...], also_everything: bool) -> Iterator[Choice]:
         """Yield the least offload that fits, where there is one, and the whole; both with lazy gradients too."""
@@ -149,7 +157,7 @@ class Recommender:
             if whole.refusals or (offload is lazy and not any(stage.spared for stage in whole.stages)):
                 return
             if whole.least_budget <= self._room < whole.resident_peak:
-                settings = ("optimizer.offload.gpu_memory_budget_gib=auto", *overrides)
+                settings = (f"{BUDGET}auto", *overrides)
                 yield self._with_offload(f"{name}, least offload", job, settings, offload, everything=False)
             if also_everything:
                 yield self._with_offload(f"{name}, all offloaded", job, overrides, offload, everything=True)
@@ -161,12 +169,16 @@ class Recommender:
         # Copies hide behind a backward with what it does again.
         longer = replace(compute, backward=compute.backward + compute.recomputed)
         estimate = self._estimate(job, everything, longer, offload)
-        peak = max(max(stage.offloaded_peak or 0, stage.least_budget) for stage in estimate.stages)
-        away = max(stage.away for stage in estimate.stages)
+        peak, away = estimate.offloaded_peak, max(stage.away for stage in estimate.stages)
         (row,) = estimate.links
         flag = () if self._job.flag else (FLAG_ON,)
+        # The config's own fraction and budget are not those of this choice.
+        fraction = () if self._job.offload.fraction == 1.0 else ("optimizer.offload.fraction=null",)
+        has_other = everything and self._job.offload.gpu_memory_budget_gib is not None
+        settings = (*flag, *fraction, *((f"{BUDGET}null",) if has_other else ()), *overrides)
         fits = peak <= self._room and row.pinned <= self._of_host
-        return Choice(name, (*flag, *overrides), peak, away, compute.step + (row.floor or 0.0), fits)
+        close = close_call(estimate, self._room, peak if everything else estimate.least_budget)
+        return Choice(name, settings, peak, away, compute.step + (row.floor or 0.0), fits, close)
 
     def _recomputations(self) -> dict[str, dict[str, Any]]:
         """Return kinds of recomputation other than the config's; none where activations are given as they are."""
@@ -210,7 +222,7 @@ class Recommender:
             ("optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=1.0"),
             peak,
             offloaded,
-            self._compute(self._job).step + HYBRID_SECONDS * updated,
+            self._compute(self._job).step + self._hybrid_seconds * updated,
             peak <= self._room and pinned <= self._of_host,
         )
 
@@ -226,10 +238,14 @@ class Recommender:
             f"{compute.backward:.3f} s backward and {compute.recomputed:.3f} s recomputed, {source}"
         )
         yield (
-            f"copies: the least that they can add (floor) at {self._link.figures} GB/s one way / both ways; in runs on "
-            "H200s up to 0.1 of the states' one crossing came on top"
+            f"copies: the least that they can add (floor) at {self._in_node.figures} GB/s one way / both ways; in runs "
+            "on H200s up to 0.1 of the states' one crossing came on top"
         )
-        yield f"HybridDeviceOptimizer: {HYBRID_SECONDS * 1e9:.2f} s for 10^9 parameters, as on a host of its own"
+        yield (
+            f"HybridDeviceOptimizer: {self._hybrid_seconds * 1e9:.2f} s for 10^9 parameters "
+            f"({HYBRID_SECONDS * 1e9:.2f} s "
+            "measured, alone on a host; beside other GPUs as much longer as copies take)"
+        )
         yield "not counted: communication, the optimizer's update, how much faster larger kernels are"
 
 

@@ -75,14 +75,19 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
 def print_recommendation(console: Console, found: Recommendation) -> None:
     """Print what is advised, the other ways beside it, and what their times are made of."""
     console.print(found.sentence, markup=False, style="bold")
+    if found.advised is not None:
+        if found.advised.close:
+            console.print(found.advised.close, markup=False, style="bold")
+        console.print(found.command, markup=False, soft_wrap=True)  # whole, to be pasted
+        console.print("doctor, recipes.launch, a script under run, and Slurm take the settings after --check too.")
     ways = table(
-        f"Ways to run it; room {gigabytes(found.room)} GB",
+        f"Ways to run it; room {gigabytes(found.room)} GB (?: a close call)",
         ("way", "peak GB", "fits", "offloaded", "step s", "change"),
         (
             (
                 choice.name,
                 gigabytes(choice.peak),
-                "yes" if choice.fits else "no",
+                ("yes" if choice.fits else "no") + ("?" if choice.close else ""),
                 gigabytes(choice.offloaded),
                 f"{choice.step:.2f}",
                 f"{found.change(choice):+.0%}",
@@ -106,6 +111,9 @@ def print_estimate(console: Console, estimate: Estimate, recommendation: Recomme
     """Print the verdict, what is advised where that was asked, and the tables."""
     for line in lines(estimate, verdicts(estimate)):
         console.print(line, markup=False, style="bold")
+    word = "refused" if estimate.job.flag else "refused, once the flag is set"
+    for refusal in estimate.refusals:
+        console.print(f"{word}: {refusal}", markup=False, style="red")
     if recommendation is not None:
         print_recommendation(console, recommendation)
     job, parallel = estimate.job, estimate.job.parallel
@@ -129,9 +137,6 @@ def print_estimate(console: Console, estimate: Estimate, recommendation: Recomme
     _print_bridges_estimate(console, estimate)
     _print_links(console, estimate)
     print_lines(console, estimate.notes)
-    word = "refused" if job.flag else "refused, once the flag is set"
-    for refusal in estimate.refusals:
-        console.print(f"{word}: {refusal}", markup=False, style="red")
 
 
 def _row(stage: StageEstimate) -> list[str]:

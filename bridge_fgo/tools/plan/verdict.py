@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bridge_fgo.tools.plan.estimate import Estimate
+from bridge_fgo.tools.plan.estimate import UNTRIED, Estimate
 from bridge_fgo.tools.plan.systems import SYSTEMS
+
+CLOSE, CLOSE_UNTRIED = 0.02, 0.05
+"""Shares of a room: so near to it an estimate does not decide. Counted peaks were within 0.01 of those of runs."""
 
 
 class Outcome(StrEnum):
@@ -16,6 +19,7 @@ class Outcome(StrEnum):
     fits = "fits"
     with_offload = "fits only with the offload"
     does_not = "does not fit"
+    refused = "refused"
     unknown = "may fit (activations are not counted)"
 
 
@@ -23,8 +27,9 @@ class Outcome(StrEnum):
 class Verdict:
     """The outcome on a system, and the bytes that it comes from.
 
-    resident, offloaded: peaks of the fullest rank, lower bounds where activations are not known. room: of a GPU, less
-    a 16th. why: what stands in the way beside the GPU's memory, or "".
+    resident, offloaded: peaks of the fullest rank, as configured and with the offload as its settings say; lower bounds
+    where activations are not known. room: of a GPU, less a 16th. why: what stands in the way beside the GPU's memory,
+    or "". close: see `close_call`.
     """
 
     system: str
@@ -33,6 +38,7 @@ class Verdict:
     offloaded: int
     room: int
     why: str = ""
+    close: str = ""
 
     def is_trainable(self, flag: bool) -> bool:
         """Return whether the job fits with the offload flag as it is."""
@@ -49,23 +55,36 @@ def verdicts(estimate: Estimate) -> list[Verdict]:
 
 def _verdict(estimate: Estimate, system: str, gpus: int) -> Verdict:
     of_host, room = SYSTEMS[system].host_bytes, SYSTEMS[system].room
-    pinned = sum(estimate.fullest_node(gpus))
-    resident, offloaded = estimate.resident_peak, estimate.least_budget
+    flag, pinned = estimate.job.flag, sum(estimate.fullest_node(gpus))
+    resident, offloaded = estimate.resident_peak, estimate.offloaded_peak
     why = ""
-    if offloaded > room:
+    if flag and estimate.refusals:
+        outcome = Outcome.refused
+    elif offloaded > room:
         outcome = Outcome.does_not
     elif not estimate.knows_activations:
         outcome = Outcome.unknown
+    elif pinned > of_host and (flag or resident > room):
+        outcome = Outcome.does_not
+        why = f"the offload pins {pinned / 1e9:.0f} GB on a node that has {of_host / 1e9:.0f} GB"
     elif resident <= room:
         outcome = Outcome.fits
     elif estimate.refusals:
         outcome, why = Outcome.does_not, "the offload, with which it would, is refused (below)"
-    elif pinned > of_host:
-        outcome = Outcome.does_not
-        why = f"the offload pins {pinned / 1e9:.0f} GB on a node that has {of_host / 1e9:.0f} GB"
     else:
         outcome = Outcome.with_offload
-    return Verdict(system, outcome, resident, offloaded, room, why)
+    # A budget has the engine offload more where a peak is above what was counted.
+    least = offloaded if estimate.offload.gpu_memory_budget_gib is None else estimate.least_budget
+    close = close_call(estimate, room, least) or ("" if flag else close_call(estimate, room, resident))
+    return Verdict(system, outcome, resident, offloaded, room, why, close)
+
+
+def close_call(estimate: Estimate, room: int, peak: int) -> str:
+    """Return a line where a peak is so near to the room that the estimate does not decide; else ""."""
+    is_tried = not any(UNTRIED in note for note in estimate.notes)
+    if not estimate.knows_activations or abs(peak - room) > (CLOSE if is_tried else CLOSE_UNTRIED) * room:
+        return ""
+    return f"Close call: {peak / 1e9:.2f} of {room / 1e9:.2f} GB{'' if is_tried else f', with activations {UNTRIED}'}"
 
 
 def lines(estimate: Estimate, found: list[Verdict]) -> Iterator[str]:
@@ -76,10 +95,9 @@ def lines(estimate: Estimate, found: list[Verdict]) -> Iterator[str]:
     peaks = f"peak {least}{first.resident / 1e9:.1f} GB resident, {first.offloaded / 1e9:.1f} GB with the offload"
     if len(found) == 1:
         yield f"{first.outcome.capitalize()} on {where} of {first.system}: {peaks}; room {first.room / 1e9:.1f} GB"
-        if first.why:
-            yield first.why
+        yield from filter(None, (first.why, first.close))
         return
     systems = {outcome: [one.system for one in found if one.outcome is outcome] for outcome in Outcome}
     text = "; ".join(f"{outcome} on {', '.join(names)}" for outcome, names in systems.items() if names)
     yield f"{text[0].upper()}{text[1:]}: {peaks} ({where})"
-    yield from (f"{verdict.system}: {verdict.why}" for verdict in found if verdict.why)
+    yield from (f"{one.system}: {text}" for one in found for text in (one.why, one.close) if text)
