@@ -34,8 +34,8 @@ CONTAINER_MOUNTS="${CONTAINER_MOUNTS:-$PWD:$PWD}"         # HOST:CONTAINER,...
 ENV_NAMES="${ENV_NAMES:-}"                                # names that enter the container: HF_TOKEN,WANDB_API_KEY
 # CHECKPOINTS                                             # saved to and resumed from; $PWD/checkpoints/$RECIPE, but
                                                           # of tiny none; empty: as the recipe
-MAX_RESTARTS="${MAX_RESTARTS:-3}"                         # a failed job is queued again as long as it began fewer times, but
-                                                          # not one whose command is not there (126, 127)
+MAX_RESTARTS="${MAX_RESTARTS:-3}"                         # a failed job is queued again as long as it began fewer times,
+                                                          # unless its command is not there (126, 127)
 NUMA="${NUMA:-1}"                                         # 0: processes and their pinned memory on any CPU
 # PREFLIGHT                                               # a command in place of bridge-fgo doctor; empty: none
 PYTHON="${PYTHON:-python}"
@@ -130,7 +130,8 @@ if [[ $NUMA == 1 && ${PREFLIGHT-unset} ]]; then # a node's last process binds to
 fi
 if ((${#preflight[@]})); then
     if ! run srun --ntasks="${SLURM_JOB_NUM_NODES:-16}" --ntasks-per-node=1 "${container[@]}" "${preflight[@]}"; then
-        echo "${0##*/}: the preflight refuses this job on a node, see above; training was not started (NUMA=0: without numactl)" >&2
+        why="see above; training was not started (NUMA=0: without numactl)"
+        echo "${0##*/}: the preflight refuses this job on a node, $why" >&2
         exit 1
     fi
 fi

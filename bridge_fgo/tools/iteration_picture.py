@@ -88,7 +88,7 @@ def figure_of(states: list[State], pyplot: Any, title: str) -> Any:
             height = state.bytes.get(kind, 0) / size
             axes.bar(place, height, 0.7, bottom=bottom, color=colour)
             bottom += height
-        label = f"{bottom:.3g}" if bottom > 1e-3 * highest / size else "0"
+        label = f"{bottom:.3g} {unit}" if bottom > 1e-3 * highest / size else "0"
         axes.text(place, bottom, label, ha="center", va="bottom", fontsize=9)
     axes.set_xticks(range(len(states)), [_label(state) for state in states], fontsize=8)
     axes.set_ylabel(unit)

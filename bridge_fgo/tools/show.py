@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gzip
 import html
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +35,16 @@ p.bad { border-color: #c22; background: var(--bad) }
 }
 """
 """Pictures are drawn on white; in the dark they are turned around, with their colours as they were."""
+
+
+@contextlib.contextmanager
+def reading(path: Path, writer: str) -> Iterator[None]:
+    """Context that names a file in the error of its content being broken, or not what `writer` writes."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: broken, or not what {writer} writes ({why})") from error
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge_fgo.tools.show import reading
+
 BIG_COPY_BYTES = 2**20
 """Copies above this are taken for the offload's; the training loop's own are smaller."""
 GAP_SECONDS = 2e-4
@@ -32,7 +34,7 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Read the trace that `bridge_fgo.tools.arms.step_trace` wrote."""
-    with gzip.open(path, "rt") as file:
+    with reading(path, "an arm of `bridge-fgo bench`"), gzip.open(path, "rt") as file:
         raw = json.load(file)
 
     def of(kind: str, least: int = 0) -> list[Interval]:

@@ -77,7 +77,7 @@ def run(settings: Settings) -> int:
     verdicts = [(verdict(runs[0], run, parity), is_good(run, parity)) for run, parity in others]
     parts = [show.verdict(*told) for told in verdicts] + [show.paragraph(note) for note in notes]
     parts.append(show.table(_overview(runs, others)))
-    if others:
+    if any(parity for _, parity in others):
         parts.append(show.table(_parity_table(others)))
     parts += _pictures(runs)
     show.write_page(settings.output, "bridge-fgo report: " + ", ".join(run.name for run in runs), parts)
@@ -233,7 +233,7 @@ def _overview(runs: list[Run], others: list[tuple[Run, list[Parity]]]) -> list[l
     for name, (label, _) in TOTALS.items():
         if any(run.totals.get(name) for run in runs):
             rows.append([label, *(readable_bytes(run.totals.get(name)) for run in runs)])
-    return rows
+    return [rows[0], *(row for row in rows[1:] if set(row[1:]) - {"-", NO_SPEED})]
 
 
 def _parity_table(others: list[tuple[Run, list[Parity]]]) -> list[list[str]]:

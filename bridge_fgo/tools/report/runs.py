@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from bridge_fgo.tools.arms.runner import read_arm
 from bridge_fgo.tools.iteration_picture import State, states_of_run
+from bridge_fgo.tools.show import reading
 
 LOSS = "lm loss"
 GRAD_NORM = "grad-norm"
@@ -123,15 +125,17 @@ def load(given: str | Path) -> list[Run]:
 
 
 def _bench(folder: Path) -> list[Run]:
-    """Return the arms in the order of the bench's table; with no table the resident one first."""
+    """Return the arms: the resident one, the offloaded one, and others in the order of the bench's table."""
     file = folder / "bench.json"
     table: dict[str, Any] = {"arms": []}
     if file.exists():
-        table = json.loads(file.read_text())
-        if not isinstance(table, dict) or not {"arms", "state_bytes", "where"} <= table.keys():
-            raise ValueError(f"{file}: not what `bridge-fgo bench` writes")
+        with reading(file, "`bridge-fgo bench`"):
+            table = json.loads(file.read_text())
+            for row in table["arms"]:
+                itemgetter("arm", "bitwise_equal", "step_seconds", "step_seconds_min", "step_seconds_max")(row)
+            itemgetter("state_bytes", "where")(table)
     rows = {row["arm"]: row for row in table["arms"]}
-    names = list(rows) or ["resident"]
+    names = ["resident", "native", "offloaded", *rows]
     runs = [_arm(events) for events in sorted(folder.glob(f"*{EVENTS}"))]
     for row in [] if runs else rows.values():
         totals = {name: row[name] for name in TOTALS if row.get(name) is not None}
@@ -154,14 +158,16 @@ def _where(start: dict[str, str]) -> str:
 
 
 def _arm(path: Path) -> Run:
-    arm = read_arm(path)
+    with reading(path, "an arm of `bridge-fgo bench`"):
+        arm = read_arm(path)
+        scalars = {tag: arm.numbers(name) for tag, name in OF_ARMS.items()}
     if not arm.steps:
         raise ValueError(f"{path} holds no training step")
     trace = path.with_name(f"{arm.name}.trace.gz")
     return Run(
         name=arm.name.removesuffix(".0"),  # the bench's first round, and mostly the only one
         is_fp32=False,
-        scalars={tag: arm.numbers(name) for tag, name in OF_ARMS.items()},
+        scalars=scalars,
         totals={name: arm.result[name] for name in TOTALS if arm.result.get(name) is not None},
         digests=arm.result.get("digests", {}),
         where=_where(arm.start),
