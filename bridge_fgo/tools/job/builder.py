@@ -12,6 +12,7 @@ that what comes out is what `pretrain()` makes of the same config.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import json
 import os
@@ -27,10 +28,12 @@ from unittest import mock
 import torch
 
 from bridge_fgo.bridge.refusals import uses_fsdp
+from bridge_fgo.recipes.overrides import overridden
 from bridge_fgo.tools.arms.process_setup import forget_attention_backend
 from bridge_fgo.tools.job.layout import held_by_ranks
 from bridge_fgo.tools.job.parallel import Parallel, parallel_of
 from bridge_fgo.tools.job.recipes import load_config
+from bridge_fgo.tools.job.recomputation import KINDS, TURNED_OFF, told
 from bridge_fgo.tools.job.saved_config import SECTIONS
 from bridge_fgo.tools.standins import te_shapes
 from bridge_fgo.tools.standins.cuda import without_gpu
@@ -87,6 +90,7 @@ def examine(request: dict[str, Any]) -> dict[str, Any]:
     gpus_given = request["gpus"] or gpus
     gpus = parallel_of(config, gpus_given).gpus
     found: dict[str, Any] = {"gpus": gpus, "gpus_given": gpus_given is not None}
+    as_given = copy.deepcopy(config)
     found["bridge_refuses"] = prepare(config, gpus)
     found |= offload_of(config, request["offload"])
     if found["bridge_refuses"] is None:
@@ -97,6 +101,7 @@ def examine(request: dict[str, Any]) -> dict[str, Any]:
             traceback.print_exc()
             raise ValueError(f"the model could not be built without a GPU: {type(error).__name__}: {error}") from None
         found["bridge_estimate"] = bridge_estimate(config)
+        found["recomputations"] = dict(recomputations(as_given, gpus))
     found["config"] = plain_config(config)  # last: the vocabulary is only now known
     return found
 
@@ -131,6 +136,25 @@ def prepare(config: Any, gpus: int) -> str | None:
             traceback.print_exc()
             together = uses_fsdp(config) and "fsdp_dtensor" in str(error)
             return f"{type(error).__name__}: {error}{f' Set together {FSDP_SETTINGS}' if together else ''}"
+
+
+def recomputations(config: Any, gpus: int) -> Iterator[tuple[str, list[str] | str]]:
+    """Yield the kinds that Bridge does not take as they are, each with what has to be turned off, or why it is refused.
+
+    A kind is tried as a user would write it, by overrides.
+    """
+    for name, changes in KINDS.items():
+        first = ""
+        for off in TURNED_OFF:
+            try:
+                refused = prepare(overridden(copy.deepcopy(config), [*told(config.model, changes), *off]), gpus)
+            except ValueError as error:  # there is nothing of that name to turn off
+                refused = str(error)
+            if refused is None:
+                break
+            first = first or " ".join(refused.split())
+        if first:
+            yield name, first if refused else [*off]
 
 
 def offload_of(config: Any, offload: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class Job:
     gpus_given: whether the user or the recipe says on how many GPUs; else `parallel` is of the fewest.
     held: of each pipeline stage what its ranks hold, by mcore's own layout; empty where that is not known.
     not_held: why it is not.
+    recomputations: of kinds of recomputation that Bridge does not take as they are what has to be turned off, or why
+        it refuses them.
     """
 
     config: SimpleNamespace
@@ -53,6 +55,7 @@ class Job:
     gpus_given: bool = True
     held: list[Held] = field(default_factory=list)
     not_held: str = "Megatron-Bridge is not installed"
+    recomputations: dict[str, list[str] | str] = field(default_factory=dict)
 
     @property
     def gpus_note(self) -> str:
@@ -123,6 +126,7 @@ def job_of(found: dict[str, Any]) -> Job:
         found["gpus_given"],
         [Held.read(of_stage) for of_stage in found.get("held", [])],
         found.get("not_held", ""),
+        found.get("recomputations", {}),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from bridge_fgo.bridge.refusals import setting_refusals, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.job.recomputation import KINDS, told
 from bridge_fgo.tools.plan.activations import is_unfused
 from bridge_fgo.tools.plan.compute import ACHIEVED, Compute, compute_of
 from bridge_fgo.tools.plan.estimate import Estimate, make_estimate
@@ -17,16 +18,6 @@ from bridge_fgo.tools.plan.state import layout_of
 from bridge_fgo.tools.plan.systems import SYSTEMS, Link
 from bridge_fgo.tools.plan.verdict import close_call
 
-NO_RECOMPUTATION: dict[str, Any] = {
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-}
-"""Settings of the model's config, as those below."""
-OF_ATTENTION = NO_RECOMPUTATION | {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-OF_MLP = OF_ATTENTION | {"recompute_modules": ["mlp"]}
-OF_EXPERTS = OF_ATTENTION | {"recompute_modules": ["moe"]}
-OF_EVERYTHING = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BUDGET = "optimizer.offload.gpu_memory_budget_gib="
 FLAG_ON, FLAG_OFF = "optimizer.offload_optimizer_states=true", "optimizer.offload_optimizer_states=false"
 HYBRID_SECONDS = 0.969 / 1.641e9
@@ -115,8 +106,14 @@ class Recommender:
     def recommend(self) -> Recommendation:
         """Return the ways to run the job, and the fastest that fits."""
         choices: list[Choice] = []
-        for name, changes in {"as configured": {}, **self._recomputations()}.items():
-            job, overrides = with_settings(self._job, model=changes), told(self._job.config.model, changes)
+        kinds = self._recomputations()
+        answers = {name: self._job.recomputations.get(name, []) for name in kinds}
+        refused = {name: why for name, why in answers.items() if isinstance(why, str)}
+        for name, changes in {"as configured": {}, **kinds}.items():
+            if name in refused:
+                continue
+            job = with_settings(self._job, model=changes)
+            overrides = (*told(self._job.config.model, changes), *answers.get(name, ()))
             resident = self._resident(name, job, overrides)
             is_as_it_is = not changes
             if is_as_it_is or resident.fits:
@@ -126,7 +123,8 @@ class Recommender:
         fitting = [choice for choice in choices if choice.fits]
         advised = min(fitting, key=lambda choice: (choice.step, choice.offloaded), default=None)
         choices += [*self._larger_micro_batch(), *self._hybrid()]
-        return Recommendation(choices, advised, list(self._terms(self._compute(self._job))), self._room)
+        terms = [f"not offered: {name}, which Megatron-Bridge refuses here: {why}" for name, why in refused.items()]
+        return Recommendation(choices, advised, [*self._terms(self._compute(self._job)), *terms], self._room)
 
     def _estimate(
         self, job: Job, everything: bool, compute: Compute | None = None, offload: OffloadConfig | None = None
@@ -183,15 +181,12 @@ class Recommender:
     def _recomputations(self) -> dict[str, dict[str, Any]]:
         """Return kinds of recomputation other than the config's; none where activations are given as they are."""
         model = self._job.config.model
-        has_experts = bool(getattr(model, "num_moe_experts", None))
-        kinds = {
-            "no recomputation": NO_RECOMPUTATION,
-            "attention recomputed": OF_ATTENTION if is_unfused(model) else {},
-            "experts recomputed": OF_EXPERTS if has_experts else {},
-            "MLP recomputed": {} if has_experts else OF_MLP,
-            "all recomputed": OF_EVERYTHING,
-        }
-        return {name: kind for name, kind in kinds.items() if self._activations is None and told(model, kind)}
+        is_of_experts = bool(getattr(model, "num_moe_experts", None))
+        unsuited = {"MLP recomputed" if is_of_experts else "experts recomputed"}
+        if not is_unfused(model):
+            unsuited.add("attention recomputed")
+        suited = {name: kind for name, kind in KINDS.items() if name not in unsuited and told(model, kind)}
+        return {} if self._activations is not None else suited
 
     def _larger_micro_batch(self) -> Iterator[Choice]:
         """Yield the largest micro batch above the config's that fits with all offloaded, where there is one."""
@@ -246,7 +241,10 @@ class Recommender:
             f"({HYBRID_SECONDS * 1e9:.2f} s "
             "measured, alone on a host; beside other GPUs as much longer as copies take)"
         )
-        yield "not counted: communication, the optimizer's update, how much faster larger kernels are"
+        yield (
+            "not counted: communication and its overlap, CUDA graphs, the optimizer's update, how much faster larger "
+            "kernels are"
+        )
 
 
 def with_settings(job: Job, **sections: dict[str, Any]) -> Job:
@@ -255,10 +253,3 @@ def with_settings(job: Job, **sections: dict[str, Any]) -> Job:
     for name, changes in sections.items():
         setattr(config, name, SimpleNamespace(**vars(getattr(config, name)) | changes))
     return replace(job, config=config)
-
-
-def told(model: Any, changes: dict[str, Any]) -> tuple[str, ...]:
-    """Return what changes in a model's config as overrides of Bridge's config."""
-    different = {name: value for name, value in changes.items() if getattr(model, name, None) != value}
-    values = {name: "null" if value is None else str(value).replace("'", "") for name, value in different.items()}
-    return tuple(f"model.{name}={value}" for name, value in values.items())
