@@ -376,6 +376,9 @@ def test_what_is_no_run_is_an_error_that_says_what_would_be(report, tmp_path):
     assert "holds 2 TensorBoard logs" in report(tmp_path)[1]
     status, printed, _ = report(one, one)
     assert status == 2 and "given twice" in printed
+    broken = one / "events.out.tfevents.9.broken"
+    broken.write_text("no log")
+    assert f"bridge-fgo report: {broken}: broken" in report(one)[1]
 
 
 @pytest.fixture

@@ -204,6 +204,8 @@ def _tensorboard(path: Path, name: str) -> Run:
     for file in sorted(path.glob(TFEVENTS), key=begun) if path.is_dir() else [path]:
         log = EventAccumulator(str(file), size_guidance={"scalars": 0})  # 0: all of them
         log.Reload()
+        if log.file_version is None and file.stat().st_size:  # which tensorboard does not tell
+            raise ValueError(f"{file}: broken, or no TensorBoard log")
         for tag in log.Tags()["scalars"]:
             scalars.setdefault(tag, {}).update({event.step: event.value for event in log.Scalars(tag)})
         if LOSS in log.Tags()["scalars"]:
