@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from bridge_fgo import options
 from bridge_fgo.config import MIB, OffloadConfig
+from bridge_fgo.tools import main
 
 GIVEN = {
     "engine": ("native", "native"),
@@ -106,3 +107,10 @@ def test_a_number_or_a_word_is_taken_and_nothing_else(word: str) -> None:
         assert options.command_line({"gpu_memory_budget_gib": "auto"}) == ["--gpu-memory-budget-gib", "auto"]
     else:
         assert done.exit_code == 2 and "--gpu-memory-budget-gib" in done.output
+
+
+@pytest.mark.parametrize("name", ["run", "demo", "bench", "report", "plan", "doctor"])
+def test_help_has_an_example_and_the_words_that_an_option_takes(name: str) -> None:
+    text = CliRunner().invoke(main.app, [name, "--help"]).output
+    assert f"Example: bridge-fgo {name} " in text
+    assert ("--gpu-memory-budget-gib <auto|float>" in text) == (name in ("run", "plan", "doctor"))
