@@ -17,6 +17,10 @@ Choice = Literal["auto", "hub", "kept"]
 project. "auto": the cache where it has the model, else this project, without asking the network."""
 
 
+class MissingError(ValueError):
+    """A model's config is neither kept here nor in Hugging Face's cache, and could not be fetched."""
+
+
 @cache
 def kept_configs() -> dict[str, dict[str, Any]]:
     """Return the kept configs by model: `config`, the keys of its config.json, and `source`, where they are from."""
@@ -40,6 +44,32 @@ def in_cache(model: str, file: str) -> bool:
     return isinstance(try_to_load_from_cache(model, file), str)
 
 
+def fetch(model: str) -> None:
+    """Have a model's config in Hugging Face's cache, unless it is kept or a folder, by asking the network once.
+
+    Raises:
+        MissingError: says which file is missing, and how to give it.
+    """
+    if model in kept_configs() or Path(model).is_dir() or in_cache(model, "config.json"):
+        return
+    from huggingface_hub import constants, snapshot_download
+
+    cached = Path(constants.HF_HUB_CACHE, f"models--{model.replace('/', '--')}")
+    why = ""
+    if not any(cached.glob("snapshots/*/config.json")):  # of any revision
+        try:
+            # Unlike for a file, this is tried once. The config of some models is a class of theirs.
+            snapshot_download(model, allow_patterns=["config.json", "*.py"], etag_timeout=4)
+        except (OSError, ValueError) as error:
+            why = str(error).strip().partition("\n")[0]
+    if not any(cached.glob("snapshots/*/config.json")):
+        raise MissingError(
+            f"config.json of {model} is neither kept in this project nor in Hugging Face's cache, and cannot be "
+            f"fetched ({why}): get it where there is network (hf download {model} config.json --local-dir DIR), and "
+            "give hf_config=DIR"
+        )
+
+
 def tokenizer_to_fetch(config: Any) -> str | None:
     """Return the model whose tokenizer Bridge will ask the network for; None where it need not."""
     model = config.tokenizer.tokenizer_model
@@ -55,21 +85,28 @@ def without_tokenizer(config: Any, model: str) -> str:
 
 
 @contextlib.contextmanager
-def served(choice: Choice) -> Iterator[None]:
-    """Context in which Bridge's `AutoBridge.from_hf_pretrained` gets configs as `choice` says.
+def served(choice: Choice | Path) -> Iterator[list[Any]]:
+    """Context in which Bridge's `AutoBridge.from_hf_pretrained` gets configs as `choice` says, or from that folder.
 
-    Only the loading of `config.json` is replaced; all that Bridge makes of it is Bridge's own.
+    Only the loading of `config.json` is replaced; all that Bridge makes of it is Bridge's own. Yields a list of the
+    configs that were read.
     """
     from megatron.bridge.models.conversion import auto_bridge
     from transformers import CONFIG_MAPPING
 
     upstream = auto_bridge.safe_load_config_with_retry
+    read: list[Any] = []
 
     def load(path: str | Path, trust_remote_code: bool = False, **kwargs: Any) -> Any:
-        if origin(str(path), choice) == "hub":
-            return upstream(path, trust_remote_code=trust_remote_code, **kwargs)
-        config = kept_configs()[str(path)]["config"]
-        return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config), **kwargs)
+        if isinstance(choice, Path) or origin(str(path), choice) == "hub":
+            if choice == "auto":
+                fetch(str(path))
+            folder = choice if isinstance(choice, Path) else path
+            read.append(upstream(folder, trust_remote_code=trust_remote_code, **kwargs))
+        else:
+            config = kept_configs()[str(path)]["config"]
+            read.append(CONFIG_MAPPING[config["model_type"]].from_dict(dict(config), **kwargs))
+        return read[-1]
 
     with mock.patch.object(auto_bridge, "safe_load_config_with_retry", load):
-        yield
+        yield read

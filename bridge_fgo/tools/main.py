@@ -207,7 +207,7 @@ def plan(settings: PlanSettings) -> int:
     GPTs. Exit status: 0, 1 where training would refuse the config or, with --check, it does not fit; 2 where nothing
     can be estimated.
     """
-    refuse_at_once(settings.target)
+    refuse_at_once(settings.target, settings.overrides)
     refuse_gpus_at_once(settings.target, settings.gpus, settings.overrides)
     with spinner("importing torch"):
         from bridge_fgo.tools.plan import command
@@ -221,7 +221,7 @@ def doctor(settings: DoctorSettings) -> int:
     train or training would be refused, 2 where the config cannot be read.
     """
     if settings.target not in (None, *RECIPES):  # of one that this mcore cannot build the machine is examined as well
-        refuse_at_once(settings.target)
+        refuse_at_once(settings.target, settings.overrides)
     if settings.target is not None:
         refuse_gpus_at_once(settings.target, settings.gpus, settings.overrides)
     with spinner("importing torch"):

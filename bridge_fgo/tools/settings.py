@@ -86,10 +86,18 @@ class JobSettings:
     """
 
     target: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE|CONFIG]", help="A recipe, module:function, or run_config.yaml.")
+        str | None,
+        typer.Argument(
+            metavar="[RECIPE|CONFIG]",
+            help="A recipe of this project's or Bridge's, module:function, path.py:function, or run_config.yaml.",
+        ),
     ] = None
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Overrides of Bridge's config.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[SECTION.FIELD=VALUE]...",
+            help="Overrides of Bridge's config; hf_config=DIR has the recipe read DIR/config.json.",
+        ),
     ] = None
     gpus: Annotated[int | None, option("GPUs of the job; the fewest it can have by default.", min=1)] = None
     gpus_per_node: Annotated[int | None, option("GPUs of a node; the system's own by default.", min=1)] = None

@@ -25,6 +25,7 @@ from unittest import mock
 from bridge_fgo.bridge.compat import FLAG
 from bridge_fgo.bridge.refusals import all_refusals
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.tools.job.bridge_names import model_read_by, module_of
 from bridge_fgo.tools.standins.cuda import without_gpu
 from bridge_fgo.tools.standins.hollow import import_bridge
 
@@ -134,8 +135,10 @@ def prepare(config: Any) -> None:
 
 
 @contextlib.contextmanager
-def without_hugging_face() -> Iterator[None]:
+def without_hugging_face() -> Iterator[list[Any]]:
     """Context in which Bridge's recipes get a small stand-in for a model that they would look up on Hugging Face.
+
+    Yields a list of what they looked up.
 
     What is refused depends on the settings that a recipe gives its model, not on the model's sizes.
     """
@@ -157,6 +160,11 @@ def without_hugging_face() -> Iterator[None]:
     bridge = SimpleNamespace(to_megatron_provider=lambda *args, **kwargs: StandInProvider(**MODEL))
     hf_config = SimpleNamespace(text_config=SimpleNamespace())
     labs_bridge = nemotron_labs_diffusion_bridge.NemotronLabsDiffusionBridge
+    asked: list[Any] = []
+
+    def answering(make: Callable[[], Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (asked.extend(args), make())[1]
+
     with contextlib.ExitStack() as stack:
         for owner, name, make in (
             (AutoBridge, "from_hf_pretrained", lambda: bridge),
@@ -169,8 +177,8 @@ def without_hugging_face() -> Iterator[None]:
             # Transformer Engine may not be here either, and FP4 asks how old it is.
             (mixed_precision, "is_te_min_version", lambda: True),
         ):
-            stack.enter_context(mock.patch.object(owner, name, lambda *args, make=make, **kwargs: make()))
-        yield
+            stack.enter_context(mock.patch.object(owner, name, answering(make)))
+        yield asked
 
 
 def table(verdicts: Mapping[str, Verdict], names: int, *, verbose: bool) -> str:
@@ -206,8 +214,15 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):  # Bridge prints what it turns on
         import_bridge()
         functions = config_functions()
-        with without_gpu(), without_hugging_face():
-            verdicts = {f"{function.__module__}.{function.__name__}": verdict_of(function) for function in functions}
+        verdicts = {}
+        with without_gpu(), without_hugging_face() as asked:
+            for function in functions:
+                asked.clear()
+                verdicts[f"{function.__module__}.{function.__name__}"] = verdict_of(function)
+                named = [name for name in functions[function] if module_of(name) == function.__module__]
+                assert named or function.__module__ != module_of(function.__name__)
+                read = set(map(model_read_by, named)) - {None}
+                assert not asked or read <= set(asked), f"{function} asks for {asked}, and not for {read}"
     assert len(verdicts) == len(functions), "two functions of one name and module"
     sys.stdout.write(table(verdicts, sum(map(len, functions.values())), verbose=verbose))
 

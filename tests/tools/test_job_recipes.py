@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import types
+from unittest.mock import Mock
 
 import pytest
 
@@ -97,3 +99,46 @@ def test_a_file_that_is_no_run_config_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"config\.yaml: no run config as Megatron-Bridge saves it") as refused:
         recipes.load_config(str(path))
     assert not str(refused.value).endswith(": ")  # Bridge's assertion has no text
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "pipeline"),
+    [("llama3_70b_pretrain_64gpu_h100_bf16_config", 64, 4), ("llama3_70b_pretrain_config", 32, 4)],
+)
+def test_a_function_of_bridges_is_built_from_the_kept_config_for_the_gpus_of_its_name(name, gpus, pipeline):
+    config, found = recipes.load_config(name)
+    assert (found, config.model.num_layers, config.model.pipeline_model_parallel_size) == (gpus, 80, pipeline)
+
+
+OF_A_USER = """\
+from megatron.bridge import AutoBridge
+from megatron.bridge.recipes.llama import llama3_70b_pretrain_config
+import helper
+
+def fails():
+    return helper.fail()
+
+def ok():
+    config = llama3_70b_pretrain_config()
+    config.model = AutoBridge.from_hf_pretrained("some/model").to_megatron_provider(load_weights=False)
+    return config
+"""
+
+
+def test_a_users_own_file_is_built_and_its_mistakes_are_placed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=OSError("offline")))
+    (tmp_path / "of_a_user.py").write_text(OF_A_USER)
+    (tmp_path / "helper.py").write_text("def fail():\n    return {}['a key']\n")
+    numbers = kept_configs()["meta-llama/Meta-Llama-3-70B"]["config"] | {"num_hidden_layers": 8}
+    (tmp_path / "config.json").write_text(json.dumps(numbers))
+    for target in ("of_a_user:", "of_a_user.py:"):
+        with pytest.raises(ValueError, match=r"KeyError: 'a key' \(helper\.py:2, in fail\)$"):
+            recipes.load_config(f"{target}fails")
+        with pytest.raises(ValueError, match=r"^recipe .*: config\.json of some/model .*\(offline\).*hf_config=DIR$"):
+            recipes.load_config(f"{target}ok")
+        config, _ = recipes.load_config(f"{target}ok", ["hf_config=.", "train.train_iters=3"])
+        assert (config.model.num_layers, config.train.train_iters) == (8, 3)
+    with pytest.raises(ValueError, match=r"hf_config=\.: recipe 'tiny' reads no config"):
+        recipes.load_config("tiny", ["hf_config=."])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -117,17 +118,35 @@ def test_an_answer_that_was_kept_in_one_folder_is_read_in_another(monkeypatch, t
     [
         ("qwen3_30b_a3b", "did you mean qwen3_30b_a3b_8gpu"),
         ("llama3_8b_pretrain_confg", "llama3_8b_pretrain"),
+        # never one of another number of GPUs
+        ("llama3_70b_pretrain_64gpu_h100_bf16_confg", "did you mean llama3_70b_pretrain_64gpu_h100_bf16_config or "),
+        (
+            "llama3_70b_pretrain_96gpu_h100_bf16_config",
+            "no recipe 'llama3_70b_pretrain_96gpu_h100_bf16_config' `bridge-fgo",
+        ),
+        ("llama3_8b_pretrain_config", r"config.json of meta-llama/Meta-Llama-3-8B .*\(offline\).*give hf_config=DIR"),
+        ("megatron.bridge.recipes:llama3_8b_pretrain_config", "config.json of meta-llama/Meta-Llama-3-8B "),
+        ("nowhere.py:mine", "there is no file 'nowhere.py'"),
         ("dsv4_flash_64gpu", "needs Megatron-LM's dev branch"),
         ("no_such_package.recipes:mine", "there is no module 'no_such_package'"),
         ("xyzzy", "`bridge-fgo recipes list`"),
     ],
 )
-def test_a_name_that_cannot_be_there_is_answered_before_anything_is_imported(name, said):
+def test_a_name_that_cannot_be_there_is_answered_before_anything_is_imported(name, said, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=OSError("offline")))
     with pytest.raises(ValueError, match=said.replace("`", ".")):
         target.refuse_at_once(name)
 
 
 @needs_megatron
-@pytest.mark.parametrize("name", ["tiny", "llama3_8b_pretrain_config", "json:loads"])
-def test_a_name_that_may_be_there_passes(name):
-    target.refuse_at_once(name)
+def test_a_name_that_may_be_there_passes(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "my_recipes.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)  # Llama 3 70B's config is kept
+    for name in ("tiny", "llama3_70b_pretrain_64gpu_h100_bf16_config", "json:loads", "my_recipes:f", "my_recipes.py:f"):
+        target.refuse_at_once(name)
+    target.refuse_at_once("llama3_8b_pretrain_config", ["train.train_iters=3", "hf_config=."])
+    with pytest.raises(ValueError, match=r"hf_config=no: there is no no/config\.json"):
+        target.refuse_at_once("tiny", ["hf_config=no"])

@@ -3,36 +3,54 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from bridge_fgo.recipes import hf_config
 from bridge_fgo.recipes.catalog import RECIPES, Recipe
-from bridge_fgo.recipes.hf_config import kept_configs
 from bridge_fgo.recipes.overrides import overridden
-from bridge_fgo.tools.job.target import is_saved_config, no_recipe, require_saved_config
+from bridge_fgo.tools.job.bridge_names import gpus_of, module_of
+from bridge_fgo.tools.job.target import is_saved_config, no_recipe, require_saved_config, without_folder
+
+NOT_THE_USERS = ("<", str(Path(__file__).parents[2]), str(Path(hf_config.__file__).parent), importlib.__file__)
+"""How the files of this package begin in a traceback, and those of an import."""
 
 
 def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | None]:
     """Return the ConfigContainer that `target` names, and how many GPUs it is for, where its recipe says so.
 
     A target is the path of a saved run config; or the name of a recipe: one of this project's (`bridge_fgo.recipes`,
-    with the offload on), a `module:function`, or a function of `megatron.bridge.recipes`. Overrides are in Bridge's own
-    syntax (Hydra's), as training takes them.
+    with the offload on), a `module:function` or `path.py:function`, or a config function of Bridge's. Overrides are in
+    Bridge's own syntax (Hydra's), as training takes them; `hf_config=DIR` is a folder whose config.json is the model's.
 
     Raises:
-        ValueError: nothing of that name, or the recipe could not be built (most of Bridge's read the model's
-            Hugging Face config, and need network or a filled cache), an override is wrong, or it trains adapters.
+        ValueError: nothing of that name, or the recipe could not be built, or the model's config.json is missing, an
+            override is wrong, or it trains adapters.
     """
-    config = _saved(target) if is_saved_config(target) else _built(target)
+    overrides, folder = without_folder(overrides)
+    if not is_saved_config(target):
+        config = _built(target, folder)
+    elif folder is None:
+        config = _saved(target)
+    else:
+        raise ValueError(f"hf_config={folder}: {target} reads no Hugging Face config; leave it out")
     if overrides:
         config = overridden(config, overrides)
     if getattr(config, "peft", None) is not None:
         raise ValueError(f"{target}: peft is set, and how many parameters its adapters have is not known here")
     if not all(hasattr(config, section) for section in ("model", "optimizer", "ddp")):
         raise ValueError(f"{target} is a {type(config).__name__}, and no ConfigContainer of Bridge's")
-    return config, RECIPES[target].gpus if target in RECIPES else None
+    if target in RECIPES:
+        return config, RECIPES[target].gpus
+    module, _, name = target.rpartition(":")
+    return config, gpus_of(name) if not module or module.startswith("megatron.") else None
 
 
 def _saved(target: str) -> Any:
@@ -46,27 +64,59 @@ def _saved(target: str) -> Any:
         raise ValueError(f"{target}: no run config as Megatron-Bridge saves it (a run_config.yaml){why}") from error
 
 
-def _built(name: str) -> Any:
-    builder: Any
-    if name in RECIPES:
-        builder = partial(_own, RECIPES[name])
-    elif ":" in name:
-        module, _, function = name.partition(":")
-        try:
-            builder = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"recipe {name!r}: {error}") from None
-    else:
-        builder = getattr(importlib.import_module("megatron.bridge.recipes"), name, None)
-        if not callable(builder):
-            raise ValueError(no_recipe(name))
+def _built(name: str, folder: Path | None) -> Any:
+    if name not in RECIPES and ":" not in name and module_of(name) is None:
+        raise ValueError(no_recipe(name))
     try:
-        return builder()
-    except Exception as error:  # whatever a recipe raises, the user is told which recipe and why
+        with hf_config.served(folder or ("kept" if name in RECIPES else "auto")) as read:
+            config = (partial(_own, RECIPES[name]) if name in RECIPES else _function(name))()
+    except hf_config.MissingError as error:
+        raise ValueError(f"recipe {name!r}: {error}") from None
+    except Exception as error:  # whatever a recipe raises, the user is told which recipe, why and where
         hint = ""
         if "huggingface" in f"{type(error).__module__} {error!r} {error.__cause__!r}".lower():
-            hint = "; it reads the model's Hugging Face config: give it network or a filled HF_HOME"
-        raise ValueError(f"recipe {name!r} could not be built: {type(error).__name__}: {error}{hint}") from error
+            hint = "; it asks Hugging Face for more than a config: give it network or a filled HF_HOME"
+        raise ValueError(
+            f"recipe {name!r} could not be built: {type(error).__name__}: {error}{_place(error)}{hint}"
+        ) from error
+    if folder is not None and not read:
+        raise ValueError(f"hf_config={folder}: recipe {name!r} reads no config by Bridge's AutoBridge; leave it out")
+    model, tokenizer = (getattr(config, section, None) for section in ("model", "tokenizer"))
+    if getattr(model, "vocab_size", 0) is None and getattr(tokenizer, "vocab_size", 0) is None:
+        # Training takes it from the model's own tokenizer, which is not loaded here.
+        kept = hf_config.kept_configs().get(str(tokenizer.tokenizer_model), {"config": {}})["config"]
+        tokenizer.vocab_size = getattr(read[-1] if read else SimpleNamespace(**kept), "vocab_size", None)
+    return config
+
+
+def _function(name: str) -> Callable[[], Any]:
+    module, _, function = name.rpartition(":")
+    if not module.endswith(".py"):
+        return getattr(importlib.import_module(module or module_of(name) or ""), function)
+    path = Path(module).resolve()
+    sys.path.insert(0, str(path.parent))  # as `python path.py` does
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    loaded = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return getattr(loaded, function)
+
+
+def _place(error: Exception) -> str:
+    """Return file and line of an error: the deepest in the folder of the function that was called."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_THE_USERS)
+    ]
+    if not frames:
+        return ""
+    folder = Path(frames[0].filename).parent
+    own = [
+        frame
+        for frame in frames
+        if Path(frame.filename).is_relative_to(folder)
+        and "site-packages" not in Path(frame.filename).relative_to(folder).parts
+    ]
+    return f" ({os.path.relpath(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name})"
 
 
 def _own(recipe: Recipe) -> Any:
@@ -74,8 +124,4 @@ def _own(recipe: Recipe) -> Any:
     from bridge_fgo.recipes.train import require_mcore
 
     require_mcore(recipe)
-    config: Any = build(recipe, offload=True, hf="kept").config
-    if recipe.hf_model and config.model.vocab_size is None and getattr(config.tokenizer, "vocab_size", None) is None:
-        # Training takes it from the model's own tokenizer, which is not loaded here.
-        config.tokenizer.vocab_size = kept_configs()[recipe.hf_model]["config"]["vocab_size"]
-    return config
+    return build(recipe, offload=True, hf="hub").config  # "hub" is what `served` has in its place

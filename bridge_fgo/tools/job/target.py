@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import re
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import yaml
 
 from bridge_fgo.recipes.catalog import RECIPES
+from bridge_fgo.recipes.hf_config import fetch
+from bridge_fgo.tools.job.bridge_names import config_names, gpus_of, model_read_by, module_of
 
 
 def is_saved_config(target: str) -> bool:
@@ -18,11 +21,14 @@ def is_saved_config(target: str) -> bool:
     return Path(target).suffix in (".yaml", ".yml")
 
 
-def refuse_at_once(target: str) -> None:
-    """Raise ValueError where nothing of the name `target` can be there, or the installed mcore cannot build it.
+def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
+    """Raise ValueError where nothing of the name `target` can be there, or it cannot be built here.
 
     What passes may still not be there: only importing it tells.
     """
+    _, folder = without_folder(overrides or ())
+    module, _, function = target.rpartition(":")
+    package = module.partition(".")[0]
     if is_saved_config(target):
         require_saved_config(Path(target))
     elif target in RECIPES:
@@ -30,14 +36,29 @@ def refuse_at_once(target: str) -> None:
 
         if find_spec("megatron") is not None:
             require_mcore(RECIPES[target])
-    elif ":" in target:
-        package = target.partition(":")[0].partition(".")[0]
-        if not package or find_spec(package) is None:
-            raise ValueError(f"recipe {target!r}: there is no module {package!r}")
-    else:
-        words, _ = names_of_bridge()
-        if words and target not in words:
-            raise ValueError(no_recipe(target))
+    elif module.endswith(".py"):
+        if not Path(module).is_file():
+            raise ValueError(f"recipe {target!r}: there is no file {module!r}")
+    elif ":" in target and (not package or not (find_spec(package) or PathFinder.find_spec(package, [""]))):
+        raise ValueError(f"recipe {target!r}: there is no module {package!r}, neither installed nor in this folder")
+    elif not module and (known := config_names()) and target not in known and module_of(target) is None:
+        raise ValueError(no_recipe(target))
+    elif package in ("", "megatron") and folder is None and (model := model_read_by(function)) is not None:
+        fetch(model)
+
+
+def without_folder(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
+    """Return overrides without `hf_config=DIR`, and that folder.
+
+    Raises:
+        ValueError: it has no config.json.
+    """
+    given = [override for override in overrides if override.startswith("hf_config=")]
+    folders = [Path(one.removeprefix("hf_config=")) for one in given]
+    for one, folder in zip(given, folders, strict=True):
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{one}: there is no {folder / 'config.json'}; give the folder of a model's config.json")
+    return [one for one in overrides if one not in given], folders[-1] if folders else None
 
 
 def require_saved_config(path: Path) -> dict[str, Any]:
@@ -62,26 +83,12 @@ def require_saved_config(path: Path) -> dict[str, Any]:
 
 def no_recipe(name: str) -> str:
     """Return the error of a name that is no recipe: what it may have meant, and where the names are."""
-    known = [*RECIPES, *names_of_bridge()[1]]
+    said = gpus_of(name)
+    known = [one for one in (*RECIPES, *sorted(config_names())) if said in (None, gpus_of(one))]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or [one for one in known if name.lower() in one][:3]
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
     return (
-        f"there is no recipe {name!r}{meant} `bridge-fgo recipes list` lists this project's; others are functions of "
-        "megatron.bridge.recipes, module:function of your own, or the path of a run_config.yaml"
+        f"there is no recipe {name!r}{meant} `bridge-fgo recipes list` lists this project's; others are Bridge's "
+        "config functions (of recipes and perf_recipes), module:function or path.py:function of your own, or the path "
+        "of a run_config.yaml"
     )
-
-
-def names_of_bridge() -> tuple[set[str], list[str]]:
-    """Return the words in the sources of `megatron.bridge.recipes`, and the functions that make configs.
-
-    Both are empty where Bridge is not installed. A name that is none of the words cannot be imported from there.
-    """
-    spec = find_spec("megatron")
-    tops = [] if spec is None else spec.submodule_search_locations or []
-    words: set[str] = set()
-    functions: set[str] = set()
-    for path in (path for top in tops for path in (Path(top) / "bridge/recipes").rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        words.update(re.findall(r"\w+", text))
-        functions.update(re.findall(r"^def ([a-z]\w*_config)\(", text, re.MULTILINE))
-    return words, sorted(functions)
