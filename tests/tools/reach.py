@@ -221,8 +221,8 @@ def main() -> None:
                 verdicts[f"{function.__module__}.{function.__name__}"] = verdict_of(function)
                 named = [name for name in functions[function] if module_of(name) == function.__module__]
                 assert named or function.__module__ != module_of(function.__name__)
-                read = set(map(model_read_by, named)) - {None}
-                assert not asked or read <= set(asked), f"{function} asks for {asked}, and not for {read}"
+                read = {model_read_by(name) for name in named} - {None}
+                assert not asked or all(model in asked for model in read), f"{function} asks for {asked}, not {read}"
     assert len(verdicts) == len(functions), "two functions of one name and module"
     sys.stdout.write(table(verdicts, sum(map(len, functions.values())), verbose=verbose))
 

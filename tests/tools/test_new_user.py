@@ -1,7 +1,8 @@
 """Commands of a new user, right ones and mistakes: status, first line, CPU seconds, and no traceback.
 
 CPU seconds are bounded at about three times of what two slow cores took, so that what fails has grown by an import and
-not by a busy machine: LIGHT commands import no torch (0.9 s were seen), HUB ones Hugging Face's client (3.8 s), TORCH ones do (6 s, of which torch is 4.4).
+not by a busy machine: LIGHT commands import no torch (0.9 s were seen), HUB ones Hugging Face's
+client (3.8 s), TORCH ones do (6 s, of which torch is 4.4).
 """
 
 import os
