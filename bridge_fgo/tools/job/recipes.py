@@ -81,11 +81,11 @@ def _built(name: str, folder: Path | None) -> Any:
         ) from error
     if folder is not None and not read:
         raise ValueError(f"hf_config={folder}: recipe {name!r} reads no config by Bridge's AutoBridge; leave it out")
-    model, tokenizer = (getattr(config, section, None) for section in ("model", "tokenizer"))
-    if getattr(model, "vocab_size", 0) is None and getattr(tokenizer, "vocab_size", 0) is None:
+    if hasattr(config, "tokenizer") and getattr(config.model, "vocab_size", 0) is None:
         # Training takes it from the model's own tokenizer, which is not loaded here.
-        kept = hf_config.kept_configs().get(str(tokenizer.tokenizer_model), {"config": {}})["config"]
-        tokenizer.vocab_size = getattr(read[-1] if read else SimpleNamespace(**kept), "vocab_size", None)
+        kept = hf_config.kept_configs().get(str(config.tokenizer.tokenizer_model), {"config": {}})["config"]
+        if config.tokenizer.vocab_size is None:
+            config.tokenizer.vocab_size = getattr(read[-1] if read else SimpleNamespace(**kept), "vocab_size", None)
     return config
 
 
