@@ -39,7 +39,7 @@ KINDS = {
     "fp16 masters, bf16 moments": {"adam": FP16_MASTERS | BF16_MOMENTS},
     "fp16 masters, fp16 moments": {"adam": FP16_MASTERS | FP16_MOMENTS},
 }
-IN_THE_SLOW_LANE = ("fsdp", "fsdp of experts", *(kind for kind in KINDS if kind.startswith("fp16")))
+IN_THE_SLOW_LANE = ("adam", "muon", "fsdp", "fsdp of experts", *(kind for kind in KINDS if kind.startswith("fp16")))
 
 
 def with_formats(kind):

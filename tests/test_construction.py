@@ -178,7 +178,7 @@ LOADED = {
 }
 FEW_PARTS = ("optim", "no_shard", "optim_grads")
 """A part is the whole model, or near it: gradients are not reduced layer by layer."""
-IN_THE_FAST_LANE = ("masters in mcore", "fp16 masters", "remainders", "fsdp of swiglu")
+IN_THE_FAST_LANE = ("masters in mcore", "remainders")
 
 
 def formats_of(kind):

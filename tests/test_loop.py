@@ -48,7 +48,10 @@ SAVES = {
     ),
 }  # fmt: skip
 """Settings, and the steps after which there are checkpoints."""
-FAST = [("fork", when) for when in ("at an interval", "on a signal", "at the rerun machine's exit", "non-persistent")]
+FAST = [
+    ("foreground", "at an interval"),
+    *(("fork", when) for when in ("on a signal", "at the rerun machine's exit", "non-persistent")),
+]
 """Saves in the background that the fast lane has."""
 EXIT_STATUS = {"at exit_interval": 0, "at exit_duration": 0, "on a signal": 0, "at the rerun machine's exit": 16}
 """The last is mcore's `EXIT_CODE_RESUME_TO_DISAMBIGUATE`."""
@@ -91,7 +94,7 @@ def resident(cpu_standins, tmp_path_factory):
 @pytest.mark.parametrize(
     ("writer", "when"),
     [
-        pytest.param(writer, when, marks=() if writer == "foreground" or (writer, when) in FAST else pytest.mark.slow)
+        pytest.param(writer, when, marks=() if (writer, when) in FAST else pytest.mark.slow)
         for writer in ("foreground", "fork", "mcore")
         for when in SAVES
     ],

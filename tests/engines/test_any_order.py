@@ -332,7 +332,7 @@ def make_masters_anew(optimizer):
 @pytest.mark.parametrize(
     ("debug", "examples"),
     [
-        ("", 80),
+        ("", 40),
         ("7", 40),
         pytest.param("", 160, marks=pytest.mark.slow),
         pytest.param("8", 80, marks=pytest.mark.slow),

@@ -37,8 +37,14 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("config", [LAZY, OFF], ids=["lazy", "off"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        pytest.param(kind, config, id=f"{kind}-{name}", marks=pytest.mark.slow if name == "lazy" and several else ())
+        for kind, options in KINDS.items()
+        for name, config, several in (("lazy", LAZY, options.get("microbatches", 0) > 1), ("off", OFF, False))
+    ],
+)
 def test_training_is_bitwise_equal_to_resident(kind, config):
     with as_resident(4, config, **BUCKETS | KINDS[kind]) as run:
         steps(run, 4)

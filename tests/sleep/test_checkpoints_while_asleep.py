@@ -21,7 +21,7 @@ MODELS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(params=[False, True], ids=["not installed", "installed"])
+@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["not installed", "installed"])
 def is_installed(request, cpu_standins):
     """Whether the package is installed, as which the test runs."""
     with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")) if request.param else contextlib.nullcontext():

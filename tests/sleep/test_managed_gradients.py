@@ -19,7 +19,7 @@ from bridge_fgo.tools.arms import cpu_training
 THREE = SMALL | {"overlap_grad_reduce": True, "bucket_size": 20_000, "microbatches": 3}
 LAZY = dataclasses.replace(WHOLE, gradients="lazy", master_remainders=False)
 OFF = dataclasses.replace(PACKED, gradients=True)
-SETTINGS = pytest.mark.parametrize("config", [LAZY, OFF], ids=["lazy", "off"])
+SETTINGS = pytest.mark.parametrize("config", [pytest.param(LAZY, marks=pytest.mark.slow), OFF], ids=["lazy", "off"])
 MODELS = {
     "dense": {},
     "experts_in_chunks": {"experts": True, "chunks": 2},

@@ -68,7 +68,10 @@ class Case:
 
 ADAM, MUON = {"distributed": False}, {"distributed": False, "optimizer": "muon"}
 IN_FLIGHT = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-SLOW = {"muon_of_experts", "adam_with_fp32_parameters", "adam_with_most_frozen", "adam_packed", "dist_muon_packed"}
+SLOW = {
+    *("experts", "adam", "muon", "muon_of_experts", "adam_with_fp32_parameters", "adam_with_most_frozen"),
+    *("adam_packed", "dist_muon_packed", "flag_with_whole_masters"),
+}
 CASES = {
     "dense": Case(),
     "experts": Case({"experts": True}),
