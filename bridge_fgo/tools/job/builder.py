@@ -143,18 +143,18 @@ def recomputations(config: Any, gpus: int) -> Iterator[tuple[str, list[str] | st
 
     A kind is tried as a user would write it, by overrides.
     """
+
+    def refusal(overrides: tuple[str, ...]) -> str:
+        try:
+            return " ".join((prepare(overridden(copy.deepcopy(config), overrides), gpus) or "").split())
+        except ValueError as error:  # there is nothing of that name to turn off
+            return str(error)
+
     for name, changes in KINDS.items():
-        first = ""
-        for off in TURNED_OFF:
-            try:
-                refused = prepare(overridden(copy.deepcopy(config), [*told(config.model, changes), *off]), gpus)
-            except ValueError as error:  # there is nothing of that name to turn off
-                refused = str(error)
-            if refused is None:
-                break
-            first = first or " ".join(refused.split())
-        if first:
-            yield name, first if refused else [*off]
+        kind = told(config.model, changes)
+        taken = next((off for off in TURNED_OFF if not refusal(kind + off)), None)
+        if taken != ():
+            yield name, refusal(kind) if taken is None else [*taken]
 
 
 def offload_of(config: Any, offload: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Job:
     held: of each pipeline stage what its ranks hold, by mcore's own layout; empty where that is not known.
     not_held: why it is not.
     recomputations: of kinds of recomputation that Bridge does not take as they are what has to be turned off, or why
-        it refuses them.
+        it refuses them; None where it was not asked.
     """
 
     config: SimpleNamespace
@@ -55,7 +55,7 @@ class Job:
     gpus_given: bool = True
     held: list[Held] = field(default_factory=list)
     not_held: str = "Megatron-Bridge is not installed"
-    recomputations: dict[str, list[str] | str] = field(default_factory=dict)
+    recomputations: dict[str, list[str] | str] | None = None
 
     @property
     def gpus_note(self) -> str:
@@ -126,7 +126,7 @@ def job_of(found: dict[str, Any]) -> Job:
         found["gpus_given"],
         [Held.read(of_stage) for of_stage in found.get("held", [])],
         found.get("not_held", ""),
-        found.get("recomputations", {}),
+        found.get("recomputations"),
     )
 
 

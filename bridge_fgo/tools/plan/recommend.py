@@ -107,7 +107,8 @@ class Recommender:
         """Return the ways to run the job, and the fastest that fits."""
         choices: list[Choice] = []
         kinds = self._recomputations()
-        answers = {name: self._job.recomputations.get(name, []) for name in kinds}
+        asked = self._job.recomputations
+        answers = {name: (asked or {}).get(name, []) for name in kinds}
         refused = {name: why for name, why in answers.items() if isinstance(why, str)}
         for name, changes in {"as configured": {}, **kinds}.items():
             if name in refused:
@@ -124,6 +125,8 @@ class Recommender:
         advised = min(fitting, key=lambda choice: (choice.step, choice.offloaded), default=None)
         choices += [*self._larger_micro_batch(), *self._hybrid()]
         terms = [f"not offered: {name}, which Megatron-Bridge refuses here: {why}" for name, why in refused.items()]
+        if kinds and asked is None:
+            terms.append("Megatron-Bridge is not installed here: it may refuse a kind of recomputation")
         return Recommendation(choices, advised, [*self._terms(self._compute(self._job)), *terms], self._room)
 
     def _estimate(
