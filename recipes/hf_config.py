@@ -12,6 +12,9 @@ from unittest import mock
 
 FOLDER = Path(__file__).with_name("hf")
 
+LOADER = "safe_load_config_with_retry"
+"""Bridge's function that reads a config.json."""
+
 Choice = Literal["auto", "hub", "kept"]
 """Where a model's config comes from. "hub": Hugging Face's cache or the network, as upstream does. "kept": this
 project. "auto": the cache where it has the model, else this project, without asking the network."""
@@ -86,15 +89,17 @@ def without_tokenizer(config: Any, model: str) -> str:
 
 @contextlib.contextmanager
 def served(choice: Choice | Path) -> Iterator[list[Any]]:
-    """Context in which Bridge's `AutoBridge.from_hf_pretrained` gets configs as `choice` says, or from that folder.
+    """Context in which Bridge's `AutoBridge.from_hf_pretrained` gets configs as `choice` says, or any from that folder.
 
     Only the loading of `config.json` is replaced; all that Bridge makes of it is Bridge's own. Yields a list of the
     configs that were read.
     """
     from megatron.bridge.models.conversion import auto_bridge
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, AutoConfig
 
-    upstream = auto_bridge.safe_load_config_with_retry
+    # A few of Bridge's recipes ask transformers themselves; a folder is what they get too.
+    owner, name = (AutoConfig, "from_pretrained") if isinstance(choice, Path) else (auto_bridge, LOADER)
+    upstream = getattr(owner, name)
     read: list[Any] = []
 
     def load(path: str | Path, trust_remote_code: bool = False, **kwargs: Any) -> Any:
@@ -108,5 +113,5 @@ def served(choice: Choice | Path) -> Iterator[list[Any]]:
             read.append(CONFIG_MAPPING[config["model_type"]].from_dict(dict(config), **kwargs))
         return read[-1]
 
-    with mock.patch.object(auto_bridge, "safe_load_config_with_retry", load):
+    with mock.patch.object(owner, name, load):
         yield read

@@ -80,7 +80,7 @@ def _built(name: str, folder: Path | None) -> Any:
             f"recipe {name!r} could not be built: {type(error).__name__}: {error}{_place(error)}{hint}"
         ) from error
     if folder is not None and not read:
-        raise ValueError(f"hf_config={folder}: recipe {name!r} reads no config by Bridge's AutoBridge; leave it out")
+        raise ValueError(f"hf_config={folder}: recipe {name!r} reads no Hugging Face config; leave it out")
     if hasattr(config, "tokenizer") and getattr(config.model, "vocab_size", 0) is None:
         # Training takes it from the model's own tokenizer, which is not loaded here.
         kept = hf_config.kept_configs().get(str(config.tokenizer.tokenizer_model), {"config": {}})["config"]
