@@ -223,7 +223,7 @@ def test_settings_of_a_job_without_a_job_are_an_error(no_megatron):
 
 
 def test_a_recipe_without_megatron_says_what_is_missing(no_megatron):
-    status, output = run("plan", "llama3_8b_pretrain_config")
+    status, output = run("plan", "llama3_70b_pretrain_config")
     assert status == 2 and "megatron-bridge" in output and "run_config.yaml" in output
 
 
