@@ -355,7 +355,7 @@ def assert_split(checkpoint):
 @pytest.mark.parametrize(
     ("strategy", "loads"),
     [
-        ("optim_grads_params", [(True, False)]),
+        pytest.param("optim_grads_params", [(True, False)], marks=pytest.mark.slow),
         pytest.param("optim", [(True, False), (False, True)], marks=pytest.mark.slow),
     ],
 )

@@ -76,7 +76,9 @@ BUILT = {
     "frozen": {"frozen": True, "layers": 24},
     **WHOLE,
 }
-EVERY_KIND = [pytest.param(kind, marks=pytest.mark.slow if kind in {*WHOLE} - {"muon"} else ()) for kind in BUILT]
+EVERY_KIND = [
+    pytest.param(kind, marks=() if kind in ("dense", "chunks", "muon") else pytest.mark.slow) for kind in BUILT
+]
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
@@ -178,7 +180,7 @@ LOADED = {
 }
 FEW_PARTS = ("optim", "no_shard", "optim_grads")
 """A part is the whole model, or near it: gradients are not reduced layer by layer."""
-IN_THE_FAST_LANE = ("masters in mcore", "remainders")
+IN_THE_FAST_LANE = ("remainders",)
 
 
 def formats_of(kind):
@@ -280,7 +282,8 @@ def test_what_mcore_makes_before_a_load_is_made_part_by_part_and_counts_and_deca
     both(made, **FSDP)
 
 
-@pytest.mark.parametrize("count", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [0, 2])
 def test_a_checkpoint_without_states_leaves_what_mcore_made(tmp_path, count):
     with training(False, **FSDP) as run:
         steps(run, 2)

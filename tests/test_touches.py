@@ -98,7 +98,7 @@ CASES = {
     "muon": (PACKED, OPTIMIZERS["muon"]),
     "layer_wise_muon": (PACKED, OPTIMIZERS["dist_muon"]),
 }
-IN_THE_FAST_LANE = ("whole", "packed", "muon")
+IN_THE_FAST_LANE = ("packed",)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def states_to_save(run):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("config", [WHOLE, PACKED], ids=["whole", "packed"])
+@pytest.mark.parametrize("config", [pytest.param(WHOLE, marks=pytest.mark.slow), PACKED], ids=["whole", "packed"])
 def test_what_is_written_after_reload_states_is_kept_saved_and_trained_on(name, config):
     # Slabs are on their way to the host then, with the bytes of before.
     def written(run):

@@ -16,7 +16,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr("bridge_fgo.memory.layout.LEAST_PART_BYTES", PART_BYTES)
 
 
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("experts", [pytest.param(False, marks=pytest.mark.slow), True], ids=["dense", "experts"])
 @pytest.mark.parametrize("remainders", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_states_read_where_they_are_have_the_digests_of_those_on_the_gpu(remainders, experts):
     config = bridge_fgo.OffloadConfig(engine=PARTS.engine, master_remainders=remainders)

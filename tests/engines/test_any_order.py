@@ -332,8 +332,8 @@ def make_masters_anew(optimizer):
 @pytest.mark.parametrize(
     ("debug", "examples"),
     [
-        ("", 40),
-        ("7", 40),
+        ("", 20),
+        ("7", 20),
         pytest.param("", 160, marks=pytest.mark.slow),
         pytest.param("8", 80, marks=pytest.mark.slow),
     ],

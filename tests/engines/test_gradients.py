@@ -157,7 +157,9 @@ MEMORY = {name: KINDS[name] for name in ("one_microbatch", "three_microbatches",
 
 
 @pytest.mark.parametrize("config", [LAZY, OFF], ids=["lazy", "off"])
-@pytest.mark.parametrize("kind", MEMORY)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ("experts", "rerun") else ()) for kind in MEMORY]
+)
 def test_what_has_memory_at_each_point_of_a_step(kind, config):
     options = BUCKETS | KINDS[kind] | {"layers": 4}
     with training(True, config, **options) as run:
@@ -415,7 +417,7 @@ def test_mcores_offload_of_a_buffer_between_steps_loses_nothing():
 # Checkpoints.
 
 
-@pytest.mark.parametrize("config", [LAZY, OFF], ids=["lazy", "off"])
+@pytest.mark.parametrize("config", [pytest.param(LAZY, marks=pytest.mark.slow), OFF], ids=["lazy", "off"])
 def test_a_checkpoint_has_the_bytes_of_a_resident_run_and_is_loaded_as_one(tmp_path, config):
     def train(run):
         steps(run, 2)

@@ -26,7 +26,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[pytest.param(kind, marks=() if kind is Float8Tensor else pytest.mark.slow) for kind in KINDS])
 def quantized(request, monkeypatch):
     """Have trainings keep the matrices of their layers quantized; return the class and other options."""
     have_mcore_quantize(request.param, monkeypatch)
@@ -67,7 +67,7 @@ def test_training_is_bitwise_equal_to_resident(quantized):
 
 @pytest.mark.usefixtures("cpu_standins")
 @pytest.mark.parametrize("quantized", [Float8Tensor], indirect=True)
-@pytest.mark.parametrize("config", [LAZY, OFF], ids=["lazy", "off"])
+@pytest.mark.parametrize("config", [pytest.param(LAZY, marks=pytest.mark.slow), OFF], ids=["lazy", "off"])
 def test_training_that_sleeps_is_bitwise_equal_to_resident(quantized, config, monkeypatch):
     kind, options = quantized
     monkeypatch.setattr(kind, "get_usages", lambda weight: {"columnwise": False}, raising=False)

@@ -235,6 +235,7 @@ def test_no_step_is_above_what_releasing_throughout_has_reached(kinds, data, war
 # Peaks above a plan.
 
 
+@pytest.mark.slow
 def test_where_no_profile_covers_the_next_pass_only_some_are_measured(monkeypatch):
     training, measured = Shapes(monkeypatch), []
     add = HoldPolicy.add

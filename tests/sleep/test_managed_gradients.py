@@ -90,7 +90,9 @@ def require_asleep(run, res):
 
 
 @SETTINGS
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=pytest.mark.slow if MODELS[model] else ()) for model in MODELS]
+)
 def test_training_that_sleeps_after_each_step_is_bitwise_a_resident_one_and_its_gradients_cost_nothing(
     monkeypatch, model, config
 ):

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
 CONFIGS = {"whole masters": None, "packed masters": PACKED, "small slabs": WHOLE}
 MUON = {"distributed": False, "optimizer": "muon"}
+IN_THE_FAST_LANE = ("dense", "experts", "fp16_with_skipped_steps", "collectives_in_flight", "muon")
 SCENARIOS = {
     "dense": {},
     "experts": {"experts": True},
@@ -104,7 +105,7 @@ def driven(held, training, config=None, **count):
     [
         pytest.param(
             changes, config, id=f"{name}-{settings}",
-            marks=() if name == "dense" or settings == "packed masters" else pytest.mark.slow,
+            marks=() if settings == "packed masters" and name in IN_THE_FAST_LANE else pytest.mark.slow,
         )
         for name, changes in SCENARIOS.items() for settings, config in CONFIGS.items()
     ],
