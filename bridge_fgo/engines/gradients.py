@@ -53,7 +53,7 @@ NO_MXFP8 = (
     "set mixed_precision.fp8_param_gather=False and mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=False: weights "
     "are kept in 16 bits then, and multiplied in MXFP8 as before"
 )
-"""What to set where gradients share a buffer with weights."""
+"""Advice for MXFP8 weights, which mcore gathers into the buffer of the gradients."""
 
 WHOLE = (
     "the gradients of a whole DDP buffer (`buffer.grad_data`) were used; each bucket has its own, in "

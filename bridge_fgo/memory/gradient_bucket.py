@@ -65,10 +65,10 @@ class GradientBucket:
         """Whether it leaves between microbatches, so that reads are counted."""
         self.read: set[int] = set()
         """Parameters, by `id`, whose gradient was read since the bucket came."""
-        self.asleep = ""
-        """What to call before the gradients may be used; empty where they may."""
         self._streams: set[int] = set()
-        """On which it was."""
+        """Those on which it was."""
+        self.asleep = ""
+        """The call that brings the gradients back from a sleep, which errors name; empty while they are awake."""
         self._transfers, self._needed, self._traffic = transfers, weakref.WeakMethod(needed), traffic
         self._views = [(weakref.ref(view), first) for view, first in ((data, 0), *views)]
         self._data = weakref.ref(data)

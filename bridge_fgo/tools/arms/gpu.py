@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--fused-wgrad",
         action="store_true",
-        help="Transformer Engine's products add to gradients themselves, as by default in a job that has Apex",
+        help="Transformer Engine's products add to gradients themselves, as by default in a job",
     )
     offload = parser.add_argument_group("offload")
     offload.add_argument("--offload", choices=("on", "off"), default="off")

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGES = ("recipes", "perf_recipes", "diffusion/recipes")
-"""Of `megatron.bridge`; where two of them have the same name, the first one is meant."""
+"""Folders of `megatron.bridge` that are searched, in this order: a name that several have means the first."""
 
 BINDING = re.compile(r"^(?:def (\w+)\(|(\w+)(?:: [^=\n]+)? = ).*(?:\n(?:[ \t)\]}].*|#.*|)$)*", re.MULTILINE)
 ALIAS = re.compile(r"\b(\w+_config) as (\w+)")

@@ -8,7 +8,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,7 +68,7 @@ def _built(name: str, folder: Path | None) -> Any:
         raise ValueError(no_recipe(name))
     try:
         with hf_config.served(folder or ("kept" if name in RECIPES else "auto")) as read:
-            config = (partial(_own, RECIPES[name]) if name in RECIPES else _function(name))()
+            config = _own(RECIPES[name]) if name in RECIPES else _function(name)()
     except hf_config.MissingError as error:
         raise ValueError(f"recipe {name!r}: {error}") from None
     except Exception as error:  # whatever a recipe raises, the user is told which recipe, why and where

@@ -21,7 +21,7 @@ KINDS = {
 OVERLAP_OFF = ("comm_overlap.overlap_moe_expert_parallel_comm=false", "comm_overlap.delay_wgrad_compute=false")
 GRAPHS_OFF = ("model.cuda_graph_impl=none",)
 TURNED_OFF = ((), OVERLAP_OFF, GRAPHS_OFF, OVERLAP_OFF + GRAPHS_OFF)
-"""What Bridge may ask to be turned off for a kind, the least first."""
+"""Overrides that are tried in this order, until Bridge accepts a kind with them."""
 
 
 def told(model: Any, changes: dict[str, Any]) -> tuple[str, ...]:

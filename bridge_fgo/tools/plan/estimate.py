@@ -18,7 +18,7 @@ from bridge_fgo.tools.plan.state import Layout, StateBytes, is_upstreams, layout
 from bridge_fgo.tools.plan.systems import SYSTEMS, Link
 
 UNTRIED = "not held against runs"
-"""Of activations whose count no run has confirmed."""
+"""A note says this where no run has confirmed the count of activations."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,8 @@ def make_estimate(
         )
     layout = layout or layout_of(job, offload)
     is_auto = offload.gpu_memory_budget_gib == "auto"
-    # What training finds out is a system's room; nothing stays where no system, or no activation, tells it.
+    # Training measures what "auto" is. Here it is the room of the one system that was named; without one, or without
+    # counted activations, everything is offloaded.
     room = SYSTEMS[links[0].name].room if len(links) == 1 and links[0].name in SYSTEMS else None
     budget = room if is_auto else offload.gpu_memory_budget_bytes
     stages, moved, loads = [], [], []

@@ -241,8 +241,7 @@ class Recommender:
         )
         yield (
             f"HybridDeviceOptimizer: {self._hybrid_seconds * 1e9:.2f} s for 10^9 parameters "
-            f"({HYBRID_SECONDS * 1e9:.2f} s "
-            "measured, alone on a host; beside other GPUs as much longer as copies take)"
+            f"({HYBRID_SECONDS * 1e9:.2f} s measured, alone on a host; beside other GPUs as much longer as copies take)"
         )
         yield (
             "not counted: communication and its overlap, CUDA graphs, the optimizer's update, how much faster larger "
