@@ -322,12 +322,6 @@ class Session:
             f"{engine.planned_bytes / gib:.2f} of {engine.state_bytes / gib:.2f} GiB a rank offloaded, "
             f"{pinned}, stays resident: {stays}"
         )
-        if gradients is not None and getattr(self.model_config, "gradient_accumulation_fusion", False) is True:
-            say(
-                "OffloadConfig.gradients where Transformer Engine's kernels add to gradients themselves "
-                "(model.gradient_accumulation_fusion=True) has been run on a CPU only: compare the first losses and "
-                "gradient norms with those of gradients=False"
-            )
         if shortage := copy_queues.shortage():
             say(shortage)
         if getattr(self.model_config, "fine_grained_activation_offloading", False) is True:
