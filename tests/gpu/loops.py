@@ -3,7 +3,7 @@
     python tests/gpu/loops.py
 
 Three arms are alive at once and train in turn: resident, with the flag, and by `Residency.training_step`. E is what a
-step got longer by, over the time in which the states cross the link once.
+step got longer by, over the time in which the states cross the link once: the median over rounds.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import phases_arm
-
-from bridge_fgo.tools.arms.runner import ArmProcess, ArmRun
+from bridge_fgo.tools.bench.command import probe
 from bridge_fgo.tools.bench.in_turn import WARM_UP_STEPS, InTurn
+from bridge_fgo.tools.bench.rounds import rounds_of
 
 HERE = Path(__file__).parent
 MOST_APART = 0.1
@@ -29,16 +28,6 @@ ARMS = {
     "flag": ("bridge_fgo.tools.arms.gpu", ["--offload", "on", "--engine", "native"]),
     "own loop": ("loop_arm", ["--offload", "off"]),
 }
-
-
-def step_seconds(run: ArmRun, rounds: int) -> float:
-    """Returns the median of the steps in turns that count, without the first of each."""
-    counted, newest = [], None
-    for step in run.steps:
-        if step.get("turn") == newest and 1 <= step["turn"] <= rounds:
-            counted.append(step["seconds"])
-        newest = step.get("turn")
-    return statistics.median(counted)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,35 +41,30 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     )
+    size = ["--layers", str(options.layers), *SIZE.split(), "--steps", str(steps)]
     with TemporaryDirectory() as folder:
-
-        def start(name: str, address: Path) -> ArmProcess:
-            module, more = ARMS[name]
-            size = ["--layers", str(options.layers), *SIZE.split(), "--steps", str(steps), "--turns", str(address)]
-            return ArmProcess(name.replace(" ", "_"), module, [*size, *more], Path(folder))
-
-        turns = InTurn(
-            list(ARMS), start, options.rounds, options.turn_steps, 200.0, lambda name: name == "resident", print
-        )
-        turns.run()
-    if turns.failures:
+        arms = {
+            name: {"module": module, "options": [*size, *more], "folder": Path(folder)}
+            for name, (module, more) in ARMS.items()
+        }
+        runs, failures = InTurn(arms, options.rounds, options.turn_steps, 200.0, print).run()
+    if failures:
         return 1
-    link = phases_arm.link()
-    seconds = {name: step_seconds(run, options.rounds) for name, run in turns.results.items()}
-    resident = turns.results["resident"].result
-    across = resident["state_bytes"] / min(link.values())
-    e = {name: (value - seconds["resident"]) / across for name, value in seconds.items()}
+    link = probe(1)
+    rounds = {arm.arm: arm for arm in rounds_of(runs, dict.fromkeys(runs, "resident"), link)}
+    resident = runs["resident"].result
     states = f"states {resident['state_bytes'] / 1e9:.2f} GB"
-    print(f"link {link['out'] / 1e9:.1f} GB/s out, {link['back'] / 1e9:.1f} back; {states}")
+    print(f"link {link['d2h'] / 1e9:.1f} GB/s out, {link['h2d'] / 1e9:.1f} back; {states}")
+    e = {name: arm.e or 0.0 for name, arm in rounds.items()}
     fails = abs(e["own loop"] - e["flag"]) > MOST_APART
-    losses = turns.results["resident"].values("loss")
-    for name, run in turns.results.items():
+    losses = runs["resident"].values("loss")
+    for name, run in runs.items():
         equal = run.result["digests"] == resident["digests"] and run.values("loss") == losses
         fails |= not equal
         held, away = (f"{run.result[key] / 1e9:.2f} GB" for key in ("peak_allocated_bytes", "released_bytes"))
         print(
-            f"{name}: {seconds[name]:.4f} s a step, E {e[name]:.3f}, {held} allocated, {away} released, "
-            f"bits {'equal' if equal else 'DIFFER'}"
+            f"{name}: {statistics.median(rounds[name].seconds):.4f} s a step, E {e[name]:.3f}, {held} allocated, "
+            f"{away} released, bits {'equal' if equal else 'DIFFER'}"
         )
     print("FAILS" if fails else "passes")
     return int(fails)

@@ -78,7 +78,7 @@ def write_trace(path, copies):
 
 
 def test_the_row_of_an_arm_counts_from_the_seventh_step_on():
-    row = figures.make_row([resident_arm()], [native_arm()], LINK, True)
+    row = figures.make_row(resident_arm(), native_arm(), LINK, True)
     assert row.step_seconds == 0.7
     assert row.added_seconds == pytest.approx(0.2)
     assert (row.forward_seconds, row.rest_seconds) == (0.05, 0.12)
@@ -90,20 +90,12 @@ def test_the_row_of_an_arm_counts_from_the_seventh_step_on():
     assert row.bitwise_equal is True
 
 
-def test_every_round_counts():
-    slow = native_arm([*OFFLOADED[:6], 0.9, 0.9, 0.9], 32 * GB, "b")
-    row = figures.make_row([resident_arm(), resident_arm()], [native_arm(), slow], LINK, True)
-    assert row.bitwise_equal is False
-    assert (row.peak_allocated_bytes, row.saved_allocated) == (32 * GB, pytest.approx(0.8))
-    assert (row.step_seconds, row.step_seconds_max) == (pytest.approx(0.8), 0.9)
-
-
 def test_e_of_copies_leaves_out_how_fast_the_host_launched_the_other_forwards():
-    resident, mine = [resident_arm()], [native_arm()]
+    resident, mine = resident_arm(), native_arm()
     # The first rank waits for the other, whose host launches slowly.
     waiting = {"forward": 0.05, "first_forward": 0.06, "backward": 0.1, "rest": 0.4}
     slow = {"forward": 0.09, "first_forward": 0.11, "backward": 0.1, "rest": 0.2}
-    mine[0].result["phase_seconds_of_ranks"] = [waiting, slow]
+    mine.result["phase_seconds_of_ranks"] = [waiting, slow]
     row = figures.make_row(resident, mine, LINK, True)
     assert row.e_of_copies == pytest.approx((0.02 + 0.2 - 0.12) * 50 / 10)
     assert figures.make_row(resident, resident, LINK, True).e_of_copies is None
@@ -137,7 +129,7 @@ def test_copies_hide_behind_longer_passes_where_activations_leave_them_room(room
 
 
 def test_the_table_has_the_range_of_steps_and_a_dash_for_what_is_not_asked():
-    row = figures.make_row([resident_arm()], [native_arm(digest="b")], LINK, True)
+    row = figures.make_row(resident_arm(), native_arm(digest="b"), LINK, True)
     for stall, told in ((None, "-"), (0.25, "0.25")):
         shown = dict(zip(*figures.table_of([replace(row, save_stall_seconds=stall)]), strict=True))
         found = [shown[name] for name in ("step, s", "E", "bitwise equal", "save stall, s")]
@@ -168,8 +160,8 @@ def made_up(monkeypatch):
     """Arms that train nothing; returns the digest of each, to be changed, and the names that fail."""
     digests, failing = {}, set()
 
-    def run_one(settings, one, number, resident):
-        write_trace(settings.keep / f"{one.name}.{number}.trace.gz", [] if one.name == "resident" else [(0.1, 0.2)])
+    def run_one(settings, one, resident):
+        write_trace(settings.keep / f"{one.name}.trace.gz", [] if one.name == "resident" else [(0.1, 0.2)])
         if one.name in failing:
             raise ArmFailed(one.name, "made up", "the log")
         if one.name == "resident":
@@ -240,7 +232,8 @@ def test_mcores_offloader_is_an_arm_by_default_where_a_checkout_is_given(made_up
         ("--arms resident,nativ", "nativ is no arm: did you mean native?"),
         ("--gpus 2", "--gpus 2: torch sees 1 CUDA devices here"),
         ("--fsdp optim --full-graphs", "--full-graphs with --fsdp optim"),
-        ("--time-limit 60", "give that too"),
+        ("--time-limit 60", "--time-limit 60: only arms in turn"),
+        ("--rounds 2", "--rounds 2: only arms in turn"),
         ("--in-turn --saves", "leave one out"),
         ("--in-turn --arms resident,half:A=1", "--half-budget-gib"),
         ("--in-turn --steps 9", "--rounds"),
@@ -259,8 +252,8 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(made_up, monkeypat
 def test_the_reference_of_the_hosts_speed_is_that_of_all_arms(made_up, monkeypatch, tmp_path):
     original, loops = command.run_one, {"resident": 1e-3, "native": 0.5e-3}
 
-    def run_one(settings, one, number, resident):
-        run = original(settings, one, number, resident)
+    def run_one(settings, one, resident):
+        run = original(settings, one, resident)
         run.result["host_loop_seconds_of_ranks"] = [[loops[one.name]] * len(run.steps)]
         return run
 
@@ -296,7 +289,7 @@ def trained(made_up, monkeypatch):
     seconds = {"resident": RESIDENT, "native": [0.7] * 9, "hybrid": [2.0] * 9}
     seconds |= {"fsdp_resident": [0.4] * 9, "fsdp": [0.65] * 9}
 
-    def run_one(settings, one, number, resident):
+    def run_one(settings, one, resident):
         if one.name in made_up[1]:
             raise command.ArmFailed(one.name, "made up", "the log")
         released = 0 if one.is_resident else 10 * GB
@@ -332,8 +325,8 @@ def test_without_one_of_the_arms_nothing_is_compared_and_the_others_are_reported
 
 def test_in_turn_each_kind_is_compared_with_its_resident_arm_within_each_round(trained, monkeypatch, tmp_path):
     def run_in_turn(settings, chosen, console):
-        runs = {one.name: [command.run_one(settings, one, 0, None)] for one in chosen}
-        for (run,) in runs.values():
+        runs = {one.name: command.run_one(settings, one, None) for one in chosen}
+        for run in runs.values():
             for number, event in enumerate(run.steps):
                 event["turn"] = number // 3  # the first is the warm-up
         return runs, {}

@@ -41,7 +41,7 @@ def start(monkeypatch, tmp_path):
             traces=False,
             **changes,
         )
-        command.run_one(settings, settings.chosen()[-1], 0, resident_arm())
+        command.run_one(settings, settings.chosen()[-1], resident_arm())
         if "checkpoints" in seen:
             assert seen["checkpoints"].parent == tmp_path and not seen["checkpoints"].exists()
         parsed = gpu.parse([*seen["options"], "--events", "unused"])

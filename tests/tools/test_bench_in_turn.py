@@ -9,7 +9,7 @@ import pytest
 from test_bench import GB, LINK, arm, bench, made_up, names_of, ran  # noqa: F401 (a fixture)
 
 from bridge_fgo.tools.arms import gpu
-from bridge_fgo.tools.arms.runner import ArmFailed, ArmProcess, launcher
+from bridge_fgo.tools.arms.runner import ArmFailed, launcher
 from bridge_fgo.tools.bench import command, in_turn, rounds, steps
 
 STEPS = 3
@@ -17,25 +17,19 @@ STEPS = 3
 
 @pytest.fixture
 def turns(tmp_path):
-    """Returns what runs arms of the given names and options, and the lines of their diary as tuples."""
+    """Runs arms of the given names and options; returns results, failures, and the lines of their diary as tuples."""
 
     def run(arms, ranks=1, timeout=60.0, count=2, **settings):
         diary, here = tmp_path / "diary", Path(__file__).parent
-
-        def start(name, address):
-            return ArmProcess(
-                name,
-                "turning_arm",
-                ["--steps", str(in_turn.WARM_UP_STEPS + STEPS * count), "--turns", str(address), "--name", name,
-                 "--diary", str(diary), *arms[name]],
-                tmp_path,
-                launcher=launcher(ranks),
-                environment={"PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])},
-            )  # fmt: skip
-
-        taking = in_turn.InTurn(list(arms), start, count, STEPS, timeout, **settings)
-        taking.run()
-        return taking, [tuple(line.split()) for line in diary.read_text().splitlines()]
+        environment = {"PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])}
+        how = {"module": "turning_arm", "folder": tmp_path, "launcher": launcher(ranks), "environment": environment}
+        steps = str(in_turn.WARM_UP_STEPS + STEPS * count)
+        arms = {
+            name: how | {"options": ["--steps", steps, "--name", name, "--diary", str(diary), *options]}
+            for name, options in arms.items()
+        }
+        ended = in_turn.InTurn(arms, count, STEPS, timeout, **settings).run()
+        return *ended, [tuple(line.split()) for line in diary.read_text().splitlines()]
 
     return run
 
@@ -50,8 +44,8 @@ def blocks(lines):
 
 def test_within_the_time_limit_arms_train_one_at_a_time_and_the_order_rotates_and_is_told(turns):
     told = []
-    taking, lines = turns({"a": [], "b": [], "c": []}, time_limit=600, tell=told.append)
-    assert list(taking.results) == ["a", "b", "c"] and not taking.failures
+    results, failures, lines = turns({"a": [], "b": [], "c": []}, time_limit=600, tell=told.append)
+    assert list(results) == ["a", "b", "c"] and not failures
     assert told[1:] == [f"round {number} of 2: a 0.100 s, b 0.100 s, c 0.100 s" for number in (1, 2)]
     warm_up = in_turn.WARM_UP_STEPS
     assert blocks(lines) == [
@@ -64,8 +58,8 @@ def test_within_the_time_limit_arms_train_one_at_a_time_and_the_order_rotates_an
 
 @pytest.mark.slow
 def test_where_time_runs_out_arms_end_after_the_round_under_way_with_one_step_more(turns):
-    taking, lines = turns({"a": [], "b": []}, count=5, time_limit=0.001)
-    assert list(taking.results) == ["a", "b"] and not taking.failures
+    results, failures, lines = turns({"a": [], "b": []}, count=5, time_limit=0.001)
+    assert list(results) == ["a", "b"] and not failures
     assert blocks(lines) == [
         *[(0, name, in_turn.WARM_UP_STEPS) for name in "ab"],
         *[(1, name, STEPS) for name in "ab"],
@@ -75,8 +69,8 @@ def test_where_time_runs_out_arms_end_after_the_round_under_way_with_one_step_mo
 
 @pytest.mark.slow
 def test_both_ranks_of_an_arm_take_their_turn_together_and_one_that_dies_takes_its_arm_along_and_no_other(turns):
-    taking, lines = turns({"a": [], "b": ["--die-in", "2"]}, ranks=2)
-    assert list(taking.results) == ["a"] and list(taking.failures) == ["b"]
+    results, failures, lines = turns({"a": [], "b": ["--die-in", "2"]}, ranks=2)
+    assert list(results) == ["a"] and list(failures) == ["b"]
     of_turns = [line[:2] for line in lines]
     assert len(list(itertools.groupby(of_turns))) == len(set(of_turns)) >= 6, "each turn ends before the next begins"
     assert {line[1:3] for line in lines} == {(name, rank) for name in "ab" for rank in "01"}
@@ -85,8 +79,8 @@ def test_both_ranks_of_an_arm_take_their_turn_together_and_one_that_dies_takes_i
 @pytest.mark.parametrize(("turn", "left"), [(-1, 0), (0, 0), (2, 1)], ids=["at its start", "in warm-up", "in a round"])
 def test_an_arm_that_dies_is_told_of_and_the_others_go_on(turns, turn, left):
     told = []
-    taking, lines = turns({"a": [], "b": ["--die-in", str(turn)], "c": []}, tell=told.append)
-    assert list(taking.results) == ["a", "c"] and list(taking.failures) == ["b"]
+    results, failures, lines = turns({"a": [], "b": ["--die-in", str(turn)], "c": []}, tell=told.append)
+    assert list(results) == ["a", "c"] and list(failures) == ["b"]
     assert any("it died" in line for line in told)
     assert told[-1] == "round 2 of 2: a 0.100 s, c 0.100 s"
     assert [block for block in blocks(lines) if block[1] == "c"][-2:] == [(2, "c", STEPS), (3, "c", 1)]
@@ -95,14 +89,14 @@ def test_an_arm_that_dies_is_told_of_and_the_others_go_on(turns, turn, left):
 
 @pytest.mark.slow
 def test_an_arm_that_keeps_its_turn_too_long_is_ended(turns):
-    taking, _ = turns({"a": [], "b": ["--hang-in", "1"]}, timeout=8.0)
-    assert list(taking.results) == ["a"]
-    assert "turn 1 took longer than 8 s" in str(taking.failures["b"])
+    results, failures, _ = turns({"a": [], "b": ["--hang-in", "1"]}, timeout=8.0)
+    assert list(results) == ["a"]
+    assert "turn 1 took longer than 8 s" in str(failures["b"])
 
 
 def test_the_arm_that_others_are_compared_with_ends_all_when_it_fails(turns):
     with pytest.raises(ArmFailed, match="the a arm failed"):
-        turns({"a": ["--die-in", "0"], "b": []}, is_needed=lambda name: name == "a")
+        turns({"a": ["--die-in", "0"], "b": []})
 
 
 def in_turns(name, of_rounds, loops=None, first=9.0):
@@ -121,7 +115,7 @@ def in_turns(name, of_rounds, loops=None, first=9.0):
 
 def test_neither_the_warm_up_nor_the_first_step_of_a_turn_counts():
     one = in_turns("native", [[0.5, 0.6], [0.7, 0.8]])
-    assert [step.seconds for step in steps.warm_steps([one])] == [0.5, 0.6, 0.7, 0.8]
+    assert [step.seconds for step in steps.warm_steps(one)] == [0.5, 0.6, 0.7, 0.8]
 
 
 SLOW, FAST = [0.8, 1.0, 1.2], [0.4, 0.5, 0.6]
@@ -177,9 +171,9 @@ def trained_in_turn(made_up, monkeypatch):  # noqa: F811
 
     def run(settings, chosen, console):
         for one in chosen:
-            started[one.name] = command.arm_options(settings, one, 0, None)
-        of_arms = {one.name: in_turns(one.name, [[0.5 + i / 10] * 4] * settings.rounds) for i, one in enumerate(chosen)}
-        return {name: [run] for name, run in of_arms.items()}, {}
+            started[one.name] = command.arm_options(settings, one)
+        rounds = {one.name: [[0.5 + i / 10] * 4] * settings.rounds for i, one in enumerate(chosen)}
+        return {name: in_turns(name, of_rounds) for name, of_rounds in rounds.items()}, {}
 
     monkeypatch.setattr(command, "run_in_turn", run)
     return started
@@ -211,7 +205,7 @@ def test_auto_in_turn_counts_only_where_the_other_arms_took_no_memory_from_it(
 
     def with_auto(*args):
         runs, failures = run(*args)
-        runs["auto"][0].result["released_bytes"] = released
+        runs["auto"].result["released_bytes"] = released
         return runs, failures
 
     monkeypatch.setattr(command, "run_in_turn", with_auto)

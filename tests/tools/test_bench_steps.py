@@ -24,9 +24,9 @@ def run(name, seconds, *loops_of_ranks, released=0):
 
 
 def test_only_steps_at_the_host_speed_of_the_fastest_quartile_count():
-    resident = [run("resident", [0.5, 0.9, 0.5, 0.6], [QUIET, BUSY, QUIET, QUIET * 1.25])]
-    mine = [run("native", [0.9, 0.7, 1.2, 0.7], [QUIET * 1.2, QUIET, BUSY, QUIET], released=10 * GB)]
-    reference = reference_loop([*resident, *mine])
+    resident = run("resident", [0.5, 0.9, 0.5, 0.6], [QUIET, BUSY, QUIET, QUIET * 1.25])
+    mine = run("native", [0.9, 0.7, 1.2, 0.7], [QUIET * 1.2, QUIET, BUSY, QUIET], released=10 * GB)
+    reference = reference_loop([resident, mine])
     assert reference == QUIET
     row = figures.make_row(resident, mine, LINK, True, reference)
     assert (row.step_seconds, row.step_seconds_min, row.step_seconds_max) == (0.7, 0.7, 0.9)
@@ -41,12 +41,12 @@ def test_only_steps_at_the_host_speed_of_the_fastest_quartile_count():
 def test_one_slow_rank_makes_a_step_slow():
     one = run("resident", [0.5, 0.9, 0.7, 0.5], [QUIET, QUIET, BUSY, QUIET], [QUIET, BUSY, QUIET, QUIET])
     reference = reference_loop([one])
-    assert counted_steps(warm_steps([one]), reference)[0] == [0.5, 0.5]
+    assert counted_steps(warm_steps(one), reference)[0] == [0.5, 0.5]
 
 
 def test_a_rank_that_is_slower_than_the_others_throughout_leaves_all_steps():
     one = run("resident", [0.5, 0.6, 0.7, 0.8], [QUIET] * 4, [BUSY] * 4)
-    assert counted_steps(warm_steps([one]), reference_loop([one]))[1] == "4 of 4"
+    assert counted_steps(warm_steps(one), reference_loop([one]))[1] == "4 of 4"
 
 
 @pytest.mark.parametrize(
@@ -56,37 +56,31 @@ def test_a_rank_that_is_slower_than_the_others_throughout_leaves_all_steps():
 )
 def test_all_steps_count_where_fewer_than_half_would_and_the_table_says_so(loops, seconds, told):
     every = [0.1, 0.2, 0.3, 0.4]
-    counted = counted_steps(warm_steps([run("native", every, loops)]), QUIET)
+    counted = counted_steps(warm_steps(run("native", every, loops)), QUIET)
     assert counted == (seconds or every, told)
 
 
-def test_the_steps_of_all_rounds_are_of_one_host_speed():
-    rounds = [run("native", [0.1] * 2, [QUIET] * 2), run("native", [0.9] * 2, [BUSY] * 2)]
-    reference = reference_loop(rounds)
-    assert counted_steps(warm_steps(rounds), reference)[0] == [0.1] * 2
-
-
 def test_an_arm_that_times_no_loop_has_all_its_steps_counted_beside_one_that_does():
-    resident = [run("resident", [0.5, 0.9], [QUIET, BUSY])]
-    mine = [run("mcore", [0.7, 1.1], released=10 * GB)]
-    row = figures.make_row(resident, mine, LINK, True, reference_loop([*resident, *mine]))
+    resident = run("resident", [0.5, 0.9], [QUIET, BUSY])
+    mine = run("mcore", [0.7, 1.1], released=10 * GB)
+    row = figures.make_row(resident, mine, LINK, True, reference_loop([resident, mine]))
     assert (row.step_seconds, row.added_seconds) == (pytest.approx(0.9), pytest.approx(0.9 - 0.5))
     shown = dict(zip(*figures.table_of([row]), strict=True))
     assert (shown["steps counted"], shown["host loop, ms"]) == ("2 of 2", "-")
-    assert reference_loop(mine) is None
+    assert reference_loop([mine]) is None
     row = figures.make_row(mine, mine, LINK, True, None)
     assert row.step_seconds == pytest.approx(0.9)
 
 
 def test_the_table_shows_the_loop_and_the_json_keeps_what_was_measured():
-    mine = [run("native", [0.5, 0.6, 0.7, 0.8], [QUIET, BUSY, BUSY, BUSY])]
+    mine = run("native", [0.5, 0.6, 0.7, 0.8], [QUIET, BUSY, BUSY, BUSY])
     row = figures.make_row(mine, mine, LINK, True, QUIET)
     shown = dict(zip(*figures.table_of([row]), strict=True))
     assert shown["steps counted"] == "4 of 4, uneven host"
     assert shown["host loop, ms"] == "1.00 (0.50-1.00)"
     (kept,) = json.loads(json.dumps(asdict(row)))["rounds"]
     assert kept["step_seconds"] == [*COLD, 0.5, 0.6, 0.7, 0.8]
-    assert kept["host_loop_seconds_of_ranks"] == mine[0].result["host_loop_seconds_of_ranks"]
+    assert kept["host_loop_seconds_of_ranks"] == mine.result["host_loop_seconds_of_ranks"]
 
 
 SAVING = [0.5, 2.5, 0.1, 0.6, 0.6, 0.6, 1.5, 0.1]
@@ -96,18 +90,17 @@ SAVING = [0.5, 2.5, 0.1, 0.6, 0.6, 0.6, 1.5, 0.1]
 def test_the_stall_of_a_save_is_what_its_step_takes_beyond_those_without_and_the_first_is_not_it():
     one = run("native", SAVING, released=10 * GB)
     one.result.update(save_steps=[8, 13], between_seconds=[0.1] * 14)
-    row = figures.make_row([one], [one], LINK, True)
+    row = figures.make_row(one, one, LINK, True)
     assert row.save_stall_seconds == pytest.approx(1.5 - 0.6)
     assert (row.step_seconds, row.step_seconds_max, row.steps_counted) == (0.6, 0.6, "4 of 4")
     (kept,) = row.rounds
     assert (kept["save_steps"], kept["between_seconds"]) == ([8, 13], [0.1] * 14)
 
 
-def test_the_stall_is_the_median_over_rounds():
-    rounds = [run("native", [0.5, 0.5, 0.5, seconds]) for seconds in (0.9, 3.5, 1.0)]
-    for one in rounds:
-        one.result["save_steps"] = [4, 10]
-    assert save_stall_seconds(rounds, 0.5) == 0.5
+def test_the_stall_is_the_median_over_saves():
+    one = run("native", [0.9, 3.5, 1.0])
+    one.result["save_steps"] = [4, 7, 8, 9]
+    assert save_stall_seconds(one, 0.5) == 0.5
 
 
 @pytest.mark.parametrize("saves", [None, [], [8]], ids=["an older arm", "none", "the first alone"])
@@ -115,4 +108,4 @@ def test_without_a_second_save_there_is_no_stall(saves):
     one = run("native", SAVING)
     if saves is not None:
         one.result["save_steps"] = saves
-    assert figures.make_row([one], [one], LINK, True).save_stall_seconds is None
+    assert figures.make_row(one, one, LINK, True).save_stall_seconds is None

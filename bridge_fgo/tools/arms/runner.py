@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -106,10 +107,15 @@ def read_arm(events: Path) -> ArmRun:
     return arm
 
 
+def file_name(name: str) -> str:
+    """Return the name of an arm in a form that file names may have."""
+    return re.sub(r"[^\w.:=-]+", "_", name)
+
+
 class ArmProcess:
     """A running arm: the process of `python LAUNCHER... -m module options... --events FILE` and its events so far.
 
-    Leaves `NAME.events.jsonl` and `NAME.log` in the folder.
+    Leaves `NAME.events.jsonl` and `NAME.log` in the folder; see `file_name`.
 
     Args:
         name: what to call the arm.
@@ -131,7 +137,7 @@ class ArmProcess:
         launcher: tuple[str, ...] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        events, self._log = folder / f"{name}.events.jsonl", folder / f"{name}.log"
+        events, self._log = (folder / f"{file_name(name)}.{end}" for end in ("events.jsonl", "log"))
         events.unlink(missing_ok=True)  # the arm appends: an earlier demo's events must not count
         self._arm, self._tail, self._on_event = ArmRun(name), EventTail(events), on_event
         with self._log.open("wb") as out:

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from bridge_fgo.tools import show
-from bridge_fgo.tools.arms.runner import ArmFailed, ArmProcess, ArmRun, launcher, run_arm
+from bridge_fgo.tools.arms.runner import ArmFailed, ArmRun, file_name, launcher, run_arm
 from bridge_fgo.tools.bench.figures import legend, make_row, summary_of, table_of
 from bridge_fgo.tools.bench.in_turn import InTurn, order_of, squeezed_arms
 from bridge_fgo.tools.bench.options import Settings
@@ -28,8 +28,8 @@ from bridge_fgo.tools.bench.steps import reference_loop
 NOT_EQUAL = 1
 FAILED = 2
 
-type Runs = dict[str, list[ArmRun]]
-"""The rounds of each arm, by its name."""
+type Runs = tuple[dict[str, ArmRun], dict[str, str]]
+"""Arms that ended well, and why the others did not, by their names."""
 
 
 def run(settings: Settings) -> int:
@@ -55,17 +55,17 @@ def run(settings: Settings) -> int:
         console.print(f"bridge-fgo bench: {failure}\n{failure.log_tail}", markup=False)
         return FAILED
     if settings.in_turn and (squeezed := squeezed_arms(runs)):
-        failures |= squeezed
+        failures = failures | squeezed
         console.print("\n".join(squeezed.values()), markup=False)
     there = [arm for arm in chosen if arm.name not in failures]
     if not any(arm.is_fsdp and arm.is_resident for arm in there):
         alone = [arm.name for arm in there if arm.is_fsdp]
         failures |= {name: f"{name}: fsdp_resident, which it is compared with, failed" for name in alone}
         there = [arm for arm in there if not arm.is_fsdp]
-    reference = reference_loop(run for of_arm in runs.values() for run in of_arm)
+    reference = reference_loop(runs.values())
     compared_with = {arm.name: resident_of(arm, there).name for arm in there}
     rows = [make_row(runs[compared_with[arm.name]], runs[arm.name], link, arm.bitwise, reference) for arm in there]
-    resident = runs[chosen[0].name][0]
+    resident = runs[chosen[0].name]
     state_bytes, size = resident.result["state_bytes"], " ".join(settings.size())
     result: dict[str, Any] = {
         "preset": settings.preset,
@@ -81,7 +81,7 @@ def run(settings: Settings) -> int:
     }
     tables = [summary_of(rows, state_bytes)]
     if settings.in_turn:
-        rounds = rounds_of({arm.name: runs[arm.name][0] for arm in there}, compared_with, link)
+        rounds = rounds_of({arm.name: runs[arm.name] for arm in there}, compared_with, link)
         comparisons = faster(rounds, {arm.name for arm in there if arm.is_resident})
         for comparison in comparisons:
             console.print(comparison, markup=False)
@@ -90,7 +90,7 @@ def run(settings: Settings) -> int:
         tables.append(table_of_rounds(rounds))
     (settings.keep / "bench.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if settings.traces:
-        traces = {arm.name: trace_path(settings, arm, 0) for arm in chosen if runs[arm.name]}
+        traces = {arm.name: trace_path(settings, arm) for arm in chosen if arm.name in runs}
         title = f"bridge-fgo bench: {settings.preset}, {settings.gpus} x {result['where']['device']}"
         parts = [*map(show.table, tables), *map(show.picture, draw_step(traces, settings.keep))]
         parts += [show.heading("Every figure"), show.table(table_of(rows)), *map(show.paragraph, legend())]
@@ -139,13 +139,13 @@ def budget_gib(resident: ArmRun) -> float:
     return (resident.result["peak_allocated_bytes"] - resident.result["state_bytes"] / 2) / 2**30
 
 
-def trace_path(settings: Settings, arm: BenchArm, number: int) -> Path:
-    """Return where the trace of one arm in one round is left."""
-    return settings.keep / f"{arm.file_name}.{number}.trace.gz"
+def trace_path(settings: Settings, arm: BenchArm) -> Path:
+    """Return where the trace of an arm is left."""
+    return settings.keep / f"{file_name(arm.name)}.trace.gz"
 
 
-def arm_options(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | None) -> list[str]:
-    """Return the options of `bridge_fgo.tools.arms.gpu` for one arm in one round, without those for saves and turns."""
+def arm_options(settings: Settings, arm: BenchArm, resident: ArmRun | None = None) -> list[str]:
+    """Return the options of `bridge_fgo.tools.arms.gpu` for one arm, without those for saves and turns."""
     options = [*settings.size(), "--steps", str(settings.train_steps), *arm.options]
     if arm.kind == "half":
         budget = settings.half_budget_gib
@@ -159,18 +159,17 @@ def arm_options(settings: Settings, arm: BenchArm, number: int, resident: ArmRun
     alone_steps = max(settings.alone_steps, int(settings.saves and not settings.traces))
     options += ["--alone-steps", str(alone_steps)]
     if settings.traces:
-        options += ["--trace", str(trace_path(settings, arm, number))]
+        options += ["--trace", str(trace_path(settings, arm))]
     return options
 
 
-def _process_of(settings: Settings, arm: BenchArm, number: int, options: list[str]) -> dict[str, Any]:
-    """Return the arguments of `ArmProcess` for one arm in one round."""
+def _process_of(settings: Settings, arm: BenchArm, options: list[str]) -> dict[str, Any]:
+    """Return the arguments of `ArmProcess` for one arm, but for its name."""
     environment = dict(arm.environment)
     if arm.python_path:
         paths = [arm.python_path, *sys.path[:1], os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # an empty one is the current folder
     return {
-        "name": f"{arm.file_name}.{number}",
         "module": "bridge_fgo.tools.arms.gpu",
         "options": options,
         "folder": settings.keep,
@@ -179,67 +178,48 @@ def _process_of(settings: Settings, arm: BenchArm, number: int, options: list[st
     }
 
 
-def run_one(settings: Settings, arm: BenchArm, number: int, resident: ArmRun | None) -> ArmRun:
-    """Run one arm; its trace is `NAME.NUMBER.trace.gz` in the folder, and its checkpoints are deleted at once."""
-    options = arm_options(settings, arm, number, resident)
+def run_one(settings: Settings, arm: BenchArm, resident: ArmRun | None) -> ArmRun:
+    """Run one arm; its checkpoints are deleted at once."""
+    options = arm_options(settings, arm, resident)
     with ExitStack() as until_it_ends:
         if settings.saves and arm.saves:
-            checkpoints = TemporaryDirectory(prefix=f"{arm.file_name}.{number}.checkpoints.", dir=settings.keep)
+            checkpoints = TemporaryDirectory(prefix="checkpoints.", dir=settings.keep)
             options += save_options(settings.train_steps, until_it_ends.enter_context(checkpoints))
-        run = run_arm(**_process_of(settings, arm, number, options), timeout=settings.arm_timeout)
-    run.name = arm.name
-    return run
+        return run_arm(arm.name, **_process_of(settings, arm, options), timeout=settings.arm_timeout)
 
 
-def run_in_turn(settings: Settings, chosen: list[BenchArm], console: Console) -> tuple[Runs, dict[str, str]]:
-    """Run all arms at once, see `bridge_fgo.tools.bench.in_turn`; return as `run_one_by_one` does.
+def run_in_turn(settings: Settings, chosen: list[BenchArm], console: Console) -> Runs:
+    """Run all arms at once, see `bridge_fgo.tools.bench.in_turn`.
 
     Raises:
         ArmFailed: the first arm has failed, which is resident.
     """
-    by_name = {arm.name: arm for arm in chosen}
-
-    def start(name: str, address: Path) -> ArmProcess:
-        options = [*arm_options(settings, by_name[name], 0, None), "--turns", str(address)]
-        return ArmProcess(**_process_of(settings, by_name[name], 0, options))
-
-    turns = InTurn(
-        list(by_name),
-        start,
+    return InTurn(
+        {arm.name: _process_of(settings, arm, arm_options(settings, arm)) for arm in chosen},
         settings.rounds,
         settings.turn_steps,
         settings.arm_timeout,
-        is_needed=lambda name: name == chosen[0].name,
         tell=lambda line: console.print(line, markup=False),
         time_limit=settings.time_limit,
-    )
-    turns.run()
-    for name, run in turns.results.items():
-        run.name = name
-    runs = {name: [turns.results[name]] if name in turns.results else [] for name in by_name}
-    return runs, {name: str(failure) for name, failure in turns.failures.items()}
+    ).run()
 
 
-def run_one_by_one(settings: Settings, chosen: list[BenchArm], console: Console) -> tuple[Runs, dict[str, str]]:
-    """Run the arms one after another, as many times as there are rounds; return what they left, and who failed how.
+def run_one_by_one(settings: Settings, chosen: list[BenchArm], console: Console) -> Runs:
+    """Run the arms one after another.
 
     Raises:
         ArmFailed: the first arm has failed, which is resident.
     """
-    runs: Runs = {arm.name: [] for arm in chosen}
+    runs: dict[str, ArmRun] = {}
     failures: dict[str, str] = {}
-    for number in range(settings.rounds):
-        for arm in chosen:
-            if arm.name in failures:
-                continue
-            try:
-                run = run_one(settings, arm, number, next(iter(runs[chosen[0].name]), None))
-            except ArmFailed as failure:
-                if arm is chosen[0]:
-                    raise
-                failures[arm.name] = str(failure)
-                console.print(f"{failure}\n{failure.log_tail}", markup=False)
-            else:
-                runs[arm.name].append(run)
-                console.print(f"{arm.name}, round {number + 1}: done", markup=False)
+    for arm in chosen:
+        try:
+            runs[arm.name] = run_one(settings, arm, runs.get(chosen[0].name))
+        except ArmFailed as failure:
+            if arm is chosen[0]:
+                raise
+            failures[arm.name] = str(failure)
+            console.print(f"{failure}\n{failure.log_tail}", markup=False)
+        else:
+            console.print(f"{arm.name}: done", markup=False)
     return runs, failures

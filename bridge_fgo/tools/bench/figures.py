@@ -110,8 +110,8 @@ class Row:
     save_stall_seconds: float | None = _column(
         "save stall, s", "time that a background save adds to the step in which it starts"
     )
-    rounds: tuple[dict[str, Any], ...]
-    """The raw values of each round, a list with one value a step for each field of `RAW`."""
+    rounds: tuple[dict[str, Any]]
+    """The raw values: a list with one value a step for each field of `RAW`."""
 
 
 COLUMNS = [each for each in fields(Row) if each.metadata]
@@ -149,38 +149,36 @@ def summary_of(rows: list[Row], state_bytes: int) -> list[list[str]]:
 
 
 def make_row(
-    resident: list[ArmRun], runs: list[ArmRun], link: dict[str, float], bitwise: bool, reference: float | None = None
+    resident: ArmRun, run: ArmRun, link: dict[str, float], bitwise: bool, reference: float | None = None
 ) -> Row:
-    """Return the row of one arm, by its rounds and as many of the resident one.
+    """Return the row of one arm.
 
     Args:
-        resident: the rounds of the resident arm.
-        runs: the rounds of this arm.
+        resident: the resident arm.
+        run: this arm.
         link: what `bridge_fgo.tools.bench.probe` measured.
         bitwise: whether to compare with the resident arm.
         reference: what `reference_loop` returned; None has every step count.
     """
-    base, mine = resident[0].result, runs[0].result
-    is_resident = runs is resident
+    base, mine = resident.result, run.result
+    is_resident = run is resident
     e_of_a_second = min(link["d2h"], link["h2d"]) / base["state_bytes"]
 
     def as_e(seconds: float | None) -> float | None:
         return None if seconds is None else seconds * e_of_a_second
 
-    def peak(of: list[ArmRun], kind: str) -> int:
-        return max(run.result[f"peak_{kind}_bytes"] for run in of)
-
     def saved(kind: str) -> float:
-        return (peak(resident, kind) - peak(runs, kind)) / base["state_bytes"]
+        return (base[f"peak_{kind}_bytes"] - mine[f"peak_{kind}_bytes"]) / base["state_bytes"]
 
-    steps = warm_steps(runs)
+    steps = warm_steps(run)
     seconds, counted = counted_steps(steps, reference)
     median = statistics.median(seconds)
     added = median - statistics.median(counted_steps(warm_steps(resident), reference)[0])
-    copies, others = beside_copies(runs), beside_copies(resident)
+    copies, others = beside_copies(mine), beside_copies(base)
     loops = [step.host_loop for step in steps if step.host_loop is not None]
+    first_two = [sum(event["seconds"] for event in each.steps[:2]) for each in (run, resident)]
     return Row(
-        arm=runs[0].name,
+        arm=run.name,
         engine=mine["engine"],
         step_seconds=median,
         step_seconds_min=min(seconds),
@@ -191,47 +189,33 @@ def make_row(
         e=None if is_resident else as_e(added),
         e_of_copies=None if is_resident or copies is None or others is None else as_e(copies - others),
         floor_e=as_e(least_added(base, mine, link)) if mine["released_bytes"] else None,
-        forward_seconds=phase(runs, "forward"),
-        rest_seconds=phase(runs, "rest"),
-        peak_allocated_bytes=peak(runs, "allocated"),
-        peak_reserved_bytes=peak(runs, "reserved"),
+        forward_seconds=mine["phase_seconds"].get("forward"),
+        rest_seconds=mine["phase_seconds"].get("rest"),
+        peak_allocated_bytes=mine["peak_allocated_bytes"],
+        peak_reserved_bytes=mine["peak_reserved_bytes"],
         saved_allocated=saved("allocated"),
         saved_reserved=saved("reserved"),
         pinned_bytes=mine["pinned_bytes"],
         pin_seconds=mine["pin_seconds"] or None,
-        first_two_steps_added_seconds=statistics.median(
-            sum(event["seconds"] for event in run.steps[:2]) - sum(event["seconds"] for event in other.steps[:2])
-            for run, other in zip(runs, resident, strict=True)
-        ),
+        first_two_steps_added_seconds=first_two[0] - first_two[1],
         enqueue_share=share(mine["enqueue_alone_seconds"], median),
         enqueue_by_the_clock_share=share(mine["enqueue_seconds"], median),
-        bitwise_equal=all(compare(a, b).bitwise_equal for a, b in zip(resident, runs, strict=True))
-        if bitwise and not is_resident
-        else None,
-        save_stall_seconds=save_stall_seconds(runs, median),
-        rounds=tuple({name: run.result[name] for name in RAW if name in run.result} for run in runs),
+        bitwise_equal=compare(resident, run).bitwise_equal if bitwise and not is_resident else None,
+        save_stall_seconds=save_stall_seconds(run, median),
+        rounds=({name: mine[name] for name in RAW if name in mine},),
     )
 
 
-def phase(runs: list[ArmRun], name: str) -> float | None:
-    """Return the median over all rounds of an arm of one of `PhaseClock`'s phases, in seconds."""
-    times = [run.result["phase_seconds"].get(name) for run in runs]
-    return None if None in times else statistics.median(times)
-
-
-def beside_copies(runs: list[ArmRun]) -> float | None:
+def beside_copies(result: dict[str, Any]) -> float | None:
     """Return how long the phases of a step are in which copies run, less one forward, in seconds.
 
     Of the rank for which that is shortest: in these phases the others wait for the slowest's gradients and weights.
     """
     names = ("first_forward", "forward", "rest")
-    of_runs: list[float] = []
-    for run in runs:
-        of_ranks = [[phases.get(name) for name in names] for phases in run.result["phase_seconds_of_ranks"]]
-        if any(None in times for times in of_ranks):  # of a pipeline
-            return None
-        of_runs.append(min(first - other + rest for first, other, rest in of_ranks))
-    return statistics.median(of_runs)
+    of_ranks = [[phases.get(name) for name in names] for phases in result["phase_seconds_of_ranks"]]
+    if any(None in times for times in of_ranks):  # of a pipeline
+        return None
+    return min(first - other + rest for first, other, rest in of_ranks)
 
 
 def share(seconds: list[float], of: float) -> float | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP
 from bridge_fgo.tools.arms.runner import POLL_SECONDS, ArmFailed, ArmProcess, ArmRun
@@ -38,12 +38,12 @@ def order_of(names: list[str], number: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def squeezed_arms(runs: Mapping[str, list[ArmRun]]) -> dict[str, str]:
+def squeezed_arms(runs: Mapping[str, ArmRun]) -> dict[str, str]:
     """Return why arms with a budget of "auto" tell nothing, by name: others held memory that would have been theirs.
 
     Where all of an arm's states stay on the GPU, the others took nothing from it.
     """
-    left = {name: run.result["released_bytes"] for name, of_arm in runs.items() for run in of_arm}
+    left = {name: run.result["released_bytes"] for name, run in runs.items()}
     return {
         name: f"{name}: {nbytes / 1e9:.2f} GB of states left the GPU, whose memory the other arms shared; run it "
         "without --in-turn, or beside fewer arms"
@@ -57,57 +57,53 @@ class InTurn:
     """Arms that take turns.
 
     Args:
-        names: of the arms.
-        start: starts the arm of a name, which is to wait for its turns at the address that it is given.
+        arms: arguments of `ArmProcess` for each arm, by its name. Without the first the others are not worth running.
         rounds: how many turns of each arm count.
         turn_steps: steps of such a turn.
         timeout: seconds after which an arm is given up that does not come up, or does not end its turn.
-        is_needed: whether without the arm of that name the others are not worth running.
         tell: called with a line to show whenever something has happened.
         time_limit: seconds from the start of `run`, after which it should have ended; None for no limit.
     """
 
-    names: list[str]
-    start: Callable[[str, Path], ArmProcess]
+    arms: dict[str, dict[str, Any]]
     rounds: int
     turn_steps: int
     timeout: float
-    is_needed: Callable[[str], bool] = lambda name: False
     tell: Callable[[str], None] = lambda line: None
     time_limit: float | None = None
-    results: dict[str, ArmRun] = field(default_factory=dict, init=False)
-    """Events and results of the arms that ended well, by name."""
-    failures: dict[str, ArmFailed] = field(default_factory=dict, init=False)
-    """Why the others did not, by name."""
+    _results: dict[str, ArmRun] = field(default_factory=dict, init=False)
+    _failures: dict[str, str] = field(default_factory=dict, init=False)
     _turnstile: Turnstile = field(default_factory=Turnstile, init=False)
     _processes: dict[str, ArmProcess] = field(default_factory=dict, init=False)
 
-    def run(self) -> None:
-        """Run all arms to their end.
+    def run(self) -> tuple[dict[str, ArmRun], dict[str, str]]:
+        """Run all arms to their end; return those that ended well, and why the others did not, by name.
 
         Raises:
-            ArmFailed: an arm has failed that is needed.
+            ArmFailed: the first arm has failed.
         """
-        started = time.monotonic()
+        started, names = time.monotonic(), list(self.arms)
         with self._turnstile:
             try:
-                for name in self.names:
-                    self._processes[name] = self.start(name, self._turnstile.add(name))
-                for name in self.names:
+                for name, how in self.arms.items():
+                    options = [*how["options"], "--turns", str(self._turnstile.add(name))]
+                    self._processes[name] = ArmProcess(name, **how | {"options": options})
+                for name in names:
                     self._await(name, "its start", until_it_waits=True)
                 self.tell("all arms wait for their turns: warm-up")
-                self._take_turns(self.names, WARM_UP, WARM_UP_STEPS)
+                self._take_turns(names, WARM_UP, WARM_UP_STEPS)
                 done, longest = 0, 0.0
                 while not done or (done < self.rounds and not self._is_late(started, longest)):
                     before = time.monotonic()
                     done += 1
-                    self._take_turns(order_of(self.names, done), done, self.turn_steps)
+                    self._take_turns(order_of(names, done), done, self.turn_steps)
                     longest = max(longest, time.monotonic() - before)
                     self.tell(f"round {done} of {self.rounds}: {self._newest_medians()}")
-                self._take_turns(self.names, done + 1, None, ends_early=done < self.rounds)
+                self._take_turns(names, done + 1, None, ends_early=done < self.rounds)
             finally:
                 for process in self._processes.values():  # Ctrl-C here must not leave a trainer on the GPU
                     process.end()
+        return self._results, self._failures
 
     def _is_late(self, started: float, longest: float) -> bool:
         """Return whether another round, as long as the longest so far, would leave no time for the ends of the arms."""
@@ -145,9 +141,9 @@ class InTurn:
         process.end()
         del self._processes[name]
         try:
-            self.results[name] = process.result(late)
+            self._results[name] = process.result(late)
         except ArmFailed as failure:
-            if self.is_needed(name):
+            if name == next(iter(self.arms)):
                 raise
-            self.failures[name] = failure
+            self._failures[name] = str(failure)
             self.tell(f"{failure}\n{failure.log_tail}")

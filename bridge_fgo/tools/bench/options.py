@@ -36,7 +36,7 @@ class Settings:
         int | None,
         option("Steps of each arm, 16 by default; from the 7th on they count. Not with --in-turn.", min=8),
     ] = None
-    rounds: Annotated[int, option("How often each arm runs, or with --in-turn has its turn.", min=1)] = 1
+    rounds: Annotated[int, option("With --in-turn: how often each arm has its turn.", min=1)] = 1
     in_turn: Annotated[
         bool,
         option(
@@ -102,8 +102,9 @@ class Settings:
             raise ValueError(
                 f"--full-graphs with --fsdp {self.fsdp}: Megatron-FSDP is not set up to be captured here; leave one out"
             )
-        if not self.in_turn and self.time_limit is not None:
-            raise ValueError(f"--time-limit {self.time_limit:g} ends the rounds of --in-turn: give that too")
+        if not self.in_turn and (self.rounds > 1 or self.time_limit is not None):
+            given = f"--rounds {self.rounds}" if self.time_limit is None else f"--time-limit {self.time_limit:g}"
+            raise ValueError(f"{given}: only arms in turn train in rounds; give --in-turn too")
         if self.in_turn and self.steps is not None:
             raise ValueError("--steps with --in-turn: --rounds and --turn-steps say how many")
         if self.in_turn and self.saves:

@@ -77,11 +77,6 @@ class BenchArm:
         """Whether it can save in the background: Megatron-FSDP cannot, and with mcore's offloaders it is refused."""
         return not self.kind.startswith(("fsdp", "mcore"))
 
-    @property
-    def file_name(self) -> str:
-        """The arm's name in a form that file names may have."""
-        return re.sub(r"[^\w.:=-]+", "_", self.name)
-
 
 def size_options(
     preset: str, gpus: int, tp: int = 1, microbatches: int | None = None, layers: int | None = None
@@ -155,7 +150,7 @@ def arms(
         meant = f"{', '.join(unknown)} is no arm: did you mean {', '.join(near)}? " if near else ""
         raise ValueError(f"--arms {','.join(names)}: {meant}use resident first, then any of {', '.join(NAMES[1:])}")
     if len(set(names)) < len(names):
-        raise ValueError(f"--arms {','.join(names)}: an arm is there twice; --rounds says how often each runs")
+        raise ValueError(f"--arms {','.join(names)}: an arm is there twice: name each once")
     _check_fsdp(kinds, optimizer, fsdp)
     if optimizer != "adam" and "hybrid" in kinds:
         raise ValueError(f"--optimizer {optimizer} with the hybrid arm: HybridDeviceOptimizer is Adam; leave it out")
@@ -175,12 +170,10 @@ def _check_fsdp(kinds: list[str], optimizer: str, fsdp: str | None) -> None:
     there = {"fsdp_resident", "fsdp"}.intersection(kinds)
     if fsdp is None and not there:
         return
-    if fsdp not in STRATEGIES:
-        raise ValueError(f"the arms fsdp_resident and fsdp: say what it shards, --fsdp {', '.join(STRATEGIES)}")
-    if len(there) < 2:
+    if fsdp not in STRATEGIES or len(there) < 2:
         raise ValueError(
-            f"--fsdp {fsdp} with --arms {','.join(kinds)}: the arms of Megatron-FSDP are two, fsdp_resident and fsdp, "
-            "which is compared with it; name both"
+            f"--fsdp {fsdp} with --arms {','.join(kinds)}: name both arms of Megatron-FSDP, fsdp_resident and fsdp, "
+            f"which is compared with it, and say what it shards, --fsdp {', '.join(STRATEGIES)}"
         )
     if optimizer != "adam":
         raise ValueError(f"--fsdp {fsdp} with --optimizer {optimizer}: its arms train with Adam alone; leave one out")

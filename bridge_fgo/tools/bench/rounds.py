@@ -39,7 +39,7 @@ class ArmRounds:
 def medians(run: ArmRun) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the median seconds of a step and of its host loop, in each round in order."""
     seconds, loops = [], []
-    for _, of_round in itertools.groupby(warm_steps([run]), lambda step: step.turn):
+    for _, of_round in itertools.groupby(warm_steps(run), lambda step: step.turn):
         steps = list(of_round)
         seconds.append(statistics.median(step.seconds for step in steps))
         timed = [step.host_loop for step in steps if step.host_loop is not None]

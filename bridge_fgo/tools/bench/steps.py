@@ -39,40 +39,35 @@ class Step:
     turn: int | None
 
 
-def warm_steps(runs: Iterable[ArmRun]) -> list[Step]:
-    """Return the steps of all rounds of an arm that are neither cold nor disturbed by a save."""
+def warm_steps(run: ArmRun) -> list[Step]:
+    """Return the steps of an arm that are neither cold nor disturbed by a save."""
     found = []
-    for run in runs:
-        saves = run.result.get("save_steps", [])
-        of_ranks = run.result.get("host_loop_seconds_of_ranks")
-        loops = itertools.repeat(None) if of_ranks is None else map(max, zip(*of_ranks, strict=True))
-        for (before, _), (event, loop) in itertools.pairwise(zip(run.steps, loops, strict=False)):
-            is_cold = event["step"] < FIRST_COUNTED_STEP or not event.get("turn") == before.get("turn") != WARM_UP
-            if not is_cold and event["step"] not in saves and event["step"] - 1 not in saves:
-                found.append(Step(event["seconds"], loop, event.get("turn")))
+    saves = run.result.get("save_steps", [])
+    of_ranks = run.result.get("host_loop_seconds_of_ranks")
+    loops = itertools.repeat(None) if of_ranks is None else map(max, zip(*of_ranks, strict=True))
+    for (before, _), (event, loop) in itertools.pairwise(zip(run.steps, loops, strict=False)):
+        is_cold = event["step"] < FIRST_COUNTED_STEP or not event.get("turn") == before.get("turn") != WARM_UP
+        if not is_cold and event["step"] not in saves and event["step"] - 1 not in saves:
+            found.append(Step(event["seconds"], loop, event.get("turn")))
     return found
 
 
-def save_stall_seconds(runs: Iterable[ArmRun], step_seconds: float) -> float | None:
+def save_stall_seconds(run: ArmRun, step_seconds: float) -> float | None:
     """Return how long a background save stalls `train()`: what a step with a save takes beyond one without.
 
-    The median over all saves but the first of each process, which also makes the plan of what goes where, and may wait
-    for the writer's process to start. A step lasts until the next one begins, so nothing of the stall is missed but the
-    end of the writing, which is waited for outside of all steps. None where there is no such save. `step_seconds` is
-    the median of the arm's steps that count.
+    The median over all saves but the first, which also makes the plan of what goes where, and may wait for the writer's
+    process to start. A step lasts until the next one begins, so nothing of the stall is missed but the end of the
+    writing, which is waited for outside of all steps. None where there is no such save. `step_seconds` is the median of
+    the arm's steps that count.
     """
-    stalls = [
-        event["seconds"] - step_seconds
-        for run in runs
-        for event in run.steps
-        if event["step"] in run.result.get("save_steps", [])[1:]
-    ]
+    saves = run.result.get("save_steps", [])[1:]
+    stalls = [event["seconds"] - step_seconds for event in run.steps if event["step"] in saves]
     return statistics.median(stalls) if stalls else None
 
 
 def reference_loop(runs: Iterable[ArmRun]) -> float | None:
-    """Return the first quartile of the loop times of all runs of all arms; None where no loop was timed."""
-    loops = sorted(step.host_loop for step in warm_steps(runs) if step.host_loop is not None)
+    """Return the first quartile of the loop times of all arms; None where no loop was timed."""
+    loops = sorted(step.host_loop for run in runs for step in warm_steps(run) if step.host_loop is not None)
     return loops[(len(loops) - 1) // 4] if loops else None
 
 
