@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from bridge_fgo.bridge.points import PointHook, ReloadThenFinalize
+from bridge_fgo.bridge.points import PointHook
 
 WARM_UP = 2
 
@@ -62,7 +62,7 @@ class CapturedSchedule:
         return self._schedule(**kwargs)
 
     def _check(self, model):
-        assert not isinstance(self._model_config.finalize_model_grads_func, ReloadThenFinalize)
+        assert not hasattr(self._model_config.finalize_model_grads_func, "__wrapped__"), "the hook of a reload"
         chunks = model if isinstance(model, list) else [model]
         hooks = [hook for chunk in chunks for one in chunk.modules() for hook in one._forward_pre_hooks.values()]
         own = [hook for hook in hooks if isinstance(getattr(getattr(hook, "func", None), "__self__", None), PointHook)]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from bridge_fgo.bridge.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
-from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of
+from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of, shadowed
 from bridge_fgo.bridge.refusals import refuse_config, refuse_optimizer_config
 from bridge_fgo.bridge.session import attach, model_config_of
 from bridge_fgo.bridge.settings import (
@@ -82,8 +82,11 @@ def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
         result = wrapped(*args, **kwargs)
         _optimizer_of(result, config)
         return result
+    # Hidden from mcore, which would build an offloader of its own: generation 1's constructor asserts on any Adam but
+    # TE's, and generation 2's step goes through its offloader.
+    hidden = {name: False for name in (FLAG, CHUNKED_FLAG) if hasattr(config, name)}
     with masters_made_late():
-        with _flag_hidden(config):
+        with shadowed(config, hidden):
             result = wrapped(*args, **kwargs)
         optimizer = _optimizer_of(result, config)
         model = arguments.get("model", arguments.get("mimo_model"))
@@ -103,22 +106,6 @@ def _optimizer_of(result: Any, config: Any) -> Any:
     if getattr(optimizer, "chained_optimizers", None) == []:
         optimizer.config = config
     return optimizer
-
-
-@contextlib.contextmanager
-def _flag_hidden(config: Any) -> Iterator[None]:
-    """Context in which mcore builds no offloader of its own.
-
-    Generation 1's constructor asserts on any Adam but TE's, and generation 2's step goes through its offloader.
-    """
-    before = {name: getattr(config, name) for name in (FLAG, CHUNKED_FLAG) if hasattr(config, name)}
-    for name in before:
-        setattr(config, name, False)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
 
 
 GROUPS = "opt_group_ranges"

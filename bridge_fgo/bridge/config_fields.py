@@ -19,8 +19,6 @@ from bridge_fgo.bridge.compat import FLAG
 from bridge_fgo.bridge.patch import Patch
 from bridge_fgo.bridge.settings import SETTINGS, nothing_set
 
-_ABSENT = object()
-
 
 def _own_fields() -> dict[str, dataclasses.Field[Any]]:
     """Return the fields as `dataclasses` itself makes them."""
@@ -52,10 +50,6 @@ class ConfigFieldsPatch(Patch):
     module = "megatron.bridge.training.config"
     name = f"megatron.core.optimizer.optimizer_config.OptimizerConfig.{FLAG}"
 
-    def __init__(self) -> None:
-        self._undo: list[tuple[type, str, Any, Any]] = []  # class, attribute, before, ours
-        self._added: list[tuple[type, list[str]]] = []
-
     @staticmethod
     def _classes(module: ModuleType) -> list[type]:
         """Return mcore's class, then every one derived from it, each once."""
@@ -76,43 +70,15 @@ class ConfigFieldsPatch(Patch):
             added = {name: field for name, field in _own_fields().items() if fields is not None and name not in fields}
             if fields is None or not added:
                 continue
-            fields.update(added)
-            names = list(added)
-            self._added.append((cls, names))
+            self.replace(cls, "__dataclass_fields__", {**fields, **added})
             if position == 0:
-                for name, field in added.items():
-                    self._set(cls, name, _class_default(name))
-                    cls.__annotations__[name] = field.type
+                types = {name: field.type for name, field in added.items()}
+                self.replace(cls, "__annotations__", {**cls.__annotations__, **types})
+                for name in added:
+                    self.replace(cls, name, _class_default(name))
             for name, wrap in (("__init__", _with_parameters), ("__repr__", _with_repr), ("__eq__", _with_eq)):
                 if name in vars(cls):
-                    self._set(cls, name, wrap(vars(cls)[name], names))
-
-    def _set(self, cls: type, name: str, value: Any) -> None:
-        self._undo.append((cls, name, vars(cls).get(name, _ABSENT), value))
-        setattr(cls, name, value)
-
-    @override
-    def check_undo(self, module: ModuleType) -> None:
-        for cls, name, _, ours in self._undo:
-            if vars(cls).get(name, _ABSENT) is not ours:
-                raise RuntimeError(
-                    f"bridge_fgo cannot uninstall: {cls.__module__}.{cls.__qualname__}.{name} was replaced after "
-                    "bridge_fgo.install(); undo that first"
-                )
-
-    @override
-    def undo(self, module: ModuleType) -> None:
-        for cls, name, before, _ in reversed(self._undo):
-            if before is _ABSENT:
-                delattr(cls, name)
-            else:
-                setattr(cls, name, before)
-        for cls, names in self._added:
-            for name in names:
-                del vars(cls)["__dataclass_fields__"][name]
-                vars(cls).get("__annotations__", {}).pop(name, None)
-        self._undo.clear()
-        self._added.clear()
+                    self.replace(cls, name, wrap(vars(cls)[name], list(added)))
 
 
 def _with_parameters(init: Callable[..., None], names: list[str]) -> Callable[..., None]:

@@ -35,7 +35,7 @@ class Installation:
         self._waiting: dict[str, list[Patch]] = {}
         for patch in patches():
             self._waiting.setdefault(patch.module, []).append(patch)
-        self._applied: list[tuple[Patch, ModuleType]] = []
+        self._applied: list[Patch] = []
         self.keeps_queues = False
         """Whether the number of CUDA's queues for copies in the environment is this installation's."""
 
@@ -66,7 +66,7 @@ class Installation:
     @property
     def modules(self) -> list[str]:
         """The modules that the table patches."""
-        return list({**self._waiting, **{patch.module: None for patch, _ in self._applied}})
+        return list({**self._waiting, **{patch.module: None for patch in self._applied}})
 
     def apply(self, modules: list[ModuleType]) -> None:
         """Apply the patches of some modules, once each of them fits.
@@ -78,19 +78,19 @@ class Installation:
         for patch, module in ready:
             patch.check(module)
         for patch, module in ready:
-            self._applied.append((patch, module))  # first: its undo takes back what it did before an error
+            self._applied.append(patch)  # first: its undo takes back what it did before an error
             patch.apply(module)
             self._waiting.pop(module.__name__, None)
 
     def check_undo(self) -> None:
         """Raise RuntimeError where someone patched on top of a binding."""
-        for patch, module in self._applied:
-            patch.check_undo(module)
+        for patch in self._applied:
+            patch.check_undo()
 
     def undo(self) -> None:
         """Undo every patch in reverse."""
-        for patch, module in reversed(self._applied):
-            patch.undo(module)
+        for patch in reversed(self._applied):
+            patch.undo()
         self._applied.clear()
         self._waiting.clear()
         set_installed_config(None)

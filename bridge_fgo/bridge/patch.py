@@ -7,10 +7,11 @@ import functools
 import inspect
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, override
+from typing import Any, NamedTuple, override
 
 import wrapt
 
@@ -32,25 +33,55 @@ _warned: set[tuple[str, str]] = set()
 """Newer releases of which it has been said that they were not tested, as (distribution, version)."""
 
 
-class Patch(Protocol):
-    """One entry of the table."""
+class Patch(ABC):
+    """One entry of the table: the bindings that it replaces, and puts back as they were."""
 
     module: str
     """Module whose import the patch waits for."""
     name: str
     """The binding, for messages."""
 
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        """Owners and attributes, each with what `vars(owner)` held, and with what replaced it."""
+
+    @abstractmethod
     def check(self, module: ModuleType) -> None:
         """Raise RuntimeError where the binding is not the one that the patch was written for."""
 
+    @abstractmethod
     def apply(self, module: ModuleType) -> None:
-        """Replace the binding."""
+        """Replace the binding, by `replace`."""
 
-    def check_undo(self, module: ModuleType) -> None:
+    def replace(self, owner: Any, attribute: str, ours: Any) -> None:
+        """Set an attribute of a module or a class, until `undo`."""
+        # vars, not getattr: a method that is inherited must be inherited again after the undo.
+        before = vars(owner).get(attribute, _ABSENT)
+        setattr(owner, attribute, ours)
+        self._replaced.append((owner, attribute, before, ours))
+
+    def check_undo(self) -> None:
         """Raise RuntimeError where someone patched on top."""
+        for owner, attribute, _, ours in self._replaced:
+            if vars(owner).get(attribute) is not ours:
+                place = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
+                raise RuntimeError(
+                    f"bridge_fgo cannot uninstall: {place}.{attribute} was replaced after bridge_fgo.install(); undo "
+                    "that first"
+                )
 
-    def undo(self, module: ModuleType) -> None:
+    def undo(self) -> None:
         """Put back what was there."""
+        while self._replaced:
+            owner, attribute, before, _ = self._replaced.pop()
+            _put_back(owner, attribute, before)
+
+
+def _put_back(owner: Any, attribute: str, before: Any) -> None:
+    if before is _ABSENT:
+        delattr(owner, attribute)
+    else:
+        setattr(owner, attribute, before)
 
 
 @dataclass(eq=False)
@@ -86,9 +117,8 @@ class FunctionPatch(Patch):
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
+        super().__init__()
         self.name = f"{self.module}.{self.target}"
-        self._original: Any = _ABSENT  # what vars(owner) held; absent where it was inherited
-        self._installed: Any = None
 
     def _owner(self, module: ModuleType) -> tuple[Any, str]:
         *path, attribute = self.target.split(".")
@@ -129,12 +159,9 @@ class FunctionPatch(Patch):
         if current is None and self.optional:
             return
         self._warn_of_a_newer_release()
-        # vars, not getattr: a method that is inherited must be inherited again after the undo.
-        self._original = vars(owner).get(attribute, _ABSENT)
-        wrapped = current if self._original is _ABSENT else self._original
+        wrapped = vars(owner).get(attribute, current)
         assert wrapped is not None
-        self._installed = wrapt.FunctionWrapper(wrapped, self.wrapper, enabled=is_installed)
-        setattr(owner, attribute, self._installed)
+        self.replace(owner, attribute, wrapt.FunctionWrapper(wrapped, self.wrapper, enabled=is_installed))
 
     def _warn_of_a_newer_release(self) -> None:
         distribution, (_, end) = self.distribution, self.series
@@ -148,28 +175,6 @@ class FunctionPatch(Patch):
             "compare the first losses with a run without the flag, or install a newer bridge-fgo",
             stacklevel=2,
         )
-
-    @override
-    def check_undo(self, module: ModuleType) -> None:
-        if self._installed is None:
-            return
-        owner, attribute = self._owner(module)
-        if vars(owner).get(attribute) is not self._installed:
-            raise RuntimeError(
-                f"bridge_fgo cannot uninstall: {self.name} was patched again after bridge_fgo.install(); undo that "
-                "patch first"
-            )
-
-    @override
-    def undo(self, module: ModuleType) -> None:
-        if self._installed is None:
-            return
-        owner, attribute = self._owner(module)
-        if self._original is _ABSENT:
-            delattr(owner, attribute)
-        else:
-            setattr(owner, attribute, self._original)
-        self._installed = None
 
 
 SERIES_MODULE = "megatron.bridge.training.optimizer_state_offload"
@@ -200,22 +205,8 @@ class StandAsidePatch(Patch):
 
     @override
     def apply(self, module: ModuleType) -> None:
-        self._set("bridge_fgo")
-
-    @override
-    def check_undo(self, module: ModuleType) -> None:
-        series = sys.modules.get(SERIES_MODULE)
-        if series is not None and getattr(series, DRIVER) != "bridge_fgo":
-            raise RuntimeError(f"bridge_fgo cannot uninstall: {self.name} was set after bridge_fgo.install()")
-
-    @override
-    def undo(self, module: ModuleType) -> None:
-        self._set(None)
-
-    @staticmethod
-    def _set(driver: str | None) -> None:
         if SERIES_MODULE in sys.modules:
-            setattr(sys.modules[SERIES_MODULE], DRIVER, driver)
+            self.replace(sys.modules[SERIES_MODULE], DRIVER, "bridge_fgo")
 
 
 # What a wrapper knows of a call. It passes through without an active session, or an engine that serves the optimizer.
@@ -283,7 +274,4 @@ def shadowed(instance: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            if value is _ABSENT:
-                delattr(instance, name)
-            else:
-                setattr(instance, name, value)
+            _put_back(instance, name, value)

@@ -6,7 +6,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, update_wrapper
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -225,28 +225,13 @@ def _has_parameters(module: Module) -> bool:
 HOOK = "finalize_model_grads_func"
 
 
-class ReloadThenFinalize:
-    """A hook that starts the reload, then calls what was bound, with the same arguments.
-
-    Why here: mcore's schedules call the hook once, after the last microbatch's backward, when activations
-    are gone and the gradient reduction that follows can hide the copies. Delegating keeps Bridge's
-    `partial(finalize_model_grads, pg_collection=...)` and MIMO's multimodule finalize as they are.
-    """
-
-    def __init__(self, bound: Callable[..., Any], reload: Callable[[], None]) -> None:
-        update_wrapper(self, bound, updated=())
-        self.bound = bound
-        self._reload = reload
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Reload, then delegate."""
-        self._reload()
-        return self.bound(*args, **kwargs)
-
-
 @contextmanager
 def reload_hook(model_config: Any, reload: Callable[[], None]) -> Iterator[None]:
     """Have `reload` called before the bound finalize inside the block; afterwards, bind again what was bound.
+
+    Why there: mcore's schedules call the hook once, after the last microbatch's backward, when activations are gone and
+    the gradient reduction that follows can hide the copies. What was bound is called with the same arguments, so that
+    Bridge's `partial(finalize_model_grads, pg_collection=...)` and MIMO's multimodule finalize stay as they are.
 
     Only for the length of a training step: an in-process restart binds another hook between steps, and a
     checkpoint's run config, saved between steps, must name Bridge's function and not ours. With no hook
@@ -256,11 +241,16 @@ def reload_hook(model_config: Any, reload: Callable[[], None]) -> Iterator[None]
     if bound is None:
         yield
         return
-    hook = ReloadThenFinalize(bound, reload)
-    setattr(model_config, HOOK, hook)
+
+    @wraps(bound, updated=())
+    def reload_then_finalize(*args: Any, **kwargs: Any) -> Any:
+        reload()
+        return bound(*args, **kwargs)
+
+    setattr(model_config, HOOK, reload_then_finalize)
     try:
         yield
     finally:
         # If the step has bound another function meanwhile, keep that one.
-        if getattr(model_config, HOOK, None) is hook:
+        if getattr(model_config, HOOK, None) is reload_then_finalize:
             setattr(model_config, HOOK, bound)

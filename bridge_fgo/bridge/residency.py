@@ -234,7 +234,7 @@ class Residency:
                     tally.copy("optimizer", states.start_offload())
                 if not states.reads_weights:  # while states are copied the driver takes these back too
                     with tally.part("params"):
-                        tally.moved.freed += self._weights.empty(groups)
+                        tally.moved.freed += self._weights.release(groups)
                 with tally.part("optimizer"):
                     states.end_offload()
                 tally.moved.freed += states.released_bytes - before
@@ -251,7 +251,7 @@ class Residency:
         # driver, while copies on another stream still read them.
         with tally.part("wait"):
             wait_for_gpu(self._device)
-        tally.moved.freed += self._weights.empty(groups)
+        tally.moved.freed += self._weights.release(groups)
         if keeps:
             self._gradients.is_kept = True
             tally.moved.freed += self._gradients.empty()

@@ -1,4 +1,4 @@
-"""What the patched steps, readers and writers of optimizer state do; `fsdp_wrappers` has those of Megatron-FSDP alone.
+"""What the patched steps, readers and writers of states and gradients do; `fsdp_wrappers` has Megatron-FSDP's alone.
 
 `OF_DISTRIBUTED` is the usual case, a DistributedOptimizer: its methods ask each parameter for its states one by one.
 A Float16OptimizerWithFloat16Params has a state dictionary with the states in torch's form, and the masters.
@@ -183,16 +183,29 @@ def saves_states(call: Call) -> Any:
     """
     if is_fsdp(call.optimizer):
         return fsdp_wrappers.gives_states(call)
-    if call.is_loading:
-        with call.engine.loading(call.source, everything=True), _adam_kept_from_states(call):
-            return call()
-    call.engine.require_whole(call.source, "saved")
     asked = call.arguments
     # The default is that of mcore's method.
     sharding = (asked.get("metadata") or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
     copies = (asked.get("sharding_type") or sharding) not in COPIED_AT_ONCE
-    with call.engine.saving(call.source, copies=copies):
+    with _handing_out(call, copies), _adam_kept_from_states(call):
         return call()
+
+
+@contextlib.contextmanager
+def _handing_out(call: Call, copies: bool) -> Iterator[None]:
+    """Context in which the engine hands out states to be loaded into or saved; `copies` as in `Engine.saving`."""
+    if call.is_checkpointing:  # mcore's methods call each other
+        yield
+        return
+    if not call.is_loading:
+        call.engine.require_whole(call.source, "saved")
+    handing_out = (
+        call.engine.loading(call.source, everything=True)
+        if call.is_loading
+        else call.engine.saving(call.source, copies=copies)
+    )
+    with handing_out:
+        yield
 
 
 @served
@@ -303,7 +316,7 @@ def _where_any(call: Call) -> Callable[[], Any]:
 @served
 def saves_float16_states(call: Call) -> Any:
     """Do as `saves_states`."""
-    with _handing_out(call):
+    with _handing_out(call, copies=True):
         return call()
 
 
@@ -312,7 +325,7 @@ def hands_out_float16_states(call: Call) -> Any:
     """Give a state dictionary of host tensors, without bringing states to the GPU: copies, but for loading."""
     inner: Any = call.optimizer.optimizer
     groups = getattr(call.optimizer, GROUPS)
-    with _handing_out(call), shadowed(inner, as_they_are(inner)):
+    with _handing_out(call, copies=True), shadowed(inner, as_they_are(inner)):
         result = call()
         masters = {id(master) for master in chain(*groups)}
         saved, handed = result["optimizer"]["state"], {}
@@ -325,21 +338,6 @@ def hands_out_float16_states(call: Call) -> Any:
                 saved[index] = {name: _own(value) for name, value in states.items()}
         result[MASTERS[0]] = [[handed[id(master)] for master in group] for group in groups]
     return result
-
-
-@contextlib.contextmanager
-def _handing_out(call: Call) -> Iterator[None]:
-    """Context in which the engine hands out states, to be saved or to be loaded into."""
-    if call.is_checkpointing:  # mcore's methods call each other
-        yield
-        return
-    if call.is_loading:
-        with call.engine.loading(call.source, everything=True):
-            yield
-        return
-    call.engine.require_whole(call.source, "saved")
-    with call.engine.saving(call.source, copies=True):
-        yield
 
 
 def _own(value: Any) -> Any:
@@ -447,3 +445,28 @@ def _moved_parts(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> tuple[bool, bo
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments["move_params"], bound.arguments["move_grads"]
+
+
+# Gradients of DDP's buffers and bucket groups, where training manages them.
+
+
+def zeroes_gradients(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have gradients let go of their memory in place of zeroing it."""
+    gradients = gradients_of(instance)
+    return wrapped(*args, **kwargs) if gradients is None else gradients.zero(instance)
+
+
+def scales_gradients(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Scale the gradients that have memory."""
+    gradients = gradients_of(instance)
+    if gradients is None:
+        return wrapped(*args, **kwargs)
+    return gradients.scale(instance, arguments_of(wrapped, args, kwargs)["scaling_factor"])
+
+
+def reduces_gradients(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have the gradients of a group on the GPU before they are checked, scaled and reduced."""
+    gradients = gradients_of(instance)
+    if gradients is not None:
+        gradients.reduce(instance)
+    return wrapped(*args, **kwargs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from bridge_fgo.bridge import before_training, fsdp_wrappers, gradient_wrappers, state_wrappers, train_step
+from bridge_fgo.bridge import before_training, fsdp_wrappers, state_wrappers, train_step
 from bridge_fgo.bridge.config_fields import ConfigFieldsPatch
 from bridge_fgo.bridge.patch import FunctionPatch, Patch, StandAsidePatch, Wrapper
 
@@ -122,11 +122,12 @@ def _of_mcore() -> list[FunctionPatch]:
                 ("offload_to_cpu", state_wrappers.offloads_buffer), ("reload_from_cpu", state_wrappers.reloads_buffer),
             )
         ),
-        _of_mcores(buffers[0], "_ParamAndGradBuffer.reset", gradient_wrappers.zeroes, (),
+        _of_mcores(buffers[0], "_ParamAndGradBuffer.reset", state_wrappers.zeroes_gradients, (),
             "what DDP's zero_grad_buffer calls for each buffer, the moment from which gradients are zeros"),
-        _of_mcores(buffers[0], "_ParamAndGradBuffer.scale_gradients", gradient_wrappers.scales, ("scaling_factor",),
+        _of_mcores(buffers[0], "_ParamAndGradBuffer.scale_gradients", state_wrappers.scales_gradients,
+            ("scaling_factor",),
             "the one other function that reads a whole buffer of gradients"),
-        _of_mcores(buffers[0], "_ParamAndGradBucketGroup.start_grad_sync", gradient_wrappers.reduces, (),
+        _of_mcores(buffers[0], "_ParamAndGradBucketGroup.start_grad_sync", state_wrappers.reduces_gradients, (),
             "what every reduction of gradients goes through; it reads buckets that no backward may have reached"),
         _of_mcores(
             "models.mimo.optimizer", "get_mimo_optimizer", before_training.build_optimizer, ("mimo_model", "config"),

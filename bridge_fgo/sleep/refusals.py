@@ -12,8 +12,9 @@ from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.guard import class_of
 from bridge_fgo.states.choice import leaves
-from bridge_fgo.states.distributed import is_adam
+from bridge_fgo.states.distributed import MOMENTS, is_adam
 from bridge_fgo.states.float16 import is_muon
+from bridge_fgo.states.fsdp import is_fsdp
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -92,10 +93,8 @@ def ddp_of(chunk: torch.nn.Module) -> list[Any]:
 def movable_optimizers(optimizer: Any) -> list[Any]:
     """Return mcore's optimizers with states under an optimizer; stubs are skipped.
 
-    DistributedOptimizers over Adam, and Float16OptimizerWithFloat16Params over Adam or Muon.
-
     Raises:
-        ValueError: there is another kind of optimizer among them, or something else.
+        ValueError: there is another kind of optimizer among them (see `refusal_of`), or something else.
     """
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
@@ -109,33 +108,55 @@ def movable_optimizers(optimizer: Any) -> list[Any]:
         if getattr(leaf, "is_stub_optimizer", False):
             continue
         if why := refusal_of(leaf):
-            inner = type(getattr(leaf, "optimizer", None)).__name__
             raise ValueError(
-                f"Residency cannot offload the state of a {type(leaf).__name__} over a {inner}: {why}, or pass "
-                "optimizer=None to move parameters and gradients alone"
+                f"Residency with {described(leaf)}: {why}, or pass optimizer=None to move parameters and gradients "
+                "alone"
             )
         found.append(leaf)
     return found
 
 
-def refusal_of(leaf: Any) -> str:
-    """Return why the states of an optimizer cannot be moved, and what to change; empty where they can be."""
+def described(leaf: Any) -> str:
+    """Return the classes of an optimizer and of the one inside."""
+    return f"a {type(leaf).__name__} over a {type(getattr(leaf, 'optimizer', None)).__name__}"
+
+
+def refusal_of(leaf: Any, takes_fsdp: bool = False) -> str:
+    """Return why the states of an optimizer cannot be moved, and what to change; empty where they can be.
+
+    They can be of a DistributedOptimizer over Adam, and of a Float16OptimizerWithFloat16Params over Adam or Muon; with
+    Megatron-FSDP only where `takes_fsdp`.
+    """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-    inner = getattr(leaf, "optimizer", None)
-    is_distributed = isinstance(leaf, DistributedOptimizer)
-    if not is_distributed and not isinstance(leaf, Float16OptimizerWithFloat16Params):
-        return "set optimizer.use_distributed_optimizer=True"
-    if getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False):
-        return "Megatron-FSDP manages its states itself: set ddp.use_megatron_fsdp=False"
+    if not isinstance(leaf, (DistributedOptimizer, Float16OptimizerWithFloat16Params)):
+        return (
+            "only mcore's DistributedOptimizer and Float16OptimizerWithFloat16Params can be offloaded; set "
+            "optimizer.use_distributed_optimizer=True and optimizer.optimizer='adam', or train in bf16"
+        )
+    inner = leaf.optimizer
+    if is_fsdp(leaf) and not takes_fsdp:
+        return "Megatron-FSDP manages its states itself; set ddp.use_megatron_fsdp=False"
     if type(inner).__name__ == "HybridDeviceOptimizer":
-        return "it keeps states on the CPU already: set optimizer.optimizer_cpu_offload=False"
+        return "it keeps states on the CPU already; set optimizer.optimizer_cpu_offload=False"
+    if not (is_adam(inner) or (is_muon(inner) and not isinstance(leaf, DistributedOptimizer))):
+        return (
+            "only the states of Adam and Muon can be offloaded; set optimizer.optimizer='adam' (of Muon's scalar "
+            "parameters optimizer.muon_scalar_optimizer='adam')"
+        )
+    dtypes = getattr(inner, "name_to_dtype_map", {})
+    for name in MOMENTS:
+        if name in dtypes and dtypes[name].itemsize < 2:
+            return (
+                f"optimizer.{name}_dtype={dtypes[name]}: FP8 moments have scales of their own and cannot be offloaded; "
+                f"set optimizer.{name}_dtype=torch.bfloat16"
+            )
     if getattr(inner, "capturable", False) or getattr(leaf.config, "optimizer_cuda_graph", False):
-        return "its CUDA graph has the states' addresses baked in: set optimizer.optimizer_cuda_graph=False"
-    name = getattr(leaf.config, "optimizer", "adam")
-    if name != "adam" if is_distributed else not (is_adam(inner) or is_muon(inner)):
-        return f"optimizer.optimizer={name!r}: set optimizer.optimizer='adam'"
+        return (
+            "it steps in a CUDA graph (optimizer.optimizer_cuda_graph=True, or capturable=True of its own), which has "
+            "the states' addresses baked in; set optimizer.optimizer_cuda_graph=False, or make it with capturable=False"
+        )
     return ""
 
 

@@ -89,7 +89,7 @@ def digests_of(groups: Sequence[WeightGroup]) -> list[Digests]:
     return [[tuple(next(sums) for _ in slab.ranges) for slab in group.slabs] for group in groups]
 
 
-class Weights:
+class Weights(Storages):
     """Moves the weights of model chunks.
 
     Args:
@@ -157,19 +157,9 @@ class Weights:
                 )
 
     @property
+    @override
     def slabs(self) -> list[StorageSlab]:
-        """The storages of all weights."""
         return [slab for group in self.groups for slab in group.slabs]
-
-    @property
-    def is_away(self) -> bool:
-        """Whether any of their memory is released."""
-        return any(group.is_away for group in self.groups)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether any of their memory is on the GPU."""
-        return bool(self.here)
 
     @property
     def here(self) -> list[WeightGroup]:
@@ -200,7 +190,7 @@ class Weights:
     def start_offload(self, groups: Sequence[WeightGroup], with_masters: bool, tally: Tally) -> None:
         """Start the copies of what masters do not round to and the host lacks, and note what masters round to.
 
-        Masters are still here, and the GPU is idle. The copies go on afterwards: until `empty` nobody may write the
+        Masters are still here, and the GPU is idle. The copies go on afterwards: until `release` nobody may write the
         weights. `with_masters`: whether the optimizer's states are offloaded too.
         """
         if self._wakes_alone:  # everything is copied, whatever masters say: they are compared meanwhile
@@ -257,7 +247,7 @@ class Weights:
                 group.is_on_host = True
         return copied
 
-    def empty(self, groups: Sequence[WeightGroup]) -> int:
+    def release(self, groups: Sequence[WeightGroup]) -> int:
         """Release the memory of weights after `start_offload`; return the bytes, 0 where it was released."""
         here = [group for group in groups if not group.is_away]
         if not here:

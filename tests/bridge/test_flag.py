@@ -270,7 +270,7 @@ def test_an_mcore_that_has_the_flag_gets_the_settings_alone():
     assert Base.__dataclass_fields__[FLAG] is flag and list(Base.__dataclass_fields__) == ["lr", FLAG, "offload"]
     one = Base(0.5, True)
     assert one == Base(lr=0.5, offload_optimizer_states=True, offload={}) != Base(0.5, True, offload={"fraction": 0.5})
-    patch.undo(module)
+    patch.undo()
     assert dict(vars(Base)) == before and list(Base.__dataclass_fields__) == ["lr", FLAG]
 
 

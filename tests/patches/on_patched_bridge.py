@@ -49,7 +49,7 @@ def test_a_series_of_another_version_is_refused_by_name(monkeypatch, series):
 def test_uninstall_refuses_when_another_driver_has_taken_over(monkeypatch, series, installed):
     with monkeypatch.context() as since:
         since.setattr(series, "EXTERNAL_DRIVER", "another package")
-        with pytest.raises(RuntimeError, match=r"optimizer_state_offload\.EXTERNAL_DRIVER was set after"):
+        with pytest.raises(RuntimeError, match=r"optimizer_state_offload\.EXTERNAL_DRIVER was replaced after"):
             bridge_fgo.uninstall()
         assert series.EXTERNAL_DRIVER == "another package"
 

@@ -254,7 +254,7 @@ def test_arguments_that_are_something_else_are_refused_with_what_to_pass(trainin
         ((training.model, [training.optimizer]), r"Residency\(optimizer=list\)"),
         ((training.model, config()), r"Residency\(optimizer=OffloadConfig\)"),
         ((training.model, training.optimizer, config(engine="mcore")), r"engine='mcore'.*engine='native'"),
-        ((training.model, fp32), r"use_distributed_optimizer=True, or pass optimizer=None"),
+        ((training.model, fp32), r"use_distributed_optimizer=True.*, or pass optimizer=None"),
         ((ddp.module,), "in a DDP that was not passed"),
         ((ddp.module, training.optimizer), "in a DDP that was not passed"),
     ):
@@ -282,7 +282,8 @@ REFUSED = {
     "optimizer.optimizer_cpu_offload=False": lambda t: (
         leaf_of(t), "optimizer", type("HybridDeviceOptimizer", (), {})(),
     ),
-    "set optimizer.optimizer='adam'": lambda t: (leaf_of(t).config, "optimizer", "muon"),
+    "set optimizer.optimizer='adam'": lambda t: (leaf_of(t), "optimizer", torch.optim.SGD([torch.zeros(1)])),
+    "exp_avg_dtype=torch.uint8": lambda t: (leaf_of(t).optimizer, "name_to_dtype_map", {"exp_avg": torch.uint8}),
     r"no engine is attached.*unset the flag and use `res\.training_step\(\)`": lambda t: (
         leaf_of(t).config, "offload_optimizer_states", True,
     ),

@@ -436,7 +436,7 @@ def test_weights_that_are_loaded_after_a_sleep_failed_half_way_are_copied_at_the
     me.res.offload()
     me.res.reload()
     with monkeypatch.context() as patch, pytest.raises(StillShared):
-        fail(patch, Weights, "empty", call=1)
+        fail(patch, Weights, "release", call=1)
         me.res.offload("params", "optimizer")
     assert me.res.away == {"optimizer"}  # unchanged, and so gone at once
     change(me.weight, 123.0)
