@@ -37,7 +37,7 @@ from bridge_fgo.engines.ranks import gather  # noqa: E402
 from bridge_fgo.figures import Figures  # noqa: E402
 from bridge_fgo.memory.remainders import Remainders  # noqa: E402
 from bridge_fgo.memory.slab import StillShared  # noqa: E402
-from bridge_fgo.memory.transfers import HostTransfers  # noqa: E402
+from bridge_fgo.memory.transfers import Transfers  # noqa: E402
 from bridge_fgo.offload.snapshot import Snapshot  # noqa: E402
 from bridge_fgo.sleep.moved import KINDS  # noqa: E402
 from bridge_fgo.states.inner_step import InnerStep  # noqa: E402
@@ -53,9 +53,9 @@ POINTS = {
     "a part's copy to the model": (MasterCopy, "copy_part"),
     "the packing of masters": (Remainders, "encode"),
     "the unpacking of masters": (Remainders, "decode"),
-    "a copy out": (HostTransfers, "copy_out"),
-    "a release": (HostTransfers, "release"),
-    "a copy in": (HostTransfers, "copy_in"),
+    "a copy out": (Transfers, "copy_out"),
+    "a release": (Transfers, "release"),
+    "a copy in": (Transfers, "copy_in"),
     "a state is handed to a checkpoint": (Snapshot, "hand_out"),
 }
 FSDP_SAVE = {

@@ -184,13 +184,13 @@ def transfers_of_a_step(monkeypatch):
         steps(run, 2)
         with monkeypatch.context() as patch:
             for name in TRANSFERS:
-                original = getattr(fault_child.HostTransfers, name)
+                original = getattr(fault_child.Transfers, name)
 
                 def counted(self, *args, name=name, original=original):
                     counts[name] += 1
                     original(self, *args)
 
-                patch.setattr(fault_child.HostTransfers, name, counted)
+                patch.setattr(fault_child.Transfers, name, counted)
             run.step()
     return counts
 

@@ -157,9 +157,9 @@ def test_what_fails_on_one_rank_in_a_verb_fails_on_all_of_them_and_all_can_be_br
         reached.setdefault(verb, set()).add(place)
     assert reached.keys() == {"making one", *VERBS}
     if parallel == "DP":  # where all places are tried
-        assert {"Rounding.agrees", "HostTransfers.copy_out", "StorageSlab.empty"} <= reached["offload"]
+        assert {"Rounding.agrees", "Transfers.copy_out", "StorageSlab.empty"} <= reached["offload"]
         assert {"StorageSlab.copy_out", "StorageSlab.map_host"} <= reached["offload, gradients kept"]
-        assert {"round_again", "HostTransfers.copy_in", "OptimizerStates.finish_reload"} <= reached["reload"]
+        assert {"round_again", "Transfers.copy_in", "OptimizerStates.finish_reload"} <= reached["reload"]
 
 
 def contexts(turns):

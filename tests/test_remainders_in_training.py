@@ -9,8 +9,8 @@ import torch
 from both import PACKED, WHOLE, as_resident, both, session_of, steps, training
 from saving import save
 
+from bridge_fgo.engines.packed_masters import WATCHED_STEPS
 from bridge_fgo.memory.slab import SlabState
-from bridge_fgo.offload.packing_policy import WATCHED_STEPS
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

@@ -18,7 +18,6 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.ranks import on_every_rank, require_host_memory, told_by_ranks
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
-from bridge_fgo.memory.host_memory import local_cpus
 from bridge_fgo.memory.storage_slab import find_aliases
 from bridge_fgo.sleep.caches import Caches
 from bridge_fgo.sleep.checks import Checks, wrapped_models
@@ -138,7 +137,7 @@ class Residency:
 
     def _lock(self, hosts: Sequence[HostBuffer]) -> None:
         if self._pins and hosts:
-            page_lock(hosts, local_cpus(self._device))
+            page_lock(hosts)
 
     # What is where.
 

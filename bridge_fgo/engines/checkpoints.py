@@ -11,9 +11,10 @@ from typing import Any, override
 import torch
 
 from bridge_fgo.engines.engine import Engine
-from bridge_fgo.engines.offloaded_source import OffloadedSource, PackedMasters, pin
+from bridge_fgo.engines.offloaded_source import OffloadedSource
+from bridge_fgo.engines.packed_masters import PackedMasters
 from bridge_fgo.memory.guard import own
-from bridge_fgo.memory.host_buffer import PINNING_THREADS, SharedHostBuffer, has_files_for_buffers
+from bridge_fgo.memory.host_buffer import PINNING_THREADS, SharedHostBuffer, has_files_for_buffers, page_lock
 from bridge_fgo.memory.host_memory import free_for_each_rank
 from bridge_fgo.memory.slab import Part, Slab, SlabState, require_readable
 from bridge_fgo.memory.state import State
@@ -28,7 +29,7 @@ class CheckpointingEngine(Engine):
     masters: PackedMasters
     _transfers: Transfers
     _offloaded: dict[Source, OffloadedSource]
-    _pin_near: torch.device | None  # the GPU near which host memory is page-locked; None where it is not
+    _pins: bool  # whether host memory is page-locked
 
     def __init__(self) -> None:
         self._snapshots: dict[Source, Snapshot] = {}  # of those that are being saved or loaded
@@ -101,8 +102,8 @@ class CheckpointingEngine(Engine):
             if needed > (free := free_for_each_rank()):
                 raise ValueError(f"each rank of this node needs {needed} bytes of host memory, and can have {free}")
             buffers = [SharedHostBuffer(slab.nbytes) for slab in slabs]
-            if self._pin_near is not None:
-                pin(buffers, self._pin_near)
+            if self._pins:
+                page_lock(buffers)
         except (ValueError, RuntimeError) as error:
             self._lends = False
             for each in self._offloaded.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -11,14 +12,15 @@ import torch
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.checkpoints import CheckpointingEngine
-from bridge_fgo.engines.offloaded_source import OffloadedSource, PackedMasters, pin
+from bridge_fgo.engines.offloaded_source import OffloadedSource
+from bridge_fgo.engines.packed_masters import PackedMasters
 from bridge_fgo.memory.guard import own
-from bridge_fgo.memory.host_buffer import HostBuffer
+from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.layout import copied_whole
 from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, Traffic, block_rounding
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import Part, Slab, require_readable, send_off
-from bridge_fgo.memory.transfers import CudaTransfers, HostTransfers, Transfers
+from bridge_fgo.memory.transfers import CudaTransfers, Transfers
 from bridge_fgo.offload.debug import debugged
 from bridge_fgo.offload.profile import Mark
 from bridge_fgo.offload.schedule import Schedule
@@ -56,8 +58,7 @@ class NativeEngine(CheckpointingEngine):
             transfers, meter, config.gpu_memory_budget_bytes, DeviceRoom(meter) if budget == "auto" else None
         )
         schedule.ledger.block_bytes = block_rounding(device)
-        packing = schedule.packing  # not the schedule itself, which would go only when Python looks for cycles
-        remainders = Remainders(device, wanted=lambda: config.master_remainders or packing.packs)
+        remainders = Remainders(device, wanted=bool(config.master_remainders))
         codec_of = copied_whole if config.master_remainders is False else remainders.codec_of
         make_slab = partial(Slab, device=device, transfers=transfers, ledger=schedule.ledger, traffic=self.traffic)
         offloaded = [OffloadedSource(source, config, codec_of, make_slab) for source in sources]
@@ -68,14 +69,17 @@ class NativeEngine(CheckpointingEngine):
         schedule.holding.margin_bytes = max((each.margin_bytes for each in offloaded), default=0)
         schedule.holding.held_through_step = sum(each.held_through_step for each in offloaded)
         remainders.ready()
-        if config.master_remainders is None and remainders.are_fast:
-            for part in schedule.parts:
-                part.packable_bytes = sum(slab.nbytes for slab in part.slabs if slab.codec.family is not None)
-        schedule.count_packable()
-        self.masters = PackedMasters(remainders, self._offloaded, transfers, packing)
+        self.masters = PackedMasters(
+            remainders,
+            self._offloaded,
+            transfers,
+            decides=config.master_remainders is None and remainders.are_fast,
+            announce=lambda text: schedule.holding.announce(text),
+            warn=lambda text: schedule.holding.warn(text),
+        )
         self.hosts_beside: list[HostBuffer] = []
         """Host memory that is page-locked together with that of the states: of gradients."""
-        self._pin_near = device if config.pin_memory and device.type == "cuda" else None
+        self._pins = config.pin_memory and device.type == "cuda"
         self._counted_whole: set[Source] = set()  # those whose undivided step the plans count
         self._said_whole: set[str] = set()
         self._is_saved_next = False
@@ -102,12 +106,14 @@ class NativeEngine(CheckpointingEngine):
 
     @property
     def _hosts_to_pin(self) -> list[HostBuffer]:
-        return [] if self._pin_near is None else [*(slab.host for slab in self.slabs), *self.hosts_beside]
+        return [*(slab.host for slab in self.slabs), *self.hosts_beside] if self._pins else []
 
     @override
     def pin(self) -> None:
-        if self._pin_near is not None and (hosts := self._hosts_to_pin):
-            self.pin_seconds = pin(hosts, self._pin_near)
+        if hosts := self._hosts_to_pin:
+            started = time.perf_counter()
+            page_lock(hosts)
+            self.pin_seconds = time.perf_counter() - started
         self.hosts_beside = []
 
     # Figures.
@@ -310,6 +316,7 @@ class NativeEngine(CheckpointingEngine):
 
     @override
     def end_step(self, updated: bool) -> None:
+        self.masters.end_step(updated)
         self.schedule.end_step(updated)
         self.masters.decide()
 
@@ -343,7 +350,6 @@ class NativeEngine(CheckpointingEngine):
         self.masters.require_restorable(self.sources)
         with self.masters.trusted(*self.sources):
             self.require_writable()
-        self.masters.close()
         for slab in self.slabs:
             slab.close()
         self.schedule.forget_parts()
@@ -358,5 +364,4 @@ def _refuse_in_capture(transfers: Transfers) -> str:
 
 def make_transfers(device: torch.device, config: OffloadConfig) -> Transfers:
     """Return the transfers for states on `device`, in debug mode where the environment asks for it."""
-    is_cuda = device.type == "cuda"
-    return debugged(CudaTransfers(device, config.piece_bytes) if is_cuda else HostTransfers(config.piece_bytes))
+    return debugged(CudaTransfers(device, config.piece_bytes) if device.type == "cuda" else Transfers())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache
 
 import torch
 
@@ -40,56 +40,43 @@ extern "C" __global__ void digest(const u64 *words, u64 count, u64 *sum) { add_u
 """
 
 
+@cache
 def digest_kernel(device: torch.device) -> StridedSum | None:
     """Return the kernel; None where there is none for the device. To compile it takes the host half a second, once."""
     return compile_sum(SOURCE, "digest", arrays=1, device=device)
 
 
-class Digester:
-    """Sums over bytes, each word mixed with its place.
+def byte_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a sum over the bytes of each tensor, at least one: int64 [tensors], on the current stream, without a wait.
 
-    A change of one word always changes the sum. Changes of several cancel each other with a probability of 2**-64,
-    unless somebody who knows the factors makes them. Where there is no kernel, or a tensor does not begin and end at a
-    word, PyTorch's operators take the same sum, and hold 32 MiB on the device as long as this lives, less where no
-    tensor has `most_bytes` as large.
+    They are uint8, one-dimensional and contiguous, on one device. Each word is mixed with its place: a change of one
+    word always changes the sum. Changes of several cancel each other with a probability of 2**-64, unless somebody who
+    knows the factors makes them. Where there is no kernel, or a tensor does not begin and end at a word, PyTorch's
+    operators take the same sum.
     """
+    kernel = digest_kernel(tensors[0].device)
+    sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+    for place, tensor in enumerate(tensors):
+        if kernel is not None and tensor.numel() % 8 == tensor.data_ptr() % 8 == 0:
+            kernel.add(sums, place, tensor.numel() // 8, tensor.data_ptr())
+        else:
+            sums[place] = _by_operators(tensor)
+    return sums
 
-    def __init__(self, device: torch.device, most_bytes: int) -> None:
-        self._device = device
-        self._most_bytes = most_bytes
-        self._kernel = digest_kernel(device)
 
-    @cached_property
-    def _places(self) -> torch.Tensor:
-        words = min(CHUNK_WORDS, -(-self._most_bytes // 8))
-        return torch.arange(words, dtype=torch.int64, device=self._device).mul_(_FIRST)
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of the bytes of each tensor, int64 [tensors], on the current stream, without a wait.
-
-        They are uint8, one-dimensional and contiguous.
-        """
-        sums = torch.zeros(len(tensors), dtype=torch.int64, device=self._device)
-        for place, tensor in enumerate(tensors):
-            if self._kernel is not None and tensor.numel() % 8 == tensor.data_ptr() % 8 == 0:
-                self._kernel.add(sums, place, tensor.numel() // 8, tensor.data_ptr())
-            else:
-                sums[place] = self._one(tensor)
-        return sums
-
-    def _one(self, data: torch.Tensor) -> torch.Tensor:
-        # Padded by zeros it is another sum than that of zeros.
-        total = torch.full((), data.numel() % 8, dtype=torch.int64, device=data.device)
-        for number, chunk in enumerate(data.split(8 * CHUNK_WORDS)):
-            words = _words(chunk)
-            mixed = words.add(self._places[: words.numel()])
-            if number:
-                first = number * CHUNK_WORDS * _FIRST
-                mixed.add_((first + 2**63) % 2**64 - 2**63)  # what a word of 64 bits holds of it
-            _shift_into(mixed).mul_(_SECOND)
-            _shift_into(mixed).mul_(_FIRST)
-            total = total.add_(_shift_into(mixed).sum())
-        return total
+def _by_operators(data: torch.Tensor) -> torch.Tensor:
+    # Padded by zeros it is another sum than that of zeros.
+    total = torch.full((), data.numel() % 8, dtype=torch.int64, device=data.device)
+    first = 0
+    for chunk in data.split(8 * CHUNK_WORDS):
+        words = _words(chunk)
+        places = torch.arange(first, first + words.numel(), dtype=torch.int64, device=data.device)
+        first += words.numel()
+        mixed = places.mul_(_FIRST).add_(words)
+        _shift_into(mixed).mul_(_SECOND)
+        _shift_into(mixed).mul_(_FIRST)
+        total = total.add_(_shift_into(mixed).sum())
+    return total
 
 
 def _shift_into(words: torch.Tensor) -> torch.Tensor:

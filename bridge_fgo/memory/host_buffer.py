@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_storage
 
 from bridge_fgo.memory.driver import PageLock
-from bridge_fgo.memory.host_memory import available_bytes
+from bridge_fgo.memory.host_memory import available_bytes, local_cpus
 
 PINNING_THREADS = 16
 """Measured on an H200 host of 16 cores, 8.6 GB in 256 MiB buffers, touching and registering: 3.8 GB/s with one
@@ -69,19 +69,20 @@ class HostBuffer:
             self.pinned_bytes = 0
 
 
-def page_lock(buffers: Sequence[HostBuffer], local_cpus: set[int] | None = None) -> None:
-    """Page-lock the buffers with CUDA, from several threads, on the CPUs of the GPU's NUMA node where these are given.
+def page_lock(buffers: Sequence[HostBuffer]) -> None:
+    """Page-lock the buffers with CUDA, from several threads, on the CPUs of the GPU's NUMA node where these are known.
 
     So their pages, which go to the node of whoever touches them first, are near the GPU. ValueError where the host has
     no memory left for one, as others take it: Linux would kill whoever touches it. RuntimeError where CUDA refuses one.
     """
     device = torch.cuda.current_device()
+    cpus = local_cpus(torch.device("cuda", device))
 
     def begin() -> None:
         torch.cuda.set_device(device)  # a thread's own setting
         torch.cuda.mem_get_info(device)  # the runtime makes its context the thread's, for the driver
-        if local_cpus:
-            os.sched_setaffinity(0, local_cpus)  # 0 is the calling thread
+        if cpus:
+            os.sched_setaffinity(0, cpus)  # 0 is the calling thread
 
     with ThreadPoolExecutor(PINNING_THREADS, initializer=begin) as pool:
         list(pool.map(_Room(sum(buffer.tensor.numel() for buffer in buffers)).lock, buffers))  # raises the first error

@@ -10,7 +10,7 @@ before a master is brought back; and what a master differs from its weight by mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast, override
 
@@ -48,7 +48,7 @@ class SlabRemainders(Codec):
     @property
     def encodes(self) -> bool:  # type: ignore[override]
         """Whether remainders are wanted now."""
-        return self._remainders.wanted()
+        return self._remainders.wanted and not self._remainders.is_paused
 
     @override
     def loses(self) -> bool:
@@ -60,11 +60,12 @@ MastersMove = tuple[Any, torch.Tensor, torch.Tensor]
 
 
 class Remainders:
-    """The remainders of a rank's masters; `wanted` says whether slabs that leave now are to be copied so, or whole."""
+    """The remainders of a rank's masters; `wanted` says whether slabs that leave are to be copied so, or whole."""
 
-    def __init__(self, device: torch.device, wanted: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, device: torch.device, wanted: bool = True) -> None:
         self._device = device
         self.wanted = wanted
+        self.is_paused = False  # whether slabs that leave now are to be copied whole, whatever is wanted
         self.slabs: list[SlabRemainders] = []
         self.sums = torch.zeros(0, 2, dtype=torch.int64)
         """[slabs, 2]: the sum over the weights' bits when the slab was encoded, and how many masters differed."""
@@ -98,7 +99,7 @@ class Remainders:
 
     def locate(self) -> None:
         """Find where the weights are now, before a pass first encodes or decodes; RuntimeError if there are none."""
-        if self._kernels is not None and not self._kernels.look_up(required=self.wanted()):
+        if self._kernels is not None and not self._kernels.look_up(required=self.wanted and not self.is_paused):
             self.lacked_weights = True
 
     def encode(self, moves: Sequence[MastersMove]) -> None:
@@ -179,48 +180,6 @@ class Remainders:
             for bits, here, _ in _chunks(slab):
                 now[slab.row] += _sum(bits, here.start)
         return now
-
-
-class WeightWatch:
-    """Sees whether weights stay as they are while their masters are away, before any of these is packed.
-
-    A step is watched from the optimizer's copy to the weights up to the next update, as packed masters would be
-    compared. All is done on the current stream; the host waits in `has_changed` alone. `codecs` are of the masters of
-    one source; their rows follow one another.
-    """
-
-    def __init__(self, family: Remainders, codecs: Sequence[Codec]) -> None:
-        self._family, self._slabs = family, cast("Sequence[SlabRemainders]", codecs)
-        rows = [slab.row for slab in self._slabs]
-        self._rows = slice(rows[0], rows[-1] + 1)
-        assert rows == list(range(rows[0], rows[-1] + 1))
-        # the sums of the weights when masters left; None where they are here, or nothing is watched
-        self._then: torch.Tensor | None = None
-        self._differ: torch.Tensor | None = None
-
-    def begin(self) -> None:
-        """Take the weights' sums as masters leave, where they were here."""
-        if self._then is None:
-            now = self._now()
-            self._then = None if now is None else now.clone()
-
-    def compare(self) -> None:
-        """Compare the weights with what they were when masters left, if these are away."""
-        if self._then is not None and (now := self._now()) is not None:
-            differ = (now != self._then).any()
-            self._differ = differ if self._differ is None else self._differ | differ
-
-    def end(self) -> None:
-        """Note that masters are here, so that nothing is to be compared."""
-        self._then = None
-
-    def has_changed(self) -> bool:
-        """Return whether weights have changed in a step that was watched. The host waits."""
-        return self._family.lacked_weights or (self._differ is not None and bool(self._differ.item()))
-
-    def _now(self) -> torch.Tensor | None:
-        self._family.locate()
-        return None if self._family.lacked_weights else self._family.sums_now(self._slabs)[self._rows]
 
 
 def _by_row(moves: Sequence[MastersMove]) -> list[RowMove]:

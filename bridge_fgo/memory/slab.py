@@ -553,7 +553,6 @@ class Part(PartBytes):
     def __init__(self, params: list[torch.Tensor], slabs: list[Slab]) -> None:
         super().__init__(sum(slab.block_bytes for slab in slabs), sum(slab.transit_bytes for slab in slabs))
         self.params, self.slabs = params, slabs
-        self.packable_bytes = 0  # of its masters that may be packed (`PackingPolicy`)
         self.ids = frozenset(id(param) for param in params)
         # whether some of its states are copied to the model's weights once they are updated
         self.written_back = any(slab.written_back for slab in slabs)

@@ -51,7 +51,7 @@ class StorageSlab:
         self.copied_nbytes = sum(end - start for start, end in self.ranges)
         self.host: HostBuffer | None = None  # made by `map_host`; its page-locking is its owner's
         self.host_digests: tuple[int, ...] | None = None
-        """`Digester.of(parts)` when the host copy was made; None where there is none, or nobody took them."""
+        """`byte_sums(parts)` when the host copy was made; None where there is none, or nobody took them."""
 
     @property
     def device(self) -> torch.device:

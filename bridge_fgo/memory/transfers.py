@@ -1,9 +1,8 @@
-"""Copies of slabs between GPU memory and host buffers: the verbs, and how they are done on a host and with CUDA."""
+"""Copies of slabs between GPU memory and host buffers: the verbs, done at once on a host, and how CUDA does them."""
 
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -52,15 +51,16 @@ class Movable(Protocol):
         """Give the GPU memory back."""
 
 
-class Transfers(ABC):
+class Transfers:
     """Moves slabs. One object a device, shared by every source of the rank.
 
-    What is not abstract does what there is to do where a copy has ended when it returns.
+    This class is for states in host memory: copies are done when it returns, and there is nothing to wait for. It shows
+    that moves are right, not how fast.
     """
 
     keeps_host_copies = True  # whether a slab's host buffer still has its states when they are back on the GPU
 
-    def begin_pass(self) -> None:  # noqa: B027
+    def begin_pass(self) -> None:
         """Remember the current stream, of forward and backward, as the training stream until the next pass.
 
         Whatever else reads or writes states meanwhile, on another stream, is to have that one wait for it. Where a pass
@@ -81,7 +81,7 @@ class Transfers(ABC):
         """Return a handle of the current stream."""
         return 0
 
-    def wait_for(self, streams: Iterable[int]) -> None:  # noqa: B027
+    def wait_for(self, streams: Iterable[int]) -> None:
         """Have the training stream wait for what these hold now."""
 
     def back_to_back(self) -> AbstractContextManager[object]:
@@ -96,32 +96,33 @@ class Transfers(ABC):
         """Return whether the current stream is being captured into a CUDA graph, where nothing may move."""
         return False
 
-    @abstractmethod
     def copy_out(self, slab: Movable, written: bool = True) -> None:
         """Start the copy of a slab to its host buffer, after what the current stream holds.
 
         `written` says whether something that writes it was enqueued since the last copy of the same `back_to_back`.
         """
+        slab.host.tensor[: slab.moving.numel()].copy_(slab.moving)
 
     def release(self, slab: Movable) -> None:
         """Free the slab's GPU memory, which nothing may reuse before the copy out has read it."""
         self.wait_out(slab)
         slab.free()
 
-    @abstractmethod
     def copy_in(self, slab: Movable) -> None:
         """Allocate the slab's GPU memory on the current stream and start the copy from its host buffer."""
+        slab.allocate()
+        slab.moving.copy_(slab.host.tensor[: slab.moving.numel()])
 
-    def wait_in(self, slab: Movable) -> None:  # noqa: B027
+    def wait_in(self, slab: Movable) -> None:
         """Make the current stream wait for the copy in."""
 
-    def finish_out(self) -> None:  # noqa: B027
+    def finish_out(self) -> None:
         """Return when every copy out that was started is over, so that the host may read the buffers."""
 
-    def await_released(self) -> None:  # noqa: B027
+    def await_released(self) -> None:
         """Return when nothing uses the memory of slabs that were released, so that the driver may have it."""
 
-    def forget(self, host_address: int) -> None:  # noqa: B027
+    def forget(self, host_address: int) -> None:
         """Let go of a host buffer that no slab uses any more; return when the copies from and to it are over."""
 
     def has_landed(self, slab: Movable) -> bool:
@@ -132,28 +133,8 @@ class Transfers(ABC):
         """Return whether the newest copy out is over; the host does not wait for it."""
         return True
 
-    def wait_out(self, slab: Movable) -> None:  # noqa: B027
+    def wait_out(self, slab: Movable) -> None:
         """Make the current stream wait for the newest copy out, if there was one."""
-
-
-class HostTransfers(Transfers):
-    """The same copies, done at once, where states live in host memory: shows that moves are right, not how fast."""
-
-    def __init__(self, piece_bytes: int) -> None:
-        self._piece_bytes = piece_bytes
-
-    @override
-    def copy_out(self, slab: Movable, written: bool = True) -> None:
-        moving = slab.moving
-        for start, end in pieces(moving.numel(), self._piece_bytes):
-            slab.host.tensor[start:end].copy_(moving[start:end])
-
-    @override
-    def copy_in(self, slab: Movable) -> None:
-        slab.allocate()
-        moving = slab.moving
-        for start, end in pieces(moving.numel(), self._piece_bytes):
-            moving[start:end].copy_(slab.host.tensor[start:end])
 
 
 _SAME_STREAM = nullcontext()

@@ -39,7 +39,6 @@ import torch
 from bridge_fgo.memory.meters import DeviceRoom, Ledger, PeakMeter
 from bridge_fgo.memory.slab import Part, Slab, SlabState, decode_together, encode_together
 from bridge_fgo.memory.transfers import Transfers
-from bridge_fgo.offload.packing_policy import PackingPolicy
 from bridge_fgo.offload.policy import HoldPlan, HoldPolicy
 from bridge_fgo.offload.profile import Mark, MemoryProfile, PassMatcher, PeakRecorder
 from bridge_fgo.offload.slab_queue import SlabQueue
@@ -64,7 +63,6 @@ class Schedule:
         self.holding = holding = HoldPolicy(budget_bytes, room)
         # what a pass must have in common with the measured one: set before a pass; the number of microbatches
         self.signature: object = None
-        self.packing = PackingPolicy(lambda text: holding.announce(text), lambda text: holding.warn(text))
         self.recorder = PeakRecorder(meter, self.ledger)
         self._fresh = self._warm = False
         self._is_like_others = True
@@ -89,7 +87,6 @@ class Schedule:
     def forget_parts(self) -> None:
         """Forget all parts: they are no more offloaded."""
         self.parts.clear()
-        self.count_packable()
         self._start()
 
     def _start(self) -> None:
@@ -99,10 +96,6 @@ class Schedule:
 
     def _slabs(self, stay: bool) -> list[Slab]:
         return [slab for part in self.parts if part.stays == stay for slab in part.slabs]
-
-    def count_packable(self) -> None:
-        """Tell the packing policy of the parts that move, as those that there are, or that stay, have changed."""
-        self.packing.packable_bytes = sum(part.packable_bytes for part in self.parts if not part.stays)
 
     # The pass.
 
@@ -325,7 +318,6 @@ class Schedule:
         `updated` says whether the optimizer stepped. On a rank that has no parts it may say that it has not.
         """
         updated = updated or not self.parts
-        self.packing.end_step(updated)  # before parts that stayed may move: their weights were not watched in this step
         learns = self.recorder.in_step and updated
         if self.holding.awaits_ranks:  # a rank that reached `agree` alone would wait for the others
             assert self.holding.all_can is not None
@@ -335,7 +327,6 @@ class Schedule:
             if staying is not None:
                 for position, part in enumerate(self.parts):
                     part.stays = position in staying
-                self.count_packable()
                 self._fresh, self._wants_points = True, False
         self.recorder.begin_pass()
         self._warm = self._warm or updated

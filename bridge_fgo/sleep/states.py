@@ -14,7 +14,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.engine import ATTACHED, Attachment, attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather, on_every_rank, pin_on_every_rank
-from bridge_fgo.memory.digest import Digester, digest_kernel
+from bridge_fgo.memory.digest import byte_sums, digest_kernel
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab, SlabState
 from bridge_fgo.memory.state import WeightShard
@@ -300,7 +300,6 @@ class HostCopies:
     def __init__(self, slabs: Sequence[Slab], device: torch.device) -> None:
         digest_kernel(device)  # compiled before the first sleep
         self._slabs = slabs
-        self._device = device
         self._digests: dict[Slab, int] = {}
         """The sum over a slab's bytes after its reload."""
         self._sums: dict[Slab, torch.Tensor] = {}
@@ -317,19 +316,18 @@ class HostCopies:
         tensors = [slab.gpu for slab in known if slab.gpu is not None]
         if not tensors:
             return set()
-        sums = Digester(self._device, max(tensor.numel() for tensor in tensors)).of(tensors).tolist()
+        sums = byte_sums(tensors).tolist()
         return {slab for slab, digest in zip(known, sums, strict=True) if digest == self._digests[slab]}
 
     def reload_all(self) -> None:
         """Reload every slab that is away, and sum each while others are copied."""
-        digester = Digester(self._device, max((slab.nbytes for slab in self._slabs), default=1))
         away: set[Slab] = set()
         """Slabs that this call reloads. Others may have been written since, so that the host has old bytes."""
 
         def land(slab: Slab) -> None:
             slab.require_readable()
             if slab in away and slab.gpu is not None and _is_known(slab):
-                self._sums[slab] = digester.of([slab.gpu])[0]
+                self._sums[slab] = byte_sums([slab.gpu])[0]
 
         coming: deque[Slab] = deque()
         for slab in self._slabs:

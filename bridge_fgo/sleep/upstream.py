@@ -16,7 +16,6 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.host_buffer import page_lock
-from bridge_fgo.memory.host_memory import local_cpus
 from bridge_fgo.memory.storage_slab import StorageSlab, find_aliases
 from bridge_fgo.sleep.gradients import Gradients
 from bridge_fgo.sleep.moved import map_hosts, return_to_driver, wait_for_gpu
@@ -71,7 +70,7 @@ class Buffer:
         if weights is not None:
             hosts = map_hosts(weights.slabs)
             if self._pins and hosts:
-                page_lock(hosts, local_cpus(buffer.param_data.device))
+                page_lock(hosts)
             weights.copy_out(*digests_of([weights]))
         # Race: who takes the memory next does not wait for the copy, nor for kernels on other streams.
         wait_for_gpu(buffer.grad_data.device)

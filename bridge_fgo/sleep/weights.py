@@ -11,7 +11,7 @@ from typing import Any, override
 import torch
 
 from bridge_fgo.engines.ranks import on_every_rank
-from bridge_fgo.memory.digest import Digester, digest_kernel
+from bridge_fgo.memory.digest import byte_sums, digest_kernel
 from bridge_fgo.memory.guard import class_of
 from bridge_fgo.memory.storage_slab import Named, Range, StorageSlab
 from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
@@ -83,9 +83,7 @@ class WeightGroup(Storages):
 def digests_of(groups: Sequence[WeightGroup]) -> list[Digests]:
     """Return the sums over what each group copies; the host waits for them once, for all groups."""
     parts = [part for group in groups for slab in group.slabs for part in slab.parts]
-    sums = iter(())
-    if parts:
-        sums = iter(Digester(parts[0].device, max(part.numel() for part in parts)).of(parts).tolist())
+    sums = iter(byte_sums(parts).tolist() if parts else ())
     return [[tuple(next(sums) for _ in slab.ranges) for slab in group.slabs] for group in groups]
 
 

@@ -149,9 +149,7 @@ def native_engine(is_planned=False, **settings):
     """Return the engine of a rank without states, with a schedule that only notes its calls."""
     config = bridge_fgo.OffloadConfig(engine="native", **settings)
     engine = NativeEngine([], config, SimpleNamespace(works=True))
-    engine.schedule = mock.Mock(
-        parts=[], is_planned=is_planned, packing=mock.Mock(can_decide=False, checks_weights=False)
-    )
+    engine.schedule = mock.Mock(parts=[], is_planned=is_planned)
     return engine
 
 

@@ -16,7 +16,7 @@ from quantized_weights import Float8Tensor
 from bridge_fgo.engines import gradients as gradients_module
 from bridge_fgo.engines.gradients import AHEAD, Gradients
 from bridge_fgo.memory.gradient_bucket import BUCKET, BucketState, GradientBucket
-from bridge_fgo.memory.transfers import HostTransfers
+from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.debug import DebugTransfers
 from bridge_fgo.offload.profile import Mark
 from bridge_fgo.sleep.gradients import Gradients as SleepingGradients
@@ -59,7 +59,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.no_memory = NoMemory(self.patch)
         self.ddp = FakeDdp(BUCKETS, extra, make)
         self.before = layout_of(self.ddp)
-        self.transfers = HostTransfers(40)
+        self.transfers = Transfers()
         if debug:
             self.transfers = DebugTransfers(self.transfers, seed)
         self.offloads = not lazy
@@ -186,7 +186,7 @@ TestAnyOrder = AnyOrder.TestCase
 @pytest.mark.parametrize("debug", [False, True])
 def test_buckets_leave_in_a_step_and_gradients_are_those_of_tensors_that_never_move(microbatches, debug):
     ddp = FakeDdp((6,), extra={1})
-    transfers = HostTransfers(40)
+    transfers = Transfers()
     gradients = taken(ddp, DebugTransfers(transfers, 1) if debug else transfers)
     for number in range(3):
         step(ddp, gradients, microbatches)
@@ -196,7 +196,7 @@ def test_buckets_leave_in_a_step_and_gradients_are_those_of_tensors_that_never_m
 
 def test_at_the_end_of_a_forward_only_what_comes_early_has_memory():
     ddp = FakeDdp((8,))
-    gradients = taken(ddp, HostTransfers(40))
+    gradients = taken(ddp, Transfers())
     step(ddp, gradients)
     ddp.zero()
     begin_microbatch(ddp)
@@ -209,7 +209,7 @@ def test_at_the_end_of_a_forward_only_what_comes_early_has_memory():
 
 def test_a_bucket_leaves_once_all_its_gradients_were_added_to_and_not_before():
     ddp = FakeDdp((5,))
-    gradients = taken(ddp, HostTransfers(40))
+    gradients = taken(ddp, Transfers())
     begin_microbatch(ddp)
     first, second, third = ddp.of_bucket(2)
     bucket, ended = gradients.buckets[2], Mark(~1, 0, 0)
@@ -227,7 +227,7 @@ def test_a_bucket_leaves_once_all_its_gradients_were_added_to_and_not_before():
 def test_what_is_being_reduced_does_not_leave_though_another_microbatch_is_said_to_come():
     # As where mcore aligns the reductions of pipeline stages: `is_last_microbatch` is reset once they have begun.
     ddp = FakeDdp((5,))
-    gradients = taken(ddp, HostTransfers(40))
+    gradients = taken(ddp, Transfers())
     begin_microbatch(ddp)
     backward(ddp, gradients, 1.0)
     finish = ddp.reduce(4)
@@ -239,7 +239,7 @@ def test_what_is_being_reduced_does_not_leave_though_another_microbatch_is_said_
 
 def test_gradients_are_scaled_wherever_they_are():
     ddp = FakeDdp((5,), extra={0, 2})
-    gradients = taken(ddp, HostTransfers(40))
+    gradients = taken(ddp, Transfers())
     backward(ddp, gradients, 1.0)
     forward(ddp, gradients)
     ddp.scale(0.5)
@@ -249,14 +249,14 @@ def test_gradients_are_scaled_wherever_they_are():
 def test_shards_that_mcore_keeps_of_gradients_before_they_were_taken_are_made_anew():
     ddp = FakeDdp((5,))
     ddp.reduce(3)()
-    gradients = taken(ddp, HostTransfers(40))
+    gradients = taken(ddp, Transfers())
     step(ddp, gradients)
     assert ddp.different() == []
 
 
 def test_a_bucket_larger_than_its_share_stays():
     ddp = FakeDdp((3,))
-    gradients = taken(ddp, HostTransfers(40))
+    gradients = taken(ddp, Transfers())
     step(ddp, gradients)
     assert gradients.moving_bytes == gradients.traffic.out == 0 and ddp.different() == []
 
@@ -264,13 +264,12 @@ def test_a_bucket_larger_than_its_share_stays():
 # Faults.
 
 
-class Failing(HostTransfers):
+class Failing(Transfers):
     """Counts the calls of its verbs, and has one of them end with an error, before or after it is done."""
 
     VERBS = ("copy_out", "release", "copy_in", "wait_in", "wait_out", "computing", "on_compute_stream", "begin_pass")
 
     def __init__(self, fails_at=None, late=False):
-        super().__init__(40)
         self.calls, self.fails_at, self.late = [], fails_at, late
         for name in self.VERBS:
             setattr(self, name, self._counted(name, getattr(self, name)))
@@ -319,7 +318,7 @@ def test_an_interruption_at_any_call_of_the_transfers_loses_no_gradient_and_the_
 
 def test_an_early_bucket_without_memory_comes_when_the_backward_needs_it(monkeypatch):
     ddp = FakeDdp((5,))
-    gradients = taken(ddp, HostTransfers(40))
+    gradients = taken(ddp, Transfers())
     no_memory, prefetch = NoMemory(monkeypatch), Gradients._prefetch
     asked = []
 
@@ -338,7 +337,7 @@ def test_an_early_bucket_without_memory_comes_when_the_backward_needs_it(monkeyp
 @pytest.mark.parametrize("microbatch", [1, 2])
 def test_a_bucket_that_is_needed_and_finds_no_memory_is_an_error_that_loses_nothing(monkeypatch, microbatch):
     ddp = FakeDdp((5,))
-    gradients = taken(ddp, HostTransfers(40))
+    gradients = taken(ddp, Transfers())
     no_memory = NoMemory(monkeypatch)
     step(ddp, gradients, microbatch)
     for number in range(microbatch):
@@ -362,7 +361,7 @@ def test_a_bucket_that_is_needed_and_finds_no_memory_is_an_error_that_loses_noth
 @pytest.mark.parametrize("offloads", [False, True])
 def test_buckets_that_find_no_memory_on_a_wake_are_all_away_and_come_later(monkeypatch, seed, offloads):
     ddp = FakeDdp((5,))
-    gradients = taken(ddp, DebugTransfers(HostTransfers(40), seed), offloads)
+    gradients = taken(ddp, DebugTransfers(Transfers(), seed), offloads)
     no_memory, sleeper = NoMemory(monkeypatch), SleepingGradients(ddp.buffers, {})
     step(ddp, gradients)
     sleeper.map_hosts()
@@ -385,7 +384,7 @@ def test_buckets_that_find_no_memory_on_a_wake_are_all_away_and_come_later(monke
 def test_closing_gives_back_one_storage_with_the_same_views_and_values(when, debug):
     ddp = FakeDdp((5, 4), extra={1})
     before = layout_of(ddp)
-    transfers = HostTransfers(40)
+    transfers = Transfers()
     gradients = taken(ddp, DebugTransfers(transfers, 3) if debug else transfers)
     buckets = gradients.buckets
     if when != "at once":
@@ -414,7 +413,7 @@ def test_closing_gives_back_one_storage_with_the_same_views_and_values(when, deb
 def test_closing_without_memory_leaves_a_buffer_as_it_is_and_may_be_tried_again(monkeypatch, at):
     ddp = FakeDdp((5, 4))
     before = layout_of(ddp)
-    gradients = taken(ddp, HostTransfers(40))
+    gradients = taken(ddp, Transfers())
     step(ddp, gradients)
     ddp.zero()
     begin_microbatch(ddp)
@@ -446,9 +445,9 @@ def test_closing_without_memory_leaves_a_buffer_as_it_is_and_may_be_tried_again(
 
 def test_who_takes_gradients_that_others_have_takes_them_from_these():
     ddp = FakeDdp((5,))
-    first = taken(ddp, HostTransfers(40))
+    first = taken(ddp, Transfers())
     step(ddp, first)
-    second = taken(ddp, HostTransfers(40), offloads=False)
+    second = taken(ddp, Transfers(), offloads=False)
     assert first.buckets == []
     step(ddp, second)
     assert ddp.different() == []
@@ -460,7 +459,7 @@ def test_who_takes_gradients_that_others_have_takes_them_from_these():
 @pytest.mark.parametrize("state", ["ABSENT", "HERE", "OFFLOADED"])
 def test_a_parameter_is_copied_and_pickled_as_one_whose_gradient_stays(state):
     ddp = FakeDdp((5,))
-    gradients = taken(ddp, HostTransfers(40))
+    gradients = taken(ddp, Transfers())
     if state != "ABSENT":
         step(ddp, gradients)
     if state == "OFFLOADED":

@@ -12,7 +12,7 @@ from quantized_weights import Float8BlockwiseQTensor, Float8Tensor, NVFP4Tensor,
 
 import bridge_fgo
 from bridge_fgo.memory.gradient_bucket import BUCKET
-from bridge_fgo.memory.transfers import HostTransfers
+from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.tools.arms import cpu_training
 from bridge_fgo.tools.arms.final_state import final_state, joined_digests
 
@@ -93,7 +93,7 @@ def ddp_of(kind):
 def test_a_class_has_the_property_while_any_bucket_needs_it_and_is_then_as_before():
     first, second = ddp_of(Float8Tensor), ddp_of(Float8Tensor)
     before, plain = layout_of(first), dict(vars(Float8Tensor))
-    gradients = [taken(ddp, HostTransfers(40)) for ddp in (first, second)]
+    gradients = [taken(ddp, Transfers()) for ddp in (first, second)]
     for ddp in (first, second):
         step(ddp, gradients[ddp is second])
         assert ddp.different() == [] and {type(param) for param in ddp.params} == {Float8Tensor}
@@ -108,14 +108,14 @@ def test_a_class_has_the_property_while_any_bucket_needs_it_and_is_then_as_befor
 
 def test_a_class_whose_buckets_are_gone_is_as_before_once_another_closes():
     plain = dict(vars(Float8Tensor)), dict(vars(NVFP4Tensor))
-    taken(ddp_of(Float8Tensor), HostTransfers(40))
+    taken(ddp_of(Float8Tensor), Transfers())
     gc.collect()
-    taken(ddp_of(NVFP4Tensor), HostTransfers(40)).close()
+    taken(ddp_of(NVFP4Tensor), Transfers()).close()
     assert (vars(Float8Tensor), vars(NVFP4Tensor)) == plain
 
 
 def test_tensors_of_the_class_without_a_bucket_are_as_before():
-    gradients = taken(ddp_of(Float8Tensor), HostTransfers(40))
+    gradients = taken(ddp_of(Float8Tensor), Transfers())
     other, main_grad = Float8Tensor.of(torch.ones(2, 4)), torch.ones(2, 4)
     assert not hasattr(other, "main_grad")
     for _ in range(2):
@@ -130,7 +130,7 @@ def test_tensors_of_the_class_without_a_bucket_are_as_before():
 
 def test_a_weight_is_copied_with_the_gradient_that_it_has_and_without_its_bucket():
     ddp = ddp_of(Float8Tensor)
-    gradients = taken(ddp, HostTransfers(40))
+    gradients = taken(ddp, Transfers())
     copied = copy.deepcopy(ddp.params[3])
     assert states(gradients)[1] == "HERE" and torch.equal(copied.main_grad, torch.zeros(2, 4))
     assert type(copied) is Float8Tensor and vars(copied)[BUCKET] is None
@@ -153,10 +153,10 @@ def test_weights_of_an_unknown_class_and_gradients_that_share_memory_with_weight
     with pytest.raises(
         ValueError, match=r"weights of GroupedTensor: .*Float8Tensor.*set OffloadConfig.gradients=False"
     ):
-        taken(ddp, HostTransfers(40))
+        taken(ddp, Transfers())
     ddp.buffers[0].shared_buffer = torch.zeros(1)
     with pytest.raises(ValueError, match=r"reuse_grad_buf_for_mxfp8_param_ag=True.*fp8_param_gather=False"):
-        taken(ddp, HostTransfers(40))
+        taken(ddp, Transfers())
     del ddp.buffers[0].shared_buffer
     ddp.params[4].__class__ = torch.nn.Parameter
     assert layout_of(ddp) == before

@@ -11,7 +11,7 @@ from bridge_fgo.engines import native, ranks
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.host_memory import Pool
 from bridge_fgo.memory.slab import SlabState
-from bridge_fgo.memory.transfers import HostTransfers
+from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.states.distributed import MegatronSource, bundles, home_device, live_bytes
 
 SIZES = [1000, 3, 70_000, 256, 400_000, 12, 64]
@@ -42,16 +42,12 @@ def test_a_host_that_cannot_hold_the_states_and_gradients_of_all_optimizers_is_r
     locked = []
     monkeypatch.setattr(MegatronSource, "device", torch.device("cuda"))
     monkeypatch.setattr(native.Remainders, "ready", lambda remainders: None)
-    monkeypatch.setattr("bridge_fgo.engines.offloaded_source.local_cpus", lambda device: None)
-    monkeypatch.setattr(
-        "bridge_fgo.engines.offloaded_source.page_lock",
-        lambda buffers, _: locked.append(sum(b.tensor.nbytes for b in buffers)),
-    )
+    monkeypatch.setattr(native, "page_lock", lambda buffers: locked.append(sum(b.tensor.nbytes for b in buffers)))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
 
     def attach(count, host_bytes):
         monkeypatch.setattr(ranks, "pools", lambda: [Pool("host", host_bytes, host_bytes)])
-        engine = make(optimizers=count, transfers=HostTransfers(65536))[0].engine
+        engine = make(optimizers=count, transfers=Transfers())[0].engine
         engine.hosts_beside = [HostBuffer(beside)] if beside else []
         assert engine.bytes_to_pin == count * nbytes + beside
         ranks.pin_on_every_rank(engine)

@@ -9,7 +9,7 @@ import torch
 from gpu_lane import NEEDS_CUDA
 
 from bridge_fgo.memory import digest
-from bridge_fgo.memory.digest import Digester
+from bridge_fgo.memory.digest import byte_sums, digest_kernel
 from bridge_fgo.sleep.rounding import differing, kernel_for
 
 pytestmark = NEEDS_CUDA
@@ -36,13 +36,12 @@ def random_bytes(nbytes: int) -> torch.Tensor:
 @pytest.mark.parametrize("words", [0, 1, 31, 32, 33, 1023, 1024, 1025, 2**20 + 7, 2**23 - 1])
 def test_the_kernel_sums_as_its_formula_and_a_changed_bit_shows(words: int) -> None:
     data = random_bytes(8 * words)
-    digester = Digester(data.device, 8 * words + 8)
-    assert digester._kernel is not None
-    (before,) = digester.of([data]).tolist()
+    assert digest_kernel(data.device) is not None
+    (before,) = byte_sums([data]).tolist()
     assert before == formula(data)
     for place in {0, 4 * words, 8 * words - 1} if words else ():
         data[place] ^= 0x10
-        (after,) = digester.of([data]).tolist()
+        (after,) = byte_sums([data]).tolist()
         assert after == formula(data) != before
         data[place] ^= 0x10
 
@@ -50,27 +49,26 @@ def test_the_kernel_sums_as_its_formula_and_a_changed_bit_shows(words: int) -> N
 def test_several_tensors_and_what_begins_amid_a_word_are_summed_in_one_call() -> None:
     base = random_bytes(2**20)
     tensors = [base, base[8:], base[4:100], base[:12]]
-    sums = Digester(base.device, base.numel()).of(tensors).tolist()
+    sums = byte_sums(tensors).tolist()
     assert sums[:2] == [formula(base), formula(base[8:])]
-    assert Digester(base.device, base.numel()).of(tensors).tolist() == sums
+    assert byte_sums(tensors).tolist() == sums
     base[9] ^= 1
-    changed = Digester(base.device, base.numel()).of(tensors).tolist()
+    changed = byte_sums(tensors).tolist()
     assert all(before != after for before, after in zip(sums, changed, strict=True))
 
 
-def test_a_sum_over_4_gib_takes_little_longer_than_reading_them() -> None:
+def test_a_sum_over_4_gib_takes_little_longer_than_reading_them(monkeypatch: pytest.MonkeyPatch) -> None:
     data = torch.zeros(2**32, dtype=torch.uint8, device="cuda")
-    digester = Digester(data.device, data.numel())
     for _ in range(3):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        digester.of([data]).tolist()
+        byte_sums([data]).tolist()
         seconds = time.perf_counter() - began
     print(f"\n{data.numel() / seconds / 1e12:.2f} TB/s by the kernel")
-    digester._kernel = None
+    monkeypatch.setattr(digest, "digest_kernel", lambda device: None)
     for _ in range(2):
         began = time.perf_counter()
-        digester.of([data]).tolist()
+        byte_sums([data]).tolist()
         seconds = time.perf_counter() - began
     print(f"{data.numel() / seconds / 1e12:.2f} TB/s by PyTorch's operators")
 

@@ -29,6 +29,8 @@ def locked(monkeypatch):
     library = SimpleNamespace(cuMemHostRegister_v2=register, cuMemHostUnregister=locked.pop)
     monkeypatch.setattr(driver, "_library", lambda: library)
     monkeypatch.setattr(host_buffer, "PINNING_THREADS", 1)
+    monkeypatch.setattr(host_buffer, "local_cpus", lambda device: {5})
+    monkeypatch.setattr(host_buffer.os, "sched_setaffinity", lambda process, chosen: None)
     for name in ("current_device", "set_device", "synchronize", "mem_get_info"):
         monkeypatch.setattr(torch.cuda, name, lambda *args: 0)
     return locked
@@ -144,7 +146,7 @@ def test_threads_lock_for_the_gpu_of_the_caller_from_the_cpus_near_it(locked, mo
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", set_to.append)
     monkeypatch.setattr(host_buffer.os, "sched_setaffinity", lambda process, chosen: cpus.append((process, chosen)))
-    page_lock([HostBuffer(4096)], {5})
+    page_lock([HostBuffer(4096)])
     assert set(set_to) == {3} and set(map(str, cpus)) == {"(0, {5})"}
 
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
+from bridge_fgo.engines.packed_masters import WATCHED_STEPS
 from bridge_fgo.memory import remainder_kernels, remainders
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.memory.state import WeightShard
-from bridge_fgo.memory.transfers import HostTransfers
-from bridge_fgo.offload.packing_policy import WATCHED_STEPS
+from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.states.distributed import MegatronSource
 from bridge_fgo.states.masters import MasterCopy
 
@@ -119,7 +119,7 @@ def test_a_sixth_less_is_copied():
 )
 def test_masters_are_copied_whole_or_in_part_as_asked_for_and_else_as_the_schedule_says(asked, packs, encoded):
     training = make(master_remainders=asked)
-    training.schedule.packing.packs = packs
+    training.engine.masters.remainders.wanted |= packs
     training.away()
     assert is_encoded(training) is encoded
     assert (training.engine.traffic.out >= 4 * sum(SIZES)) is not encoded
@@ -260,7 +260,7 @@ def fails(kind=RuntimeError):
     return act
 
 
-@pytest.mark.parametrize(("of", "failing"), [(Remainders, "encode"), (HostTransfers, "copy_out")])
+@pytest.mark.parametrize(("of", "failing"), [(Remainders, "encode"), (Transfers, "copy_out")])
 def test_a_copy_out_that_fails_can_be_tried_again(monkeypatch, of, failing):
     training = make()
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no"):

@@ -6,7 +6,7 @@ from fake_optimizer import state_bytes
 from fake_training import Meter, Training
 
 from bridge_fgo.memory.slab import Slab, SlabState, SlabStateMachine
-from bridge_fgo.memory.transfers import HostTransfers
+from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.debug import POISON, VARIABLE, DebugTransfers, debugged
 
 
@@ -49,7 +49,7 @@ def test_a_missing_wait_shows_in_the_bits_and_without_debug_does_not(monkeypatch
 
 
 def test_memory_that_is_given_back_before_its_copy_out_is_an_error(monkeypatch):
-    for transfers in (DebugTransfers, HostTransfers):
+    for transfers in (DebugTransfers, Transfers):
         monkeypatch.setattr(transfers, "release", lambda self, slab: slab.free())
     assert bits_are_right()
     monkeypatch.setenv(VARIABLE, "1")
@@ -73,4 +73,4 @@ def test_what_may_not_be_read_is_poison(monkeypatch, seed):
 def test_a_seed_that_is_none_is_an_error(monkeypatch):
     monkeypatch.setenv(VARIABLE, "yes")
     with pytest.raises(ValueError, match="BRIDGE_FGO_DEBUG='yes'"):
-        debugged(HostTransfers(1))
+        debugged(Transfers())

@@ -1,37 +1,37 @@
-"""When masters are packed: the policy alone, and in trainings."""
+"""When masters are packed."""
 
 import pytest
 from fake_training import WHOLE, Training, masters_of, weights_of
 
-from bridge_fgo.offload.packing_policy import WATCHED_STEPS, PackingPolicy
-
-
-@pytest.mark.parametrize("have_changed", [False, True])
-def test_masters_are_packed_once_weights_were_compared_in_so_many_steps_in_a_row_unless_they_have_changed(have_changed):
-    announced, warned = [], []
-    policy = PackingPolicy(announced.append, warned.append)
-    policy.packable_bytes = 1
-    for _ in range(1 + WATCHED_STEPS):  # after the first there is nothing to compare with yet
-        assert policy.checks_weights and not policy.can_decide
-        policy.end_step(updated=True)
-        policy.end_step(updated=False)  # counts for nothing
-    assert policy.can_decide and not policy.packs
-    policy.decide(have_changed)
-    policy.end_step(updated=True)
-    assert policy.packs is not have_changed
-    assert not policy.checks_weights and not policy.can_decide
-    assert (len(announced), len(warned)) == (not have_changed, have_changed)
-    assert all("OffloadConfig.master_remainders" in line for line in announced + warned)
-
-
-# In trainings.
+from bridge_fgo.engines.packed_masters import WATCHED_STEPS
 
 
 def watched(layer=WHOLE // 4, master_remainders=None, **how):
     """Return a training that packs masters by default, and the lines that announce it."""
     training, announced = Training(layer, master_remainders=master_remainders, **how), []
-    training.schedule.packing._announce = announced.append
+    training.engine.masters._announce = announced.append
     return training, announced
+
+
+def scale_weights(*optimizers):
+    for weight in (weight for optimizer in optimizers for weight in weights_of(optimizer)):
+        weight.mul_(1.5)
+
+
+@pytest.mark.parametrize("have_changed", [False, True])
+def test_masters_are_packed_once_weights_were_compared_in_so_many_steps_in_a_row_unless_they_have_changed(have_changed):
+    training, announced = watched()
+    masters = training.engine.masters
+    for number in range(1 + WATCHED_STEPS):  # after the first there is nothing to compare with yet
+        assert masters.checks_weights and not masters.remainders.wanted
+        if have_changed and number == 2:
+            scale_weights(*training.optimizers, *training.twins)
+        training.step(skip=True)  # counts for nothing
+        training.step()
+    assert masters.remainders.wanted is not have_changed
+    assert not masters.checks_weights
+    assert (len(announced), len(training.said)) == (not have_changed, have_changed)
+    assert all("OffloadConfig.master_remainders" in line for line in announced + training.said)
 
 
 @pytest.mark.parametrize("by_plan", [True, False])
@@ -48,11 +48,6 @@ def test_masters_are_copied_in_part_once_their_weights_were_seen_unchanged_with_
     in_part = sum(slab.codec.link_bytes for slab in training.slabs())
     assert copied[WATCHED_STEPS - 1] == whole and copied[-1] == in_part < whole
     assert len(announced) == 1
-
-
-def scale_weights(*optimizers):
-    for weight in (weight for optimizer in optimizers for weight in weights_of(optimizer)):
-        weight.mul_(1.5)
 
 
 @pytest.mark.parametrize("when", ["between steps", "in the pass"])
@@ -85,7 +80,7 @@ def test_a_change_of_weights_that_packed_masters_would_allow_does_not_keep_them_
         elif number % 3 == 0:
             training.engine.require_writable(source)
             scale_weights(*both)
-    assert training.schedule.packing.packs
+    assert training.engine.masters.remainders.wanted
     assert any(slab.is_encoded for slab in training.slabs())
 
 
@@ -101,8 +96,8 @@ def test_a_change_of_weights_that_packed_masters_would_allow_does_not_keep_them_
 def test_no_weight_is_watched_where_no_choice_is_left(settings):
     training, announced = watched(**settings)
     training.steps(3 + WATCHED_STEPS)
-    assert not training.schedule.packing.checks_weights
-    assert not training.schedule.packing.packs
+    assert not training.engine.masters.checks_weights
+    assert training.engine.masters.remainders.wanted is bool(settings.get("master_remainders"))
     assert not announced
 
 

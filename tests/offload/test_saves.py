@@ -27,7 +27,7 @@ from bridge_fgo.memory import host_buffer
 from bridge_fgo.memory.host_buffer import LentStorage, SharedHostBuffer, shared_copy
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.slab import SlabState
-from bridge_fgo.memory.transfers import CudaTransfers, HostTransfers
+from bridge_fgo.memory.transfers import CudaTransfers, Transfers
 from bridge_fgo.offload import snapshot
 from bridge_fgo.states.distributed import MegatronSource
 
@@ -96,7 +96,7 @@ def in_bf16():
     dtypes = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16, "master_param": torch.float32}
     optimizer.optimizer.name_to_dtype_map = dtypes
     source = MegatronSource(optimizer)
-    engine = NativeEngine([source], OffloadConfig(engine="native"), PeakMeter(), transfers=HostTransfers(2**16))
+    engine = NativeEngine([source], OffloadConfig(engine="native"), PeakMeter(), transfers=Transfers())
     step(optimizer, 1)
     before = {id(param): clones(moments(optimizer, param)) for param in masters_of(optimizer)}
     engine.begin_pass()
@@ -130,7 +130,7 @@ def test_states_that_are_read_in_another_dtype_come_back_a_few_parts_at_a_time(m
 
 def test_what_interrupts_a_save_comes_out_and_the_rest_of_what_was_borrowed_goes_back(monkeypatch):
     optimizer, engine, source, _ = in_bf16()
-    borrowed, copies = [], HostTransfers.copy_in
+    borrowed, copies = [], Transfers.copy_in
 
     def copy_in(transfers, slab):
         borrowed.append(slab)
@@ -138,7 +138,7 @@ def test_what_interrupts_a_save_comes_out_and_the_rest_of_what_was_borrowed_goes
             raise KeyboardInterrupt
         copies(transfers, slab)
 
-    monkeypatch.setattr(HostTransfers, "copy_in", copy_in)
+    monkeypatch.setattr(Transfers, "copy_in", copy_in)
     with pytest.raises(KeyboardInterrupt), engine.saving(source, copies=True):
         for param in masters_of(optimizer):
             engine.hand_out(source, param, lambda: {})
@@ -308,7 +308,7 @@ def test_what_interrupts_a_save_that_lends_comes_out(monkeypatch):
     def interrupted(transfers, slab, written=True):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(HostTransfers, "copy_out", interrupted)
+    monkeypatch.setattr(Transfers, "copy_out", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(training)
     assert [bool(slab.interrupted) for slab in training.slabs()].count(True) == 1
@@ -321,8 +321,8 @@ def no_memory(training, patch):
 
 
 def no_pages(training, patch):
-    patch.setattr(training.engine, "_pin_near", torch.device("cuda"))
-    patch.setattr(checkpoints, "pin", mock.Mock(side_effect=RuntimeError("could not page-lock")))
+    patch.setattr(training.engine, "_pins", True)
+    patch.setattr(checkpoints, "page_lock", mock.Mock(side_effect=RuntimeError("could not page-lock")))
     training.engine.use_worker_memory()
     return "could not page-lock"
 

@@ -77,10 +77,10 @@ def test_the_step_that_makes_the_states_holds_two_parts_too(monkeypatch, masters
 def test_the_step_in_which_masters_are_first_packed_holds_no_more_than_others(monkeypatch, sizes, room):
     whole = 12 * sum(sizes)
     training = Training(whole // 8, int(whole * (0.5 - room)), sizes=sizes, master_remainders=None)
-    training.schedule.packing.packs = False
+    training.engine.masters.remainders.wanted = False
     training.steps(4)
     held = held_in_steps(monkeypatch, training)
-    training.schedule.packing.packs = True
+    training.engine.masters.remainders.wanted = True
     for _ in range(2):
         held.clear()
         training.step()
@@ -139,10 +139,12 @@ def test_states_that_do_not_exist_take_no_memory():
 def test_parts_that_are_no_more_offloaded_are_forgotten():
     training = trained(layer=WHOLE)
     training.engine.begin_pass()
-    queue, packing = training.schedule.queue, training.schedule.packing
+    queue = training.schedule.queue
     assert queue.leaving and queue.slabs
     training.engine.close()
-    assert not (queue.leaving or queue.slabs or queue._position or training.parts() or packing.packable_bytes)
+    assert not (
+        queue.leaving or queue.slabs or queue._position or training.parts() or training.engine.masters.checks_weights
+    )
     point = partial(training.engine.point, mark(1, WHOLE))
     for verb in (training.engine.release, point, training.engine.reload, training.engine.begin_pass):
         verb()  # somebody still calls it: the host memory is gone

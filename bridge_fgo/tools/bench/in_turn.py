@@ -25,7 +25,7 @@ from bridge_fgo.tools.bench.rounds import medians
 
 WARM_UP_STEPS = FIRST_COUNTED_STEP + 2
 """Steps of the turn that does not count: to the first that would count without turns, and the first ones whose masters
-are packed (`bridge_fgo.offload.packing_policy`)."""
+are packed (`bridge_fgo.engines.packed_masters`)."""
 
 END_SECONDS = 15
 """From the last round to the end of an arm's process, one after another: mostly digests of what it has trained. Those
