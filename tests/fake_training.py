@@ -105,6 +105,7 @@ class Training:
         gib = budget / 2**30 if isinstance(budget, int) else budget
         settings = {"master_remainders": True, "piece_bytes": 65536, **settings}
         config = OffloadConfig(engine="native", gpu_memory_budget_gib=gib, **settings)
+        self.master_remainders = config.master_remainders
         self.sources = [MegatronSource(optimizer) for optimizer in self.optimizers]
         self.engine = NativeEngine(self.sources, config, meter, transfers=transfers)
         self.schedule = meter.schedule = self.engine.schedule
@@ -125,7 +126,7 @@ class Training:
 
     def parts(self, source=None):
         """Return the parts of one source, or of all."""
-        return self.schedule.parts if source is None else self.engine.parts_of(source)
+        return self.schedule.parts if source is None else self.engine._offloaded[source].parts
 
     @property
     def whole(self):
@@ -141,6 +142,11 @@ class Training:
     def residencies(self):
         """States of all slabs."""
         return {slab.state for slab in self.slabs()}
+
+    def pack(self, packs):
+        """Have masters that leave from now on be packed or not, where the settings do not say it."""
+        if self.master_remainders is None:
+            self.engine.masters.remainders.wanted = packs
 
     # A step.
 

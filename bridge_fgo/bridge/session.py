@@ -88,7 +88,7 @@ class Session:
                     assert isinstance(engine, NativeEngine)  # with another the setting is refused
                     self.gradients = _take_gradients(model, config)
                     if config.gpu_memory_budget_gib is not None:
-                        engine.schedule.holding.neighbour = self.gradients
+                        engine.schedule.holding.gradients_stay = self.gradients.stay
                     engine.hosts_beside = self.gradients.map_hosts()
                 return sources, engine
 

@@ -187,8 +187,8 @@ class Gradients:
         self.interrupted = False
         self._transfers.begin_pass()
 
-    def stay(self, room: int) -> int:
-        """Have the buckets that fit into `room` bytes leave no more; return their bytes (`policy.Neighbour`)."""
+    def stay(self, room: int) -> tuple[int, int]:
+        """Have the buckets that fit into `room` bytes leave no more; return their bytes, and those of the others."""
         before = self.moving_bytes
         for bucket in sorted(self._moving, key=lambda bucket: bucket.nbytes, reverse=True):
             if bucket.nbytes <= room:
@@ -196,7 +196,7 @@ class Gradients:
                 self._moving.discard(bucket)
                 bucket.moves = False
         self._orders.clear()
-        return before - self.moving_bytes
+        return before - self.moving_bytes, self.moving_bytes
 
     # Called in mcore's methods of buffers and bucket groups: zero, scale, reduce.
 

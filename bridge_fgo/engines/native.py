@@ -19,7 +19,7 @@ from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.layout import copied_whole
 from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, Traffic, block_rounding
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.slab import Part, Slab, require_readable, send_off
+from bridge_fgo.memory.slab import Slab, require_readable, send_off
 from bridge_fgo.memory.transfers import CudaTransfers, Transfers
 from bridge_fgo.offload.debug import debugged
 from bridge_fgo.offload.profile import Mark
@@ -90,10 +90,6 @@ class NativeEngine(CheckpointingEngine):
     def slabs(self) -> list[Slab]:
         """All slabs, in the order in which they move."""
         return [slab for part in self.schedule.parts for slab in part.slabs]
-
-    def parts_of(self, source: Source) -> list[Part]:
-        """Return the parts of one source, in the order in which they step."""
-        return self._offloaded[source].parts
 
     def _slabs_of(self, source: Source | None, masters_only: bool = False) -> list[Slab]:
         slabs = self.slabs if source is None else self._offloaded[source].slabs

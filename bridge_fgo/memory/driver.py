@@ -41,7 +41,6 @@ def _library() -> Any:
     library.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
     library.cuModuleLoadData.argtypes = (ctypes.POINTER(handle), ctypes.c_char_p)
     library.cuModuleGetFunction.argtypes = (ctypes.POINTER(handle), handle, ctypes.c_char_p)
-    library.cuMemsetD8Async.argtypes = (address, ctypes.c_ubyte, ctypes.c_size_t, handle)
     library.cuLaunchKernel.argtypes = (handle, *7 * (ctypes.c_uint,), handle, ctypes.c_void_p, ctypes.c_void_p)
     return library
 
@@ -163,12 +162,6 @@ class Kernel:
 def make_grid(x: int, y: int) -> Grid:
     """Return the grid of a launch of `x` times `y` blocks."""
     return ctypes.c_uint(x), ctypes.c_uint(y)
-
-
-def fill_with_zeros(gpu: int, nbytes: int, stream: int) -> None:
-    """Enqueue the zeroing of `nbytes` at a GPU address on a `cudaStream_t`."""
-    if error := _library().cuMemsetD8Async(gpu, 0, nbytes, stream):
-        _check(error, "zero memory")
 
 
 class Copier:

@@ -14,7 +14,7 @@ from operator import itemgetter
 
 import torch
 
-from bridge_fgo.memory.driver import Grid, Kernel, Module, current_stream, fill_with_zeros, make_grid
+from bridge_fgo.memory.driver import Grid, Kernel, Module, current_stream, make_grid
 from bridge_fgo.memory.state import WeightShard
 from bridge_fgo.memory.strided_sums import THREADS, TYPES, blocks_over
 
@@ -165,7 +165,7 @@ class RemainderKernels:
         self._pack, self._unpack = (Kernel(module, name, words, THREADS) for name in ("pack", "unpack"))
         self._sum = Kernel(module, "sum", (1, 1), THREADS)
         self._slabs = slabs
-        self._sums = sums.data_ptr()
+        self._sums, self._first_sum = sums, sums.data_ptr()
         self._now = torch.zeros_like(sums[:, 0])
         self._index = sums.get_device()
         self._packed: set[int] = set()  # rows of slabs that were packed and not unpacked since
@@ -210,7 +210,7 @@ class RemainderKernels:
         stream = current_stream(self._index)
         for row, *_ in moves:
             if row in self._packed:  # and not unpacked, which zeroes the sums
-                fill_with_zeros(self._sums + 16 * row, 16, stream)
+                self._sums[row].zero_()
             self._packed.add(row)
         self._launch(self._pack, moves, stream)
 
@@ -222,7 +222,7 @@ class RemainderKernels:
     def _launch(self, kernel: Kernel, moves: Sequence[RowMove], stream: int) -> None:
         for run in self._runs(moves):
             first = run[0][0]
-            words = [self._starts[first], self._sums, first]
+            words = [self._starts[first], self._first_sum, first]
             for _, masters, packed, bits_at in run:
                 low = packed.data_ptr()
                 words += masters.data_ptr(), low, low + bits_at

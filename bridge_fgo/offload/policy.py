@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Protocol
 
 from bridge_fgo.memory.layout import PartBytes
 from bridge_fgo.memory.meters import DeviceRoom
@@ -68,19 +67,6 @@ def budget_refusal(budget: int, least: int, about: str = "") -> str:
     )
 
 
-class Neighbour(Protocol):
-    """GPU memory beside the states that shares the room of a budget with them: gradients."""
-
-    @property
-    def moving_bytes(self) -> int:
-        """Bytes that leave the GPU."""
-        ...
-
-    def stay(self, room: int) -> int:
-        """Have as many bytes stay from now on as fit into `room`; return how many do."""
-        ...
-
-
 class HoldPolicy:
     """The plans of one rank, and the parts that stay under a budget.
 
@@ -102,7 +88,10 @@ class HoldPolicy:
         """Takes whether this rank can choose now, and returns whether all of them can; None where nobody else does."""
         self.announce: Callable[[str], None] = lambda text: None
         self.warn: Callable[[str], None] = lambda text: None  # like `announce`, for what concerns this rank alone
-        self.neighbour: Neighbour | None = None
+        self.gradients_stay: Callable[[int], tuple[int, int]] | None = None
+        """Has as many bytes of gradients as fit into so many stay from now on; returns those that stay, and those that
+        leave between microbatches. None where none leave, or without a budget."""
+        self._gradients_leave = 0
         self.plans: list[HoldPlan] = []
         # the peak that all plans keep under: the budget, or the highest that releasing throughout would reach
         self.limit = 0
@@ -213,8 +202,8 @@ class HoldPolicy:
             f"measured {peak / gib:.2f} GiB beside the states; {(whole - kept) / gib:.2f} of {whole / gib:.2f} "
             f"GiB leave the GPU, and the peak stays under {self.limit / gib:.2f} GiB"
         )
-        if self.neighbour is not None:
-            said += f"; {self.neighbour.moving_bytes / gib:.2f} GiB of gradients leave between microbatches"
+        if self.gradients_stay is not None:
+            said += f"; {self._gradients_leave / gib:.2f} GiB of gradients leave between microbatches"
         if said != self._said:
             self.announce(said)
             self._said = said
@@ -256,15 +245,15 @@ class HoldPolicy:
         return choose_staying(sizes, room)
 
     def _share(self, sizes: list[int], room: int) -> set[int]:
-        """Choose the parts, of these bytes, that stay; and once in a run what stays of the neighbour, before any part.
+        """Choose the parts, of these bytes, that stay; and once in a run what stays of the gradients, before any part.
 
         A gradient is copied each way in each microbatch but one, a state once a step: with two microbatches they cost
         the link the same, with more a gradient costs more.
         """
-        if self.neighbour is None:
+        if self.gradients_stay is None:
             return choose_staying(sizes, room)
-        more = self.neighbour.stay(room)
-        for profile in self._profiles:  # they were measured without it
+        more, self._gradients_leave = self.gradients_stay(room)
+        for profile in self._profiles:  # they were measured without these
             profile.intervals = [nbytes + more for nbytes in profile.intervals]
             profile.step += more
         return choose_staying(sizes, room - more)

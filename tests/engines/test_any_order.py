@@ -119,7 +119,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(updated=st.booleans(), packs=st.booleans(), kind=st.integers(1, 2))
     def end_a_step_and_choose_what_comes(self, updated, packs, kind):
         self.training.end_step(updated)
-        self.training.engine.masters.remainders.wanted |= packs  # whether masters are packed, where that is not said
+        self.training.pack(packs)
         self.training.schedule.signature = kind
 
     # Steps.

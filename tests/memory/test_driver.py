@@ -27,7 +27,6 @@ CALLS = {
     "query": lambda: driver.Event().has_happened(),
     "record": lambda: driver.Event().record(0),
     "wait": lambda: driver.Event().block(0),
-    "zero": lambda: driver.fill_with_zeros(1, 2, 0),
 }
 
 

@@ -289,7 +289,7 @@ def test_a_peak_above_the_plan_is_said_and_its_kind_holds_as_much_less():
 
 
 class Gradients:
-    """A neighbour of the states, in buckets of 10 bytes."""
+    """Gradients in buckets of 10 bytes."""
 
     def __init__(self, moving):
         self.moving_bytes, self.asked = moving, 0
@@ -298,7 +298,7 @@ class Gradients:
         self.asked += 1
         more = min(self.moving_bytes, room // 10 * 10)
         self.moving_bytes -= more
-        return more
+        return more, self.moving_bytes
 
 
 @pytest.mark.parametrize(
@@ -313,11 +313,12 @@ class Gradients:
 def test_gradients_leave_only_once_all_states_do(parts, budget, gradients_left, states_that_stay):
     moving = 30
     policy = HoldPolicy(budget)
-    policy.neighbour = Gradients(moving)
+    gradients = Gradients(moving)
+    policy.gradients_stay = gradients.stay
     add(policy, 0, MemoryProfile([100], 0), parts)
-    assert policy.neighbour.moving_bytes == gradients_left
+    assert gradients.moving_bytes == gradients_left
     assert staying(parts) == states_that_stay
     (plan,) = policy.plans
     assert plan.profile.intervals == [100 + moving - gradients_left]
     add(policy, 1, MemoryProfile([90], 0), parts)
-    assert policy.neighbour.asked == 1, "gradients are chosen once in a run"
+    assert gradients.asked == 1, "gradients are chosen once in a run"

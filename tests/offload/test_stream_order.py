@@ -128,7 +128,7 @@ def train(order, seed, debug=False):
     choose = training.random.random
     packs_from = training.random.randrange(8)
     for step in range(9):
-        training.engine.masters.remainders.wanted = step >= packs_from
+        training.pack(step >= packs_from)
         training.step(step, passes=2 if choose() < 0.15 else 1, skip=choose() < 0.15)
         training.between_steps()
     training.check()
