@@ -11,6 +11,7 @@ from bridge_fgo.bridge import compat
 
 FIRST, SECOND = "mcore generation 1", "mcore generation 2"
 FRACTION, CHUNKS = {"optimizer_state_offload_fraction": 0.5}, {"optimizer_state_offload_chunk_size_mb": 256}
+ADAM = {"optimizer": "adam", "use_distributed_optimizer": True}
 ROWS = [
     # which offloader mcore has, OffloadConfig, the optimizer's config, and the engine or what the error says
     *[
@@ -31,6 +32,15 @@ ROWS = [
         for generation in (None, FIRST)
         for engine in ("auto", "native")
         for settings in (FRACTION, CHUNKS)
+    ],
+    # Of other optimizers mcore's offloader is not driven.
+    *[
+        (SECOND, {"engine": engine}, ADAM | FRACTION | other, ValueError(said))
+        for other in ({"use_distributed_optimizer": False}, {"optimizer": "dist_muon"})
+        for engine, said in (
+            ("mcore", "engine='mcore' with optimizer.optimizer="),
+            ("auto", "optimizer_state_offload_fraction=0.5"),
+        )
     ],
 ]
 

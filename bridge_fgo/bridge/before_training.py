@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import logging
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,8 +14,7 @@ from bridge_fgo.bridge.refusals import refuse_config, refuse_optimizer_config
 from bridge_fgo.bridge.session import attach, model_config_of
 from bridge_fgo.bridge.settings import (
     SETTINGS,
-    after_validation,
-    before_validation,
+    caller,
     given_settings,
     settings_of,
     write_settings,
@@ -28,19 +25,6 @@ from bridge_fgo.states.masters import build_groups, masters_made_late, whole_mas
 
 logger = logging.getLogger(__name__)
 
-_caller_refuses = False
-
-
-@contextlib.contextmanager
-def refusals_left_to_caller() -> Iterator[None]:
-    """Context in which Bridge's validation refuses nothing in this package's name: the caller lists the refusals."""
-    global _caller_refuses
-    before, _caller_refuses = _caller_refuses, True
-    try:
-        yield
-    finally:
-        _caller_refuses = before
-
 
 def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse what cannot be combined, once Bridge has validated and finalized the config.
@@ -50,11 +34,12 @@ def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     # MIMO's function, whose road does not go through the container's own validation, is given the config.
     config = arguments_of(wrapped, args, kwargs)["cfg"] if instance is None else instance
     optimizer = config.optimizer
-    before_validation(optimizer)
+    if caller.sets_flag:
+        setattr(optimizer, FLAG, True)
     result = wrapped(*args, **kwargs)
     optimizer = config.optimizer
-    after_validation(optimizer)
-    if _caller_refuses:
+    caller.saw_flag = caller.saw_flag or flag_is_set(optimizer)
+    if caller.refuses:
         return result
     refuse_config(config, settings_of(optimizer))
     if flag_is_set(optimizer):

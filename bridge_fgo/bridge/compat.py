@@ -16,6 +16,12 @@ Choice = Literal["native", "mcore generation 1", "mcore generation 1 in chunks",
 FLAG = "offload_optimizer_states"
 CHUNKED_FLAG = "chunked_optimizer_state_offload"
 CHUNK_NUMEL = "offload_optimizer_states_chunk_numel"
+OF_MCORE: dict[str, tuple[float, Choice]] = {
+    "optimizer_state_offload_fraction": (1.0, "mcore generation 2"),
+    "optimizer_state_offload_chunk_size_mb": (0, "mcore generation 2"),
+    CHUNK_NUMEL: (0, "mcore generation 1 in chunks"),
+}
+"""Settings of mcore's own offloaders, each with its default and with the engine that honours it."""
 
 
 _PACKAGES = {"megatron-bridge": "megatron.bridge", "megatron-core": "megatron.core"}
@@ -123,12 +129,6 @@ def native_only_refusal(config: OffloadConfig) -> str:
     )
 
 
-def _is_distributed_adam(optimizer_config: Any) -> bool:
-    """Return whether mcore builds the optimizer for which its own offloader is driven."""
-    is_adam = getattr(optimizer_config, "optimizer", "adam") == "adam"
-    return is_adam and getattr(optimizer_config, "use_distributed_optimizer", True) is True
-
-
 def _in_chunks(optimizer_config: Any) -> Choice | None:
     """Return the engine that steps in mcore's chunks (Megatron-LM #6544), where they are asked for and there are any.
 
@@ -159,42 +159,42 @@ def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
     Raises:
         ValueError: the engine asked for is not there, or does not honour a setting.
     """
-    generation = upstream_generation()
-    native_only = config.native_only_settings()
+    engine, native_only = upstream_generation(), config.native_only_settings()
+    # That for which mcore's own offloader is driven.
+    is_adam = getattr(optimizer_config, "optimizer", "adam") == "adam"
+    is_adam = is_adam and getattr(optimizer_config, "use_distributed_optimizer", True) is True
     if config.engine == "mcore":
-        if generation is None:
+        if engine is None:
             raise ValueError(
                 f"OffloadConfig.engine='mcore': megatron-core {mcore_version()} has no optimizer-state offloader; "
                 "use engine='native' or 'auto'"
             )
         if refusal := native_only_refusal(config):
             raise ValueError(refusal)
-        if not _is_distributed_adam(optimizer_config):
+        if not is_adam:
             raise ValueError(
                 f"OffloadConfig.engine='mcore' with optimizer.optimizer={optimizer_config.optimizer!r} and "
                 f"optimizer.use_distributed_optimizer={optimizer_config.use_distributed_optimizer}: mcore's offloader "
                 "is driven for Adam under a DistributedOptimizer alone; use engine='native'"
             )
-        if generation == "mcore generation 1":
-            generation = _in_chunks(optimizer_config) or generation
-        if generation != "mcore generation 2" and not upstream_adam_is_fused():
+    may_be_mcore = config.engine == "mcore" or (config.engine == "auto" and is_adam and not native_only)
+    if engine == "mcore generation 1" and may_be_mcore:
+        engine = _in_chunks(optimizer_config) or engine
+    has_adam = engine == "mcore generation 2" or (may_be_mcore and upstream_adam_is_fused())
+    if config.engine == "mcore":
+        if not has_adam:
             raise ValueError(
                 "OffloadConfig.engine='mcore': mcore's offloader takes only Transformer Engine's FusedAdam, and this "
                 "mcore builds another Adam; install transformer-engine or use engine='native'"
             )
-        return generation
-    settings = {"optimizer_state_offload_fraction": 1.0, "optimizer_state_offload_chunk_size_mb": 0, CHUNK_NUMEL: 0}
-    for name, default in settings.items():
+        assert engine is not None
+        return engine
+    for name, (default, honours) in OF_MCORE.items():
         value = getattr(optimizer_config, name, default)
         if value == default:
             continue
-        if config.engine == "auto" and not native_only and _is_distributed_adam(optimizer_config):
-            # An engine that honours it, where there is one.
-            if generation == "mcore generation 2" and name != CHUNK_NUMEL:
-                return generation
-            chunks = _in_chunks(optimizer_config) if generation == "mcore generation 1" else None
-            if chunks is not None and name == CHUNK_NUMEL and upstream_adam_is_fused():
-                return chunks
+        if engine == honours and may_be_mcore and has_adam:
+            return engine
         raise ValueError(
             f"optimizer.{name}={value!r}: not honoured by the native engine; use OffloadConfig.fraction and "
             "OffloadConfig.slab_bytes, or engine='mcore' on an mcore that has the setting"

@@ -47,12 +47,12 @@ def log_scalars(scalars: dict[str, float], state: Any) -> None:
         state.wandb_logger.log(scalars, iteration)
 
 
-MEASUREMENT = "_bridge_fgo_measurement"
-_measurements: weakref.WeakSet[Measurement] = weakref.WeakSet()
+_measurements: weakref.WeakKeyDictionary[Any, Measurement] = weakref.WeakKeyDictionary()
+"""By the optimizer."""
 
 
 class Measurement:
-    """Reads the peaks of the training steps of one optimizer, on which it hangs, in the phases of an offloaded run.
+    """Reads the peaks of the training steps of one optimizer in the phases of an offloaded run.
 
     So the two can be compared: Bridge samples the memory that is allocated after a step, and what tells whether a job
     fits is the peak within it. Bridge's own report has the peaks of the run all the same (`train_step.report_memory`).
@@ -62,7 +62,6 @@ class Measurement:
         self.peaks = Peaks(PeakMeter())
         self.scalars: dict[str, float] = {}
         """Figures of the newest step in bytes, by the tags of `bridge_fgo.Stats.scalars`; no peaks without a GPU."""
-        _measurements.add(self)
 
     @contextmanager
     def training_step(self, model_config: Any) -> Iterator[None]:
@@ -77,11 +76,11 @@ class Measurement:
 
 def measurement_of(optimizer: Any) -> Measurement:
     """Return the measurement of an optimizer, made on the first call."""
-    if MEASUREMENT not in vars(optimizer):
-        setattr(optimizer, MEASUREMENT, Measurement())
-    return vars(optimizer)[MEASUREMENT]
+    if optimizer not in _measurements:
+        _measurements[optimizer] = Measurement()
+    return _measurements[optimizer]
 
 
 def measured_peaks() -> list[dict[str, int]]:
     """Return the peak counters of each run that is measured."""
-    return [measurement.peaks.meter.run_peaks for measurement in list(_measurements)]
+    return [measurement.peaks.meter.run_peaks for measurement in list(_measurements.values())]

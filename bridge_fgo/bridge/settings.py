@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from bridge_fgo.bridge.compat import FLAG, flag_is_set
 from bridge_fgo.config import OffloadConfig
 
 DEFAULTS = OffloadConfig()
@@ -115,30 +114,16 @@ def write_settings(optimizer_config: Any) -> None:
             _written.append((weakref.ref(optimizer_config), before))
 
 
-# The flag, for `bridge-fgo run`.
+@dataclasses.dataclass
+class Caller:
+    """What a command of this package has the validation of each config do, and what it learns of it."""
 
-_sets_flag = False
-_flag_was_set = False
-
-
-def set_flag_in_every_config() -> None:
-    """Have the flag set in each config, before Bridge validates it."""
-    global _sets_flag
-    _sets_flag = True
-
-
-def before_validation(optimizer_config: Any) -> None:
-    """Set the flag of an OptimizerConfig where that was asked for."""
-    if _sets_flag:
-        setattr(optimizer_config, FLAG, True)
+    sets_flag: bool = False
+    """Whether the flag is set first; for `bridge-fgo run`."""
+    saw_flag: bool = False
+    """Whether the flag was set in any config so far."""
+    refuses: bool = False
+    """Whether the command lists the refusals, so that validation refuses nothing in this package's name."""
 
 
-def after_validation(optimizer_config: Any) -> None:
-    """Note whether an OptimizerConfig has the flag set."""
-    global _flag_was_set
-    _flag_was_set = _flag_was_set or flag_is_set(optimizer_config)
-
-
-def flag_was_set() -> bool:
-    """Return whether the flag was set in any config so far."""
-    return _flag_was_set
+caller = Caller()

@@ -6,7 +6,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
@@ -151,21 +150,21 @@ def wait_for_a_while(wait: Callable[[], object]) -> None:
     Raises:
         TimeoutError: it has not ended.
     """
-    ended: Future[None] = Future()
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
             wait()
         except BaseException as error:
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
+            errors.append(error)
 
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        ended.result(PATIENCE)
-    except TimeoutError:
-        raise TimeoutError(f"work on the GPU, a collective perhaps, has not ended in {PATIENCE:g} seconds") from None
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    if thread.is_alive():
+        raise TimeoutError(f"work on the GPU, a collective perhaps, has not ended in {PATIENCE:g} seconds")
+    if errors:
+        raise errors[0]
 
 
 def return_to_driver(device: torch.device) -> None:

@@ -79,7 +79,7 @@ def run(request: Request) -> None:
     keep_in_front(script, request.module, options)
     measures = bool(request.config.get("measure"))  # a run without the offload on purpose
     if request.offload:
-        settings.set_flag_in_every_config()
+        settings.caller.sets_flag = True
     sys.argv = [str(request.script), *request.args]
     if not sys.flags.safe_path:  # under `python -P` the script's folder is not added either
         # Python resolves symbolic links here, so that a linked script finds its neighbours.
@@ -92,9 +92,9 @@ def run(request: Request) -> None:
             runpy.run_path(str(request.script), run_name="__main__")
     except SystemExit as end:
         if end.code in (None, 0):
-            _say_if_never_set(settings.flag_was_set() or measures)
+            _say_if_never_set(settings.caller.saw_flag or measures)
         raise
-    _say_if_never_set(settings.flag_was_set() or measures)
+    _say_if_never_set(settings.caller.saw_flag or measures)
 
 
 def _say_if_never_set(is_as_meant: bool) -> None:

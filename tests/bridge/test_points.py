@@ -1,6 +1,7 @@
 """Points of the pass: what the hooks report, and that nothing of them stays in the model."""
 
 import copy
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -45,43 +46,24 @@ class Model(torch.nn.Module):
         return self.decoder(self.embedding(x))
 
 
-class Schedule:
-    def __init__(self, capturing=False):
-        self.marks = []
-        self.transfers = SimpleNamespace(capturing=lambda: capturing)
-
-    @property
-    def points(self):
-        return len(self.marks)
-
-    def point(self, mark):
-        self.marks.append(mark)
-
-
-def point_of(schedule):
-    """Return what a session calls at the points of a model, of an engine with this schedule."""
-    engine = object.__new__(NativeEngine)
-    engine.schedule = schedule
-    return engine.point
+@contextmanager
+def hooked(model, points=None):
+    """Hook a model for a step; gives the marks of the points that it passes."""
+    marks = []
+    with (points or ModelPoints()).hooked(model, lambda mark: marks.append(mark) or True):
+        yield marks
 
 
 def test_layers_their_children_and_the_norm_after_them_report_forward_and_backward():
-    model, schedule = Model(2), Schedule()
-    with ModelPoints().hooked([model], point_of(schedule)):
+    """The end of the head's backward is a point too, before any layer's backward."""
+    model, seen = Model(2), []
+    with hooked([model]) as marks:
+        model.decoder.layers[1].activation.register_full_backward_pre_hook(lambda *_: seen.append(len(marks)))
         loss = model(torch.ones(3, 4)).sum()
-        assert schedule.points == 1 + 5
+        assert len(marks) == 1 + 5
         loss.backward()
-    assert schedule.points == 1 + 10  # the model's own input has no gradient
-
-
-def test_the_end_of_the_head_s_backward_is_a_point_before_any_layer_s_backward():
-    model, schedule, seen = Model(2), Schedule(), []
-    with ModelPoints().hooked([model], point_of(schedule)):
-        model.decoder.layers[1].activation.register_full_backward_pre_hook(lambda *_: seen.append(schedule.points))
-        out = model(torch.ones(3, 4))
-        forward = schedule.points
-        out.sum().backward()
-    assert seen == [forward + 1]
+    assert len(marks) == 1 + 10  # the model's own input has no gradient
+    assert seen == [1 + 5 + 1]
 
 
 def test_many_layers_report_without_their_children():
@@ -92,7 +74,7 @@ def test_many_layers_report_without_their_children():
 
 def test_nothing_is_hooked_that_mcore_captures_into_a_cuda_graph_of_its_own():
     # Its CudaGraphManager allows no pre-forward hooks but DDP's on a layer that it replays, nor on what that holds.
-    model, schedule = Model(3), Schedule()
+    model = Model(3)
     graphed = model.decoder.layers[:2]
     for layer in graphed:
         layer.cudagraph_manager = object()
@@ -100,24 +82,27 @@ def test_nothing_is_hooked_that_mcore_captures_into_a_cuda_graph_of_its_own():
     found = [layer.module for layer in layers(model)]
     assert not inside & {id(module) for module in found}
     assert model.decoder.layers[2] in found and model.decoder.norm in found
-    with ModelPoints().hooked([model], point_of(schedule)):
+    with hooked([model]) as marks:
         assert not any(module._forward_pre_hooks for layer in graphed for module in layer.modules())
         model(torch.ones(3, 4)).sum().backward()
-    assert schedule.points == 1 + 2 * (len(found) - 1)
+    assert len(marks) == 1 + 2 * (len(found) - 1)
 
 
 def test_forward_without_gradients_reports_no_backward():
-    model, schedule = Model(1), Schedule()
-    with ModelPoints().hooked(model, point_of(schedule)), torch.no_grad():
+    model = Model(1)
+    with hooked(model) as marks, torch.no_grad():
         model(torch.ones(3, 4))
-    assert schedule.points == 1 + 3
+    assert len(marks) == 1 + 3
 
 
-def test_hooks_are_gone_after_the_step_and_gradients_are_the_same():
-    model, schedule = Model(2), Schedule()
+@pytest.mark.parametrize("fails", [False, True])
+def test_hooks_are_gone_after_the_step_or_its_error_and_gradients_are_the_same(fails):
+    model = Model(2)
     plain = copy.deepcopy(model)
-    with ModelPoints().hooked([model], point_of(schedule)):
+    with pytest.raises(MemoryError) if fails else nullcontext(), hooked([model]):
         model(torch.ones(3, 4)).sum().backward()
+        if fails:
+            raise MemoryError("activations")
     plain(torch.ones(3, 4)).sum().backward()
     assert all(not module._forward_pre_hooks for module in model.modules())
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
@@ -125,12 +110,12 @@ def test_hooks_are_gone_after_the_step_and_gradients_are_the_same():
 
 
 def test_every_chunk_of_the_model_reports():
-    chunks, schedule = [Model(2), Model(2)], Schedule()
-    with ModelPoints().hooked(chunks, point_of(schedule)):
+    chunks = [Model(2), Model(2)]
+    with hooked(chunks) as marks:
         for chunk in chunks:
             chunk(torch.ones(3, 4))
-    assert schedule.points == 2 * (1 + 5)
-    assert len({mark.layer for mark in schedule.marks}) == schedule.points, "no two of them have the same number"
+    assert len(marks) == 2 * (1 + 5)
+    assert len({mark.layer for mark in marks}) == len(marks), "no two of them have the same number"
 
 
 class Shared(torch.nn.Module):
@@ -153,44 +138,36 @@ class Output(torch.nn.Module):
 def test_a_weight_that_goes_into_a_layer_reports_each_backward_once_and_keeps_no_hook():
     model, points, seen = Shared(), ModelPoints(), []
     for _ in range(3):
-        schedule = Schedule()
-        with points.hooked(model, point_of(schedule)):
+        with hooked(model, points) as marks:
             for _ in range(2):
                 model(torch.ones(1, 4)).sum().backward()
             model(torch.ones(1, 4))  # whose backward does not come
-        seen.append([mark.layer for mark in schedule.marks])
+        seen.append([mark.layer for mark in marks])
         assert not model.weight._backward_hooks
     model(torch.ones(1, 4)).sum().backward()
     assert seen == [[0, 1, ~1, 0, 1, ~1, 0, 1]] * 3
 
 
-def test_hooks_are_gone_after_a_step_that_failed():
-    model = Model(2)
-    with pytest.raises(MemoryError), ModelPoints().hooked([model], point_of(Schedule())):
-        raise MemoryError("activations")
-    assert all(not module._forward_pre_hooks for module in model.modules())
-
-
 def test_one_backward_is_reported_by_the_first_input_that_has_a_gradient():
-    model, schedule = Model(1), Schedule()
+    model = Model(1)
     mask, hidden, other = (torch.ones(3, 4, requires_grad=grad) for grad in (False, True, True))
-    with ModelPoints().hooked([model], point_of(schedule)):
+    with hooked([model]) as marks:
         (hook,) = model.decoder.layers[0]._forward_pre_hooks.values()
         hook(model.decoder.layers[0], (mask,), {"hidden": hidden, "other": other})
         (mask + hidden + other).sum().backward()
-    assert schedule.points == 2
+    assert len(marks) == 2
 
 
 def test_a_forward_that_will_be_recomputed_has_no_backward_of_its_own():
     # Its input has a gradient, but the recomputed forward reports it.
-    model, schedule = Model(1), Schedule()
+    model = Model(1)
     hidden = torch.ones(3, 4, requires_grad=True)
-    with ModelPoints().hooked([model], point_of(schedule)):
+    with hooked([model]) as marks:
         with torch.no_grad():
             model.decoder(hidden)
-        forward = schedule.points
+        forward = len(marks)
         hidden.sum().backward()
-    assert schedule.points == forward == 3
+    assert len(marks) == forward == 3
 
 
 def test_a_child_that_holds_its_parameters_further_within_is_a_layer_too_and_one_that_copies_hooks_is_none():
@@ -202,41 +179,42 @@ def test_a_child_that_holds_its_parameters_further_within_is_a_layer_too_and_one
     assert second.attention in found and first.attention not in found
 
 
-def test_without_a_schedule_nothing_is_hooked():
+def test_without_a_point_nothing_is_hooked():
     model = Model(1)
     with ModelPoints().hooked([model], None):
         assert all(not module._forward_pre_hooks for module in model.modules())
 
 
 def test_a_capture_into_a_cuda_graph_reports_nothing():
-    model, schedule = Model(2), Schedule(capturing=True)
-    with ModelPoints().hooked([model], point_of(schedule)):
+    model, engine, marks = Model(2), object.__new__(NativeEngine), []
+    engine.schedule = SimpleNamespace(transfers=SimpleNamespace(capturing=lambda: True), point=marks.append)
+    with ModelPoints().hooked([model], engine.point):
         model(torch.ones(3, 4)).sum().backward()
-    assert schedule.points == 0
+    assert not marks
 
 
 def test_a_copied_hook_reports_nothing_after_the_step():
-    model, schedule = Model(2), Schedule()
-    with ModelPoints().hooked(model, point_of(schedule)):
+    model = Model(2)
+    with hooked(model) as marks:
         (hook,) = model.decoder.layers[0]._forward_pre_hooks.values()
         kept = torch.ones(3, 4, requires_grad=True)
         hook(model.decoder.layers[0], (kept,), {})
-        assert schedule.points == 1
+        assert len(marks) == 1
     hook(model.decoder.layers[0], (kept,), {})
     kept.sum().backward()
-    assert schedule.points == 1
+    assert len(marks) == 1
     assert hook.func.__self__._point is None, "nothing of the training lives as long as the model"
 
 
 def test_marks_say_which_layer_what_goes_in_and_what_has_not_come_back():
-    model, schedule = Model(ENOUGH_LAYERS), Schedule()
+    model = Model(ENOUGH_LAYERS)
     nbytes = 3 * 4 * 4
-    with ModelPoints().hooked([model], point_of(schedule)):
+    with hooked([model]) as marks:
         for _ in range(2):  # as a pipeline does: two microbatches in flight
             losses = [model(torch.ones(rows, 4)).sum() for rows in (3, 6)]
             for loss in losses:
                 loss.backward()
-    first, second = schedule.marks[: schedule.points // 2], schedule.marks[schedule.points // 2 :]
+    first, second = marks[: len(marks) // 2], marks[len(marks) // 2 :]
     batch = 2 * nbytes + nbytes  # the model's input has no backward: it counts to the end
     assert first[0] == Mark(0, nbytes, nbytes) and first[1] == Mark(1, nbytes, 2 * nbytes)
     in_flight = (1 + ENOUGH_LAYERS + 1) * 3 * nbytes
@@ -248,17 +226,17 @@ def test_marks_say_which_layer_what_goes_in_and_what_has_not_come_back():
 
 
 def test_a_layer_that_is_recomputed_is_live_once():
-    model, schedule = Model(ENOUGH_LAYERS), Schedule()
+    model = Model(ENOUGH_LAYERS)
 
     def forward(x):
         for layer in model.decoder.layers:
             x = torch.utils.checkpoint.checkpoint(lambda x, layer=layer: layer(hidden=x), x, use_reentrant=True)
         return x
 
-    with ModelPoints().hooked([model], point_of(schedule)):
+    with hooked([model]) as marks:
         for _ in range(2):
             forward(torch.ones(3, 4, requires_grad=True)).sum().backward()
-    live, layer = [mark.live for mark in schedule.marks], 3 * 4 * 4
+    live, layer = [mark.live for mark in marks], 3 * 4 * 4
     assert max(live) == ENOUGH_LAYERS * layer and live[-1] == 0
     assert live[: ENOUGH_LAYERS + 2] == [
         *range(layer, (ENOUGH_LAYERS + 1) * layer, layer),
@@ -267,56 +245,56 @@ def test_a_layer_that_is_recomputed_is_live_once():
 
 
 def test_what_is_routed_to_an_expert_is_no_shape_of_the_step():
-    model, schedule = Model(2), Schedule()
+    model = Model(2)
     for layer in model.decoder.layers:
         layer.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
     sized = {layer.module: layer.is_sized for layer in layers(model)}
     assert all(not sized[expert] for layer in model.decoder.layers for expert in layer.experts)
     assert all(sized[layer] and sized[layer.attention] for layer in model.decoder.layers)
     expert = model.decoder.layers[0].experts[1]
-    with ModelPoints().hooked([model], point_of(schedule)):
+    with hooked([model]) as marks:
         expert(torch.ones(7, 4, requires_grad=True)).sum().backward()
-    assert [(mark.nbytes, mark.live) for mark in schedule.marks] == [(0, 0), (0, 0)]
+    assert [(mark.nbytes, mark.live) for mark in marks] == [(0, 0), (0, 0)]
 
 
 def test_a_pass_that_is_run_again_begins_with_nothing_live():
-    model, schedule, points = Model(ENOUGH_LAYERS), Schedule(), ModelPoints()
-    with points.hooked([model], point_of(schedule)):
+    model, points = Model(ENOUGH_LAYERS), ModelPoints()
+    with hooked([model], points) as marks:
         passes = []
         for _ in range(2):
             points.begin_pass()
             model(torch.ones(3, 4)).sum().backward()
-            passes.append(schedule.marks)
-            schedule.marks = []
+            passes.append(marks[:])
+            marks.clear()
     assert passes[0] == passes[1]
 
 
 def test_where_forwards_are_enough_nothing_is_hung_on_tensors_and_no_point_is_passed():
-    model, schedule, forwards = Model(2), Schedule(), []
+    model, forwards = Model(2), []
     points, hidden = ModelPoints(), torch.ones(3, 4, requires_grad=True)
     numbers = [number for number, layer in enumerate(layers(model)) if layer.is_watched]
-    with points.hooked([model], point_of(schedule)):
+    with hooked([model], points) as marks:
         points.begin_pass(lambda layer, nbytes: forwards.append((layer, nbytes)))
         model(hidden).sum().backward()
         assert hidden._backward_hooks is None
         assert sorted(forwards) == [(number, hidden.nbytes) for number in numbers]
-        assert not schedule.marks
+        assert not marks
         points.begin_pass()
         model(hidden).sum().backward()
-    assert schedule.points == 2 * len(layers(model)), "an attempt that is not watched reports its points again"
+    assert len(marks) == 2 * len(layers(model)), "an attempt that is not watched reports its points again"
 
 
 def test_a_watched_pass_hooks_neither_children_nor_experts_and_reports_what_was_measured_of_the_others():
-    model, schedule, points, forwards = Model(2), Schedule(), ModelPoints(), []
+    model, points, forwards = Model(2), ModelPoints(), []
     for layer in model.decoder.layers:
         layer.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
     watched = [model, *model.decoder.layers, model.decoder.norm]
-    with points.hooked([model], point_of(schedule)):
+    with hooked([model], points) as marks:
         points.begin_pass()
         model(torch.ones(3, 4)).sum().backward()
-    measured = MemoryProfile([0] * (schedule.points + 1), marks=schedule.marks)
+    measured = MemoryProfile([0] * (len(marks) + 1), marks=marks)
     for _ in range(2):  # in the second step of its kind they are not hung anew
-        with points.hooked([model], point_of(schedule)):
+        with hooked([model], points) as marks:
             points.begin_pass(lambda layer, nbytes: forwards.append((layer, nbytes)))
             assert {module for module in model.modules() if module._forward_pre_hooks} == set(watched)
             model(torch.ones(3, 4))

@@ -358,7 +358,7 @@ def test_stubs_alone_and_float16_optimizers_over_adam_and_muon_are_served(cpu_st
     assert len(eligible(chain(*map(float16_leaf, accepted)))) == 2
 
 
-def test_engines_of_mcores_are_refused_by_name_for_what_they_do_not_serve(cpu_standins, monkeypatch):
+def test_engines_of_mcores_are_refused_by_name_for_what_they_do_not_serve(cpu_standins):
     from bridge_fgo.engines.ranks import make_engine
     from bridge_fgo.memory.meters import PeakMeter
     from bridge_fgo.states.float16 import Float16Source
@@ -367,17 +367,6 @@ def test_engines_of_mcores_are_refused_by_name_for_what_they_do_not_serve(cpu_st
     for generation in ("mcore generation 1", "mcore generation 2"):
         with pytest.raises(ValueError, match=r"engine='mcore' with a Float16OptimizerWithFloat16Params"):
             make_engine(generation, [source], bridge_fgo.OffloadConfig(engine="mcore"), PeakMeter())
-    monkeypatch.setattr(compat, "upstream_generation", lambda: "mcore generation 2")
-    config = SimpleNamespace(optimizer="adam", use_distributed_optimizer=True)
-    assert compat.choose_engine(bridge_fgo.OffloadConfig(engine="mcore"), config) == "mcore generation 2"
-    config.optimizer_state_offload_fraction = 0.5
-    assert compat.choose_engine(bridge_fgo.OffloadConfig(), config) == "mcore generation 2"
-    for changes in ({"use_distributed_optimizer": False}, {"optimizer": "dist_muon"}):
-        other = SimpleNamespace(**{**vars(config), **changes})
-        with pytest.raises(ValueError, match=r"engine='mcore' with optimizer\.optimizer="):
-            compat.choose_engine(bridge_fgo.OffloadConfig(engine="mcore"), other)
-        with pytest.raises(ValueError, match=r"optimizer_state_offload_fraction=0\.5"):
-            compat.choose_engine(bridge_fgo.OffloadConfig(), other)
 
 
 @pytest.mark.parametrize("asked", [{"engine": "mcore"}, {"engine": "mcore", "fraction": 0.5}])

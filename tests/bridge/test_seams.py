@@ -99,24 +99,20 @@ def test_a_mimo_step_makes_the_calls_of_a_step_and_none_with_the_flag_off(
     assert loop.model_config.finalize_model_grads_func is loop.bound_finalize
 
 
-def test_qk_clip_gets_writable_masters_also_after_a_skipped_step(monkeypatch, loop):
+@pytest.mark.parametrize("only_logged", [None, True, False], ids=["as Bridge calls it", "only logged", "clipped"])
+def test_qk_clip_gets_writable_masters_also_after_a_skipped_step_and_none_where_it_only_logs(
+    monkeypatch, loop, only_logged
+):
     loop.cfg.model.qk_clip = True
     loop.leaf.step = lambda: loop.events.append("skipped") or (False, 1.0, None)
     clip = loop.bridge_train.clip_qk
-    monkeypatch.setattr(clip, "__wrapped__", lambda model, **how: loop.events.append("clip_qk"))
-    assert loop.step()[-4:] == ["skipped", "writable", "clip_qk", "settle"]
-
-
-@pytest.mark.parametrize("only_logged", [True, False])
-def test_qk_clip_that_only_logs_gets_no_masters(monkeypatch, loop, only_logged):
-    loop.cfg.model.qk_clip = True
-    clip, seen = loop.bridge_train.clip_qk, []
-    monkeypatch.setattr(clip, "__wrapped__", lambda model, log_max_only=False: seen.append(log_max_only))
-    with monkeypatch.context() as newer:  # as Bridge's main calls it
-        newer.setattr(loop.bridge_train, "clip_qk", lambda model, **how: clip(model, log_max_only=only_logged))
-        events = loop.step()
-    assert seen == [only_logged]
-    assert ("writable" in events) is not only_logged
+    monkeypatch.setattr(clip, "__wrapped__", lambda model, log_max_only=False: loop.events.append("clip_qk"))
+    if only_logged is not None:  # as Bridge's main has it
+        newer = {"log_max_only": only_logged}
+        monkeypatch.setattr(loop.bridge_train, "clip_qk", lambda model, **how: clip(model, **newer))
+    writable = [] if only_logged else ["writable"]
+    assert loop.step()[-3 - len(writable) :] == ["skipped", *writable, "clip_qk", "settle"]
+    monkeypatch.undo()
 
 
 def test_paged_stash_retry_is_a_pass_of_its_own(monkeypatch, loop):

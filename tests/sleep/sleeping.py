@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from functools import cache
+import dataclasses
 
+import both
 import fused_adam
 import pytest
 
@@ -15,37 +16,27 @@ from bridge_fgo.states.distributed import live_bytes
 from bridge_fgo.tools.arms import cpu_training
 from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
-SMALL = {"hidden": 64, "sequence": 16, "vocab": 64}
 SEVERAL_SLABS = {"hidden": 128, "sequence": 32, "vocab": 128}
 KINDS = ("params", "grads", "optimizer")
-WHOLE = bridge_fgo.OffloadConfig(engine="native", master_remainders=False, slab_bytes=2**20)
-PACKED = bridge_fgo.OffloadConfig(engine="native", master_remainders=True, slab_bytes=2**20)
+WHOLE = dataclasses.replace(both.WHOLE, master_remainders=False)
 
 
 def options(**changes):
     """Return the options of a small training."""
-    return CpuOptions(**{**SMALL, **changes})
-
-
-def numbers(record):
-    """Return what a step reported, as exact values."""
-    return record.loss, record.grad_norm, record.skipped
-
-
-def resident_now(steps, **changes):
-    """Return (numbers, digests) after each step of a training that never sleeps."""
-    with CpuTraining(options(**changes)) as training:
-        return [(numbers(training.step()), training.digests()) for _ in range(steps)]
-
-
-@cache
-def _resident(steps, items):
-    return resident_now(steps, **dict(items))
+    return CpuOptions(**both.SMALL | changes)
 
 
 def resident(steps, **changes):
-    """Return the same, made once for each kind."""
-    return _resident(max(steps, 6), tuple(sorted(changes.items())))[:steps]
+    """Return the steps and the bits of a training that never sleeps, and of which no test patches what trains."""
+    both.resident(max(steps, 6), **changes)  # shorter ones are its beginning
+    record, bits = both.resident(steps, **changes)
+    return record.steps, bits
+
+
+def resident_now(steps, **changes):
+    """Return the same of a training that is patched as the test has it."""
+    with both.training(False, **changes) as run:
+        return [run.step() for _ in range(steps)], both.bits(run)
 
 
 class Sleeper:
@@ -91,8 +82,8 @@ class Sleeper:
 
     def train(self, steps=1):
         """Train on, and return what was seen."""
-        self.seen += [numbers(self.training.step()) for _ in range(steps)]
-        return self.seen
+        self.seen += [self.training.step() for _ in range(steps)]
+        return both.numbers(self.seen)
 
     def states_bytes(self):
         """Return the bytes of memory that masters and moments take now, by the storages themselves."""
@@ -102,13 +93,13 @@ class Sleeper:
         """Return the kinds whose memory is empty, by the storages themselves."""
         return gone(self.res)
 
-    def assert_as_resident(self, expected=None):
+    def assert_as_resident(self, resident=resident):
         """End the training; check what was seen, and its state, against a training that never sleeps."""
-        digests = self.training.digests()
+        bits = both.bits(self.training)
         self.training.close()
-        expected = expected or resident(len(self.seen), **self.changes)
-        assert self.seen == [each for each, _ in expected]
-        assert digests == expected[-1][1]
+        steps, expected = resident(len(self.seen), **self.changes)
+        assert both.numbers(self.seen) == both.numbers(steps)
+        assert bits == expected
 
 
 @pytest.fixture

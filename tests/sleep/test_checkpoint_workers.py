@@ -16,8 +16,6 @@ from bridge_fgo.sleep import checkpoint_workers
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
-CONSTANT = pytest.mark.parametrize("constant_structure", [False, True], ids=["", "constant structure"])
-
 
 def tensors_of(training):
     """Return all weights, masters and moments, by name."""
@@ -54,51 +52,41 @@ class Saves:
         ]
 
 
-@CONSTANT
+def by_residency(me):
+    me.res.offload()
+    taken = Block.taken()
+    me.res.reload()
+    return taken
+
+
+def by_mcores_verbs(me):
+    for each in (*buffers(me.training), me.training.optimizer):
+        each.offload_to_cpu()
+    taken = Block.taken()
+    for buffer in buffers(me.training):
+        buffer.reload_from_cpu()
+    me.training.optimizer.restore_from_cpu()
+    return taken
+
+
+SLEEPS = {"Residency": (by_residency, True), "late Residency": (by_residency, False), "mcore": (by_mcores_verbs, False)}
+
+
+@pytest.mark.parametrize("constant_structure", [False, True], ids=["", "constant structure"])
+@pytest.mark.parametrize("name", SLEEPS)
 def test_each_save_has_the_bytes_of_its_step_and_no_memory_stays_while_it_is_written(
-    sleeper, caching_writer, constant_structure
+    installed, sleeper, caching_writer, constant_structure, name
 ):
-    taken, me = [], sleeper(0, early=True)
+    sleep, early = SLEEPS[name]
+    taken, me = [], sleeper(0, early=early)
     saves = Saves(me.training, caching_writer, constant_structure)
-    for step in range(1, 10):
+    for step in range(9):
         me.train()
         if step % 3 == 0:
             saves.save()
-        me.res.offload()
-        taken.append(Block.taken())
-        me.res.reload()
-    assert (saves.stale(), taken) == ([[], [], []], [0] * 9)
-    me.res.close()
-
-
-@CONSTANT
-def test_a_save_after_sleeps_by_mcores_own_verbs_has_the_bytes_of_its_step(
-    installed, sleeper, caching_writer, constant_structure
-):
-    me = sleeper(0)
-    saves = Saves(me.training, caching_writer, constant_structure)
-    for _ in range(3):
-        me.train()
-        saves.save()
-        for buffer in buffers(me.training):
-            buffer.offload_to_cpu()
-        me.training.optimizer.offload_to_cpu()
-        for buffer in buffers(me.training):
-            buffer.reload_from_cpu()
-        me.training.optimizer.restore_from_cpu()
+        taken.append(sleep(me))
     assert saves.stale() == [[], [], []]
-
-
-def test_what_was_saved_before_there_was_a_residency_is_sent_anew(sleeper, caching_writer):
-    me = sleeper()
-    saves = Saves(me.training, caching_writer, constant_structure=True)
-    saves.save()
-    me.res.offload()
-    me.res.reload()
-    me.train()
-    saves.save()
-    assert saves.stale() == [[], []]
-    me.res.close()
+    assert taken == [0] * 9 or not early, "what was sent before there was a Residency stays until the next save"
 
 
 def test_nvrx_sends_handles_once_where_nothing_moves(sleeper, monkeypatch, caching_writer):

@@ -8,13 +8,12 @@ import dataclasses
 import pytest
 import torch
 from both import PACKED, SMALL, WHOLE, both, exact, session_of, steps, training
-from sleeping import KINDS, fail, poison
+from sleeping import KINDS, buffers, configured, fail, poison
 
 import bridge_fgo
 from bridge_fgo.engines.gradients import gradients_of
 from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
 from bridge_fgo.memory.guard import is_guarded
-from bridge_fgo.tools.arms import cpu_training
 
 THREE = SMALL | {"overlap_grad_reduce": True, "bucket_size": 20_000, "microbatches": 3}
 LAZY = dataclasses.replace(WHOLE, gradients="lazy", master_remainders=False)
@@ -58,10 +57,6 @@ def buckets(run):
     return session_of(run).gradients.buckets
 
 
-def buffers(run):
-    return [buffer for ddp in run.model for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
-
-
 def params(run):
     return [param for chunk in run.model for param in chunk.parameters()]
 
@@ -71,10 +66,10 @@ def zero(run):
         chunk.zero_grad_buffer()
 
 
+@configured
 def accumulate_in_fp32(cfg):
     cfg.ddp.grad_reduce_in_fp32 = False
     cfg.ddp.param_name_patterns_for_fp32_local_accumulation = ("*linear_fc1*", "*word_embeddings*")
-    return cfg
 
 
 def require_asleep(run, res):
@@ -97,8 +92,7 @@ def test_training_that_sleeps_after_each_step_is_bitwise_a_resident_one_and_its_
     monkeypatch, model, config
 ):
     if model == "fp32_local_accumulation":
-        make = cpu_training.make_config
-        monkeypatch.setattr(cpu_training, "make_config", lambda options: accumulate_in_fp32(make(options)))
+        accumulate_in_fp32(monkeypatch)
 
     def train(run):
         res, seen = sleeper_of(run), []

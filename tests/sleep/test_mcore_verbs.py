@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sleeping import SEVERAL_SLABS, buffers, fail, note, precision_aware, residency, resident, resident_now
+from sleeping import SEVERAL_SLABS, buffers, fail, note, precision_aware, residency, resident_now
 
 import bridge_fgo
 from bridge_fgo.bridge.session import attach
@@ -55,25 +55,22 @@ def wake(training):
 
 @pytest.mark.parametrize("changes", [{}, {"experts": True}, {"precision": "fp32_params"}])
 def test_training_that_sleeps_by_mcores_own_verbs_is_bitwise_a_resident_one(sleeper, changes):
-    expected = resident(4, **changes)
     me = sleeper(0, **changes)
     for _ in range(4):
         me.train()
         sleep(me.training)
         wake(me.training)
-    me.assert_as_resident(expected)
+    me.assert_as_resident()
 
 
 @pytest.mark.parametrize("remainders", [False, True])
 @pytest.mark.parametrize("experts", [False, True])
 def test_weights_move_after_the_states_of_precision_aware_adam_were_away(sleeper, monkeypatch, experts, remainders):
     precision_aware(remainders)(monkeypatch)
-    expected = resident_now(4, experts=experts)
-    assert len({digests["params"] for _, digests in expected}) == 4
-    me = sleeper(0, experts=experts)
-    for number in range(4):
+    me, weights = sleeper(0, experts=experts), set()
+    for _ in range(4):
         me.train()
-        assert me.training.digests() == expected[number][1]
+        weights.add(me.training.digests()["params"])
         before = storages(me.training)
         assert {buffer.param_data.untyped_storage()._cdata for buffer in buffers(me.training)} == set(before)
         me.training.optimizer.offload_to_cpu()
@@ -81,7 +78,8 @@ def test_weights_move_after_the_states_of_precision_aware_adam_were_away(sleeper
         me.training.optimizer.restore_from_cpu()
         assert live(me.training)[2] > 0
         assert storages(me.training) == before
-    me.assert_as_resident(expected)
+    assert len(weights) == 4
+    me.assert_as_resident(resident_now)
 
 
 def test_parameters_keep_their_storage_and_unchanged_ones_are_not_copied_again(sleeper, monkeypatch):
@@ -97,7 +95,6 @@ def test_parameters_keep_their_storage_and_unchanged_ones_are_not_copied_again(s
 
 
 def test_a_step_and_a_save_find_states_that_mcores_verb_has_sent_away(sleeper):
-    expected = resident(3)
     me = sleeper()
     me.training.optimizer.offload_to_cpu()
     assert attachment_of(me.leaf) is not None
@@ -107,14 +104,13 @@ def test_a_step_and_a_save_find_states_that_mcores_verb_has_sent_away(sleeper):
     me.training.optimizer.restore_from_cpu()
     assert attachment_of(me.leaf) is None
     me.train()
-    me.assert_as_resident(expected)
+    me.assert_as_resident()
 
 
 @pytest.mark.parametrize("where", ["copy_out", "release"])
 def test_a_step_after_a_verb_that_failed_half_way_finds_its_states_and_the_next_sleep_has_what_it_wrote(
     sleeper, monkeypatch, where
 ):
-    expected = resident(4, **SEVERAL_SLABS)
     me = sleeper(**SEVERAL_SLABS)
     (leaf,) = movable_optimizers(me.training.optimizer)
     upstream.offload_states(leaf, OffloadConfig(slab_bytes=2**20))
@@ -127,7 +123,7 @@ def test_a_step_after_a_verb_that_failed_half_way_finds_its_states_and_the_next_
         me.train()
         me.training.optimizer.offload_to_cpu()
         me.training.optimizer.restore_from_cpu()
-    me.assert_as_resident(expected)
+    me.assert_as_resident()
 
 
 def test_restore_without_offload_changes_nothing_and_an_uninstall_in_between_loses_no_weight(sleeper):

@@ -8,7 +8,7 @@ import io
 
 import pytest
 import torch
-from sleeping import SMALL
+from both import SMALL
 
 import bridge_fgo
 from bridge_fgo.memory import guard

@@ -37,6 +37,7 @@ def test_overrides_come_last_as_in_training():
         ("nonsense", ".*nonsense"),
         # what may be meant, and nothing where no name is near
         ("optimizer.offload_optimizer_state=true", r".*; did you mean optimizer\.offload_optimizer_states\?$"),
+        ("optimizer.offload.fractoin=0.5", r".*; did you mean optimizer\.offload\.fraction\?$"),
         ("train.train_itersx=3", r".*; did you mean train\.train_iters\?$"),
         ("modl.recompute_granularity=full", r".*there is no setting modl\..*; did you mean model\?$"),
         ("train.qqqqqqqqqq=3", r".*there is no setting train\.qqqqqqqqqq$"),

@@ -134,10 +134,11 @@ def test_an_exception_ends_in_pythons_own_traceback_of_the_script(script, error)
 VALIDATE = """
 import sys
 from types import SimpleNamespace
-from bridge_fgo.bridge import settings
+from bridge_fgo.bridge.before_training import validate_config
+from bridge_fgo.bridge.settings import caller
+caller.refuses = True
 optimizer = SimpleNamespace(offload_optimizer_states={flag})
-settings.before_validation(optimizer)
-settings.after_validation(optimizer)
+validate_config(lambda: None, SimpleNamespace(optimizer=optimizer), (), {{}})
 print(optimizer.offload_optimizer_states)
 """
 
@@ -159,7 +160,7 @@ if "BEGAN" not in os.environ:
     os.chdir("/")
     os.execvpe(sys.executable, [sys.executable, "-X", "utf8", *HOW, *sys.argv[1:]], {**os.environ, "BEGAN": "1"})
 from bridge_fgo.bridge import settings
-print(json.dumps([sys.argv[1:], installed_config().fraction, settings._sets_flag]))
+print(json.dumps([sys.argv[1:], installed_config().fraction, settings.caller.sets_flag]))
 """
 
 

@@ -126,9 +126,10 @@ def prepare(config: Any, gpus: int) -> str | None:
     """
     from megatron.bridge.training.config import runtime_config_update
 
-    from bridge_fgo.bridge.before_training import refusals_left_to_caller
+    from bridge_fgo.bridge.patch import shadowed
+    from bridge_fgo.bridge.settings import caller
 
-    with refusals_left_to_caller(), world(gpus, 0):
+    with shadowed(caller, {"refuses": True}), world(gpus, 0):
         try:
             runtime_config_update(config)
             return None
