@@ -18,34 +18,78 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bridge_fgo.tools.arms.comparator import Comparison, compare
-from bridge_fgo.tools.arms.runner import ArmFailed, ArmRun, Event, launcher, run_arm
+from bridge_fgo.tools.arms.runner import ArmRun, Event, launcher, run_arm
+from bridge_fgo.tools.settings import Json, in_a_folder, option
 from bridge_fgo.tools.show import print_parts, print_table, readable_bytes, readable_number
 
 NOT_EQUAL = 1
-FAILED = 2
+DEFAULT_STEPS = 20
 TABLE_ROWS = 60
+MODULES = {"cuda": "bridge_fgo.tools.arms.gpu", "cpu": "bridge_fgo.tools.arms.cpu"}
+"""What is run as an arm on each device."""
+OF_BOTH = ("layers", "hidden", "heads")
+OF_GPU = ("ffn", "seq", "mbs", "gbs", "precision_aware", "moments_dtype")
+OF_RL = ("picture", "ranks", "tp", "pp", "lr", "crowd")
+"""Sizes that either demo takes, on a GPU or with --rl; and settings of one of them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of one demo.
+    """Settings of either demo; what is None is up to it.
 
-    device: auto, cuda or cpu. gpu_options: the GPU arm's own. arm_module: the module that is run as the arm instead of
-    the device's.
+    Raises:
+        ValueError: an option is of the other demo.
     """
 
-    steps: int = 20
-    json_output: bool = False
-    device: str = "auto"
-    keep: Path | None = None
-    gpu_options: tuple[str, ...] = ()
-    arm_module: str | None = None
+    rl: Annotated[bool, option("Train by GRPO, once asleep between updates, and compare with one awake.", "--rl")] = (
+        False
+    )
+    steps: Annotated[int | None, option("Training steps of each arm: 20; with --rl 200, on a GPU 300.", min=1)] = None
+    json_output: Json = False
+    device: Annotated[Literal["auto", "cuda", "cpu"], option("Where to run; auto takes the GPU if it can.")] = "auto"
+    keep: Annotated[Path | None, option("Keep logs and events here.", metavar="DIR")] = None
+    picture: Annotated[
+        Path | None, option("--rl: draw an iteration's memory.", metavar="FILE", callback=in_a_folder)
+    ] = None
+    ranks: Annotated[int | None, option("--rl: processes of an arm, a GPU each.", min=1)] = None
+    tp: Annotated[int | None, option("--rl: tensor-parallel ranks.", min=1)] = None
+    pp: Annotated[int | None, option("--rl: pipeline stages.", min=1)] = None
+    layers: Annotated[int | None, option("GPU, --rl: layers.", min=1)] = None
+    hidden: Annotated[int | None, option("GPU, --rl: hidden size.", min=1)] = None
+    ffn: Annotated[int | None, option("GPU: size of the MLP.", min=1)] = None
+    heads: Annotated[int | None, option("GPU, --rl: attention heads.", min=1)] = None
+    seq: Annotated[int | None, option("GPU: tokens of a sequence.", min=1)] = None
+    mbs: Annotated[int | None, option("GPU: sequences of a microbatch.", min=1)] = None
+    gbs: Annotated[int | None, option("GPU: sequences of a step.", min=1)] = None
+    lr: Annotated[float | None, option("--rl: learning rate.", min=0.0)] = None
+    crowd: Annotated[
+        bool, option("--rl on a GPU of one's own: a second process holds all but what training needs.", "--crowd")
+    ] = False
+    precision_aware: Annotated[bool, option("GPU: the precision-aware optimizer.", "--precision-aware")] = False
+    moments_dtype: Annotated[
+        Literal["fp32", "bf16"] | None, option("GPU: moments of the precision-aware optimizer.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if wrong := self.given(*(OF_GPU if self.rl else OF_RL)):
+            flags = ", ".join(map(flag, wrong))
+            raise ValueError(f"{flags}: {'not' if self.rl else 'only'} of --rl; leave out what this demo does not take")
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Return those of the named settings that the user gave."""
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None and value is not False}
+
+
+def flag(name: str) -> str:
+    """Return the option that sets a setting."""
+    return f"--{name.replace('_', '-')}"
 
 
 def missing_packages() -> list[str]:
@@ -136,18 +180,6 @@ def run_arms(
     return found
 
 
-def status_of(command: str, errors: Console, act: Callable[[], int]) -> int:
-    """Return the status that `act` returns, or say what kept it from its end and return FAILED."""
-    try:
-        return act()
-    except (ValueError, OSError) as error:
-        errors.print(f"bridge-fgo {command}: {error}", markup=False)
-    except ArmFailed as failure:
-        errors.print(f"bridge-fgo {command}: {failure}. Its last lines:", markup=False)
-        errors.print(failure.log_tail, markup=False, highlight=False)
-    return FAILED
-
-
 def print_report(console: Console, resident: ArmRun, offloaded: ArmRun, same: Comparison, cpu: bool) -> None:
     """Print losses, bytes, and whether the two arms are bitwise equal."""
     arms = (resident, offloaded)
@@ -210,24 +242,25 @@ def run(settings: Settings) -> int:
     """Run both arms, one after the other, and report.
 
     Returns:
-        The exit status: 0; NOT_EQUAL where the arms differ or nothing was released; FAILED where an arm failed or
-        could not start.
+        The exit status: 0; NOT_EQUAL where the arms differ or nothing was released.
+
+    Raises:
+        ArmFailed: an arm failed.
+        ValueError: an arm cannot start.
     """
     errors = Console(stderr=True, soft_wrap=True)
-    return status_of("demo", errors, lambda: _run(settings, errors))
-
-
-def _run(settings: Settings, errors: Console) -> int:
-    module, device = settings.arm_module, "cpu"
-    if module is None:
-        device = find_device(settings.device, errors)
-        module = "bridge_fgo.tools.arms.gpu" if device == "cuda" else "bridge_fgo.tools.arms.cpu"
-    if device == "cpu" and settings.gpu_options:
-        raise ValueError(f"{' '.join(settings.gpu_options)}: only the GPU's demo has these sizes; leave them out")
-    options = ["--steps", str(settings.steps), *settings.gpu_options, "--offload"]
-    resident, offloaded = run_arms(
-        module, {"resident": [*options, "off"], "offloaded": [*options, "on"]}, settings.steps, settings.keep, errors
-    )
+    device = find_device(settings.device, errors)
+    steps = settings.steps or DEFAULT_STEPS
+    words: list[str] = []
+    for name, value in settings.given(*OF_BOTH, *OF_GPU).items():
+        words += [flag(name), *([] if value is True else [str(value)])]
+    if device == "cpu" and words:
+        raise ValueError(f"{' '.join(words)}: only the GPU's demo has these sizes; leave them out")
+    arms = {
+        name: ["--steps", str(steps), *words, "--offload", offload]
+        for name, offload in (("resident", "off"), ("offloaded", "on"))
+    }
+    resident, offloaded = run_arms(MODULES[device], arms, steps, settings.keep, errors)
     same = compare(resident, offloaded)
     if settings.json_output:
         print(json.dumps(json_report(resident, offloaded, same), allow_nan=False))

@@ -6,9 +6,8 @@ runs, so that `--help` answers at once and on any machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -19,12 +18,13 @@ from bridge_fgo.tools import demo as demo_command
 from bridge_fgo.tools import rl_demo, run_script
 from bridge_fgo.tools.bench import command as bench_command
 from bridge_fgo.tools.bench.options import Settings as BenchSettings
+from bridge_fgo.tools.demo import Settings as DemoSettings
 from bridge_fgo.tools.job.answers import refuse_gpus_at_once
 from bridge_fgo.tools.job.target import refuse_at_once
 from bridge_fgo.tools.plan.options import Settings as PlanSettings
 from bridge_fgo.tools.report import command as report_command
 from bridge_fgo.tools.report.command import Settings as ReportSettings
-from bridge_fgo.tools.settings import DoctorSettings, Json, in_a_folder, option, takes_settings
+from bridge_fgo.tools.settings import DoctorSettings, takes_settings
 from bridge_fgo.tools.show import spinner
 
 
@@ -137,67 +137,13 @@ def run_command(
     context.obj.append(request)
 
 
-@dataclass(frozen=True)
-class DemoSettings:
-    """Settings of either demo; what is None is up to it."""
-
-    rl: Annotated[bool, option("Train by GRPO, once asleep between updates, and compare with one awake.", "--rl")] = (
-        False
-    )
-    steps: Annotated[int | None, option("Training steps of each arm: 20; with --rl 200, on a GPU 300.", min=1)] = None
-    json_output: Json = False
-    device: Annotated[Literal["auto", "cuda", "cpu"], option("Where to run; auto takes the GPU if it can.")] = "auto"
-    keep: Annotated[Path | None, option("Keep logs and events here.", metavar="DIR")] = None
-    picture: Annotated[
-        Path | None, option("--rl: draw an iteration's memory.", metavar="FILE", callback=in_a_folder)
-    ] = None
-    ranks: Annotated[int | None, option("--rl: processes of an arm, a GPU each.", min=1)] = None
-    tp: Annotated[int | None, option("--rl: tensor-parallel ranks.", min=1)] = None
-    pp: Annotated[int | None, option("--rl: pipeline stages.", min=1)] = None
-    layers: Annotated[int | None, option("GPU, --rl: layers.", min=1)] = None
-    hidden: Annotated[int | None, option("GPU, --rl: hidden size.", min=1)] = None
-    ffn: Annotated[int | None, option("GPU: size of the MLP.", min=1)] = None
-    heads: Annotated[int | None, option("GPU, --rl: attention heads.", min=1)] = None
-    seq: Annotated[int | None, option("GPU: tokens of a sequence.", min=1)] = None
-    mbs: Annotated[int | None, option("GPU: sequences of a microbatch.", min=1)] = None
-    gbs: Annotated[int | None, option("GPU: sequences of a step.", min=1)] = None
-    lr: Annotated[float | None, option("--rl: learning rate.", min=0.0)] = None
-    crowd: Annotated[
-        bool, option("--rl on a GPU of one's own: a second process holds all but what training needs.", "--crowd")
-    ] = False
-    precision_aware: Annotated[bool, option("GPU: the precision-aware optimizer.", "--precision-aware")] = False
-    moments_dtype: Annotated[
-        Literal["fp32", "bf16"] | None, option("GPU: moments of the precision-aware optimizer.")
-    ] = None
-
-    def given(self, *names: str) -> dict[str, Any]:
-        """Return those of the named settings that the user gave."""
-        values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None and value is not False}
-
-
 def demo(settings: DemoSettings) -> int:
     """Train a small model twice through Megatron-Bridge's own loop and compare.
 
     Exit status: 0 where the two runs are bitwise equal and the offloaded one released
     memory, 1 where not, 2 where a run failed.
     """
-    both = ("layers", "hidden", "heads")
-    of_gpu = settings.given("layers", "hidden", "ffn", "heads", "seq", "mbs", "gbs", "precision_aware", "moments_dtype")
-    of_rl = settings.given("picture", "ranks", "tp", "pp", "lr", "crowd")
-    wrong = [name for name in of_gpu if name not in both] if settings.rl else list(of_rl)
-    if wrong:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
-        raise typer.BadParameter(f"{flags}: {'not' if settings.rl else 'only'} of --rl")
-    shared = {"json_output": settings.json_output, "device": settings.device, "keep": settings.keep}
-    if settings.rl:
-        options = settings.given("steps", "tp", "pp", "lr", "crowd", *both)
-        picture, ranks = settings.picture, settings.ranks or 1
-        return rl_demo.run(rl_demo.Settings(options=options, picture=picture, ranks=ranks, **shared))
-    words: list[str] = []
-    for name, value in of_gpu.items():
-        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return demo_command.run(demo_command.Settings(steps=settings.steps or 20, gpu_options=tuple(words), **shared))
+    return (rl_demo if settings.rl else demo_command).run(settings)
 
 
 def plan(settings: PlanSettings) -> int:

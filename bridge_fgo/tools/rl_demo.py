@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -17,24 +16,21 @@ from rich.console import Console
 from bridge_fgo.tools.arms.comparator import compare
 from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.arms.runner import ArmRun, Event
-from bridge_fgo.tools.demo import NOT_EQUAL, find_device, run_arms, status_of
+from bridge_fgo.tools.demo import NOT_EQUAL, OF_BOTH, Settings, find_device, run_arms
 from bridge_fgo.tools.iteration_picture import draw_iteration, states_of_run
 from bridge_fgo.tools.show import print_parts, print_table, readable_bytes
 
 MODULE = "bridge_fgo.tools.arms.rl.arm"
 ARMS = (("resident", False), ("sleeping", True))
-ON_A_GPU: dict[str, Any] = {
-    "layers": 4,
-    "hidden": 2048,
-    "heads": 16,
-    "lr": 6e-6,
-    "prompts": 16,
-    "group": 16,
-    "micro_batch_size": 128,
-    "steps": 300,
-}
-"""Defaults of a GPU: 0.27 billion parameters, which take 5 GB with gradients and states. The learning rate is such that
-an update moves the policy as far as the CPU's does."""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "cuda": {
+        "layers": 4, "hidden": 2048, "heads": 16, "lr": 6e-6, "prompts": 16, "group": 16, "micro_batch_size": 128,
+        "steps": 300,
+    },
+}  # fmt: skip
+"""Options of each device beside those of `RlOptions`. On a GPU 0.27 billion parameters take 5 GB with gradients and
+states. Its learning rate is such that an update moves the policy as far as the CPU's does."""
 
 MOVES = {
     "asleep": "sleep: offload everything",
@@ -49,43 +45,26 @@ ENDS = 10
 """Iterations at either end whose mean reward is shown: that of one is noisy."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of one demo.
-
-    options: those of `RlOptions` that the user gave. ranks: processes of an arm. arm_module: the module that is run as
-    the arm.
-    """
-
-    options: dict[str, Any] = field(default_factory=dict)
-    json_output: bool = False
-    device: str = "auto"
-    keep: Path | None = None
-    picture: Path | None = None
-    ranks: int = 1
-    arm_module: str = MODULE
-
-
 def run(settings: Settings) -> int:
     """Run both arms, one after the other, and report.
 
     Returns:
-        The exit status: 0; NOT_EQUAL where the arms differ; FAILED where an arm failed or could not start.
+        The exit status: 0; NOT_EQUAL where the arms differ.
+
+    Raises:
+        ArmFailed: an arm failed.
+        ValueError: an arm cannot start.
     """
     errors = Console(stderr=True, soft_wrap=True)
-    return status_of("demo --rl", errors, lambda: _run(settings, errors))
-
-
-def _run(settings: Settings, errors: Console) -> int:
-    device = find_device(settings.device, errors) if settings.arm_module == MODULE else settings.device
-    options = RlOptions(device=device, **(ON_A_GPU if device == "cuda" else {}) | settings.options)
-    if settings.ranks % (options.tp * options.pp):
-        raise ValueError(f"--ranks {settings.ranks}: use a multiple of --tp x --pp = {options.tp * options.pp}")
-    arms = {name: replace(options, sleep=sleep).as_arguments() for name, sleep in ARMS}
+    device, ranks = find_device(settings.device, errors), settings.ranks or 1
+    given = settings.given("steps", "tp", "pp", "lr", "crowd", *OF_BOTH)
+    options = RlOptions(device=device, **DEFAULTS[device] | given)
+    if ranks % (options.tp * options.pp):
+        raise ValueError(f"--ranks {ranks}: use a multiple of --tp x --pp = {options.tp * options.pp}")
+    arms = {name: ["--options", replace(options, sleep=sleep).as_json()] for name, sleep in ARMS}
     resident, sleeping = run_arms(
-        settings.arm_module, arms, options.steps, settings.keep, errors, settings.ranks,
-        told=lambda event: f"reward {event['reward']:.2f}",
-    )  # fmt: skip
+        MODULE, arms, options.steps, settings.keep, errors, ranks, told=lambda event: f"reward {event['reward']:.2f}"
+    )
     same_rewards = resident.values("reward") == sleeping.values("reward")
     equal = {"rewards": same_rewards, **compare(resident, sleeping).parts}
     if settings.picture is not None:

@@ -14,6 +14,7 @@ import typer
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.options import takes_offload_options
 from bridge_fgo.recipes.overrides import refuse_without_value
+from bridge_fgo.tools.arms.runner import ArmFailed
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
 
@@ -34,7 +35,8 @@ def takes_settings(cls: type[Any], run: Callable[[Any], int], name: str) -> Call
     """Return a typer command with an option for each field of a dataclass, which exits with what `run` returns.
 
     A mistake that `run` or the dataclass tells by a ValueError or an OSError is one line, and status 2. So is a
-    RuntimeError where a job is examined: PyTorch raises it for a GPU that cannot be used.
+    RuntimeError where a job is examined: PyTorch raises it for a GPU that cannot be used. Of an arm that failed the
+    lines of its log that tell why are shown too.
 
     Args:
         cls: its fields are annotated by `option`; one of several strings is a Literal. A field `offload` gets the
@@ -48,6 +50,9 @@ def takes_settings(cls: type[Any], run: Callable[[Any], int], name: str) -> Call
         given = {key: value.value if isinstance(value, Enum) else value for key, value in given.items()}
         try:
             status = run(cls(**given))
+        except ArmFailed as failure:
+            typer.echo(f"bridge-fgo {name}: {failure}. Its last lines:\n{failure.log_tail}", err=True)
+            raise typer.Exit(2) from None
         except mistakes as error:
             typer.echo(f"bridge-fgo {name}: {error}", err=True)
             raise typer.Exit(2) from None

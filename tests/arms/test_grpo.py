@@ -89,14 +89,6 @@ def test_options_that_cannot_be_had_are_named(changes: dict, named: str) -> None
         RlOptions(**changes)
 
 
-def test_options_reach_the_arm_by_its_command_line() -> None:
-    from bridge_fgo.tools.arms.rl.arm import parse
-
-    options = RlOptions(sleep=False, hidden=128, lr=3e-4, tp=2, device="cuda")
-    found, events = parse([*options.as_arguments(), "--events", "x.jsonl"])
-    assert found == options and str(events) == "x.jsonl"
-
-
 def test_the_second_process_finds_its_bytes_as_it_left_them_or_says_so() -> None:
     holder = Holder("cpu")
     assert holder.hold(1000) == 1000 and holder.hold(2000) == 2000 and holder.hold(0) == 0
@@ -109,9 +101,8 @@ def test_the_second_process_finds_its_bytes_as_it_left_them_or_says_so() -> None
 @pytest.mark.slow
 def test_the_second_process_takes_what_it_is_asked_to_and_ends_with_its_context() -> None:
     with Neighbour("cpu") as neighbour:
-        assert neighbour.take(OWN_BYTES + 12345) == 12345
-        neighbour.give_back()
-        assert neighbour.take(0) == 0
+        assert neighbour.lend(OWN_BYTES + 12345) == 12345
+        assert neighbour.lend(0) == 0
     assert neighbour._process.exitcode == 0
 
 

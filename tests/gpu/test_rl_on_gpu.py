@@ -16,6 +16,7 @@ import pytest
 from gpu_lane import LEAST_RETURNED, NEEDS_CUDA, needs_gpus
 
 from bridge_fgo.tools import rl_demo
+from bridge_fgo.tools.demo import Settings
 
 pytestmark = NEEDS_CUDA
 
@@ -31,7 +32,7 @@ def run() -> Any:
         key = json.dumps([ranks, options])
         if key not in known:
             crowd = "PYTEST_XDIST_WORKER" not in os.environ  # beside other tests it would take their memory
-            given = rl_demo.Settings({"crowd": crowd, **options}, json_output=True, device="cuda", ranks=ranks)
+            given = Settings(rl=True, crowd=crowd, **options, json_output=True, device="cuda", ranks=ranks)
             status = rl_demo.run(given)
             captured = capfd.readouterr()
             assert captured.out, captured.err[-6000:]

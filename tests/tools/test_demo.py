@@ -6,7 +6,6 @@ import math
 import re
 import struct
 import textwrap
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -116,22 +115,28 @@ FAKE_ARM = """
 """
 
 
+def run(*words):
+    """Run the command; returns status, output and errors."""
+    result = CliRunner().invoke(app, ["demo", *map(str, words)])
+    return result.exit_code, result.stdout, result.stderr
+
+
 @pytest.fixture
-def run_fake(tmp_path, monkeypatch, capfd):
-    """Run the demo with an arm whose offloaded run has the given trouble; returns status, output and errors."""
+def run_fake(tmp_path, monkeypatch):
+    """Run the demo with an arm whose offloaded run has the given trouble; returns what `run` does."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+    monkeypatch.setitem(demo.MODULES, "cpu", "fake_arm")
 
-    def run(trouble="", steps=3, **settings):
+    def run_fake(trouble="", *words, steps=3):
         (tmp_path / "fake_arm.py").write_text(textwrap.dedent(FAKE_ARM.format(trouble=trouble)))
-        status = demo.run(demo.Settings(arm_module="fake_arm", steps=steps, **settings))
-        return status, *capfd.readouterr()
+        return run("--device", "cpu", "--steps", steps, *words)
 
-    return run
+    return run_fake
 
 
 def test_equal_arms_exit_with_0_and_print_one_json_object_or_a_table(run_fake):
-    status, out, _ = run_fake(json_output=True)
+    status, out, _ = run_fake("", "--json")
     printed = json.loads(out)
     assert status == 0 and printed["loss_resident"] == printed["loss_offloaded"] == [1 / 3, 2 / 3, 1.0]
     wanted = {
@@ -145,36 +150,36 @@ def test_equal_arms_exit_with_0_and_print_one_json_object_or_a_table(run_fake):
 
 
 @pytest.mark.parametrize(
-    ("trouble", "settings", "status", "said"),
+    ("trouble", "words", "status", "said"),
     [
-        ("loss", {}, 1, "NOT bitwise equal"),
-        ("loss", {"json_output": True}, 1, '"bitwise_equal": false'),
-        ("nothing", {}, 1, "released no memory"),
-        ("silent", {}, 2, "no result"),
-        ("", {"keep": Path("/dev/null/x")}, 2, "/dev/null/x"),
+        ("loss", (), 1, "NOT bitwise equal"),
+        ("loss", ("--json",), 1, '"bitwise_equal": false'),
+        ("nothing", (), 1, "released no memory"),
+        ("silent", (), 2, "no result"),
+        ("", ("--keep", "/dev/null/x"), 2, "/dev/null/x"),
     ],
 )
-def test_what_went_wrong_has_its_status_and_is_said(run_fake, trouble, settings, status, said):
-    found, *printed = run_fake(trouble, **settings)
+def test_what_went_wrong_has_its_status_and_is_said(run_fake, trouble, words, status, said):
+    found, *printed = run_fake(trouble, *words)
     assert found == status and said in "".join(printed)
 
 
 def test_an_arm_that_fails_exits_with_2_and_shows_its_last_lines(run_fake):
-    status, out, errors = run_fake("crash", json_output=True, steps=40)
+    status, out, errors = run_fake("crash", "--json", steps=40)
     assert (status, out) == (2, "")
     assert "out of luck" in errors and "trained step 40" in errors
     assert "trained step 11\n" not in errors, "only the last 30 lines are shown"
 
 
 def test_json_has_null_for_a_loss_that_is_nan(run_fake):
-    status, out, _ = run_fake("nan", json_output=True)
+    status, out, _ = run_fake("nan", "--json")
     printed = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert status == 1 and printed["loss_offloaded"] == [None] * 3
 
 
 def test_keep_leaves_logs_and_events_and_a_second_demo_starts_afresh(run_fake, tmp_path):
     for _ in range(2):
-        assert run_fake(keep=tmp_path / "kept")[0] == 0
+        assert run_fake("", "--keep", tmp_path / "kept")[0] == 0
     kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
     assert kept == ["offloaded.events.jsonl", "offloaded.log", "resident.events.jsonl", "resident.log"]
     assert len((tmp_path / "kept" / "resident.events.jsonl").read_text().splitlines()) == 5
@@ -254,11 +259,11 @@ def test_json_has_what_each_arm_took_and_what_is_equal():
 
 
 @pytest.mark.parametrize("missing", ["megatron.bridge", "megatron.core"])
-def test_what_is_not_installed_is_named_alone(monkeypatch, capfd, missing):
+def test_what_is_not_installed_is_named_alone(monkeypatch, missing):
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None if name == missing else object())
     assert demo.missing_packages() == [missing.replace(".", "-")]
-    assert demo.run(demo.Settings()) == 2
-    assert f"bridge-fgo demo: {missing.replace('.', '-')} is not installed" in capfd.readouterr().err
+    status, _, errors = run()
+    assert status == 2 and f"bridge-fgo demo: {missing.replace('.', '-')} is not installed" in errors
 
 
 def test_the_cpu_is_taken_where_asked_for_without_a_look_for_a_gpu(monkeypatch):
@@ -266,12 +271,12 @@ def test_the_cpu_is_taken_where_asked_for_without_a_look_for_a_gpu(monkeypatch):
     assert demo.choose_device("cpu") == ("cpu", None)
 
 
-def test_without_a_gpu_the_cpu_is_taken_unless_cuda_was_asked_for(monkeypatch, capfd):
+def test_without_a_gpu_the_cpu_is_taken_unless_cuda_was_asked_for(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(demo, "run_arm", lambda *arguments: pytest.fail("ran an arm"))
     assert demo.choose_device("auto") == ("cpu", "torch sees no CUDA device")
-    assert demo.run(demo.Settings(device="cuda")) == 2
-    assert "bridge-fgo demo: --device cuda: torch sees no CUDA device here" in capfd.readouterr().err
+    status, _, errors = run("--device", "cuda")
+    assert status == 2 and "bridge-fgo demo: --device cuda: torch sees no CUDA device here" in errors
 
 
 @pytest.mark.parametrize("missing", [None, "transformer_engine/pytorch.py", "megatron/bridge.py"])
@@ -295,10 +300,10 @@ def test_auto_takes_a_gpu_only_with_all_that_its_arm_imports(missing, monkeypatc
 
 
 @pytest.fixture
-def run_without_arms(monkeypatch, capfd):
+def run_without_arms(monkeypatch):
     """Run the demo on a device with arms that are no process; returns status, what it called, and what it printed."""
 
-    def run(device, why, **settings):
+    def run_without_arms(device, why, *words):
         called = []
 
         def run_arm(name, module, options, *_, **__):
@@ -308,14 +313,16 @@ def run_without_arms(monkeypatch, capfd):
         monkeypatch.setattr(demo, "run_arm", run_arm)
         monkeypatch.setattr(demo, "missing_packages", lambda: [])
         monkeypatch.setattr(demo, "choose_device", lambda requested: (device, why))
-        return demo.run(demo.Settings(steps=5, **settings)), called, "".join(capfd.readouterr())
+        status, *printed = run("--steps", 5, *words)
+        return status, called, "".join(printed)
 
-    return run
+    return run_without_arms
 
 
 def test_on_a_gpu_both_arms_are_the_gpus_with_the_sizes_that_were_given(run_without_arms):
-    status, called, printed = run_without_arms("cuda", None, gpu_options=("--layers", "2"))
-    options = ["--steps", "5", "--layers", "2", "--offload"]
+    sizes = "--layers 2 --hidden 64 --heads 4 --ffn 96 --seq 32 --mbs 1 --gbs 8 --precision-aware --moments-dtype bf16"
+    status, called, printed = run_without_arms("cuda", None, *sizes.split())
+    options = ["--steps", "5", *sizes.split(), "--offload"]
     assert status == 0 and called == [("bridge_fgo.tools.arms.gpu", [*options, on]) for on in ("off", "on")]
     assert "median step" in printed and "on the CPU" not in printed
 
@@ -324,24 +331,13 @@ def test_on_the_cpu_the_user_is_told_why_and_sizes_of_the_gpus_demo_are_refused(
     status, called, printed = run_without_arms("cpu", "the test says so")
     assert status == 0 and {module for module, _ in called} == {"bridge_fgo.tools.arms.cpu"}
     assert "Running on the CPU: the test says so." in printed
-    status, called, printed = run_without_arms("cpu", "", gpu_options=("--layers", "2"))
+    status, called, printed = run_without_arms("cpu", "", "--layers", "2")
     assert (status, called) == (2, []) and "demo: --layers 2: only the GPU's demo has these sizes" in printed
 
 
-def test_every_option_of_the_command_reaches_the_demo(monkeypatch, tmp_path):
-    given = []
-    monkeypatch.setattr(demo, "run", lambda settings: given.append(settings) or 1)
-    sizes = "--layers 2 --hidden 64 --ffn 96 --heads 4 --seq 32 --mbs 1 --gbs 8"
-    options = [*sizes.split(), "--precision-aware", "--moments-dtype", "bf16"]
-    command = ["demo", "--steps", "7", "--json", "--device", "cuda", "--keep", str(tmp_path), *options]
-    assert CliRunner().invoke(app, command).exit_code == 1
-    assert given == [demo.Settings(7, True, "cuda", tmp_path, tuple(options))]
-
-
 @pytest.mark.slow
-def test_demo_on_the_cpu_is_bitwise_equal(tmp_path, capfd):
-    status = demo.run(demo.Settings(steps=4, json_output=True, device="cpu", keep=tmp_path))
-    out, errors = capfd.readouterr()
+def test_demo_on_the_cpu_is_bitwise_equal(tmp_path):
+    status, out, errors = run("--steps", 4, "--json", "--device", "cpu", "--keep", tmp_path)
     assert status == 0, errors
     printed = json.loads(out)
     assert printed["bitwise_equal"] is True

@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from bridge_fgo.tools import demo, rl_demo
 from bridge_fgo.tools.arms import runner
+from bridge_fgo.tools.arms.rl.arm import parse
+from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.iteration_picture import State, states_of_run
 from bridge_fgo.tools.main import app
 
@@ -16,10 +18,11 @@ FAKE_ARM = """
     import argparse, json, sys
 
     parser = argparse.ArgumentParser()
-    for name in ("--steps", "--sleep", "--events"):
+    for name in ("--options", "--events"):
         parser.add_argument(name)
-    options, _ = parser.parse_known_args()
-    on = options.sleep == "on"
+    options = parser.parse_args()
+    given = json.loads(options.options)
+    on = given["sleep"]
     trouble = {trouble!r} if on else ""
 
     def phases(step):
@@ -40,7 +43,7 @@ FAKE_ARM = """
             print(json.dumps(event), file=file)
 
         write(event="start", device={device!r}, bridge="0.6.2", mcore="0.19.2", torch="2")
-        for step in range(1, int(options.steps) + 1):
+        for step in range(1, given["steps"] + 1):
             reward = step / 100 + (1e-9 if trouble == "reward" else 0)
             write(event="step", step=step, loss=0.5, loss_hex=(0.5).hex(), grad_norm=1.0, grad_norm_hex=(1.0).hex(),
                   skipped=False, passes=1, seconds=2.0, reward=reward, held=1000 + step, phases=list(phases(step)))
@@ -51,22 +54,28 @@ FAKE_ARM = """
 """
 
 
+def run(*words):
+    """Run the command; returns status, output and errors."""
+    result = CliRunner().invoke(app, ["demo", "--rl", *map(str, words)])
+    return result.exit_code, result.stdout, result.stderr
+
+
 @pytest.fixture
-def run_fake(tmp_path, monkeypatch, capfd):
-    """Run the demo with an arm whose sleeping run has the given trouble; returns status, output and errors."""
+def run_fake(tmp_path, monkeypatch):
+    """Run the demo with an arm whose sleeping run has the given trouble; returns what `run` does."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(rl_demo, "MODULE", "fake_rl")
 
-    def run(trouble="", device="cpu", **settings):
+    def run_fake(trouble="", *words, device="cpu"):
         (tmp_path / "fake_rl.py").write_text(textwrap.dedent(FAKE_ARM.format(trouble=trouble, device=device)))
-        given = {"options": {"steps": 30}, "device": "cpu", "arm_module": "fake_rl"} | settings
-        return rl_demo.run(rl_demo.Settings(**given)), *capfd.readouterr()
+        return run("--device", "cpu", "--steps", 30, *words)
 
-    return run
+    return run_fake
 
 
 def test_json_has_rewards_moves_and_what_is_equal(run_fake):
-    status, out, _ = run_fake(json_output=True)
+    status, out, _ = run_fake("", "--json")
     printed = json.loads(out)
     assert status == 0 and printed["bitwise_equal"] is True and printed["steps"] == 30
     assert printed["reward"] == pytest.approx({"first": 0.055, "last": 0.255})
@@ -88,35 +97,40 @@ def test_the_tables_say_what_each_move_took(run_fake):
 
 
 @pytest.mark.parametrize(
-    ("trouble", "settings", "status", "said"),
+    ("trouble", "words", "status", "said"),
     [
-        ("bits", {}, 1, ["NOT bitwise equal"]),
-        ("reward", {}, 1, ["NOT bitwise equal"]),
-        ("crash", {}, 2, ["the sleeping arm failed", "out of luck"]),
-        ("", {"ranks": 3, "options": {"tp": 2}}, 2, ["--ranks 3: use a multiple of --tp x --pp = 2"]),
+        ("bits", "", 1, ["NOT bitwise equal"]),
+        ("reward", "", 1, ["NOT bitwise equal"]),
+        ("crash", "", 2, ["the sleeping arm failed", "out of luck"]),
+        ("", "--ranks 3 --tp 2", 2, ["--ranks 3: use a multiple of --tp x --pp = 2"]),
+        ("", "--seq 32", 2, ["--seq: not of --rl"]),
     ],
 )
-def test_what_went_wrong_has_its_status_and_is_said(run_fake, trouble, settings, status, said):
-    found, *printed = run_fake(trouble, **settings)
+def test_what_went_wrong_has_its_status_and_is_said(run_fake, trouble, words, status, said):
+    found, *printed = run_fake(trouble, *words.split())
     assert found == status and all(text in "".join(printed) for text in said)
 
 
-def test_several_ranks_are_launched_by_torchrun(monkeypatch):
+def test_what_the_user_gives_reaches_the_arm_and_several_ranks_are_launched_by_torchrun(monkeypatch):
     launched = []
 
     def run_arm(name, module, options, folder, on_event, launcher):
-        given = dict(zip(options[::2], options[1::2], strict=True))
-        launched.append((name, given["--tp"], given["--sleep"], launcher[-1:]))
+        assert module == rl_demo.MODULE
+        launched.append((name, parse([*options, "--events", "x.jsonl"])[0], launcher[-1:]))
         raise runner.ArmFailed(name, "it is a test", "")
 
     monkeypatch.setattr(demo, "run_arm", run_arm)
-    assert rl_demo.run(rl_demo.Settings({"tp": 2}, device="cpu", ranks=4)) == 2
-    assert launched == [("resident", "2", "off", ("4",))]
+    monkeypatch.setattr(demo, "choose_device", lambda requested: (requested, None))
+    words = "--steps 7 --json --device cuda --ranks 4 --tp 2 --pp 2 --layers 4 --hidden 64 --crowd --lr 1e-3"
+    assert run(*words.split())[0] == 2
+    given = {"steps": 7, "tp": 2, "pp": 2, "lr": 1e-3, "crowd": True, "layers": 4, "hidden": 64, "device": "cuda"}
+    options = RlOptions(**rl_demo.DEFAULTS["cuda"] | given, sleep=False)
+    assert launched == [("resident", options, ("4",))]
 
 
 def test_the_picture_and_the_report_of_a_kept_demo_have_the_phases_of_an_iteration(run_fake, tmp_path):
     kept, picture, page = (tmp_path / name for name in ("kept", "iteration.png", "report.html"))
-    assert run_fake(device="a GPU", keep=kept, picture=picture)[0] == 0
+    assert run_fake("", "--keep", kept, "--picture", picture, device="a GPU")[0] == 0
     assert picture.read_bytes()[:4] == b"\x89PNG"
     arm = runner.ArmRun("sleeping")
     for event in runner.EventTail(kept / "sleeping.events.jsonl").new_events():
@@ -130,23 +144,16 @@ def test_the_picture_and_the_report_of_a_kept_demo_have_the_phases_of_an_iterati
     assert re.findall('alt="([a-z]*)"', page.read_text()) == ["iteration"]
 
 
-def test_options_of_the_command_reach_the_demo_and_others_are_refused(monkeypatch):
-    given = []
-    monkeypatch.setattr(rl_demo, "run", lambda settings: given.append(settings) or 1)
-    words = "--steps 7 --json --device cuda --ranks 4 --tp 2 --pp 2 --layers 4 --hidden 64 --crowd --lr 1e-3"
-    assert CliRunner().invoke(app, ["demo", "--rl", *words.split()]).exit_code == 1
-    options = {"steps": 7, "tp": 2, "pp": 2, "lr": 1e-3, "crowd": True, "layers": 4, "hidden": 64}
-    assert given == [rl_demo.Settings(options, True, "cuda", ranks=4)]
-    for wrong, named in (("demo --rl --seq 32", "--seq"), ("demo --tp 2", "--tp"), ("demo --lr 0", "--lr")):
-        result = CliRunner().invoke(app, wrong.split())
-        assert result.exit_code == 2 and named in result.output
+@pytest.mark.parametrize("wrong", ["--tp 2", "--lr 0"])
+def test_what_is_of_this_demo_alone_is_refused_by_the_other(wrong):
+    result = CliRunner().invoke(app, ["demo", *wrong.split()])
+    assert result.exit_code == 2 and f"{wrong[:4]}: only of --rl" in result.output
 
 
 @pytest.mark.slow
-def test_the_reward_rises_and_the_run_that_sleeps_ends_bitwise_the_same(tmp_path, capfd):
-    options = {"steps": 60, "length": 2, "lr": 2e-3}
-    status = rl_demo.run(rl_demo.Settings(options, json_output=True, device="cpu", keep=tmp_path))
-    out, errors = capfd.readouterr()
+def test_the_reward_rises_and_the_run_that_sleeps_ends_bitwise_the_same(monkeypatch, tmp_path):
+    monkeypatch.setitem(rl_demo.DEFAULTS, "cpu", {"length": 2})
+    status, out, errors = run("--steps", 60, "--lr", 2e-3, "--json", "--device", "cpu", "--keep", tmp_path)
     assert status == 0, errors
     printed = json.loads(out)
     assert printed["bitwise_equal"] is True and printed["steps"] == 60

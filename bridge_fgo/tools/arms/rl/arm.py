@@ -1,7 +1,7 @@
 """One run of the GRPO loop, which sleeps between updates or does not.
 
-    python -m bridge_fgo.tools.arms.rl.arm --device cpu --sleep on --steps 20 --events events.jsonl
-    torchrun --nproc-per-node 4 -m bridge_fgo.tools.arms.rl.arm --device cuda --tp 2 --pp 2 ...
+    python -m bridge_fgo.tools.arms.rl.arm --options '{"steps": 20}' --events events.jsonl
+    torchrun --nproc-per-node 4 -m bridge_fgo.tools.arms.rl.arm --options '{"device": "cuda", "tp": 2, "pp": 2}' ...
 
 Rank 0 writes the events that `bridge-fgo demo --rl` reads. Digests cover every rank; bytes and seconds are rank 0's.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from bridge_fgo.tools.arms.rl.options import RlOptions
@@ -26,22 +26,9 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[RlOptions, Path]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
-    kinds = {"str": str, "int": int, "float": float, "bool": _switch}
-    for option in fields(RlOptions):
-        parser.add_argument(f"--{option.name.replace('_', '-')}", type=kinds[str(option.type)], default=option.default)
-    given = vars(parser.parse_args(arguments))
-    events = given.pop("events")
-    try:
-        return RlOptions(**given), events
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def _switch(word: str) -> bool:
-    """Parse "on" and "off"."""
-    if word not in ("on", "off"):
-        raise argparse.ArgumentTypeError(f"{word!r}: use on or off")
-    return word == "on"
+    parser.add_argument("--options", type=json.loads, default={}, help="fields of RlOptions, as a JSON object")
+    given = parser.parse_args(arguments)
+    return RlOptions(**given.options), given.events
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -75,8 +75,7 @@ class Loop:
         diary.note("asleep", moved)
         held = 0
         if self.neighbour is not None:
-            held = self.neighbour.take(moved.returned)
-            self.neighbour.give_back()
+            held = self.neighbour.lend(moved.returned)
             diary.note("lent")
 
         # The weights alone: mcore's engine samples with them, and log-probabilities need no more.

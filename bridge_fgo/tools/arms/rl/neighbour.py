@@ -36,21 +36,15 @@ class Neighbour:
         theirs.close()  # or nobody would see that the process has ended
         self._ask(0)  # it has its CUDA context before anything is measured
 
-    def take(self, nbytes: int) -> int:
-        """Have it take and fill so many bytes; return how many it got.
+    def lend(self, nbytes: int) -> int:
+        """Have it take and fill so many bytes, look at them, and give them back; return how many it got.
 
         Raises:
-            RuntimeError: it has not got them, or has ended.
+            RuntimeError: it has not got them, they are not what it had filled them with, or it has ended.
         """
-        return self._ask(max(0, nbytes - OWN_BYTES))
-
-    def give_back(self) -> None:
-        """Have it look at its bytes and give them back.
-
-        Raises:
-            RuntimeError: they are not what it had filled them with.
-        """
+        held = self._ask(max(0, nbytes - OWN_BYTES))
         self._ask(0)
+        return held
 
     def crowd(self) -> int:
         """Have it take what is free now, but for `ROOM`, and keep it; return how many bytes that is."""

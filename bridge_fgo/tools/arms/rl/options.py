@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import json
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +74,6 @@ class RlOptions:
         """Tokens that the model sees of a prompt and its answer; of the whole, all but the last."""
         return 2 * self.length
 
-    def as_arguments(self) -> list[str]:
-        """Return them as the arm's command line has them."""
-        words = {True: "on", False: "off"}
-        named = [(option.name, getattr(self, option.name)) for option in fields(self)]
-        return [
-            part
-            for name, value in named
-            for part in (f"--{name.replace('_', '-')}", words[value] if isinstance(value, bool) else str(value))
-        ]
+    def as_json(self) -> str:
+        """Return them as the arm takes them."""
+        return json.dumps(asdict(self))
