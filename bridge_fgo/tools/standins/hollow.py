@@ -15,10 +15,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 import torch
-
-from bridge_fgo.tools.standins.finder import StandInFinder
 
 IMPORTED_WITHOUT_TRANSFORMER_ENGINE = (
     "extensions.transformer_engine",
@@ -31,7 +32,9 @@ IMPORTED_WITHOUT_TRANSFORMER_ENGINE = (
 PATCHED_BY_THE_PACKAGE = ("train", "setup", "pretrain", "setup_megatron_mimo", "train_megatron_mimo")
 """Modules of `megatron.bridge.training` that must be importable, for the package patches them."""
 
-_finder: StandInFinder | None = None
+TRANSFORMER_ENGINE = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
+NVRX = ("nvidia_resiliency_ext", "nvidia_resiliency_ext.inprocess")
+"""Modules that Bridge imports without a fallback. No other of these packages exists then."""
 
 
 def _refuse(self: object, *args: object, **kwargs: object) -> None:
@@ -39,9 +42,20 @@ def _refuse(self: object, *args: object, **kwargs: object) -> None:
     raise RuntimeError(f"{cls.__module__}.{cls.__qualname__} is a stand-in for the CPU and computes nothing")
 
 
-def _hollow_class(module: str, name: str) -> type | None:
-    """Return a class that cannot be made for a capitalised name; None for any other."""
-    return type(name, (torch.nn.Module,), {"__module__": module, "__init__": _refuse}) if name[0].isupper() else None
+class HollowModule(ModuleType):
+    """A module that has a class, which cannot be made, for each capitalised name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+        self.__version__ = "0.0.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if not name[0].isupper():
+            raise AttributeError(f"stand-in module {self.__name__!r} has no {name!r}")
+        value = type(name, (torch.nn.Module,), {"__module__": self.__name__, "__init__": _refuse})
+        setattr(self, name, value)
+        return value
 
 
 def import_bridge() -> None:
@@ -50,40 +64,27 @@ def import_bridge() -> None:
     Raises:
         RuntimeError: mcore was imported with Transformer Engine, whose Adam steps only CUDA tensors.
     """
-    global _finder
-    if _finder is not None:
+    top = TRANSFORMER_ENGINE[0]
+    if isinstance(sys.modules.get(top), HollowModule):
         return
-    if "transformer_engine" in sys.modules:
+    if top in sys.modules:
         raise RuntimeError(
             "transformer_engine is imported already, so that mcore would build an Adam for CUDA tensors; run "
             "the CPU arm in a process of its own"
         )
-    missing = [] if importlib.util.find_spec("nvidia_resiliency_ext") else ["nvidia_resiliency_ext"]
-    finder = StandInFinder(
-        packages=frozenset({"transformer_engine", *missing}),
-        # Those that Bridge imports without a fallback.
-        modules=frozenset(
-            {
-                "transformer_engine",
-                "transformer_engine.pytorch",
-                "transformer_engine.pytorch.ops",
-                "nvidia_resiliency_ext",
-                "nvidia_resiliency_ext.inprocess",
-            }
-        ),
-        submodules=frozenset({"pytorch", "ops", "inprocess"}),
-        attribute=_hollow_class,
-        version="0.0.0",
-        is_hiding=True,
-    )
-    sys.meta_path.insert(0, finder)
+    names = TRANSFORMER_ENGINE if importlib.util.find_spec(NVRX[0]) else (*TRANSFORMER_ENGINE, *NVRX)
+    sys.modules[top] = None  # type: ignore[assignment]  (whoever imports it gets a ModuleNotFoundError)
     try:
         for name in IMPORTED_WITHOUT_TRANSFORMER_ENGINE:
             importlib.import_module(f"megatron.core.{name}")
-        finder.is_hiding = False
+        for name in names:
+            sys.modules[name] = module = HollowModule(name)
+            parent, _, last = name.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], last, module)
         for name in PATCHED_BY_THE_PACKAGE:
             importlib.import_module(f"megatron.bridge.training.{name}")
     except BaseException:
-        sys.meta_path.remove(finder)
+        for name in names:
+            sys.modules.pop(name, None)
         raise
-    _finder = finder

@@ -12,12 +12,15 @@ Nothing here computes. To be installed before Megatron is imported, in a process
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
-from typing import Any
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, override
 
 import torch
-
-from bridge_fgo.tools.standins.finder import StandInFinder
 
 _quantized = False
 
@@ -170,6 +173,55 @@ class _HollowLayer(torch.nn.Module):
         super().__init__()
 
 
+PACKAGES = ("transformer_engine", "mamba_ssm", "deep_ep", "nvidia_resiliency_ext")
+"""Top-level names that stand in, whether they are installed or not."""
+HIDDEN = ("transformer_engine.pytorch.cpu_offload", "transformer_engine.pytorch.tensor.grouped_tensor")
+"""mcore takes the absence of these, and would call their hollow functions while it builds."""
+SUBMODULES = ("pytorch", "common", "recipe", "ops", "fp8", "distributed", "tensor", "optimizers")
+"""Names that mcore reaches as attributes, without importing them."""
+
+
+class ShapesModule(ModuleType):
+    """A module whose attributes are made when they are first asked for."""
+
+    __version__ = "2.17.1"
+
+    def __getattr__(self, name: str) -> Any:
+        full = f"{self.__name__}.{name}"
+        if name in SUBMODULES and full not in HIDDEN:
+            value = importlib.import_module(full)
+        elif name.startswith("__"):  # importlib and inspect probe for those and rely on AttributeError
+            raise AttributeError(f"stand-in module {self.__name__!r} has no {name!r}")
+        else:
+            # What has a shape here; any other name is a class that only has to be there.
+            value = REAL.get(name) or _Hollow(name, (_HollowLayer,), {})
+        setattr(self, name, value)
+        return value
+
+
+class ShapesFinder(MetaPathFinder, Loader):
+    """Answers for `PACKAGES` before the finders that may know the real ones."""
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.split(".")[0] not in PACKAGES:
+            return None
+        if fullname in HIDDEN:
+            # Raised here, because the finders after this one might know the real package.
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+        return ModuleSpec(fullname, self, is_package=True)
+
+    @override
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return ShapesModule(spec.name)
+
+    @override
+    def exec_module(self, module: ModuleType) -> None:
+        pass  # attributes are made when they are asked for
+
+
 def install() -> None:
     """Put the shapes in the place of Transformer Engine, from now on in this process.
 
@@ -178,19 +230,7 @@ def install() -> None:
     """
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already: shapes need a process of their own")
-    finder = StandInFinder(
-        packages=frozenset({"transformer_engine", "mamba_ssm", "deep_ep", "nvidia_resiliency_ext"}),
-        # mcore takes the absence of these, and would call their hollow functions while it builds.
-        hidden=frozenset(
-            {"transformer_engine.pytorch.cpu_offload", "transformer_engine.pytorch.tensor.grouped_tensor"}
-        ),
-        # mcore reaches these as attributes, without importing them.
-        submodules=frozenset({"pytorch", "common", "recipe", "ops", "fp8", "distributed", "tensor", "optimizers"}),
-        # What has a shape here; any other name is a class that only has to be there.
-        attribute=lambda module, name: REAL.get(name) or _Hollow(name, (_HollowLayer,), {}),
-        version="2.17.1",
-    )
-    sys.meta_path.insert(0, finder)
+    sys.meta_path.insert(0, ShapesFinder())
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
