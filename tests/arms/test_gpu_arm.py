@@ -272,8 +272,8 @@ def test_an_arm_in_turns_waits_before_each_at_rest_and_in_no_steps_seconds(recor
         ends_early = False
         turn, left = None, 0
 
-        def __init__(self, address, rank, ranks):
-            assert (address, rank, ranks) == ("a socket", 0, 2)
+        def __init__(self, address, ranks):
+            assert (address, ranks) == ("a socket", 2)
 
         def has_another_step(self):
             self.left -= 1

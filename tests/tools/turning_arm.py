@@ -23,7 +23,7 @@ options = parser.parse_args()
 rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 if options.die_in == -1:
     sys.exit("it died as it started")
-turns = TurnTaker(options.turns, rank, ranks)
+turns = TurnTaker(options.turns, ranks)
 
 
 def write(line, path):

@@ -80,8 +80,7 @@ class ArmRecorder(Callback):
     def on_train_start(self, context: Any) -> None:
         self.figures["peak_setup_bytes"] = torch.cuda.max_memory_allocated()
         if self._options.turns is not None:
-            ranks = torch.distributed.get_world_size()
-            self.turns = TurnTaker(self._options.turns, torch.distributed.get_rank(), ranks)
+            self.turns = TurnTaker(self._options.turns, torch.distributed.get_world_size())
         if torch.distributed.get_rank() == 0:
             self.writer = EventWriter(self._options.events)
             self.writer.start(torch.cuda.get_device_name())

@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP
@@ -73,7 +76,7 @@ class InTurn:
     time_limit: float | None = None
     _results: dict[str, ArmRun] = field(default_factory=dict, init=False)
     _failures: dict[str, str] = field(default_factory=dict, init=False)
-    _turnstile: Turnstile = field(default_factory=Turnstile, init=False)
+    _turnstiles: dict[str, Turnstile] = field(default_factory=dict, init=False)
     _processes: dict[str, ArmProcess] = field(default_factory=dict, init=False)
 
     def run(self) -> tuple[dict[str, ArmRun], dict[str, str]]:
@@ -83,26 +86,27 @@ class InTurn:
             ArmFailed: the first arm has failed.
         """
         started, names = time.monotonic(), list(self.arms)
-        with self._turnstile:
-            try:
-                for name, how in self.arms.items():
-                    options = [*how["options"], "--turns", str(self._turnstile.add(name))]
-                    self._processes[name] = ArmProcess(name, **how | {"options": options})
-                for name in names:
-                    self._await(name, "its start", until_it_waits=True)
-                self.tell("all arms wait for their turns: warm-up")
-                self._take_turns(names, WARM_UP, WARM_UP_STEPS)
-                done, longest = 0, 0.0
-                while not done or (done < self.rounds and not self._is_late(started, longest)):
-                    before = time.monotonic()
-                    done += 1
-                    self._take_turns(order_of(names, done), done, self.turn_steps)
-                    longest = max(longest, time.monotonic() - before)
-                    self.tell(f"round {done} of {self.rounds}: {self._newest_medians()}")
-                self._take_turns(names, done + 1, None, ends_early=done < self.rounds)
-            finally:
-                for process in self._processes.values():  # Ctrl-C here must not leave a trainer on the GPU
-                    process.end()
+        with ExitStack() as stack:
+            # Its permissions keep others out; and the path of a socket has to be short.
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="turns.")))
+            for number, (name, how) in enumerate(self.arms.items()):
+                address = folder / str(number)
+                self._turnstiles[name] = stack.enter_context(closing(Turnstile(address)))
+                options = [*how["options"], "--turns", str(address)]
+                self._processes[name] = process = ArmProcess(name, **how | {"options": options})
+                stack.callback(process.end)  # Ctrl-C here must not leave a trainer on the GPU
+            for name in names:
+                self._await(name, "its start", until_it_waits=True)
+            self.tell("all arms wait for their turns: warm-up")
+            self._take_turns(names, WARM_UP, WARM_UP_STEPS)
+            done, longest = 0, 0.0
+            while not done or (done < self.rounds and not self._is_late(started, longest)):
+                before = time.monotonic()
+                done += 1
+                self._take_turns(order_of(names, done), done, self.turn_steps)
+                longest = max(longest, time.monotonic() - before)
+                self.tell(f"round {done} of {self.rounds}: {self._newest_medians()}")
+            self._take_turns(names, done + 1, None, ends_early=done < self.rounds)
         return self._results, self._failures
 
     def _is_late(self, started: float, longest: float) -> bool:
@@ -120,7 +124,7 @@ class InTurn:
         for name in names:
             self._await(name, "its wait for a turn", until_it_waits=True)  # it may have died in another's
             if name in self._processes:
-                self._turnstile.grant(name, turn, steps, ends_early)
+                self._turnstiles[name].grant(turn, steps, ends_early)
                 self._await(name, f"turn {turn}", until_it_waits=steps is not None)
 
     def _await(self, name: str, what: str, until_it_waits: bool) -> None:
@@ -128,9 +132,9 @@ class InTurn:
         process = self._processes.get(name)
         if process is None:
             return
-        deadline, late = time.monotonic() + self.timeout, ""
-        while not (until_it_waits and self._turnstile.is_waiting(name)):
-            self._turnstile.poll(POLL_SECONDS)
+        turnstile, deadline, late = self._turnstiles[name], time.monotonic() + self.timeout, ""
+        while not (until_it_waits and turnstile.is_awaited):
+            turnstile.poll(POLL_SECONDS)
             if not process.is_running():
                 break
             if time.monotonic() >= deadline:
