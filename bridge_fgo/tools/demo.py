@@ -33,10 +33,6 @@ DEFAULT_STEPS = 20
 TABLE_ROWS = 60
 MODULES = {"cuda": "bridge_fgo.tools.arms.gpu", "cpu": "bridge_fgo.tools.arms.cpu"}
 """What is run as an arm on each device."""
-OF_BOTH = ("layers", "hidden", "heads")
-OF_GPU = ("ffn", "seq", "mbs", "gbs", "precision_aware", "moments_dtype")
-OF_RL = ("picture", "ranks", "tp", "pp", "lr", "crowd")
-"""Sizes that either demo takes, on a GPU or with --rl; and settings of one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +40,7 @@ class Settings:
     """Settings of either demo; what is None is up to it.
 
     Raises:
-        ValueError: an option is of the other demo.
+        ValueError: an option is of --rl alone.
     """
 
     rl: Annotated[bool, option("Train by GRPO, once asleep between updates, and compare with one awake.", "--rl")] = (
@@ -60,36 +56,18 @@ class Settings:
     ranks: Annotated[int | None, option("--rl: processes of an arm, a GPU each.", min=1)] = None
     tp: Annotated[int | None, option("--rl: tensor-parallel ranks.", min=1)] = None
     pp: Annotated[int | None, option("--rl: pipeline stages.", min=1)] = None
-    layers: Annotated[int | None, option("GPU, --rl: layers.", min=1)] = None
-    hidden: Annotated[int | None, option("GPU, --rl: hidden size.", min=1)] = None
-    ffn: Annotated[int | None, option("GPU: size of the MLP.", min=1)] = None
-    heads: Annotated[int | None, option("GPU, --rl: attention heads.", min=1)] = None
-    seq: Annotated[int | None, option("GPU: tokens of a sequence.", min=1)] = None
-    mbs: Annotated[int | None, option("GPU: sequences of a microbatch.", min=1)] = None
-    gbs: Annotated[int | None, option("GPU: sequences of a step.", min=1)] = None
-    lr: Annotated[float | None, option("--rl: learning rate.", min=0.0)] = None
+    layers: Annotated[int | None, option("GPU, --rl: layers; fewer take less memory.", min=1)] = None
     crowd: Annotated[
         bool, option("--rl on a GPU of one's own: a second process holds all but what training needs.", "--crowd")
     ] = False
-    precision_aware: Annotated[bool, option("GPU: the precision-aware optimizer.", "--precision-aware")] = False
-    moments_dtype: Annotated[
-        Literal["fp32", "bf16"] | None, option("GPU: moments of the precision-aware optimizer.")
-    ] = None
 
     def __post_init__(self) -> None:
-        if wrong := self.given(*(OF_GPU if self.rl else OF_RL)):
-            flags = ", ".join(map(flag, wrong))
-            raise ValueError(f"{flags}: {'not' if self.rl else 'only'} of --rl; leave out what this demo does not take")
+        if not self.rl and (wrong := [f"--{name}" for name in self.given("picture", "ranks", "tp", "pp", "crowd")]):
+            raise ValueError(f"{', '.join(wrong)}: only of --rl; leave out what this demo does not take")
 
     def given(self, *names: str) -> dict[str, Any]:
         """Return those of the named settings that the user gave."""
-        values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None and value is not False}
-
-
-def flag(name: str) -> str:
-    """Return the option that sets a setting."""
-    return f"--{name.replace('_', '-')}"
+        return {name: value for name in names if (value := getattr(self, name))}
 
 
 def missing_packages() -> list[str]:
@@ -251,13 +229,11 @@ def run(settings: Settings) -> int:
     errors = Console(stderr=True, soft_wrap=True)
     device = find_device(settings.device, errors)
     steps = settings.steps or DEFAULT_STEPS
-    words: list[str] = []
-    for name, value in settings.given(*OF_BOTH, *OF_GPU).items():
-        words += [flag(name), *([] if value is True else [str(value)])]
-    if device == "cpu" and words:
-        raise ValueError(f"{' '.join(words)}: only the GPU's demo has these sizes; leave them out")
+    size = [] if settings.layers is None else ["--layers", str(settings.layers)]
+    if device == "cpu" and size:
+        raise ValueError(f"{' '.join(size)}: only the GPU's demo takes a size; leave it out")
     arms = {
-        name: ["--steps", str(steps), *words, "--offload", offload]
+        name: ["--steps", str(steps), *size, "--offload", offload]
         for name, offload in (("resident", "off"), ("offloaded", "on"))
     }
     resident, offloaded = run_arms(MODULES[device], arms, steps, settings.keep, errors)

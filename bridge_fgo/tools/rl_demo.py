@@ -16,7 +16,7 @@ from rich.console import Console
 from bridge_fgo.tools.arms.comparator import compare
 from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.arms.runner import ArmRun, Event
-from bridge_fgo.tools.demo import NOT_EQUAL, OF_BOTH, Settings, find_device, run_arms
+from bridge_fgo.tools.demo import NOT_EQUAL, Settings, find_device, run_arms
 from bridge_fgo.tools.iteration_picture import draw_iteration, states_of_run
 from bridge_fgo.tools.show import print_parts, print_table, readable_bytes
 
@@ -57,7 +57,7 @@ def run(settings: Settings) -> int:
     """
     errors = Console(stderr=True, soft_wrap=True)
     device, ranks = find_device(settings.device, errors), settings.ranks or 1
-    given = settings.given("steps", "tp", "pp", "lr", "crowd", *OF_BOTH)
+    given = settings.given("steps", "tp", "pp", "crowd", "layers")
     options = RlOptions(device=device, **DEFAULTS[device] | given)
     if ranks % (options.tp * options.pp):
         raise ValueError(f"--ranks {ranks}: use a multiple of --tp x --pp = {options.tp * options.pp}")

@@ -319,20 +319,19 @@ def run_without_arms(monkeypatch):
     return run_without_arms
 
 
-def test_on_a_gpu_both_arms_are_the_gpus_with_the_sizes_that_were_given(run_without_arms):
-    sizes = "--layers 2 --hidden 64 --heads 4 --ffn 96 --seq 32 --mbs 1 --gbs 8 --precision-aware --moments-dtype bf16"
-    status, called, printed = run_without_arms("cuda", None, *sizes.split())
-    options = ["--steps", "5", *sizes.split(), "--offload"]
+def test_on_a_gpu_both_arms_are_the_gpus_with_the_layers_that_were_given(run_without_arms):
+    status, called, printed = run_without_arms("cuda", None, "--layers", "2")
+    options = ["--steps", "5", "--layers", "2", "--offload"]
     assert status == 0 and called == [("bridge_fgo.tools.arms.gpu", [*options, on]) for on in ("off", "on")]
     assert "median step" in printed and "on the CPU" not in printed
 
 
-def test_on_the_cpu_the_user_is_told_why_and_sizes_of_the_gpus_demo_are_refused(run_without_arms):
+def test_on_the_cpu_the_user_is_told_why_and_a_size_is_refused(run_without_arms):
     status, called, printed = run_without_arms("cpu", "the test says so")
     assert status == 0 and {module for module, _ in called} == {"bridge_fgo.tools.arms.cpu"}
     assert "Running on the CPU: the test says so." in printed
     status, called, printed = run_without_arms("cpu", "", "--layers", "2")
-    assert (status, called) == (2, []) and "demo: --layers 2: only the GPU's demo has these sizes" in printed
+    assert (status, called) == (2, []) and "demo: --layers 2: only the GPU's demo takes a size" in printed
 
 
 @pytest.mark.slow

@@ -75,18 +75,10 @@ def compare_digests(first: Mapping[str, str], second: Mapping[str, str]) -> dict
 
 @dataclass(frozen=True)
 class Comparison:
-    """The parts of two arms that are equal to the last bit. `steps[i]` is the i-th step's loss."""
+    """The parts of two arms that are equal to the last bit, by name. `steps[i]` is the i-th step's loss."""
 
     steps: tuple[bool, ...]
-    same_steps: bool
-    grad_norms: bool
-    digests: dict[str, bool]
-
-    @property
-    def parts(self) -> dict[str, bool]:
-        """Every part that was compared, by name."""
-        losses = self.same_steps and all(self.steps)
-        return {"losses": losses, "grad norms": self.grad_norms, **self.digests}
+    parts: dict[str, bool]
 
     @property
     def bitwise_equal(self) -> bool:
@@ -105,9 +97,10 @@ def compare(resident: ArmRun, offloaded: ArmRun) -> Comparison:
     def ran_alike(a: Event, b: Event) -> bool:
         return a["step"] == b["step"] and bool(a["skipped"]) == bool(b["skipped"])
 
-    return Comparison(
-        steps=are_equal("loss"),
-        same_steps=whole and all(ran_alike(a, b) for a, b in pairs),
-        grad_norms=whole and all(are_equal("grad_norm")),
-        digests=compare_digests(resident.result.get("digests", {}), offloaded.result.get("digests", {})),
-    )
+    losses = are_equal("loss")
+    parts = {
+        "losses": whole and all(ran_alike(a, b) for a, b in pairs) and all(losses),
+        "grad norms": whole and all(are_equal("grad_norm")),
+        **compare_digests(resident.result.get("digests", {}), offloaded.result.get("digests", {})),
+    }
+    return Comparison(losses, parts)
