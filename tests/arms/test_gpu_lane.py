@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -26,6 +27,16 @@ def test_no_arm_of_the_gpu_lane_is_refused():
     assert done.returncode == 0, done.stdout
     assert "no CUDA device; its arms would not be refused" in done.stdout
     assert not set(done.stdout.splitlines()[-1].split()) & {"failed", "passed", "error", "errors"}
+
+
+@pytest.mark.slow
+def test_an_arm_that_uses_what_is_away_runs_without_a_gpu_and_each_use_is_refused_by_name():
+    touched = [sys.executable, "tests/gpu/phases_arm.py", "--sleep", "touched"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(touched, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert not found["others"] and len(found["refused"]) > 15
 
 
 def test_a_failed_arm_shows_the_first_traceback_and_the_last_lines():

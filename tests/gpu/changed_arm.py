@@ -1,24 +1,27 @@
-"""The GPU arm with something changed in it, by the environment.
+"""The GPU arm with something changed in it, by the environment; see `CHANGES`.
 
-- `FAULT=point,step,kill|fail,rank`: a fault is planted on one rank.
-- `RACE`, a name of `RACES`: a wait is taken out that upholds its bits.
-- `ALLOWED_BYTES`: PyTorch may take no more.
+ALLOWED_BYTES=20000000000 python -m changed_arm --steps 20 --offload on --events FILE
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+import bridge_fgo
 from bridge_fgo.bridge.session import Session
 from bridge_fgo.memory.transfers import CudaTransfers, Lane
 from bridge_fgo.offload.snapshot import Snapshot
 from bridge_fgo.states.inner_step import InnerStep
 from bridge_fgo.states.masters import MasterCopy
-from bridge_fgo.tools.arms import gpu
+from bridge_fgo.tools.arms import gpu, process_setup
 
 POINTS = {
     "the_offload_begins": (Session, "begin_pass"),
@@ -34,8 +37,14 @@ POINTS = {
 }
 
 
-def plant(point: str, step: int, kill: bool) -> None:
-    """Have an operation kill the process, or fail, when it is called in the given training step or later."""
+def plant(fault: str) -> None:
+    """Have an operation of one rank kill the process, or fail, when it is called in a training step or later.
+
+    fault: "point,step,kill|fail,rank".
+    """
+    point, step, kind, rank = fault.split(",")
+    if os.environ["RANK"] != rank:
+        return
     owner, name = POINTS[point]
     original, training_step = getattr(owner, name), Session.training_step
     steps = 0
@@ -46,8 +55,8 @@ def plant(point: str, step: int, kill: bool) -> None:
         return training_step(*args)
 
     def broken(*args: Any, **kwargs: Any) -> Any:
-        if steps >= step:
-            if kill:
+        if steps >= int(step):
+            if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError(f"injected: {point}")
         return original(*args, **kwargs)
@@ -71,15 +80,80 @@ RACES = {
 }
 
 
+def take_out_a_wait(race: str) -> None:
+    """Take out a wait that upholds the arm's bits, by a name of `RACES`."""
+    for name, without in RACES[race].items():
+        setattr(CudaTransfers, name, without)
+
+
+def allow(nbytes: str) -> None:
+    """Have PyTorch take no more than so many bytes."""
+    whole = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(int(nbytes) / whole)
+
+
+FIRST_TOUCHED = 3
+"""Steps before the first access: in those everything is offloaded and the memory beside is measured."""
+
+
+def brief(found: Any) -> Any:
+    """Returns what an access has found, of tensors a sum and the first elements, as exact values."""
+    if isinstance(found, torch.Tensor):
+        return [float(found.double().sum()), found.flatten()[:4].tolist()]
+    if isinstance(found, (list, tuple, dict)):
+        return [brief(each) for each in (found.values() if isinstance(found, dict) else found)]
+    return found
+
+
+def touch(file: str) -> None:
+    """Touch optimizer state after each step, as `tests/test_touches.py` does on the CPU; a file gets what is found."""
+    from bridge_fgo.tools.arms import gpu_recorder
+
+    sys.path.append(str(Path(__file__).parents[1]))
+
+    class Toucher(gpu_recorder.ArmRecorder):
+        def on_train_step_end(self, context: Any) -> None:
+            from test_touches import ACCESSES
+
+            super().on_train_step_end(context)
+            name = dict(enumerate(ACCESSES, FIRST_TOUCHED)).get(self.step)
+            if name is None:
+                return
+            new = SimpleNamespace(model=context.model, optimizer=context.optimizer, cfg=context.state.cfg)
+            training = context.user_state.setdefault("touched", new)
+            with torch.no_grad():
+                found = brief(ACCESSES[name](training))
+            with open(file, "a") as lines:
+                lines.write(json.dumps([name, found]) + "\n")
+
+    gpu_recorder.ArmRecorder = Toucher  # type: ignore[misc]
+
+
+def drive(engine: str) -> None:
+    """Put `Residency.training_step` around each of Bridge's steps, in the place of the flag: a loop of one's own."""
+    process_setup.use_one_rank_by_default()
+    bridge_fgo.install()
+    from megatron.bridge.training import train
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    step, config = train.train_step, bridge_fgo.OffloadConfig(engine=engine)  # type: ignore[arg-type]
+    residencies: dict[int, Any] = {}
+
+    def driven(forward_step: Any, data: Any, model: Any, optimizer: Any, *others: Any) -> Any:
+        if id(optimizer) not in residencies:
+            residencies[id(optimizer)] = bridge_fgo.Residency(model, optimizer, config)
+        with residencies[id(optimizer)].training_step(get_num_microbatches()):
+            return step(forward_step, data, model, optimizer, *others)
+
+    train.train_step = driven  # type: ignore[assignment]
+
+
+CHANGES = {"FAULT": plant, "RACE": take_out_a_wait, "ALLOWED_BYTES": allow, "TOUCHED": touch, "OWN_LOOP": drive}
+"""What each variable of the environment changes; its value is the argument."""
+
+
 if __name__ == "__main__":
-    if "FAULT" in os.environ:
-        point, step, kind, rank = os.environ["FAULT"].split(",")
-        if os.environ["RANK"] == rank:
-            plant(point, int(step), kind == "kill")
-    if "RACE" in os.environ:
-        for name, without in RACES[os.environ["RACE"]].items():
-            setattr(CudaTransfers, name, without)
-    if "ALLOWED_BYTES" in os.environ:
-        whole = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(int(os.environ["ALLOWED_BYTES"]) / whole)
+    for variable, change in CHANGES.items():
+        if variable in os.environ:
+            change(os.environ[variable])
     gpu.main()

@@ -24,10 +24,11 @@ MOST_APART = 0.1
 """By how much E may differ between the loops."""
 SIZE = "--hidden 2048 --ffn 8192 --heads 16 --seq 2048 --mbs 2 --gbs 8 --no-deterministic"
 ARMS = {
-    "resident": ("bridge_fgo.tools.arms.gpu", ["--offload", "off"]),
-    "flag": ("bridge_fgo.tools.arms.gpu", ["--offload", "on", "--engine", "native"]),
-    "own loop": ("loop_arm", ["--offload", "off"]),
+    "resident": (["--offload", "off"], {}),
+    "flag": (["--offload", "on", "--engine", "native"], {}),
+    "own loop": (["--offload", "off"], {"OWN_LOOP": "native"}),
 }
+"""Options and environment of `changed_arm`."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,8 +45,13 @@ def main(arguments: list[str] | None = None) -> int:
     size = ["--layers", str(options.layers), *SIZE.split(), "--steps", str(steps)]
     with TemporaryDirectory() as folder:
         arms = {
-            name: {"module": module, "options": [*size, *more], "folder": Path(folder)}
-            for name, (module, more) in ARMS.items()
+            name: {
+                "module": "changed_arm",
+                "options": [*size, *more],
+                "folder": Path(folder),
+                "environment": environment,
+            }
+            for name, (more, environment) in ARMS.items()
         }
         runs, failures = InTurn(arms, options.rounds, options.turn_steps, 200.0, print).run()
     if failures:

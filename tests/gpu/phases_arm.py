@@ -10,13 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+import tempfile
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 CYCLES = 3
 SPOILED_EACH = 4
 """After the first cycles, how often free memory is spoiled: that takes seconds where the GPU has 141 GB."""
-LINK_BYTES = 2**31
+DRIVER_BYTES = 2**32
 SETTLING_SECONDS = 0.5
 """What the driver gets for clearing what was spoiled, which takes time of the copies that follow."""
 
@@ -24,7 +28,12 @@ SETTLING_SECONDS = 0.5
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Returns the options."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sleep", choices=("never", "whole", "packed"), default="never", help="how masters leave")
+    parser.add_argument(
+        "--sleep",
+        choices=("never", "whole", "packed", "touched"),
+        default="never",
+        help="how masters leave; touched: see `touch`",
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--side-stream", action="store_true", help="train and sleep on a stream of its own")
     parser.add_argument("--sharing", type=int, default=1, help="how many arms have the GPU at the same time")
@@ -167,19 +176,10 @@ def sum_of(tensors: list[Any]) -> int:
 
 def link() -> dict[str, float]:
     """Returns the speed of pinned copies in bytes a second, out and back."""
-    import torch
+    from bridge_fgo.tools.bench.probe import measure
 
-    gpu = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
-    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    speeds = {}
-    for name, target, source in (("out", host, gpu), ("back", gpu, host)):
-        for _ in range(2):  # the first warms up
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-            speeds[name] = LINK_BYTES / (time.perf_counter() - began)
-    return speeds
+    speeds = measure()
+    return {"out": speeds["d2h"], "back": speeds["h2d"]}
 
 
 def driver() -> dict[str, float]:
@@ -191,14 +191,14 @@ def driver() -> dict[str, float]:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         began = time.perf_counter()
-        blocks = [torch.empty(LINK_BYTES // 4, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        blocks = [torch.empty(DRIVER_BYTES // 8, dtype=torch.uint8, device="cuda") for _ in range(8)]
         torch.cuda.synchronize()
-        speeds["back"] = 2 * LINK_BYTES / (time.perf_counter() - began)
+        speeds["back"] = DRIVER_BYTES / (time.perf_counter() - began)
         blocks.clear()
         began = time.perf_counter()
         torch.cuda.empty_cache()
         torch.cuda.synchronize()
-        speeds["out"] = 2 * LINK_BYTES / (time.perf_counter() - began)
+        speeds["out"] = DRIVER_BYTES / (time.perf_counter() - began)
     return speeds
 
 
@@ -243,6 +243,37 @@ PHASES = (
 )
 
 
+def touch(trainer: Trainer) -> dict[str, Any]:
+    """Trains three steps, with a sleep after the first and the second, and every use of what is away in it.
+
+    Returns what was refused by name, and what not, beside losses and sums.
+    """
+    import bridge_fgo
+
+    tests = Path(__file__).parents[1]
+    sys.path += [str(tests), str(tests / "sleep")]
+    from test_touches_while_asleep import USES, Awake
+
+    result: dict[str, Any] = {"refused": {}, "others": {}, "losses": [trainer.step(0)]}
+    training = SimpleNamespace(model=[trainer.ddp], optimizer=trainer.optimizer, step=lambda: trainer.step(9))
+    residency = bridge_fgo.Residency(trainer.ddp, trainer.optimizer)
+    held = Awake(training, Path(tempfile.mkdtemp()))
+    for i in (1, 2):
+        residency.offload()
+        for kind, uses in USES.items():
+            for name, use in uses.items():
+                try:
+                    trainer.step(9) if name == "forward" else use(held)
+                    result["others"][name] = "not refused"
+                except RuntimeError as error:
+                    named = "reload('" in str(error) and (name == "forward" or f"('{kind}')" in str(error))
+                    place = result["refused" if named else "others"]
+                    place[name] = str(error)[:200]
+        residency.reload()
+        result["losses"].append(trainer.step(i))
+    return {**result, "sums": [trainer.sums()]}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the arm."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -252,6 +283,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     import bridge_fgo
 
+    if options.sleep == "touched":
+        print(json.dumps(touch(trainer)), flush=True)
+        return
     if options.side_stream and trainer.is_cuda:
         torch.cuda.synchronize()
         torch.cuda.set_stream(torch.cuda.Stream())
