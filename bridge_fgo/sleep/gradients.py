@@ -36,8 +36,6 @@ class Gradients(Storages):
         self._buffers, self._names, self._comes_by = buffers, names, comes_by
         self._of_buffers: dict[int, StorageSlab] = {}
         """By the place of the buffer; made once training does not manage it."""
-        self._hosts_of: list[GradientBucket] = []
-        """Buckets that got host memory to be kept."""
         self.is_kept = False
         """Whether `reload` copies them back from the host, as `copy_out` has copied them before they were emptied."""
 
@@ -72,9 +70,8 @@ class Gradients(Storages):
 
     def map_hosts(self) -> list[HostBuffer]:
         """Map the host memory that it takes to keep them; return what is new, to be page-locked."""
-        new = [bucket for bucket in self.buckets if bucket.state is BucketState.HERE]
-        self._hosts_of += new
-        return map_hosts(self.slabs) + [host for bucket in new for host in bucket.map_host()]
+        full = [bucket for bucket in self.buckets if bucket.state is BucketState.HERE]
+        return map_hosts(self.slabs) + [host for bucket in full for host in bucket.map_host()]
 
     def copy_out(self) -> int:
         """Copy them to the host, on the current stream; return the bytes."""
@@ -131,8 +128,8 @@ class Gradients(Storages):
     @override
     def close(self) -> None:
         super().close()
-        for bucket in self._hosts_of:
-            if not bucket.moves:
+        for bucket in self.buckets:
+            if not bucket.moves:  # in training it has no use for its host memory
                 bucket.close_host()
 
 

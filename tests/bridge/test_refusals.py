@@ -270,10 +270,6 @@ def bare(cls, **attributes):
     return made
 
 
-def config(**changes):
-    return SimpleNamespace(**{"optimizer_cpu_offload": False, "optimizer_cuda_graph": False} | changes)
-
-
 def chain(*children):
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
@@ -287,7 +283,7 @@ def leaf(stub=False, inner=None, graph=False, fsdp=False, **of_inner):
     inner = None if stub else inner or torch.optim.AdamW([torch.zeros(1)])
     made = bare(
         DistributedOptimizer, is_stub_optimizer=stub, ddp_config=SimpleNamespace(use_megatron_fsdp=fsdp),
-        config=config(optimizer_cuda_graph=graph), optimizer=inner, model_chunks=[torch.nn.Linear(1, 1)],
+        config=SimpleNamespace(optimizer_cuda_graph=graph), optimizer=inner, model_chunks=[torch.nn.Linear(1, 1)],
     )  # fmt: skip
     vars(inner or made).update(of_inner)
     return made
@@ -296,7 +292,7 @@ def leaf(stub=False, inner=None, graph=False, fsdp=False, **of_inner):
 def float16_leaf(inner):
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-    return bare(Float16OptimizerWithFloat16Params, is_stub_optimizer=False, optimizer=inner, config=config())
+    return bare(Float16OptimizerWithFloat16Params, is_stub_optimizer=False, optimizer=inner, config=None)
 
 
 def fp32_optimizer():

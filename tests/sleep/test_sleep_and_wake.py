@@ -462,35 +462,37 @@ def test_where_states_cannot_leave_the_weights_stay_and_their_copies_are_waited_
     me.assert_as_resident()
 
 
-@pytest.mark.parametrize("where", ["copy_out", "empty", "release"])
+NO_MEMORY = torch.OutOfMemoryError
+FAULTS = {
+    "copy_out": ("states", StillShared, None),
+    "empty": ("storages", StillShared, None),
+    "release": ("states", StillShared, None),
+    "fill of weights": ("storages", NO_MEMORY, "params"),
+    "fill of gradients": ("storages", NO_MEMORY, "grads"),
+}
+"""Second calls that fail, of slabs of states or of storages: in a sleep, or in a wake of some kind."""
+
+
+@pytest.mark.parametrize("where", FAULTS)
 @MASTERS
-def test_after_a_sleep_that_failed_half_way_training_goes_on_and_the_next_copies_what_it_wrote(
+def test_after_a_sleep_or_a_wake_that_failed_half_way_training_goes_on_and_the_next_copies_what_it_wrote(
     sleeper, monkeypatch, where, masters
 ):
     """Else a slab whose copy was started before the update would be offloaded with the old values."""
-    me = sleeper(config=masters, experts=True, **SEVERAL_SLABS)
+    of, error, wakes = FAULTS[where]
+    me = sleeper(config=masters, experts=True, **SEVERAL_SLABS)  # several buffers
     assert len(me.res._states.engine.slabs) > MOST_IN_TRANSIT
-    with monkeypatch.context() as patch, pytest.raises(StillShared):
-        fail(patch, StorageSlab if where == "empty" else me.transfers, where)
-        me.res.offload("params", "optimizer")
+    if wakes is not None:
+        me.res.offload(grads="keep")
+    with monkeypatch.context() as patch, pytest.raises(error):
+        fail(patch, StorageSlab if of == "storages" else me.transfers, where.partition(" ")[0], error=error)
+        me.res.offload("params", "optimizer") if wakes is None else me.res.reload(wakes)
+    assert wakes is None or me.gone() == set(KINDS) == me.res.away
     me.res.reload()
     for _ in range(2):
         me.train()
         me.res.offload()
         me.res.reload()
-    me.assert_as_resident()
-
-
-@pytest.mark.parametrize("kind", ["params", "grads"])
-def test_a_wake_that_finds_no_memory_leaves_it_away_and_may_be_tried_again(sleeper, monkeypatch, kind):
-    me = sleeper(experts=True)  # several buffers
-    me.res.offload(grads="keep")
-    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        fail(patch, StorageSlab, "fill", error=torch.OutOfMemoryError)
-        me.res.reload(kind)
-    assert me.gone() == set(KINDS) == me.res.away
-    me.res.reload()
-    me.train()
     me.assert_as_resident()
 
 
