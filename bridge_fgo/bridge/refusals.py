@@ -19,7 +19,6 @@ import torch
 
 from bridge_fgo.bridge.compat import Choice, check_flag, choose_engine, flag_is_set
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engines.gradients import NO_MXFP8
 from bridge_fgo.memory.host_buffer import OTHER_FILES, hands_out_descriptors
 from bridge_fgo.memory.host_memory import ranks_of_this_node
 from bridge_fgo.states.distributed import MOMENTS
@@ -261,7 +260,9 @@ OF_SETTINGS = [
     _gradients("ddp.nccl_ub", "NCCL has the memory of the gradients registered; set ddp.nccl_ub=False",
         lambda a: a.sets("ddp.nccl_ub")),
     _gradients("optimizer.reuse_grad_buf_for_mxfp8_param_ag",
-        f"gradients share a buffer with the weights that are gathered; {NO_MXFP8}",
+        "gradients share a buffer with the weights that are gathered; set mixed_precision.fp8_param_gather=False and "
+        "mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=False: weights are kept in 16 bits then, and multiplied in "
+        "MXFP8 as before",
         lambda a: a.sets("optimizer.reuse_grad_buf_for_mxfp8_param_ag")),
     *(
         _gradients(name, "Transformer Engine keeps the weights of all experts in one GroupedTensor, whose gradient is "

@@ -49,12 +49,6 @@ bucket of all on later pipeline stages."""
 QUANTIZED = ("Float8Tensor", "Float8BlockwiseQTensor", "NVFP4Tensor")
 """Transformer Engine's classes of weights that work, by their exact names. MXFP8's share memory with gradients."""
 
-NO_MXFP8 = (
-    "set mixed_precision.fp8_param_gather=False and mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=False: weights "
-    "are kept in 16 bits then, and multiplied in MXFP8 as before"
-)
-"""Advice for MXFP8 weights, which mcore gathers into the buffer of the gradients."""
-
 WHOLE = (
     "the gradients of a whole DDP buffer (`buffer.grad_data`) were used; each bucket has its own, in "
     "`bucket.grad_data`, and each parameter in `main_grad`: use these, or set OffloadConfig.gradients=False"
@@ -69,7 +63,7 @@ class Gradients:
     Other `Gradients` that have them, of an optimizer that was built before, are closed first.
 
     Raises:
-        ValueError: gradients share their memory with weights or are off the GPU, or weights are of an unknown class.
+        ValueError: gradients are off the GPU, or weights are of an unknown class: MXFP8's, say.
     """
 
     def __init__(self, ddps: Iterable[Any], transfers: Transfers, offloads: bool) -> None:
@@ -81,12 +75,6 @@ class Gradients:
                 raise ValueError(
                     "OffloadConfig.gradients with a model whose gradients are off the GPU: call "
                     "Residency.reload('grads'), or the reload_from_cpu() of DDP's buffers, before training is set up"
-                )
-            if getattr(buffer, "shared_buffer", None) is not None:
-                raise ValueError(
-                    "OffloadConfig.gradients with MXFP8 weights: their gradients share a buffer with the weights that "
-                    f"are gathered (optimizer.reuse_grad_buf_for_mxfp8_param_ag=True); {NO_MXFP8}; or set "
-                    "OffloadConfig.gradients=False"
                 )
             for cls in {class_of(param) for param in buffer.params} - {torch.nn.Parameter}:
                 if cls.__name__ not in QUANTIZED:

@@ -141,8 +141,9 @@ class _OfGeneration1(Member):
 
     @override
     def _start_reload(self) -> None:
-        self._count_back(self._bytes_off_gpu())
+        nbytes = self._bytes_off_gpu()
         self.optimizer.reload_offloaded_states()  # which orders the copy in after the copy out
+        self._count_back(nbytes)
 
 
 class Generation1(_OfGeneration1, SlabStateMachine, Member):
@@ -160,11 +161,6 @@ class Generation1(_OfGeneration1, SlabStateMachine, Member):
         for bundle in self.states:
             for state in bundle.states:
                 yield from state.handles()
-
-    @override
-    def _start_reload(self) -> None:
-        self.optimizer.reload_offloaded_states()
-        self._count_back(self._away)
 
     @override
     def _give_up_offload(self) -> None:

@@ -54,11 +54,6 @@ class StorageSlab:
         """`byte_sums(parts)` when the host copy was made; None where there is none, or nobody took them."""
 
     @property
-    def device(self) -> torch.device:
-        """Where the storage is."""
-        return self.storage.device
-
-    @property
     def is_away(self) -> bool:
         """Whether the storage is empty."""
         return not self.storage.nbytes()

@@ -143,20 +143,13 @@ def test_a_weight_is_copied_with_the_gradient_that_it_has_and_without_its_bucket
     gradients.close()
 
 
-def test_weights_of_an_unknown_class_and_gradients_that_share_memory_with_weights_are_refused():
-    class GroupedTensor(torch.nn.Parameter):
-        pass
+@pytest.mark.parametrize("name", ["GroupedTensor", "MXFP8Tensor"])  # the latter share memory with gradients
+def test_weights_of_an_unknown_class_and_of_one_that_shares_memory_with_gradients_are_refused(name):
 
     ddp = FakeDdp((5,))
     before = layout_of(ddp)
-    ddp.params[4].__class__ = GroupedTensor
-    with pytest.raises(
-        ValueError, match=r"weights of GroupedTensor: .*Float8Tensor.*set OffloadConfig.gradients=False"
-    ):
+    ddp.params[4].__class__ = type(name, (torch.nn.Parameter,), {})
+    with pytest.raises(ValueError, match=rf"weights of {name}: .*Float8Tensor.*set OffloadConfig.gradients=False"):
         taken(ddp, Transfers())
-    ddp.buffers[0].shared_buffer = torch.zeros(1)
-    with pytest.raises(ValueError, match=r"reuse_grad_buf_for_mxfp8_param_ag=True.*fp8_param_gather=False"):
-        taken(ddp, Transfers())
-    del ddp.buffers[0].shared_buffer
     ddp.params[4].__class__ = torch.nn.Parameter
     assert layout_of(ddp) == before
