@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -199,50 +198,6 @@ class Touches:
             f"optimizer state was used while it was offloaded, and came back to the GPU for it: {places}. It is right; "
             "bridge_fgo.reload_states() before brings all of it in one go"
         )
-
-
-# Tensors on a storage.
-
-
-class Aliases:
-    """The tensors in Python that live on one storage, whoever holds them."""
-
-    def __init__(self) -> None:
-        self._found: list[weakref.ref[torch.Tensor]] = []
-        self._count = 0
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return those that were found, and are alive."""
-        return [tensor for ref in self._found if (tensor := ref()) is not None]
-
-    def is_current(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether nobody has made a tensor on the storage since they were found."""
-        gone = sum(ref() is None for ref in self._found)  # as many as that fewer, or others are in their place
-        return self._count - gone == _users(storage)
-
-    @staticmethod
-    def find(of: Collection[tuple[torch.UntypedStorage, Aliases]]) -> None:
-        """Find the tensors on some storages, where those have changed: one look at all objects of the process.
-
-        0.15 s for 800,000 objects. Those that were frozen (`gc.freeze`) are not among them.
-        """
-        stale = {storage._cdata: (storage, aliases) for storage, aliases in of if not aliases.is_current(storage)}
-        if not stale:
-            return
-        found: dict[int, list[torch.Tensor]] = {place: [] for place in stale}
-        with own():
-            for each in gc.get_objects():
-                if issubclass(type(each), torch.Tensor) and torch._C._has_storage(each):
-                    place = each.untyped_storage()._cdata
-                    if place in found:
-                        found[place].append(each)
-        for place, (storage, aliases) in stale.items():
-            aliases._found = [weakref.ref(tensor) for tensor in found[place]]
-            aliases._count = _users(storage)
-
-
-def _users(storage: torch.UntypedStorage) -> int:
-    return torch._C._storage_Use_Count(storage._cdata)
 
 
 # Storages.

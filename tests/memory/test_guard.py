@@ -12,7 +12,7 @@ from accesses import ACCESSES, assert_same, saved
 from fake_training import Training, use_small_parts
 
 from bridge_fgo.memory import guard
-from bridge_fgo.memory.guard import Aliases, is_guarded
+from bridge_fgo.memory.guard import is_guarded
 from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.storage_slab import StorageSlab, find_aliases
 
@@ -211,16 +211,14 @@ def test_objects_are_looked_through_only_where_somebody_has_made_a_tensor_on_the
 
 
 def test_two_tensors_that_take_turns_are_told_from_one():
-    tensor = torch.zeros(8)
-    kept = tensor[:4]
-    aliases = Aliases()
-    Aliases.find([(tensor.untyped_storage(), aliases)])
-    assert aliases.is_current(tensor.untyped_storage())
-    assert any(each is kept for each in aliases.tensors())
-    kept = tensor[4:]
-    assert not aliases.is_current(tensor.untyped_storage()), "as many as before, and another one"
-    Aliases.find([(tensor.untyped_storage(), aliases)])
-    assert any(each is kept for each in aliases.tensors())
+    tensor, slab = storage()
+    kept = tensor[:2]
+    find_aliases([slab])
+    assert slab.knows_aliases()
+    kept = tensor[2:]
+    assert not slab.knows_aliases(), "as many as before, and another one"
+    asleep(slab)
+    assert is_guarded(kept)
 
 
 @pytest.mark.skipif(not REFUSES_ADDRESSES, reason="needs PyTorch 2.12")
