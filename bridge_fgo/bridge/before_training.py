@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from bridge_fgo.bridge.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
-from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of, shadowed
+from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of
 from bridge_fgo.bridge.refusals import refuse_config, refuse_optimizer_config
 from bridge_fgo.bridge.session import attach, model_config_of
 from bridge_fgo.bridge.settings import (
@@ -22,6 +22,7 @@ from bridge_fgo.bridge.settings import (
 from bridge_fgo.config import without_measure
 from bridge_fgo.engines.ranks import on_every_rank
 from bridge_fgo.states.masters import build_groups, masters_made_late, whole_masters_made_late
+from bridge_fgo.states.shadowed import shadowed
 
 logger = logging.getLogger(__name__)
 

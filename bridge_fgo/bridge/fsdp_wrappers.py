@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, served, shadowed
+from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, served
 from bridge_fgo.bridge.session import all_sessions
 from bridge_fgo.engines.engine import Attachment, attachment_of
 from bridge_fgo.memory.guard import own
@@ -42,6 +42,7 @@ from bridge_fgo.memory.state import local
 from bridge_fgo.states.choice import leaves
 from bridge_fgo.states.distributed import load_groups
 from bridge_fgo.states.fsdp import BUFFER, FsdpSource, is_fsdp, place, stepped_params
+from bridge_fgo.states.shadowed import shadowed
 
 CLOSURES = ("__create_chunk_list__", "__create_write_items__")
 """Attributes that Megatron-FSDP sets on a local shard: torch's checkpoints read its place in the whole from them."""

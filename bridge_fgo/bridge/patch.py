@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple, override
@@ -18,6 +17,7 @@ import wrapt
 from bridge_fgo.bridge.compat import release, version_of
 from bridge_fgo.bridge.settings import is_installed
 from bridge_fgo.engines.engine import Engine, attachment_of
+from bridge_fgo.states.shadowed import ABSENT, put_back
 from bridge_fgo.states.source import Source
 
 Wrapped = Callable[..., Any]
@@ -26,7 +26,6 @@ Kwargs = dict[str, Any]
 Wrapper = Callable[[Wrapped, Any, Args, Kwargs], Any]
 """A wrapt wrapper: (wrapped, instance, args, kwargs) -> result."""
 
-_ABSENT = object()
 _TAKE_ANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 _warned: set[tuple[str, str]] = set()
@@ -56,7 +55,7 @@ class Patch(ABC):
     def replace(self, owner: Any, attribute: str, ours: Any) -> None:
         """Set an attribute of a module or a class, until `undo`."""
         # vars, not getattr: a method that is inherited must be inherited again after the undo.
-        before = vars(owner).get(attribute, _ABSENT)
+        before = vars(owner).get(attribute, ABSENT)
         setattr(owner, attribute, ours)
         self._replaced.append((owner, attribute, before, ours))
 
@@ -74,14 +73,7 @@ class Patch(ABC):
         """Put back what was there."""
         while self._replaced:
             owner, attribute, before, _ = self._replaced.pop()
-            _put_back(owner, attribute, before)
-
-
-def _put_back(owner: Any, attribute: str, before: Any) -> None:
-    if before is _ABSENT:
-        delattr(owner, attribute)
-    else:
-        setattr(owner, attribute, before)
+            put_back(owner, attribute, before)
 
 
 @dataclass(eq=False)
@@ -262,16 +254,3 @@ def served(act: Callable[[Call], Any]) -> Wrapper:
         return wrapped(*args, **kwargs) if to is None else act(Call(*to, instance, wrapped, args, kwargs))
 
     return wrapper
-
-
-@contextlib.contextmanager
-def shadowed(instance: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which an object has other methods or attributes, in the place of its class's or of its own."""
-    before = {name: vars(instance).get(name, _ABSENT) for name in attributes}
-    for name, value in attributes.items():
-        setattr(instance, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            _put_back(instance, name, value)

@@ -18,7 +18,7 @@ import torch
 
 from bridge_fgo.bridge import fsdp_wrappers
 from bridge_fgo.bridge.compat import FLAG, flag_is_set
-from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, served, shadowed
+from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, served
 from bridge_fgo.bridge.session import active_session, all_sessions
 from bridge_fgo.bridge.settings import installed_config, settings_of
 from bridge_fgo.engines.engine import attachment_of
@@ -27,6 +27,7 @@ from bridge_fgo.memory.guard import own, touch_all
 from bridge_fgo.sleep import upstream
 from bridge_fgo.states.distributed import TORCH, UPSTREAM_OFFLOADERS, as_they_are, load_groups
 from bridge_fgo.states.fsdp import is_fsdp
+from bridge_fgo.states.shadowed import shadowed
 
 # The optimizer step.
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import wrapt
 
-from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of, shadowed
+from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of
 from bridge_fgo.bridge.reporting import log_scalars, measured_peaks, measurement_of
 from bridge_fgo.bridge.session import active_session, all_sessions, model_config_of, newest_stats, session_for_step
 from bridge_fgo.bridge.settings import settings_of
+from bridge_fgo.states.shadowed import shadowed
 
 STEP_ORDER = ("forward_step_func", "data_iterator", "model", "optimizer", "scheduler", "global_state")
 """First parameters of a training step; MIMO calls its scheduler's parameter otherwise, and passes all by name."""

@@ -12,7 +12,7 @@ Reads only these attributes: the optimizer's `optimizer` and `model_chunks`, the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, override
@@ -23,6 +23,7 @@ from bridge_fgo.memory.slab import Part
 from bridge_fgo.memory.state import Bundle, Home, State, WeightShard, local
 from bridge_fgo.states.distributed import MOMENTS, McoreSource, adam_states, of_inner
 from bridge_fgo.states.masters import MasterCopy
+from bridge_fgo.states.shadowed import shadowed
 
 BUFFER = "param_and_grad_buffer"
 """Attribute of a model chunk with what Megatron-FSDP keeps of it."""
@@ -73,15 +74,11 @@ class GroupCopy(MasterCopy):
     def _only(self, pairs: list[tuple[Any, Any]], native: bool) -> Iterator[None]:
         """Context in which Megatron-FSDP has the parameter groups of these pairs only."""
         wanted = {id(group) for _, group in pairs}
-        buffers = [getattr(chunk, BUFFER) for chunk in self._optimizer.model_chunks]
-        before = [buffer.parameter_groups for buffer in buffers]
-        try:
-            for buffer, groups in zip(buffers, before, strict=True):
-                buffer.parameter_groups = [group for group in groups if id(group) in wanted]
+        with ExitStack() as stack:
+            for buffer in (getattr(chunk, BUFFER) for chunk in self._optimizer.model_chunks):
+                some = [group for group in buffer.parameter_groups if id(group) in wanted]
+                stack.enter_context(shadowed(buffer, {"parameter_groups": some}))
             yield
-        finally:
-            for buffer, groups in zip(buffers, before, strict=True):
-                buffer.parameter_groups = groups
 
 
 class FsdpSource(McoreSource):

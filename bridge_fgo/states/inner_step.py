@@ -12,7 +12,7 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 import torch.profiler
 
-_ABSENT = object()
+from bridge_fgo.states.shadowed import ABSENT, shadowed
 
 KNOWN = {
     "torch.optim.adam.Adam.step",
@@ -154,7 +154,6 @@ class InnerStep:
         `owners` says whose a parameter is, by its `id`; parameters that are not in it are None's.
         """
         original = self._adam.step
-        before = vars(self._adam).get("step", _ABSENT)
 
         def in_parts(*args: Any, **kwargs: Any) -> None:
             if args or kwargs:
@@ -162,14 +161,8 @@ class InnerStep:
             with self.divided(original, owners):
                 step()
 
-        self._adam.step = in_parts  # type: ignore[method-assign]
-        try:
+        with shadowed(self._adam, {"step": in_parts}):
             yield
-        finally:
-            if before is _ABSENT:
-                del self._adam.step
-            else:
-                self._adam.step = before  # type: ignore[method-assign]
 
     @contextmanager
     def divided(self, call: Callable[[], Any], owners: Mapping[int, Any]) -> Iterator[None]:
@@ -193,7 +186,7 @@ class InnerStep:
                 of_group.setdefault(owners.get(id(param)), []).append(param)
             # Of no parameters it is None's: TE counts its steps, from 2.19 on.
             for owner, params in of_group.items() or [(None, [])]:
-                self._shares.setdefault(owner, []).append((group, params, group.get("step", _ABSENT)))
+                self._shares.setdefault(owner, []).append((group, params, group.get("step", ABSENT)))
 
     def update(self, owner: Any) -> None:
         """Step the parameters of one owner."""
@@ -205,7 +198,7 @@ class InnerStep:
         try:
             for group, params, count in shares:
                 group["params"] = params
-                if count is _ABSENT:
+                if count is ABSENT:
                     group.pop("step", None)
                 else:
                     group["step"] = count

@@ -11,6 +11,7 @@ import torch
 
 from bridge_fgo.memory.guard import class_of
 from bridge_fgo.memory.state import WeightShard
+from bridge_fgo.states.shadowed import shadowed
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -111,23 +112,15 @@ class MasterCopy:
         for groups in zip(*(getattr(self._optimizer, name) for name in self.masters), strict=True):
             yield from zip(*groups, strict=True)
 
-    @contextmanager
-    def _only(self, pairs: list[tuple[Any, Any]], native: bool) -> Iterator[None]:
-        """Context in which the optimizer's lists hold these masters and their parameters only.
+    def _only(self, pairs: list[tuple[Any, Any]], native: bool) -> AbstractContextManager[None]:
+        """Return a context in which the optimizer's lists hold these masters and their parameters only.
 
         The lists of native fp32 parameters stay as they are (`native`), or are empty.
         """
         lists = dict(zip(self.masters, ([[main for main, _ in pairs]], [[model for _, model in pairs]]), strict=True))
         if not native:
             lists |= {name: [] for name in self.native}
-        before = {name: getattr(self._optimizer, name) for name in lists}
-        try:
-            for name, value in lists.items():
-                setattr(self._optimizer, name, value)
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(self._optimizer, name, value)
+        return shadowed(self._optimizer, lists)
 
 
 # Masters without memory until they have a place.
