@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import bridge_fgo
 from bridge_fgo.bridge.session import SESSION
 from bridge_fgo.memory import layout
+from bridge_fgo.tools.arms import cpu_training
 from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 from bridge_fgo.tools.arms.final_state import mcore_optimizers
 from bridge_fgo.tools.arms.record import RunRecord
@@ -35,13 +36,15 @@ OPTIMIZERS = {
 
 
 @contextlib.contextmanager
-def training(offload, config=PACKED, adam=None, cls=CpuTraining, installed=True, **options):
+def training(offload, config=PACKED, adam=None, cls=CpuTraining, installed=True, configured=None, **options):
     """A CPU training, with the package installed where it is to offload; masters are packed only where they can be.
 
     installed: False where the caller installs the package later.
 
     adam: None for torch's AdamW, "te" for one that counts as Transformer Engine's, or the dtypes of a precision-aware
-        one, as `fused_adam.have_trainings_ask_for` takes them.
+        one, by fields of OptimizerConfig.
+
+    configured: what Bridge's config has otherwise, by "section.name".
     """
     options = CpuOptions(offload=offload, **SMALL | options)
     if isinstance(adam, dict) or options.fsdp is not None or options.precision == "fp16":
@@ -52,13 +55,30 @@ def training(offload, config=PACKED, adam=None, cls=CpuTraining, installed=True,
         if adam == "te":
             fused_adam.have_mcore_take_it(patch.setattr)
         elif adam is not None:
-            fused_adam.have_trainings_ask_for(adam, patch.setattr)
+            asked = {"use_precision_aware_optimizer": True, **adam}
+            configured = {f"optimizer.{name}": value for name, value in asked.items()} | (configured or {})
             fused_adam.have_mcore_make_it_precision_aware(patch)
+        configure_trainings(patch.setattr, configured or {})
         if offload and installed:
             stack.enter_context(bridge_fgo.install(config))
         run = stack.enter_context(cls(options))
         run.offloads_all = offload and config.fraction == 1 and config.moments and config.master_weights
         yield run
+
+
+def configure_trainings(set_attribute, changes):
+    """Have CPU trainings configured otherwise: `changes` by "section.name". set_attribute: `setattr`, or a patch's."""
+    make_config = cpu_training.make_config
+
+    def make(options):
+        cfg = make_config(options)
+        for path, value in changes.items():
+            section, name = path.split(".")
+            assert hasattr(getattr(cfg, section), name), path
+            setattr(getattr(cfg, section), name, value)
+        return cfg
+
+    set_attribute(cpu_training, "make_config", make)
 
 
 def session_of(run):
@@ -148,7 +168,7 @@ class Kept:
 _kept: dict[tuple, Kept] = {}
 
 
-def resident(count, adam=None, **options):
+def resident(count, adam=None, configured=None, **options):
     """Return the record and the bits of so many resident steps, or fewer where Bridge ends the run.
 
     Trains once for all tests of a module: the longest run has the shorter ones in it. Not for a test that patches what
@@ -156,12 +176,12 @@ def resident(count, adam=None, **options):
     """
     # Modules differ in what changes bits: in threads, whose sums are rounded otherwise, and in what they patch.
     module = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
-    key = module, torch.get_num_threads(), str(adam), CpuOptions(**options)
+    key = module, torch.get_num_threads(), str((adam, configured)), CpuOptions(**options)
     kept = _kept.setdefault(key, Kept())
     if len(kept.records) < count and not (kept.records and kept.records[-1].steps[-1].exit_code is not None):
         kept = _kept[key] = Kept()
         peak = 0
-        with training(False, adam=adam, **options) as run:
+        with training(False, adam=adam, configured=configured, **options) as run:
             while len(kept.records) < count and not run.exited:
                 done = [*(kept.records[-1].steps if kept.records else []), run.step()]
                 peak = max(peak, *run.live_bytes)

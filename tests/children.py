@@ -40,10 +40,17 @@ def start(target, *args) -> multiprocessing.Process:
 
 def run_ranks(target, job) -> list:
     """Run `target(rank, job)` in a process a rank to their ends; return what each has returned or left as RANK.json."""
-    job.folder.mkdir(parents=True)
-    started = [start(leave_what, target, rank, job) for rank in range(job.ranks)]
-    assert [join(child, f"as one of {job.ranks} ranks") for child in started] == [0] * job.ranks
-    return [json.loads((job.folder / f"{rank}.json").read_text()) for rank in range(job.ranks)]
+    return run_all(target, [job])[0]
+
+
+def run_all(target, jobs) -> list[list]:
+    """As `run_ranks`, of several jobs at once: ranks wait for each other most of the time."""
+    started = []
+    for job in jobs:
+        job.folder.mkdir(parents=True)
+        started += [start(leave_what, target, rank, job) for rank in range(job.ranks)]
+    assert [join(child, f"as one of {len(started)} ranks") for child in started] == [0] * len(started)
+    return [[json.loads((job.folder / f"{rank}.json").read_text()) for rank in range(job.ranks)] for job in jobs]
 
 
 def leave_what(target, rank, job, *args) -> None:

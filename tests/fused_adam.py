@@ -200,18 +200,3 @@ def have_mcore_make_it_precision_aware(patch):
         patch.setattr(module, "is_te_min_version", lambda version: True)
     # Where the config looks for the arguments that it takes.
     patch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", SimpleNamespace(FusedAdam=PrecisionAwareAdam))
-
-
-def have_trainings_ask_for(dtypes, set_attribute):
-    """Have CPU trainings ask for a precision-aware Adam; dtypes: fields of OptimizerConfig, by name."""
-    from bridge_fgo.tools.arms import cpu_training
-
-    make_config = cpu_training.make_config
-
-    def make(options):
-        cfg = make_config(options)
-        for name, value in {"use_precision_aware_optimizer": True, **dtypes}.items():
-            setattr(cfg.optimizer, name, value)
-        return cfg
-
-    set_attribute(cpu_training, "make_config", make)

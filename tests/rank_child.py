@@ -25,7 +25,6 @@ import bridge_fgo  # noqa: E402
 from bridge_fgo.bridge.session import SESSION  # noqa: E402
 from bridge_fgo.memory import layout  # noqa: E402
 from bridge_fgo.memory.storage_slab import StorageSlab  # noqa: E402
-from bridge_fgo.tools.arms import cpu_training  # noqa: E402
 from bridge_fgo.tools.arms.cpu_model import microbatches  # noqa: E402
 from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 
@@ -136,16 +135,7 @@ def train_with_gradients(rank: int, job: Job, gradients: bool | str, configured:
     gradients: `OffloadConfig.gradients`.
     configured: what Bridge's config has otherwise, by "section.name".
     """
-    make_config = cpu_training.make_config
-
-    def make(options: CpuOptions) -> Any:
-        cfg = make_config(options)
-        for path, value in configured.items():
-            section, name = path.split(".")
-            setattr(getattr(cfg, section), name, value)
-        return cfg
-
-    cpu_training.make_config = make
+    both.configure_trainings(setattr, configured)
     seen: dict[str, Any] = {}
     with joined(rank, job, dataclasses.replace(PACKED, gradients=gradients)) as run:
         for _ in range(job.steps):

@@ -14,8 +14,8 @@ from bridge_fgo.memory.state import local
 from bridge_fgo.states.fsdp import is_fsdp, parameter_groups
 from bridge_fgo.tools.arms.final_state import mcore_optimizers
 
-SMALL = {"layers": 8, "hidden": 64}
-"""Options of a model of which no two parts are a fifth of the states."""
+SMALL = {"layers": 6, "hidden": 64}
+"""Options of a model of which no two parts are a third of the states."""
 PART_BYTES = 64 * 1024
 """What `memory.layout.LEAST_PART_BYTES` should be for that."""
 SCALARS = 4 * 1024

@@ -76,9 +76,7 @@ BUILT = {
     "frozen": {"frozen": True, "layers": 24},
     **WHOLE,
 }
-EVERY_KIND = [
-    pytest.param(kind, marks=() if kind in ("dense", "chunks", "muon") else pytest.mark.slow) for kind in BUILT
-]
+EVERY_KIND = [pytest.param(kind, marks=() if kind in ("dense", "dist_muon") else pytest.mark.slow) for kind in BUILT]
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
@@ -97,7 +95,9 @@ def test_building_holds_no_more_of_the_states_than_two_parts_and_what_is_built_i
         both(built, **BUILT[kind])
 
 
-@pytest.mark.parametrize("share", [{"master_weights": False}, {"fraction": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "share", [pytest.param({"master_weights": False}, marks=pytest.mark.slow), {"fraction": 0.5}], ids=str
+)
 def test_masters_that_stay_on_the_device_are_made_there(share):
     def built(run):
         held = run.live_state_bytes()
@@ -233,7 +233,7 @@ def saved(cpu_standins, tmp_path_factory):
 )
 def test_loading_holds_no_more_of_the_states_than_two_parts_and_loads_every_bit(saved, kind, format):
     before, resident = saved(kind), None
-    if "fsdp" in LOADED[kind]:
+    if kind == "fsdp of swiglu":
         with training(False, **LOADED[kind]) as run, metered(run) as meter:
             load(run, before.folders[format])
             resident = meter.look()
@@ -242,7 +242,7 @@ def test_loading_holds_no_more_of_the_states_than_two_parts_and_loads_every_bit(
             load(run, before.folders[format])
         assert run.live_state_bytes() == 0 < meter.peak <= two_parts()
         if kind not in FEW_PARTS:
-            assert two_parts() < engine().state_bytes / 4
+            assert two_parts() < engine().state_bytes / 3
             assert resident is None or resident >= engine().state_bytes
         before.goes_on_in(run)
     if kind == "fp16 masters":
@@ -265,7 +265,7 @@ def test_a_load_of_weights_alone_makes_no_moments_and_rewrites_the_masters_part_
     both(loaded, **LOADED[kind])
 
 
-@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("count", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_mcore_makes_before_a_load_is_made_part_by_part_and_counts_and_decays_as_ever(count):
     def made(run):
         for group in run.optimizer.optimizer.param_groups:
@@ -276,7 +276,7 @@ def test_what_mcore_makes_before_a_load_is_made_part_by_part_and_counts_and_deca
         with metered(run) as meter:
             names = run.optimizer.sharded_state_dict(is_loading=True, sharding_type="fsdp_dtensor")["state"]
         if run.options.offload:
-            assert run.live_state_bytes() == 0 < meter.peak <= two_parts() < engine().state_bytes / 4
+            assert run.live_state_bytes() == 0 < meter.peak <= two_parts() < engine().state_bytes / 3
         return list(names)
 
     both(made, **FSDP)

@@ -45,7 +45,7 @@ def resumed(folder, offload):
 
 ALL = bool(os.environ.get("BRIDGE_FGO_ALL_FAULTS"))
 ONCE_A_STEP = ("the offload begins", "memory goes", "the reload begins")
-SIGNALLED = ("memory goes", "a forward", "the update of a part", "a copy in", "a state is handed to a checkpoint")
+SIGNALLED = ("the update of a part", "a state is handed to a checkpoint")
 """Points at which the fast lane sends SIGTERM; the slow one has the others."""
 INTERRUPTED = ("the update of a part", "a copy out", "a state is handed to a checkpoint")
 STATUS = {"SIGKILL": -signal.SIGKILL, "SIGINT": 1, "failed": 3}
@@ -200,14 +200,14 @@ def test_each_transfer_of_a_step_that_fails_ends_the_step_with_its_error(monkeyp
     assert min(counts.values()) > 5
     tried = 0
     for name, count in counts.items():
-        for call in range(1, count + 1) if ALL else sorted({1, count // 2, count}):
+        for call in range(1, count + 1) if ALL else sorted({1, count}):
             with training(True) as run, monkeypatch.context() as patch:
                 steps(run, 2)
                 fault_child.break_at(TRANSFERS[name], call, "failed", patch.setattr)
                 with pytest.raises(fault_child.Injected, match=TRANSFERS[name]):
                     run.step()
                 tried += 1
-    assert tried == (sum(counts.values()) if ALL else 9)
+    assert tried == (sum(counts.values()) if ALL else 6)
 
 
 def test_host_memory_that_cannot_be_had_is_an_error_before_training_that_leaves_nothing(monkeypatch):
@@ -231,7 +231,9 @@ def test_host_memory_that_cannot_be_had_is_an_error_before_training_that_leaves_
         buffer.close()  # BufferError where a tensor still uses it
 
 
-@pytest.mark.parametrize("call", [1, 14, 28])
+@pytest.mark.parametrize(
+    "call", [pytest.param(1, marks=pytest.mark.slow), 14, pytest.param(28, marks=pytest.mark.slow)]
+)
 def test_host_memory_gone_in_a_save_is_an_error_after_which_training_can_go_on(tmp_path, monkeypatch, call):
     def failed(run):
         seen = steps(run, 2)

@@ -168,15 +168,15 @@ def contexts(turns):
     return [(context, parallel) for number, context, parallel in pairs if number % len(PARALLEL) in turns]
 
 
-def run_in_a_block(folder, context, alone, offload, changes):
-    """Run both ranks through blocks of a context that raise; return what each has left, and how it ended."""
-    job = Job(folder, 2, offload, None, 2, changes, timeout=SOON)
-    return children.run_ranks(functools.partial(fail_in_a_block, context=context, alone=alone), job)
+def run_in_a_block(folder, context, alone, parallel, offloads):
+    """Run both ranks through blocks of a context that raise; return what each has left, by offload."""
+    jobs = [Job(folder / str(offload), 2, offload, None, 2, PARALLEL[parallel], timeout=SOON) for offload in offloads]
+    return children.run_all(functools.partial(fail_in_a_block, context=context, alone=alone), jobs)
 
 
 @pytest.mark.parametrize(("context", "parallel"), contexts(turns=(0, 1)))
 def test_no_rank_waits_for_one_whose_block_has_raised_and_its_own_error_is_seen(tmp_path, context, parallel):
-    others, failing = run_in_a_block(tmp_path / "ranks", context, True, True, PARALLEL[parallel])
+    ((others, failing),) = run_in_a_block(tmp_path, context, True, parallel, offloads=[True])
     assert failing["error"] == "Injected('in the block')"
     assert "peer" in others["error"]
     assert max(failing["took"], others["took"]) < SOON.total_seconds()
@@ -187,10 +187,7 @@ def test_no_rank_waits_for_one_whose_block_has_raised_and_its_own_error_is_seen(
 
 @pytest.mark.parametrize(("context", "parallel"), contexts(turns=(2,)))
 def test_ranks_whose_blocks_have_raised_wake_and_train_on_bitwise(tmp_path, context, parallel):
-    resident, raised = (
-        run_in_a_block(tmp_path / str(offload), context, False, offload, PARALLEL[parallel])
-        for offload in (False, True)
-    )
+    resident, raised = run_in_a_block(tmp_path, context, False, parallel, offloads=[False, True])
     for mine, theirs in zip(raised, resident, strict=True):
         assert mine["error"] == "Injected('in the block')"
         assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
@@ -200,12 +197,10 @@ def test_ranks_whose_blocks_have_raised_wake_and_train_on_bitwise(tmp_path, cont
 def test_what_fails_on_one_rank_with_the_flag_fails_on_all_and_a_step_that_one_skips_alone_waits_for_none(
     tmp_path, parallel
 ):
-    resident, offloaded = (
-        children.run_ranks(
-            fail_with_the_flag, Job(tmp_path / str(offload), 2, offload, None, 3, PARALLEL[parallel], timeout=SOON)
-        )
-        for offload in (False, True)
-    )
+    jobs = [
+        Job(tmp_path / str(offload), 2, offload, None, 3, PARALLEL[parallel], timeout=SOON) for offload in (False, True)
+    ]
+    resident, offloaded = children.run_all(fail_with_the_flag, jobs)
     own = [f"Injected: in {name}" for _, name in ATTACHING + ENDING]
     told = [f"RuntimeError: rank 1 failed, and so every rank does: {error}" for error in own]
     assert [seen["errors"] for seen in offloaded] == [told, own]

@@ -5,16 +5,12 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 PROJECT = Path(__file__).parents[1]
-CONTRACTS = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
 
-@pytest.mark.parametrize("contract", [contract["id"] for contract in CONTRACTS])
-def test_the_contract_on_imports_holds(contract):
-    lint = Path(sys.executable).with_name("lint-imports")
-    command = [lint, "--no-cache", "--no-logo", "--contract", contract]
+def test_the_contracts_on_imports_hold():
+    contracts = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache", "--no-logo"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 kept, 0 broken" in done.stdout
+    assert f"{len(contracts)} kept, 0 broken" in done.stdout

@@ -50,7 +50,7 @@ SAVES = {
 """Settings, and the steps after which there are checkpoints."""
 FAST = [
     ("foreground", "at an interval"),
-    *(("fork", when) for when in ("on a signal", "at the rerun machine's exit", "non-persistent")),
+    *(("fork", when) for when in ("on a signal", "non-persistent")),
 ]
 """Saves in the background that the fast lane has."""
 EXIT_STATUS = {"at exit_interval": 0, "at exit_duration": 0, "on a signal": 0, "at the rerun machine's exit": 16}
@@ -174,7 +174,13 @@ LOOPS = {
 """Settings, and options of the training."""
 
 
-@pytest.mark.parametrize("what", LOOPS)
+LONGEST = "overlapped parameter gathering, evaluations, hashes and the norm"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(each, marks=() if each in ("iterations to skip", LONGEST) else pytest.mark.slow) for each in LOOPS],
+)
 def test_the_loop_is_bitwise_equal_with(what):
     settings, options = LOOPS[what]
 

@@ -19,7 +19,7 @@ from bridge_fgo.tools.arms import cpu_training
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
-STEPS = 5
+STEPS = 4
 
 
 class WarmUp:
@@ -121,10 +121,16 @@ def provided(name, monkeypatch):
         yield cls, options
 
 
-LONG = ("a_fused_adam_with_an_update_of_its_own", "torchs_adamw_that_is_not_distributed", "muon_that_counts_its_calls")
+IN_THE_FAST_LANE = (
+    "a_fused_adam_that_looks_at_all_gradients",
+    "torchs_adamw_with_an_init_group_of_its_own",
+    "muon_that_counts_its_calls",
+)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in IN_THE_FAST_LANE else pytest.mark.slow) for n in CASES]
+)
 def test_it_steps_once_a_step_bitwise_as_resident_and_is_named_with_the_memory_that_it_holds(name, monkeypatch, capsys):
     figures = []
 

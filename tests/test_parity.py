@@ -1,4 +1,4 @@
-"""Bridge's own train_step with each optimizer, resident and offloaded: 12 steps, bit for bit."""
+"""Bridge's own train_step with each optimizer, resident and offloaded: 8 steps, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from bridge_fgo.offload.schedule import Schedule
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
-STEPS = 12
-TROUBLE = {"rerun_steps": frozenset({2, 5}), "grad_norm_skip_steps": frozenset({4, 8})}
+STEPS = 8
+TROUBLE = {"rerun_steps": frozenset({2, 5}), "grad_norm_skip_steps": frozenset({4, 7})}
 ADAM, MUON, DIST_MUON = OPTIMIZERS.values()
 FSDP = {"fsdp": "optim_grads_params"}
 BF16_MOMENTS = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.bfloat16)
@@ -40,16 +40,14 @@ def row(config=PACKED, slow=False, **options):
 
 ROWS = {
     "plain": row(),
-    "plain, masters whole": row(WHOLE),
+    "plain, masters whole": row(WHOLE, slow=True),
     "two model chunks": row(slow=True, chunks=2),
     "two model chunks with overlapped grad reduce": row(chunks=2, overlap_grad_reduce=True),
     "chained optimizers": row(experts=True),
     "native fp32 parameters": row(precision="fp32_params"),
     "fp16 with loss scaling": row(precision="fp16"),
-    "most parameters frozen": row(frozen=True),
-    "injected found_inf": row(found_inf_steps=frozenset({3, 4, 9})),
-    "injected rerun": row(rerun_steps=frozenset({2, 5, 6})),
-    "grad norm skips": row(grad_norm_skip_steps=frozenset({2, 3, 11})),
+    "most parameters frozen": row(slow=True, frozen=True),
+    "found_inf, reruns and grad norm skips": row(**TROUBLE, found_inf_steps=frozenset({3, 6})),
     "an early exit to a checkpoint": row(checkpoint_exit_step=4),
     "fp16 masters, bf16 moments": row(adam=FP16_MASTERS | BF16_MOMENTS, **TROUBLE),
     "fp16 masters, fp32 moments": row(slow=True, adam=FP16_MASTERS, **TROUBLE),
@@ -74,7 +72,7 @@ for _name, _config in {"all at once": PACKED, "all at once, masters whole": WHOL
         experts=True,
         found_inf_steps=frozenset({4}),
         rerun_steps=frozenset({5, 7}),
-        grad_norm_skip_steps=frozenset({9}),
+        grad_norm_skip_steps=frozenset({8}),
     )
 for _strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
     for _kind, _options in {"dense": {}, "experts": {"experts": True}, "swiglu": {"swiglu": True}}.items():
@@ -87,7 +85,7 @@ def lanes(rows):
 
 
 @pytest.mark.parametrize("name", lanes(ROWS))
-def test_12_steps_are_bitwise_equal_to_resident_with_every_state_off_in_forward_and_backward(name):
+def test_8_steps_are_bitwise_equal_to_resident_with_every_state_off_in_forward_and_backward(name):
     config, options, _ = ROWS[name]
     expected, record, stats = same_steps(config, STEPS, **options)
     exits = options.get("checkpoint_exit_step")
@@ -113,9 +111,7 @@ SHARES = [{"fraction": 0.5}, {"moments": False}, {"master_weights": False}, {"fr
 IN_THE_FAST_LANE = [
     ("distributed", 1),
     ("distributed", 2),
-    ("distributed", 3),
     ("adam", 0),
-    ("muon", 1),
     ("dist_muon", 2),
 ]
 
@@ -138,7 +134,7 @@ def test_a_share_of_the_states_is_bitwise_equal_and_keeps_the_rest(name, share):
         assert 0 < record.peak_forward_backward_bytes == stats.state_bytes - stats.offloaded_bytes
 
 
-@pytest.mark.parametrize("moment2", ["adamuon", "normuon"])
+@pytest.mark.parametrize("moment2", [pytest.param("adamuon", marks=pytest.mark.slow), "normuon"])
 def test_adaptive_muon_offloads_a_second_moment_of_each_element_and_keeps_that_of_each_row(monkeypatch, moment2):
     from megatron.core.optimizer import emerging_optimizers
 
@@ -247,7 +243,7 @@ def updates(monkeypatch, landed, offload, config=WHOLE):
     return seen
 
 
-@pytest.mark.parametrize("fraction", [1, 0.7])
+@pytest.mark.parametrize("fraction", [pytest.param(1, marks=pytest.mark.slow), 0.7])
 def test_the_order_of_muons_updates_is_that_of_its_parameters_whatever_stays_and_has_landed(monkeypatch, fraction):
     # With tensor parallelism each update may wait for the same update of other ranks.
     monkeypatch.setattr("bridge_fgo.memory.layout.LEAST_PART_BYTES", 2**17)

@@ -27,7 +27,7 @@ def run_both(folder, changes, loads=(None, None), steps=2, ranks=2, target=rank_
         rank_child.Job(folder / str(offload), ranks, offload, loads[offload], steps, changes)
         for offload in (False, True)
     ]
-    both = [children.run_ranks(target, job) for job in jobs]
+    both = children.run_all(target, jobs)
     for resident, offloaded in zip(*both, strict=True):
         assert offloaded["numbers"] == resident["numbers"]
         assert len({tuple(of_step) for of_step in resident["numbers"]}) == len(resident["numbers"])
@@ -55,8 +55,8 @@ def named(changes):
     ],
     ids=named,
 )
-def test_two_ranks_train_12_steps_and_save_as_resident_ones(tmp_path, changes):
-    (resident, offloaded), _ = run_both(tmp_path, changes, steps=12)
+def test_two_ranks_train_6_steps_and_save_as_resident_ones(tmp_path, changes):
+    (resident, offloaded), _ = run_both(tmp_path, changes, steps=6)
     assert_same_shards(offloaded / "trained", resident / "trained")
 
 
@@ -77,7 +77,7 @@ def test_two_ranks_train_12_steps_and_save_as_resident_ones(tmp_path, changes):
 def test_two_ranks_with_masters_of_whole_parameters_train_save_and_resume_as_resident_ones(tmp_path, changes):
     changes = {"distributed": False, **changes}
     trouble = {"rerun_steps": frozenset({3}), "grad_norm_skip_steps": frozenset({5})}
-    (resident, offloaded), (_, seen) = run_both(tmp_path / "saved", changes | trouble, steps=10)
+    (resident, offloaded), (_, seen) = run_both(tmp_path / "saved", changes | trouble, steps=6)
     assert_same_shards(offloaded / "trained", resident / "trained")
     if changes.get("optimizer") == "dist_muon" or "tp" in changes:
         assert len({rank["digests"]["masters"] for rank in seen}) == 2, "each rank has masters of its own"
@@ -128,7 +128,7 @@ def test_two_ranks_load_with_two_parts_each_and_go_on_as_resident_ones(tmp_path,
     _, both = run_both(tmp_path, changes, loads, target=rank_child.load_with_few_parts)
     for resident, offloaded in zip(*both, strict=True):
         assert offloaded["left"] == 0 < resident["left"]
-        assert 0 < offloaded["peak"] <= offloaded["allowed"] < offloaded["state_bytes"] / 4 < resident["peak"] / 4
+        assert 0 < offloaded["peak"] <= offloaded["allowed"] < offloaded["state_bytes"] / 3 < resident["peak"] / 3
 
 
 def test_two_ranks_save_a_gated_delta_net_split_in_resident_bytes_and_load_it_as_resident_ones(tmp_path):

@@ -299,6 +299,7 @@ class Gradients:
                 self._give_back(buffer, mine)
         for group in self._group_of.values():
             vars(group).pop(MANAGED, None)
+        self._group_of.clear()  # closed once more, they would lose what has taken them since
         self._moving.clear()
 
     def _give_back(self, buffer: Any, mine: list[GradientBucket]) -> None:

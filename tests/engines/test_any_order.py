@@ -334,8 +334,8 @@ def make_masters_anew(optimizer):
     [
         ("", 20),
         ("7", 20),
-        pytest.param("", 160, marks=pytest.mark.slow),
-        pytest.param("8", 80, marks=pytest.mark.slow),
+        pytest.param("", 80, marks=pytest.mark.slow),
+        pytest.param("8", 50, marks=pytest.mark.slow),
     ],
 )
 def test_any_order_leaves_bits_right_with_late_copies_and_poison_too(monkeypatch, debug, examples):

@@ -10,8 +10,6 @@ from saving import assert_same_shards, load, newest, save
 import bridge_fgo
 from bridge_fgo.bridge import session
 from bridge_fgo.engines.gradients import AHEAD, MANAGED, Gradients, gradients_of
-from bridge_fgo.memory.gradient_bucket import GradientBucket
-from bridge_fgo.tools.arms import cpu_training
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -22,91 +20,68 @@ OFF = dataclasses.replace(PACKED, gradients=True)
 THREE = BUCKETS | {"microbatches": 3}
 KINDS = {
     "one_microbatch": {"microbatches": 1},
-    "three_microbatches": {"microbatches": 3},
-    "chunks": {"chunks": 2, "microbatches": 3},
-    "experts": {"experts": True, "microbatches": 3},
+    "three_microbatches": {},
+    "chunks": {"chunks": 2},
+    "experts": {"experts": True},
     "frozen": {"frozen": True},
-    "fp16": {"precision": "fp16", "microbatches": 3},
-    "fp32_norms": {"precision": "fp32_params", "microbatches": 3},
-    "gathered_in_forward": {"overlap_param_gather": True, "microbatches": 3},
-    "adam_not_distributed": {**OPTIMIZERS["adam"], "microbatches": 3},
-    "muon": {**OPTIMIZERS["muon"], "microbatches": 3},
-    "rerun": {"rerun_steps": frozenset({2}), "microbatches": 3},
-    "skipped": {"found_inf_steps": frozenset({2}), "grad_norm_skip_steps": frozenset({3}), "microbatches": 3},
-    "lengths": {"lengths": (32, 16, 24), "sequence": 32, "microbatches": 3},
+    "fp16": {"precision": "fp16"},
+    "fp32_norms": {"precision": "fp32_params"},
+    "gathered_in_forward": {"overlap_param_gather": True},
+    "adam_not_distributed": OPTIMIZERS["adam"],
+    "muon": OPTIMIZERS["muon"],
+    "rerun": {"rerun_steps": frozenset({2})},
+    "skipped": {"found_inf_steps": frozenset({2}), "grad_norm_skip_steps": frozenset({3})},
+    "lengths": {"lengths": (32, 16, 24), "sequence": 32},
+    "fp32_local_accumulation": {
+        "configured": {
+            "ddp.param_name_patterns_for_fp32_local_accumulation": ("*linear_fc1*", "*word_embeddings*"),
+            "ddp.grad_reduce_in_fp32": False,
+        }
+    },
+    "full_recompute": {
+        "configured": {
+            "model.recompute_granularity": "full",
+            "model.recompute_method": "uniform",
+            "model.recompute_num_layers": 1,
+        }
+    },
+    "tied_embeddings": {"configured": {"model.share_embeddings_and_output_weights": True}},
+    "nan_checks": {"configured": {"ddp.check_for_nan_in_grad": True}},
+    "loss_per_token": {"configured": {"model.calculate_per_token_loss": True}},
+    "bf16_gradients": {"configured": {"ddp.grad_reduce_in_fp32": False}},
 }
+"""Options, and what Bridge's config has otherwise; of three microbatches where nothing else is said."""
+IN_THE_FAST_LANE = [
+    ("one_microbatch", "lazy"),
+    *(
+        (kind, "off")
+        for kind in ("chunks", "experts", "rerun", "skipped", "fp32_local_accumulation", "tied_embeddings")
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        pytest.param(kind, config, id=f"{kind}-{name}", marks=pytest.mark.slow if name == "lazy" and several else ())
-        for kind, options in KINDS.items()
-        for name, config, several in (("lazy", LAZY, options.get("microbatches", 0) > 1), ("off", OFF, False))
-    ],
-)
+def in_lanes(kinds, fast):
+    """Return each kind with both settings; those that are not among `fast` are for the slow lane."""
+    pairs = [(kind, name) for kind in kinds for name in ("lazy", "off")]
+    marks = {pair: () if pair in fast else pytest.mark.slow for pair in pairs}
+    return [pytest.param(k, {"lazy": LAZY, "off": OFF}[n], id=f"{k}-{n}", marks=marks[k, n]) for k, n in pairs]
+
+
+@pytest.mark.parametrize(("kind", "config"), in_lanes(KINDS, IN_THE_FAST_LANE))
 def test_training_is_bitwise_equal_to_resident(kind, config):
-    with as_resident(4, config, **BUCKETS | KINDS[kind]) as run:
-        steps(run, 4)
+    with as_resident(3, config, **THREE | KINDS[kind]) as run:
+        steps(run, 3)
         moved = session_of(run).gradients.traffic
-        is_off = config is OFF and run.options.microbatches > 1
-        assert (moved.out > 0) is (moved.back > 0) is (is_off and kind != "frozen")
+        assert (moved.out > 0) is (moved.back > 0) is (config is OFF and kind not in ("one_microbatch", "frozen"))
 
 
 def test_each_microbatch_but_the_last_has_every_byte_that_moves_leave_and_return_as_the_figures_say():
-    with as_resident(3, OFF, **BUCKETS | {"microbatches": 3}) as run:
+    with as_resident(3, OFF, **THREE) as run:
         steps(run, 3)
         stats, gradients = bridge_fgo.stats(), session_of(run).gradients
         assert stats.gradient_bytes == gradients.nbytes >= gradients.moving_bytes > 0
         assert stats.gradient_bytes_offloaded == stats.gradient_bytes_reloaded == 2 * gradients.moving_bytes
         assert gradients.traffic.seconds > 0
-
-
-RECONFIGURED = {
-    "fp32_local_accumulation": {
-        "ddp.param_name_patterns_for_fp32_local_accumulation": ("*linear_fc1*", "*word_embeddings*"),
-        "ddp.grad_reduce_in_fp32": False,
-    },
-    "full_recompute": {
-        "model.recompute_granularity": "full",
-        "model.recompute_method": "uniform",
-        "model.recompute_num_layers": 1,
-    },
-    "tied_embeddings": {"model.share_embeddings_and_output_weights": True},
-    "nan_checks": {"ddp.check_for_nan_in_grad": True},
-    "loss_per_token": {"model.calculate_per_token_loss": True},
-    "bf16_gradients": {"ddp.grad_reduce_in_fp32": False},
-}
-
-
-def reconfigure(patch, changes):
-    """Have trainings of the CPU lane configured otherwise."""
-    make_config = cpu_training.make_config
-
-    def make(options):
-        cfg = make_config(options)
-        for path, value in changes.items():
-            section, name = path.split(".")
-            assert hasattr(getattr(cfg, section), name), path
-            setattr(getattr(cfg, section), name, value)
-        return cfg
-
-    patch.setattr(cpu_training, "make_config", make)
-
-
-@pytest.mark.parametrize("config", [pytest.param(LAZY, marks=pytest.mark.slow), OFF], ids=["lazy", "off"])
-@pytest.mark.parametrize("changes", RECONFIGURED.values(), ids=RECONFIGURED)
-def test_training_that_is_configured_otherwise_is_bitwise_equal_to_resident(monkeypatch, changes, config):
-    reconfigure(monkeypatch, changes)
-
-    def train(run):
-        records = steps(run, 3)
-        if run.options.offload:
-            moved = session_of(run).gradients.traffic
-            assert (moved.out > 0) is (moved.back > 0) is (config is OFF)
-        return records
-
-    both(train, config, **THREE)
 
 
 def test_an_expert_without_tokens_does_not_keep_others_from_leaving():
@@ -153,15 +128,15 @@ def watch(run, config):
     return seen
 
 
-MEMORY = {name: KINDS[name] for name in ("one_microbatch", "three_microbatches", "experts", "rerun", "chunks")}
-
-
-@pytest.mark.parametrize("config", [LAZY, OFF], ids=["lazy", "off"])
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ("experts", "rerun") else ()) for kind in MEMORY]
+    ("kind", "config"),
+    in_lanes(
+        ("one_microbatch", "three_microbatches", "experts", "rerun", "chunks"),
+        fast=[("three_microbatches", "lazy"), ("chunks", "off")],
+    ),
 )
 def test_what_has_memory_at_each_point_of_a_step(kind, config):
-    options = BUCKETS | KINDS[kind] | {"layers": 4}
+    options = THREE | KINDS[kind] | {"layers": 4}
     with training(True, config, **options) as run:
         seen = watch(run, config)
         for number in range(3):
@@ -186,7 +161,8 @@ def test_what_has_memory_at_each_point_of_a_step(kind, config):
             assert len(points) == 2 * a_pass * (2 if kind == "rerun" and number == 1 else 1) + 1
 
 
-def test_gradients_that_are_read_between_steps_are_those_of_a_resident_run():
+@pytest.mark.parametrize("config", [pytest.param(LAZY, marks=pytest.mark.slow), OFF], ids=["lazy", "off"])
+def test_gradients_that_are_read_between_steps_are_those_of_a_resident_run(config):
     def train(run):
         seen = []
         for _ in range(2):
@@ -198,8 +174,7 @@ def test_gradients_that_are_read_between_steps_are_those_of_a_resident_run():
             seen.append(exact([bucket.grad_data for chunk in run.model for bucket in chunk.buffers[0].buckets]))
         return seen
 
-    for config in (LAZY, OFF):
-        both(train, config, **THREE)
+    both(train, config, **THREE)
 
 
 def test_gradients_that_are_read_in_the_midst_of_a_step_are_those_of_a_resident_run():
@@ -243,19 +218,19 @@ def raise_injected():
     raise Injected
 
 
-def step_that_fails(run, error=Injected):
+def step_that_fails(run):
     """Run a step that ends with an error, as a loop does that goes on after it."""
     from megatron.bridge.training.initialize import init_rerun_state
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 
-    with pytest.raises(error):
+    with pytest.raises(Injected):
         run.step()
     destroy_rerun_state_machine()  # it is in the midst of a pass
     init_rerun_state(run.cfg.rerun_state_machine)
 
 
-@pytest.mark.parametrize("config", [LAZY, OFF], ids=["lazy", "off"])
-@pytest.mark.parametrize("microbatch", [1, 2])
+@pytest.mark.parametrize("config", [pytest.param(LAZY, marks=pytest.mark.slow), OFF], ids=["lazy", "off"])
+@pytest.mark.parametrize("microbatch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_after_an_error_in_a_backward_the_next_step_is_right(microbatch, config):
     def train(run):
         done = steps(run)
@@ -264,41 +239,6 @@ def test_after_an_error_in_a_backward_the_next_step_is_right(microbatch, config)
         return done, steps(run, 2)
 
     both(train, config, **THREE)
-
-
-def test_after_no_memory_for_a_bucket_that_a_backward_needs_the_next_step_is_right(monkeypatch):
-    allocate = GradientBucket.allocate
-
-    def no_memory(bucket):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    def train(run):
-        done = steps(run)
-        how = (lambda: monkeypatch.setattr(GradientBucket, "allocate", no_memory)) if run.options.offload else None
-        fail_once(run, 2, how or raise_injected)
-        step_that_fails(run, torch.OutOfMemoryError if run.options.offload else Injected)
-        monkeypatch.setattr(GradientBucket, "allocate", allocate)
-        return done, steps(run, 2)
-
-    both(train, OFF, **THREE)
-
-
-def test_a_bucket_that_finds_no_memory_early_comes_later(monkeypatch):
-    allocate, prefetch, failed = GradientBucket.allocate, Gradients._prefetch, []
-
-    def prefetches(gradients, buckets):
-        def no_memory(bucket):
-            failed.append(bucket)
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(GradientBucket, "allocate", no_memory)
-            prefetch(gradients, buckets)
-
-    monkeypatch.setattr(Gradients, "_prefetch", prefetches)
-    with as_resident(4, OFF, **THREE) as run:
-        steps(run, 4)
-        assert len(failed) >= 4 and GradientBucket.allocate is allocate
 
 
 # The end.
@@ -327,10 +267,20 @@ def unset(run):
     run.cfg.optimizer.offload_optimizer_states = False
 
 
-@pytest.mark.parametrize("end", [unset, lambda run: bridge_fgo.uninstall()], ids=["flag_unset", "uninstalled"])
-@pytest.mark.parametrize("config", [LAZY, OFF], ids=["lazy", "off"])
+def uninstall(run):
+    bridge_fgo.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("end", "config"),
+    [
+        (unset, OFF),
+        (uninstall, LAZY),
+        *(pytest.param(*of, marks=pytest.mark.slow) for of in ((unset, LAZY), (uninstall, OFF))),
+    ],
+)
 def test_after_an_end_in_mid_run_the_buffers_are_mcores_and_training_goes_on_bitwise(end, config):
-    with as_resident(4, config, **BUCKETS | KINDS["chunks"]) as run:
+    with as_resident(4, config, **THREE | KINDS["chunks"]) as run:
         steps(run, 2)
         buckets = session_of(run).gradients.buckets
         before = exact([param.main_grad for chunk in run.model for param in chunk.parameters()])
@@ -344,7 +294,9 @@ def test_after_an_end_in_mid_run_the_buffers_are_mcores_and_training_goes_on_bit
         assert all(bucket._storage.nbytes() == 0 for bucket in buckets)
 
 
-@pytest.mark.parametrize("moment", ["before the first step", "zeroed", "after an error in a backward"])
+@pytest.mark.parametrize(
+    "moment", ["before the first step", "zeroed", "after an error in a backward", "its optimizer is gone"]
+)
 def test_uninstall_at_any_moment_gives_back_the_buffers(moment):
     with training(True, OFF, installed=False, **THREE) as run:
         bridge_fgo.install(OFF)
@@ -359,15 +311,8 @@ def test_uninstall_at_any_moment_gives_back_the_buffers(moment):
             fail_once(run, 2, raise_injected)
             with pytest.raises(Injected):
                 run.step()
-        bridge_fgo.uninstall()
-        require_mcores_own(run)
-
-
-def test_uninstall_gives_back_the_gradients_of_a_model_whose_optimizer_is_gone():
-    with training(True, OFF, installed=False, **THREE) as run:
-        bridge_fgo.install(OFF)
-        run.step()
-        run.optimizer = run.scheduler = None
+        if moment == "its optimizer is gone":
+            run.optimizer = run.scheduler = None
         bridge_fgo.uninstall()
         require_mcores_own(run)
 

@@ -13,10 +13,9 @@ from quantized_weights import Float8BlockwiseQTensor, Float8Tensor, NVFP4Tensor,
 import bridge_fgo
 from bridge_fgo.memory.gradient_bucket import BUCKET
 from bridge_fgo.memory.transfers import Transfers
-from bridge_fgo.tools.arms import cpu_training
 from bridge_fgo.tools.arms.final_state import final_state, joined_digests
 
-OPTIONS = SMALL | {"overlap_grad_reduce": True, "bucket_size": 20_000, "layers": 4, "microbatches": 3}
+OPTIONS = SMALL | {"overlap_grad_reduce": True, "bucket_size": 20_000, "layers": 3, "microbatches": 3}
 LAZY = dataclasses.replace(PACKED, master_remainders=None, gradients="lazy")
 OFF = dataclasses.replace(LAZY, gradients=True)
 KINDS = {
@@ -30,16 +29,10 @@ KINDS = {
 def quantized(request, monkeypatch):
     """Have trainings keep the matrices of their layers quantized; return the class and other options."""
     have_mcore_quantize(request.param, monkeypatch)
-    make_config = cpu_training.make_config
-
-    def make(options):
-        cfg = make_config(options)
-        setattr(cfg.ddp, "fp4_param_gather" if request.param is NVFP4Tensor else "fp8_param_gather", True)
-        cfg.optimizer.fp8_recipe = None if request.param is NVFP4Tensor else "tensorwise"
-        return cfg
-
-    monkeypatch.setattr(cpu_training, "make_config", make)
-    return request.param, OPTIONS | KINDS[request.param]
+    is_fp4 = request.param is NVFP4Tensor
+    gathered = {f"ddp.{'fp4' if is_fp4 else 'fp8'}_param_gather": True}
+    configured = gathered | {"optimizer.fp8_recipe": None if is_fp4 else "tensorwise"}
+    return request.param, OPTIONS | KINDS[request.param] | {"configured": configured}
 
 
 @pytest.mark.usefixtures("cpu_standins")
@@ -50,8 +43,8 @@ def test_training_is_bitwise_equal_to_resident(quantized):
         with training(config is not None, config or PACKED, **options) as run:
             weights = [weight for weight in run.model[0].parameters() if isinstance(weight, kind)]
             before = exact(weights)
-            returned = steps(run, 4)
-            assert {type(weight) for weight in weights} == {kind} and exact(weights) != before and len(weights) == 16
+            returned = steps(run, 3)
+            assert {type(weight) for weight in weights} == {kind} and exact(weights) != before and len(weights) == 12
             ends.append((returned, bits(run), joined_digests(final_state(run.model, run.optimizer))))
             assert ends[-1] == ends[0]
             if config is not None:
@@ -75,7 +68,7 @@ def test_training_that_sleeps_is_bitwise_equal_to_resident(quantized, config, mo
 
     def train(run):
         res = bridge_fgo.Residency(run.model, run.optimizer) if run.options.offload else None
-        for _ in range(3):
+        for _ in range(2):
             yield steps(run)
             if res is not None:
                 res.offload("params")

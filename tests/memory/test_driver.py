@@ -1,7 +1,6 @@
 """What the CUDA driver and NVRTC refuse is an error, without either."""
 
-import subprocess
-import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -38,21 +37,17 @@ def test_what_the_driver_refuses_is_an_error(monkeypatch, what):
         CALLS[what]()
 
 
-AT_EXIT = """
-from types import SimpleNamespace
-from bridge_fgo.memory import driver
-driver._library = lambda: SimpleNamespace(
-    cuStreamCreate=lambda stream, flags: 0, cuStreamDestroy_v2=lambda stream: print("destroyed")
-)
-driver.Stream()
-left = driver.Stream()
-"""
-
-
-def test_a_stream_is_destroyed_with_its_owner_but_not_at_exit():
+def test_a_stream_is_destroyed_with_its_owner_but_not_at_exit(monkeypatch):
     # The context may be gone by then.
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (0, "destroyed\n"), done.stderr
+    destroyed, made, finalize = [], [], weakref.finalize
+    library = SimpleNamespace(cuStreamCreate=lambda stream, flags: 0, cuStreamDestroy_v2=destroyed.append)
+    monkeypatch.setattr(driver, "_library", lambda: library)
+    monkeypatch.setattr(weakref, "finalize", lambda *of: made.append(finalize(*of)) or made[-1])
+    stream = driver.Stream()
+    assert [one.atexit for one in made] == [False] and not destroyed
+    handle = stream.handle
+    del stream
+    assert destroyed == [handle]
 
 
 def test_what_nvrtc_says_of_a_source_is_in_the_error():

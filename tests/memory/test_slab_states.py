@@ -107,7 +107,7 @@ class AnyOrderOfTheFiveVerbs(RuleBasedStateMachine):
 
 
 TestAnyOrderOfTheFiveVerbs = AnyOrderOfTheFiveVerbs.TestCase
-TestAnyOrderOfTheFiveVerbs.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestAnyOrderOfTheFiveVerbs.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 PASS = ["offload", "release", "reload"]

@@ -63,7 +63,7 @@ def require_memory(training):
     assert not [slab.nbytes for slab in here if slab.gpu.untyped_storage().nbytes() != slab.nbytes]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(24), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 60))])
 def test_what_was_interrupted_is_right_or_refused(seed):
     _, lines = interrupted(seed)  # not at all, to count them
     choose = random.Random(seed)

@@ -397,7 +397,7 @@ class Measured:
     def __init__(self):
         transfers = CudaTransfers(torch.device("cpu"), 2**24)
         self._before = resident_bytes()
-        self.training = made(optimizers=2, transfers=transfers, sizes=[500_000] * 5)
+        self.training = made(optimizers=2, transfers=transfers, sizes=[200_000] * 5)
         self.engine, self.own = self.training.engine, self.taken()
         assert self.own >= sum(slab.nbytes for slab in self.training.slabs())
 

@@ -72,7 +72,7 @@ def test_the_step_that_makes_the_states_holds_two_parts_too(monkeypatch, masters
     training.end_step()
 
 
-@pytest.mark.parametrize("room", [0, 0.1, 0.4])
+@pytest.mark.parametrize("room", [0, *(pytest.param(room, marks=pytest.mark.slow) for room in (0.1, 0.4))])
 @pytest.mark.parametrize("sizes", [[1000] * 64, SIZES * 9])
 def test_the_step_in_which_masters_are_first_packed_holds_no_more_than_others(monkeypatch, sizes, room):
     whole = 12 * sum(sizes)

@@ -215,7 +215,7 @@ def require_for_the_driver(order, copied):
 
 
 def test_what_was_released_may_go_to_the_driver_once_the_host_has_waited_and_not_before(order, monkeypatch):
-    for seed in range(20):
+    for seed in range(8):
         require_for_the_driver(order, release_some_and_wait(order, seed))
     monkeypatch.setattr(CudaTransfers, "await_released", lambda transfers: None)
     copied = release_some_and_wait(order, 1)
