@@ -148,7 +148,35 @@ def drive(engine: str) -> None:
     train.train_step = driven  # type: ignore[assignment]
 
 
-CHANGES = {"FAULT": plant, "RACE": take_out_a_wait, "ALLOWED_BYTES": allow, "TOUCHED": touch, "OWN_LOOP": drive}
+def sleep(first: str) -> None:
+    """After each step from the `first` on, have the training sleep, overwrite what is free, and wake it."""
+    from phases_arm import spoil
+
+    from bridge_fgo.tools.arms import gpu_recorder
+
+    class Sleeper(gpu_recorder.ArmRecorder):
+        def on_train_step_end(self, context: Any) -> None:
+            super().on_train_step_end(context)
+            if self.step < int(first):
+                return
+            known = context.user_state
+            if "residency" not in known:
+                known["residency"] = bridge_fgo.Residency(context.model, context.optimizer)
+            known["residency"].offload()
+            spoil(2)  # the resident arm may run beside
+            known["residency"].reload()
+
+    gpu_recorder.ArmRecorder = Sleeper  # type: ignore[misc]
+
+
+CHANGES = {
+    "FAULT": plant,
+    "RACE": take_out_a_wait,
+    "ALLOWED_BYTES": allow,
+    "TOUCHED": touch,
+    "OWN_LOOP": drive,
+    "SLEEP_FROM_STEP": sleep,
+}
 """What each variable of the environment changes; its value is the argument."""
 
 

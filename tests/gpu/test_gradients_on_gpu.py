@@ -1,18 +1,22 @@
-"""Gradients that leave the GPU while side streams of the model still add to them.
+"""Gradients that leave the GPU: beside streams that still add to them, and in trainings that sleep.
 
 pytest -m gpu tests/gpu/test_gradients_on_gpu.py
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
-from gpu_lane import NEEDS_CUDA
+from gpu_lane import NEEDS_CUDA, SMALL, arm, assert_bitwise_equal, side_by_side
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import make_transfers
 from bridge_fgo.memory.gradient_bucket import GradientBucket
 from bridge_fgo.memory.host_buffer import page_lock
 from bridge_fgo.memory.meters import Traffic
+from bridge_fgo.tools.arms import runner
 
 pytestmark = NEEDS_CUDA
 
@@ -52,3 +56,15 @@ def test_what_a_side_stream_adds_late_is_in_the_copy() -> None:
     torch.cuda.synchronize()
     assert not others.any()
     assert torch.equal(param.main_grad, torch.full_like(data, 3))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("gradients", ["lazy", "true"])
+def test_training_that_sleeps_between_steps_is_bitwise_a_resident_one(gradients: str, tmp_path: Path) -> None:
+    def run(offload: str) -> runner.ArmRun:
+        options = (*SMALL, "--steps", "12", "--offload", offload)
+        if offload == "off":
+            return arm("resident", tmp_path, *options)
+        managed, sleeps = ("--gradients", gradients), {"SLEEP_FROM_STEP": "4"}
+        return arm("sleeping", tmp_path, *options, *managed, module="changed_arm", environment=sleeps)
+
+    assert_bitwise_equal(*side_by_side(run), steps=12)
