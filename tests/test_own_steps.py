@@ -9,9 +9,8 @@ from unittest import mock
 import fused_adam
 import pytest
 import torch
-from both import OPTIMIZERS, PACKED, WHOLE, bits, both, session_of, steps, training
+from both import OPTIMIZERS, PACKED, WHOLE, bits, both, steps, training
 from saving import load, save
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import bridge_fgo
 from bridge_fgo.states.inner_step import InnerStep
@@ -169,55 +168,29 @@ def test_in_a_residencys_training_step_it_steps_once_bitwise_as_resident(name, m
     assert "is not divided" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("when", ["pre", "post"])
-def test_hooks_on_the_step_run_once_a_step_bitwise_as_resident(when):
+@pytest.mark.parametrize("where", ["before", "after", "around"])
+def test_hooks_on_the_step_and_a_wrapper_run_once_a_step_with_every_parameter_bitwise_as_resident(where):
     def hooked(run):
-        calls = []
+        adam, seen = run.optimizer.chained_optimizers[0].optimizer, []
+        step = adam.step
 
-        def hook(adam, args, kwargs):
-            calls.append(len(adam.param_groups[0]["params"]))
+        def hook(*how):
+            seen.append([param.sum().item() for group in adam.param_groups for param in group["params"]])
             for group in adam.param_groups:
                 group["lr"] *= 0.9
 
-        getattr(run.optimizer.chained_optimizers[0].optimizer, f"register_step_{when}_hook")(hook)
-        return steps(run, STEPS), calls
-
-    (_, calls), _ = both(hooked)
-    assert len(calls) == STEPS
-
-
-def test_a_wrapper_of_adams_step_is_called_once_a_step_with_every_parameter():
-    def wrapped(run):
-        adam = run.optimizer.chained_optimizers[0].optimizer
-        step, seen = adam.step, []
-
         def wrapper(*args, **kwargs):
-            seen.append([param.sum().item() for group in adam.param_groups for param in group["params"]])
+            hook()
             return step(*args, **kwargs)
 
-        adam.step = wrapper
+        if where == "around":
+            adam.step = wrapper
+        else:
+            {"before": adam.register_step_pre_hook, "after": adam.register_step_post_hook}[where](hook)
         return steps(run, 3), seen
 
-    (_, seen), _ = both(wrapped)
+    (_, seen), _ = both(hooked)
     assert len(seen) == 3
-
-
-def test_plans_count_all_that_such_a_step_holds(monkeypatch):
-    with (
-        provided("torchs_adamw_that_counts_its_calls", monkeypatch) as (_, options),
-        training(True, **options) as run,
-    ):
-        steps(run, 2)
-        engine = session_of(run).engine
-        assert engine.schedule.holding.held_through_step == sum(slab.nbytes for slab in engine.slabs) > 0
-
-
-@pytest.fixture
-def updates(monkeypatch):
-    """The updates of single parts."""
-    seen, update = [], InnerStep.update
-    monkeypatch.setattr(InnerStep, "update", lambda inner, part: (seen.append(part), update(inner, part))[1])
-    return seen
 
 
 class OfTheSameStep(torch.optim.AdamW):
@@ -228,8 +201,11 @@ class OfTheSameStep(torch.optim.AdamW):
 
 
 def test_a_subclass_with_the_known_step_is_divided_also_where_a_scheduler_of_torchs_counts_its_calls(
-    monkeypatch, updates
+    monkeypatch,
 ):
+    updates, update = [], InnerStep.update
+    monkeypatch.setattr(InnerStep, "update", lambda inner, part: (updates.append(part), update(inner, part))[1])
+
     def scheduled(run):
         for leaf in run.optimizer.chained_optimizers:
             torch.optim.lr_scheduler.ConstantLR(leaf.optimizer)
@@ -239,24 +215,6 @@ def test_a_subclass_with_the_known_step_is_divided_also_where_a_scheduler_of_tor
 
     monkeypatch.setattr(torch.optim, "AdamW", OfTheSameStep)
     both(scheduled)
-
-
-def test_torchs_hook_for_kinetos_daemon_is_called_once_a_step_and_leaves_it_divided(monkeypatch, updates):
-    counted = []
-
-    def trained(run):
-        counted.clear()
-        seen = steps(run, 4)
-        assert len(counted) == 8  # of two optimizers
-        return seen, list(counted)
-
-    monkeypatch.setattr(torch.profiler, "_optimizer_post_hook", lambda adam, *how: counted.append(type(adam)))
-    handle = register_optimizer_step_post_hook(torch.profiler._optimizer_post_hook)  # as with KINETO_USE_DAEMON=1
-    try:
-        both(trained, experts=True)
-    finally:
-        handle.remove()
-    assert len(updates) > 2 * 8
 
 
 @pytest.mark.slow

@@ -6,12 +6,11 @@ from functools import wraps
 import fused_adam
 import pytest
 import torch
-from both import PACKED, WHOLE, as_resident, both, resident, session_of, steps, training
+from both import PACKED, WHOLE, as_resident, both, resident, session_of, training
 from bridge_loop import train
 from fake_meter import FakeMeter, have_sessions_take_it
 
-import bridge_fgo
-from bridge_fgo.bridge import session, state_wrappers
+from bridge_fgo.bridge import session
 from bridge_fgo.states import inner_step
 
 STEPS = 8
@@ -129,29 +128,6 @@ def test_lengths_that_change_are_bitwise_equal_and_no_step_is_above_what_releasi
     assert max(excess) <= largest
     assert min(max(others for others, _ in seen), expected.state_bytes) > expected.state_bytes / 2
     assert sum(planned) > len(planned) / 2
-
-
-def test_readers_between_steps_find_masters_that_are_on_the_host(bridge_train):
-    # Bridge's calc_params_l2_norm (log_params_norm) reads `param.main_param`; without the gate it reads freed memory.
-    with training(True) as run:
-        steps(run, 2)
-        assert run.live_state_bytes() < bridge_fgo.stats().state_bytes
-        parameters = [p for p in run.model[0].parameters() if hasattr(p, "main_param")]
-
-        def norm(model, *args, **kwargs):
-            return sum(float(p.main_param.norm()) for p in parameters)
-
-        assert hasattr(bridge_train.calc_params_l2_norm, "__wrapped__")
-        assert state_wrappers.reads_all_masters(norm, None, (run.model,), {}) > 0
-
-
-def test_an_evaluation_needs_no_more_memory_than_training():
-    with training(True) as run:
-        run.step()
-        assert run.live_state_bytes() > 0  # the last parts have not left yet
-        state_wrappers.make_room(lambda: None, None, (), {})
-        assert run.live_state_bytes() == 0
-        run.step()
 
 
 def test_a_budget_without_a_gpu_is_refused():

@@ -1,10 +1,7 @@
 """The native engine: bytes, what is pinned, and tensors that others replace; see `test_any_order.py` for bits."""
 
-import copy
-
 import pytest
 import torch
-from fake_optimizer import state_bytes
 from fake_training import Training, masters_of
 
 from bridge_fgo.engines import native, ranks
@@ -105,29 +102,6 @@ def test_at_the_end_of_a_training_step_what_is_coming_has_come_and_the_rest_stay
     assert first.state is SlabState.RESIDENT and {slab.state for slab in others} == {SlabState.RELEASED}
 
 
-def test_tensors_of_a_load_go_whenever_it_comes_and_the_memory_of_the_old_ones_goes_too():
-    training, optimizer = make()
-    both = optimizer, training.twins[0]
-    for number in range(3):
-        if number == 0:  # before the first step of this process
-            trained = make()[0]
-            trained.update()
-            state = copy.deepcopy(trained.twins[0].optimizer.state_dict())
-            most_released(training)
-        else:
-            training.update()
-            training.engine.require_writable()
-            state = copy.deepcopy(both[1].optimizer.state_dict())
-        for one in both:
-            one.optimizer.load_state_dict(copy.deepcopy(state))
-        training.engine.states_replaced(*training.sources)
-        late = [slab for slab in training.slabs() if slab.states[0].late]
-        assert late and all(slab.gpu_bytes == 0 for slab in late), "memory of tensors that nobody holds"
-        training.begin()
-        assert live(optimizer) == 0 and training.engine.traffic.released == 3 * MASTERS
-    training.check()
-
-
 def test_a_tensor_that_somebody_replaced_is_taken_in():
     training, optimizer = make()
     training.update()
@@ -175,11 +149,3 @@ def test_fp8_moments_are_refused_by_name():
     state = next(s for b in bundles(optimizer) if b.param is param for s in b.states if s.name == "exp_avg")
     with pytest.raises(ValueError, match="exp_avg_dtype"):
         state.read()
-
-
-def test_closed_it_leaves_every_state_where_it_can_be_used():
-    training, optimizer = make()
-    training.steps(2)
-    training.begin()
-    training.engine.close()
-    assert live(optimizer) >= 3 * MASTERS and state_bytes(optimizer) == state_bytes(training.twins[0])

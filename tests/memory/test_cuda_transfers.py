@@ -200,23 +200,6 @@ class LoggingLane(Lane):
         )
 
 
-def test_a_stream_whose_turn_it_is_waits_for_the_other_and_then_for_what_a_copy_comes_after(mocked):
-    lane = LoggingLane()
-    lane.copy(0, 0, 60, lane.event("first"))
-    lane.copy(0, 0, 130, lane.event("second"), (lane.event("update"),))
-    assert lane.log == [
-        ("copy", 60, "a"),
-        ("record", "first", "a"),
-        ("block", "first", "b"),
-        ("block", "update", "b"),
-        ("copy", 100, "b"),
-        ("record", "end of b", "b"),
-        ("block", "end of b", "a"),
-        ("copy", 30, "a"),
-        ("record", "second", "a"),
-    ]
-
-
 @pytest.mark.parametrize("nbytes", [30, 80, 130])
 def test_a_lane_stays_one_sequence_where_the_driver_refuses_an_event_or_to_wait(mocked, nbytes):
     lane = LoggingLane()

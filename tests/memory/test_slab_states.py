@@ -51,11 +51,11 @@ class ModelSlab(Recorder):
     def _start_offload(self):
         super()._start_offload()
         assert self.gpu is not LOST, "copy out of memory that was released or not filled yet"
-        self.pending.append("out")
+        self.pending.append(("out", self.gpu))
 
     def _release(self):
         super()._release()
-        assert "out" in self.pending or self.host is not LOST
+        assert ("out", self.gpu) in self.pending or self.host is not LOST
         self._finish("out")
         self.gpu = LOST
 
@@ -66,18 +66,19 @@ class ModelSlab(Recorder):
     def _start_reload(self):
         super()._start_reload()
         assert self.gpu is LOST, "reload over live states"
-        self.pending.append("in")
+        self.pending.append(("in", self.host))
 
     def _wait_reload(self):
         super()._wait_reload()
         self._finish("in")
 
     def _finish(self, kind):
-        while kind in self.pending:
-            if self.pending.pop(0) == "out":
-                self.host = self.gpu
+        while any(copy == kind for copy, _ in self.pending):
+            copy, version = self.pending.pop(0)
+            if copy == "in":
+                self.gpu = version
             else:
-                self.gpu = self.host
+                self.host = version if self.gpu == version else LOST  # what was written meanwhile tears it
 
 
 class AnyOrderOfTheFiveVerbs(RuleBasedStateMachine):
@@ -110,30 +111,11 @@ TestAnyOrderOfTheFiveVerbs = AnyOrderOfTheFiveVerbs.TestCase
 TestAnyOrderOfTheFiveVerbs.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
-PASS = ["offload", "release", "reload"]
-OF_PASS = ["start_offload", "release", "start_reload"]
-
-
-@pytest.mark.parametrize(
-    ("verbs", "calls"),
-    [
-        ([*PASS, *PASS], [*OF_PASS, "wait_reload", *OF_PASS]),
-        (["release"], []),
-        (["offload", "require_writable", "release"], ["start_offload", "give_up_offload"]),
-        (["offload", "require_readable", "release"], ["start_offload", "release"]),
-    ],
-    ids=[
-        "a second pass waits for the reload before it offloads",
-        "a release without an offload frees nothing",
-        "a write during the offload forbids the release",
-        "a read during the offload does not give it up",
-    ],
-)
-def test_verbs_do_what_is_still_to_be_done(verbs, calls):
+def test_a_read_during_the_offload_does_not_give_it_up():
     machine = Recorder()
-    for verb in verbs:
-        getattr(machine, verb)()
-    assert machine.calls == calls
+    for verb in (machine.offload, machine.require_readable, machine.release):
+        verb()
+    assert machine.calls == ["start_offload", "release"]
 
 
 def test_a_start_that_is_handed_in_takes_the_place_of_the_slabs_own_and_of_nothing_else():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_optimizer import make_distributed_optimizer, state_bytes, step, with_model
-from fake_training import Training, masters_of, weights_of
+from fake_training import masters_of, weights_of
 
 from bridge_fgo.memory.state import State
 from bridge_fgo.states.distributed import MegatronSource, bundles, home_device, live_bytes
@@ -296,29 +296,6 @@ def test_a_copy_that_fails_leaves_the_lists_and_counts_as_none():
     assert [optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups] == lists
     assert (written(source), part.noted) == (frozenset(), 0)
     assert "step" not in vars(optimizer.optimizer)
-
-
-@pytest.mark.parametrize(("fraction", "quantized"), [(0.3, False), (1.0, False), (1.0, True)])
-def test_under_an_engine_each_master_is_copied_once_a_step_whether_it_is_offloaded_or_not(fraction, quantized):
-    training = Training(sizes=SIZES, fraction=fraction, quantized=quantized)
-    (optimizer,), (source,) = training.optimizers, training.sources
-    native, _ = with_native_weight(optimizer)
-    masters = sorted(map(id, masters_of(optimizer)))
-    training.run_pass()
-    training.give_grads(training.both(source))
-    with training.engine.stepping(source):
-        optimizer.optimizer.step()
-        by_part = [] if quantized else [i for part in training.parts() for i in part.ids]
-        assert sorted(optimizer.copied) == sorted(by_part)
-        if quantized:
-            held = sum(slab.nbytes for slab in training.slabs() if slab.written_back)
-            assert training.schedule.holding.held_through_step == held > 0
-            assert all(slab.gpu_bytes for slab in training.slabs() if slab.written_back)
-        optimizer._copy_main_params_to_model_params()
-    assert sorted(optimizer.copied) == sorted([*masters, id(native)])
-    training.engine.require_readable()
-    pairs = zip(masters_of(optimizer), weights_of(optimizer), strict=True)
-    assert all(torch.equal(weight, master.bfloat16()) for master, weight in pairs)
 
 
 # The weights that masters are rounded to.
