@@ -163,7 +163,7 @@ class PeakRecorder:
 
     def begin_pass(self) -> None:
         """Forget what was before: an evaluation, or the same pass that is run again."""
-        self.drop()
+        self.profile = self._ledger.observer = None
         self.in_step = False
 
     def release(self) -> None:
@@ -178,10 +178,6 @@ class PeakRecorder:
             self._meter.end_interval()  # what came before belongs to no interval
             self.profile = profile
             self._ledger.observer = weakref.WeakMethod(self._memory_changes)
-
-    def drop(self) -> None:
-        """Measure no more."""
-        self.profile = self._ledger.observer = None
 
     def point(self) -> None:
         """Pass a point."""

@@ -117,7 +117,8 @@ class MasterCopy:
 
         The lists of native fp32 parameters stay as they are (`native`), or are empty.
         """
-        lists = dict(zip(self.masters, ([[main for main, _ in pairs]], [[model for _, model in pairs]]), strict=True))
+        of_masters, of_weights = self.masters
+        lists: dict[str, Any] = {of_masters: [[main for main, _ in pairs]], of_weights: [[model for _, model in pairs]]}
         if not native:
             lists |= {name: [] for name in self.native}
         return shadowed(self._optimizer, lists)
