@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections import defaultdict
 from typing import Any, override
 
 import torch
@@ -29,6 +28,7 @@ from bridge_fgo.tools.arms.turns import TurnTaker
 
 FIRST_MEASURED_STEP = 4
 """From this step on moments exist and buffers are warm: peaks are those of all steps that come."""
+SERIES = ("step_seconds", "between_seconds", "enqueue_seconds", "enqueue_alone_seconds", "save_steps")
 PHASES = ("forward_backward", "step")
 """What the package tells the peaks of apart."""
 
@@ -57,9 +57,9 @@ class ArmRecorder(Callback):
         self.peaks: dict[str, int] = {}
         self.figures: dict[str, Any] = {"first_step_peak_bytes": None, "base_bytes": 0, "graph_pool_bytes": 0}
         """Of the result, in bytes; `graph_pool_bytes` is what CUDA graphs have for themselves in the last step."""
-        self.series: dict[str, list[float]] = defaultdict(list)
+        self.series: dict[str, list[Any]] = {name: [] for name in SERIES}
         """Of the result, a value a step."""
-        self.save_steps: list[int] = []
+        self.host_loops: list[float] = []
         self.alone: MovesAlone | None = None
         self.trace: StepTrace | None = None
         self.turns: TurnTaker | None = None
@@ -106,7 +106,7 @@ class ArmRecorder(Callback):
         if self.step <= measured:
             # Between the last step's end and this one's begin, so that it is in neither's seconds. Of the phases
             # `rest` has it, and copies go on meanwhile: a thousandth of a step, in all arms alike.
-            self.series["host_loop_seconds"].append(host_loop_seconds())
+            self.host_loops.append(host_loop_seconds())
         if self.step == measured + 1 and self._options.save is not None:
             context.state.cfg.checkpoint.save_interval = 0  # Bridge's word for no more saves, nor one at the end
         if self.step == measured + 1 and self._options.alone_steps:
@@ -156,7 +156,7 @@ class ArmRecorder(Callback):
     @override
     def on_checkpoint_save(self, context: Any) -> None:
         # Bridge calls it when a checkpoint is complete: with --finish-saves before the next step begins.
-        self.save_steps.append(self.step)
+        self.series["save_steps"].append(self.step)
 
     def await_turn(self, step: int) -> None:
         """Wait until this arm has the GPU for `step`, where other arms train on it in turn."""
@@ -219,14 +219,13 @@ class ArmRecorder(Callback):
             self.trace.end(self._options.trace if self.writer is not None else None)
         digests, state_bytes = self.final_digests(context)
         phases = of_ranks(self._clock.medians())
-        host_loops = of_ranks(self.series.pop("host_loop_seconds", []))
+        host_loops = of_ranks(self.host_loops)
         if self.writer is None:
             return
         stats = bridge_fgo.stats()
         peaks: dict[str, int | None] = {**self.peaks}
         if stats is None:  # nobody told the phases of a step apart
             peaks |= dict.fromkeys(PHASES)
-        named = ("step_seconds", "between_seconds", "enqueue_seconds", "enqueue_alone_seconds")
         self.writer.result(
             digests=digests,
             engine=self.engine(None if stats is None else stats.engine),
@@ -239,8 +238,7 @@ class ArmRecorder(Callback):
             host_loop_seconds_of_ranks=host_loops,
             phase_seconds=phases[0],
             phase_seconds_of_ranks=phases,
-            save_steps=self.save_steps,
-            **{name: self.series[name] for name in named},
+            **self.series,
             **self.figures,
             **{f"peak_{name}_bytes": value for name, value in peaks.items()},
         )

@@ -92,8 +92,8 @@ class InTurn:
             for number, (name, how) in enumerate(self.arms.items()):
                 address = folder / str(number)
                 self._turnstiles[name] = stack.enter_context(closing(Turnstile(address)))
-                options = [*how["options"], "--turns", str(address)]
-                self._processes[name] = process = ArmProcess(name, **how | {"options": options})
+                given: dict[str, Any] = how | {"options": [*how["options"], "--turns", str(address)]}
+                self._processes[name] = process = ArmProcess(name, **given)
                 stack.callback(process.end)  # Ctrl-C here must not leave a trainer on the GPU
             for name in names:
                 self._await(name, "its start", until_it_waits=True)
