@@ -126,8 +126,8 @@ def prepare(config: Any, gpus: int) -> str | None:
     """
     from megatron.bridge.training.config import runtime_config_update
 
-    from bridge_fgo.bridge.patch import shadowed
     from bridge_fgo.bridge.settings import caller
+    from bridge_fgo.states.shadowed import shadowed
 
     with shadowed(caller, {"refuses": True}), world(gpus, 0):
         try:
