@@ -194,7 +194,7 @@ def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
         if value == default:
             continue
         if engine == honours and may_be_mcore and has_adam:
-            return engine
+            return honours
         raise ValueError(
             f"optimizer.{name}={value!r}: not honoured by the native engine; use OffloadConfig.fraction and "
             "OffloadConfig.slab_bytes, or engine='mcore' on an mcore that has the setting"
