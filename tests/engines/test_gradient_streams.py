@@ -1,7 +1,7 @@
 """No two streams meet in the gradients of a bucket, whatever a training does with them; and each wait is needed."""
 
 import random
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -139,45 +139,32 @@ def test_no_two_streams_meet_in_the_gradients_of_a_bucket(order, debug):
         assert training.gradients.traffic.out
 
 
-def without(cls, name):
-    """Have calls of a wait from one method of `GradientBucket` do nothing."""
+REPLACED = {
+    "order_around": ("computing", lambda transfers: nullcontext()),
+    "order_behind": ("computing", CudaTransfers.on_compute_stream),
+    "wait_in": ("wait_in", lambda transfers, bucket: None),
+    "wait_out": ("wait_out", lambda transfers, bucket: None),
+    "forget": ("forget", lambda transfers, address: None),
+    "wait_for_those_that_add": ("wait_for", lambda transfers, streams: None),
+}
+"""What a wait is done by, and what does nothing in its place."""
+
+
+def without(what, name):
+    """Have a wait not be done in one method of `GradientBucket`."""
 
     def fault(patch):
         original = getattr(GradientBucket, name)
 
         def unordered(bucket, *args):
             with pytest.MonkeyPatch.context() as inside:
-                cls(inside)
+                inside.setattr(CudaTransfers, *REPLACED[what])
                 return original(bucket, *args)
 
         patch.setattr(GradientBucket, name, unordered)
 
-    fault.__name__ = f"{name}_without_{cls.__name__}"
+    fault.__name__ = f"{name}_without_{what}"
     return fault
-
-
-def order_around_computing(patch):
-    patch.setattr(CudaTransfers, "computing", lambda transfers: nullcontext())
-
-
-def order_behind_computing(patch):
-    patch.setattr(CudaTransfers, "computing", CudaTransfers.on_compute_stream)
-
-
-def wait_in(patch):
-    patch.setattr(CudaTransfers, "wait_in", lambda transfers, bucket: None)
-
-
-def wait_out(patch):
-    patch.setattr(CudaTransfers, "wait_out", lambda transfers, bucket: None)
-
-
-def forget(patch):
-    patch.setattr(CudaTransfers, "forget", lambda transfers, address: None)
-
-
-def wait_for_those_that_add(patch):
-    patch.setattr(CudaTransfers, "wait_for", lambda transfers, streams: None)
 
 
 def a_release_that_only_frees(patch):
@@ -199,28 +186,24 @@ def a_release_that_does_not_wait_at_first(patch):
 def an_end_on_the_callers_stream(patch):
     close = Gradients.close
 
-    @contextmanager
-    def nothing():
-        yield
-
     def closes(gradients):
         with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(gradients._transfers, "computing", nothing)
+            inside.setattr(gradients._transfers, "computing", nullcontext)
             close(gradients)
 
     patch.setattr(Gradients, "close", closes)
 
 
 FAULTS = [
-    without(order_around_computing, "require"),
-    without(order_behind_computing, "require"),
-    without(wait_in, "require"),
-    without(wait_for_those_that_add, "offload"),
+    without("order_around", "require"),
+    without("order_behind", "require"),
+    without("wait_in", "require"),
+    without("wait_for_those_that_add", "offload"),
     a_release_that_only_frees,
     a_release_that_does_not_wait_at_first,
-    without(wait_out, "zero"),
-    without(wait_in, "zero"),
-    without(forget, "close"),
+    without("wait_out", "zero"),
+    without("wait_in", "zero"),
+    without("forget", "close"),
     an_end_on_the_callers_stream,
 ]
 

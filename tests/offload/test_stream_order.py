@@ -230,6 +230,20 @@ class Nothing:
         pass
 
 
+def replaced(label, name, replacement):
+    """Return a fault that has another function in the place of one of `CudaTransfers`."""
+
+    def fault(patch):
+        patch.setattr(CudaTransfers, name, replacement)
+
+    fault.__name__ = label
+    return fault
+
+
+without_wait_for_what_landed = replaced("without_wait_for_what_landed", "wait_in", lambda transfers, slab: None)
+with_poison_that_is_not_ordered = replaced("with_poison_that_is_not_ordered", "order_anew", lambda transfers: None)
+
+
 def without_order_before_copies_out(patch):
     patch.setattr(CudaTransfers, "copy_out", with_lane_that_waits_for_nothing("_out", CudaTransfers.copy_out))
 
@@ -245,14 +259,6 @@ def with_lane_that_waits_for_nothing(name, move):
         move(transfers, *args)
 
     return moves
-
-
-def without_wait_for_what_landed(patch):
-    patch.setattr(CudaTransfers, "wait_in", lambda transfers, slab: None)
-
-
-def without_wait_for_what_left(patch):
-    patch.setattr(CudaTransfers, "release", lambda transfers, slab: slab.free())
 
 
 def without_wait_for_a_copy_that_was_given_up(patch):
@@ -304,22 +310,6 @@ def with_what_was_written_not_ordered(patch):
     patch.setattr(CudaTransfers, "copy_out", lambda transfers, slab, written=True: copy_out(transfers, slab, False))
 
 
-def with_a_readers_stream_alone(patch):
-    patch.setattr(CudaTransfers, "_streams", lambda transfers: (torch.cuda.current_stream().cuda_stream,))
-
-
-def with_a_release_that_does_not_wait_for_who_asks_for_it(patch):
-    patch.setattr(CudaTransfers, "computing", CudaTransfers.on_compute_stream)
-
-
-def with_memory_of_the_readers_stream(patch):
-    patch.setattr(CudaTransfers, "on_compute_stream", lambda transfers: nullcontext())
-
-
-def with_a_save_that_reads_at_once(patch):
-    patch.setattr(CudaTransfers, "finish_out", lambda transfers: None)
-
-
 def with_masters_made_together_before_they_have_landed(patch):
     def decodes(slabs):
         with patch.context() as inside:
@@ -343,25 +333,25 @@ def with_masters_packed_together_once_copies_are_ordered(patch):
     patch.setattr(schedule, "encode_together", encodes)
 
 
-def with_poison_that_is_not_ordered(patch):
-    patch.setattr(CudaTransfers, "order_anew", lambda transfers: None)
-
-
 FAULTS = [
     without_order_before_copies_out,
     without_order_before_copies_in,
     without_wait_for_what_landed,
-    without_wait_for_what_left,
+    replaced("without_wait_for_what_left", "release", lambda transfers, slab: slab.free()),
     without_wait_for_a_copy_that_was_given_up,
     without_order_of_the_pieces,
     with_a_readers_wait_that_counts_as_the_training_streams,
     with_a_copy_that_counts_as_one_before,
     with_an_order_that_outlives_its_block,
     with_what_was_written_not_ordered,
-    with_a_readers_stream_alone,
-    with_a_release_that_does_not_wait_for_who_asks_for_it,
-    with_memory_of_the_readers_stream,
-    with_a_save_that_reads_at_once,
+    replaced(
+        "with_a_readers_stream_alone",
+        "_streams",
+        lambda transfers: (torch.cuda.current_stream().cuda_stream,),
+    ),
+    replaced("with_a_release_that_does_not_wait_for_who_asks_for_it", "computing", CudaTransfers.on_compute_stream),
+    replaced("with_memory_of_the_readers_stream", "on_compute_stream", lambda transfers: nullcontext()),
+    replaced("with_a_save_that_reads_at_once", "finish_out", lambda transfers: None),
     with_masters_made_together_before_they_have_landed,
     pytest.param(with_masters_packed_together_once_copies_are_ordered, marks=pytest.mark.slow),
 ]
@@ -373,7 +363,7 @@ FAULTS_OF_DEBUG_MODE = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.usefixtures("updates_are_seen")
 def test_without_one_of_the_waits_two_streams_meet(order, monkeypatch, fault, debug=False):
     fault(monkeypatch)
@@ -382,7 +372,7 @@ def test_without_one_of_the_waits_two_streams_meet(order, monkeypatch, fault, de
             train(order, seed, debug)
 
 
-@pytest.mark.parametrize("fault", FAULTS_OF_DEBUG_MODE)
+@pytest.mark.parametrize("fault", FAULTS_OF_DEBUG_MODE, ids=lambda fault: fault.__name__)
 @pytest.mark.usefixtures("updates_are_seen")
 def test_without_one_of_the_waits_two_streams_meet_in_debug_mode_too(order, monkeypatch, fault):
     test_without_one_of_the_waits_two_streams_meet(order, monkeypatch, fault, debug=True)
