@@ -24,9 +24,6 @@ from bridge_fgo.config import OffloadConfig, without_measure
 from bridge_fgo.options import OffloadOptions, command_line, settings
 from bridge_fgo.recipes import catalog, dry_run, executors, hf_config, tiny
 from bridge_fgo.recipes.overrides import refuse_without_value
-from bridge_fgo.recipes.quiet import silence_others
-
-silence_others()
 
 SCHEDULERS = ("slurm", "local")
 SLURM_ONLY = (

@@ -20,8 +20,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 MODULE = "bridge_fgo.tools.job.builder"
-BUILT_JOBS = str(Path(__file__).parent / "tools/built_jobs.py")
-"""What builds several, which takes the same imports."""
 PRELOADED = (
     "megatron.bridge.recipes",
     "megatron.bridge.training.pretrain",
@@ -46,8 +44,7 @@ class ForkedBuilder:
     def run(self, command: list[str], **options) -> subprocess.CompletedProcess[str]:
         """Do as `subprocess.run`; a builder that another environment could find other packages for is a new process."""
         here = {name: os.environ.get(name) for name in ON_THE_PATH}
-        is_builder = command[:3] == [sys.executable, "-m", MODULE] or command[1:2] == [BUILT_JOBS]
-        if not is_builder or here != self._environment:
+        if command[:3] != [sys.executable, "-m", MODULE] or here != self._environment:
             return subprocess.run(command, **options)
         if self._process is None:
             environment = os.environ | dict.fromkeys(ONE_THREAD, "1")  # a child has none but the one that forks
@@ -82,13 +79,8 @@ def answer(asked: dict) -> None:
     from bridge_fgo.tools.standins import te_shapes
 
     te_shapes.install = lambda: None  # it was, before Megatron was imported
-    _, *sys.argv = asked["command"]
-    if sys.argv[0] == BUILT_JOBS:
-        sys.path.insert(0, str(Path(BUILT_JOBS).parent))
-        runpy.run_path(BUILT_JOBS, run_name="__main__")
-    else:
-        del sys.argv[0]
-        runpy.run_module(MODULE, run_name="__main__")
+    sys.argv = asked["command"][2:]
+    runpy.run_module(MODULE, run_name="__main__")
 
 
 def main() -> None:

@@ -19,6 +19,8 @@ KINDS = {
     "others": ("activations, caches", "tab:green"),
 }
 """Kinds of memory: what to call them, and their colours."""
+LEAST_SHARE = 0.005
+"""Share of the highest bar below which a kind is too thin to be seen, and has no entry in the legend."""
 
 
 @dataclass(frozen=True)
@@ -80,24 +82,36 @@ def draw_iteration(states: list[State], path: Path, title: str) -> None:
 def figure_of(states: list[State], pyplot: Any, title: str) -> Any:
     """Return the figure: a bar a phase, and under it what its move took."""
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    highest = max(sum(state.bytes.values()) for state in states)
-    unit, size = unit_of(highest)
-    for place, state in enumerate(states):
-        bottom = 0.0
-        for kind, (_, colour) in KINDS.items():
-            height = state.bytes.get(kind, 0) / size
-            axes.bar(place, height, 0.7, bottom=bottom, color=colour)
-            bottom += height
-        label = f"{bottom:.3g} {unit}" if bottom > 1e-3 * highest / size else "0"
-        axes.text(place, bottom, label, ha="center", va="bottom", fontsize=9)
+    unit, size = unit_of(max(sum(state.bytes.values()) for state in states))
+    colours = {kind: colour for kind, (_, colour) in KINDS.items()}
+    tops = [draw_bar(axes, place, state.bytes, colours, 0.7, size) for place, state in enumerate(states)]
+    for place, top in enumerate(tops):
+        label = f"{top:.3g} {unit}" if top > 1e-3 * max(tops) else "0"
+        axes.text(place, top, label, ha="center", va="bottom", fontsize=9)
     axes.set_xticks(range(len(states)), [_label(state) for state in states], fontsize=8)
     axes.set_ylabel(unit)
-    axes.set_ylim(0, 1.1 * highest / size)
+    axes.set_ylim(0, 1.1 * max(tops))
     axes.set_title(title, fontsize=10)
-    seen = [KINDS[kind] for kind in KINDS if any(state.bytes.get(kind) for state in states)]
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for _, colour in seen]
-    axes.legend(handles, [title for title, _ in seen], loc="center left", bbox_to_anchor=(1.0, 0.5))
+    add_legend(axes, pyplot, [state.bytes for state in states], KINDS)
     return figure
+
+
+def draw_bar(axes: Any, at: float, parts: dict[str, int], colours: dict[str, str], width: float, size: float) -> float:
+    """Draw bytes by kind as a bar, in units of `size` and in the order of the colours; return where it ends."""
+    bottom = 0.0
+    for kind, colour in colours.items():
+        height = parts.get(kind, 0) / size
+        axes.bar(at, height, width, bottom=bottom, color=colour)
+        bottom += height
+    return bottom
+
+
+def add_legend(axes: Any, pyplot: Any, bars: list[dict[str, int]], kinds: dict[str, tuple[str, str]]) -> None:
+    """Name the kinds that can be seen in the bars, beside the axes; kinds: what to call them, and their colours."""
+    highest = max(sum(parts.values()) for parts in bars)
+    seen = [kinds[kind] for kind in kinds if any(parts.get(kind, 0) >= LEAST_SHARE * highest for parts in bars)]
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for _, colour in seen]
+    axes.legend(handles, [name for name, _ in seen], loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _label(state: State) -> str:

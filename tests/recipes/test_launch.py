@@ -1,13 +1,11 @@
 """What `nemorun fgo pretrain` and `python -m recipes.launch` render and print, line by line."""
 
 import importlib.metadata
-import logging
 import os
 import re
 import shlex
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -299,25 +297,3 @@ def test_recipes_launch_is_a_module_of_a_checkout(tmp_path):
     )
     assert done.returncode == 1, "an error must not look like a submission"
     assert "account=None: Slurm needs an account; give account=NAME, or scheduler=local" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "is_quiet"),
-    [(["/bin/nemorun", "fgo", "pretrain"], True), (["/bin/nemorun", "lm"], False), (["train.py", "fgo"], False)],
-)
-def test_other_packages_are_silenced_in_our_own_nemorun_alone(arguments, is_quiet):
-    from bridge_fgo.recipes.quiet import silence_others
-
-    levels = {name: logging.getLogger(name).level for name in ("megatron", "modelopt", "torch", "transformers")}
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            assert silence_others(arguments) is is_quiet
-            warnings.warn_explicit("not installed", UserWarning, "x.py", 1, module="megatron.core.optimizer")
-            warnings.warn_explicit("mine", UserWarning, "x.py", 1, module="user.script")
-        assert [str(one.message) for one in said] == ["mine"] if is_quiet else ["not installed", "mine"]
-        assert logging.getLogger("megatron.bridge").isEnabledFor(logging.ERROR)
-        assert logging.getLogger("megatron.bridge").getEffectiveLevel() == logging.ERROR or not is_quiet
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)

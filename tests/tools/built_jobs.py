@@ -1,35 +1,47 @@
-"""Configs for the model builder, and a process that builds several of them: imports alone take ten seconds.
-
-python tests/tools/built_jobs.py NAME...
-"""
+"""Jobs that Megatron's builder makes without a GPU, each once: of the functions here, or of the arms' own options."""
 
 from __future__ import annotations
 
 import json
-import sys
-from functools import partial
-from pathlib import Path
-
-import torch
-from test_plan_measured import RUNS
+from functools import cache, partial
 
 from bridge_fgo.tools.bench.presets import PRESETS
+from bridge_fgo.tools.job.answers import ask_builder
+from bridge_fgo.tools.job.job import Job, job_of
 
 SMALL = "--layers 8 --hidden 256 --ffn 512 --heads 8 --seq 128 --vocab 1000 --mbs 1 --gbs 16"
-GPUS = {
-    "dense": 16, "moe": 16, "latent": 4, "biased": 4, "mxfp8": 4, "fsdp": 8, "tensor_parallel_fsdp": 8,
-    "pipelined_fsdp": 8, "dist_muon": 4, "refused": None, "unsized": 1, "one_microbatch": 1, "two_microbatches": 1,
-    "interleaved": 2,
-}  # fmt: skip
-
-OVERRIDES = {"refused": ["optimizer.optimizer_cuda_graph=true"]}
 
 
-def config(options: str, **model: object):
+def job(name: str, gpus: int | None = 1, *overrides: str) -> Job:
+    """Return a job as `plan` knows it; name: of a function here, or options of an arm on a GPU."""
+    return job_of(answer(name, gpus, *overrides))
+
+
+def answer(name: str, gpus: int | None = 1, *overrides: str) -> dict:
+    """Return what the builder says of a job."""
+    return json.loads(_answer(name, gpus, overrides))
+
+
+@cache
+def _answer(name: str, gpus: int | None, overrides: tuple[str, ...]) -> str:
+    return json.dumps(ask_builder(f"{__file__}:{name}", gpus, overrides=overrides))
+
+
+def __getattr__(options: str):
+    if not options.startswith("--"):
+        raise AttributeError(options)
+    return partial(_config, options)
+
+
+def _config(options: str):
     from bridge_fgo.tools.arms import gpu
     from bridge_fgo.tools.arms.gpu_config import build_config
 
-    result = build_config(gpu.parse(f"{options} --no-deterministic --fused-loss --offload on --events unused".split()))
+    return build_config(gpu.parse(f"{options} --events unused".split()))
+
+
+def config(options: str, **model: object):
+    result = _config(f"{options} --no-deterministic --fused-loss --offload on")
     for name, value in model.items():
         assert hasattr(result.model, name), name
         setattr(result.model, name, value)
@@ -67,11 +79,6 @@ def latent():
     result.model.q_lora_rank, result.model.kv_lora_rank = 96, 64
     result.model.qk_layernorm = True
     return result
-
-
-def biased():
-    return config(f"{SMALL} --pp 2", normalization="LayerNorm", add_bias_linear=True, gated_linear_unit=False,
-                  activation_func=torch.nn.functional.gelu, share_embeddings_and_output_weights=True)  # fmt: skip
 
 
 def mxfp8():
@@ -112,6 +119,16 @@ def unsized():
     return result
 
 
+def latent_fsdp():
+    result = latent()
+    result.ddp, result.dist, result.checkpoint = (getattr(fsdp(), name) for name in ("ddp", "dist", "checkpoint"))
+    return result
+
+
+def offloads_activations():
+    return config(SMALL, cpu_offloading=True, cpu_offloading_num_layers=2)
+
+
 def one_microbatch():
     return config(f"{PRESETS['short']} --gbs 2")
 
@@ -122,26 +139,3 @@ def two_microbatches():
 
 def interleaved():
     return config(f"{PRESETS['short']} --gbs 16 --pp 2 --vpp 2")
-
-
-MEASURED = {}
-for number, (run, (options, gpus, *_)) in enumerate(RUNS.items()):
-    MEASURED[run] = name = f"measured_{number}"
-    globals()[name], GPUS[name] = partial(config, options), gpus
-
-
-def main() -> None:
-    from bridge_fgo.tools.job import builder
-    from bridge_fgo.tools.standins import te_shapes
-
-    te_shapes.install()
-    sys.path.insert(0, str(Path(__file__).parent))
-    found = {}
-    for name in sys.argv[2:]:
-        request = {"target": f"built_jobs:{name}", "gpus": GPUS[name], "offload": {}, "vocab_size": None}
-        found[name] = builder.answer({**request, "patches": False, "overrides": OVERRIDES.get(name, [])})
-    Path(sys.argv[1]).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -25,7 +25,7 @@ from unittest import mock
 from bridge_fgo.bridge.compat import FLAG
 from bridge_fgo.bridge.refusals import all_refusals
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.tools.job.bridge_names import model_read_by, module_of
+from bridge_fgo.tools.job.target import config_functions as read_from_sources
 from bridge_fgo.tools.standins.cuda import without_gpu
 from bridge_fgo.tools.standins.hollow import import_bridge
 
@@ -135,10 +135,8 @@ def prepare(config: Any) -> None:
 
 
 @contextlib.contextmanager
-def without_hugging_face() -> Iterator[list[Any]]:
+def without_hugging_face() -> Iterator[None]:
     """Context in which Bridge's recipes get a small stand-in for a model that they would look up on Hugging Face.
-
-    Yields a list of what they looked up.
 
     What is refused depends on the settings that a recipe gives its model, not on the model's sizes.
     """
@@ -160,10 +158,9 @@ def without_hugging_face() -> Iterator[list[Any]]:
     bridge = SimpleNamespace(to_megatron_provider=lambda *args, **kwargs: StandInProvider(**MODEL))
     hf_config = SimpleNamespace(text_config=SimpleNamespace())
     labs_bridge = nemotron_labs_diffusion_bridge.NemotronLabsDiffusionBridge
-    asked: list[Any] = []
 
     def answering(make: Callable[[], Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: (asked.extend(args), make())[1]
+        return lambda *args, **kwargs: make()
 
     with contextlib.ExitStack() as stack:
         for owner, name, make in (
@@ -178,7 +175,7 @@ def without_hugging_face() -> Iterator[list[Any]]:
             (mixed_precision, "is_te_min_version", lambda: True),
         ):
             stack.enter_context(mock.patch.object(owner, name, answering(make)))
-        yield asked
+        yield
 
 
 def table(verdicts: Mapping[str, Verdict], names: int, *, verbose: bool) -> str:
@@ -215,14 +212,12 @@ def main() -> None:
         import_bridge()
         functions = config_functions()
         verdicts = {}
-        with without_gpu(), without_hugging_face() as asked:
+        modules = read_from_sources()
+        with without_gpu(), without_hugging_face():
             for function in functions:
-                asked.clear()
                 verdicts[f"{function.__module__}.{function.__name__}"] = verdict_of(function)
-                named = [name for name in functions[function] if module_of(name) == function.__module__]
-                assert named or function.__module__ != module_of(function.__name__)
-                read = {model_read_by(name) for name in named} - {None}
-                assert not asked or all(model in asked for model in read), f"{function} asks for {asked}, not {read}"
+                named = [name for name in functions[function] if modules.get(name) == function.__module__]
+                assert named or function.__module__ != modules.get(function.__name__)
     assert len(verdicts) == len(functions), "two functions of one name and module"
     sys.stdout.write(table(verdicts, sum(map(len, functions.values())), verbose=verbose))
 

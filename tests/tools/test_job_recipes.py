@@ -12,6 +12,7 @@ import pytest
 import bridge_fgo
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.hf_config import kept_configs
+from bridge_fgo.tools.arms.cpu_model import CpuOptions, make_config
 from bridge_fgo.tools.job import builder, recipes
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
@@ -100,6 +101,17 @@ def test_a_file_that_is_no_run_config_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"config\.yaml: no run config as Megatron-Bridge saves it") as refused:
         recipes.load_config(str(path))
     assert not str(refused.value).endswith(": ")  # Bridge's assertion has no text
+
+
+def test_a_saved_run_config_is_the_config_that_was_saved(tmp_path):
+    path = str(tmp_path / "run_config.yaml")
+    with bridge_fgo.install():
+        saved = make_config(CpuOptions(offload=True))
+        saved.model.transformer_layer_spec = None
+        saved.to_yaml(path)
+        config, gpus = recipes.load_config(path)
+    assert (config.optimizer.offload_optimizer_states, gpus) == (True, None)
+    assert config.model.hidden_size == saved.model.hidden_size
 
 
 @pytest.mark.parametrize(

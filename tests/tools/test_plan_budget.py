@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from by_hand import held_in_shares
 from fake_optimizer import make_distributed_optimizer, with_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,6 @@ from bridge_fgo.tools.job.held import Tensor
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.plan import estimate
-from bridge_fgo.tools.plan.bound import bound_of
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.systems import System, links
 
@@ -43,14 +43,15 @@ def job_of(stages: list[list[int]], activations: int | None, masters_stay: bool,
     config = SimpleNamespace(
         activations=activations,
         model=SimpleNamespace(),
-        optimizer=SimpleNamespace(use_precision_aware_optimizer=False, reuse_grad_buf_for_mxfp8_param_ag=masters_stay),
-        ddp=SimpleNamespace(use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+        optimizer=SimpleNamespace(optimizer="adam"),
+        ddp=SimpleNamespace(use_distributed_optimizer=True),
         dist=SimpleNamespace(),
     )
     pipeline = len(stages)
     # DDP's buffers have the last tensor first.
     chunks = [[[Tensor("", size) for size in reversed(sizes)]] for sizes in stages]
-    return Job(config, Parallel(pipeline, 1, pipeline, 1, 1, 1), chunks, "test", gpus_given=gpus_given)  # type: ignore[arg-type]
+    held = [held_in_shares(chunk, divides=not masters_stay) for (chunk,) in chunks]
+    return Job(config, Parallel(pipeline, 1, pipeline, 1, 1, 1), chunks, "test", gpus_given=gpus_given, held=held)
 
 
 class Meter:
@@ -128,7 +129,7 @@ def test_each_stage_keeps_what_its_own_peak_leaves_room_for_and_the_fullest_deci
 
 def test_the_least_budget_is_of_the_rank_with_the_largest_part():
     job, of_other = job_of([[64 * 2000]], 0, False), job_of([[64 * 100] * 20], 0, False)
-    first, second = bound_of(job, 0), bound_of(of_other, 0)
+    (first,), (second,) = job.held, of_other.held
     held = replace(first, optimizers=[*first.optimizers, *second.optimizers], ranks=[[0], [1]])
     job = replace(job, parallel=Parallel(2, 1, 1, 1, 1, 1), held=[held])
     plan = make_estimate(job, OffloadConfig(), [], None, None)

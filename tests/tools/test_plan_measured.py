@@ -9,18 +9,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from built_jobs import job
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.bench.floor import floor_seconds
 from bridge_fgo.tools.bench.presets import PRESETS, SLAB_BYTES
 from bridge_fgo.tools.demo import missing_packages
-from bridge_fgo.tools.job.formula import stages_from_numbers
-from bridge_fgo.tools.job.job import Job, sections_of
-from bridge_fgo.tools.job.parallel import parallel_of
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.systems import links
 
-pytestmark = pytest.mark.skipif(bool(missing_packages()), reason="the configs are made by Megatron-Bridge")
+pytestmark = [
+    pytest.mark.skipif(bool(missing_packages()), reason="builds Megatron-Bridge's models"),
+    pytest.mark.slow,
+]
 
 SMALL = "--layers 4 --hidden 1024 --heads 16 --seq 1024 --mbs 2 --gbs 8"
 MANY_ACTIVATIONS = "--layers 4 --hidden 1024 --heads 16 --seq 2048 --mbs 4 --gbs 16"
@@ -42,24 +43,8 @@ RUNS = {
 }  # fmt: skip
 
 
-def job(options: str, gpus: int) -> Job:
-    import torch
-
-    from bridge_fgo.tools.arms import gpu
-    from bridge_fgo.tools.arms.gpu_config import build_config
-    from bridge_fgo.tools.job.builder import plain_config
-
-    parsed = gpu.parse(f"{options} --events unused".split())
-    precision_aware, parsed.precision_aware = parsed.precision_aware, False  # mcore asks for a FusedAdam to make it
-    config = sections_of(plain_config(build_config(parsed)))
-    if precision_aware:
-        config.optimizer.use_precision_aware_optimizer = True
-        config.optimizer.exp_avg_dtype = config.optimizer.exp_avg_sq_dtype = torch.bfloat16
-    return Job(config, parallel_of(config, gpus), stages_from_numbers(config), "test")
-
-
 @pytest.mark.parametrize("name", RUNS)
-def test_states_are_exact_and_peaks_within_two_percent(cpu_standins, name):
+def test_states_are_exact_and_peaks_within_two_percent(name):
     options, gpus, states, resident, offloaded = RUNS[name]
     stage = make_estimate(job(options, gpus), OffloadConfig(), [], None, None).stages[0]
     assert stage.states.total == stage.states.offloaded == states
@@ -68,7 +53,7 @@ def test_states_are_exact_and_peaks_within_two_percent(cpu_standins, name):
         assert stage.peak(states) == pytest.approx(offloaded, rel=0.02)
 
 
-def test_the_preset_of_many_slabs_has_more_than_400(cpu_standins):
+def test_the_preset_of_many_slabs_has_more_than_400():
     config = OffloadConfig(slab_bytes=SLAB_BYTES["slabs"])
     stage = make_estimate(job(f"{PRESETS['slabs']} --gbs 8", 1), config, [], None, None).stages[0]
     assert stage.states.total == 19_282_103_808  # as the run on an H200 had
@@ -76,13 +61,13 @@ def test_the_preset_of_many_slabs_has_more_than_400(cpu_standins):
 
 
 def activations(options: str, **model: object) -> int:
-    of_job = job(options, 1)
-    vars(of_job.config.model).update({"vocab_size": 128, "recompute_granularity": "selective", **model})
+    of_job = job(f"{options} --vocab 128", 1)
+    vars(of_job.config.model).update({"recompute_granularity": "selective", **model})
     (stage,) = make_estimate(of_job, OffloadConfig(), [], None, None).stages
     return stage.activations
 
 
-def test_layers_that_are_recomputed_together_are_held_together(cpu_standins):
+def test_layers_that_are_recomputed_together_are_held_together():
     full = {"recompute_granularity": "full", "recompute_method": "uniform"}
     one, two, all_four, of_eight = (activations(SMALL, **full, recompute_num_layers=n) for n in (1, 2, 4, 8))
     assert one < two < all_four == of_eight == activations(SMALL, recompute_granularity=None)
@@ -99,12 +84,12 @@ def test_layers_that_are_recomputed_together_are_held_together(cpu_standins):
 @pytest.mark.parametrize(
     ("options", "module", "other"), [(SMALL, "mlp", "moe"), (f"{SMALL} --experts 4", "moe", "mlp")]
 )
-def test_recomputing_the_mlp_is_of_dense_layers_and_moe_of_those_with_experts(cpu_standins, options, module, other):
+def test_recomputing_the_mlp_is_of_dense_layers_and_moe_of_those_with_experts(options, module, other):
     nothing = activations(options, recompute_modules=["none"])
     assert activations(options, recompute_modules=[other]) == nothing > activations(options, recompute_modules=[module])
 
 
-def test_budget_leaves_as_much_as_fits(cpu_standins):
+def test_budget_leaves_as_much_as_fits():
     of_job = job(f"{PRESETS['short']} --gbs 8", 1)
     plan = make_estimate(of_job, OffloadConfig(gpu_memory_budget_gib=36.0), [], None, None)
     (stage,) = plan.stages
@@ -113,14 +98,14 @@ def test_budget_leaves_as_much_as_fits(cpu_standins):
     assert make_estimate(of_job, OffloadConfig(gpu_memory_budget_gib=80.0), [], None, None).most_offloaded == 0
 
 
-def test_all_that_may_leave_is_pinned_whatever_the_budget_leaves(cpu_standins):
+def test_all_that_may_leave_is_pinned_whatever_the_budget_leaves():
     of_job = job(f"{PRESETS['short']} --gbs 8", 1)
     plan = make_estimate(of_job, OffloadConfig(gpu_memory_budget_gib=80.0), links("H200", None, None), None, None)
     assert plan.most_offloaded == 0
     assert plan.most_pinned == plan.links[0].pinned == plan.stages[0].states.offloaded
 
 
-def test_a_budget_below_the_least_peak_is_refused_with_that(cpu_standins):
+def test_a_budget_below_the_least_peak_is_refused_with_that():
     of_job = job(f"{PRESETS['short']} --gbs 8", 1)
     plan = make_estimate(of_job, OffloadConfig(gpu_memory_budget_gib=20.0), [], None, None)
     (stage,) = plan.stages
@@ -131,7 +116,7 @@ def test_a_budget_below_the_least_peak_is_refused_with_that(cpu_standins):
     assert make_estimate(of_job, OffloadConfig(gpu_memory_budget_gib=needed), [], None, None).refusals == []
 
 
-def test_copies_hide_behind_a_forward_that_is_longer(cpu_standins):
+def test_copies_hide_behind_a_forward_that_is_longer():
     of_job = job(f"{PRESETS['long']} --gbs 6", 1)
     (bare,) = make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None).links
     assert bare.link_seconds == pytest.approx(0.3, abs=1e-3)
@@ -147,7 +132,7 @@ def test_copies_hide_behind_a_forward_that_is_longer(cpu_standins):
     assert (given.link.name, given.link.gpus) == ("given", 4) and given.floor > 0
 
 
-def test_the_floor_is_of_one_stages_bytes_and_room(cpu_standins):
+def test_the_floor_is_of_one_stages_bytes_and_room():
     of_job = job(f"{PRESETS['short']} --gbs 8 --pp 4", 4)
     (last,) = of_job.stages[-1]  # the stage with the least activations gets the fewest states too
     of_job.stages[-1] = [[replace(tensor, trainable="norm" in tensor.name) for tensor in last]]
@@ -160,7 +145,7 @@ def test_the_floor_is_of_one_stages_bytes_and_room(cpu_standins):
 
 
 @pytest.mark.parametrize(("gpus", "figures"), [(1, "55 / 51"), (2, "55 / 43"), (4, "20 / 12"), (16, "20 / 12")])
-def test_a_link_is_that_of_as_many_gpus_as_copy_on_a_host(cpu_standins, gpus, figures):
+def test_a_link_is_that_of_as_many_gpus_as_copy_on_a_host(gpus, figures):
     of_job = job(f"{PRESETS['short']} --gbs 64", gpus)
     (of_node,) = make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None).links
     assert of_node.link.figures == figures
@@ -170,7 +155,7 @@ def test_a_link_is_that_of_as_many_gpus_as_copy_on_a_host(cpu_standins, gpus, fi
     assert given.link.figures == "30 / 30"
 
 
-def test_without_activations_no_floor_is_given_but_the_bare_one(cpu_standins):
+def test_without_activations_no_floor_is_given_but_the_bare_one():
     of_job = job(f"{PRESETS['long']} --gbs 6", 1)
     (known,) = make_estimate(of_job, OffloadConfig(), links("H200", None, None), 0.1, None).links
     of_job.config.model.mtp_num_layers = 1
@@ -182,16 +167,15 @@ def test_without_activations_no_floor_is_given_but_the_bare_one(cpu_standins):
 
 
 @pytest.mark.parametrize("provides", [False, True])
-def test_an_optimizer_that_the_config_builds_itself_is_noted_as_it_may_step_whole(cpu_standins, monkeypatch, provides):
-    from megatron.bridge.training.config import OptimizerConfig
-
+def test_an_optimizer_that_the_config_builds_itself_is_noted_as_it_may_step_whole(provides):
+    of_job = job(SMALL, 1)
     if provides:
-        monkeypatch.setattr(OptimizerConfig, "provide", lambda *args, **kwargs: None, raising=False)
-    notes = make_estimate(job(SMALL, 1), OffloadConfig(), [], None, None).notes
+        of_job.config.optimizer.provide = "provide"
+    notes = make_estimate(of_job, OffloadConfig(), [], None, None).notes
     assert any(note.startswith("optimizer.provide:") for note in notes) == provides
 
 
-def test_a_share_that_upstreams_offloader_chooses_is_not_counted_as_everything(cpu_standins):
+def test_a_share_that_upstreams_offloader_chooses_is_not_counted_as_everything():
     of_job = replace(job(SMALL, 1), engine="mcore generation 2")
     of_job.config.optimizer.optimizer_state_offload_fraction = 0.5
     with pytest.raises(ValueError, match=r"optimizer_state_offload_fraction=0\.5"):
@@ -200,7 +184,7 @@ def test_a_share_that_upstreams_offloader_chooses_is_not_counted_as_everything(c
     assert make_estimate(of_job, OffloadConfig(), [], None, None).most_offloaded == RUNS["4 layers"][2]
 
 
-def test_a_node_pins_what_its_ranks_offload(cpu_standins):
+def test_a_node_pins_what_its_ranks_offload():
     of_job = job(f"{PRESETS['short']} --gbs 64 --pp 4", 32)
     plan = make_estimate(of_job, OffloadConfig(), links("GB200", None, None), None, None)
     ranks = [states for of_stage in plan.state_bytes_by_rank for states in of_stage]

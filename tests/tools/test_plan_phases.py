@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
+from by_hand import MOMENTS
 from test_plan_verdict import estimate, job, no_activations_counted  # noqa: F401 (a fixture)
 
 import bridge_fgo
@@ -64,10 +64,10 @@ def test_with_the_flag_masters_leave_packed_and_weights_are_copied_for_them():
 
 def test_masters_of_transformer_engine_tell_nothing():
     of_job = job(8.0, flag=False)
-    of_job.config.optimizer.__dict__.update(
-        use_precision_aware_optimizer=True, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
-        fp8_recipe=None, optimizer_cpu_offload=False, store_param_remainders=False,
-    )  # fmt: skip
+    (held,) = of_job.held
+    own = ("master", "master_param", "float32", True, False, False, False)
+    of_adam = replace(held.optimizers[0], kinds=[[*MOMENTS, own]])
+    of_job = replace(of_job, held=[replace(held, optimizers=[of_adam])])
     made = make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None, GB)
     (stage,) = plan_phases(made).stages
     assert stage.untold == stage.shard == 16 * GB

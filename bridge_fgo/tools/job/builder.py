@@ -34,7 +34,6 @@ from bridge_fgo.tools.job.layout import held_by_ranks
 from bridge_fgo.tools.job.parallel import Parallel, parallel_of
 from bridge_fgo.tools.job.recipes import load_config
 from bridge_fgo.tools.job.recomputation import KINDS, TURNED_OFF, told
-from bridge_fgo.tools.job.saved_config import SECTIONS
 from bridge_fgo.tools.standins import te_shapes
 from bridge_fgo.tools.standins.cuda import without_gpu
 
@@ -43,6 +42,8 @@ FSDP_SETTINGS = (
     "ddp.data_parallel_sharding_strategy=optim_grads_params"
 )
 PLAIN = (str, int, float, bool, type(None))
+SECTIONS = ("model", "optimizer", "train", "ddp", "dist", "checkpoint", "tokenizer")
+"""The sections of the config that the answer has."""
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +101,6 @@ def examine(request: dict[str, Any]) -> dict[str, Any]:
         except Exception as error:  # of layers that have no shapes here; the whole of it goes to stderr
             traceback.print_exc()
             raise ValueError(f"the model could not be built without a GPU: {type(error).__name__}: {error}") from None
-        found["bridge_estimate"] = bridge_estimate(config)
         found["recomputations"] = dict(recomputations(as_given, gpus))
     found["config"] = plain_config(config)  # last: the vocabulary is only now known
     return found
@@ -229,14 +229,16 @@ def model_of_stage(config: Any, parallel: Parallel, stage: int) -> Iterator[tupl
             groups = model._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
             for name in ("gradient_accumulation_fusion", "use_transformer_engine_op_fuser"):
                 setattr(model, name, False)  # they need CUDA extensions or fused operations; change no parameter
-            chunks = get_model(
-                model,
-                config.ddp,
-                wrap_with_ddp=False,
-                mixed_precision_wrapper=Float16Module,
-                init_model_with_meta_device=True,
-                pg_collection=groups,
-            )
+            # Nor does this, which needs Transformer Engine. What activations the job has depends on it.
+            with mock.patch.object(model, "cpu_offloading", False):
+                chunks = get_model(
+                    model,
+                    config.ddp,
+                    wrap_with_ddp=False,
+                    mixed_precision_wrapper=Float16Module,
+                    init_model_with_meta_device=True,
+                    pg_collection=groups,
+                )
             yield chunks, groups
         finally:
             parallel_state.destroy_model_parallel()
@@ -258,9 +260,7 @@ def set_vocabulary(config: Any, vocab_size: int | None) -> None:
 
 def tensor_of(config: Any, name: str, param: torch.nn.Parameter) -> dict[str, Any]:
     """Return what an estimate needs of a parameter; see `bridge_fgo.tools.job.held.Tensor`."""
-    is_embedding = getattr(param, "is_embedding_or_output_parameter", False)
-    matrix = {} if config.optimizer.optimizer == "adam" else {"matrix": param.dim() == 2 and not is_embedding}
-    return matrix | {
+    return {
         "name": name,
         "numel": param.numel(),
         "dtype": str(param.dtype).removeprefix("torch."),
@@ -268,22 +268,6 @@ def tensor_of(config: Any, name: str, param: torch.nn.Parameter) -> dict[str, An
         "expert": not getattr(param, "allreduce", True),
         "own_bucket": bool(getattr(param, "shared_embedding", False)),
         "trainable": param.requires_grad,
-    }
-
-
-def bridge_estimate(config: Any) -> dict[str, float] | None:
-    """Return Bridge's own estimate in bytes of its most loaded rank; None where it has none for this model."""
-    from megatron.bridge.training.utils.theoretical_memory_utils import estimate_training_memory
-
-    microbatches = config.train.global_batch_size // (config.train.micro_batch_size * config.data_parallel_size)
-    try:
-        estimate = estimate_training_memory(config, num_microbatches=microbatches)
-    except (AttributeError, TypeError, ValueError):  # of models that it does not know
-        return None
-    return {
-        "weights_gradients_states": estimate.weight_and_optimizer_bytes,
-        "total": estimate.total_memory_bytes,
-        "parameters": estimate.total_parameters,
     }
 
 

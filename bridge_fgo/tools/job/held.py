@@ -23,8 +23,7 @@ class Tensor:
 
     dtype: of its elements; quantized: kept in FP8 (dtype is then what it was made from); expert: belongs to an
     expert that not every rank has, so that its states are spread over fewer ranks; own_bucket: a shared
-    embedding, which mcore gives a bucket of its own; trainable: has gradients and states; matrix: of two dimensions
-    and no embedding or output layer, so that Muon updates it (not said of jobs with Adam).
+    embedding, which mcore gives a bucket of its own; trainable: has gradients and states.
     """
 
     name: str
@@ -34,7 +33,6 @@ class Tensor:
     expert: bool = False
     own_bucket: bool = False
     trainable: bool = True
-    matrix: bool = field(default=False, compare=False)
 
 
 Chunk = list[Tensor]
@@ -116,8 +114,7 @@ class Held:
     buffers: of each of DDP's buffers of parameters the bytes of an element, of the buffer, and of a rank's share of it.
     optimizers: the states of mcore's optimizers, each once; ranks: of each rank which of them it has.
     buckets: of DDP's buckets of gradients the number of the last of the stage's tensors in it, with which a backward
-    begins, and its bytes; none where they are not known.
-    bound: why the figures are upper bounds, made without mcore's own layout; "" where they are exact.
+    begins, and its bytes; none under Megatron-FSDP.
     """
 
     parameters: int
@@ -128,7 +125,6 @@ class Held:
     optimizers: list[OptimizerStates]
     ranks: list[list[int]]
     buckets: list[tuple[int, int]] = field(default_factory=list)
-    bound: str = ""
 
     @classmethod
     def read(cls, found: dict[str, Any]) -> Held:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from bridge_fgo.bridge.compat import as_if_set, native_only_refusal
-from bridge_fgo.bridge.refusals import config_refusals, setting_refusals
-from bridge_fgo.bridge.settings import settings_of
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.job.answers import ask_builder, kept_answer
-from bridge_fgo.tools.job.formula import stages_from_numbers
 from bridge_fgo.tools.job.held import Chunk, Held, Tensor
 from bridge_fgo.tools.job.parallel import Parallel, parallel_of
-from bridge_fgo.tools.job.saved_config import load_saved_config
-from bridge_fgo.tools.job.target import is_saved_config
 
 
 @dataclass(frozen=True)
@@ -29,17 +22,16 @@ class Job:
 
     config: sections of settings as namespaces; dtypes are `torch.dtype`s.
     stages: of each pipeline stage its model chunks; empty where Bridge refuses the config.
-    source: "Megatron-Bridge's model builder", with the versions where its answer is kept; or "the config's numbers".
+    source: "Megatron-Bridge's model builder", with the versions where its answer is kept.
     offload: the settings in force, from the command line and the config.
     flag: whether the config asks for the offload; refusals: why this package refuses it with the flag set.
-    engine: that would serve it; None where it is refused, or where there is no mcore to ask.
+    engine: that would serve it; None where it is refused.
     bridge_refuses: why Bridge itself refuses the config.
-    bridge_estimate: bytes that Bridge's own estimator expects; None where it was not asked.
     gpus_given: whether the user or the recipe says on how many GPUs; else `parallel` is of the fewest.
     held: of each pipeline stage what its ranks hold, by mcore's own layout; empty where that is not known.
     not_held: why it is not.
     recomputations: of kinds of recomputation that Bridge does not take as they are what has to be turned off, or why
-        it refuses them; None where it was not asked.
+        it refuses them.
     """
 
     config: SimpleNamespace
@@ -51,11 +43,10 @@ class Job:
     refusals: list[str] = field(default_factory=list)
     engine: str | None = None
     bridge_refuses: str | None = None
-    bridge_estimate: dict[str, float] | None = None
     gpus_given: bool = True
     held: list[Held] = field(default_factory=list)
-    not_held: str = "Megatron-Bridge is not installed"
-    recomputations: dict[str, list[str] | str] | None = None
+    not_held: str = ""
+    recomputations: dict[str, list[str] | str] = field(default_factory=dict)
 
     @property
     def gpus_note(self) -> str:
@@ -83,9 +74,8 @@ def read_job(
 ) -> Job:
     """Return what is known of a job, without running it, from the builder's answer where it was asked already.
 
-    target: see `bridge_fgo.tools.job.recipes.load_config`; without Megatron a saved run config, or one of this
-    project's recipes as it is. gpus: None for the fewest that it can have. vocab_size: where neither the model nor the
-    tokenizer's config says it.
+    target: see `bridge_fgo.tools.job.recipes.load_config`; without Megatron one of this project's recipes as it is.
+    gpus: None for the fewest that it can have. vocab_size: where neither the model nor the tokenizer's config says it.
 
     Raises:
         ValueError: there is no such recipe, file or setting, it cannot be built, the GPUs do not suit it, the builder
@@ -93,11 +83,12 @@ def read_job(
     """
     found = found or kept_answer(target, gpus, offload, vocab_size, overrides)
     if not found and (missing := missing_packages()):
-        if overrides:
-            raise ValueError(
-                f"{' '.join(overrides)}: Megatron-Bridge reads overrides; {', '.join(missing)} not installed"
-            )
-        return _from_numbers(target, gpus, vocab_size, missing, OffloadConfig(**offload))
+        job = " ".join([target, *(overrides or ())])
+        raise ValueError(
+            f"{job}: {' and '.join(missing)} not installed, which makes a job of that; pip install "
+            "'megatron-bridge>=0.6,<0.7' (no GPU is needed). Without it this project's recipes are known as they are, "
+            "see `bridge-fgo recipes list`"
+        )
     found = found or ask_builder(target, gpus, offload, vocab_size, overrides=overrides)
     for name in ("install_refuses", "error"):
         if name in found:
@@ -122,11 +113,10 @@ def job_of(found: dict[str, Any]) -> Job:
         found["refusals"],
         found["engine"],
         found["bridge_refuses"],
-        found.get("bridge_estimate"),
         found["gpus_given"],
         [Held.read(of_stage) for of_stage in found.get("held", [])],
         found.get("not_held", ""),
-        found.get("recomputations"),
+        found.get("recomputations", {}),
     )
 
 
@@ -143,24 +133,3 @@ def sections_of(config: dict[str, dict[str, Any]]) -> SimpleNamespace:
             for section, values in config.items()
         }
     )
-
-
-def _from_numbers(
-    target: str, gpus: int | None, vocab_size: int | None, missing: list[str], settings: OffloadConfig
-) -> Job:
-    if not is_saved_config(target):
-        raise ValueError(
-            f"{', '.join(missing)} not installed: a recipe like {target!r} cannot be built here; give a saved "
-            "run_config.yaml, or install it"
-        )
-    config = load_saved_config(Path(target))
-    parallel = parallel_of(config, gpus)
-    if config.model.vocab_size is None and getattr(config.tokenizer, "vocab_size", None) is None:
-        config.model.vocab_size = vocab_size
-    stages = stages_from_numbers(config)
-    settings = settings_of(config.optimizer, settings)
-    flag, config.optimizer = as_if_set(config.optimizer)
-    refusals = [*config_refusals(config), *setting_refusals(config, settings)]
-    if refusal := native_only_refusal(settings):
-        refusals.append(refusal)
-    return Job(config, parallel, stages, "the config's numbers", settings, flag, refusals, gpus_given=gpus is not None)

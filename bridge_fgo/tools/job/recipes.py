@@ -15,8 +15,14 @@ from typing import Any
 from bridge_fgo.recipes import hf_config
 from bridge_fgo.recipes.catalog import RECIPES, Recipe
 from bridge_fgo.recipes.overrides import overridden
-from bridge_fgo.tools.job.bridge_names import gpus_of, module_of
-from bridge_fgo.tools.job.target import is_saved_config, no_recipe, require_saved_config, without_folder
+from bridge_fgo.tools.job.target import (
+    config_functions,
+    gpus_of,
+    is_saved_config,
+    no_recipe,
+    require_saved_config,
+    without_folder,
+)
 
 NOT_THE_USERS = ("<", str(Path(__file__).parents[2]), str(Path(hf_config.__file__).parent), importlib.__file__)
 """How the files of this package begin in a traceback, and those of an import."""
@@ -34,8 +40,9 @@ def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | 
             override is wrong, or it trains adapters.
     """
     overrides, folder = without_folder(overrides)
+    gpus = None
     if not is_saved_config(target):
-        config = _built(target, folder)
+        config, gpus = _built(target, folder)
     elif folder is None:
         config = _saved(target)
     else:
@@ -46,10 +53,7 @@ def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | 
         raise ValueError(f"{target}: peft is set, and how many parameters its adapters have is not known here")
     if not all(hasattr(config, section) for section in ("model", "optimizer", "ddp")):
         raise ValueError(f"{target} is a {type(config).__name__}, and no ConfigContainer of Bridge's")
-    if target in RECIPES:
-        return config, RECIPES[target].gpus
-    module, _, name = target.rpartition(":")
-    return config, gpus_of(name) if not module or module.startswith("megatron.") else None
+    return config, gpus
 
 
 def _saved(target: str) -> Any:
@@ -63,12 +67,19 @@ def _saved(target: str) -> Any:
         raise ValueError(f"{target}: no run config as Megatron-Bridge saves it (a run_config.yaml){why}") from error
 
 
-def _built(name: str, folder: Path | None) -> Any:
-    if name not in RECIPES and ":" not in name and module_of(name) is None:
+def _built(name: str, folder: Path | None) -> tuple[Any, int | None]:
+    """Return the config of a recipe, and how many GPUs it is for."""
+    if name not in RECIPES and ":" not in name and name not in config_functions():
         raise ValueError(no_recipe(name))
     try:
         with hf_config.served(folder or ("kept" if name in RECIPES else "auto")) as read:
-            config = _own(RECIPES[name]) if name in RECIPES else _function(name)()
+            if name in RECIPES:
+                config, gpus = _own(RECIPES[name]), RECIPES[name].gpus
+            else:
+                function = _function(name)
+                # Of Bridge's own the name says it, as an alias's function has one too.
+                is_bridges = function.__module__.startswith("megatron.")
+                config, gpus = function(), gpus_of(function.__name__) if is_bridges else None
     except hf_config.MissingError as error:
         raise ValueError(f"recipe {name!r}: {error}") from None
     except Exception as error:  # whatever a recipe raises, the user is told which recipe, why and where
@@ -85,13 +96,13 @@ def _built(name: str, folder: Path | None) -> Any:
         kept = hf_config.kept_configs().get(str(config.tokenizer.tokenizer_model), {"config": {}})["config"]
         if config.tokenizer.vocab_size is None:
             config.tokenizer.vocab_size = getattr(read[-1] if read else SimpleNamespace(**kept), "vocab_size", None)
-    return config
+    return config, gpus
 
 
 def _function(name: str) -> Callable[[], Any]:
     module, _, function = name.rpartition(":")
     if not module.endswith(".py"):
-        return getattr(importlib.import_module(module or module_of(name) or ""), function)
+        return getattr(importlib.import_module(module or config_functions()[name]), function)
     path = Path(module).resolve()
     sys.path.insert(0, str(path.parent))  # as `python path.py` does
     spec = importlib.util.spec_from_file_location(path.stem, path)

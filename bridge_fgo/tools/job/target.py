@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
+from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from bridge_fgo.recipes.catalog import RECIPES
-from bridge_fgo.recipes.hf_config import fetch
-from bridge_fgo.tools.job.bridge_names import config_names, gpus_of, model_read_by, module_of
+
+PACKAGES = ("recipes", "perf_recipes", "diffusion/recipes")
+"""Folders of `megatron.bridge` that are searched, in this order: a name that several have means the first."""
+FUNCTION = re.compile(
+    r"^def ([a-z]\w*_config)\(|^([a-z]\w*_config)(?:: [^=\n]+)? = |\b\w+_config as ([a-z]\w*_config)", re.MULTILINE
+)
 
 
 def is_saved_config(target: str) -> bool:
@@ -26,8 +31,8 @@ def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
 
     What passes may still not be there: only importing it tells.
     """
-    _, folder = without_folder(overrides or ())
-    module, _, function = target.rpartition(":")
+    without_folder(overrides or ())
+    module = target.rpartition(":")[0]
     package = module.partition(".")[0]
     if is_saved_config(target):
         require_saved_config(Path(target))
@@ -41,10 +46,30 @@ def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
             raise ValueError(f"recipe {target!r}: there is no file {module!r}")
     elif ":" in target and (not package or not (find_spec(package) or PathFinder.find_spec(package, [""]))):
         raise ValueError(f"recipe {target!r}: there is no module {package!r}, neither installed nor in this folder")
-    elif not module and (known := config_names()) and target not in known and module_of(target) is None:
+    elif not module and (known := config_functions()) and target not in known:
         raise ValueError(no_recipe(target))
-    elif package in ("", "megatron") and folder is None and (model := model_read_by(function)) is not None:
-        fetch(model)
+
+
+@cache
+def config_functions() -> dict[str, str]:
+    """Return the names of Bridge's config functions and aliases, each with its module; none where Bridge is not here.
+
+    By reading Bridge's sources, which takes half a second. To import them takes half a minute.
+    """
+    found: dict[str, str] = {}
+    spec = find_spec("megatron")
+    for top in () if spec is None else map(Path, spec.submodule_search_locations or ()):
+        for path in (path for package in PACKAGES for path in sorted((top / "bridge" / package).rglob("*.py"))):
+            module = ".".join(("megatron", *path.relative_to(top).with_suffix("").parts)).removesuffix(".__init__")
+            for names in FUNCTION.findall(path.read_text(encoding="utf-8")):
+                found.setdefault("".join(names), module)
+    return found
+
+
+def gpus_of(name: str) -> int | None:
+    """Return how many GPUs the name of a recipe says that it is for."""
+    said = re.search(r"_(\d+)gpu(?:_|$)", name)
+    return int(said[1]) if said else None
 
 
 def without_folder(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
@@ -61,12 +86,8 @@ def without_folder(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
     return [one for one in overrides if one not in given], folders[-1] if folders else None
 
 
-def require_saved_config(path: Path) -> dict[str, Any]:
-    """Return the content of a saved run config.
-
-    Raises:
-        ValueError: the file is not there, is no YAML, or is no saved ConfigContainer.
-    """
+def require_saved_config(path: Path) -> None:
+    """Raise ValueError where a file is not there, is no YAML, or is no saved ConfigContainer."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
     try:
@@ -78,13 +99,12 @@ def require_saved_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: is empty; give the run_config.yaml that Megatron-Bridge has saved")
     if not isinstance(content, dict) or not str(content.get("_target_", "")).endswith("ConfigContainer"):
         raise ValueError(f"{path}: is not a saved run config (what Bridge writes as run_config.yaml)")
-    return content
 
 
 def no_recipe(name: str) -> str:
     """Return the error of a name that is no recipe: what it may have meant, and where the names are."""
     said = gpus_of(name)
-    known = [one for one in (*RECIPES, *sorted(config_names())) if said in (None, gpus_of(one))]
+    known = [one for one in (*RECIPES, *sorted(config_functions())) if said in (None, gpus_of(one))]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or [one for one in known if name.lower() in one][:3]
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
     return (

@@ -16,7 +16,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from bridge_fgo.tools.job.formula import padded_vocabulary
 from bridge_fgo.tools.job.job import Job
 
 HALF = 2
@@ -129,7 +128,7 @@ def backward_of(job: Job, stage: int) -> Backward | None:
     stops = [*starts[1:], len(whole)]
     logits = 0
     if stage == job.parallel.pipeline - 1:
-        logits = tokens * padded_vocabulary(job.config) // job.parallel.tensor
+        logits = tokens * _vocabulary(job, stage)
 
     def of_loss(beside: int) -> Course:
         after = max(layer.last for layer in layers) + 1
@@ -144,6 +143,14 @@ def backward_of(job: Job, stage: int) -> Backward | None:
     for chunk in reversed(range(chunks)):
         last += of_layers(starts[chunk], stops[chunk], behind[chunk])
     return Backward(most, [*last, (whole[0].input, 0)])
+
+
+def _vocabulary(job: Job, stage: int) -> int:
+    """Return the rows of a rank's output layer, or of the embedding that it shares."""
+    sizes = {tensor.name.rpartition(".")[0]: tensor.numel for tensor in job.tensors(stage)}
+    own = [size for name, size in sizes.items() if name.endswith("output_layer")]
+    shared = [size for name, size in sizes.items() if name.endswith("word_embeddings")]
+    return (own or shared)[0] // job.config.model.hidden_size
 
 
 def tokens_of(job: Job) -> int:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bridge_fgo.bridge.refusals import uses_fsdp
+from bridge_fgo.bridge.refusals import LAYER_WISE, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.offload.policy import MemoryProfile, budget_refusal, choose_staying, least_budget
 from bridge_fgo.tools.bench.floor import floor_seconds
 from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.activations import WORKSPACES, activation_bytes
-from bridge_fgo.tools.plan.bound import is_layer_wise, name_of
 from bridge_fgo.tools.plan.gradients import moving_bytes, spared_bytes
-from bridge_fgo.tools.plan.state import Layout, StateBytes, is_upstreams, layout_of
+from bridge_fgo.tools.plan.state import StateBytes, is_upstreams, states_of_ranks
 from bridge_fgo.tools.plan.systems import SYSTEMS, Link
 
 UNTRIED = "not held against runs"
@@ -26,7 +25,7 @@ class StageEstimate:
     """The rank of a pipeline stage that needs the most memory, in bytes.
 
     parameters, gradients: with the padding of their buffers. other: workspaces, and what Megatron-FSDP gathers.
-    states: exact, or an upper bound (`Held.bound`). activations: None where not known.
+    activations: None where not known.
     away: of the states, what the settings offload. spared: by how much less gradients and activations are together with
     `OffloadConfig.gradients` than the sum of both; moving: bytes of gradients that leave between microbatches.
     count: trainable parameters that the rank computes with.
@@ -84,7 +83,7 @@ class LinkEstimate:
     hidden_from: seconds of a microbatch's forward (its backward taken as twice that) from which the floor is 0.
     Both are None where the activations, whose place copies need in forward and backward, are not known.
     gradient_seconds: one way of the gradients that leave after a microbatch, while others return; one that takes as
-    long hides them. gradient_floor: what of the floor is theirs, where the user gave the forward.
+    long hides them.
     """
 
     link: Link
@@ -94,7 +93,6 @@ class LinkEstimate:
     floor: float | None
     hidden_from: float | None
     gradient_seconds: float
-    gradient_floor: float | None
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,6 @@ class Estimate:
     job: Job
     offload: OffloadConfig
     stages: list[StageEstimate]
-    held: list[Held]
     states: list[list[StateBytes]]
     most_offloaded: int
     pinned: list[int]
@@ -167,13 +164,13 @@ def make_estimate(
     forward: float | None,
     backward: float | None,
     activations: int | None = None,
-    layout: Layout | None = None,
+    states: list[list[StateBytes]] | None = None,
 ) -> Estimate:
     """Return the estimate of a job with some offload, and of its copies on some links.
 
     forward, backward: seconds of one microbatch on a rank, where the user knows them; backward is twice the forward by
-    default. activations: peak of each stage in bytes, where the user knows it; else they are counted. layout: of a
-    job of the same tensors, and of an offload that differs in its budget alone; else it is made.
+    default. activations: peak of each stage in bytes, where the user knows it; else they are counted. states: of a
+    job of the same tensors, and of an offload that differs in its budget alone; else they are worked out.
 
     Raises:
         ValueError: the states are not those of Adam or Muon, or under Megatron-FSDP not of Adam, so that there is
@@ -186,35 +183,35 @@ def make_estimate(
             f"optimizer.optimizer_state_offload_fraction={share!r}: what mcore's chunked offloader takes is not known "
             "to the plan; use OffloadConfig.fraction (--fraction), which the native engine honours"
         )
-    layout = layout or layout_of(job, offload)
+    states = states or states_of_ranks(job, offload)
     is_auto = offload.gpu_memory_budget_gib == "auto"
     # Training measures what "auto" is. Here it is the room of the one system that was named; without one, or without
     # counted activations, everything is offloaded.
     room = SYSTEMS[links[0].name].room if len(links) == 1 and links[0].name in SYSTEMS else None
     budget = room if is_auto else offload.gpu_memory_budget_bytes
     stages, moved, loads = [], [], []
-    for stage, (held, states) in enumerate(zip(layout.held, layout.states, strict=True)):
+    for stage, (held, of_ranks) in enumerate(zip(job.held, states, strict=True)):
         of_job = activation_bytes(job, stage) if activations is None else activations
         if is_auto and of_job is None:
             budget = None
-        estimate, leaving = _stage_estimate(job, stage, held, states, of_job, offload, budget)
+        estimate, leaving = _stage_estimate(job, stage, held, of_ranks, of_job, offload, budget)
         stages.append(estimate)
         moved += leaving
-        copied = [n * rank.copied // max(1, sum(rank.parts)) for n, rank in zip(leaving, states, strict=True)]
+        copied = [n * rank.copied // max(1, sum(rank.parts)) for n, rank in zip(leaving, of_ranks, strict=True)]
         loads.append((max(copied), of_job))
     upstream = is_upstreams(job, offload)
     pinned = [
         stage.moving + (of_rank.pinned_upstream if upstream else of_rank.offloaded)
-        for stage, of_stage in zip(stages, layout.states, strict=True)
+        for stage, of_stage in zip(stages, states, strict=True)
         for of_rank in of_stage
     ]
     moving = max(stage.moving for stage in stages)
     gradients = moving, job.microbatches - 1 if moving else 0
     of_links = [_link_estimate(link, pinned, loads, gradients, forward, backward) for link in links]
-    notes = [*_notes(job, stages, layout, activations), *_notes_on_gradients(job, stages, layout.held, offload)]
+    notes = [*_notes(job, stages, activations), *_notes_on_gradients(job, stages, offload)]
     if is_auto and budget is None:
         notes.append("gpu_memory_budget_gib='auto': all counts as offloaded, without --system or activations")
-    return Estimate(job, offload, stages, layout.held, layout.states, max(moved), pinned, of_links, notes)
+    return Estimate(job, offload, stages, states, max(moved), pinned, of_links, notes)
 
 
 def _stage_estimate(
@@ -315,24 +312,19 @@ def _link_estimate(
             floor_seconds(nbytes, link.one_way, link.duplex, backward, forward, 0.0, room or 0)
             for nbytes, room in loads
         )
-        return of_states + floor_of_gradients(forward, backward)
+        return of_states + times * max(0.0, of_gradients - forward - backward)
 
-    def floor_of_gradients(forward: float, backward: float) -> float:
-        return times * max(0.0, of_gradients - forward - backward)
-
-    given = shown = None
-    if forward is not None:
-        seconds = forward, 2 * forward if backward is None else backward
-        shown = floor_of_gradients(*seconds)
-        given = floor(*seconds) if all(room is not None for _, room in loads) else None
+    given = None
+    if forward is not None and all(room is not None for _, room in loads):
+        given = floor(forward, 2 * forward if backward is None else backward)
     one_way = max(nbytes for nbytes, _ in loads) / link.one_way
     enough = max(one_way, of_gradients / 3)
     hidden = enough if floor(enough, 2 * enough) == 0 else None
-    return LinkEstimate(link, of_node, one_way, floor(0.0, 0.0), given, hidden, of_gradients, shown)
+    return LinkEstimate(link, of_node, one_way, floor(0.0, 0.0), given, hidden, of_gradients)
 
 
-def _notes(job: Job, stages: list[StageEstimate], layout: Layout, activations: int | None) -> Iterator[str]:
-    config, bound = job.config, layout.held[0].bound
+def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> Iterator[str]:
+    config, optimizer = job.config, job.config.optimizer
     yield f"tensors from {job.source}"
     if job.gpus_note:
         yield job.gpus_note
@@ -344,19 +336,16 @@ def _notes(job: Job, stages: list[StageEstimate], layout: Layout, activations: i
         yield f"activations: tokens spread evenly over experts, no dispatcher's buffers; {UNTRIED}"
     if activations is None and getattr(config.model, "fp8", None):
         yield f"activations: counted as 16-bit, without the FP8 copies of weights; {UNTRIED}"
-    if bound:
-        yield f"upper bounds, without mcore's own layout ({bound}): each rank has its share of every parameter, padded"
     if uses_fsdp(config):
-        of_first = "" if bound else "; each rank's states are those of the first, which has the least padding"
         yield (
             "Megatron-FSDP: `other` is an upper bound of the weights that are gathered, and of the gradients that wait "
-            f"for their reduction{of_first}"
+            "for their reduction; each rank's states are those of the first, which has the least padding"
         )
-    elif is_layer_wise(config.optimizer):
+    elif optimizer.optimizer in LAYER_WISE or getattr(optimizer, "use_layer_wise_distributed_optimizer", False):
         yield "the layer-wise optimizer's all-gather of updated parameters is not counted"
-    elif name_of(config.optimizer) != "adam" or not config.ddp.use_distributed_optimizer:
+    elif optimizer.optimizer != "adam" or not config.ddp.use_distributed_optimizer:
         yield "each data-parallel rank has all states of its parameters: no DistributedOptimizer shards them"
-    if hasattr(config.optimizer, "provide"):
+    if hasattr(optimizer, "provide"):
         yield (
             "optimizer.provide: what it builds is not known here; where its step is not Adam's or Muon's own, all that "
             "is offloaded is on the GPU in the optimizer step too, which is not counted"
@@ -365,9 +354,7 @@ def _notes(job: Job, stages: list[StageEstimate], layout: Layout, activations: i
         yield "dist.use_tp_pp_dp_mapping: pinned bytes per node are of ranks in the default order"
 
 
-def _notes_on_gradients(
-    job: Job, stages: list[StageEstimate], held: list[Held], offload: OffloadConfig
-) -> Iterator[str]:
+def _notes_on_gradients(job: Job, stages: list[StageEstimate], offload: OffloadConfig) -> Iterator[str]:
     if not offload.gradients:
         return
     setting, several = f"OffloadConfig.gradients={offload.gradients!r}", job.microbatches > 1
@@ -381,8 +368,6 @@ def _notes_on_gradients(
             f"{setting} with a budget: figures are those of all gradients that may leave; in training states leave "
             "first, and gradients only if that is not enough"
         )
-    elif not any(of_stage.buckets for of_stage in held):
-        yield f"{setting}: DDP's buckets are not known here: every gradient counts at the peak, and as one that moves"
     elif not several and offload.gradients is True:
         yield (
             f"{setting} with one microbatch a step: host memory is pinned for gradients, and none leaves; use 'lazy', "

@@ -1,7 +1,6 @@
 """Count DDP's gradients under `OffloadConfig.gradients`: on the GPU while activations peak, and copied over the link.
 
-By the rules of `bridge_fgo.engines.gradients`, on mcore's own buckets. Where these are not known all gradients count at
-the peak, and as bytes that may move: upper bounds.
+By the rules of `bridge_fgo.engines.gradients`, on mcore's own buckets.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ def moving_bytes(held: Held, offload: OffloadConfig) -> int:
     """Return the bytes of a rank's gradients that may leave between microbatches, for which host memory is pinned."""
     if offload.gradients is not True:
         return 0
-    return sum(nbytes for _, nbytes in held.buckets if moves(held, nbytes)) if held.buckets else held.gradients
+    return sum(nbytes for _, nbytes in held.buckets if moves(held, nbytes))
 
 
 def spared_bytes(job: Job, stage: int, held: Held, offload: OffloadConfig, activations: int | None) -> int:
     """Return by how much less gradients and activations of a stage have together than the sum of their peaks."""
-    if not offload.gradients or not held.buckets or activations is None:
+    if not offload.gradients or activations is None:
         return 0
     is_several = job.microbatches > 1
     if is_several and offload.gradients == "lazy":

@@ -130,7 +130,7 @@ def plan_phases(estimate: Estimate) -> Phases:
 
 
 def _stage(estimate: Estimate, of_stage: StageEstimate) -> StagePhases:
-    job, held, states = estimate.job, estimate.held[of_stage.stage], of_stage.states
+    job, held, states = estimate.job, estimate.job.held[of_stage.stage], of_stage.states
     sizes = [(tensor.numel * tensor.dtype.itemsize, tensor.trainable) for tensor in job.tensors(of_stage.stage)]
     frozen = sum(nbytes for nbytes, trains in sizes if not trains)
     params = frozen + sum(nbytes for _, nbytes, _ in held.buffers)

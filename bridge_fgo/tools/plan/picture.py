@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bridge_fgo.tools.bench.plots import save_picture
+from bridge_fgo.tools.iteration_picture import add_legend, draw_bar
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.tools.plan.systems import SYSTEMS
-from bridge_fgo.tools.plan.verdict import Verdict, verdicts
+from bridge_fgo.tools.plan.verdict import verdicts
 
 COLOURS = {
     "parameters": "tab:blue",
@@ -24,8 +24,6 @@ ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 """Behind text, so that a line which crosses it does not make it hard to read."""
 FAR_ABOVE = 4
 """Times the highest bar from which the line of a GPU's memory would leave the bars too small to read."""
-LEAST_SHARE = 0.005
-"""Share of the highest bar below which a component is too thin to be seen, and has no entry in the legend."""
 
 
 def draw(estimate: Estimate, path: Path) -> None:
@@ -38,32 +36,36 @@ def draw(estimate: Estimate, path: Path) -> None:
 
 
 def figure_of(estimate: Estimate, pyplot: Any) -> Any:
-    """Return the figure: a pair of bars a stage, what lies between them, and the memory of the GPUs asked for."""
+    """Return the figure: a pair of bars a stage, what lies between them, and the memory of a GPU that was asked for."""
     stages = estimate.stages
     figure, axes = pyplot.subplots(figsize=(max(7.0, 0.9 * len(stages) + 3), 4.5), layout="constrained")
     pairs = [_pair(stage) for stage in stages]
-    highest = max(sum(parts.values()) for pair in pairs for parts in pair)
-    seen = [name for name in COLOURS if any(parts[name] >= LEAST_SHARE * highest for pair in pairs for parts in pair)]
-    for place, pair in enumerate(pairs):
-        before = 0.0
-        for at, parts in zip((place - 0.21, place + 0.21), pair, strict=True):
-            bottom = 0.0
-            for name, colour in COLOURS.items():
-                axes.bar(at, parts[name] / 1e9, 0.38, bottom=bottom, color=colour)
-                bottom += parts[name] / 1e9
-            away = before - bottom
-            text = f"{_figure(bottom)}\n(\N{MINUS SIGN}{_figure(away)})" if away > 0 else _figure(bottom)
-            axes.text(at, bottom, text, ha="center", va="bottom", fontsize=8, linespacing=0.95, bbox=ON_WHITE)
-            before = bottom
-    _draw_memory(axes, estimate, highest)
+    for place, (resident, offloaded) in enumerate(pairs):
+        before, after = (
+            draw_bar(axes, at, parts, COLOURS, 0.38, 1e9)
+            for at, parts in ((place - 0.21, resident), (place + 0.21, offloaded))
+        )
+        less = f"\n(\N{MINUS SIGN}{_figure(before - after)})" if before > after else ""
+        for at, top, text in ((place - 0.21, before, ""), (place + 0.21, after, less)):
+            axes.text(
+                at, top, _figure(top) + text, ha="center", va="bottom", fontsize=8, linespacing=0.95, bbox=ON_WHITE
+            )
     axes.set_xticks(range(len(stages)), [f"stage {stage.stage}" for stage in stages])
     axes.set_ylabel("GB on the fullest rank")
     axes.margins(y=0.08)
     known, unknown = "at the peak of forward and backward", "activations, which are not known, left out"
-    what = known if estimate.knows_activations else unknown
-    axes.set_title(f"Resident (left) and offloaded (right), {what}", fontsize=10)
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in seen]
-    axes.legend(handles, seen, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    title = f"Resident (left) and offloaded (right), {known if estimate.knows_activations else unknown}"
+    found = verdicts(estimate)
+    if len(found) == 1:
+        memory, room = SYSTEMS[found[0].system].gpu_bytes / 1e9, found[0].room / 1e9
+        title += f"\n{found[0].system}: {memory:.0f} GB (dashed), of which a job has room in {room:.0f} GB (dotted)"
+        if memory <= FAR_ABOVE * max(sum(parts.values()) for pair in pairs for parts in pair) / 1e9:
+            axes.axhline(memory, color="black", linewidth=1, linestyle="--")
+            axes.axhline(room, color="black", linewidth=1, linestyle=":")
+    axes.set_title(title, fontsize=10)
+    add_legend(
+        axes, pyplot, [parts for pair in pairs for parts in pair], {name: (name, COLOURS[name]) for name in COLOURS}
+    )
     return figure
 
 
@@ -78,33 +80,3 @@ def _pair(stage: StageEstimate) -> tuple[dict[str, int], dict[str, int]]:
 
 def _figure(gigabytes: float) -> str:
     return f"{gigabytes:.1f}" if gigabytes >= 1 else f"{gigabytes:.2g}"
-
-
-def _draw_memory(axes: Any, estimate: Estimate, highest: float) -> None:
-    """Draw each GPU's memory as a dashed line, and the room of it that the verdict uses as a dotted one."""
-    for name, nbytes, room in _memory_lines(verdicts(estimate), highest):
-        label = f"{name}: {nbytes / 1e9:.0f} GB"
-        if nbytes > FAR_ABOVE * highest:
-            place = {"xy": (0.992, 0.97), "xycoords": "axes fraction", "va": "center"}
-            axes.annotate(f"{label}, far above", ha="right", fontsize=8, bbox=ON_WHITE, **place)
-            continue
-        # Above the one line and below the other, so that the two texts of a GPU never meet.
-        for at, text, style, va in ((nbytes, label, "--", "bottom"), (room, f"room {room / 1e9:.0f} GB", ":", "top")):
-            axes.axhline(at / 1e9, color="black", linewidth=1, linestyle=style)
-            place = {"xy": (0.992, at / 1e9), "xycoords": ("axes fraction", "data"), "va": va}
-            axes.annotate(text, ha="right", fontsize=8, bbox=ON_WHITE, **place)
-
-
-def _memory_lines(found: list[Verdict], highest: float) -> Iterator[tuple[str, int, int]]:
-    """Yield names, bytes and room of the GPUs to draw: one that was asked for; of many those next to the highest bar.
-
-    Next to it by their room, as the verdict is: the first of them is too small, the second fits.
-    """
-    sizes_of = {verdict.system: SYSTEMS[verdict.system].gpu_bytes for verdict in found}
-    rooms = {sizes_of[verdict.system]: verdict.room for verdict in found}
-    sizes = sorted(rooms)
-    if len(found) > 1:
-        below = [size for size in sizes if rooms[size] < highest][-1:]
-        sizes = below + [size for size in sizes if rooms[size] >= highest][:1]
-    for size in sizes:
-        yield ", ".join(name for name, its_size in sizes_of.items() if its_size == size), size, rooms[size]

@@ -9,8 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bridge_fgo.bridge.refusals import uses_fsdp
-from bridge_fgo.tools.plan.activations import WORKSPACES
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.tools.plan.recommend import Recommendation
 from bridge_fgo.tools.plan.verdict import lines, verdicts
@@ -64,7 +62,6 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
             for stage in estimate.stages
         ],
         "links": [asdict(link) for link in estimate.links],
-        "bridge_estimate": job.bridge_estimate,
         "verdicts": [asdict(verdict) for verdict in verdicts(estimate)],
         "flag": job.flag,
         "refusals": estimate.refusals,
@@ -134,7 +131,6 @@ def print_estimate(console: Console, estimate: Estimate, recommendation: Recomme
             padding=0,  # so that its headings fit into 80 columns, as a log has
         )
     )
-    _print_bridges_estimate(console, estimate)
     _print_links(console, estimate)
     print_lines(console, estimate.notes)
 
@@ -150,22 +146,6 @@ def _row(stage: StageEstimate) -> list[str]:
     bound = ">" if stage.activations is None else ""
     peaks = (bound + gigabytes(peak), bound + gigabytes(peak - away - spared))
     return [str(stage.stage), *map(gigabytes, parts), *peaks, gigabytes(away + moving)]
-
-
-def _print_bridges_estimate(console: Console, estimate: Estimate) -> None:
-    theirs = estimate.job.bridge_estimate
-    if theirs is None:
-        return
-    has_budget = estimate.offload.gpu_memory_budget_gib is not None
-    # With a budget the stage that offloads the most is the one whose figures differ.
-    stage = max(estimate.stages, key=lambda stage: (stage.away if has_budget else 0, stage.fixed))
-    ours = stage.fixed - WORKSPACES
-    unsharded = ", weights and gradients as without Megatron-FSDP" if uses_fsdp(estimate.job.config) else ""
-    console.print(
-        f"Weights, gradients and states of stage {stage.stage}: {gigabytes(ours)} GB, "
-        f"{gigabytes(ours - stage.away)} GB with the offload; Bridge's own estimator: "
-        f"{gigabytes(theirs['weights_gradients_states'])} GB (18 bytes a parameter, whatever the dtypes{unsharded})"
-    )
 
 
 def _print_links(console: Console, estimate: Estimate) -> None:
@@ -191,11 +171,8 @@ def _print_gradients(console: Console, estimate: Estimate, moving: int) -> None:
     times = estimate.job.microbatches - 1
     if not times:
         return
-    crossing, enough = gigabytes(2 * times * moving), []
-    for row in estimate.links:
-        added = row.gradient_floor
-        given = "" if added is None else ", as given" if added == 0 else f", and add {seconds(added)} as given"
-        enough.append(f"{seconds(row.gradient_seconds)} ({row.link.title}{given})")
+    crossing = gigabytes(2 * times * moving)
+    enough = [f"{seconds(row.gradient_seconds)} ({row.link.title})" for row in estimate.links]
     console.print(
         f"Gradients: up to {gigabytes(moving)} GB of a rank leave after each microbatch but the last and return before "
         f"the next, {crossing} GB over the link a step. They hide where forward and backward of a microbatch take this "

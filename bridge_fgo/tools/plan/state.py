@@ -15,7 +15,6 @@ from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.state import Bundle, State
 from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
-from bridge_fgo.tools.plan.bound import bound_of, name_of
 
 META = torch.device("meta")
 
@@ -101,26 +100,19 @@ def written_back_bytes(part: PartLayout) -> int:
     return sum(slab.layout.nbytes for slab in part.slabs if slab.written_back)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What the ranks of each stage hold, and the states of each rank of each stage: the slow part of an estimate."""
-
-    held: list[Held]
-    states: list[list[StateBytes]]
-
-
-def layout_of(job: Job, offload: OffloadConfig) -> Layout:
-    """Return the layout of a job: of many experts, what takes the time of an estimate.
+def states_of_ranks(job: Job, offload: OffloadConfig) -> list[list[StateBytes]]:
+    """Return the states of each rank of each stage: of many experts, what takes the time of an estimate.
 
     Raises:
-        ValueError: the states are not those of Adam or Muon; names the setting.
+        ValueError: the states are not those of Adam or Muon, and names the setting; or mcore could not lay the job out.
     """
     _require_known_states(job)
+    if not job.held:
+        raise ValueError(f"mcore cannot lay this job out without a GPU, so its bytes are not known: {job.not_held}")
     # Upstream copies masters as they are, and so does Megatron-FSDP's source.
     is_whole = is_upstreams(job, offload) or uses_fsdp(job.config)
     copied = replace(offload, master_remainders=False) if is_whole else offload
-    held = job.held or [bound_of(job, stage) for stage in range(job.parallel.pipeline)]
-    return Layout(held, [_states(of_stage, copied) for of_stage in held])
+    return [_states(of_stage, copied) for of_stage in job.held]
 
 
 def _states(held: Held, offload: OffloadConfig) -> list[StateBytes]:
@@ -137,7 +129,7 @@ def _states(held: Held, offload: OffloadConfig) -> list[StateBytes]:
 
 def _require_known_states(job: Job) -> None:
     optimizer = job.config.optimizer
-    name, scalar = name_of(optimizer), getattr(optimizer, "muon_scalar_optimizer", "adam")
+    name, scalar = optimizer.optimizer, getattr(optimizer, "muon_scalar_optimizer", "adam")
     if name not in ("adam", *MUONS):
         raise ValueError(f"optimizer.optimizer={name!r}: the plan knows the states of Adam and Muon alone")
     if name != "adam" and scalar != "adam":
@@ -155,5 +147,5 @@ def _require_known_states(job: Job) -> None:
 
 
 def is_upstreams(job: Job, offload: OffloadConfig) -> bool:
-    """Return whether mcore's own offloader would serve the job; without an mcore to ask, as the settings say."""
-    return offload.engine == "mcore" if job.engine is None else job.engine.startswith("mcore")
+    """Return whether mcore's own offloader would serve the job; where it is refused, as the settings say."""
+    return (job.engine or offload.engine).startswith("mcore")

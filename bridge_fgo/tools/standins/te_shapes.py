@@ -71,7 +71,7 @@ class Linear(torch.nn.Module):
             self.layer_norm_weight = parameter(in_features, dtype=params_dtype)
             if normalization == "LayerNorm":
                 self.layer_norm_bias = parameter(in_features, dtype=params_dtype)
-        self.num_gemms, self.use_bias, self.tp_size = num_gemms, bias, tp_size
+        self.num_gemms, self.use_bias, self.tp_size, self.parallel_mode = num_gemms, bias, tp_size, parallel_mode
         self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
         self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
         for end in [""] if num_gemms is None else map(str, range(num_gemms)):
