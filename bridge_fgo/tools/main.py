@@ -19,6 +19,7 @@ from bridge_fgo.tools import rl_demo, run_script
 from bridge_fgo.tools.bench import command as bench_command
 from bridge_fgo.tools.bench.options import Settings as BenchSettings
 from bridge_fgo.tools.demo import Settings as DemoSettings
+from bridge_fgo.tools.job.answers import refuse_gpus_at_once
 from bridge_fgo.tools.job.target import refuse_at_once
 from bridge_fgo.tools.plan.options import Settings as PlanSettings
 from bridge_fgo.tools.report import command as report_command
@@ -152,6 +153,7 @@ def plan(settings: PlanSettings) -> int:
     config or, with --check, it does not fit; 2 where nothing can be estimated.
     """
     refuse_at_once(settings.target, settings.overrides)
+    refuse_gpus_at_once(settings.target, settings.gpus, settings.overrides)
     with spinner("importing torch"):
         from bridge_fgo.tools.plan import command
     return command.run(settings)
@@ -165,6 +167,8 @@ def doctor(settings: DoctorSettings) -> int:
     """
     if settings.target not in (None, *RECIPES):  # of one that this mcore cannot build the machine is examined as well
         refuse_at_once(settings.target, settings.overrides)
+    if settings.target is not None:
+        refuse_gpus_at_once(settings.target, settings.gpus, settings.overrides)
     with spinner("importing torch"):
         from bridge_fgo.tools.doctor import command
     return command.run(settings)

@@ -436,6 +436,18 @@ def test_the_builder_is_asked_once_for_what_is_installed_and_for_the_config(buil
     assert found["installed"]["mcore"] == TINY["answer"]["mcore"]
 
 
+def test_without_a_config_the_builder_is_asked_only_of_versions_that_no_answers_are_kept_of(builder, monkeypatch):
+    fresh = []
+    monkeypatch.setattr(command, "ask_builder", lambda **asked: fresh.append(asked) or {"mcore": "0.20.0"})
+    versions = json.loads(gzip.decompress((answers.FOLDER / "tiny.json.gz").read_bytes()))["versions"]
+    for installed, mcore in ((versions, versions["megatron-core"]), ({"megatron-core": "0.20.0"}, "0.20.0")):
+        monkeypatch.setattr(answers, "installed_versions", lambda installed=installed: installed)
+        _, found = told("doctor")
+        assert found["installed"]["mcore"] == mcore
+        assert any("was not imported" in note for note in found["notes"]) == (not fresh)
+    assert len(fresh) == 1
+
+
 def test_a_bridge_that_the_package_does_not_fit_is_refused_whatever_the_config(builder):
     builder.answer = {"install_refuses": "no such function"}
     status, found = told("doctor", "json:recipe")

@@ -96,8 +96,11 @@ def test_megatron_fsdp_is_laid_out_with_latent_attention_too():
 
 
 def test_what_mcore_cannot_lay_out_is_an_error_with_the_reason():
-    job = built_jobs.job("pipelined_fsdp", 8)  # its mesh has no pipeline
-    with pytest.raises(ValueError, match=r"cannot lay this job out .*: EinopsError: "):
+    job = built_jobs.job("pipelined_fsdp", 8)
+    text = (
+        r"fsdp=True with model.pipeline_model_parallel_size=2: .*\(EinopsError: .*; use model.pipeline_model_parallel"
+    )
+    with pytest.raises(ValueError, match=text):
         make_estimate(job, OffloadConfig(), [], None, None)
 
 

@@ -17,7 +17,7 @@ from bridge_fgo.tools.arms.runner import ArmFailed
 from bridge_fgo.tools.bench.command import probe
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.doctor.machine import Machine, installed, look, warnings
-from bridge_fgo.tools.job.answers import ask_builder
+from bridge_fgo.tools.job.answers import ask_builder, kept_installation
 from bridge_fgo.tools.job.job import Job, read_job
 from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, make_estimate
 from bridge_fgo.tools.plan.state import is_upstreams
@@ -62,11 +62,17 @@ def run(settings: DoctorSettings) -> int:
     if not missing_packages():
         asked = {name: getattr(settings, name) for name in ("target", "gpus", "offload", "vocab_size", "overrides")}
         try:
-            answer = ask_builder(**asked, patches=True)
+            answer = {} if settings.target is not None else kept_installation()
+            answer = answer or ask_builder(**asked, patches=True)
         except ValueError as error:
             answer = {"install_refuses": str(error)}
     findings = Findings(installed(answer), asdict(machine), target=settings.target)
     _examine_installed(findings)
+    if "kept_of" in answer:
+        findings.notes.append(
+            "Megatron-Bridge was not imported: these versions are those that this package is tested with; name a "
+            "recipe, as tiny, to have it imported and every patch tried"
+        )
     if settings.target is not None:
         try:
             _examine_config(findings, settings, machine, answer)

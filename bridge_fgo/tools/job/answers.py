@@ -26,6 +26,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.train import has_module
 from bridge_fgo.tools.job.parallel import parallel_of
+from bridge_fgo.tools.job.target import is_saved_config, require_saved_config
 from bridge_fgo.tools.show import spinner
 
 FOLDER = Path(__file__).with_name("kept")
@@ -70,18 +71,14 @@ def kept_answer(
     is installed, the kept one is as good as any.
 
     Raises:
-        ValueError: two values for one setting, one that is refused, or GPUs on which the recipe cannot be laid out.
+        ValueError: two values for one setting, or one that is refused.
     """
     written = _read_overrides(overrides or ())
     if written is None or vocab_size is not None:
         return None
     flag = written.pop(FLAG, True)
     answer = _kept(target) if offload.keys() | written.keys() <= CHANGES_NO_ANSWER else None
-    if answer is None:
-        return None
-    if gpus not in (None, answer["gpus"]):
-        model, ddp = (SimpleNamespace(**answer["config"][section]) for section in ("model", "ddp"))
-        parallel_of(SimpleNamespace(model=model, ddp=ddp), gpus)  # refuses at once what the builder would
+    if answer is None or gpus not in (None, answer["gpus"]):
         return None
     settings = settings_of(SimpleNamespace(**{SETTINGS: written}), OffloadConfig(**offload))
     return answer | {"flag": flag, "settings": asdict(settings)}
@@ -102,6 +99,25 @@ def _read_overrides(overrides: Sequence[str]) -> dict[str, Any] | None:
             return None
         found[FLAG if is_flag else setting] = value
     return found
+
+
+def kept_installation() -> dict[str, Any]:
+    """Return what the builder says of the installed Megatron, where it is the one that answers are kept of; else {}."""
+    answer = _kept("tiny") if installed_versions() else None
+    return {} if answer is None else {name: answer[name] for name in ("mcore", "offloader", "kept_of")}
+
+
+def refuse_gpus_at_once(target: str, gpus: int | None, overrides: Sequence[str] | None) -> None:
+    """Raise ValueError where a saved config, or a recipe that is kept, cannot be laid out on that many GPUs.
+
+    What passes may still be refused: only the builder knows other targets, and what overrides make of the layout.
+    """
+    if gpus is None or any(override.lstrip("+~").startswith(("model", "ddp")) for override in overrides or ()):
+        return
+    config = require_saved_config(Path(target)) if is_saved_config(target) else (_kept(target) or {}).get("config", {})
+    model, ddp = (SimpleNamespace(**config.get(section, {})) for section in ("model", "ddp"))
+    if hasattr(model, "tensor_model_parallel_size"):
+        parallel_of(SimpleNamespace(model=model, ddp=ddp), gpus)
 
 
 def _kept(target: str) -> dict[str, Any] | None:

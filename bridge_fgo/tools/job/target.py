@@ -9,16 +9,18 @@ from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from bridge_fgo.recipes.catalog import RECIPES
+from bridge_fgo.recipes.hf_config import fetch
 
 PACKAGES = ("recipes", "perf_recipes", "diffusion/recipes")
 """Folders of `megatron.bridge` that are searched, in this order: a name that several have means the first."""
-FUNCTION = re.compile(
-    r"^def ([a-z]\w*_config)\(|^([a-z]\w*_config)(?:: [^=\n]+)? = |\b\w+_config as ([a-z]\w*_config)", re.MULTILINE
-)
+BINDING = re.compile(r"^(?:def (\w+)\(|(\w+)(?:: [^=\n]+)? = ).*(?:\n(?:[ \t)\]}].*|#.*|)$)*", re.MULTILINE)
+ALIAS = re.compile(r"\b(\w+_config) as (\w+)")
+NOT_CODE = re.compile(r'"""(?:.|\n)*?"""|#.*|.*(?:dataset|tokenizer)\w* ?=.*')
 
 
 def is_saved_config(target: str) -> bool:
@@ -31,8 +33,8 @@ def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
 
     What passes may still not be there: only importing it tells.
     """
-    without_folder(overrides or ())
-    module = target.rpartition(":")[0]
+    _, folder = without_folder(overrides or ())
+    module, _, function = target.rpartition(":")
     package = module.partition(".")[0]
     if is_saved_config(target):
         require_saved_config(Path(target))
@@ -48,22 +50,51 @@ def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
         raise ValueError(f"recipe {target!r}: there is no module {package!r}, neither installed nor in this folder")
     elif not module and (known := config_functions()) and target not in known:
         raise ValueError(no_recipe(target))
+    elif package in ("", "megatron") and folder is None and (model := _model_read_by(function)) is not None:
+        fetch(model)
 
 
 @cache
-def config_functions() -> dict[str, str]:
-    """Return the names of Bridge's config functions and aliases, each with its module; none where Bridge is not here.
+def _bound() -> dict[str, dict[str, str]]:
+    """Return of each module of `PACKAGES` its names and their texts, an alias's being the name it stands for.
 
     By reading Bridge's sources, which takes half a second. To import them takes half a minute.
     """
-    found: dict[str, str] = {}
+    found: dict[str, dict[str, str]] = {}
     spec = find_spec("megatron")
     for top in () if spec is None else map(Path, spec.submodule_search_locations or ()):
         for path in (path for package in PACKAGES for path in sorted((top / "bridge" / package).rglob("*.py"))):
             module = ".".join(("megatron", *path.relative_to(top).with_suffix("").parts)).removesuffix(".__init__")
-            for names in FUNCTION.findall(path.read_text(encoding="utf-8")):
-                found.setdefault("".join(names), module)
+            text = path.read_text(encoding="utf-8")
+            bound = {match[1] or match[2]: NOT_CODE.sub("", match[0]) for match in BINDING.finditer(text)}
+            found.setdefault(module, {alias: origin for origin, alias in ALIAS.findall(text)} | bound)
     return found
+
+
+@cache
+def config_functions() -> dict[str, str]:
+    """Return the names of Bridge's config functions and aliases, each with its module; none without Bridge."""
+    bindings = ((name, module) for module, bound in reversed(_bound().items()) for name in bound)
+    return {name: module for name, module in bindings if re.fullmatch(r"[a-z]\w*_config", name)}
+
+
+def _model_read_by(name: str) -> str | None:
+    """Return the model whose Hugging Face config a function of Bridge's reads; None for none, or if only a call tells.
+
+    It is the only one that is named in the function and in what that calls.
+    """
+    seen: dict[tuple[str, str], str] = {}
+    names = [(name, config_functions().get(name))]
+    while names:
+        name, module = names.pop()
+        if module is not None and (name, module) not in seen:
+            bound = _bound()[module]
+            text = seen[name, module] = bound[name]
+            others = set(re.findall(r"\w+", text)) - {name}
+            names += [(word, module if word in bound else config_functions().get(word)) for word in others]
+    text = "\n".join(seen.values())
+    models = set(re.findall(r'"([\w.-]+/[\w.-]+)"', text))
+    return models.pop() if len(models) == 1 and re.search(r"\bfrom_(?:hf_)?pretrained\(", text) else None
 
 
 def gpus_of(name: str) -> int | None:
@@ -86,8 +117,8 @@ def without_folder(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
     return [one for one in overrides if one not in given], folders[-1] if folders else None
 
 
-def require_saved_config(path: Path) -> None:
-    """Raise ValueError where a file is not there, is no YAML, or is no saved ConfigContainer."""
+def require_saved_config(path: Path) -> dict[str, Any]:
+    """Return a saved ConfigContainer; raise ValueError where a file is not there, is no YAML, or is none."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
     try:
@@ -99,6 +130,7 @@ def require_saved_config(path: Path) -> None:
         raise ValueError(f"{path}: is empty; give the run_config.yaml that Megatron-Bridge has saved")
     if not isinstance(content, dict) or not str(content.get("_target_", "")).endswith("ConfigContainer"):
         raise ValueError(f"{path}: is not a saved run config (what Bridge writes as run_config.yaml)")
+    return content
 
 
 def no_recipe(name: str) -> str:
