@@ -184,29 +184,17 @@ def saves_states(call: Call) -> Any:
     """
     if is_fsdp(call.optimizer):
         return fsdp_wrappers.gives_states(call)
+    if call.is_loading:
+        with call.engine.loading(call.source, everything=True), _adam_kept_from_states(call):
+            return call()
+    call.engine.require_whole(call.source, "saved")
     asked = call.arguments
     # The default is that of mcore's method.
     sharding = (asked.get("metadata") or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
     copies = (asked.get("sharding_type") or sharding) not in COPIED_AT_ONCE
-    with _handing_out(call, copies), _adam_kept_from_states(call):
+    # Of a save mcore's reading of Adam's states stays as it is: Transformer Engine scales those that are in fp16.
+    with call.engine.saving(call.source, copies=copies):
         return call()
-
-
-@contextlib.contextmanager
-def _handing_out(call: Call, copies: bool) -> Iterator[None]:
-    """Context in which the engine hands out states to be loaded into or saved; `copies` as in `Engine.saving`."""
-    if call.is_checkpointing:  # mcore's methods call each other
-        yield
-        return
-    if not call.is_loading:
-        call.engine.require_whole(call.source, "saved")
-    handing_out = (
-        call.engine.loading(call.source, everything=True)
-        if call.is_loading
-        else call.engine.saving(call.source, copies=copies)
-    )
-    with handing_out:
-        yield
 
 
 @served
@@ -317,7 +305,7 @@ def _where_any(call: Call) -> Callable[[], Any]:
 @served
 def saves_float16_states(call: Call) -> Any:
     """Do as `saves_states`."""
-    with _handing_out(call, copies=True):
+    with _handing_out(call):
         return call()
 
 
@@ -326,7 +314,7 @@ def hands_out_float16_states(call: Call) -> Any:
     """Give a state dictionary of host tensors, without bringing states to the GPU: copies, but for loading."""
     inner: Any = call.optimizer.optimizer
     groups = getattr(call.optimizer, GROUPS)
-    with _handing_out(call, copies=True), shadowed(inner, as_they_are(inner)):
+    with _handing_out(call), shadowed(inner, as_they_are(inner)):
         result = call()
         masters = {id(master) for master in chain(*groups)}
         saved, handed = result["optimizer"]["state"], {}
@@ -339,6 +327,21 @@ def hands_out_float16_states(call: Call) -> Any:
                 saved[index] = {name: _own(value) for name, value in states.items()}
         result[MASTERS[0]] = [[handed[id(master)] for master in group] for group in groups]
     return result
+
+
+@contextlib.contextmanager
+def _handing_out(call: Call) -> Iterator[None]:
+    """Context in which the engine hands out states, to be saved or to be loaded into."""
+    if call.is_checkpointing:  # mcore's methods call each other
+        yield
+        return
+    if call.is_loading:
+        with call.engine.loading(call.source, everything=True):
+            yield
+        return
+    call.engine.require_whole(call.source, "saved")
+    with call.engine.saving(call.source, copies=True):
+        yield
 
 
 def _own(value: Any) -> Any:

@@ -107,15 +107,17 @@ def states_of_ranks(job: Job, offload: OffloadConfig) -> list[list[StateBytes]]:
         ValueError: the states are not those of Adam or Muon, and names the setting; or mcore could not lay the job out.
     """
     _require_known_states(job)
-    pipeline = job.config.model.pipeline_model_parallel_size
-    if not job.held and uses_fsdp(job.config) and pipeline > 1:
+    if not job.held and uses_fsdp(job.config) and (pipeline := job.config.model.pipeline_model_parallel_size) > 1:
         raise ValueError(
             f"ddp.use_megatron_fsdp=True with model.pipeline_model_parallel_size={pipeline}: mcore's mesh of "
             f"Megatron-FSDP has no pipeline ({job.not_held}); use model.pipeline_model_parallel_size=1, or "
             "ddp.use_megatron_fsdp=False"
         )
     if not job.held:
-        raise ValueError(f"mcore cannot lay this job out without a GPU, so its bytes are not known: {job.not_held}")
+        refused = "".join(f"{why}\n" for why in job.refusals)
+        raise ValueError(
+            f"{refused}mcore cannot lay this job out without a GPU, so its bytes are not known: {job.not_held}"
+        )
     # Upstream copies masters as they are, and so does Megatron-FSDP's source.
     is_whole = is_upstreams(job, offload) or uses_fsdp(job.config)
     copied = replace(offload, master_remainders=False) if is_whole else offload
