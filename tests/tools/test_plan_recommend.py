@@ -74,9 +74,11 @@ def test_the_fastest_that_fits_is_advised_and_it_was_the_fastest_measured():
     assert found.advised.peak <= found.room < choice(recommendation(TIGHT), "as configured").peak
 
 
-def test_copies_of_all_gpus_of_a_host_are_slower():
+def test_ways_are_compared_on_the_same_host():
     alone, shared = (recommend.Recommender(job(TIGHT, 8), links("H200", None, gpus)[0]).recommend() for gpus in (1, 8))
     assert "at 55 / 51 GB/s" in alone.terms[1] and "at 20 / 12 GB/s" in shared.terms[1]
+    added = [choice(found, "HybridDeviceOptimizer").step - found.choices[0].step for found in (alone, shared)]
+    assert added[1] == pytest.approx(added[0] * 55.4 / 19.7)
 
 
 def test_what_is_compared_with_a_config_that_does_not_fit_says_so():
@@ -122,6 +124,15 @@ def test_a_resident_way_turns_off_the_flag_that_the_config_has_on():
     assert "optimizer.offload_optimizer_states=true" not in found.advised.overrides
 
 
+def test_the_largest_micro_batch_divides_the_batch_and_fits():
+    found = recommendation(f"{TIGHT} --recompute attention")
+    (larger,) = (one for one in found.choices if one.name.startswith("micro batch"))
+    assert larger.name == "micro batch of 8, all offloaded" and larger.fits
+    over = recommend.with_settings(job(f"{TIGHT} --recompute attention", 1), train={"micro_batch_size": 16})
+    (link,) = links("H200", None, 1)
+    assert not choice(recommend.Recommender(over, link).recommend(), "as configured, all offloaded").fits
+
+
 def test_a_given_forward_scales_what_is_recomputed_with_it():
     (link,) = links("H200", None, 1)
     of_job = job(f"{TIGHT} --recompute attention", 1)
@@ -140,7 +151,7 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_the_command_prints_what_is_advised_and_as_json(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     status, output = run("qwen3_30b_a3b_8gpu", "--system", "H200", "--recommend")
-    assert status == 0 and "Recommended: experts recomputed (" in output
+    assert status == 0 and "Recommended: experts recomputed (" in output and "HybridDeviceOptimizer" in output
     status, output = run("qwen3_30b_a3b_8gpu", "--system", "H200", "--recommend", "--json")
     found = json.loads(output)["recommendation"]
     assert "model.recompute_modules=[moe]" in found["advised"]["overrides"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-from bridge_fgo.bridge.refusals import setting_refusals
+from bridge_fgo.bridge.refusals import setting_refusals, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.recomputation import KINDS, told
@@ -20,6 +20,12 @@ from bridge_fgo.tools.plan.verdict import close_call
 
 BUDGET = "optimizer.offload.gpu_memory_budget_gib="
 FLAG_ON, FLAG_OFF = "optimizer.offload_optimizer_states=true", "optimizer.offload_optimizer_states=false"
+HYBRID_SECONDS = 0.969 / 1.641e9
+"""Seconds that HybridDeviceOptimizer adds to a step for each parameter that a rank updates: in one run on an H200,
+with 16 cores, 1.470 s against 0.501 s resident at 1.641 billion parameters (`bridge_fgo/tools/bench/README.md`). Where
+several GPUs share a host, as many times that as one of them copies slower than alone: both use the host's memory."""
+HYBRID_HOST_BYTES = 16
+"""Bytes of host memory of it a parameter: masters, two moments and the gradient in fp32."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,11 @@ class Recommender:
         self._of_host, self._room = SYSTEMS[link.name].host_bytes, SYSTEMS[link.name].room
         self._offload = replace(job.offload, fraction=1.0, gpu_memory_budget_gib=None)
         self._states = states_of_ranks(job, self._offload)
-        as_it_is = self._estimate(job, everything=True)
-        if not as_it_is.knows_activations:
+        self._as_it_is = self._estimate(job, everything=True)
+        if not self._as_it_is.knows_activations:
             raise ValueError("--recommend: activations of this kind of model are not counted; give --activations-gb")
-        self._in_node = as_it_is.links[0].link  # beside the other GPUs of the node
+        self._in_node = self._as_it_is.links[0].link  # beside the other GPUs of the node
+        self._hybrid_seconds = HYBRID_SECONDS * link.one_way / self._in_node.one_way
 
     def recommend(self) -> Recommendation:
         """Return the ways to run the job, and the fastest that fits."""
@@ -115,6 +122,7 @@ class Recommender:
                 choices += self._offloaded(name, job, overrides, also_everything=is_as_it_is)
         fitting = [choice for choice in choices if choice.fits]
         advised = min(fitting, key=lambda choice: (choice.step, choice.offloaded), default=None)
+        choices += [*self._larger_micro_batch(), *self._hybrid()]
         terms = [f"not offered: {name}, which Megatron-Bridge refuses here: {why}" for name, why in refused.items()]
         return Recommendation(choices, advised, [*self._terms(self._compute(self._job)), *terms], self._room)
 
@@ -180,6 +188,39 @@ class Recommender:
         suited = {name: kind for name, kind in KINDS.items() if name not in unsuited and told(model, kind)}
         return {} if self._activations is not None else suited
 
+    def _larger_micro_batch(self) -> Iterator[Choice]:
+        """Yield the largest micro batch above the config's that fits with all offloaded, where there is one."""
+        train = self._job.config.train
+        of_replica = train.global_batch_size // self._job.parallel.data
+        if self._activations is not None or self._as_it_is.refusals:
+            return
+        for size in range(of_replica, train.micro_batch_size, -1):
+            if of_replica % size == 0:
+                job = with_settings(self._job, train={"micro_batch_size": size})
+                name, overrides = f"micro batch of {size}, all offloaded", (f"train.micro_batch_size={size}",)
+                larger = self._with_offload(name, job, overrides, self._offload, everything=True)
+                if larger.fits:
+                    yield larger
+                    return
+
+    def _hybrid(self) -> Iterator[Choice]:
+        """Yield mcore's HybridDeviceOptimizer, which is Adam and does not go with Megatron-FSDP."""
+        if self._job.config.optimizer.optimizer != "adam" or uses_fsdp(self._job.config):
+            return
+        stages = self._as_it_is.stages
+        offloaded = max(stage.states.total for stage in stages)
+        updated = offloaded // 12
+        pinned = HYBRID_HOST_BYTES * updated * min(self._link.gpus, self._job.parallel.gpus)
+        peak = max(stage.fixed - stage.states.total + (stage.activations or 0) for stage in stages)
+        yield Choice(
+            "HybridDeviceOptimizer",
+            ("optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=1.0"),
+            peak,
+            offloaded,
+            self._compute(self._job).step + self._hybrid_seconds * updated,
+            peak <= self._room and pinned <= self._of_host,
+        )
+
     def _terms(self, compute: Compute) -> Iterator[str]:
         rate = SYSTEMS[self._link.name].flops
         source = (
@@ -194,6 +235,10 @@ class Recommender:
         yield (
             f"copies: the least that they can add (floor) at {self._in_node.figures} GB/s one way / both ways; in runs "
             "on H200s up to 0.1 of the states' one crossing came on top"
+        )
+        yield (
+            f"HybridDeviceOptimizer: {self._hybrid_seconds * 1e9:.2f} s for 10^9 parameters "
+            f"({HYBRID_SECONDS * 1e9:.2f} s measured, alone on a host; beside other GPUs as much longer as copies take)"
         )
         yield (
             "not counted: communication and its overlap, CUDA graphs, the optimizer's update, how much faster larger "
