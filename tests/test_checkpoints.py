@@ -62,7 +62,7 @@ LOADABLE = [pair for pair in EACH if pair.values != ("torch's adam", "fully_resh
 
 @dataclasses.dataclass
 class Saved:
-    """What is saved after two steps, in the middle of a pass: folders by offload and format, and the bits."""
+    """Checkpoints that were saved after two steps, in the middle of a pass, by offload and format; and the bits."""
 
     folders: dict
     bits: dict

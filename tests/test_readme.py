@@ -11,7 +11,7 @@ import pytest
 from bridge_fgo.config import OffloadConfig
 
 ROOT = Path(__file__).parents[1]
-MOST_WORDS = 1200
+MOST_WORDS = 1000
 CODE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 PAGES = [
     "README.md",

@@ -160,7 +160,7 @@ def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
         ValueError: the engine asked for is not there, or does not honour a setting.
     """
     engine, native_only = upstream_generation(), config.native_only_settings()
-    # That for which mcore's own offloader is driven.
+    # mcore's own offloader is driven for Adam under a DistributedOptimizer alone.
     is_adam = getattr(optimizer_config, "optimizer", "adam") == "adam"
     is_adam = is_adam and getattr(optimizer_config, "use_distributed_optimizer", True) is True
     if config.engine == "mcore":

@@ -116,7 +116,7 @@ def write_settings(optimizer_config: Any) -> None:
 
 @dataclasses.dataclass
 class Caller:
-    """What a command of this package has the validation of each config do, and what it learns of it."""
+    """Changes how each config is validated, for a command of this package, which learns whether the flag was set."""
 
     sets_flag: bool = False
     """Whether the flag is set first; for `bridge-fgo run`."""

@@ -1,4 +1,4 @@
-"""What the patched steps, readers and writers of states and gradients do; `fsdp_wrappers` has Megatron-FSDP's alone.
+"""Wrappers of mcore's functions that step, read or write states and gradients; Megatron-FSDP's are in `fsdp_wrappers`.
 
 `OF_DISTRIBUTED` is the usual case, a DistributedOptimizer: its methods ask each parameter for its states one by one.
 A Float16OptimizerWithFloat16Params has a state dictionary with the states in torch's form, and the masters.
@@ -192,7 +192,7 @@ def saves_states(call: Call) -> Any:
     # The default is that of mcore's method.
     sharding = (asked.get("metadata") or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
     copies = (asked.get("sharding_type") or sharding) not in COPIED_AT_ONCE
-    # Of a save mcore's reading of Adam's states stays as it is: Transformer Engine scales those that are in fp16.
+    # A save reads Adam's states by mcore's own function: Transformer Engine scales those that are in fp16.
     with call.engine.saving(call.source, copies=copies):
         return call()
 

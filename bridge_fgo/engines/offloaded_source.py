@@ -1,4 +1,4 @@
-"""What is offloaded of each source."""
+"""The states of one source, divided into those that are offloaded and those that stay on the GPU."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ class StorageSlab:
         self.name = name
         self._named = [*named, (name, tensor)]
         self._aliases: list[weakref.ref[torch.Tensor]] = []
-        """The tensors on it, whoever holds them, as they were found."""
+        """The tensors on the storage, whoever holds them, that `find_aliases` found."""
         self._users = 0
-        """Of the storage when they were."""
+        """How many users the storage had then."""
         self._guard = Guard(self._touched)
         self._advice = f"used, and its memory is away: call {comes_by} first"
         self.storage = storage = tensor.untyped_storage()

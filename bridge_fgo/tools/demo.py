@@ -32,7 +32,7 @@ NOT_EQUAL = 1
 DEFAULT_STEPS = 20
 TABLE_ROWS = 60
 MODULES = {"cuda": "bridge_fgo.tools.arms.gpu", "cpu": "bridge_fgo.tools.arms.cpu"}
-"""What is run as an arm on each device."""
+"""The module that trains one arm, by device."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,7 +147,7 @@ REPLACED = {
     "forget": ("forget", lambda transfers, address: None),
     "wait_for_those_that_add": ("wait_for", lambda transfers, streams: None),
 }
-"""What a wait is done by, and what does nothing in its place."""
+"""Each wait: the method of `Transfers` that waits, and a function that does nothing in its place."""
 
 
 def without(what, name):

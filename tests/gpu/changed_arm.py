@@ -177,7 +177,7 @@ CHANGES = {
     "OWN_LOOP": drive,
     "SLEEP_FROM_STEP": sleep,
 }
-"""What each variable of the environment changes; its value is the argument."""
+"""The change that each environment variable asks for; it is called with the variable's value."""
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ FOLDERS = tuple(package.__path__[0] for package in (memory, offload, engines, st
 class Interruption:
     """Raises KeyboardInterrupt before the n-th line of the engine that runs in the block, which it ends; 0: never.
 
-    A trace function, unlike a signal, can raise it where a `with` is about to end. What that leaves open is closed: no
-    guard of this process would see a touch after an `own()` that stays open.
+    A trace function, unlike a signal, can raise before a `with` calls `__exit__`. If that `with` is `own()`, torch
+    functions stay disabled in this process, and no guard sees a touch. So they are enabled again at the end.
     """
 
     def __init__(self, lines):

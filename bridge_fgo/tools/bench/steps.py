@@ -55,10 +55,10 @@ def warm_steps(run: ArmRun) -> list[Step]:
 def save_stall_seconds(run: ArmRun, step_seconds: float) -> float | None:
     """Return how long a background save stalls `train()`: what a step with a save takes beyond one without.
 
-    The median over all saves but the first, which also makes the plan of what goes where, and may wait for the writer's
-    process to start. A step lasts until the next one begins, so nothing of the stall is missed but the end of the
-    writing, which is waited for outside of all steps. None where there is no such save. `step_seconds` is the median of
-    the arm's steps that count.
+    The median over all saves but the first, which also plans the files, and may wait for the writer's process to start.
+    A step lasts until the next one begins, so nothing of the stall is missed but the end of the writing, which is
+    waited for outside of all steps. None where there is no such save. `step_seconds` is the median of the arm's steps
+    that count.
     """
     saves = run.result.get("save_steps", [])[1:]
     stalls = [event["seconds"] - step_seconds for event in run.steps if event["step"] in saves]

@@ -77,7 +77,7 @@ def _built(name: str, folder: Path | None) -> tuple[Any, int | None]:
                 config, gpus = _own(RECIPES[name]), RECIPES[name].gpus
             else:
                 function = _function(name)
-                # Of Bridge's own the name says it, as an alias's function has one too.
+                # A recipe of Bridge's has its number of GPUs in its name, also where an alias leads to it.
                 is_bridges = function.__module__.startswith("megatron.")
                 config, gpus = function(), gpus_of(function.__name__) if is_bridges else None
     except hf_config.MissingError as error:

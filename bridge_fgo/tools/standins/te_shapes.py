@@ -193,7 +193,7 @@ class ShapesModule(ModuleType):
         elif name.startswith("__"):  # importlib and inspect probe for those and rely on AttributeError
             raise AttributeError(f"stand-in module {self.__name__!r} has no {name!r}")
         else:
-            # What has a shape here; any other name is a class that only has to be there.
+            # `REAL` has the layers with parameters; any other name is a class that is only imported.
             value = REAL.get(name) or _Hollow(name, (_HollowLayer,), {})
         setattr(self, name, value)
         return value
