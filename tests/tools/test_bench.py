@@ -103,12 +103,12 @@ def test_e_of_copies_leaves_out_how_fast_the_host_launched_the_other_forwards():
     assert figures.make_row(resident, mine, LINK, True).e_of_copies is None
 
 
-def test_the_floor_is_of_what_is_copied_over_the_slower_direction_into_the_room_of_activations(monkeypatch):
+def test_the_floor_is_of_what_is_copied_each_way_into_the_room_of_activations(monkeypatch):
     asked, mine = {}, native_arm()
     monkeypatch.setattr(figures, "floor_seconds", lambda **given: asked.update(given) or 0.0)
     mine.result["copied_bytes"] = 7 * GB
     figures.least_added(resident_arm().result, mine.result, LINK)
-    rates = {"link": 50 * GB, "duplex": 45 * GB}
+    rates = {"d2h": 50 * GB, "h2d": 55 * GB, "duplex": 45 * GB}
     phases = {"backward": 0.1, "first_forward": 0.05, "between": pytest.approx(0.02)}
     assert asked == {"nbytes": 7 * GB, **rates, **phases, "room": 20 * GB}
 
@@ -117,14 +117,18 @@ def test_the_floor_is_what_two_directions_at_once_leave_over():
     # 10 GB; 5 GB come in backward's 0.1 s. The other 5 GB need 0.1 s both ways at once, and then 5 GB more have to go:
     # 2.5 GB in the 0.05 s of the first forward, the rest before it ends.
     added = floor_seconds(
-        10 * GB, link=50 * GB, duplex=50 * GB, backward=0.1, first_forward=0.05, between=0.02, room=20 * GB
+        10 * GB, d2h=50 * GB, h2d=50 * GB, duplex=50 * GB, backward=0.1, first_forward=0.05, between=0.02, room=20 * GB
     )
     assert added == pytest.approx(0.1 + 0.1 - 0.02 - 0.05)
+    # In twice as fast, all 10 GB come in backward; then what did not go in the forward's 0.05 s goes at 50 GB a second.
+    rates = {"d2h": 50 * GB, "h2d": 100 * GB, "duplex": 50 * GB}
+    added = floor_seconds(10 * GB, **rates, backward=0.1, first_forward=0.05, between=0.02, room=20 * GB)
+    assert added == pytest.approx(0.2 - 0.02 - 0.05)
 
 
 @pytest.mark.parametrize(("room", "added"), [(20 * GB, 0.0), (0, 10 / 45)])
 def test_copies_hide_behind_longer_passes_where_activations_leave_them_room(room, added):
-    floor = floor_seconds(10 * GB, 50 * GB, 45 * GB, backward=0.4, first_forward=0.3, between=0.0, room=room)
+    floor = floor_seconds(10 * GB, 50 * GB, 50 * GB, 45 * GB, backward=0.4, first_forward=0.3, between=0.0, room=room)
     assert floor == pytest.approx(added)
 
 

@@ -46,12 +46,14 @@ def test_gradients_never_cross_and_of_data_parallel_ranks_each_copies_its_share(
     }
 
 
-def test_seconds_are_bytes_over_the_link_that_a_gpu_has_beside_the_others_of_its_node():
+@pytest.mark.parametrize("system", ["H200", "GB300", "GH200"])
+def test_seconds_are_bytes_over_the_link_that_a_gpu_has_beside_the_others_of_its_node_out_and_in_apart(system):
     parallel = Parallel(gpus=8, tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1)
-    ((link, seconds),) = plan_phases(estimate(8.0, system="H200", flag=False, parallel=parallel)).seconds
-    assert link.one_way == SYSTEMS["H200"].link.of_node_with(8).one_way < SYSTEMS["H200"].link.one_way
-    assert seconds[SLEEP] == pytest.approx(14 * GB / link.one_way)
-    assert seconds[ALONE] == pytest.approx(2 * GB / link.one_way)
+    ((link, seconds),) = plan_phases(estimate(8.0, system=system, flag=False, parallel=parallel)).seconds
+    beside = SYSTEMS[system].link.of_node_with(SYSTEMS[system].link.gpus)
+    assert (link.d2h, link.h2d) == (beside.d2h, beside.h2d)
+    assert seconds[SLEEP] == pytest.approx(14 * GB / link.d2h)
+    assert seconds[ALONE] == pytest.approx(2 * GB / link.h2d)
 
 
 def test_with_the_flag_masters_leave_packed_and_weights_are_copied_for_them():

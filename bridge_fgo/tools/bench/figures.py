@@ -230,7 +230,8 @@ def least_added(resident: dict[str, Any], mine: dict[str, Any], link: dict[str, 
         return None
     return floor_seconds(
         nbytes=mine["copied_bytes"],
-        link=min(link["d2h"], link["h2d"]),
+        d2h=link["d2h"],
+        h2d=link["h2d"],
         duplex=link["duplex"],
         backward=phases["backward"],
         first_forward=phases["first_forward"],

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 
 def floor_seconds(
-    nbytes: int, link: float, duplex: float, backward: float, first_forward: float, between: float, room: int
+    nbytes: int,
+    d2h: float,
+    h2d: float,
+    duplex: float,
+    backward: float,
+    first_forward: float,
+    between: float,
+    room: int,
 ) -> float:
     """Return the least time in seconds that a step can get longer by when `nbytes` are copied out and come back.
 
@@ -15,16 +22,17 @@ def floor_seconds(
 
     Args:
         nbytes: bytes copied each way.
-        link: bytes a second in one direction alone.
+        d2h: bytes a second out, in that direction alone.
+        h2d: the same in.
         duplex: bytes a second each way with both directions busy.
         backward: seconds of the last microbatch's backward.
         first_forward: seconds of the first microbatch's forward.
         between: seconds from the end of that backward to the begin of that forward, in a resident run.
         room: bytes that activations take and give back; no more may be on the way during forward or backward.
     """
-    early = min(nbytes, link * backward, room)
+    early = min(nbytes, h2d * backward, room)
     both_ways = (nbytes - early) / duplex
     out_left = early  # as much has not left yet when the last has come and been updated
     late = min(out_left, room)
-    span = both_ways + (out_left - late) / link + max(late / link, first_forward)
+    span = both_ways + (out_left - late) / d2h + max(late / d2h, first_forward)
     return max(0.0, span - between - first_forward)

@@ -78,7 +78,7 @@ class LinkEstimate:
     """The cost of the copies on one kind of link, on the slowest rank, in seconds.
 
     pinned: bytes of the fullest node: all that may leave, because the engine pins before it knows what a budget leaves.
-    link_seconds: one way of all that is copied. most_floor: the floor of the added step time with
+    link_seconds: one way of all that is copied, the slower. most_floor: the floor of the added step time with
     nothing to hide behind. floor: the same for the forward and backward that the user gave, or None.
     hidden_from: seconds of a microbatch's forward (its backward taken as twice that) from which the floor is 0.
     Both are None where the activations, whose place copies need in forward and backward, are not known.
@@ -309,7 +309,7 @@ def _link_estimate(
     def floor(forward: float, backward: float) -> float:
         """Return the slowest stage's; where activations are not known, they are given no room."""
         of_states = max(
-            floor_seconds(nbytes, link.one_way, link.duplex, backward, forward, 0.0, room or 0)
+            floor_seconds(nbytes, link.d2h, link.h2d, link.duplex, backward, forward, 0.0, room or 0)
             for nbytes, room in loads
         )
         return of_states + times * max(0.0, of_gradients - forward - backward)

@@ -106,7 +106,9 @@ class Phases:
                 asdict(stage) | {"moves": [asdict(move) | {"copied": move.copied} for move in stage.moves]}
                 for stage in self.stages
             ],
-            "seconds": [{"system": link.name, "one_way": link.one_way, **seconds} for link, seconds in self.seconds],
+            "seconds": [
+                {"system": link.name, "d2h": link.d2h, "h2d": link.h2d, **seconds} for link, seconds in self.seconds
+            ],
             "notes": self.notes,
             "refusals": self.refusals,
         }
@@ -123,9 +125,10 @@ def plan_phases(estimate: Estimate) -> Phases:
     stages = [_stage(estimate, stage) for stage in estimate.stages]
     phases = Phases(stages, [], list(_notes(estimate, stages)), list(phase_refusals(estimate.job)))
     for of_link in estimate.links:
-        # The estimate's link is that of one GPU beside the others of its node.
-        speed = of_link.link.one_way
-        phases.seconds.append((of_link.link, {move.name: move.copied / speed for move in phases.fullest.moves}))
+        link = of_link.link  # of one GPU beside the others of its node
+        speeds = {SLEEP: link.d2h, SLEEP_ALL: link.d2h}
+        seconds = {move.name: move.copied / speeds.get(move.name, link.h2d) for move in phases.fullest.moves}
+        phases.seconds.append((link, seconds))
     return phases
 
 

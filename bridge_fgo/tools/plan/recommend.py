@@ -233,8 +233,8 @@ class Recommender:
             f"{compute.backward:.3f} s backward and {compute.recomputed:.3f} s recomputed, {source}"
         )
         yield (
-            f"copies: the least that they can add (floor) at {self._in_node.figures} GB/s one way / both ways; in runs "
-            "on H200s up to 0.1 of the states' one crossing came on top"
+            f"copies: the least that they can add (floor) at {self._in_node.figures} GB/s D2H/H2D/both at once; in "
+            "runs on H200s up to 0.1 of the states' one crossing came on top"
         )
         yield (
             f"HybridDeviceOptimizer: {self._hybrid_seconds * 1e9:.2f} s for 10^9 parameters "

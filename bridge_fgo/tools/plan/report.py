@@ -155,10 +155,10 @@ def _print_links(console: Console, estimate: Estimate) -> None:
         rows.append((row.link.title, str(row.link.gpus), gigabytes(row.pinned), row.link.figures, *map(seconds, times)))
     title = "A node's pinned memory, and the copies of the fullest rank in seconds"
     heads = ("system", "GPUs", "pinned GB", "GB/s", "one way", "bare floor", "floor", "hidden from")
-    console.print(table(title, heads, rows, bold="floor"))
+    console.print(table(title, heads, rows, bold="floor", padding=0))  # fits into 80 columns, as the other
     console.print(
-        "GB/s: one way / each way with both busy (*: not measured). Floor: the least that a step gets longer by; bare: "
-        "with nothing to hide behind. Hidden from: a microbatch's forward in seconds from which nothing is added."
+        "GB/s: D2H/H2D/each way with both busy (*: not measured here). Floor: the least that a step gets longer by; "
+        "bare: with nothing to hide behind. Hidden from: a microbatch's forward in seconds from which nothing is added."
     )
     if moving := max(stage.moving for stage in estimate.stages):
         _print_gradients(console, estimate, moving)

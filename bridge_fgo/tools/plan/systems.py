@@ -17,24 +17,30 @@ LEFT_FREE = 16
 class Link:
     """One GPU's link to its host memory, in bytes a second.
 
-    one_way: the slower direction alone; duplex: each way, both directions busy; gpus: of a node; measured: whether by
-    this project or by the user; source: of the figures; together: where several GPUs of a host that copy at once were
-    measured, how many (fewest first), and one_way and duplex of each.
+    d2h, h2d: each direction alone, or the slower for both; duplex: each way, both directions busy; gpus: of a node;
+    measured: whether by this project or by the user; source: of the figures; together: where several GPUs of a host
+    that copy at once were measured, how many (fewest first), and d2h, h2d and duplex of each.
     """
 
     name: str
-    one_way: float
+    d2h: float
+    h2d: float
     duplex: float
     gpus: int
     measured: bool
     source: str
-    together: tuple[tuple[int, float, float], ...] = ()
+    together: tuple[tuple[int, float, float, float], ...] = ()
+
+    @property
+    def one_way(self) -> float:
+        """The slower direction alone."""
+        return min(self.d2h, self.h2d)
 
     def of_node_with(self, gpus: int) -> Link:
         """Return the link where that many GPUs of a host copy at once: as measured with so many or the next more."""
-        for count, one_way, duplex in self.together:
+        for count, d2h, h2d, duplex in self.together:
             if 1 < gpus <= count:
-                return replace(self, one_way=one_way, duplex=duplex)
+                return replace(self, d2h=d2h, h2d=h2d, duplex=duplex)
         return self
 
     @property
@@ -44,26 +50,38 @@ class Link:
 
     @property
     def figures(self) -> str:
-        """Both speeds in GB/s."""
-        return f"{self.one_way / 1e9:.0f} / {self.duplex / 1e9:.0f}"
+        """D2H, H2D, and both at once, in GB/s."""
+        return "/".join(f"{speed / 1e9:.0f}" for speed in (self.d2h, self.h2d, self.duplex))
 
 
-H200_TOGETHER = ((2, 55.3e9, 43.0e9), (8, 19.7e9, 11.8e9))
+H200_TOGETHER = ((2, 55.3e9, 55.3e9, 43.0e9), (8, 19.7e9, 19.7e9, 11.8e9))
+GB300_TOGETHER = ((4, 181.9e9, 168.6e9, 84e9),)
 
 
 def _like_h200(name: str, why: str, measured: bool = False) -> Link:
     """Return the link of a system of eight GPUs on PCIe, whose host is shared as the H200's was measured to be."""
-    return Link(name, 55.4e9, 50.8e9, 8, measured, why, H200_TOGETHER)
+    return Link(name, 55.4e9, 55.4e9, 50.8e9, 8, measured, why, H200_TOGETHER)
+
+
+def _like_gb300(name: str, why: str) -> Link:
+    """Return the link of a system with two GPUs on each Grace; both at once share what came of its memory one way."""
+    return Link(name, 193.5e9, 211.5e9, 168e9, 4, False, why, GB300_TOGETHER)
 
 
 AS_H200 = "not measured: planned with the H200's figures, whose link is PCIe Gen5 x16 too"
 B300_AS_H200 = "not measured: planned with the H200's figures; its PCIe Gen6 may be faster"
-H200 = "measured by `bridge-fgo bench`; of two that copy at once each has 55.3 / 43.0, of eight 19.7 / 11.8"
-GH200 = "not measured here: D2H 297, H2D 375 and memory 486 GB/s (Schieffer et al., ICPP 2024, arXiv:2407.07850)"
-GRACE = (
-    "not measured: NVLink-C2C, 900 GB/s both ways for the two GPUs of a Grace, whose memory gives up to 512 GB/s "
-    "(NVIDIA's data sheets)"
+H200 = (
+    "measured by `bridge-fgo bench`; of two that copy at once each has 55.3 one way, 43.0 both, of eight 19.7 and 11.8"
 )
+GH200 = (
+    "not measured here: nvbandwidth by users (Megatron-LM #6491), four at once as fast; both at once is taken as the "
+    "slower; others had D2H 295 and H2D 342 (vLLM #6496)"
+)
+GB300 = (
+    "not measured here: nvbandwidth by users (Megatron-LM #6491); of four that copy at once each has 182/169; both "
+    "at once is half of what two GPUs got of their Grace one way"
+)
+AS_GB300 = "not measured: planned with the GB300's figures, whose Grace and NVLink-C2C it has too"
 
 
 @dataclass(frozen=True)
@@ -90,11 +108,11 @@ class System:
 SYSTEMS = {
     system.link.name: system
     for system in (
-        System(Link("GB200", 225e9, 128e9, 4, False, GRACE), 189_471 * MIB, 960 * GB, 2.5e15, 8.0e12),
-        System(Link("GB300", 225e9, 128e9, 4, False, GRACE), 284_208 * MIB, 960 * GB, 2.5e15, 8.0e12),
+        System(_like_gb300("GB200", AS_GB300), 189_471 * MIB, 960 * GB, 2.5e15, 8.0e12),
+        System(_like_gb300("GB300", GB300), 284_208 * MIB, 960 * GB, 2.5e15, 8.0e12),
         System(_like_h200("B200", AS_H200), 183_359 * MIB, 2_000 * GB, 2.25e15, 8.0e12),
         System(_like_h200("B300", B300_AS_H200), 275_040 * MIB, 2_000 * GB, 2.25e15, 8.0e12),
-        System(Link("GH200", 297e9, 243e9, 4, False, GH200), 97_871 * MIB, 1_920 * GB, 0.989e15, 4.0e12),
+        System(Link("GH200", 169.9e9, 411.3e9, 169.9e9, 4, False, GH200), 97_871 * MIB, 1_920 * GB, 0.989e15, 4.0e12),
         System(_like_h200("H200", H200, measured=True), 143_771 * MIB, 2_000 * GB, 0.989e15, 4.8e12),
         System(_like_h200("H100", AS_H200), 81_559 * MIB, 2_000 * GB, 0.989e15, 3.35e12),
     )
@@ -115,5 +133,5 @@ def links(system: str | None, link_gbs: float | None, gpus_per_node: int | None)
     if link_gbs is not None:
         speed = link_gbs * 1e9
         name = "given" if system is None else chosen[0].name
-        chosen = [Link(name, speed, speed, chosen[0].gpus, True, "--link-gbs")]
+        chosen = [Link(name, speed, speed, speed, chosen[0].gpus, True, "--link-gbs")]
     return [replace(link, gpus=gpus_per_node or link.gpus) for link in chosen]
