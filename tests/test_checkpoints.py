@@ -313,7 +313,12 @@ def harmed(folder, harm, target):
 
 
 @pytest.mark.parametrize(
-    ("kind", "harm"), [("te's adam", "missing"), ("te's adam", "truncated"), ("fsdp of swiglu", "missing")]
+    ("kind", "harm"),
+    [
+        pytest.param("te's adam", "missing", marks=pytest.mark.slow),
+        ("te's adam", "truncated"),
+        pytest.param("fsdp of swiglu", "missing", marks=pytest.mark.slow),
+    ],
 )
 def test_a_harmed_shard_is_an_error_after_which_all_is_as_in_a_resident_run(saved, tmp_path, kind, harm):
     # torch's `FileSystemReader.read_data` reads into the states themselves, so what is before the harm in the file is

@@ -62,6 +62,7 @@ class Distillation(CpuTraining):
         return record
 
 
+@pytest.mark.slow
 def test_distillation_is_bitwise_equal(monkeypatch, provided):
     pytest.importorskip("modelopt.torch.distill", reason="needs nvidia-modelopt")
     from megatron.bridge.models.distillation_provider import DistillationProvider, convert_to_distillation_provider

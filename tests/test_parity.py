@@ -61,7 +61,7 @@ ROWS = {
     "muon with trouble": row(**MUON, **TROUBLE),
     "muon of experts": row(slow=True, **MUON, experts=True),
     "muon with native fp32 parameters": row(slow=True, **MUON, precision="fp32_params"),
-    "dist_muon with trouble": row(**DIST_MUON, **TROUBLE),
+    "dist_muon with trouble": row(slow=True, **DIST_MUON, **TROUBLE),
     "dist_muon of experts": row(slow=True, **DIST_MUON, experts=True),
 }
 for _name, _config in {"all at once": PACKED, "all at once, masters whole": WHOLE}.items():
@@ -134,7 +134,8 @@ def test_a_share_of_the_states_is_bitwise_equal_and_keeps_the_rest(name, share):
         assert 0 < record.peak_forward_backward_bytes == stats.state_bytes - stats.offloaded_bytes
 
 
-@pytest.mark.parametrize("moment2", [pytest.param("adamuon", marks=pytest.mark.slow), "normuon"])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment2", ["adamuon", "normuon"])
 def test_adaptive_muon_offloads_a_second_moment_of_each_element_and_keeps_that_of_each_row(monkeypatch, moment2):
     from megatron.core.optimizer import emerging_optimizers
 

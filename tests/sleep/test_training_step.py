@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
 CONFIGS = {"whole masters": None, "packed masters": PACKED, "small slabs": WHOLE}
 MUON = {"distributed": False, "optimizer": "muon"}
-IN_THE_FAST_LANE = ("dense", "experts", "fp16_with_skipped_steps", "collectives_in_flight", "muon")
+IN_THE_FAST_LANE = ("dense", "experts", "fp16_with_skipped_steps", "collectives_in_flight")
 SCENARIOS = {
     "dense": {},
     "experts": {"experts": True},

@@ -144,7 +144,12 @@ print(optimizer.offload_optimizer_states)
 
 
 @pytest.mark.parametrize(
-    ("options", "flag", "said"), [((), False, True), ((), True, False), (("--offload",), False, False)]
+    ("options", "flag", "said"),
+    [
+        ((), False, True),
+        pytest.param((), True, False, marks=pytest.mark.slow),
+        pytest.param(("--offload",), False, False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_flag_that_was_never_set_is_said_at_the_end(script, options, flag, said):
     outcome = start("run", *options, script(VALIDATE.format(flag=flag)))
