@@ -21,6 +21,7 @@ from bridge_fgo.tools.bench.options import Settings as BenchSettings
 from bridge_fgo.tools.demo import Settings as DemoSettings
 from bridge_fgo.tools.job.answers import refuse_gpus_at_once
 from bridge_fgo.tools.job.target import refuse_at_once
+from bridge_fgo.tools.plan.log import of_log
 from bridge_fgo.tools.plan.options import Settings as PlanSettings
 from bridge_fgo.tools.report import command as report_command
 from bridge_fgo.tools.report.command import Settings as ReportSettings
@@ -150,13 +151,15 @@ def plan(settings: PlanSettings) -> int:
     """Compute the memory of each pipeline stage's ranks by component, and what the copies cost.
 
     mcore itself lays the job out; activations are counted for GPTs. Exit status: 0, 1 where training would refuse the
-    config or, with --check, it does not fit; 2 where nothing can be estimated.
+    config or, with --check, it does not fit; 2 where nothing can be estimated. Of a LOG it says which rank was short by
+    how much, and with which settings the job fits; 1 where it fits with none.
     """
+    settings, log = of_log(settings)
     refuse_at_once(settings.target, settings.overrides)
     refuse_gpus_at_once(settings.target, settings.gpus, settings.overrides)
     with spinner("importing torch"):
         from bridge_fgo.tools.plan import command
-    return command.run(settings)
+    return command.run(settings, log)
 
 
 def doctor(settings: DoctorSettings) -> int:

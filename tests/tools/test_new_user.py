@@ -45,6 +45,7 @@ COMMANDS = [
     ("plan broken.yaml", 2, "bridge-fgo plan: broken.yaml: cannot be read as a run config", LIGHT),
     ("plan other.yaml", 2, "bridge-fgo plan: other.yaml: is not a saved run config", LIGHT),
     ("plan no_such_package.recipes:mine", 2, "bridge-fgo plan: recipe 'no_such_package.recipes:mine'", LIGHT),
+    ("plan job.log", 2, "bridge-fgo plan: job.log: has no error of PyTorch's, 'CUDA out of memory.", LIGHT),
     ("plan tiny --gpus 0", 2, "Usage: bridge-fgo plan", LIGHT),
     ("plan tiny --picture nowhere/x.png", 2, "Usage: bridge-fgo plan", LIGHT),
     ("report nothere.log", 2, "bridge-fgo report: ", TORCH),
@@ -74,6 +75,7 @@ def folder(tmp_path):
     (tmp_path / "empty.yaml").touch()
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "other.yaml").write_text("a: 1")
+    (tmp_path / "job.log").write_text("trained")
     return tmp_path
 
 

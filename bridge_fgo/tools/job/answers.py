@@ -114,10 +114,15 @@ def refuse_gpus_at_once(target: str, gpus: int | None, overrides: Sequence[str] 
     """
     if gpus is None or any(override.lstrip("+~").startswith(("model", "ddp")) for override in overrides or ()):
         return
-    config = require_saved_config(Path(target)) if is_saved_config(target) else (_kept(target) or {}).get("config", {})
+    config = config_at_once(target)
     model, ddp = (SimpleNamespace(**config.get(section, {})) for section in ("model", "ddp"))
     if hasattr(model, "tensor_model_parallel_size"):
         parallel_of(SimpleNamespace(model=model, ddp=ddp), gpus)
+
+
+def config_at_once(target: str) -> dict[str, Any]:
+    """Return the sections of a saved config's settings, or of a recipe's that is kept; {} where they are not known."""
+    return require_saved_config(Path(target)) if is_saved_config(target) else (_kept(target) or {}).get("config", {})
 
 
 def _kept(target: str) -> dict[str, Any] | None:

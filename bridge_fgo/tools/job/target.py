@@ -142,5 +142,5 @@ def no_recipe(name: str) -> str:
     return (
         f"there is no recipe {name!r}{meant} `bridge-fgo recipes list` lists this project's; others are Bridge's "
         "config functions (of recipes and perf_recipes), module:function or path.py:function of your own, or the path "
-        "of a run_config.yaml"
+        "of a run_config.yaml or a job's log"
     )

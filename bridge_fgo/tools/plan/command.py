@@ -13,12 +13,14 @@ from bridge_fgo.options import command_line
 from bridge_fgo.tools.iteration_picture import draw_iteration
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.plan.estimate import make_estimate
+from bridge_fgo.tools.plan.log import Log
 from bridge_fgo.tools.plan.options import Settings
 from bridge_fgo.tools.plan.phases import plan_phases, print_phases, states_of_plan
 from bridge_fgo.tools.plan.picture import draw
 from bridge_fgo.tools.plan.recommend import Recommender
 from bridge_fgo.tools.plan.report import as_json, print_estimate
-from bridge_fgo.tools.plan.systems import links
+from bridge_fgo.tools.plan.shortage import Shortage
+from bridge_fgo.tools.plan.systems import SYSTEMS, links
 from bridge_fgo.tools.plan.verdict import Outcome, verdicts
 
 REFUSED = 1
@@ -26,10 +28,10 @@ OF_A_CHECK = ("system", "gpus", "gpus_per_node", "vocab_size", "link_gbs", "acti
 """Options that decide whether a job fits."""
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, log: Log | None = None) -> int:
     """Print the estimate; return 1 where training, or with phases `Residency`, would refuse the job, else 0.
 
-    Or where it does not fit and that is checked.
+    Or where it does not fit and that is checked, or where of a log's job no way fits.
 
     Raises:
         ValueError: a setting or the config makes no estimate possible; says which and what to do.
@@ -41,7 +43,14 @@ def run(settings: Settings) -> int:
     activations = None if settings.activations_gb is None else int(settings.activations_gb * 1e9)
     given = settings.forward_seconds, settings.backward_seconds, activations
     estimate = make_estimate(job, job.offload, of_links, *given)
-    recommendation = Recommender(job, of_links[0], *given).recommend() if settings.recommend else None
+    shortage = None if log is None else Shortage(log, estimate)
+    if shortage is not None and not estimate.knows_activations:
+        # Then the log's are the only ones: what was needed beside the rest.
+        given = *given[:2], max(1, shortage.uncounted)
+        estimate = make_estimate(job, job.offload, of_links, *given)
+        shortage = replace(shortage, estimate=estimate)
+    room = None if shortage is None else min(shortage.room, SYSTEMS[of_links[0].name].room)
+    recommendation = Recommender(job, of_links[0], *given, room).recommend() if settings.recommend else None
     if recommendation is not None and recommendation.advised is not None:
         recommendation = replace(recommendation, command=check_of(settings, recommendation.advised.overrides))
     phases = plan_phases(estimate) if settings.phases else None
@@ -50,16 +59,23 @@ def run(settings: Settings) -> int:
         draw_iteration(states_of_plan(phases, estimate), settings.picture, title)
     elif settings.picture is not None:
         draw(estimate, settings.picture)
+    first: list[str] = []
+    if shortage is not None and recommendation is not None:
+        first = list(shortage.lines(recommendation))
+        estimate = replace(estimate, notes=[*shortage.notes(), *estimate.notes])
     if settings.json_output:
         advice = {} if recommendation is None else {"recommendation": asdict(recommendation)}
         moves = {} if phases is None else {"phases": phases.as_json()}
-        print(json.dumps(as_json(estimate) | advice | moves, allow_nan=False))
+        errors = {} if log is None else {"out_of_memory": [asdict(error) for error in log.errors], "said": first}
+        print(json.dumps(as_json(estimate) | advice | moves | errors, allow_nan=False))
     else:
         console = Console()
-        print_estimate(console, estimate, recommendation)
+        print_estimate(console, estimate, recommendation, first)
         if phases is not None:
             print_phases(console, phases)
     if phases is not None and phases.refusals:
+        return REFUSED
+    if shortage is not None and recommendation is not None and recommendation.advised is None:
         return REFUSED
     if settings.check:
         (verdict,) = verdicts(estimate)
@@ -67,7 +83,7 @@ def run(settings: Settings) -> int:
             raise ValueError("--check: activations of this kind of model are not counted; give --activations-gb")
         if not verdict.is_trainable(job.flag):
             return REFUSED
-    return REFUSED if job.flag and estimate.refusals else 0
+    return REFUSED if job.flag and estimate.refusals and log is None else 0
 
 
 def check_of(settings: Settings, advice: Sequence[str]) -> str:

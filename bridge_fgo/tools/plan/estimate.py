@@ -72,6 +72,12 @@ class StageEstimate:
         """The peak of forward and backward with all away that the settings offload."""
         return self.peak(self.away + self.spared)
 
+    def most(self, offloads: bool) -> int:
+        """Return the peak of the whole step, resident or as the settings offload; without unknown activations."""
+        if offloads and self.away:
+            return self.least_budget + self.states.offloaded - self.away
+        return self.fixed + (self.activations or 0) - (self.spared if offloads else 0)
+
 
 @dataclass(frozen=True)
 class LinkEstimate:
@@ -115,7 +121,7 @@ class Estimate:
     @property
     def resident_peak(self) -> int:
         """Peak of the fullest rank in bytes with all states on the GPU, a lower bound where activations are unknown."""
-        return max(stage.fixed + (stage.activations or 0) for stage in self.stages)
+        return max(stage.most(offloads=False) for stage in self.stages)
 
     @property
     def least_budget(self) -> int:
@@ -125,12 +131,7 @@ class Estimate:
     @property
     def offloaded_peak(self) -> int:
         """Peak of the fullest rank in bytes, the optimizer step's too, as the settings offload, with the same bound."""
-        return max(
-            stage.least_budget + stage.states.offloaded - stage.away
-            if stage.away
-            else stage.fixed + (stage.activations or 0) - stage.spared
-            for stage in self.stages
-        )
+        return max(stage.most(offloads=True) for stage in self.stages)
 
     @property
     def knows_activations(self) -> bool:

@@ -22,8 +22,13 @@ class Settings(JobSettings):
     """
 
     target: Annotated[
-        str, typer.Argument(metavar="RECIPE|CONFIG", help="A recipe, module:function, or run_config.yaml.")
+        str,
+        typer.Argument(
+            metavar="RECIPE|CONFIG|LOG",
+            help="A recipe, module:function, run_config.yaml, or the log of a job that ran out of memory.",
+        ),
     ] = field()  # a plan is of a job that has to be named
+    job: Annotated[str | None, option("RECIPE or CONFIG that LOG is of, where it does not say.")] = None
     system: Annotated[str | None, option("GB200, GB300, B200, B300, GH200, H200 or H100; all by default.")] = None
     link_gbs: Annotated[float | None, option("Measured link speed of a GPU, GB/s each way.")] = None
     forward_seconds: Annotated[float | None, option("A microbatch's forward on a rank.")] = None

@@ -91,10 +91,11 @@ class Recommender:
         forward: float | None = None,
         backward: float | None = None,
         activations: int | None = None,
+        room: int | None = None,
     ) -> None:
         self._job, self._link, self._activations = job, link, activations
         self._forward, self._backward = forward, backward
-        self._of_host, self._room = SYSTEMS[link.name].host_bytes, SYSTEMS[link.name].room
+        self._of_host, self._room = SYSTEMS[link.name].host_bytes, room or SYSTEMS[link.name].room
         self._offload = replace(job.offload, fraction=1.0, gpu_memory_budget_gib=None)
         self._states = states_of_ranks(job, self._offload)
         self._as_it_is = self._estimate(job, everything=True)

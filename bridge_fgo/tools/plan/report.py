@@ -104,9 +104,11 @@ def print_lines(console: Console, texts: Iterable[str]) -> None:
         console.print(f"- {text}", markup=False)
 
 
-def print_estimate(console: Console, estimate: Estimate, recommendation: Recommendation | None = None) -> None:
-    """Print the verdict, what is advised where that was asked, and the tables."""
-    for line in lines(estimate, verdicts(estimate)):
+def print_estimate(
+    console: Console, estimate: Estimate, recommendation: Recommendation | None = None, first: Iterable[str] = ()
+) -> None:
+    """Print the first lines or the verdict, what is advised where that was asked, and the tables."""
+    for line in first or lines(estimate, verdicts(estimate)):
         console.print(line, markup=False, style="bold")
     word = "refused" if estimate.job.flag else "refused, once the flag is set"
     for refusal in estimate.refusals:
