@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.bench.presets import PRESETS
 from bridge_fgo.tools.demo import missing_packages
+from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.main import app
 from bridge_fgo.tools.plan import recommend
 from bridge_fgo.tools.plan.command import check_of
+from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.options import Settings
 from bridge_fgo.tools.plan.systems import links
 
@@ -26,6 +28,7 @@ pytestmark = [
 ]
 
 GB = 10**9
+REFUSED = dict.fromkeys(recommend.KINDS, "no")
 TIGHT = f"{PRESETS['tight']} --gbs 32"
 NINE = "--layers 48 --hidden 4096 --ffn 11008 --heads 32 --vocab 32000 --seq 2048 --mbs 1 --gbs 1 --recompute attention"
 
@@ -143,6 +146,36 @@ def test_a_given_forward_scales_what_is_recomputed_with_it():
     assert ratios[0] == pytest.approx(ratios[1], abs=0.05)
 
 
+def test_the_fewest_gpus_are_found_with_and_without_the_offload():
+    (link,) = links("H200", None, None)
+    of_job = replace(read_job("qwen3_235b_a22b_64gpu", None, {}), recomputations={})
+    found = recommend.Recommender(of_job, link).recommend()
+    assert (found.fewest.gpus, found.fewest.name) == (64, "as configured, least offload")
+    resident = found.choices[-1]
+    assert (resident.gpus, resident.fits, resident.offloaded) == (256, True, 0)
+    fewer = recommend.Recommender(recommend.on_gpus(of_job, 128), link).recommend()
+    assert not fewer.choices[0].fits  # so there are none between that would do
+    tokens = of_job.config.train.global_batch_size * of_job.config.model.seq_length
+    assert found.choices[0].rate == pytest.approx(tokens / found.choices[0].step / 64)
+
+
+def test_more_gpus_are_advised_where_nothing_fits_on_those_that_there_are():
+    (link,) = links("H200", None, None)
+    of_job = replace(read_job("qwen3_235b_a22b_64gpu", None, {}), recomputations=REFUSED, refusals=["no"])
+    found = recommend.Recommender(of_job, link).recommend()
+    assert found.advised is None and found.fewest.gpus == 256
+    assert found.sentence == f"Recommended: {found.fewest.name}; nothing fits on 64"
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("qwen3_30b_a3b_8gpu", 16), ("llama3_70b_64gpu", 32)])
+def test_a_job_on_other_gpus_has_what_mcore_lays_out_there(name, gpus):
+    (link,) = links("H200", None, None)
+    ours, mcores = recommend.on_gpus(read_job(name, None, {}), gpus), read_job(name, gpus, {})
+    one, other = (make_estimate(each, each.offload, [link], None, None, GB) for each in (ours, mcores))
+    for peak in ("resident_peak", "offloaded_peak", "least_budget", "most_pinned"):
+        assert getattr(one, peak) == pytest.approx(getattr(other, peak), rel=2e-3), peak
+
+
 def run(*arguments: str) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["plan", *arguments])
     return done.exit_code, done.output
@@ -155,7 +188,9 @@ def test_the_command_prints_what_is_advised_and_as_json(monkeypatch):
     status, output = run("qwen3_30b_a3b_8gpu", "--system", "H200", "--recommend", "--json")
     found = json.loads(output)["recommendation"]
     assert "model.recompute_modules=[moe]" in found["advised"]["overrides"]
-    assert {"name", "overrides", "peak", "offloaded", "step", "fits", "close"} == found["choices"][0].keys()
+    assert {"name", "overrides", "peak", "offloaded", "step", "fits", "gpus", "rate", "close"} == found["choices"][
+        0
+    ].keys()
     status, output = run(*shlex.split(found["command"])[2:])
     assert status == 0 and output.startswith("Fits on 8 GPUs of H200")
 

@@ -51,8 +51,9 @@ def run(settings: Settings, log: Log | None = None) -> int:
         shortage = replace(shortage, estimate=estimate)
     room = None if shortage is None else min(shortage.room, SYSTEMS[of_links[0].name].room)
     recommendation = Recommender(job, of_links[0], *given, room).recommend() if settings.recommend else None
-    if recommendation is not None and recommendation.advised is not None:
-        recommendation = replace(recommendation, command=check_of(settings, recommendation.advised.overrides))
+    if recommendation is not None and (way := recommendation.advised or recommendation.fewest) is not None:
+        on = settings if way is recommendation.advised else replace(settings, gpus=way.gpus)
+        recommendation = replace(recommendation, command=check_of(on, way.overrides))
     phases = plan_phases(estimate) if settings.phases else None
     if settings.picture is not None and phases is not None:
         title = f"An iteration of reinforcement learning on stage {phases.fullest.stage}, as planned"

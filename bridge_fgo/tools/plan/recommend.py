@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from bridge_fgo.bridge.refusals import setting_refusals, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.recomputation import KINDS, told
-from bridge_fgo.tools.plan.activations import is_unfused
+from bridge_fgo.tools.plan.activations import chunks_of, is_unfused
 from bridge_fgo.tools.plan.compute import ACHIEVED, Compute, compute_of
 from bridge_fgo.tools.plan.estimate import Estimate, make_estimate
 from bridge_fgo.tools.plan.state import states_of_ranks
@@ -33,7 +35,8 @@ class Choice:
     """One way to run the job, and the overrides of Bridge's config that have it run so.
 
     peak: bytes of the fullest rank. offloaded: bytes that leave the GPU of the rank that offloads the most. step:
-    seconds of a step by the terms. fits: whether the peak is within the system's room. close: see `close_call`.
+    seconds of a step by the terms. fits: whether the peak is within the system's room. close: see `close_call`. rate:
+    tokens a second of one of the `gpus`.
     """
 
     name: str
@@ -42,6 +45,8 @@ class Choice:
     offloaded: int
     step: float
     fits: bool
+    gpus: int
+    rate: float
     close: str = ""
 
 
@@ -50,13 +55,16 @@ class Recommendation:
     """The ways to run a job on a system.
 
     choices: the first is the config as it is, with all on the GPU. advised: the fastest that fits; None where none
-    does. terms: what the times are made of. room: bytes that a peak may have. command: that checks what is advised.
+    does. terms: what the times are made of. room: bytes that a peak may have. fewest: the way that fits on the fewest
+    GPUs, with the same layout but for data parallelism; None where none does, or where that is not known. command: that
+    checks what is advised, or else the fewest.
     """
 
     choices: list[Choice]
     advised: Choice | None
     terms: list[str]
     room: int
+    fewest: Choice | None = None
     command: str = ""
 
     def change(self, choice: Choice) -> float:
@@ -66,6 +74,8 @@ class Recommendation:
     @property
     def sentence(self) -> str:
         """The advice in one sentence, with the settings to write."""
+        if self.advised is None and self.fewest is not None:
+            return f"Recommended: {self.fewest.name}; nothing fits on {self.choices[0].gpus}"
         if self.advised is None:
             return "Recommended: more GPUs, or more tensor or pipeline parallelism; nothing fits as it is laid out"
         if self.advised is self.choices[0]:
@@ -124,8 +134,10 @@ class Recommender:
         fitting = [choice for choice in choices if choice.fits]
         advised = min(fitting, key=lambda choice: (choice.step, choice.offloaded), default=None)
         choices += [*self._larger_micro_batch(), *self._hybrid()]
+        on_others, fewest = self._on_other_gpus(choices)
+        choices += on_others
         terms = [f"not offered: {name}, which Megatron-Bridge refuses here: {why}" for name, why in refused.items()]
-        return Recommendation(choices, advised, [*self._terms(self._compute(self._job)), *terms], self._room)
+        return Recommendation(choices, advised, [*self._terms(self._compute(self._job)), *terms], self._room, fewest)
 
     def _estimate(
         self, job: Job, everything: bool, compute: Compute | None = None, offload: OffloadConfig | None = None
@@ -142,7 +154,7 @@ class Recommender:
         estimate = self._estimate(job, everything=True)
         peak, flag = estimate.resident_peak, (FLAG_OFF,) if self._job.flag else ()
         close = close_call(estimate, self._room, peak)
-        return Choice(name, (*flag, *overrides), peak, 0, self._compute(job).step, peak <= self._room, close)
+        return self._choice(name, (*flag, *overrides), peak, 0, self._compute(job).step, peak <= self._room, close)
 
     def _offloaded(self, name: str, job: Job, overrides: tuple[str, ...], also_everything: bool) -> Iterator[Choice]:
         """Yield the least offload that fits, where there is one, and the whole; both with lazy gradients too."""
@@ -177,7 +189,60 @@ class Recommender:
         settings = (*flag, *fraction, *((f"{BUDGET}null",) if has_other else ()), *overrides)
         fits = peak <= self._room and row.pinned <= self._of_host
         close = close_call(estimate, self._room, peak if everything else estimate.least_budget)
-        return Choice(name, settings, peak, away, compute.step + (row.floor or 0.0), fits, close)
+        return self._choice(name, settings, peak, away, compute.step + (row.floor or 0.0), fits, close)
+
+    def _choice(
+        self, name: str, overrides: tuple[str, ...], peak: int, away: int, step: float, fits: bool, close: str = ""
+    ) -> Choice:
+        config, gpus = self._job.config, self._job.parallel.gpus
+        rate = config.train.global_batch_size * config.model.seq_length / step / gpus
+        return Choice(name, overrides, peak, away, step, fits, gpus, rate, close)
+
+    def _on_other_gpus(self, choices: list[Choice]) -> tuple[list[Choice], Choice | None]:
+        """Return the ways on the fewest GPUs, resident and with the offload, that are not among the `choices`.
+
+        Beside them the one on the fewest of all. Tensor, pipeline, context and expert parallelism and the global batch
+        stay; none are looked for where data parallelism does not divide the states evenly.
+        """
+        config = self._job.config
+        if config.optimizer.optimizer != "adam" or not config.optimizer.use_distributed_optimizer or uses_fsdp(config):
+            return [], None
+        known = {self._job.parallel.gpus: choices}
+
+        def best(gpus: int, is_resident: bool) -> Choice | None:
+            if gpus not in known:
+                job = on_gpus(self._job, gpus)
+                there = Recommender(job, self._link, self._forward, self._backward, self._activations, self._room)
+                name = f"{gpus} GPUs"
+                offloaded = there._offloaded(name, job, (), also_everything=True)
+                known[gpus] = [there._resident(name, job, ()), *offloaded]
+            resident, *others = known[gpus]
+            ways = [resident, *(way for way in others if way.name.startswith(resident.name) and not is_resident)]
+            return min((way for way in ways if way.fits), key=lambda way: way.step, default=None)
+
+        counts = [gpus for gpus in range(1, 1 + self._most_gpus()) if self._takes(gpus)]
+        found = []
+        for is_resident in (True, False):
+            place = bisect_left(counts, True, key=lambda gpus, only=is_resident: best(gpus, only) is not None)
+            found += [best(gpus, is_resident) for gpus in counts[place : place + 1]]
+        fewest = min(found, key=lambda way: (way.gpus, way.step), default=None)
+        return [way for way in dict.fromkeys(found) if way not in choices], fewest
+
+    def _most_gpus(self) -> int:
+        parallel, train = self._job.parallel, self._job.config.train
+        return parallel.gpus // parallel.data * (train.global_batch_size // train.micro_batch_size)
+
+    def _takes(self, gpus: int) -> bool:
+        """Return whether the job's layout goes with so many GPUs, and its global batch with their replicas."""
+        train, model = self._job.config.train, self._job.config.model
+        try:
+            parallel = replace(self._job.parallel, gpus=gpus)
+        except ValueError:
+            return False
+        microbatches, rest = divmod(train.global_batch_size, train.micro_batch_size * parallel.data)
+        # The interleaved schedule takes microbatches in groups, one for each stage.
+        group = parallel.pipeline if chunks_of(model) > 1 else 1
+        return not rest and not microbatches % group and not parallel.stage_ranks % parallel.optimizer_instances
 
     def _recomputations(self) -> dict[str, dict[str, Any]]:
         """Return kinds of recomputation other than the config's; none where activations are given as they are."""
@@ -213,7 +278,7 @@ class Recommender:
         updated = offloaded // 12
         pinned = HYBRID_HOST_BYTES * updated * min(self._link.gpus, self._job.parallel.gpus)
         peak = max(stage.fixed - stage.states.total + (stage.activations or 0) for stage in stages)
-        yield Choice(
+        yield self._choice(
             "HybridDeviceOptimizer",
             ("optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=1.0"),
             peak,
@@ -245,6 +310,24 @@ class Recommender:
             "not counted: communication and its overlap, CUDA graphs, the optimizer's update, how much faster larger "
             "kernels are"
         )
+
+
+def on_gpus(job: Job, gpus: int) -> Job:
+    """Return a job on another number of GPUs: each rank has as much more or less of the states as there are others.
+
+    So it is with Adam under DistributedOptimizer, but for the padding of buckets.
+    """
+    parallel = replace(job.parallel, gpus=gpus)
+    held = []
+    for of_stage in job.held:
+        sizes = [sum(numel for _, numel, *_ in of.bundles) for of in of_stage.optimizers]
+        fullest = max(of_stage.ranks, key=lambda rank: sum(sizes[number] for number in rank))
+        optimizers = [
+            replace(of, bundles=[[kind, math.ceil(numel * job.parallel.gpus / gpus)] for kind, numel in of.bundles])
+            for of in of_stage.optimizers
+        ]
+        held.append(replace(of_stage, optimizers=optimizers, ranks=[fullest] * parallel.stage_ranks))
+    return replace(job, parallel=parallel, held=held)
 
 
 def with_settings(job: Job, **sections: dict[str, Any]) -> Job:

@@ -72,14 +72,14 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
 def print_recommendation(console: Console, found: Recommendation) -> None:
     """Print what is advised, the other ways beside it, and what their times are made of."""
     console.print(found.sentence, markup=False, style="bold")
-    if found.advised is not None:
-        if found.advised.close:
-            console.print(found.advised.close, markup=False, style="bold")
+    if found.advised is not None and found.advised.close:
+        console.print(found.advised.close, markup=False, style="bold")
+    if found.command:
         console.print(found.command, markup=False, soft_wrap=True)  # whole, to be pasted
         console.print("doctor, recipes.launch, a script under run, and Slurm take the settings after --check too.")
     ways = table(
         f"Ways to run it; room {gigabytes(found.room)} GB (?: a close call)",
-        ("way", "peak GB", "fits", "offloaded", "step s", "change"),
+        ("way", "peak GB", "fits", "offloaded", "step s", "change", "tokens/s/GPU"),
         (
             (
                 choice.name,
@@ -88,13 +88,18 @@ def print_recommendation(console: Console, found: Recommendation) -> None:
                 gigabytes(choice.offloaded),
                 f"{choice.step:.2f}",
                 f"{found.change(choice):+.0%}",
+                f"{choice.rate:.0f}",
             )
             for choice in found.choices
         ),
+        padding=0,
     )
     for row, choice in zip(ways.rows, found.choices, strict=True):
         row.style = "bold" if choice is found.advised else None
     console.print(ways)
+    if found.fewest is not None:
+        fewest = f"{found.fewest.gpus} ({found.fewest.name})"
+        console.print(f"The fewest GPUs that fit, with this layout and global batch: {fewest}", markup=False)
     print_lines(console, found.terms)
 
 
