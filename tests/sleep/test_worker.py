@@ -1,0 +1,182 @@
+"""The worker that the page on sleeps prints, as it is there: a Llama's life asleep and awake, bit for bit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from both import exact
+from saving import assert_same_shards
+from sleeping import KINDS, gone
+
+import bridge_fgo
+from bridge_fgo.tools.arms.cpu_model import layer_spec
+from bridge_fgo.tools.arms.shared_config import ON_THE_CPU
+
+pytestmark = pytest.mark.usefixtures("cpu_standins", "fused_adam_in_mcore", "poisoned")
+
+PAGE = Path(bridge_fgo.__file__).parent / "sleep/README.md"
+VOCAB, LENGTH = 64, 16
+PLAIN = {**ON_THE_CPU, "transformer_layer_spec": layer_spec, "gradient_accumulation_fusion": False}
+
+
+@pytest.fixture(scope="module")
+def llamas(cpu_standins, tmp_path_factory):
+    """Folders of two Llamas as Hugging Face keeps them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=LENGTH, **sizes)
+    folders = [tmp_path_factory.mktemp("llama") for _ in range(2)]
+    for seed, folder in enumerate(folders):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folders
+
+
+@pytest.fixture
+def printed():
+    """Return a function that gives the page's worker; resident, where its Residency is to do nothing."""
+    from megatron.bridge.training.initialize import destroy_global_state
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+    def make(is_resident=False):
+        destroy_global_state()
+        torch.manual_seed(0)
+        (source,) = re.findall(r"```python\n(.*?\nclass Worker:.*?)```", PAGE.read_text(), re.DOTALL)
+        exec(source, names := {})
+        if is_resident:
+            names["bridge_fgo"] = MagicMock()
+        return names["Worker"]()
+
+    yield make
+    destroy_global_state()
+    torch.distributed.destroy_process_group()
+    bridge_fgo.uninstall()
+
+
+def batches(step):
+    generator = torch.Generator().manual_seed(step)
+    return [{"tokens": torch.randint(VOCAB, (2, LENGTH), generator=generator)} for _ in range(2)]
+
+
+def forward_step(iterator, model):
+    tokens = next(iterator)["tokens"]
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    losses = model(tokens, torch.arange(LENGTH).expand(tokens.shape), mask, labels=tokens.roll(-1, 1))
+    return losses, lambda output: (output.mean(), {"loss": output.detach().mean()})
+
+
+def adapters():
+    from megatron.bridge.peft.lora import LoRA
+
+    return LoRA(target_modules=["linear_qkv", "linear_proj"], dim=4, alpha=8)
+
+
+def exported(worker):
+    found = {}
+    worker.export_weights(lambda weights: found.update((name, weight.clone()) for name, weight in weights))
+    return found
+
+
+def trained(worker, steps):
+    """Train, asleep before and after each step; return the losses and the weights."""
+    losses = []
+    for step in steps:
+        worker.onload(["params", "grads"])
+        losses += worker.train_step(forward_step, batches(step))
+        worker.offload()
+    return exact([losses, exported(worker)])
+
+
+def life(worker, llamas, folder, lora):
+    """What a trainer goes through; all of it asleep, where the worker sleeps at all."""
+    worker.init_model(llamas[0], lora, lr=1e-2, **PLAIN)
+    worker.offload()
+    seen = [exact(exported(worker)), trained(worker, range(3))]
+    worker.save_checkpoint(folder)
+    ends = [trained(worker, (3, 4))]
+    worker.load_checkpoint(folder)
+    ends.append(trained(worker, (3, 4)))
+    assert ends[0] == ends[1] != seen[1], "the checkpoint has all that training goes on from"
+    worker.load_weights(llamas[1])
+    for group in worker.optimizer.param_groups:
+        group["lr"] = 0.0  # a step then writes the weights that the masters have
+    _, loaded = trained(worker, (5,))
+    return [*seen, *ends, loaded]
+
+
+def kept_by_hugging_face(folder):
+    from safetensors.torch import load_file
+
+    return exact(load_file(folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize("with_lora", [False, True], ids=["all weights", "lora"])
+def test_the_worker_of_the_page_lives_asleep_as_one_that_never_sleeps(
+    printed, llamas, tmp_path, monkeypatch, with_lora
+):
+    from megatron.bridge.peft import utils
+
+    monkeypatch.setattr(utils, "HAVE_TE", False)  # it stands in here, and has no layers to tell apart
+    lives = []
+    for name in ("resident", "asleep"):
+        (tmp_path / name).mkdir()
+        worker = printed(is_resident=name == "resident")
+        lives.append(life(worker, llamas, tmp_path / name, adapters() if with_lora else None))
+    first, second = (kept_by_hugging_face(folder) for folder in llamas)
+    assert lives[0] == lives[1] and lives[0][0] == first
+    assert (lives[0][-1] == second) != with_lora, "adapters stay, and are merged into what is exported"
+    assert_same_shards(tmp_path / "asleep", tmp_path / "resident")
+    assert worker.res.away == gone(worker.res) == set(KINDS)
+    worker.res.close()
+
+
+def updated_together(policy, critic, res, chain, step):
+    """Update both models in one block; return the losses."""
+    with res.training_step(2):
+        for chunk in [*policy.model, *critic.model]:
+            chunk.zero_grad_buffer()
+        chain.zero_grad()
+        losses = [passes(worker, batches(step + n)) for n, worker in enumerate((policy, critic))]
+        chain.step()
+    res.offload()
+    res.reload()
+    return exact(losses)
+
+
+def passes(worker, data):
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step, model=worker.model, data_iterator=iter(data), num_microbatches=len(data),
+        micro_batch_size=2, seq_length=LENGTH, forward_only=False,
+    )  # fmt: skip
+
+
+def test_a_policy_and_a_critic_update_together_in_one_block_and_two_open_blocks_are_refused(printed, llamas):
+    from megatron.core.optimizer import ChainedOptimizer
+
+    ends = []
+    for is_resident in (True, False):
+        policy = printed(is_resident)
+        critic = type(policy)()
+        for worker, folder in zip((policy, critic), llamas, strict=True):
+            worker.init_model(folder, lr=1e-2, **PLAIN)
+        if not is_resident:
+            with policy.res.training_step(), pytest.raises(RuntimeError, match="inside of a training step"):
+                critic.train_step(forward_step, batches(0))
+        policy.res.close()
+        critic.res.close()
+        chain = ChainedOptimizer([leaf for each in (policy, critic) for leaf in each.optimizer.chained_optimizers])
+        models = [*policy.model, *critic.model]
+        res = MagicMock() if is_resident else bridge_fgo.Residency(models, chain)
+        losses = [updated_together(policy, critic, res, chain, step) for step in range(4)]
+        weights = [exact([parameter.detach() for parameter in chunk.parameters()]) for chunk in models]
+        ends.append((losses, weights))
+        res.close()
+    assert ends[0] == ends[1]
