@@ -9,6 +9,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
+from bridge_fgo.bridge.compat import TRANSFORMER
+
 WANTED: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
@@ -72,6 +74,8 @@ def _unknown(config: Any, name: str) -> str:
     for part in name.split("."):
         if part not in there:
             close = difflib.get_close_matches(part, there, 1)
+            if part in _settings(there.get(TRANSFORMER)):  # of a model that a builder builds
+                close = [f"{TRANSFORMER}.{part}"]
             meant = f"; did you mean {'.'.join([*known, close[0]])}?" if close else ""
             return f"there is no setting {name}{meant}"
         known.append(part)

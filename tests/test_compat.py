@@ -5,9 +5,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bridge_fgo import OffloadConfig
 from bridge_fgo.bridge import compat
+from bridge_fgo.tools.job.answers import refuse_gpus_at_once
+from bridge_fgo.tools.job.job import sections_of
 
 FIRST, SECOND = "mcore generation 1", "mcore generation 2"
 FRACTION, CHUNKS = {"optimizer_state_offload_fraction": 0.5}, {"optimizer_state_offload_chunk_size_mb": 256}
@@ -95,3 +98,23 @@ def test_a_version_is_told_without_its_local_part(monkeypatch):
     package = SimpleNamespace(__version__="0.19.2+abc")
     monkeypatch.setitem(sys.modules, "megatron.core.package_info", package)
     assert compat.mcore_version() == "0.19.2"
+
+
+def test_settings_of_a_model_that_a_builder_builds_are_found_and_named_where_they_are():
+    saved = {"seq_length": 8, "transformer": {"num_layers": 2, "seq_length": 4, "params_dtype": "torch.bfloat16"}}
+    model = sections_of({"model": saved}).model
+    assert (model.seq_length, model.num_layers, model.params_dtype) == (8, 2, torch.bfloat16)
+    nested = SimpleNamespace(seq_length=8, transformer=SimpleNamespace(num_layers=2))
+    assert [compat.setting_of(nested, name, 7) for name in ("seq_length", "num_layers", "other")] == [8, 2, 7]
+    text = "set model.num_layers=1, model.other=2 or train.num_layers=3"
+    expected = "set model.transformer.num_layers=1, model.other=2 or train.num_layers=3"
+    assert compat.as_named_in(nested, text) == compat.as_named_in(model, text) == expected
+    assert compat.as_named_in(SimpleNamespace(num_layers=2), text) == text
+
+
+def test_gpus_that_do_not_suit_a_saved_builders_model_are_refused_by_reading(tmp_path):
+    path = tmp_path / "run_config.yaml"
+    sizes = "tensor_model_parallel_size: 4, context_parallel_size: 1, pipeline_model_parallel_size: 1"
+    path.write_text(f"_target_: ConfigContainer\nmodel: {{transformer: {{{sizes}}}}}\n")
+    with pytest.raises(ValueError, match="--gpus 6: not divisible by tensor 4"):
+        refuse_gpus_at_once(str(path), 6, ())

@@ -14,6 +14,7 @@ from bridge_fgo.config import OffloadConfig
 Choice = Literal["native", "mcore generation 1", "mcore generation 1 in chunks", "mcore generation 2"]
 
 FLAG = "offload_optimizer_states"
+TRANSFORMER = "transformer"
 CHUNKED_FLAG = "chunked_optimizer_state_offload"
 CHUNK_NUMEL = "offload_optimizer_states_chunk_numel"
 OF_MCORE: dict[str, tuple[float, Choice]] = {
@@ -57,6 +58,31 @@ def release(version: str) -> tuple[int, int]:
     """
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def settings_in(section: Any) -> dict[str, Any]:
+    """Return a section's settings by name, of an object or as they are saved.
+
+    A model that a builder builds, as Bridge 0.7 makes them, has most of its settings in a section `transformer`.
+    """
+    own = section if isinstance(section, dict) else vars(section)
+    inner = own.get(TRANSFORMER)
+    return own if inner is None else settings_in(inner) | own
+
+
+def setting_of(section: Any, name: str, default: Any = None) -> Any:
+    """Return a setting of a section, wherever `settings_in` finds it."""
+    inner = getattr(section, TRANSFORMER, None)
+    return getattr(section, name, default if inner is None else settings_in(inner).get(name, default))
+
+
+def as_named_in(model: Any, text: str) -> str:
+    """Return a text that names settings of a model as `model.NAME`, each with the section that it is in."""
+    inner = getattr(model, TRANSFORMER, None)
+    known = {} if inner is None else settings_in(inner)
+    return re.sub(
+        r"\bmodel\.(\w+)", lambda found: f"model.{TRANSFORMER}.{found[1]}" if found[1] in known else found[0], text
+    )
 
 
 def flag_is_set(optimizer_config: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.bridge.compat import Choice, check_flag, choose_engine, flag_is_set
+from bridge_fgo.bridge.compat import Choice, as_named_in, check_flag, choose_engine, flag_is_set, setting_of
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.memory.host_buffer import OTHER_FILES, hands_out_descriptors
 from bridge_fgo.memory.host_memory import ranks_of_this_node
@@ -42,7 +42,7 @@ class Asked:
     def __getitem__(self, setting: str) -> Any:
         """Return the value of a setting, "section.name" or "OffloadConfig.name"; None where there is none."""
         section, _, name = setting.partition(".")
-        return getattr(self.settings if section == "OffloadConfig" else getattr(self.cfg, section, None), name, None)
+        return setting_of(self.settings if section == "OffloadConfig" else getattr(self.cfg, section, None), name)
 
     def sets(self, *settings: str) -> bool:
         """Return whether each of these settings is True; a mock's attribute is not."""
@@ -88,7 +88,8 @@ class Refusal:
         """Return the text, which begins with the settings and their values."""
         first, *beside = (f"{name}={asked[name]!r}" if _NAME.fullmatch(name) else name for name in self.names)
         with_ = " and ".join(filter(None, (", ".join(beside[:-1]), beside[-1])))
-        return f"{first} with {with_}: {self.text if isinstance(self.text, str) else self.text(asked)}"
+        text = f"{first} with {with_}: {self.text if isinstance(self.text, str) else self.text(asked)}"
+        return as_named_in(getattr(asked.cfg, "model", None), text)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -350,12 +351,12 @@ def refuse_graph(model_config: Any, engine: Choice) -> None:
 
 def captures_full_iteration(model_config: Any) -> bool:
     """Return what Bridge's `is_full_iteration_cuda_graph` does, also where Bridge is not installed."""
-    implementation = getattr(model_config, "cuda_graph_impl", "none")
+    implementation = setting_of(model_config, "cuda_graph_impl", "none")
     if implementation != "local":
         return implementation == "full_iteration"
     for setting in ("cuda_graph_modules", "cuda_graph_scope"):
         # An enum member, a list of them, or names joined by commas.
-        value = getattr(model_config, setting, None)
+        value = setting_of(model_config, setting)
         items = value if isinstance(value, list | tuple) else str(value).split(",")
         if any(str(getattr(item, "name", item)).rpartition(".")[2] == "full_iteration" for item in items):
             return True

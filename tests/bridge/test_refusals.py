@@ -118,13 +118,16 @@ def asked(cfg, changes, patch):
         if section == "OffloadConfig":
             settings[name] = value
         else:
-            patch.setattr(getattr(cfg, section), name, value, raising=False)
+            patch.setattr(getattr(getattr(cfg, section), compat.TRANSFORMER, getattr(cfg, section)), name, value, False)
     engine = "mcore generation 2" if settings["engine"] == "mcore" else "native"
     return Asked(cfg, bridge_fgo.OffloadConfig(**settings), engine)
 
 
+@pytest.mark.parametrize("model", ["a provider", "a builder's config, as saved"])
 @pytest.mark.parametrize("table", REFUSED)
-def test_each_row_refuses_its_combination_alone_by_name_and_says_what_to_do(cfg, monkeypatch, table):
+def test_each_row_refuses_its_combination_alone_by_name_and_says_what_to_do(cfg, monkeypatch, table, model):
+    if model != "a provider":
+        cfg.model = SimpleNamespace(seq_length=1, transformer=cfg.model)
     unseen = list(ROWS[table])
     for changes in REFUSED[table]:
         with monkeypatch.context() as patch:
@@ -134,7 +137,9 @@ def test_each_row_refuses_its_combination_alone_by_name_and_says_what_to_do(cfg,
             with pytest.raises(ValueError, match=re.escape(row.told(run))):
                 refuse_config(cfg, run.settings)
             names = [name for name in row.names if re.fullmatch(r"\w+\.\w+", name)]
-            assert names and all(f"{name}={run[name]!r}" in row.told(run) for name in names)
+            assert names and all(
+                f"{compat.as_named_in(cfg.model, name)}={run[name]!r}" in row.told(run) for name in names
+            )
             assert re.search(r"[;:,] (or )?(set|use|leave) ", row.told(run))
             unseen = [each for each in unseen if each is not row]
         for left in changes.keys() - BY_DEFAULT:

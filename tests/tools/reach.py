@@ -155,7 +155,17 @@ def without_hugging_face() -> Iterator[None]:
             """Return itself: it has no vision tower to leave out."""
             return self
 
-    bridge = SimpleNamespace(to_megatron_provider=lambda *args, **kwargs: StandInProvider(**MODEL))
+    def built_model(*args: Any, **kwargs: Any) -> Any:
+        """Return the config of a model that a builder builds, as Bridge has them from 0.7 on."""
+        from megatron.bridge.models.gpt.model_config import BridgeGPTModelConfig
+        from megatron.bridge.models.transformer_config import TransformerConfig
+
+        numbers = {name: value for name, value in MODEL.items() if name != "vocab_size"}
+        return BridgeGPTModelConfig(transformer=TransformerConfig(**numbers), vocab_size=VOCABULARY)
+
+    bridge = SimpleNamespace(
+        to_megatron_provider=lambda *args, **kwargs: StandInProvider(**MODEL), get_model_config=built_model
+    )
     hf_config = SimpleNamespace(text_config=SimpleNamespace())
     labs_bridge = nemotron_labs_diffusion_bridge.NemotronLabsDiffusionBridge
 

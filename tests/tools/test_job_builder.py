@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 
 import built_jobs
@@ -9,7 +11,9 @@ import pytest
 from test_plan_measured import RUNS
 
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.recipes.train import has_module
 from bridge_fgo.tools.demo import missing_packages
+from bridge_fgo.tools.job import answers
 from bridge_fgo.tools.job.held import MXFP8_BYTES
 from bridge_fgo.tools.plan.estimate import make_estimate
 
@@ -120,6 +124,18 @@ def test_a_layer_wise_optimizer_deals_whole_parameters_out():
 
     assert sum(plan.state_bytes_by_rank[0]) == sum(tensor.numel * (8 if is_muons(tensor) else 12) for tensor in tensors)
     assert len(set(plan.state_bytes_by_rank[0])) > 1
+
+
+@pytest.mark.skipif(not has_module("megatron.bridge.models.gpt.model_config"), reason="of Bridge 0.7")
+def test_a_model_that_a_builder_builds_is_laid_out_as_it_was_by_a_provider():
+    provided = json.loads(gzip.decompress((answers.FOLDER / "llama3_70b_64gpu.json.gz").read_bytes()))["answer"]
+    built = answers.ask_builder("llama3_70b_64gpu")
+    assert "transformer" in built["config"]["model"]
+    assert [built[name] for name in ("stages", "held", "refusals")] == [
+        provided[name] for name in ("stages", "held", "refusals")
+    ]
+    again = answers.ask_builder("llama3_70b_64gpu", overrides=["model.transformer.cuda_graph_impl=none"])
+    assert again["stages"] == built["stages"]
 
 
 def test_all_refusals_are_listed_at_once():

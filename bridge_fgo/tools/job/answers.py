@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from bridge_fgo.bridge.compat import FLAG
+from bridge_fgo.bridge.compat import FLAG, settings_in
 from bridge_fgo.bridge.settings import SETTINGS, settings_of
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes.catalog import RECIPES
@@ -115,7 +115,7 @@ def refuse_gpus_at_once(target: str, gpus: int | None, overrides: Sequence[str] 
     if gpus is None or any(override.lstrip("+~").startswith(("model", "ddp")) for override in overrides or ()):
         return
     config = config_at_once(target)
-    model, ddp = (SimpleNamespace(**config.get(section, {})) for section in ("model", "ddp"))
+    model, ddp = (SimpleNamespace(**settings_in(config.get(section, {}))) for section in ("model", "ddp"))
     if hasattr(model, "tensor_model_parallel_size"):
         parallel_of(SimpleNamespace(model=model, ddp=ddp), gpus)
 

@@ -21,12 +21,14 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 from enum import Enum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
+from bridge_fgo.bridge.compat import TRANSFORMER, as_named_in
 from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.recipes.overrides import overridden
 from bridge_fgo.tools.arms.process_setup import forget_attention_backend
@@ -153,7 +155,8 @@ def recomputations(config: Any, gpus: int) -> Iterator[tuple[str, list[str] | st
 
     for name, changes in KINDS.items():
         kind = told(config.model, changes)
-        taken = next((off for off in TURNED_OFF if not refusal(kind + off)), None)
+        choices = (tuple(as_named_in(config.model, override) for override in off) for off in TURNED_OFF)
+        taken = next((off for off in choices if not refusal(kind + off)), None)
         if taken != ():
             yield name, refusal(kind) if taken is None else [*taken]
 
@@ -227,10 +230,13 @@ def model_of_stage(config: Any, parallel: Parallel, stage: int) -> Iterator[tupl
         try:
             assert parallel_state.get_pipeline_model_parallel_rank() == stage
             groups = model._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+            numbers, build = getattr(model, TRANSFORMER, model), {}
             for name in ("gradient_accumulation_fusion", "use_transformer_engine_op_fuser"):
-                setattr(model, name, False)  # they need CUDA extensions or fused operations; change no parameter
+                setattr(numbers, name, False)  # they need CUDA extensions or fused operations; change no parameter
+            if numbers is not model:  # `get_model` knows providers, which build themselves
+                build["provide"] = partial(model.get_builder_cls()(model).build_model, groups)
             # Nor does this, which needs Transformer Engine. What activations the job has depends on it.
-            with mock.patch.object(model, "cpu_offloading", False):
+            with mock.patch.object(numbers, "cpu_offloading", False), mock.patch.dict(vars(model), build):
                 chunks = get_model(
                     model,
                     config.ddp,
@@ -273,14 +279,18 @@ def tensor_of(config: Any, name: str, param: torch.nn.Parameter) -> dict[str, An
 
 def plain_config(config: Any) -> dict[str, dict[str, Any]]:
     """Return the settings of each section that JSON can carry."""
-    found: dict[str, dict[str, Any]] = {}
-    for section in SECTIONS:
-        found[section] = {}
-        for name, value in vars(getattr(config, section)).items():
-            with contextlib.suppress(TypeError):
-                found[section][name] = plain(value)
+    found = {section: plain_section(getattr(config, section)) for section in SECTIONS}
     if hasattr(config.optimizer, "provide"):  # a method, perhaps, that Bridge calls to build the optimizer
         found["optimizer"]["provide"] = plain(config.optimizer.provide)
+    return found
+
+
+def plain_section(section: Any) -> dict[str, Any]:
+    """Return the settings of a section that JSON can carry, and those of a section within it."""
+    found = {}
+    for name, value in vars(section).items():
+        with contextlib.suppress(TypeError):
+            found[name] = plain_section(value) if name == TRANSFORMER else plain(value)
     return found
 
 

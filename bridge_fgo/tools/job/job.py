@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bridge_fgo.bridge.compat import settings_in
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.job.answers import ask_builder, kept_answer
@@ -129,7 +130,7 @@ def sections_of(config: dict[str, dict[str, Any]]) -> SimpleNamespace:
 
     return SimpleNamespace(
         **{
-            section: SimpleNamespace(**{name: read(value) for name, value in values.items()})
+            section: SimpleNamespace(**{name: read(value) for name, value in settings_in(values).items()})
             for section, values in config.items()
         }
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bridge_fgo.bridge.compat import as_named_in
+
 NONE: dict[str, Any] = {
     "recompute_granularity": None,
     "recompute_method": None,
@@ -28,4 +30,4 @@ def told(model: Any, changes: dict[str, Any]) -> tuple[str, ...]:
     """Return what changes in a model's config as overrides of Bridge's config."""
     different = {name: value for name, value in changes.items() if getattr(model, name, None) != value}
     values = {name: "null" if value is None else str(value).replace("'", "") for name, value in different.items()}
-    return tuple(f"model.{name}={value}" for name, value in values.items())
+    return tuple(as_named_in(model, f"model.{name}={value}") for name, value in values.items())
