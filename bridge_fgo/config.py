@@ -15,7 +15,7 @@ MIB = 2**20
 
 def readable(nbytes: float) -> str:
     """Return bytes in GiB; below a tenth of one in MiB."""
-    return f"{nbytes / 2**30:.2f} GiB" if abs(nbytes) >= 2**30 / 10 else f"{nbytes / MIB:.2f} MiB"
+    return f"{nbytes / 2**30:.2f} GiB" if not 0 < abs(nbytes) < 2**30 / 10 else f"{nbytes / MIB:.2f} MiB"
 
 
 Engine = Literal["auto", "native", "mcore"]

@@ -63,6 +63,9 @@ class Stats:
     """
     peak_step_bytes: int | None = None
     """Peak of allocated GPU memory in the rest of the step: reload, optimizer step, offload. None without a GPU."""
+    planned_peak_bytes: int | None = None
+    """Peak of allocated GPU memory that the step was planned to keep under. None in the first steps, which measure, and
+    without a GPU."""
     peak_reserved_bytes: int | None = None
     """Peak of GPU memory that PyTorch's allocator reserved in the step, which other processes cannot use. None without
     a GPU."""
@@ -73,7 +76,8 @@ class Stats:
     def scalars(self) -> dict[str, float]:
         """Return the figures for TensorBoard and W&B, by tag."""
         names = ("released_bytes", "bytes_offloaded", "bytes_reloaded", "pinned_bytes", "passes", "enqueue_seconds")
-        optional = ("peak_forward_backward_bytes", "peak_step_bytes", "peak_reserved_bytes", "optimizer_step_seconds")
+        optional = ("peak_forward_backward_bytes", "peak_step_bytes", "planned_peak_bytes", "peak_reserved_bytes")
+        optional += ("optimizer_step_seconds",)
         values = asdict(self)
         names += GRADIENT_FIGURES if self.gradient_bytes else ()
         return {f"bridge_fgo/{n}": values[n] for n in (*names, *optional) if values[n] is not None}
@@ -195,5 +199,6 @@ class Figures:
             gradient_bytes_offloaded=int(gradients["out"]),
             gradient_bytes_reloaded=int(gradients["back"]),
             enqueue_seconds=states["seconds"] + gradients["seconds"],
+            planned_peak_bytes=self._engine.planned_peak_bytes,
             **self._peaks.figures(),
         )

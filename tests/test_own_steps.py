@@ -13,6 +13,7 @@ from both import OPTIMIZERS, PACKED, WHOLE, bits, both, steps, training
 from saving import load, save
 
 import bridge_fgo
+from bridge_fgo.config import MIB
 from bridge_fgo.states.inner_step import InnerStep
 from bridge_fgo.tools.arms import cpu_training
 
@@ -141,8 +142,9 @@ def test_it_steps_once_a_step_bitwise_as_resident_and_is_named_with_the_memory_t
     with provided(name, monkeypatch) as (cls, options):
         both(trained, **options)
     said = [line for line in capsys.readouterr().out.splitlines() if "is not divided" in line]
-    gib = f" {figures[1].offloaded_bytes / 2**30:.2f} GiB"
-    assert len(said) == 1 and f"{__name__}.{cls.__qualname__} has of its own" in said[0] and gib in said[0], said
+    assert len(said) == 1 and f"{__name__}.{cls.__qualname__} has of its own" in said[0], said
+    held = float(said[0].split("that all ")[1].split(" MiB that are offloaded")[0])
+    assert 0 < held <= figures[1].offloaded_bytes / MIB + 0.01  # an optimizer beside it divides its step
 
 
 @pytest.mark.parametrize("name", ["torchs_adamw_that_counts_its_calls", "muon_with_an_init_group_of_its_own"])

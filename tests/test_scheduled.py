@@ -10,7 +10,9 @@ from both import PACKED, WHOLE, as_resident, both, resident, session_of, trainin
 from bridge_loop import train
 from fake_meter import FakeMeter, have_sessions_take_it
 
+import bridge_fgo
 from bridge_fgo.bridge import session
+from bridge_fgo.config import readable
 from bridge_fgo.states import inner_step
 
 STEPS = 8
@@ -145,6 +147,18 @@ def test_a_step_above_the_budget_is_said_once(meter, monkeypatch, capsys):
     said = [line for line in lines if "allocated 3.00 GiB" in line]
     assert len(said) == 1
     assert sum(line.startswith("bridge_fgo: measured ") for line in lines) == 1, "and what was planned"
+
+
+def test_what_the_plan_predicted_is_said_once_beside_what_was_measured(meter, capsys):
+    planned = []
+    with training(True, WHOLE) as run:
+        for _ in range(6):
+            run.step()
+            planned.append(bridge_fgo.stats().planned_peak_bytes)
+        peak = session_of(run).figures.peak_allocated_bytes
+    assert planned[:2] == [None, None] and peak is not None and peak <= planned[-1]
+    said = [line for line in capsys.readouterr().out.splitlines() if " measured, " in line]
+    assert said == [f"bridge_fgo: peak of step 4: {readable(peak)} measured, {readable(planned[3])} planned"]
 
 
 class StandInGraphs:

@@ -25,7 +25,7 @@ from bridge_fgo.bridge.refusals import (
     refuse_small_shared_memory,
 )
 from bridge_fgo.bridge.reporting import say, warn
-from bridge_fgo.config import OffloadConfig
+from bridge_fgo.config import OffloadConfig, readable
 from bridge_fgo.engines.engine import ATTACHED, Attachment, Engine, attachment_of
 from bridge_fgo.engines.gradients import Gradients
 from bridge_fgo.engines.native import NativeEngine, make_transfers
@@ -126,6 +126,8 @@ class Session:
         self.updated = False
         """Whether the optimizer stepped in the newest training step; the wrapper of the step sets it."""
         self._over_budget = False
+        self._planned_steps = 0
+        """Those with a plan so far."""
         self._is_proven = False
         """Whether a step has released what was planned."""
         self._had_states = False
@@ -176,6 +178,7 @@ class Session:
         engine.end_step(self.updated)
         self._watch_budget(engine.held_budget_bytes)
         self.publish()
+        self._compare_peak()
         self._require_released()
 
     def _watch_budget(self, budget: int | None) -> None:
@@ -185,11 +188,20 @@ class Session:
             return
         if not self._over_budget:
             warn(
-                f"a training step allocated {peak / 2**30:.2f} GiB, more than "
+                f"a training step allocated {readable(peak)}, more than "
                 f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g}: it needed more than the "
                 "measured one; set a lower budget to keep room for such steps"
             )
         self._over_budget = True
+
+    def _compare_peak(self) -> None:
+        """Say once, of the second step with a plan, which prefetches too, what was predicted and what was measured."""
+        planned, peak = self.figures.snapshot().planned_peak_bytes, self.figures.peak_allocated_bytes
+        if planned is None or peak is None:
+            return
+        self._planned_steps += 1
+        if self._planned_steps == 2:
+            say(f"peak of step {self.figures.snapshot().steps}: {readable(peak)} measured, {readable(planned)} planned")
 
     def _require_released(self) -> None:
         """Raise RuntimeError where the flag is a silent no-op, in whole or in part.
@@ -307,19 +319,19 @@ class Session:
 
     def announce(self) -> None:
         """Say in one line, on rank 0, what will happen."""
-        gib, engine = 2**30, self.engine
+        engine = self.engine
         stays = engine.resident_note() or "no state"
-        pinned = f"{self.figures.snapshot().pinned_bytes / gib:.2f} GiB of host memory pinned"
+        pinned = f"{readable(self.figures.snapshot().pinned_bytes)} of host memory pinned"
         if engine.name != "native":
             pinned = "host memory pinned by mcore in the first steps"
         if (gradients := self.gradients) is not None:
-            moving = f", {gradients.moving_bytes / gib:.2f} GiB leave between microbatches" * gradients.offloads
-            stays += f"; {gradients.nbytes / gib:.2f} GiB of gradients are allocated in backward{moving}"
+            moving = f", {readable(gradients.moving_bytes)} leave between microbatches" * gradients.offloads
+            stays += f"; {readable(gradients.nbytes)} of gradients are allocated in backward{moving}"
         if not engine.sources:
             stays = "everything: this rank has only stub optimizers"
         say(
             f"optimizer-state offload on, engine {engine.name}, mcore {mcore_version()}: "
-            f"{engine.planned_bytes / gib:.2f} of {engine.state_bytes / gib:.2f} GiB a rank offloaded, "
+            f"{readable(engine.planned_bytes)} of {readable(engine.state_bytes)} a rank offloaded, "
             f"{pinned}, stays resident: {stays}"
         )
         if shortage := copy_queues.shortage():

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bridge_fgo.config import readable
 from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.offload.profile import Mark
 from bridge_fgo.states.source import Source
@@ -56,6 +57,11 @@ class Engine(ABC):
         """Peak of allocated GPU memory that the newest pass was planned to keep to; None without a plan or a budget."""
         return None
 
+    @property
+    def planned_peak_bytes(self) -> int | None:
+        """Peak of allocated GPU memory that the newest pass was planned to keep under; None without a plan."""
+        return None
+
     @abstractmethod
     def has_states(self) -> bool:
         """Return whether there is anything to offload yet."""
@@ -63,7 +69,7 @@ class Engine(ABC):
     def resident_note(self) -> str:
         """Return, in words, what stays on the GPU and why; empty where nothing does."""
         left = self.state_bytes - self.planned_bytes
-        return f"{left / 2**30:.2f} GiB of state by {self.limits}" if left else ""
+        return f"{readable(left)} of state by {self.limits}" if left else ""
 
     # A training step.
 

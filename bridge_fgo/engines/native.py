@@ -10,7 +10,7 @@ from typing import Any, override
 
 import torch
 
-from bridge_fgo.config import OffloadConfig
+from bridge_fgo.config import OffloadConfig, readable
 from bridge_fgo.engines.checkpoints import CheckpointingEngine
 from bridge_fgo.engines.offloaded_source import OffloadedSource
 from bridge_fgo.engines.packed_masters import PackedMasters
@@ -126,6 +126,11 @@ class NativeEngine(CheckpointingEngine):
 
     @property
     @override
+    def planned_peak_bytes(self) -> int | None:
+        return self.schedule.holding.limit if self.schedule.is_planned else None
+
+    @property
+    @override
     def failed_fetches(self) -> int:
         return self.schedule.queue.failed_fetches
 
@@ -162,7 +167,7 @@ class NativeEngine(CheckpointingEngine):
             self._said_whole.add(why)
             self.warn(
                 f"the optimizer step is not divided, because of {why}: it may need every state, so that all "
-                f"{held / 2**30:.2f} GiB that are offloaded are on the GPU in the optimizer step; take it away to save "
+                f"{readable(held)} that are offloaded are on the GPU in the optimizer step; take it away to save "
                 "that memory there too"
             )
         return True

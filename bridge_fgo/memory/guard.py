@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from bridge_fgo.config import readable
+
 own = torch._C.DisableTorchFunctionSubclass
 """Context of code that knows where the memory is: nothing that it does on this thread counts as a touch."""
 
@@ -191,7 +193,7 @@ class Touches:
         """Return a line on the places that have touched states since the last call, each once in a run, or nothing."""
         if not self._new:
             return ""
-        places = ", ".join(f"{place} ({nbytes / 2**30:.2f} GiB)" for place, nbytes in self._new.items())
+        places = ", ".join(f"{place} ({readable(nbytes)})" for place, nbytes in self._new.items())
         self._said.update(self._new)
         self._new.clear()
         return (

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+from bridge_fgo.config import readable
 from bridge_fgo.memory.layout import PartBytes
 from bridge_fgo.memory.meters import DeviceRoom
 from bridge_fgo.offload.profile import HoldPlan, MemoryProfile
@@ -155,11 +156,10 @@ class HoldPolicy:
             profile.intervals = [nbytes + above for nbytes in profile.intervals]
             profile.step += above
             return True
-        gib = 2**30
         self.warn(
-            f"a training step allocated {peak / gib:.2f} GiB, though what went through its layers was no larger "
-            f"than in a step that was measured, by which it should have stayed under {self.limit / gib:.2f} GiB: "
-            f"from now on such steps hold {above / gib:.2f} GiB less of the optimizer state"
+            f"a training step allocated {readable(peak)}, though what went through its layers was no larger "
+            f"than in a step that was measured, by which it should have stayed under {readable(self.limit)}: "
+            f"from now on such steps hold {readable(above)} less of the optimizer state"
         )
         profile.beyond = above
         return True
@@ -197,13 +197,12 @@ class HoldPolicy:
             for each in profiles
         ]
         whole = sum(part.nbytes for part in parts)
-        gib = 2**30
         said = (
-            f"measured {peak / gib:.2f} GiB beside the states; {(whole - kept) / gib:.2f} of {whole / gib:.2f} "
-            f"GiB leave the GPU, and the peak stays under {self.limit / gib:.2f} GiB"
+            f"measured {readable(peak)} beside the states; {readable(whole - kept)} of {readable(whole)} leave the "
+            f"GPU, and the peak stays under {readable(self.limit)}"
         )
         if self.gradients_stay is not None:
-            said += f"; {self._gradients_leave / gib:.2f} GiB of gradients leave between microbatches"
+            said += f"; {readable(self._gradients_leave)} of gradients leave between microbatches"
         if said != self._said:
             self.announce(said)
             self._said = said

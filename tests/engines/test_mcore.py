@@ -341,7 +341,7 @@ def test_what_the_fraction_leaves_on_the_gpu_is_neither_planned_nor_kept_quiet()
     optimizer._optimizer_state_offloader.selected_params = masters_of(optimizer)[:1]
     engine = engine_of(optimizer, member=Generation2)
     assert (engine.planned_bytes, engine.state_bytes) == (3 * 4 * SIZES[0], 3 * MASTERS)
-    assert engine.resident_note().endswith("GiB of state by optimizer.optimizer_state_offload_fraction")
+    assert engine.resident_note().endswith("MiB of state by optimizer.optimizer_state_offload_fraction")
 
 
 def test_pinned_memory_is_that_of_upstreams_buffers_rounded_as_pytorch_does():

@@ -131,11 +131,11 @@ def test_a_resident_run_that_is_measured_is_compared_by_its_peaks_alone(report, 
         log(tmp_path / name, {LOSS: [1.0] * 4} | {f"{OURS}{tag}": [nbytes * GB] * 4 for tag, nbytes in figures.items()})
         for name, figures in {
             "resident": {"peak_forward_backward_bytes": 48, "peak_step_bytes": 30, "released_bytes": 0},
-            "offloaded": {"peak_forward_backward_bytes": 28, "peak_step_bytes": 27, "released_bytes": 20},
+            "offloaded": {"peak_forward_backward_bytes": 28, "planned_peak_bytes": 29, "released_bytes": 20},
         }.items()
     ]
-    status, printed, _ = report(*runs)
-    assert status == 0
+    status, printed, page = report(*runs)
+    assert status == 0 and cells(page, "peak after the first steps, planned / measured") == ["-", "29.00 GB / 28.00 GB"]
     assert "20.00 GB less GPU memory in forward and backward (42%, 48.00 GB to 28.00 GB)" in printed
 
 

@@ -15,7 +15,7 @@ from bridge_fgo.tools import show
 from bridge_fgo.tools.arms.comparator import Parity, compare_digests, compare_scalar
 from bridge_fgo.tools.bench.plots import draw_step
 from bridge_fgo.tools.iteration_picture import draw_iteration
-from bridge_fgo.tools.report.runs import GRAD_NORM, LOSS, SECONDS, TOTALS, Run, load
+from bridge_fgo.tools.report.runs import GRAD_NORM, LOSS, OURS, SECONDS, TOTALS, Run, load
 from bridge_fgo.tools.settings import in_a_folder, option
 from bridge_fgo.tools.show import readable_bytes, readable_number
 
@@ -230,10 +230,23 @@ def _overview(runs: list[Run], others: list[tuple[Run, list[Parity]]]) -> list[l
         unknown = NO_SPEED if run.on_cpu else "-"
         seconds.append(unknown if figures is None else "{:.3f} s ({:.3f}-{:.3f})".format(*figures))
     rows.append(seconds)
+    rows.append(["peak after the first steps, planned / measured", *map(_planned_and_measured, runs)])
     for name, (label, _) in TOTALS.items():
         if any(run.totals.get(name) for run in runs):
             rows.append([label, *(readable_bytes(run.totals.get(name)) for run in runs)])
     return [rows[0], *(row for row in rows[1:] if set(row[1:]) - {"-", NO_SPEED})]
+
+
+def _planned_and_measured(run: Run) -> str:
+    """Return the highest peak that the engine planned, and the highest of the steps that had a plan."""
+    planned = run.scalars.get(f"{OURS}planned_peak_bytes", {})
+    measured = [
+        value
+        for tag in ("peak_forward_backward_bytes", "peak_step_bytes")
+        for step, value in run.scalars.get(f"{OURS}{tag}", {}).items()
+        if step in planned
+    ]
+    return f"{readable_bytes(max(planned.values()))} / {readable_bytes(max(measured))}" if measured else "-"
 
 
 def _parity_table(others: list[tuple[Run, list[Parity]]]) -> list[list[str]]:
