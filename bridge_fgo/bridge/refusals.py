@@ -170,6 +170,13 @@ OF_OPTIMIZERS = [
 ]  # fmt: skip
 """Rows that read the optimizer's section alone."""
 
+GTP = [
+    Refusal(name, (FLAG_TEXT,),
+        "Generalized Tensor Parallelism spreads each weight over further ranks, which was neither run nor planned with "
+        f"the offload; set {name}=1 and model.{kind}tensor_parallel_num_weight_shards=None, or leave the flag unset",
+        lambda a, name=name: isinstance(a[name], int) and a[name] > 1)
+    for kind in ("", "expert_") for name in (f"model.{kind}gtp_weight_remat_size",)
+]  # fmt: skip
 OF_CONFIGS = [
     Refusal("dist.use_torch_fsdp2", (FLAG_TEXT,),
         "torch FSDP2 shards the optimizer state itself; set dist.use_torch_fsdp2=False or leave the flag unset"),
@@ -177,6 +184,7 @@ OF_CONFIGS = [
         "mcore's FP32Optimizer cannot be offloaded; set optimizer.use_distributed_optimizer=True and "
         "ddp.use_distributed_optimizer=True, or train in bf16",
         lambda a: a.is_fp32 and not a["optimizer.use_distributed_optimizer"] and not uses_fsdp(a.cfg)),
+    *GTP,
 ]  # fmt: skip
 """Rows that read all sections and apply to every engine."""
 
@@ -344,9 +352,9 @@ def refuse_optimizer_config(config: Any) -> None:
         refuse(told(OF_OPTIMIZERS, Asked(SimpleNamespace(optimizer=config))))
 
 
-def refuse_graph(model_config: Any, engine: Choice) -> None:
-    """Check a model's config for a full-iteration CUDA graph, which the engine may not serve; raise alike."""
-    refuse(told([GRAPH_OF_ITERATION], Asked(SimpleNamespace(model=model_config), engine=engine)))
+def refuse_model_config(model_config: Any, engine: Choice) -> None:
+    """Check a built model's config for a full-iteration CUDA graph, which the engine may not serve, and GTP; raise."""
+    refuse(told([GRAPH_OF_ITERATION, *GTP], Asked(SimpleNamespace(model=model_config), engine=engine)))
 
 
 def captures_full_iteration(model_config: Any) -> bool:

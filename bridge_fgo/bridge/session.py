@@ -20,7 +20,7 @@ from bridge_fgo.bridge.points import ModelPoints, reload_hook
 from bridge_fgo.bridge.refusals import (
     captures_full_iteration,
     copies_go_to_a_worker,
-    refuse_graph,
+    refuse_model_config,
     refuse_optimizer_config,
     refuse_small_shared_memory,
 )
@@ -351,7 +351,7 @@ def _make_engine(
     optimizer_config = getattr(optimizer, "config", None)  # an empty chain has none
     refuse_optimizer_config(optimizer_config)
     name = choose_engine(config, optimizer_config)
-    refuse_graph(model_config, name)
+    refuse_model_config(model_config, name)
     leaves = eligible(optimizer)
     if any(STATES in vars(leaf) for leaf in leaves):
         raise ValueError(

@@ -44,7 +44,14 @@ def _refusals(chunk: torch.nn.Module) -> Iterator[str]:
                 f"Residency over a {type(module).__name__}: it manages parameters itself; set "
                 "ddp.use_megatron_fsdp=False and dist.use_torch_fsdp2=False"
             )
-    implementation = getattr(getattr(chunk, "config", None), "cuda_graph_impl", "none")
+    config = getattr(chunk, "config", None)
+    for kind in ("", "expert_"):
+        if (ranks := getattr(config, f"{kind}gtp_weight_remat_size", 1)) > 1:
+            yield (
+                f"Residency with model.{kind}gtp_weight_remat_size={ranks}: Generalized Tensor Parallelism caches "
+                f"weights that it has gathered; set it to 1 and model.{kind}tensor_parallel_num_weight_shards=None"
+            )
+    implementation = getattr(config, "cuda_graph_impl", "none")
     if implementation not in (None, "none"):
         yield (
             f"Residency with model.cuda_graph_impl={implementation!r}: a graph has the addresses of parameters and "

@@ -57,7 +57,12 @@ REFUSED = {
         {"optimizer.exp_avg_dtype": torch.uint8},
         {"optimizer.exp_avg_sq_dtype": torch.float8_e4m3fn},
     ],
-    "OF_CONFIGS": [{"dist.use_torch_fsdp2": True}, WHOLE | {"model.bf16": False}],
+    "OF_CONFIGS": [
+        {"dist.use_torch_fsdp2": True},
+        WHOLE | {"model.bf16": False},
+        {"model.gtp_weight_remat_size": 2},
+        {"model.expert_gtp_weight_remat_size": 4},
+    ],
     "UNDER_FSDP": [
         *({f"{section}.use_megatron_fsdp": True, "ddp.megatron_fsdp_version": 2} for section in ("ddp", "dist")),
         FSDP | SAVED | {"checkpoint.async_save": True},
@@ -151,7 +156,7 @@ def test_each_row_refuses_its_combination_alone_by_name_and_says_what_to_do(cfg,
 
 
 def test_the_rows_of_every_table_are_tested():
-    assert ROWS.keys() - {"FP8_MOMENTS"} == REFUSED.keys()
+    assert ROWS.keys() - {"FP8_MOMENTS", "GTP"} == REFUSED.keys()
 
 
 ACCEPTED = [

@@ -134,8 +134,9 @@ def test_a_model_that_a_builder_builds_is_laid_out_as_it_was_by_a_provider():
     assert [built[name] for name in ("stages", "held", "refusals")] == [
         provided[name] for name in ("stages", "held", "refusals")
     ]
-    again = answers.ask_builder("llama3_70b_64gpu", overrides=["model.transformer.cuda_graph_impl=none"])
-    assert again["stages"] == built["stages"]
+    shards = ["model.transformer.tensor_parallel_num_weight_shards=4"]  # twice the tensor parallel ranks
+    (refusal,) = answers.ask_builder("llama3_70b_64gpu", overrides=shards)["refusals"]
+    assert refusal.startswith("model.transformer.gtp_weight_remat_size=2 with ")
 
 
 def test_all_refusals_are_listed_at_once():
