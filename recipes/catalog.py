@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 GPUS_A_NODE = 4
-"""GPUs of a GB200 node: two Grace CPUs with two GPUs each."""
+"""GPUs of a GB200 or GB300 node: two Grace CPUs with two GPUs each."""
 
 ENVIRONMENT_FILE = Path(__file__).with_name("environment.json")
 
@@ -23,6 +23,8 @@ class Recipe:
     benchmark: upstream wrote it to measure speed: no checkpoints, 50 steps, and MoE routers that are forced to balance.
     mcore_module: a module of `megatron.core` without which the model cannot be built, on Megatron-LM's `dev` branch
         only.
+    system: whose GPUs the builder is for.
+    step: the module within `megatron.bridge` whose `forward_step` trains it.
     """
 
     name: str
@@ -31,6 +33,18 @@ class Recipe:
     hf_model: str
     benchmark: bool = False
     mcore_module: str | None = None
+    system: str = "GB200"
+    step: str = "training.gpt_step"
+
+    @property
+    def is_of_racks(self) -> bool:
+        """Whether nodes of the system share NVLink; `tiny` is for any."""
+        return self.system != "B300"
+
+    @property
+    def gpus_a_node(self) -> int:
+        """GPUs of a node of the system."""
+        return GPUS_A_NODE if self.is_of_racks else 8
 
     @property
     def environment(self) -> dict[str, str]:
@@ -38,6 +52,8 @@ class Recipe:
         return environments()[self.name]
 
 
+SYSTEMS = {"": "GB200", "_gb300": "GB300", "_b300": "B300"}
+"""By the end of a recipe's name, where there is one for each."""
 V4_FLASH = "deepseek-ai/DeepSeek-V4-Flash"
 V4_ATTENTION = "megatron.core.transformer.experimental_attention_variant.deepseek_v4_hybrid_attention"
 
@@ -73,7 +89,23 @@ _ALL = (
     Recipe("nemotron_3_super_64gpu", 64,
         "recipes.nemotronh.gb200.nemotron_3_super:nemotron_3_super_pretrain_64gpu_gb200_bf16_config",
         "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"),
-    Recipe("tiny", 1, "", ""),
+    *(Recipe(f"gpt_oss_120b_64gpu{suffix}", 64,
+        f"perf_recipes.gpt_oss.{system.lower()}.gpt_oss:gpt_oss_120b_pretrain_64gpu_{system.lower()}_bf16_config",
+        "openai/gpt-oss-120b", benchmark=True, system=system) for suffix, system in SYSTEMS.items()),
+    *(Recipe(f"kimi_k2_256gpu{suffix}", 256,
+        f"perf_recipes.kimi.{system.lower()}.kimi_k2:kimi_k2_pretrain_256gpu_{system.lower()}_bf16_config",
+        "moonshotai/Kimi-K2-Instruct", benchmark=True, system=system) for suffix, system in SYSTEMS.items()),
+    Recipe("glm52_192gpu", 192,
+        "recipes.glm.gb200.glm5:glm52_pretrain_192gpu_gb200_bf16_config",
+        "zai-org/GLM-5.2"),
+    *(Recipe(f"qwen35_397b_a17b_64gpu{suffix}", 64,
+        f"perf_recipes.qwen_vl.{system.lower()}.qwen35_vl:qwen35_vl_397b_a17b_pretrain_64gpu_{system.lower()}_bf16_config",
+        "Qwen/Qwen3.5-397B-A17B", benchmark=True, system=system, step="models.qwen_vl.qwen3_vl_step")
+        for suffix, system in SYSTEMS.items()),
+    Recipe("dsv4_pro_256gpu_gb300", 256,
+        "perf_recipes.deepseek.gb300.deepseek_v4:deepseek_v4_pro_pretrain_256gpu_gb300_fp8mx_config",
+        "deepseek-ai/DeepSeek-V4-Pro", benchmark=True, mcore_module=V4_ATTENTION, system="GB300"),
+    Recipe("tiny", 1, "", "", system="GPU"),
 )  # fmt: skip
 RECIPES = {recipe.name: recipe for recipe in _ALL}
 

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from bridge_fgo.bridge.compat import FLAG
@@ -29,7 +30,7 @@ class Built(NamedTuple):
 
 
 def build(
-    recipe: catalog.Recipe, *, offload: bool, hf: hf_config.Choice = "auto", overrides: Sequence[str] = ()
+    recipe: catalog.Recipe, *, offload: bool, hf: hf_config.Choice | Path = "auto", overrides: Sequence[str] = ()
 ) -> Built:
     """Return the configuration of a recipe. Without offload it is upstream's, bit by bit.
 
@@ -51,7 +52,9 @@ def build(
         with hf_config.served(hf):
             config = getattr(importlib.import_module(f"megatron.bridge.{module}"), function)()
         notes.append(f"config: megatron.bridge.{module}.{function}")
-        if hf_config.origin(recipe.hf_model, hf) == "hub":
+        if isinstance(hf, Path):
+            notes.append(f"model: {hf / 'config.json'}")
+        elif hf_config.origin(recipe.hf_model, hf) == "hub":
             notes.append(f"model: config.json of {recipe.hf_model} from Hugging Face")
         else:
             source = hf_config.kept_configs()[recipe.hf_model]["source"]
@@ -90,7 +93,11 @@ def main() -> None:
     found = {}
     with contextlib.redirect_stdout(sys.stderr):  # Bridge logs to stdout as it is imported
         for recipe in catalog.RECIPES.values():
-            config = build(recipe, offload=False, hf="kept").config
+            if recipe.hf_model and recipe.hf_model not in hf_config.kept_configs(planning=True):
+                found[recipe.name] = recipe.environment  # cannot be built here: stays as it is
+                continue
+            with hf_config.served("kept", planning=True):
+                config = build(recipe, offload=False, hf="hub").config  # "hub" is what `served` has in its place
             found[recipe.name] = {name: str(value) for name, value in config.env_vars.items()}
     print(json.dumps(found, indent=2))
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from bridge_fgo.recipes import catalog
+from bridge_fgo.recipes.hf_config import in_cache, kept_configs
 from bridge_fgo.recipes.train import has_module
 
 BRIDGE = "megatron.bridge"
@@ -25,6 +26,9 @@ def check(recipe: catalog.Recipe, gpus: int, offload: Sequence[str] | None, over
     missing = [name for name in (BRIDGE, recipe.mcore_module) if name is not None and not has_module(name)]
     if missing:
         return f"layout and overrides are not checked: this machine lacks {' and '.join(missing)}"
+    model, is_given = recipe.hf_model, any(override.startswith("hf_config=") for override in overrides)
+    if model and not is_given and model not in kept_configs(planning=True) and not in_cache(model, "config.json"):
+        return f"layout and overrides are not checked: this machine lacks config.json of {model}"
     command = [sys.executable, "-m", "bridge_fgo", "plan", recipe.name, f"--gpus={gpus}", "--json", *(offload or ())]
     flag = () if offload is not None else ("optimizer.offload_optimizer_states=false",)
     done = subprocess.run([*command, *flag, *overrides], capture_output=True, text=True, check=False)

@@ -11,6 +11,7 @@ import os
 import shlex
 import traceback
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, Optional, get_args
 
 import fiddle as fdl
@@ -41,12 +42,13 @@ class Job(OffloadOptions):
     Args:
         recipe: name of a recipe, which `--factory` sets. Required.
         offload: offload the optimizer's states. Without it, exactly upstream's recipe.
-        hf_config: Hugging Face config: auto (its cache, else kept in the project), hub, or kept.
+        hf_config: Hugging Face config: auto (its cache, else kept in the project), hub, kept, or the folder of a
+            config.json, with a / in it.
         overrides: overrides of Bridge's config, `section.field=value` with spaces between; on the command line each may
             also stand by itself.
         scheduler: slurm, or local: this machine, where the settings from account on are errors.
         gpus_per_node: GPUs of a node, a process each; 0 for one process without a GPU. Default: what the recipe is
-            for, on Slurm at most the 4 of a GB200 node.
+            for, on Slurm at most those of a node of its system (4 of a GB200).
         account: Slurm account. Required for slurm.
         partition: Slurm partition.
         nodes: nodes. Default: as many as the recipe is for.
@@ -88,8 +90,9 @@ class Job(OffloadOptions):
         of_offload = without_measure(given)
         if of_offload and not self.offload:
             raise ValueError(f"offload=false with {', '.join(of_offload)}: leave out one or the other")
-        if self.hf_config not in get_args(hf_config.Choice):
-            raise ValueError(f"hf_config={self.hf_config!r}: use one of {', '.join(get_args(hf_config.Choice))}")
+        if self.hf_config not in get_args(hf_config.Choice) and "/" not in self.hf_config:  # a folder there
+            names = ", ".join(get_args(hf_config.Choice))
+            raise ValueError(f"hf_config={self.hf_config!r}: use one of {names}, or a folder (./DIR)")
         if self.scheduler not in SCHEDULERS:
             raise ValueError(f"scheduler={self.scheduler!r}: use one of {', '.join(SCHEDULERS)}")
         if self.gpus_per_node is not None and self.gpus_per_node < 0:
@@ -141,7 +144,7 @@ class Job(OffloadOptions):
         """GPUs of each node, 0 for a process without one."""
         if self.gpus_per_node is not None:
             return self.gpus_per_node
-        return min(self.found.gpus, catalog.GPUS_A_NODE) if self.scheduler == "slurm" else self.found.gpus
+        return min(self.found.gpus, self.found.gpus_a_node) if self.scheduler == "slurm" else self.found.gpus
 
     def env_names(self) -> list[str]:
         """Return the names in `env`."""
@@ -166,6 +169,8 @@ class Job(OffloadOptions):
         if not gpus:
             tiny.cpu_overrides(overrides)
             return []
+        if (Path(self.hf_config) / "config.json").is_file():
+            overrides.append(f"hf_config={self.hf_config}")
         note = dry_run.check(self.found, gpus, command_line(vars(self)) if self.offload else None, overrides)
         return [] if note is None else [note]
 
@@ -175,6 +180,11 @@ class Job(OffloadOptions):
         if recipe.mcore_module:
             lines.append(
                 f"recipe {recipe.name} needs a container with Megatron-LM's dev branch ({recipe.mcore_module})"
+            )
+        if recipe.hf_model and recipe.hf_model not in hf_config.kept_configs() and "/" not in self.hf_config:
+            lines.append(
+                f"recipe {recipe.name} reads config.json of {recipe.hf_model} from Hugging Face or its cache where it "
+                "trains; or give hf_config=FOLDER"
             )
         gpus = self.node_count * self.node_gpus
         if gpus not in (0, recipe.gpus):

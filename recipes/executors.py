@@ -48,7 +48,7 @@ def slurm(job: Any) -> run.SlurmExecutor:
         nodes=nodes,
         ntasks_per_node=job.node_gpus or 1,
         gpus_per_node=job.node_gpus or None,
-        segment=segment_of(nodes) if job.segment is None else job.segment or None,
+        segment=segment_of(nodes) if job.segment is None and job.found.is_of_racks else job.segment or None,
         exclusive=True,
         mem="0",
         time=job.time,

@@ -1,4 +1,8 @@
-"""Hugging Face configs for Bridge's builders on a machine without network: the numbers kept in this project."""
+"""Hugging Face configs for Bridge's builders on a machine without network: the numbers kept in this project.
+
+Some were not read from the release itself but put together from public sources: good enough to plan with
+(`plan_only` in their files), while training asks for the release's own.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +29,20 @@ class MissingError(ValueError):
 
 
 @cache
-def kept_configs() -> dict[str, dict[str, Any]]:
+def kept_configs(planning: bool = False) -> dict[str, dict[str, Any]]:
     """Return the kept configs by model: `config`, the keys of its config.json, and `source`, where they are from."""
-    return {entry["model"]: entry for path in sorted(FOLDER.glob("*.json")) for entry in [json.loads(path.read_text())]}
+    entries = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))]
+    return {entry["model"]: entry for entry in entries if planning or not entry.get("plan_only")}
 
 
-def origin(model: str, choice: Choice) -> Literal["hub", "kept"]:
+def origin(model: str, choice: Choice, planning: bool = False) -> Literal["hub", "kept"]:
     """Return where the config of a model will come from; raise ValueError where it is to be "kept" and is not."""
-    is_kept = model in kept_configs()
+    is_kept = model in kept_configs(planning)
     if choice == "kept" and not is_kept:
-        raise ValueError(f"hf_config='kept': the numbers of {model} are not kept in this project; use 'hub'")
+        raise ValueError(
+            f"hf_config='kept': the numbers of {model} are not kept in this project{_for_plan(model)}; use 'hub', or "
+            "the folder of its config.json"
+        )
     if choice == "auto":
         return "hub" if not is_kept or in_cache(model, "config.json") else "kept"
     return choice
@@ -47,13 +55,17 @@ def in_cache(model: str, file: str) -> bool:
     return isinstance(try_to_load_from_cache(model, file), str)
 
 
-def fetch(model: str) -> None:
+def _for_plan(model: str) -> str:
+    return " for training, but for plan alone" if model in kept_configs(planning=True) else ""
+
+
+def fetch(model: str, planning: bool = False) -> None:
     """Have a model's config in Hugging Face's cache, unless it is kept or a folder, by asking the network once.
 
     Raises:
         MissingError: says which file is missing, and how to give it.
     """
-    if model in kept_configs() or Path(model).is_dir() or in_cache(model, "config.json"):
+    if model in kept_configs(planning) or Path(model).is_dir() or in_cache(model, "config.json"):
         return
     from huggingface_hub import constants, snapshot_download
 
@@ -67,9 +79,9 @@ def fetch(model: str) -> None:
             why = str(error).strip().partition("\n")[0]
     if not any(cached.glob("snapshots/*/config.json")):
         raise MissingError(
-            f"config.json of {model} is neither kept in this project nor in Hugging Face's cache, and cannot be "
-            f"fetched ({why}): get it where there is network (hf download {model} config.json --local-dir DIR), and "
-            "give hf_config=DIR"
+            f"config.json of {model} is neither kept in this project{_for_plan(model)} nor in Hugging Face's cache, "
+            f"and cannot be fetched ({why}): get it where there is network (hf download {model} --include config.json "
+            "'*.py' --local-dir DIR), and give hf_config=DIR"
         )
 
 
@@ -88,7 +100,7 @@ def without_tokenizer(config: Any, model: str) -> str:
 
 
 @contextlib.contextmanager
-def served(choice: Choice | Path) -> Iterator[list[Any]]:
+def served(choice: Choice | Path, planning: bool = False) -> Iterator[list[Any]]:
     """Context in which Bridge's `AutoBridge.from_hf_pretrained` gets configs as `choice` says, or any from that folder.
 
     Only the loading of `config.json` is replaced; all that Bridge makes of it is Bridge's own. Yields a list of the
@@ -103,13 +115,13 @@ def served(choice: Choice | Path) -> Iterator[list[Any]]:
     read: list[Any] = []
 
     def load(path: str | Path, trust_remote_code: bool = False, **kwargs: Any) -> Any:
-        if isinstance(choice, Path) or origin(str(path), choice) == "hub":
+        if isinstance(choice, Path) or origin(str(path), choice, planning) == "hub":
             if choice == "auto":
-                fetch(str(path))
+                fetch(str(path), planning)
             folder = choice if isinstance(choice, Path) else path
             read.append(upstream(folder, trust_remote_code=trust_remote_code, **kwargs))
         else:
-            config = kept_configs()[str(path)]["config"]
+            config = kept_configs(planning)[str(path)]["config"]
             read.append(CONFIG_MAPPING[config["model_type"]].from_dict(dict(config), **kwargs))
         return read[-1]
 

@@ -5,6 +5,7 @@ Under torchrun, or one process a GPU under srun: Bridge finds its rank in either
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -34,7 +35,9 @@ def main(
         typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Overrides of Bridge's config.", show_default=False),
     ] = None,
     is_on: Annotated[bool, typer.Option("--offload/--no-offload", help="Offload the optimizer's states.")] = True,
-    hf_config: Annotated[str, typer.Option(help="Hugging Face config: auto, hub, or kept (in the project).")] = "auto",
+    hf_config: Annotated[
+        str, typer.Option(help="Hugging Face config: auto, hub, kept (in the project), or the folder of a config.json.")
+    ] = "auto",
     *,
     offload: dict[str, Any],
 ) -> None:
@@ -52,14 +55,16 @@ def prepare(
 ) -> Callable[[], None]:
     """Set the recipe's environment, build what Bridge is given, and return the function that trains.
 
-    `settings` are OffloadConfig's keyword arguments, `hf` is one of `Choice`, `overrides` are of Bridge's config.
+    `settings` are OffloadConfig's keyword arguments, `hf` is one of `Choice` or a folder, `overrides` are of Bridge's
+    config.
 
     Raises:
         ValueError: a setting makes no sense, or the recipe cannot be trained here; see `prepare_pretrain`.
     """
     recipe = catalog.find(name)
-    if hf not in get_args(Choice):
-        raise ValueError(f"--hf-config {hf}: use auto, hub or kept")
+    if hf not in get_args(Choice) and not (Path(hf) / "config.json").is_file():
+        raise ValueError(f"--hf-config {hf}: use auto, hub, kept, or the folder of the model's config.json")
+    source = cast("Choice", hf) if hf in get_args(Choice) else Path(hf)
     of_offload = without_measure(settings)
     if of_offload and not offload:
         raise ValueError(f"--no-offload with {', '.join(of_offload)}: leave out one or the other")
@@ -73,7 +78,7 @@ def prepare(
     import torch
 
     if torch.cuda.is_available():
-        return prepare_pretrain(recipe, config, cast("Choice", hf), overrides, offload)
+        return prepare_pretrain(recipe, config, source, overrides, offload)
     if recipe.builder:
         raise ValueError(f"recipe={name!r} needs GPUs and torch sees none: run it in a job, or try recipe='tiny'")
     from bridge_fgo.bridge.settings import settings_of
@@ -85,7 +90,11 @@ def prepare(
 
 
 def prepare_pretrain(
-    recipe: catalog.Recipe, settings: OffloadConfig | None, hf: Choice, overrides: Sequence[str], offload: bool = True
+    recipe: catalog.Recipe,
+    settings: OffloadConfig | None,
+    hf: Choice | Path,
+    overrides: Sequence[str],
+    offload: bool = True,
 ) -> Callable[[], None]:
     """Build the recipe's configuration for Bridge's `pretrain()`, and return that.
 
@@ -96,7 +105,6 @@ def prepare_pretrain(
             user said that there is none; or as `bridge_fgo.recipes.config.build`.
     """
     require_mcore(recipe)
-    from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain as bridge_pretrain
     from megatron.bridge.utils.common_utils import print_rank_0
 
@@ -119,7 +127,8 @@ def prepare_pretrain(
     if "SLURM_NTASKS" not in os.environ:
         use_one_rank_by_default()
     skip_building_what_is_built()
-    return partial(bridge_pretrain, built.config, forward_step)
+    step = importlib.import_module(f"megatron.bridge.{recipe.step}")
+    return partial(bridge_pretrain, built.config, step.forward_step)
 
 
 def require_mcore(recipe: catalog.Recipe) -> None:

@@ -93,8 +93,9 @@ def list_recipes() -> None:
     """Print each recipe's name, GPUs and model, and what it needs."""
     width = max(map(len, RECIPES))
     for recipe in RECIPES.values():
+        model = recipe.hf_model or "a small GPT"
         needs = " (needs Megatron-LM's dev branch)" if recipe.mcore_module else ""
-        typer.echo(f"{recipe.name:{width}}  {recipe.gpus:3} GPUs  {recipe.hf_model or 'a small GPT'}{needs}")
+        typer.echo(f"{recipe.name:{width}}  {recipe.gpus:3} {recipe.system:5}  {model}{needs}")
     typer.echo("\n`bridge-fgo plan RECIPE` says whether one fits, `python -m bridge_fgo.recipes.launch` trains it.")
 
 

@@ -37,7 +37,7 @@ def test_a_segment_fits_a_rack_and_divides_the_nodes(nodes, segment):
         ({"recipe": "llama"}, "recipe='llama': there is no such recipe; use one of dsv4_flash_64gpu, "),
         ({"recipe": ""}, "recipe='': give --factory NAME, one of "),
         ({"scheduler": "pbs"}, "scheduler='pbs': use one of slurm, local"),
-        ({"hf_config": "mine"}, "hf_config='mine': use one of auto, hub, kept"),
+        ({"hf_config": "mine"}, "hf_config='mine': use one of auto, hub, kept, or a folder"),
         ({"fraction": 2.0}, "OffloadConfig.fraction=2.0"),
         ({"fraction": 0.5, "offload": False}, "offload=false with fraction"),
         ({"gpu_memory_budget_gib": 70.0, "offload": False}, "offload=false with gpu_memory_budget_gib"),

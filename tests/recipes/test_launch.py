@@ -224,7 +224,8 @@ def test_no_file_of_a_submission_holds_a_secret(launch, monkeypatch, tmp_path):
 def test_every_recipe_is_a_factory(launch, name):
     lines = launch("--factory", name, "scheduler=slurm", "account=acct", "--dryrun").splitlines()
     assert any(line.endswith(f"python -m bridge_fgo.recipes.train {name} --offload") for line in lines)
-    assert f"#SBATCH --nodes={max(1, catalog.find(name).gpus // catalog.GPUS_A_NODE)}" in lines
+    assert f"#SBATCH --nodes={max(1, catalog.find(name).gpus // catalog.find(name).gpus_a_node)}" in lines
+    assert any(line.startswith("#SBATCH --segment=") for line in lines) == ("b300" not in name or "gb300" in name)
     for variable, value in catalog.find(name).environment.items():
         assert f"export {variable}={value}" in lines
 

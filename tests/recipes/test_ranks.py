@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 from typer.testing import CliRunner
-from upstream_configs import UPSTREAMS
 
 import bridge_fgo
 from bridge_fgo.bridge import installation
@@ -18,7 +17,7 @@ from bridge_fgo.recipes.tiny import cpu_overrides, train_on_cpu
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
 
-@pytest.mark.parametrize("name", [name for name in UPSTREAMS if catalog.find(name).hf_model == catalog.V4_FLASH])
+@pytest.mark.parametrize("name", [recipe.name for recipe in catalog.RECIPES.values() if recipe.mcore_module])
 def test_no_recipe_of_v4_goes_on_with_a_released_mcore(launched, name):
     with pytest.raises(ValueError, match=f"recipe='{name}' needs Megatron-LM's dev branch"):
         train.prepare_pretrain(catalog.find(name), OffloadConfig(), "kept", [])
@@ -55,7 +54,7 @@ def test_tiny_on_the_cpu_offloads_as_the_settings_say_and_has_the_same_losses(ca
         (["llama"], "recipe='llama': there is no such recipe"),
         (["tiny", "--no-offload", "--fraction", "0.5"], "--no-offload with fraction: leave out one or the other"),
         (["tiny", "--fraction", "2"], "OffloadConfig.fraction=2.0"),
-        (["tiny", "--hf-config", "mine"], "--hf-config mine: use auto, hub or kept"),
+        (["tiny", "--hf-config", "mine"], "--hf-config mine: use auto, hub, kept, or the folder of"),
         (["tiny", "optimizer.lr=1"], "optimizer.lr=1: on the CPU tiny takes no override but train.train_iters"),
         (["tiny", "train.train_iters=x"], "train.train_iters=x: on the CPU tiny takes no override but train.train_it"),
         (["llama3_70b_64gpu"], "recipe='llama3_70b_64gpu' needs GPUs and torch sees none"),
@@ -121,9 +120,11 @@ def test_what_training_raises_keeps_its_traceback(monkeypatch):
 
 OF_THE_HUB = {"qwen3_30b_a3b_8gpu", "qwen3_235b_a22b_64gpu", "nemotron_3_nano_8gpu", "nemotron_3_super_64gpu"}
 """Recipes whose tokenizer upstream takes from Hugging Face."""
+RELEASED = [recipe for recipe in catalog.RECIPES.values() if not recipe.mcore_module]
+FOR_TRAINING = [recipe.name for recipe in RELEASED if recipe.hf_model in hf_config.kept_configs()]
 
 
-@pytest.mark.parametrize("name", [name for name in UPSTREAMS if not catalog.find(name).mcore_module])
+@pytest.mark.parametrize("name", FOR_TRAINING)
 def test_a_launch_without_network_goes_through_upstreams_tokenizer_or_says_how_before_bridge_begins(
     no_network, launched, name
 ):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from upstream_configs import UPSTREAMS, upstream
+from upstream_configs import WITH_VARIANTS, built, upstream
 
 from bridge_fgo.bridge.refusals import captures_full_iteration, refuse_config
 from bridge_fgo.config import OffloadConfig
@@ -49,40 +49,40 @@ MXFP8 = {"dsv4_flash_64gpu", "dsv4_flash_128gpu", "deepseek_v3_256gpu_mxfp8", "q
 """Recipes that train in mxfp8; the others are in bf16."""
 
 
-@pytest.mark.parametrize("name", UPSTREAMS)
+@pytest.mark.parametrize("name", WITH_VARIANTS)
 def test_a_recipe_has_the_gpus_the_precision_and_the_environment_that_it_stands_for_and_saves_as_is_said(name):
     """The other tests compare with the builder that the catalog names: a wrong one there would be equal to itself."""
     recipe, theirs = catalog.find(name), upstream(name)
     gpus = int(re.search(r"_(\d+)gpu", name)[1])
-    assert recipe.gpus == gpus and f"_{gpus}gpu_" in recipe.builder
+    assert recipe.gpus == gpus and f"_{gpus}gpu_{recipe.system.lower()}_" in recipe.builder
     assert (getattr(theirs.mixed_precision, "fp8", None) is not None) == (name in MXFP8)
     assert recipe.benchmark == (theirs.checkpoint.save is None and theirs.train.train_iters == 50)
     asked = {variable: str(value) for variable, value in theirs.env_vars.items()}
     assert recipe.environment == asked, "python -m recipes.config > recipes/environment.json"
 
 
-@pytest.mark.parametrize("name", UPSTREAMS)
+@pytest.mark.parametrize("name", WITH_VARIANTS)
 def test_without_offload_a_recipe_is_upstreams_config(name):
-    built = config.build(catalog.find(name), offload=False, hf="kept")
-    assert len(flat(built.config)) > 400  # the comparison sees the whole of it
-    assert difference(built.config, upstream(name)) == set()
+    ours = built(name, offload=False)
+    assert len(flat(ours)) > 400  # the comparison sees the whole of it
+    assert difference(ours, upstream(name)) == set()
 
 
-@pytest.mark.parametrize("name", UPSTREAMS)
+@pytest.mark.parametrize("name", WITH_VARIANTS)
 def test_offload_adds_the_flag_and_nothing_else_and_is_not_refused(name):
-    built = config.build(catalog.find(name), offload=True, hf="kept")
-    assert difference(built.config, upstream(name)) == {"optimizer.offload_optimizer_states"}
-    assert built.config.optimizer.offload_optimizer_states is True
-    assert captures_full_iteration(built.config.model) == (name in FULL_ITERATION_GRAPHS)
-    refuse_config(built.config, OffloadConfig())
+    ours = built(name, offload=True)
+    assert difference(ours, upstream(name)) == {"optimizer.offload_optimizer_states"}
+    assert ours.optimizer.offload_optimizer_states is True
+    assert captures_full_iteration(ours.model) == (name in FULL_ITERATION_GRAPHS)
+    refuse_config(ours, OffloadConfig())
 
 
 def test_an_override_comes_last_and_is_refused_where_it_conflicts():
     overrides = ["train.train_iters=7", "optimizer.optimizer_cuda_graph=true"]
-    built = config.build(catalog.find("llama3_70b_64gpu"), offload=True, hf="kept", overrides=overrides)
-    assert built.config.train.train_iters == 7
+    ours = config.build(catalog.find("llama3_70b_64gpu"), offload=True, hf="kept", overrides=overrides)
+    assert ours.config.train.train_iters == 7
     with pytest.raises(ValueError, match=r"optimizer\.optimizer_cuda_graph=True"):
-        refuse_config(built.config)
+        refuse_config(ours.config)
 
 
 @pytest.mark.slow
@@ -109,6 +109,6 @@ def test_without_bridge_the_error_of_a_recipe_says_what_to_install(missing, monk
 
 
 def test_tiny_for_a_gpu_is_a_config_that_the_package_accepts():
-    built = config.build(catalog.find("tiny"), offload=True, overrides=["train.train_iters=3"])
-    assert built.config.train.train_iters == 3
-    refuse_config(built.config)
+    ours = config.build(catalog.find("tiny"), offload=True, overrides=["train.train_iters=3"])
+    assert ours.config.train.train_iters == 3
+    refuse_config(ours.config)

@@ -67,14 +67,20 @@ def test_an_override_that_fits_its_setting_is_taken(override):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_vocabulary_of_every_recipe_is_known(name):
+def test_the_vocabulary_of_every_recipe_is_known_or_its_config_asked_for(name, monkeypatch):
     module = RECIPES[name].mcore_module
     if module is not None and importlib.util.find_spec(module) is None:
         pytest.skip(f"this mcore has no {module}")
+    kept = kept_configs(planning=True)
+    if RECIPES[name].hf_model and RECIPES[name].hf_model not in kept:
+        monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=OSError("offline")))
+        with pytest.raises(ValueError, match="give hf_config=DIR"):
+            recipes.load_config(name)
+        return
     config, _ = recipes.load_config(name)
     builder.set_vocabulary(config, None)
     if RECIPES[name].hf_model:
-        assert config.model.vocab_size == kept_configs()[RECIPES[name].hf_model]["config"]["vocab_size"]
+        assert config.model.vocab_size == kept[RECIPES[name].hf_model]["config"]["vocab_size"]
 
 
 def adapters():

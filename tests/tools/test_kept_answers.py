@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from bridge_fgo.recipes.catalog import RECIPES
+from bridge_fgo.recipes.hf_config import kept_configs
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.job import answers, target
 from bridge_fgo.tools.job.answers import ask_builder
@@ -20,8 +21,10 @@ KEPT = sorted(path.name.removesuffix(".json.gz") for path in answers.FOLDER.glob
 needs_megatron = pytest.mark.skipif(bool(missing_packages()), reason="Megatron is not installed")
 
 
-def test_every_recipe_of_released_megatron_has_an_answer():
-    assert [name for name, recipe in sorted(RECIPES.items()) if recipe.mcore_module is None] == KEPT
+def test_every_recipe_of_released_megatron_and_a_kept_model_has_an_answer():
+    known = {"", *kept_configs(planning=True)}
+    of_released = [name for name, recipe in sorted(RECIPES.items()) if recipe.mcore_module is None]
+    assert [name for name in of_released if RECIPES[name].hf_model in known] == KEPT
 
 
 @needs_megatron
@@ -100,6 +103,11 @@ def test_the_same_answer_is_the_same_bytes_wherever_it_was_made(monkeypatch, tmp
         answers.keep("tiny", {"gpus": 1, "save": str(Path.cwd() / "checkpoints")}, {})
         written.append((tmp_path / "tiny.json.gz").read_bytes())
     assert written[0] == written[1] and written[0][4:8] == bytes(4), "no time in it"
+
+
+def test_a_plan_of_numbers_that_were_put_together_says_so():
+    assert "training reads the release's own" in read_job("gpt_oss_120b_64gpu", None, {}).source
+    assert "public sources" not in read_job("qwen3_30b_a3b_8gpu", None, {}).source
 
 
 def test_gpus_that_a_kept_recipe_cannot_be_laid_out_on_are_refused_without_megatron():

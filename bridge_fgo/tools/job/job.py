@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +11,13 @@ import torch
 
 from bridge_fgo.bridge.compat import settings_in
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.recipes.catalog import RECIPES
+from bridge_fgo.recipes.hf_config import kept_configs
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.job.answers import ask_builder, kept_answer
 from bridge_fgo.tools.job.held import Chunk, Held, Tensor
 from bridge_fgo.tools.job.parallel import Parallel, parallel_of
+from bridge_fgo.tools.job.target import without_folder
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,12 @@ def read_job(
     for name in ("install_refuses", "error"):
         if name in found:
             raise ValueError(found[name])
-    return job_of(found)
+    job, model = job_of(found), RECIPES[target].hf_model if target in RECIPES else ""
+    is_of_plan = model in kept_configs(planning=True).keys() - kept_configs().keys()
+    if is_of_plan and without_folder(overrides or ())[1] is None:
+        of_model = f"config.json of {model}: put together from public sources; training reads the release's own"
+        return replace(job, source=f"{job.source}; {of_model}")
+    return job
 
 
 def job_of(found: dict[str, Any]) -> Job:

@@ -71,8 +71,10 @@ def _built(name: str, folder: Path | None) -> tuple[Any, int | None]:
     """Return the config of a recipe, and how many GPUs it is for."""
     if name not in RECIPES and ":" not in name and name not in config_functions():
         raise ValueError(no_recipe(name))
+    kept = hf_config.kept_configs(planning=True)
+    is_kept = name in RECIPES and RECIPES[name].hf_model in kept
     try:
-        with hf_config.served(folder or ("kept" if name in RECIPES else "auto")) as read:
+        with hf_config.served(folder or ("kept" if is_kept else "auto"), planning=True) as read:
             if name in RECIPES:
                 config, gpus = _own(RECIPES[name]), RECIPES[name].gpus
             else:
@@ -93,9 +95,9 @@ def _built(name: str, folder: Path | None) -> tuple[Any, int | None]:
         raise ValueError(f"hf_config={folder}: recipe {name!r} reads no Hugging Face config; leave it out")
     if hasattr(config, "tokenizer") and getattr(config.model, "vocab_size", 0) is None:
         # Training takes it from the model's own tokenizer, which is not loaded here.
-        kept = hf_config.kept_configs().get(str(config.tokenizer.tokenizer_model), {"config": {}})["config"]
+        numbers = kept.get(str(config.tokenizer.tokenizer_model), {"config": {}})["config"]
         if config.tokenizer.vocab_size is None:
-            config.tokenizer.vocab_size = getattr(read[-1] if read else SimpleNamespace(**kept), "vocab_size", None)
+            config.tokenizer.vocab_size = getattr(read[-1] if read else SimpleNamespace(**numbers), "vocab_size", None)
     return config, gpus
 
 

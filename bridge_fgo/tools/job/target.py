@@ -43,6 +43,8 @@ def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
 
         if find_spec("megatron") is not None:
             require_mcore(RECIPES[target])
+        if folder is None and RECIPES[target].hf_model:
+            fetch(RECIPES[target].hf_model, planning=True)
     elif module.endswith(".py"):
         if not Path(module).is_file():
             raise ValueError(f"recipe {target!r}: there is no file {module!r}")
@@ -51,7 +53,7 @@ def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
     elif not module and (known := config_functions()) and target not in known:
         raise ValueError(no_recipe(target))
     elif package in ("", "megatron") and folder is None and (model := _model_read_by(function)) is not None:
-        fetch(model)
+        fetch(model, planning=True)
 
 
 @cache

@@ -220,7 +220,9 @@ def remove_standins() -> None:
 @contextlib.contextmanager
 def without_gpu() -> Iterator[None]:
     """Context in which mcore and Bridge build a model without a GPU: its memory is meta, streams do nothing."""
+    from megatron.core.ssm import gated_delta_net
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer import transformer_config
 
     with ExitStack() as stack:
         for owner, name, stand_in in _cuda_as(META):
@@ -237,4 +239,12 @@ def without_gpu() -> Iterator[None]:
         # Nothing is drawn for memory that is not there.
         no_fork = mock.patch.object(CudaRNGStatesTracker, "fork", lambda *args, **kwargs: contextlib.nullcontext())
         stack.enter_context(no_fork)
+        # Kernels of sparse and linear attention change no tensor; mcore asks for a GPU and packages. Not every mcore.
+        common, gdn = (getattr(gated_delta_net, part, gated_delta_net) for part in ("common", "gdn"))
+        for owner, name, stand_in in (
+            (transformer_config, "_validate_dsa_kernel_backend_dependencies", _nothing),
+            (common, "HAVE_FLA", True),
+            (gdn, "chunk_gated_delta_rule", _nothing),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, stand_in, create=True))
         yield
