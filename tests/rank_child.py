@@ -172,6 +172,29 @@ def train_and_sleep(rank: int, job: Job, changes: dict) -> dict[str, Any]:
         return gathered(run, seen)
 
 
+def read_asleep(rank: int, job: Job, changes: dict) -> dict[str, Any]:
+    """Run as a rank of a training that, where `job.offload` says so, reads its weights asleep after each step.
+
+    changes: options of the training.
+
+    Returns also the share of all weights that was read in each sleep.
+    """
+    seen: dict[str, Any] = {"shares": []}
+    with Rank(CpuOptions(**changes), rank, job) as run:
+        res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
+        for _ in range(job.steps):
+            step(run, seen)
+            if res is not None:
+                res.offload()
+                read = [each._replace(values=each.values.clone()) for each in res.host_params()]
+                res.reload()
+                for _, param, first, values in read:
+                    assert torch.equal(param.detach().view(-1)[first : first + values.numel()], values)
+                weights = sum(param.numel() for param in run.model[0].parameters())
+                seen["shares"].append(sum(each.values.numel() for each in read) / weights)
+        return gathered(run, seen)
+
+
 def sleep_with_errors(rank: int, job: Job, packs: bool) -> dict[str, Any]:
     """Run as a rank of a training in which rank 1 alone fails to sleep and to wake, and alone packs its masters.
 

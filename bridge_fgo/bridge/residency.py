@@ -35,7 +35,7 @@ from bridge_fgo.sleep.moved import (
 )
 from bridge_fgo.sleep.refusals import ddp_of, refuse_models
 from bridge_fgo.sleep.states import OptimizerStates
-from bridge_fgo.sleep.weights import Weights
+from bridge_fgo.sleep.weights import HostParam, Weights
 
 PARAMS = frozenset[Kind](("params",))
 
@@ -158,6 +158,21 @@ class Residency:
         own = sum(slab.host.pinned_bytes for slab in slabs if slab.host is not None)
         own += sum(bucket.pinned_bytes for bucket in self._gradients.buckets)
         return own + (self._states.engine.pinned_bytes if self._states is not None else 0)
+
+    @_verb
+    def host_params(self) -> list[HostParam]:
+        """Return this rank's shard of every parameter, from the host; parameters are away, and stay so.
+
+        Values are the host's own memory: read them before parameters are offloaded again, and write nothing there. No
+        collective. Parameters that were not copied, as masters round to them, are rounded on the host, once a sleep.
+
+        Raises:
+            RuntimeError: parameters are on the GPU, or the Residency is closed.
+            ValueError: a parameter is in FP8.
+        """
+        self._require_open()
+        wait_for_gpu(self._device)
+        return self._weights.on_host()
 
     # The verbs. What one rank decides by itself leads to no collective: every rank does each of them, until one fails.
 

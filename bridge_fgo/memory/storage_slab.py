@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -91,6 +91,16 @@ class StorageSlab:
         for part, home in self._pairs():
             part.copy_(home, non_blocking=True)
         return self.copied_nbytes
+
+    def on_host(self, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield what the host has, uint8, of the storage's bytes from `start` to `end`, each with its first byte."""
+        before = 0
+        for first, last in self.ranges:
+            begin, stop = max(start, first), min(end, last)
+            if begin < stop:
+                assert self.host is not None
+                yield begin, self.host.tensor[before + begin - first : before + stop - first]
+            before += last - first
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if not self.copied_nbytes:

@@ -254,6 +254,16 @@ class OptimizerStates:
         found = [source for source in self.sources if isinstance(source, MegatronSource)]
         return [(source, *pair) for source in found for pair in source.rounded_masters()]
 
+    def on_host(self) -> dict[int, torch.Tensor]:
+        """Return what the host has of the states that are away, each like its tensor, by the `id` of that."""
+        away = (slab for slab in self.engine.slabs if slab.state in (SlabState.RELEASED, SlabState.RELOADING))
+        return {
+            id(tensor): slab.host_view(tensor, offset)
+            for slab in away
+            for state, offset in zip(slab.states, slab.layout.offsets, strict=True)
+            if (tensor := state.read()) is not None
+        }
+
     def round_again(self, source: MegatronSource, masters: Sequence[torch.Tensor]) -> int:
         """Write the weights that some masters of a source round to; return the bytes that crossed.
 

@@ -6,7 +6,7 @@ They move in groups: this rank's shard of each DDP buffer, and all weights with 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, override
+from typing import Any, NamedTuple, override
 
 import torch
 
@@ -25,6 +25,19 @@ COMES_BY = "Residency.reload('params')"
 
 Digests = list[tuple[int, ...]]
 """For each slab of a group, the sums over the bytes of its ranges."""
+
+
+class HostParam(NamedTuple):
+    """What the host has of a parameter whose memory is away: this rank's shard of it, or all."""
+
+    name: str
+    """As `named_parameters` of its model chunk has it."""
+    param: torch.nn.Parameter
+    """Its shape and dtype may be read."""
+    first: int
+    """The place in the flat parameter at which `values` begin."""
+    values: torch.Tensor
+    """On the host, [n], of the parameter's dtype."""
 
 
 class WeightGroup(Storages):
@@ -267,11 +280,7 @@ class Weights(Storages):
         def fill_and_write() -> None:
             first()
             with tally.part("params"):
-                if not all(group.is_rounded or group.is_on_host for group in groups):
-                    raise RuntimeError(
-                        "parameters were sent off the GPU by something else than this Residency: bring them back the "
-                        "same way"
-                    )
+                _require_ours(groups)
                 for group in groups:  # zeroed: nobody copies the gaps between parameters
                     tally.moved.freed -= group.fill(zeroed=True)
                     filled.append(group)
@@ -308,11 +317,64 @@ class Weights(Storages):
             copied += round_again(roundings, self._states)
         return copied
 
+    # On the host.
+
+    def on_host(self) -> list[HostParam]:
+        """Return what the host has of all parameters, which are away; what masters round to is rounded there first.
+
+        Raises:
+            RuntimeError: parameters are on the GPU, or something else has offloaded them.
+            ValueError: a parameter is of a class with several tensors inside (FP8).
+        """
+        if self.here:
+            raise RuntimeError("host_params() while parameters are on the GPU: read them there, or offload('params')")
+        self.require_known()
+        named = [each for chunk in self._chunks for each in chunk.named_parameters() if each[1].numel()]
+        if others := [name for name, param in named if class_of(param) not in PLAIN]:
+            raise ValueError(
+                f"host_params() of parameter {others[0]!r}: only weights in 16 or 32 bits can be read there"
+            )
+        _require_ours(self.groups)
+        for group in self.groups:
+            if not group.is_on_host:
+                self._round_on_host(group)
+        slabs = {slab.storage._cdata: slab for slab in self.slabs}
+        found = []
+        for name, param in named:
+            if param.device != self._device:  # it never moves
+                found.append(HostParam(name, param, 0, param.detach().cpu().view(-1)))
+                continue
+            size = param.element_size()
+            start = int(param.storage_offset()) * size
+            for first, host in slabs[param.untyped_storage()._cdata].on_host(start, start + param.numel() * size):
+                found.append(HostParam(name, param, (first - start) // size, host.view(param.dtype)))
+        return found
+
+    def _round_on_host(self, group: WeightGroup) -> None:
+        assert group.rounding is not None and self._states is not None
+        (slab,) = group.slabs
+        slab.host_digests = None
+        masters = self._states.on_host()
+        for _, master, shard in group.rounding.pairs:
+            buffer = shard.buffer()
+            size = buffer.element_size()
+            start = (int(buffer.storage_offset()) + shard.first) * size
+            ((_, host),) = slab.on_host(start, start + shard.numel * size)
+            host.view(buffer.dtype).copy_(masters.get(id(master), master).view(-1))
+        group.is_on_host = True
+
     def close(self) -> None:
         """Release the host memory, and forget the optimizer's states."""
         for group in self.groups:
             group.close()
         self._states = None
+
+
+def _require_ours(groups: Sequence[WeightGroup]) -> None:
+    if not all(group.is_rounded or group.is_on_host for group in groups):
+        raise RuntimeError(
+            "parameters were sent off the GPU by something else than this Residency: bring them back the same way"
+        )
 
 
 def buffer_group(buffer: Any, name: str, names: Mapping[int, str], states: OptimizerStates | None) -> WeightGroup:

@@ -33,6 +33,13 @@ def test_two_ranks_that_sleep_are_bitwise_resident_ones_and_copy_half_the_weight
             assert 2 * out == 2 * alone == wake and again == 0
 
 
+@pytest.mark.parametrize("changes", [{}, {"experts": True}, {"tp": 2}], ids=["dense", "experts", "tp"])
+def test_two_ranks_read_their_own_shards_on_the_host_and_together_all_weights(tmp_path, changes):
+    sleeping, _ = run_both(tmp_path, rank_child.read_asleep, changes=changes)
+    for shares in zip(*(mine["shares"] for mine in sleeping), strict=True):
+        assert sum(shares) == 2 if "tp" in changes else max(shares) < 0.6 and abs(sum(shares) - 1) < 1e-6
+
+
 @pytest.mark.parametrize("packs", [False, True])
 def test_what_fails_or_packs_on_one_rank_alone_neither_hangs_the_others_nor_changes_a_bit(tmp_path, packs):
     for rank, mine in enumerate(run_both(tmp_path, rank_child.sleep_with_errors, packs=packs)[0]):
