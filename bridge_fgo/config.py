@@ -24,9 +24,13 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Values of `ddp.data_parallel_sharding_strategy`; each shards what the one before does, and one thing more."""
 
 
-def without_measure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all settings but `measure`, the only one that has an effect while the offload is off."""
-    return {name: value for name, value in settings.items() if name != "measure"}
+ALWAYS = ("measure", "activation_waits")
+"""Settings that have an effect while the offload is off, and with every engine."""
+
+
+def needing_offload(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that have no effect while the offload is off."""
+    return {name: value for name, value in settings.items() if name not in ALWAYS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,11 @@ class OffloadConfig:
     """Log the peaks of GPU memory also in a run without the offload, to compare the two. It has no other effect: a run
     with `optimizer.offload_optimizer_states` logs them anyway."""
 
+    activation_waits: bool = False
+    """Add the waits that mcore's activation offload lacks also in a run without the offload of states.
+    With `model.fine_grained_activation_offloading` the copies of mcore 0.19.2 race with each other, and gradients are
+    silently wrong. A run with `optimizer.offload_optimizer_states` has the waits anyway."""
+
     def __post_init__(self) -> None:
         def refuse(name: str, why: str) -> None:
             raise ValueError(f"OffloadConfig.{name}={getattr(self, name)!r}{why}")
@@ -106,7 +115,7 @@ class OffloadConfig:
 
         if self.engine not in get_args(Engine):
             refuse("engine", f": use one of {', '.join(get_args(Engine))}")
-        for name in ("moments", "master_weights", "pin_memory", "measure"):
+        for name in ("moments", "master_weights", "pin_memory", *ALWAYS):
             if not isinstance(getattr(self, name), bool):
                 refuse(name, ": use True or False")
         if not (isinstance(self.gradients, bool) or self.gradients == "lazy"):
@@ -146,5 +155,5 @@ class OffloadConfig:
         return [
             f"{f.name}={getattr(self, f.name)!r}"
             for f in fields(self)
-            if f.name not in ("engine", "measure") and getattr(self, f.name) != getattr(defaults, f.name)
+            if f.name not in ("engine", *ALWAYS) and getattr(self, f.name) != getattr(defaults, f.name)
         ]

@@ -21,7 +21,7 @@ from nemo_run.cli.api import RunContext
 from nemo_run.cli.cli_parser import CLIException
 from torchx.specs import AppState
 
-from bridge_fgo.config import OffloadConfig, without_measure
+from bridge_fgo.config import OffloadConfig, needing_offload
 from bridge_fgo.options import OffloadOptions, command_line, settings
 from bridge_fgo.recipes import catalog, dry_run, executors, hf_config, tiny
 from bridge_fgo.recipes.overrides import refuse_without_value
@@ -87,7 +87,7 @@ class Job(OffloadOptions):
         given = settings(vars(self))
         OffloadConfig(**given)
         refuse_without_value(shlex.split(self.overrides))
-        of_offload = without_measure(given)
+        of_offload = needing_offload(given)
         if of_offload and not self.offload:
             raise ValueError(f"offload=false with {', '.join(of_offload)}: leave out one or the other")
         if self.hf_config not in get_args(hf_config.Choice) and "/" not in self.hf_config:  # a folder there

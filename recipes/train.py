@@ -16,7 +16,7 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from bridge_fgo.config import OffloadConfig, without_measure
+from bridge_fgo.config import OffloadConfig, needing_offload
 from bridge_fgo.memory import copy_queues
 from bridge_fgo.options import takes_offload_options
 from bridge_fgo.recipes import catalog, hf_config
@@ -65,7 +65,7 @@ def prepare(
     if hf not in get_args(Choice) and not (Path(hf) / "config.json").is_file():
         raise ValueError(f"--hf-config {hf}: use auto, hub, kept, or the folder of the model's config.json")
     source = cast("Choice", hf) if hf in get_args(Choice) else Path(hf)
-    of_offload = without_measure(settings)
+    of_offload = needing_offload(settings)
     if of_offload and not offload:
         raise ValueError(f"--no-offload with {', '.join(of_offload)}: leave out one or the other")
     refuse_without_value(overrides)

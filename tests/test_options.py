@@ -26,6 +26,7 @@ GIVEN = {
     "piece_bytes": (8 * MIB, 8 * MIB),
     "pin_memory": (False, False),
     "measure": (True, True),
+    "activation_waits": (True, True),
 }
 """A value for each option, and the setting's."""
 

@@ -8,6 +8,7 @@ import logging
 from functools import partial
 from typing import Any
 
+from bridge_fgo.bridge import activation_offload
 from bridge_fgo.bridge.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engine, flag_is_set
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of
 from bridge_fgo.bridge.refusals import refuse_config, refuse_optimizer_config
@@ -19,7 +20,7 @@ from bridge_fgo.bridge.settings import (
     settings_of,
     write_settings,
 )
-from bridge_fgo.config import without_measure
+from bridge_fgo.config import needing_offload
 from bridge_fgo.engines.ranks import on_every_rank
 from bridge_fgo.states.masters import build_groups, masters_made_late, whole_masters_made_late
 from bridge_fgo.states.shadowed import shadowed
@@ -42,10 +43,14 @@ def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     caller.saw_flag = caller.saw_flag or flag_is_set(optimizer)
     if caller.refuses:
         return result
-    refuse_config(config, settings_of(optimizer))
+    settings = settings_of(optimizer)
+    refuse_config(config, settings)
+    if settings.activation_waits:
+        activation_offload.refuse_unwaited(getattr(config, "model", None))
+    activation_offload.want(settings.activation_waits)
     if flag_is_set(optimizer):
         write_settings(optimizer)
-    elif given := without_measure(given_settings(optimizer)):
+    elif given := needing_offload(given_settings(optimizer)):
         told = ", ".join(f"optimizer.{SETTINGS}.{name}={value!r}" for name, value in given.items())
         logger.warning("bridge_fgo: optimizer.%s is not set: nothing is offloaded, in spite of %s", FLAG, told)
     return result

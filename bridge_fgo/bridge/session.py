@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bridge_fgo.bridge import activation_offload
 from bridge_fgo.bridge.compat import FLAG, check_flag, choose_engine, flag_is_set, mcore_version
 from bridge_fgo.bridge.optimizers import eligible, stage_of
 from bridge_fgo.bridge.points import ModelPoints, reload_hook
@@ -336,11 +337,18 @@ class Session:
         )
         if shortage := copy_queues.shortage():
             say(shortage)
-        if getattr(self.model_config, "fine_grained_activation_offloading", False) is True:
+        activation_offload.want(True)
+        if getattr(self.model_config, activation_offload.ON, False) is True:
+            missing = ", ".join(activation_offload.missing_methods())
             say(
-                "model.fine_grained_activation_offloading=True: the copies of mcore's activation offload race (seen "
-                "with mcore 0.19.2), so that two runs of one job may differ, with the offload of optimizer state or "
-                "without; set it to False where runs must be equal"
+                f"model.{activation_offload.ON}=True: "
+                + (
+                    f"this mcore has no {missing} to add waits to: if its copies race as those of 0.19.2, two runs of "
+                    "one job differ; set it to False where runs must be equal"
+                    if missing
+                    else "the waits that mcore's copies of activations lack are added (activation_waits=True adds them "
+                    "in a run without the offload of states too)"
+                )
             )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from bridge_fgo.bridge import before_training, fsdp_wrappers, state_wrappers, train_step
+from bridge_fgo.bridge import activation_offload, before_training, fsdp_wrappers, state_wrappers, train_step
 from bridge_fgo.bridge.config_fields import ConfigFieldsPatch
 from bridge_fgo.bridge.patch import FunctionPatch, Patch, StandAsidePatch, Wrapper
 
@@ -141,7 +141,23 @@ def _of_mcore() -> list[FunctionPatch]:
         _of_mcores("distributed.fsdp.src.megatron_fsdp.megatron_fsdp", "MegatronFSDP.install_optimized_model_weights",
             fsdp_wrappers.rewrites_weights, (),
             "what the model's load_state_dict ends in: it copies every master. Saves all masters on the GPU together"),
+        *(
+            _of_mcores("pipeline_parallel.fine_grained_activation_offload", target, wrapper, parameters, why)
+            for target, wrapper, parameters, why in OF_ACTIVATIONS
+        ),
     ]  # fmt: skip
+
+
+OF_ACTIVATIONS: tuple[tuple[str, Wrapper, tuple[str, ...], str], ...] = (
+    ("ChunkOffloadHandler.tensor_pop", activation_offload.takes_tensor, ("tensor_tag",),
+        "every saved tensor that a backward takes; the only place that copies one back without a prefetch"),
+    ("OffloadTensorPool.free", activation_offload.frees_buffer, ("tensor",),
+        "called on the stream that reads the buffer, right after its copy was enqueued"),
+    ("OffloadTensorPool.allocate", activation_offload.takes_buffer, ("shape", "dtype"),
+        "called on the stream that writes the buffer, right before its copy"),
+    ("OffloadTensorPool.reset", activation_offload.resets_pool, (), "ends an iteration"),
+)  # fmt: skip
+"""Methods of mcore's fine-grained activation offload; each wrapper says what upstream lacks."""
 
 
 def _of_kernels() -> list[FunctionPatch]:

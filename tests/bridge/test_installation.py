@@ -62,6 +62,9 @@ distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync
 transformer.moe.paged_stash.PagedStashRunner.prepare_for_rerun full_cuda_graph.FullCudaGraphWrapper.__call__
 distributed.fsdp.src.megatron_fsdp.megatron_fsdp.MegatronFSDP.install_optimized_model_weights
 """
+ACTIVATIONS = """
+ChunkOffloadHandler.tensor_pop OffloadTensorPool.allocate OffloadTensorPool.free OffloadTensorPool.reset
+"""
 DISTRIBUTED_OPTIMIZER = """
 step_with_ready_grads _copy_main_params_to_model_params _copy_main_params_to_param_buffer
 _copy_model_params_to_main_params sharded_state_dict state_dict _get_main_param_and_optimizer_states
@@ -82,6 +85,7 @@ def test_the_table_has_every_binding_that_a_training_goes_through():
     assert {patch.name for patch in patches()} == {
         *(f"megatron.bridge.training.{name}" for name in TRAINING.split()),
         *(f"megatron.core.{name}" for name in MCORE.split()),
+        *(f"megatron.core.pipeline_parallel.fine_grained_activation_offload.{name}" for name in ACTIVATIONS.split()),
         *(
             f"megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.{name}"
             for name in DISTRIBUTED_OPTIMIZER.split()

@@ -182,14 +182,14 @@ def test_bridges_memory_report_keeps_the_peak_of_the_run(monkeypatch, installed)
     assert torch.cuda.memory_stats is before
 
 
-def test_the_start_line_says_what_will_happen_and_mcores_activation_offload_beside_is_warned_of_once(loop, capsys):
+def test_the_start_lines_say_once_what_will_happen_and_what_mcores_activation_offload_gets(loop, capsys):
     loop.model_config.fine_grained_activation_offloading = True
     for _ in range(2):
         loop.step()
     said = capsys.readouterr().out
     assert said.count("bridge_fgo: optimizer-state offload on") == 1
     assert "engine native" in said and "pinned" in said and "stays resident" in said
-    assert said.count("model.fine_grained_activation_offloading=True: the copies of mcore's") == 1
+    assert said.count("model.fine_grained_activation_offloading=True: the waits that mcore's copies") == 1
 
 
 def test_stats_is_a_snapshot_of_the_newest_step(loop):

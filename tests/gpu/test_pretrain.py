@@ -9,7 +9,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gpu_lane import EXPERTS, FEW_ACTIVATIONS, MANY_ACTIVATIONS, PACKED, PRECISION_AWARE, SMALL, both_arms, needs_gpus
+from gpu_lane import (
+    EXPERTS,
+    FEW_ACTIVATIONS,
+    MANY_ACTIVATIONS,
+    PACKED,
+    PRECISION_AWARE,
+    SMALL,
+    arm,
+    assert_bitwise_equal,
+    both_arms,
+    needs_gpus,
+    side_by_side,
+)
+
+from bridge_fgo.tools.arms import comparator
 
 WHOLE = ("--fsdp", "optim_grads_params")
 PARTS_OF_A_TENSOR = ("--slab-bytes", "1048576")
@@ -163,3 +177,40 @@ def test_passes_replayed_from_a_full_iteration_graph_are_bitwise_resident_ones_a
     reserved = [arm.result["peak_reserved_bytes"] for arm in (resident, offloaded)]
     print(f"\ngraphs keep {kept}, reserved at most {reserved}, states {offloaded.result['state_bytes']}")
     assert reserved[1] <= reserved[0] - offloaded.result["state_bytes"] // 2
+
+
+ACTIVATIONS = ("--offload-activations", "core_attn,attn_proj,mlp_norm,qkv_linear")
+OF_EXPERTS = (
+    "--grouped-experts",
+    "--offload-activations",
+    "core_attn,attn_proj,mlp_norm,qkv_linear,expert_fc1,moe_act",
+)
+BESIDE_ACTIVATIONS = {
+    "dense": (1, (*SMALL, *ACTIVATIONS)),
+    "experts": (1, (*SMALL, *EXPERTS, *OF_EXPERTS)),
+    "fp8_current": (1, (*SMALL, FP8, "tensorwise", *ACTIVATIONS)),
+    "pipeline": (2, (*SMALL, "--pp", "2", *ACTIVATIONS)),
+}
+"""Ranks, options."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BESIDE_ACTIVATIONS)
+def test_training_with_mcores_activation_offload_is_bitwise_equal_to_training_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    ranks, options = BESIDE_ACTIVATIONS[case]
+    needs_gpus(ranks)
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
+    arms = {
+        "resident": options[:-2],
+        "activations": (*options, "--activation-waits"),
+        "both": (*options, "--offload", "on"),
+    }
+    resident, activations, both = side_by_side(
+        lambda name: arm(name, tmp_path, "--steps", "30", *arms[name], ranks=ranks), list(arms)
+    )
+    assert_bitwise_equal(resident, both, steps=30)
+    assert comparator.compare(resident, activations).bitwise_equal
+    for name in ("activations", "both"):
+        assert "Activation Offload Summary" in (tmp_path / f"{name}.log").read_text()

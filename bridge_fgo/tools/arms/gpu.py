@@ -52,6 +52,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     size.add_argument("--gbs", type=int, default=8, help="sequences of a step, over all ranks")
     size.add_argument("--experts", type=int, help="of a mixture of experts in every layer; default: none")
     size.add_argument("--topk", type=int, default=2, help="experts a token")
+    switch(size, "grouped-experts", False, "multiply all experts of a rank at once; else one after another")
     size.add_argument("--steps", type=int, default=20)
     spread = parser.add_argument_group("parallelism")
     for name in ("tp", "pp", "cp", "ep"):
@@ -113,6 +114,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         choices=("none", "attention", "full"),
         default="none",
         help="what to recompute in backward: attention scores, or all of a layer",
+    )
+    parser.add_argument(
+        "--offload-activations",
+        type=lambda text: text.split(","),
+        help="comma-separated modules whose activations mcore offloads; needs NVTE_CPU_OFFLOAD_V1=1 in the environment",
     )
     graphs = parser.add_mutually_exclusive_group()
     graphs.add_argument("--te-graphs", action="store_true", help="capture the MLP of each layer into CUDA graphs")
@@ -176,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         make_deterministic()
     import bridge_fgo
 
-    if options.offload == "on" and not options.no_install:
+    if (options.offload == "on" or options.activation_waits) and not options.no_install:
         bridge_fgo.install(offload_config(options))
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain

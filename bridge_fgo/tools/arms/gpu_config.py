@@ -100,10 +100,12 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
     if options.experts is not None:
         model.num_moe_experts, model.moe_router_topk = options.experts, options.topk
         model.moe_ffn_hidden_size, model.expert_model_parallel_size = options.ffn, options.ep
-        model.moe_token_dispatcher_type, model.moe_grouped_gemm = "alltoall", False
+        model.moe_token_dispatcher_type, model.moe_grouped_gemm = "alltoall", options.grouped_experts
         if options.full_graphs:
             # A graph's shapes are fixed: an expert gets as many tokens in every step, and the host waits for no count.
             model.moe_expert_capacity_factor, model.moe_pad_expert_input_to_capacity = 2.0, True
+    if options.offload_activations is not None:
+        model.fine_grained_activation_offloading, model.offload_modules = True, options.offload_activations
     if options.recompute == "attention":
         model.recompute_granularity, model.recompute_modules = "selective", ["core_attn"]
     elif options.recompute == "full":

@@ -22,7 +22,7 @@ import yaml
 
 from bridge_fgo.bridge.compat import FLAG, settings_in
 from bridge_fgo.bridge.settings import SETTINGS, settings_of
-from bridge_fgo.config import OffloadConfig
+from bridge_fgo.config import ALWAYS, OffloadConfig
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.train import has_module
 from bridge_fgo.tools.job.parallel import parallel_of
@@ -31,7 +31,7 @@ from bridge_fgo.tools.show import spinner
 
 FOLDER = Path(__file__).with_name("kept")
 DISTRIBUTIONS = ("megatron-bridge", "megatron-core")
-CHANGES_NO_ANSWER = {"fraction", "gpu_memory_budget_gib", "slab_bytes", "piece_bytes", "measure"}
+CHANGES_NO_ANSWER = {"fraction", "gpu_memory_budget_gib", "slab_bytes", "piece_bytes", *ALWAYS}
 """Settings of the offload that decide neither a refusal nor the engine."""
 HERE = "<the folder that the job starts in>"
 """Stands in a file for that folder, which Bridge puts before the default of `checkpoint.save`; nobody reads it."""

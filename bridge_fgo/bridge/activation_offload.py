@@ -1,0 +1,111 @@
+"""Wrappers of mcore's fine-grained activation offload: they add what its copies lack (read in mcore 0.19.2).
+
+mcore copies a group of saved tensors out on one stream (D2H) and back on another (H2D), and computes on a third. Inside
+the capture of a layer's CUDA graph mcore waits for no event, because the graphs of forward and backward wait for whole
+streams at their ends; nor do these wrappers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from bridge_fgo.bridge.compat import setting_of
+from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, Wrapper
+from bridge_fgo.bridge.settings import installed_config
+
+METHODS = {"ChunkOffloadHandler": ("tensor_pop",), "OffloadTensorPool": ("free", "allocate", "reset")}
+"""The wrapped methods, by class."""
+READS = "_bridge_fgo_reads"
+"""Attribute of a pool: for each of its free buffers, by `id`, the event of its newest copy to the GPU."""
+
+MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
+ON = "fine_grained_activation_offloading"
+"""Its setting in Bridge's model config."""
+
+_is_wanted = False
+
+
+def want(is_wanted: bool) -> None:
+    """Set whether the training that begins gets the waits."""
+    global _is_wanted
+    _is_wanted = is_wanted
+
+
+def refuse_unwaited(model_config: Any) -> None:
+    """Raise ValueError if activation offload is on, and this mcore lacks a method that the waits are added to."""
+    if setting_of(model_config, ON) is True and (missing := missing_methods()):
+        raise ValueError(
+            f"OffloadConfig.activation_waits=True: this mcore has no {', '.join(missing)} to add the waits to; set "
+            f"model.{ON}=False, or train with an mcore that has them, as 0.19.2 does"
+        )
+
+
+def missing_methods() -> list[str]:
+    """Return which of the wrapped methods the installed mcore lacks, by name."""
+    module = importlib.import_module(MODULE)
+    owners = {owner: getattr(module, owner, None) for owner in METHODS}
+    return [f"{owner}.{name}" for owner, names in METHODS.items() for name in names if not hasattr(owners[owner], name)]
+
+
+def _where_wanted(act: Wrapper) -> Wrapper:
+    """Return the wrapper, skipped where nobody asks for it, and in the capture of a layer."""
+
+    def wrapper(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+        if not (_is_wanted or installed_config().activation_waits) or is_graph_capturing():
+            return wrapped(*args, **kwargs)
+        return act(wrapped, instance, args, kwargs)
+
+    wrapper.__doc__ = act.__doc__
+    return wrapper
+
+
+@_where_wanted
+def takes_tensor(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have backward wait for the D2H of a tensor that it copies back itself.
+
+    Race: a tensor whose group was not prefetched is copied back on the stream of backward at once, while its own D2H
+    may still write the host buffer. No group is prefetched in the first step, nor is the first one of a backward that
+    follows no other.
+    """
+    tag = args[0] if args else kwargs["tensor_tag"]
+    if not isinstance(tag, torch.Tensor):
+        group = instance.offload_groups[tag[0] - 1]
+        if isinstance(group._tensors.get(tag), tuple):  # it is on the host
+            group.wait_offload_event(torch.cuda.current_stream())
+    return wrapped(*args, **kwargs)
+
+
+@_where_wanted
+def frees_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Note where the stream that reads a host buffer is when the buffer goes back to its pool.
+
+    Race: its H2D has only been enqueued then. The next D2H into the buffer is on another stream, which waits for
+    backward alone; and backward has not waited yet for what was prefetched for the next microbatch of a pipeline. If
+    all microbatches are of one length, the pool's order hides this: it has a spare buffer for each prefetched one.
+    """
+    wrapped(*args, **kwargs)
+    tensor = args[0] if args else kwargs["tensor"]
+    vars(instance).setdefault(READS, {})[id(tensor)] = torch.cuda.current_stream().record_event()
+
+
+@_where_wanted
+def takes_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have the D2H into a host buffer wait for the H2D out of it; see `frees_buffer`."""
+    tensor = wrapped(*args, **kwargs)
+    if read := vars(instance).get(READS, {}).pop(id(tensor), None):
+        torch.cuda.current_stream().wait_event(read)
+    return tensor
+
+
+def resets_pool(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Forget the reads of an iteration, all of which its backward has waited for.
+
+    The next iteration may be captured into a graph, where no older event can be waited for.
+    """
+    vars(instance).pop(READS, None)
+    wrapped(*args, **kwargs)

@@ -1,0 +1,203 @@
+"""mcore's fine-grained activation offload, whole, on made-up streams: which copies race, and which patch helps."""
+
+import importlib
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from stream_order import Race, StreamOrder
+
+import bridge_fgo
+from bridge_fgo.bridge import activation_offload
+
+MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
+NAMES = ("qkv_linear", "core_attn", "moe_act")
+"""Groups of a layer; the last takes its host buffers from PyTorch, not from mcore's pool."""
+LAYERS = 3
+ONE_STAGE = "F0 B0 F1 B1"
+"""Microbatches' forwards and backwards in an iteration."""
+FIRST_OF_TWO = "F0 F1 B0 F2 B1 F3 B2 B3"
+INTERLEAVED = "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 B0.0 B1.0"
+"""Of two model chunks of a stage: `F1.0` is microbatch 1 in chunk 0."""
+
+
+class Module(torch.autograd.Function):
+    """Halves the squares of a matrix's elements. Backward takes two saved tensors, one of them transposed."""
+
+    @staticmethod
+    def forward(ctx, tensor, order):
+        ctx.save_for_backward(tensor, tensor.t())
+        ctx.order = order
+        result = tensor * tensor / 2
+        order.write(order.place(result))
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        saved, transposed = ctx.saved_tensors
+        for tensor in (saved, transposed):
+            ctx.order.read(ctx.order.place(tensor))
+        return grad * saved, None
+
+
+class Order(StreamOrder):
+    """Knows tensors' memory, and PyTorch's allocator, which hands a stream its own freed memory at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.iteration = 0
+        self._names = itertools.count()
+        self._places = {}
+        self._storages = []
+        """Those of each tensor: none of their addresses is used twice."""
+        self._made = []
+        """Storages on the GPU that are in use, with their stream and memory."""
+
+    def place(self, tensor):
+        """Return the memory of a tensor, by a name that it keeps where it is used again."""
+        storage = tensor.untyped_storage()
+        self._storages.append(storage)
+        return self._places.setdefault(storage.data_ptr(), ("memory", next(self._names)))
+
+    def made(self, tensor):
+        """A tensor was made on the GPU, on the current stream: in the memory of one that is gone, if there is any."""
+        storage = tensor.untyped_storage()
+        of_stream = [made for made in self._made if made[:2] == (self.current, storage.nbytes())]
+        gone = next((made for made in of_stream if torch._C._storage_Use_Count(made[2]._cdata) == 1), None)
+        if gone is not None:
+            self._made.remove(gone)
+            self._places[storage.data_ptr()] = gone[3]
+        self._made.append((self.current, storage.nbytes(), storage, self.place(tensor)))
+
+
+@pytest.fixture
+def offload(cpu_standins, monkeypatch):
+    """Return mcore's module on made-up streams, with their `Order`."""
+    from megatron.core.extensions import transformer_engine
+
+    module, order, names = importlib.import_module(MODULE), Order(), itertools.count(1)
+
+    class Stream:
+        def __init__(self, name=None):
+            self.name = next(names) if name is None else name
+
+        def wait_event(self, event):
+            assert event.iteration == order.iteration, "where an iteration is captured, an older event is no part of it"
+            order.wait(self.name, event.clock)
+
+        def wait_stream(self, stream):
+            order.wait(self.name, order.clock(stream.name))
+
+        def record_event(self, event=None):
+            event = event or Event()
+            event.record(self)
+            return event
+
+    class Event:
+        iteration = None
+
+        def __init__(self, external=False):
+            pass
+
+        def record(self, stream):
+            self.clock, self.iteration = dict(order.clock(stream.name)), order.iteration
+
+    def copies(target, source, non_blocking=False, real=torch.Tensor.copy_):
+        order.read(order.place(source))
+        order.write(order.place(target))
+        return real(target, source)
+
+    def empty(*args, pin_memory=False, device=None, real=torch.empty, **kwargs):
+        tensor = real(*args, **kwargs)
+        if not pin_memory:
+            order.made(tensor)
+        return tensor
+
+    for name, made_up in {
+        "Stream": Stream, "Event": Event, "current_stream": lambda device=None: Stream(order.current),
+        "stream": lambda stream: order.on(stream.name),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, made_up)
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.Tensor, "copy_", copies)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    is_managed = staticmethod(lambda tensor: not isinstance(tensor, torch.nn.Parameter))
+    monkeypatch.setattr(module.ChunkOffloadHandler, "_can_manage_tensor_for_offload", is_managed)
+    monkeypatch.setattr(module, "print_offload_summary_table", lambda nbytes: None)
+    monkeypatch.setattr(transformer_engine, "cpu_offload", SimpleNamespace())
+    yield SimpleNamespace(module=module, order=order)
+    module.PipelineOffloadManager.OFFLOAD_MGR = None
+
+
+def train(offload, schedule, rows=((2,) * 4,) * 3, layers=(NAMES,) * LAYERS):
+    """Train by mcore's verbs, as its pipeline schedules call them.
+
+    rows: of the matrix, in each iteration and microbatch. layers: names of each layer's groups.
+    """
+    offload.module.PipelineOffloadManager.reset_instance()
+    verbs = offload.module.FineGrainedActivationOffloadingInterface
+    for of_iteration in rows:
+        ends = {}
+        offload.order.iteration += 1
+        for word in schedule.split():
+            if word[0] == "B":
+                ends.pop(word[1:]).sum().backward()
+                continue
+            microbatch, _, chunk = word[1:].partition(".")
+            verbs.init_chunk_handler(0, 2 if chunk else None, int(chunk or 0), 1, 0, 1.0)
+            tensor = torch.randn(of_iteration[int(microbatch)], 3, requires_grad=True)
+            for name in itertools.chain(*layers):
+                group = verbs(True, tensor, name)
+                with group as tensor:
+                    result = Module.apply(tensor, offload.order)
+                tensor = group.group_offload(result)
+            ends[word[1:]] = tensor
+        verbs.reset()
+
+
+@pytest.fixture
+def waits():
+    """Return what has the patches in force but those of some methods."""
+
+    def without(*targets):
+        handle = bridge_fgo.install(bridge_fgo.OffloadConfig(activation_waits=True))
+        for patch in handle._applied:
+            if patch.module == MODULE and patch.target in targets:
+                patch.undo()
+        return handle
+
+    return without
+
+
+EVERY = pytest.mark.parametrize("schedule", [ONE_STAGE, FIRST_OF_TWO, INTERLEAVED])
+LENGTHS = ((2, 2, 2, 2), (4, 4, 4, 4), (2, 2, 2, 2))
+"""With these a pool has no spare buffer of a length, which else hides that it gives one back too early."""
+
+
+@EVERY
+def test_backward_copies_back_what_is_still_copied_out(offload, schedule):
+    with pytest.raises(Race, match="a read"):
+        train(offload, schedule)
+
+
+def test_a_host_buffer_that_is_still_read_is_written(offload, waits):
+    with waits("OffloadTensorPool.free"), pytest.raises(Race, match="a write"):
+        train(offload, FIRST_OF_TWO, LENGTHS)
+
+
+@EVERY
+@pytest.mark.parametrize("rows", [((2,) * 4,) * 3, LENGTHS])
+def test_with_the_waits_nothing_races(offload, waits, schedule, rows):
+    with waits():
+        train(offload, schedule, rows)
+
+
+def test_an_mcore_without_one_of_the_methods_is_refused_where_the_waits_are_asked_for(offload, monkeypatch):
+    model = SimpleNamespace(fine_grained_activation_offloading=True)
+    activation_offload.refuse_unwaited(model)
+    monkeypatch.delattr(offload.module.OffloadTensorPool, "free")
+    with pytest.raises(ValueError, match=r"this mcore has no OffloadTensorPool\.free .*set model"):
+        activation_offload.refuse_unwaited(model)
+    model.fine_grained_activation_offloading = False
+    activation_offload.refuse_unwaited(model)
