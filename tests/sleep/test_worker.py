@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -121,7 +122,9 @@ def test_the_worker_of_the_page_lives_asleep_as_one_that_never_sleeps(
     printed, llamas, tmp_path, monkeypatch, with_lora
 ):
     from megatron.bridge.peft import utils
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    monkeypatch.setattr(filesystem_async, "_results_queue", queue.Queue())  # mcore's is in a process of its own
     monkeypatch.setattr(utils, "HAVE_TE", False)  # it stands in here, and has no layers to tell apart
     lives = []
     for name in ("resident", "asleep"):
