@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import queue
 import re
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import children
+import fused_adam
 import pytest
+import rank_child
 import torch
 from both import exact
 from saving import assert_same_shards
-from sleeping import KINDS, gone
+from sleeping import KINDS, gone, poison
 
 import bridge_fgo
 from bridge_fgo.tools.arms.cpu_model import layer_spec
@@ -38,12 +43,12 @@ def llamas(cpu_standins, tmp_path_factory):
     return folders
 
 
-@pytest.fixture
-def printed():
-    """Return a function that gives the page's worker; resident, where its Residency is to do nothing."""
+@contextlib.contextmanager
+def a_rank(store, rank=0, ranks=1):
+    """Give a function that returns the page's worker; a resident one, where its Residency is to do nothing."""
     from megatron.bridge.training.initialize import destroy_global_state
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
 
     def make(is_resident=False):
         destroy_global_state()
@@ -60,8 +65,18 @@ def printed():
     bridge_fgo.uninstall()
 
 
+@pytest.fixture
+def printed():
+    """As `a_rank`, of one."""
+    with a_rank(torch.distributed.HashStore()) as make:
+        yield make
+
+
 def batches(step):
-    generator = torch.Generator().manual_seed(step)
+    from megatron.core import parallel_state
+
+    seed = step + 100 * parallel_state.get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(seed)
     return [{"tokens": torch.randint(VOCAB, (2, LENGTH), generator=generator)} for _ in range(2)]
 
 
@@ -94,9 +109,9 @@ def trained(worker, steps):
     return exact([losses, exported(worker)])
 
 
-def life(worker, llamas, folder, lora):
+def life(worker, llamas, folder, lora, **split):
     """What a trainer goes through; all of it asleep, where the worker sleeps at all."""
-    worker.init_model(llamas[0], lora, lr=1e-2, **PLAIN)
+    worker.init_model(llamas[0], lora, lr=1e-2, **PLAIN, **split)
     worker.offload()
     seen = [exact(exported(worker)), trained(worker, range(3))]
     worker.save_checkpoint(folder)
@@ -117,26 +132,50 @@ def kept_by_hugging_face(folder):
     return exact(load_file(folder / "model.safetensors"))
 
 
+def assert_lives_are_equal(make, llamas, folder, set_attribute, with_lora, **split):
+    """Live asleep and resident; what is seen, saved and loaded is the same, and at the end all of it is asleep."""
+    from megatron.bridge.peft import utils
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    set_attribute(filesystem_async, "_results_queue", queue.Queue())  # mcore's is in a process of its own
+    set_attribute(utils, "HAVE_TE", False)  # it stands in here, and has no layers to tell apart
+    lives = []
+    for name in ("resident", "asleep"):
+        (folder / name).mkdir(exist_ok=True)
+        worker = make(is_resident=name == "resident")
+        lives.append(life(worker, llamas, folder / name, adapters() if with_lora else None, **split))
+    first, second = (kept_by_hugging_face(llama) for llama in llamas)
+    assert lives[0] == lives[1] and lives[0][0] == first
+    assert (lives[0][-1] == second) != with_lora, "adapters stay, and are merged into what is exported"
+    assert_same_shards(folder / "asleep", folder / "resident")
+    assert worker.res.away == gone(worker.res) == set(KINDS)
+    worker.res.close()
+
+
 @pytest.mark.parametrize("with_lora", [False, True], ids=["all weights", "lora"])
 def test_the_worker_of_the_page_lives_asleep_as_one_that_never_sleeps(
     printed, llamas, tmp_path, monkeypatch, with_lora
 ):
-    from megatron.bridge.peft import utils
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    assert_lives_are_equal(printed, llamas, tmp_path, monkeypatch.setattr, with_lora)
 
-    monkeypatch.setattr(filesystem_async, "_results_queue", queue.Queue())  # mcore's is in a process of its own
-    monkeypatch.setattr(utils, "HAVE_TE", False)  # it stands in here, and has no layers to tell apart
-    lives = []
-    for name in ("resident", "asleep"):
-        (tmp_path / name).mkdir()
-        worker = printed(is_resident=name == "resident")
-        lives.append(life(worker, llamas, tmp_path / name, adapters() if with_lora else None))
-    first, second = (kept_by_hugging_face(folder) for folder in llamas)
-    assert lives[0] == lives[1] and lives[0][0] == first
-    assert (lives[0][-1] == second) != with_lora, "adapters stay, and are merged into what is exported"
-    assert_same_shards(tmp_path / "asleep", tmp_path / "resident")
-    assert worker.res.away == gone(worker.res) == set(KINDS)
-    worker.res.close()
+
+def lives_of_a_rank(rank, job, llamas, split):
+    fused_adam.have_mcore_take_it(setattr)
+    poison(pytest.MonkeyPatch())
+    store = torch.distributed.FileStore(str(job.folder / "store"), job.ranks)
+    with a_rank(store, rank, job.ranks) as make:
+        assert_lives_are_equal(make, llamas, job.folder, setattr, True, **split)
+    return {}
+
+
+PIPELINE = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.bfloat16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [{}, {"tensor_model_parallel_size": 2}, PIPELINE], ids=["dp", "tp", "pp"])
+def test_workers_of_two_ranks_live_asleep_as_ones_that_never_sleep(llamas, tmp_path, split):
+    act = functools.partial(lives_of_a_rank, llamas=llamas, split=split)
+    children.run_ranks(act, rank_child.Job(tmp_path / "ranks", 2, True, None))
 
 
 def updated_together(policy, critic, res, chain, step):
