@@ -43,7 +43,10 @@ class Option:
         if isinstance(text, str) and text in self.words:
             return text
         if self.kind is not bool:
-            return self.kind(text)
+            try:
+                return self.kind(text)
+            except ValueError:
+                raise ValueError(f"{text!r}: use {' or '.join(('a number', *self.words))}") from None
         if str(text).lower() not in ("true", "false"):
             raise ValueError(f"{text!r} is none of {', '.join((*self.words, 'true', 'false'))}")
         return str(text).lower() == "true"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import dataclass
 from functools import cache
@@ -114,10 +115,11 @@ def find(name: str) -> Recipe:
     """Return a recipe by its name.
 
     Raises:
-        ValueError: there is no such recipe; names those that there are.
+        ValueError: there is no such recipe; names those that are near, or all.
     """
     if name not in RECIPES:
-        raise ValueError(f"recipe={name!r}: there is no such recipe; use one of {', '.join(RECIPES)}")
+        near = difflib.get_close_matches(name, RECIPES, cutoff=0.5) or RECIPES
+        raise ValueError(f"recipe={name!r}: there is no such recipe; use one of {', '.join(near)}")
     return RECIPES[name]
 
 

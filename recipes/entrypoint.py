@@ -7,7 +7,9 @@
 
 # No `from __future__ import annotations`: NeMo-Run parses the command line by the types of the fields, as objects,
 # and knows Optional[X] but not X | None.
+import difflib
 import os
+import re
 import shlex
 import traceback
 from dataclasses import dataclass, fields
@@ -204,7 +206,11 @@ OF_NEMO_RUN = ("run", "executor", "plugins")
 
 
 def gather_overrides(arguments: list[str]) -> list[str]:
-    """Return a command's arguments with `section.field=value` put into `overrides=`, as `plan` and Slurm take them."""
+    """Return a command's arguments with `section.field=value` put into `overrides=`, as `plan` and Slurm take them.
+
+    Raises:
+        ValueError: there is no setting of that name.
+    """
     of_job = {field.name for field in fields(Job)}
     found: list[str] = []
     others: list[str] = []
@@ -212,6 +218,9 @@ def gather_overrides(arguments: list[str]) -> list[str]:
         name = argument.partition("=")[0].lstrip("+~")
         section, dot, _ = name.partition(".")
         is_override = bool(dot) and "=" in argument and section not in of_job and section not in OF_NEMO_RUN
+        if "=" in argument and not is_override and re.split(r"\W", name)[0] not in {*of_job, *OF_NEMO_RUN}:
+            near = difflib.get_close_matches(name, of_job, n=1)
+            raise ValueError(f"{argument}: there is no setting {name}{f'; did you mean {near[0]}?' if near else ''}")
         (found if is_override else others).append(argument)
     if not found:
         return arguments
@@ -228,7 +237,10 @@ class PretrainContext(RunContext):
         try:
             if unknown := [arg for arg in args if arg.startswith("-")]:  # NeMo-Run would go on without them
                 raise ValueError(f"there is no option {unknown[0]}: settings are NAME=VALUE, --help lists the options")
-            super().cli_execute(fn, gather_overrides(args), entrypoint_type)
+            arguments = gather_overrides(args)
+            if self.factory and self.factory.isidentifier():  # else NeMo-Run's own: a path or a call
+                catalog.find(self.factory)
+            super().cli_execute(fn, arguments, entrypoint_type)
         except (ValueError, CLIException) as error:
             raise SystemExit(f"{self.name}: {error}") from None
         except typer.Abort:  # no answer to its question

@@ -92,19 +92,17 @@ def run(request: Request) -> None:
             runpy.run_path(str(request.script), run_name="__main__")
     except SystemExit as end:
         if end.code in (None, 0):
-            _say_if_never_set(settings.caller.saw_flag or measures)
+            _say_if_never_set(settings.caller.saw_flag or measures, request)
         raise
-    _say_if_never_set(settings.caller.saw_flag or measures)
+    _say_if_never_set(settings.caller.saw_flag or measures, request)
 
 
-def _say_if_never_set(is_as_meant: bool) -> None:
+def _say_if_never_set(is_as_meant: bool, request: Request) -> None:
     """Say on the first rank that nothing was offloaded, and how it would have been."""
+    why = "no config of Megatron-Bridge had optimizer.offload_optimizer_states=True; set it there, or give --offload"
+    why = f"{request.script} trained with no config of Megatron-Bridge" if request.offload else f"{why} before SCRIPT"
     if not is_as_meant and os.environ.get("RANK", "0") == "0":
-        print(
-            "bridge-fgo run: nothing was offloaded: no config of Megatron-Bridge had "
-            "optimizer.offload_optimizer_states=True; set it there, or give --offload before SCRIPT",
-            file=sys.stderr,
-        )
+        print(f"bridge-fgo run: nothing was offloaded: {why}", file=sys.stderr)
 
 
 def _show_from_the_script(

@@ -125,7 +125,7 @@ def test_gpus_that_a_kept_recipe_cannot_be_laid_out_on_are_refused_without_megat
         ("llama3_70b_pretrain_64gpu_h100_bf16_confg", "did you mean llama3_70b_pretrain_64gpu_h100_bf16_config or "),
         (
             "llama3_70b_pretrain_96gpu_h100_bf16_config",
-            "no recipe 'llama3_70b_pretrain_96gpu_h100_bf16_config' `bridge-fgo",
+            "no recipe 'llama3_70b_pretrain_96gpu_h100_bf16_config'. `bridge-fgo",
         ),
         ("nowhere.py:mine", "there is no file 'nowhere.py'"),
         ("dsv4_flash_64gpu", "needs Megatron-LM's dev branch"),

@@ -1,8 +1,8 @@
 """Commands of a new user, right ones and mistakes: status, first line, CPU seconds, and no traceback.
 
 CPU seconds are bounded at about three times of what two slow cores took, so that what fails has grown by an import and
-not by a busy machine: LIGHT commands import no torch (0.9 s were seen), TORCH ones do (6 s, of which torch is 4.4), and
-HUB ones Hugging Face's client (3.5 s).
+not by a busy machine: LIGHT commands import no torch (0.9 s were seen), TORCH ones do (6 s, of which torch is 4.4), HUB
+ones Hugging Face's client (3.5 s), NEMO ones NeMo-Run (6 s), and BUILT ones have Megatron build the job (25 to 40 s).
 """
 
 import os
@@ -16,7 +16,13 @@ import pytest
 from bridge_fgo.tools.demo import missing_packages
 
 ROOT = Path(__file__).resolve().parents[2]
-LIGHT, HUB, TORCH = 3.0, 10.0, 18.0
+LIGHT, HUB, TORCH, NEMO, BUILT = 3.0, 10.0, 18.0, 18.5, 120.0
+PROGRAMS = {
+    "launch": ["-m", "bridge_fgo.recipes.launch"],
+    "train": ["-m", "bridge_fgo.recipes.train"],
+    "apply.py": [str(ROOT / "patches" / "apply.py")],
+}
+"""By their first word, of commands that are not bridge-fgo's."""
 IN_THE_FAST_LANE = ("run ok.py",)
 """Of the commands that import torch; the slow lane has the others."""
 
@@ -68,6 +74,61 @@ COMMANDS = [
     ("plan dsv4_flash_64gpu", 2, "bridge-fgo plan: recipe='dsv4_flash_64gpu' needs Megatron-LM's dev branch", LIGHT),
 ]  # fmt: skip
 
+OF_THE_SECOND_HOUR = [
+    ("plan llama3_70b_64gpu --fraction 1.5", 2, "bridge-fgo plan: OffloadConfig.fraction=1.5: use a number in", LIGHT),
+    ("plan llama3_70b_64gpu --link-gbs 0", 2, "bridge-fgo plan: --link-gbs 0.0: use a number of GB/s", LIGHT),
+    ("plan llama3_70b_64gpu --check", 2, "bridge-fgo plan: --check needs --system, one of GB200", LIGHT),
+    ("plan llama3_70b_64gpu --recommend", 2, "bridge-fgo plan: --recommend needs --system, one of", LIGHT),
+    ("plan llama3_70b_64gpu --backward-seconds 1", 2, "bridge-fgo plan: --backward-seconds needs --forward", LIGHT),
+    ("plan llama3_70b_64gpu --systm GB200", 2, "Usage: bridge-fgo plan", LIGHT),
+    ("plan tiny --gpus 1.5", 2, "Usage: bridge-fgo plan", LIGHT),
+    ("plan tiny --system", 2, "Error: Option '--system' requires an argument", LIGHT),
+    ("plan tiny optimizer.offload.fraction=2", 2, "bridge-fgo plan: OffloadConfig.fraction=2: use", TORCH),
+    ("plan llama3_70b_64gpu hf_config=no", 2, "bridge-fgo plan: hf_config=no: there is no no/config.json", LIGHT),
+    ("plan kimi_k2_256gpu_gb300 --gpus 100", 2, "bridge-fgo plan: --gpus 100: a pipeline stage has 25 ranks", LIGHT),
+    ("plan gpt_oss_120b", 2, "bridge-fgo plan: there is no recipe 'gpt_oss_120b'; did you mean gpt_oss_120b", LIGHT),
+    ("plan dsv4_pro_256gpu_gb300", 2, "bridge-fgo plan: recipe='dsv4_pro_256gpu_gb300' needs Megatron-LM's dev", LIGHT),
+    ("plan qwen35_397b_a17b_64gpu", 2, "bridge-fgo plan: config.json of Qwen/Qwen3.5-397B-A17B is neither", HUB),
+    ("plan gpt_oss_120b_64gpu_gb300 --system GB300 --check", 0, "Fits on 64 GPUs of GB300: peak ", TORCH),
+    ("plan glm52_192gpu --system GB200", 0, "May fit (activations are not counted) on 192 GPUs of GB200", TORCH),
+    ("plan kimi_k2_256gpu --system GB200 --check", 0, "Fits only with the offload on 256 GPUs of GB200", TORCH),
+    ("plan qwen3_235b_a22b_64gpu --system H200 --recommend", 0, "Fits only with the offload on 64 GPUs", TORCH),
+    ("plan llama3_70b_64gpu --system GB200 --json", 0, "{", TORCH),
+    ("plan qwen3_30b_a3b_8gpu --phases", 2, "bridge-fgo plan: --phases: optimizer.reuse_grad_buf_for_mxfp8", TORCH),
+    ("plan llama3_70b_pretrain_64gpu_h100_bf16_config --system H100", 0, "Fits on 64 GPUs of H100: peak ", BUILT),
+    ("plan llama3_70b_pretrain_32gpu_h100_bf16_config --system H100 --recommend", 0,
+     "Fits only with the offload on 32 GPUs of H100: peak ", BUILT),
+    ("plan llama3_70b_64gpu model.tensor_parallel_size=4", 2,
+     "bridge-fgo plan: overrides model.tensor_parallel_size=4: there is no setting model.tensor_par", BUILT),
+    ("plan mycfg:ok", 0, "Fits on GB200", BUILT),
+    ("plan mycfg.py:ok", 0, "Fits on GB200", BUILT),
+    ("plan mycfg.py:fails", 2, "bridge-fgo plan: recipe 'mycfg.py:fails' could not be built: KeyError: ", BUILT),
+    ("plan mycfg.py:nothere", 2, "bridge-fgo plan: recipe 'mycfg.py:nothere' could not be built: Attribute", BUILT),
+    ("doctor llama3_70b_64gpu --gpus 60", 2, "bridge-fgo doctor: --gpus 60: not divisible by tensor 2", LIGHT),
+    ("doctor --fraction 1.5", 2, "bridge-fgo doctor: OffloadConfig.fraction=1.5: use a number in", LIGHT),
+    ("doctor llama3_70b_6gpu", 2, "bridge-fgo doctor: there is no recipe 'llama3_70b_6gpu'", LIGHT),
+    ("doctor llama3_70b_64gpu", 1, "Cannot train here: torch sees no GPU", BUILT),
+    ("run --offload ok.py", 0, "trained", TORCH),
+    ("run --fraction half ok.py", 2, "Usage: bridge-fgo run", LIGHT),
+    ("run --gpu-memory-budget-gib lots ok.py", 2, "Usage: bridge-fgo run", LIGHT),
+    ("report run", 2, "bridge-fgo report: run: neither TensorBoard events", LIGHT),
+    ("report broken.log", 2, "bridge-fgo report: broken.log: broken, or no TensorBoard log", LIGHT),
+    ("demo --layers 0", 2, "Usage: bridge-fgo demo", LIGHT),
+    ("recipes lst", 2, "Usage: bridge-fgo recipes", LIGHT),
+    ("bench", 2, "bridge-fgo bench: torch sees no CUDA device here", TORCH),
+    ("bench natvie", 2, "Usage: bridge-fgo bench", LIGHT),
+    ("train nothere", 2, "bridge_fgo.recipes.train: recipe='nothere': there is no such recipe", LIGHT),
+    ("train tiny --hf-config mine", 2, "bridge_fgo.recipes.train: --hf-config mine: use auto, hub, kept", LIGHT),
+    ("train llama3_70b_64gpu", 2, "bridge_fgo.recipes.train: recipe='llama3_70b_64gpu' needs GPUs", TORCH),
+    ("launch --factory llama3_70b account=ME", 1, "pretrain: recipe='llama3_70b': there is no such recipe; use", NEMO),
+    ("launch --factory tiny acount=ME", 1, "pretrain: acount=ME: there is no setting acount; did you mean acc", NEMO),
+    ("launch --factory llama3_70b_64gpu", 1, "pretrain: account=None: Slurm needs an account; give account=", NEMO),
+    ("launch --factory tiny --fraction 0.5", 1, "pretrain: there is no option --fraction: settings are NAME=", NEMO),
+    ("launch --factory llama3_70b_64gpu account=ME gpu_memory_budget_gib=auto --dryrun", 0, "each process", BUILT),
+    ("apply.py nowhere", 1, "patches/apply.py: ", LIGHT),
+]  # fmt: skip
+"""Status, first line that is no banner of NeMo-Run's, and CPU seconds of what one tries next; all of it slow."""
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -75,34 +136,42 @@ def folder(tmp_path):
     (tmp_path / "empty.yaml").touch()
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "other.yaml").write_text("a: 1")
+    (tmp_path / "broken.log").write_text("no figures")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "mycfg.py").write_text(
+        "from bridge_fgo.recipes.tiny import gpu_config as ok\n\ndef fails():\n    return {}['hidden_size']\n"
+    )
     (tmp_path / "job.log").write_text("trained")
     return tmp_path
 
 
 def marks_of(command, seconds):
     is_slow = seconds == TORCH and command not in IN_THE_FAST_LANE
-    asks_megatron = command in ("plan qwen3_30b_a3b", "plan dsv4_flash_64gpu") or seconds == HUB
+    asks_megatron = command in ("plan qwen3_30b_a3b", "plan dsv4_flash_64gpu") or seconds in (HUB, BUILT)
     without = pytest.mark.skipif(bool(missing_packages()), reason="Megatron is not installed")
     return [pytest.mark.slow] * is_slow + [without] * asks_megatron
 
 
 @pytest.mark.parametrize(
     ("command", "status", "first_line", "seconds"),
-    [pytest.param(*case, marks=marks_of(case[0], case[3])) for case in COMMANDS],
+    [pytest.param(*case, marks=marks_of(case[0], case[3])) for case in COMMANDS]
+    + [pytest.param(*case, marks=[pytest.mark.slow, *marks_of(case[0], case[3])]) for case in OF_THE_SECOND_HOUR],
     ids=str,
 )
 def test_a_command_of_a_new_user(folder, command, status, first_line, seconds):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    environment |= {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+    environment |= {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1", "NEMORUN_HOME": str(folder)}
+    program, *rest = command.split()
+    arguments = [*PROGRAMS[program], *rest] if program in PROGRAMS else ["-m", "bridge_fgo", program, *rest]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-m", "bridge_fgo", *command.split()],
+        [sys.executable, *arguments],
         cwd=folder, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == status, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    lines = (done.stdout + done.stderr).strip().splitlines()
+    lines = (done.stdout + done.stderr).replace("Configuring global options", "").strip().splitlines()
     assert lines[0].startswith(first_line), lines[0]
     if status == 2 and first_line.startswith("bridge-fgo "):
         assert len(lines) == 1, "a mistake is answered in one line"

@@ -140,7 +140,7 @@ def no_recipe(name: str) -> str:
     said = gpus_of(name)
     known = [one for one in (*RECIPES, *sorted(config_functions())) if said in (None, gpus_of(one))]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or [one for one in known if name.lower() in one][:3]
-    meant = f"; did you mean {' or '.join(near)}?" if near else ""
+    meant = f"; did you mean {' or '.join(near)}?" if near else "."
     return (
         f"there is no recipe {name!r}{meant} `bridge-fgo recipes list` lists this project's; others are Bridge's "
         "config functions (of recipes and perf_recipes), module:function or path.py:function of your own, or the path "
