@@ -19,6 +19,7 @@ from bridge_fgo.tools import rl_demo, run_script
 from bridge_fgo.tools.bench import command as bench_command
 from bridge_fgo.tools.bench.options import Settings as BenchSettings
 from bridge_fgo.tools.demo import Settings as DemoSettings
+from bridge_fgo.tools.job import table
 from bridge_fgo.tools.job.answers import refuse_gpus_at_once
 from bridge_fgo.tools.job.target import refuse_at_once
 from bridge_fgo.tools.plan.log import of_log
@@ -79,13 +80,8 @@ def bridge_fgo(
     """Fine-grained optimizer-state offload for Megatron-Bridge."""
 
 
-recipes = typer.Typer(no_args_is_help=True, help="Show the recipes of this project.")
-app.add_typer(recipes, name="recipes", short_help="List this project's recipes.")
-
-
-@recipes.callback()
-def _several() -> None:
-    """Have `list` be a command, and not the only thing to do."""
+recipes = typer.Typer(no_args_is_help=True, help="Show the recipes of this project and of Bridge.")
+app.add_typer(recipes, name="recipes", short_help="List recipes, and which fits on which system.")
 
 
 @recipes.command("list")
@@ -97,6 +93,20 @@ def list_recipes() -> None:
         needs = " (needs Megatron-LM's dev branch)" if recipe.mcore_module else ""
         typer.echo(f"{recipe.name:{width}}  {recipe.gpus:3} {recipe.system:5}  {model}{needs}")
     typer.echo("\n`bridge-fgo plan RECIPE` says whether one fits, `python -m bridge_fgo.recipes.launch` trains it.")
+
+
+@recipes.command("table", epilog="Example: bridge-fgo recipes table llama3_70b gb200")
+def print_recipe_table(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[WORD]...", help="Only recipes whose names have each of these.")
+    ] = None,
+) -> None:
+    """Print which recipe, of this project's and of Bridge's, fits on which system, resident or with the offload."""
+    try:
+        typer.echo("\n".join(table.lines(words or ())))
+    except ValueError as error:
+        typer.echo(f"bridge-fgo recipes table: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 # Interspersed arguments are off: from SCRIPT on everything is the script's own, also what

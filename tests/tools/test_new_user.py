@@ -34,6 +34,8 @@ COMMANDS = [
     ("run --help", 0, "Usage: bridge-fgo run", LIGHT),
     ("demo --help", 0, "Usage: bridge-fgo demo", LIGHT),
     ("recipes list", 0, "dsv4_flash_64gpu ", LIGHT),
+    ("recipes table", 0, "recipe ", 2.0),
+    ("recipes table nothere", 2, "bridge-fgo recipes table: no recipe's name has nothere", LIGHT),
     ("recipes", 2, "Usage: bridge-fgo recipes", LIGHT),
     ("plam", 2, "Usage: bridge-fgo", LIGHT),
     ("plan", 2, "Usage: bridge-fgo plan", LIGHT),

@@ -163,7 +163,7 @@ def of_log(settings: Settings) -> tuple[Settings, Log | None]:
             "(Bridge writes one before training with logger.save_config_filepath=run_config.yaml)"
         )
     system = settings.system or _system(first)
-    gpus = settings.gpus or _gpus(text)
+    gpus = settings.gpus or _gpus(text, max(error.rank or 0 for error in errors))
     given = {override.partition("=")[0] for override in settings.overrides or ()}
     printed = _printed(text)
     if not printed:
@@ -246,13 +246,13 @@ def _system(error: OutOfMemory) -> str:
     return min(near, key=lambda name: near[name])
 
 
-def _gpus(text: str) -> int | None:
-    """Return how many GPUs the job had, where the log says it."""
+def _gpus(text: str, rank: int) -> int | None:
+    """Return how many GPUs the job had, where the log says it; there was a GPU of that rank."""
     sizes = [int(next(filter(None, match.groups()))) for match in WORLD.finditer(text)]
-    if sizes:
-        return max(sizes)  # a process group of NCCL's may have fewer ranks
-    launched, nodes = LAUNCHED.search(text), NODES.search(text)
-    return int(launched[1]) * (int(nodes[1]) if nodes else 1) if launched else None
+    if launched := LAUNCHED.search(text):
+        sizes.append(int(launched[1]) * int(nodes[1] if (nodes := NODES.search(text)) else 1))
+    most = max(sizes, default=0)  # a process group of NCCL's may have fewer ranks
+    return most if most > rank else None
 
 
 def _printed(text: str) -> dict[str, dict[str, Any]]:

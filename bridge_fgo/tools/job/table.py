@@ -1,0 +1,66 @@
+"""The table of recipes and systems that is kept with this package. Nothing here imports torch or Megatron.
+
+`python tests/tools/recipe_table.py` keeps it anew, which takes half an hour; a test holds a sample of it against what
+`plan` says.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("recipe_table.json.gz")
+WORDS = {"fits": "fits", "fits only with the offload": "offload", "does not fit": "no", "refused": "refused"}
+UNKNOWN = "?"
+"""How a cell tells a verdict of `bridge_fgo.tools.plan.verdict.Outcome`; any other one is unknown."""
+
+
+def read() -> dict[str, Any]:
+    """Return the kept table: `versions` of what it is of, the names of its `systems`, and `rows` by recipe.
+
+    A row has its `gpus`, the peaks `resident` and `offloaded` of the fullest rank in bytes, whether activations are
+    `counted` in them, and `cells`, a word a system; or `why` there are none; or the name that it is `as`.
+    """
+    return json.loads(gzip.decompress(FILE.read_bytes()))
+
+
+def keep(table: dict[str, Any]) -> None:
+    """Keep a table; the same bytes for the same one, wherever this runs."""
+    FILE.write_bytes(gzip.compress(json.dumps(table).encode(), mtime=0))
+
+
+def lines(words: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the table's lines: of the recipes whose names have each of the words.
+
+    Raises:
+        ValueError: there are none.
+    """
+    table = read()
+    rows = {name: row for name, row in table["rows"].items() if all(word in name for word in words)}
+    if not rows:
+        raise ValueError(f"no recipe's name has {' and '.join(words)}")
+    width = max(map(len, rows))
+    heads = ("GPUs", "resident", "offload", *table["systems"])
+    yield f"{'recipe':{width}}  {_cells(heads)}"
+    for name, row in rows.items():
+        of = table["rows"][row["as"]] if "as" in row else row
+        yield f"{name:{width}}  {_cells(_figures(of)) if 'cells' in of else of['why']}"
+    versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
+    yield (
+        f"\nGB on the fullest GPU at peak, resident and all offloaded (> without activations, which are not counted); "
+        f"{UNKNOWN}: it depends on them. Activations of experts, and in FP8, are not held against runs. By "
+        f"`bridge-fgo plan` of {versions}; what a recipe's name says of a GPU is not binding."
+    )
+
+
+def _figures(row: dict[str, Any]) -> tuple[str, ...]:
+    bound = "" if row["counted"] else ">"
+    peaks = (f"{bound}{row[name] / 1e9:.1f}" for name in ("resident", "offloaded"))
+    return (str(row["gpus"]), *peaks, *row["cells"])
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return " ".join(f"{cell:>8}" for cell in cells)
