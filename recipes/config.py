@@ -50,7 +50,10 @@ def build(
     else:
         module, function = recipe.builder.split(":")
         with hf_config.served(hf):
-            config = getattr(importlib.import_module(f"megatron.bridge.{module}"), function)()
+            functions = importlib.import_module(f"megatron.bridge.{module}")
+            if not hasattr(functions, function):
+                function = function.replace("_functional_config", "_config")  # what Bridge 0.7 calls it
+            config = getattr(functions, function)()
         notes.append(f"config: megatron.bridge.{module}.{function}")
         if isinstance(hf, Path):
             notes.append(f"model: {hf / 'config.json'}")

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from bridge_fgo.bridge.compat import source_of
 from bridge_fgo.recipes import catalog
 from bridge_fgo.recipes.hf_config import in_cache, kept_configs
-from bridge_fgo.recipes.train import has_module
 
 BRIDGE = "megatron.bridge"
 
@@ -23,7 +23,7 @@ def check(recipe: catalog.Recipe, gpus: int, offload: Sequence[str] | None, over
     Raises:
         ValueError: training would refuse the job; says why.
     """
-    missing = [name for name in (BRIDGE, recipe.mcore_module) if name is not None and not has_module(name)]
+    missing = [name for name in (BRIDGE, recipe.mcore_module) if name is not None and source_of(name) is None]
     if missing:
         return f"layout and overrides are not checked: this machine lacks {' and '.join(missing)}"
     model, is_given = recipe.hf_model, any(override.startswith("hf_config=") for override in overrides)

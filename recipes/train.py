@@ -6,16 +6,16 @@ Under torchrun, or one process a GPU under srun: Bridge finds its rank in either
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
+from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
 import typer
 
+from bridge_fgo.bridge.compat import source_of
 from bridge_fgo.config import OffloadConfig, needing_offload
 from bridge_fgo.memory import copy_queues
 from bridge_fgo.options import takes_offload_options
@@ -134,19 +134,11 @@ def prepare_pretrain(
 def require_mcore(recipe: catalog.Recipe) -> None:
     """Raise ValueError where the installed mcore lacks the module that the recipe's model is made of."""
     module = recipe.mcore_module
-    if module is not None and not has_module(module):
+    if module is not None and source_of(module) is None:
         raise ValueError(
             f"recipe={recipe.name!r} needs Megatron-LM's dev branch: the installed megatron-core has no {module}; put "
             "a checkout of dev (Megatron-Bridge names the commit in its .dev.commit) on PYTHONPATH"
         )
-
-
-def has_module(name: str) -> bool:
-    """Return whether Megatron has a module, by its file: `find_spec` would import the packages that it is in."""
-    spec = importlib.util.find_spec("megatron")
-    tops = [] if spec is None else spec.submodule_search_locations or []
-    path = name.replace(".", "/")
-    return any((Path(top).parent / f"{path}.py").is_file() or (Path(top).parent / path).is_dir() for top in tops)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 import re
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal
 
 from bridge_fgo.config import OffloadConfig
@@ -15,6 +16,7 @@ Choice = Literal["native", "mcore generation 1", "mcore generation 1 in chunks",
 
 FLAG = "offload_optimizer_states"
 TRANSFORMER = "transformer"
+TRAINING = "megatron.bridge.training"
 CHUNKED_FLAG = "chunked_optimizer_state_offload"
 CHUNK_NUMEL = "offload_optimizer_states_chunk_numel"
 OF_MCORE: dict[str, tuple[float, Choice]] = {
@@ -42,6 +44,32 @@ def version_of(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "unknown"
+
+
+def source_of(module: str) -> Path | None:
+    """Return the file of a module of Megatron's; `find_spec` would import the packages that it is in."""
+    _, package, *names = module.split(".")
+    spec = importlib.util.find_spec("megatron")
+    tops = [Path(top, package) for top in (spec and spec.submodule_search_locations) or ()]
+    # Another package of that name further down the path is not imported.
+    top = next((top for top in tops if (top / "__init__.py").is_file()), None)
+    if top is None:
+        return None
+    path = top.joinpath(*names)
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def home_of(module: str) -> str:
+    """Return the name under which a module of Bridge's training is: this one, or the same of Megatron-LM's training.
+
+    Bridge announces that it will be one with Megatron-LM. A module has moved if the one that is left, if any, defines
+    nothing.
+    """
+    other = module.replace(TRAINING, "megatron.training", 1)
+    if other == module or source_of(other) is None or source_of("megatron.bridge") is None:
+        return module
+    left = source_of(module)
+    return module if left and re.search(r"^(?:def|class) ", left.read_text(encoding="utf-8"), re.MULTILINE) else other
 
 
 def mcore_version() -> str:

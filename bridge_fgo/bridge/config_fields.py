@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, override
 
-from bridge_fgo.bridge.compat import FLAG
+from bridge_fgo.bridge.compat import FLAG, home_of
 from bridge_fgo.bridge.patch import Patch
 from bridge_fgo.bridge.settings import SETTINGS, nothing_set
 
@@ -47,7 +47,7 @@ class ConfigFieldsPatch(Patch):
     flag, adds the settings alone.
     """
 
-    module = "megatron.bridge.training.config"
+    module = home_of("megatron.bridge.training.config")
     name = f"megatron.core.optimizer.optimizer_config.OptimizerConfig.{FLAG}"
 
     @staticmethod

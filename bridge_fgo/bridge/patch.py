@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, override
 
 import wrapt
 
-from bridge_fgo.bridge.compat import release, version_of
+from bridge_fgo.bridge.compat import home_of, release, version_of
 from bridge_fgo.bridge.settings import is_installed
 from bridge_fgo.engines.engine import Engine, attachment_of
 from bridge_fgo.states.shadowed import ABSENT, put_back
@@ -83,7 +83,7 @@ class FunctionPatch(Patch):
     The wrapper is skipped where nothing is installed, as in a function that somebody holds after an uninstall.
 
     Args:
-        module: the module whose import the patch waits for.
+        module: the module whose import the patch waits for, by the name that it has in Bridge 0.6; see `home_of`.
         target: "function" or "Class.method".
         wrapper: what is called in its place.
         parameters: the names that the wrapper relies on; each must be a parameter of the function.
@@ -110,6 +110,7 @@ class FunctionPatch(Patch):
 
     def __post_init__(self) -> None:
         super().__init__()
+        self.module = home_of(self.module)
         self.name = f"{self.module}.{self.target}"
 
     def _owner(self, module: ModuleType) -> tuple[Any, str]:
@@ -181,7 +182,7 @@ class StandAsidePatch(Patch):
     config module imports the series' module, so the latter is there when the former is.
     """
 
-    module = "megatron.bridge.training.config"
+    module = home_of("megatron.bridge.training.config")
     name = f"{SERIES_MODULE}.{DRIVER}"
 
     @override

@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import partial
 
 from bridge_fgo.bridge import activation_offload, before_training, fsdp_wrappers, state_wrappers, train_step
+from bridge_fgo.bridge.compat import TRAINING
 from bridge_fgo.bridge.config_fields import ConfigFieldsPatch
 from bridge_fgo.bridge.patch import FunctionPatch, Patch, StandAsidePatch, Wrapper
 
-TRAINING = "megatron.bridge.training"
 TRAIN = f"{TRAINING}.train"
 MIMO = f"{TRAINING}.train_megatron_mimo"
 CHECKPOINTING = f"{TRAINING}.checkpointing"

@@ -91,7 +91,7 @@ def test_every_refusal_of_training_is_shown(asked):
 
 
 def test_without_megatron_the_dry_run_says_what_it_did_not_check(monkeypatch, asked):
-    monkeypatch.setattr(dry_run, "has_module", lambda name: False)
+    monkeypatch.setattr(dry_run, "source_of", lambda name: None)
     (line,) = job(overrides="a=1").check()
     assert line == "layout and overrides are not checked: this machine lacks megatron.bridge"
     dsv4 = next(recipe for recipe in catalog.RECIPES.values() if recipe.mcore_module)

@@ -1,6 +1,7 @@
 """A recipe is upstream's configuration and the flag."""
 
 import functools
+import importlib
 import os
 import re
 import subprocess
@@ -83,6 +84,16 @@ def test_an_override_comes_last_and_is_refused_where_it_conflicts():
     assert ours.config.train.train_iters == 7
     with pytest.raises(ValueError, match=r"optimizer\.optimizer_cuda_graph=True"):
         refuse_config(ours.config)
+
+
+def test_a_recipe_is_found_by_the_name_that_bridge_0_7_gives_it(monkeypatch):
+    recipe = catalog.find("qwen3_30b_a3b_8gpu")
+    module, old = recipe.builder.split(":")
+    functions = importlib.import_module(f"megatron.bridge.{module}")
+    new = old.replace("_functional", "")
+    monkeypatch.setattr(functions, new, getattr(functions, old), raising=False)
+    monkeypatch.delattr(functions, old)
+    assert any(new in note for note in config.build(recipe, offload=False, hf="kept").notes)
 
 
 @pytest.mark.slow

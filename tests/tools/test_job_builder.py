@@ -10,8 +10,8 @@ import built_jobs
 import pytest
 from test_plan_measured import RUNS
 
+from bridge_fgo.bridge.compat import source_of
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.recipes.train import has_module
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.job import answers
 from bridge_fgo.tools.job.held import MXFP8_BYTES
@@ -126,7 +126,7 @@ def test_a_layer_wise_optimizer_deals_whole_parameters_out():
     assert len(set(plan.state_bytes_by_rank[0])) > 1
 
 
-@pytest.mark.skipif(not has_module("megatron.bridge.models.gpt.model_config"), reason="of Bridge 0.7")
+@pytest.mark.skipif(source_of("megatron.bridge.models.gpt.model_config") is None, reason="of Bridge 0.7")
 def test_a_model_that_a_builder_builds_is_laid_out_as_it_was_by_a_provider():
     provided = json.loads(gzip.decompress((answers.FOLDER / "llama3_70b_64gpu.json.gz").read_bytes()))["answer"]
     built = answers.ask_builder("llama3_70b_64gpu")

@@ -3,8 +3,9 @@
     python tests/upstream/checkouts.py BRIDGE MEGATRON_LM [ARGUMENTS OF PYTEST]
 
 BRIDGE, MEGATRON_LM: the checkouts; the packages that are installed do not take part. Without arguments the tests of
-wiring, parity, checkpoints, loop and resume are run. Exit status 1 where a binding does not fit or a test fails, 2
-where a checkout is none.
+wiring, parity, checkpoints, loop and resume are run, of optimizers of each kind (Float16, Megatron-FSDP), of engines,
+of sleep, and of configs as they are built; slow ones are among them. Exit status 1 where a binding does not fit or a
+test fails, 2 where a checkout is none.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 TESTS = [
     "tests/bridge",
+    "tests/engines",
+    "tests/states",
+    "tests/sleep",
+    "tests/tools/test_job_builder.py",
+    "tests/test_own_steps.py",
+    "tests/test_construction.py",
     "tests/test_parity.py",
     "tests/test_checkpoints.py",
     "tests/test_two_ranks.py",
@@ -86,7 +93,7 @@ def main() -> int:
     print(f"{looked_at['count'] - len(misfits)} of {looked_at['count']} bindings fit", flush=True)
     for name, why in misfits.items():
         print(f"  {name}: {why}", flush=True)
-    arguments = sys.argv[3:] or ["-n", "2", "--dist", "loadfile", "-q", *TESTS]
+    arguments = sys.argv[3:] or ["-n", "2", "--dist", "loadfile", "-m", "not gpu", "-q", *TESTS]
     tests = subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=PROJECT, env=environment, check=False)
     return 1 if misfits or tests.returncode else 0
 

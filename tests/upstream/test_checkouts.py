@@ -1,5 +1,7 @@
 """The command that runs the CPU lane on checkouts of Bridge and Megatron-LM."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -65,3 +67,49 @@ def test_what_is_no_checkout_is_said(tmp_path):
     done = run(tmp_path, tmp_path)
     assert done.returncode == 2
     assert "has no megatron/bridge" in done.stdout
+
+
+MOVED = ("train", "setup", "eval", "train_megatron_mimo", "setup_megatron_mimo")
+"""Modules of Bridge's training that lie in Megatron-LM's, in a checkout in which upstream has begun to move them."""
+WHICH = """
+from bridge_fgo.bridge.table import patches
+print(*sorted({patch.module for patch in patches() if "training." in patch.module}))
+"""
+
+
+@pytest.fixture
+def moved(tmp_path):
+    """The environment of a Bridge that has moved in part; all but `eval` are found by their old names too."""
+    megatron = {package: tmp_path / "megatron" / package for package in ("bridge", "training")}
+    for package, folder in megatron.items():
+        folder.mkdir(parents=True)
+        for path in installed(f"megatron.{package}").iterdir():
+            (folder / path.name).symlink_to(path)
+    old = re.compile(rf"\bmegatron\.bridge\.training\.({'|'.join(MOVED)})\b")
+    (megatron["bridge"] / "training").unlink()
+    training = megatron["bridge"] / "training"
+    shutil.copytree(installed("megatron.bridge") / "training", training, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in training.rglob("*.py"):
+        path.write_text(old.sub(r"megatron.training.\1", path.read_text()))
+    for name in MOVED:
+        (training / f"{name}.py").rename(megatron["training"] / f"{name}.py")
+    for name in set(MOVED) - {"eval"}:
+        alias = f"import sys\n\nfrom megatron.training import {name}\n\nsys.modules[__name__] = {name}\n"
+        (training / f"{name}.py").write_text(alias)
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(CHECKOUTS.parents[2])])}
+
+
+@pytest.mark.slow
+def test_functions_are_found_where_upstream_moves_them_and_training_is_bitwise_equal(moved):
+    def run(*arguments):
+        command = [sys.executable, "-W", "ignore", *arguments]
+        return subprocess.run(
+            command, cwd=CHECKOUTS.parents[2], env=moved, capture_output=True, text=True, timeout=600, check=False
+        )
+
+    names = run("-c", WHICH).stdout.split()
+    assert {name for name in names if ".bridge." not in name} == {f"megatron.training.{name}" for name in MOVED}
+    assert "megatron.bridge.training.config" in names
+    rows = "plain or trouble or fsdp"
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_parity.py", "-k", rows)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]

@@ -20,11 +20,10 @@ from typing import Any
 
 import yaml
 
-from bridge_fgo.bridge.compat import FLAG, settings_in
+from bridge_fgo.bridge.compat import FLAG, settings_in, source_of
 from bridge_fgo.bridge.settings import SETTINGS, settings_of
 from bridge_fgo.config import ALWAYS, OffloadConfig
 from bridge_fgo.recipes.catalog import RECIPES
-from bridge_fgo.recipes.train import has_module
 from bridge_fgo.tools.job.parallel import parallel_of
 from bridge_fgo.tools.job.target import is_saved_config, require_saved_config
 from bridge_fgo.tools.show import spinner
@@ -165,7 +164,7 @@ def main() -> None:
     """Keep what the builder says of every recipe that the installed mcore can build."""
     FOLDER.mkdir(exist_ok=True)
     for recipe in RECIPES.values():
-        if recipe.mcore_module is None or has_module(recipe.mcore_module):
+        if recipe.mcore_module is None or source_of(recipe.mcore_module) is not None:
             keep(recipe.name, ask_builder(target=recipe.name), installed_versions())
             print(recipe.name)
 

@@ -27,6 +27,7 @@ from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.standins import te_shapes
 from bridge_fgo.tools.standins.fsdp import fsdp_on_meta
 
+FSDP = "FullyShardedDataParallel"
 POOL_BUFFERS = 2
 """Buffers of each size in a pool of double buffers of Megatron-FSDP."""
 
@@ -130,7 +131,8 @@ def _in_fsdp(config: Any, ddp: Any, settings: Any, chunks: list[Any], groups: An
             # They ask all ranks, for checkpoints, and take most of the time.
             stack.enter_context(mock.patch.object(param_and_grad_buffer, name, lambda dtensor: None))
         # It asks the GPU's random number generator, with tensor parallelism.
-        adapter: Any = mcore_fsdp_adapter.FullyShardedDataParallel
+        # From mcore 0.20 on there are two classes, and a function of that name.
+        adapter: Any = vars(mcore_fsdp_adapter).get(f"{FSDP}V1") or vars(mcore_fsdp_adapter)[FSDP]
         stack.enter_context(mock.patch.object(adapter, "sync_rng_states_across_tp_group", lambda self: None))
         wrapped = _ddp_wrap(chunks, False, ddp, False, use_megatron_fsdp=True, pg_collection=groups)
     optimizer, _ = setup_optimizer(settings, config.scheduler, wrapped)
