@@ -9,8 +9,8 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, cast, get_args
 
 import typer
