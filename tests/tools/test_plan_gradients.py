@@ -116,6 +116,7 @@ def test_lazy_gradients_are_recommended_where_a_step_has_one_microbatch_and_noth
 
     job = job_of(1, EIGHT)
     job.config.ddp.overlap_grad_reduce = True
+    job.config.model.seq_length, job.config.optimizer.use_distributed_optimizer = 4096, False
     advised, lazy = names(job)
     assert lazy == ["as configured, gradients lazy, least offload", "as configured, gradients lazy, all offloaded"]
     assert advised.name == lazy[0] and "optimizer.offload.gradients=lazy" in advised.overrides
