@@ -20,8 +20,8 @@ from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.systems import SYSTEMS, links
 from bridge_fgo.tools.plan.verdict import verdicts
 
-LONGEST = 160
-"""Characters of a reason."""
+LONGEST = 100
+"""Characters of a reason; what follows may be in another order each time (a set of mcore's)."""
 NEEDS = "needs config.json of {}, from Hugging Face: plan it with hf_config=DIR"
 
 
