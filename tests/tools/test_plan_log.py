@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from bridge_fgo.config import readable
 from bridge_fgo.tools.main import app
+from bridge_fgo.tools.plan import log
 from bridge_fgo.tools.plan.log import of_log
 from bridge_fgo.tools.plan.options import Settings
 
@@ -145,3 +146,12 @@ def test_what_a_log_does_not_say_is_asked_for_in_one_line(tmp_path, text, option
 def test_a_job_is_named_for_a_log_alone():
     done = CliRunner().invoke(app, ["plan", "tiny", "--job", JOB])
     assert done.exit_code == 2 and "tiny is no log" in done.stderr
+
+
+def test_settings_of_a_saved_builders_model_are_advised_where_they_are(tmp_path):
+    path = tmp_path / "run_config.yaml"
+    path.write_text("_target_: ConfigContainer\nmodel: {seq_length: 8, transformer: {tensor_model_parallel_size: 2}}\n")
+    advised = log._different({"model": {"tensor_model_parallel_size": 4}}, str(path))
+    assert "model.transformer.tensor_model_parallel_size=4" in advised
+    same = log._different({"model": {"tensor_model_parallel_size": 2}}, str(path))
+    assert not any("tensor_model_parallel_size=" in override for override in same)

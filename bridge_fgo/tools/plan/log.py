@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from bridge_fgo.bridge.compat import FLAG
+from bridge_fgo.bridge.compat import FLAG, as_named_in, settings_in
 from bridge_fgo.config import MIB, readable
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.tools.job.answers import config_at_once
@@ -277,10 +278,11 @@ def _different(printed: dict[str, dict[str, Any]], target: str) -> list[str]:
         return []
     model = MODEL | {name: value for name, value in printed.get("model", {}).items() if name in MODEL}
     train = {name: value for name, value in printed.get("train", {}).items() if name in TRAIN}
-    known = config_at_once(target)
+    there = config_at_once(target)
+    known = {section: settings_in(there.get(section, {})) for section in ("model", "train")}
     return [
-        f"{section}.{name}={'null' if value is None else value}"
+        as_named_in(SimpleNamespace(**known["model"]), f"{section}.{name}={'null' if value is None else value}")
         for section, settings in (("model", model), ("train", train))
         for name, value in settings.items()
-        if name not in known.get(section, {}) or known[section][name] != value
+        if name not in known[section] or known[section][name] != value
     ]
