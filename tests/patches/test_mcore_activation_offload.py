@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_activation_offload as on_streams
 import torch
 from stream_order import Race
-from test_activation_offload import EVERY, FIRST_OF_TWO, LENGTHS, MODULE, offload, train  # noqa: F401 (a fixture)
+from test_activation_offload import EVERY, FIRST_OF_TWO, LENGTHS, MODULE, train
 
+offload = on_streams.offload
+PATH = f"{MODULE.replace('.', '/')}.py"
 PATCHES = Path(__file__).parents[2] / "patches/mcore"
 PATCH = PATCHES / "0002-activation-offload-waits.patch"
 SCRIPT = PATCHES / "activation_offload.py"
@@ -23,11 +26,10 @@ UNIT_TEST = "tests/unit_tests/pipeline_parallel/test_activation_offload_waits.py
 def folder(tmp_path_factory):
     """A folder with a patched copy of the installed module, and the patch's unit test."""
     folder = tmp_path_factory.mktemp("mcore")
-    path = Path(f"{MODULE.replace('.', '/')}.py")
-    (folder / path).parent.mkdir(parents=True)
+    (folder / PATH).parent.mkdir(parents=True)
     core = importlib.util.find_spec("megatron.core")
     assert core is not None and core.origin is not None
-    shutil.copy(Path(core.origin).parents[2] / path, folder / path)
+    shutil.copy(Path(core.origin).parents[2] / PATH, folder / PATH)
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
     subprocess.run(["git", "apply", PATCH], cwd=folder, env=environment, check=True, capture_output=True)
     return folder
@@ -39,13 +41,19 @@ def plain(cpu_standins):
     return importlib.import_module(MODULE)
 
 
-@pytest.fixture
-def patched(plain, folder, monkeypatch):
-    """The patched module, in the place of the installed one."""
-    spec = importlib.util.spec_from_file_location(MODULE, folder / f"{MODULE.replace('.', '/')}.py")
+def load(folder):
+    """Return the patched module, which nothing else has imported."""
+    spec = importlib.util.spec_from_file_location(MODULE, folder / PATH)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def patched(plain, folder, monkeypatch):
+    """The patched module, in the place of the installed one."""
+    module = load(folder)
     monkeypatch.setitem(sys.modules, MODULE, module)
     return module
 
@@ -55,30 +63,28 @@ def unit_tests(folder, monkeypatch):
     """Return what runs the patch's unit tests on made-up streams, and returns whether each of them raced."""
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
 
+    def races(test):
+        try:
+            test()
+        except Race:
+            return True
+        return False
+
     def run():
         tests = runpy.run_path(str(folder / UNIT_TEST))["TestActivationOffloadWaits"]()
-        results = {}
-        for name in ("test_reload_in_backward_waits_for_offload", "test_offload_waits_for_reload_from_its_buffer"):
-            try:
-                getattr(tests, name)()
-                results[name] = False
-            except Race:
-                results[name] = True
-        return list(results.values())
+        return [races(getattr(tests, name)) for name in dir(tests) if name.startswith("test_")]
 
     return run
 
 
 @EVERY
 @pytest.mark.parametrize("rows", [((2,) * 4,) * 3, LENGTHS])
-def test_the_patched_module_does_not_race(patched, offload, schedule, rows):  # noqa: F811
+def test_the_patched_module_does_not_race(patched, offload, schedule, rows):
     assert offload.module is patched
     train(offload, schedule, rows)
 
 
-def test_the_installed_module_races_and_so_does_the_patched_one_without_either_of_its_waits(
-    plain, patched, offload, monkeypatch  # noqa: F811
-):
+def test_the_patched_module_races_without_either_of_its_waits(plain, patched, offload, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Race, match="a write"):
         patch.setattr(patched, "OffloadTensorPool", plain.OffloadTensorPool)
         train(offload, FIRST_OF_TWO, LENGTHS)
@@ -87,9 +93,42 @@ def test_the_installed_module_races_and_so_does_the_patched_one_without_either_o
         train(offload, FIRST_OF_TWO, LENGTHS)
 
 
-def test_the_patchs_own_unit_tests_fail_without_it(offload, unit_tests):  # noqa: F811
+def test_the_patchs_own_unit_tests_fail_without_it(offload, unit_tests):
     assert unit_tests() == [True, True]
 
 
-def test_the_patchs_own_unit_tests_pass_with_it(patched, offload, unit_tests):  # noqa: F811
+def test_the_patchs_own_unit_tests_pass_with_it(patched, offload, unit_tests):
     assert unit_tests() == [False, False]
+
+
+@pytest.mark.slow
+def test_the_script_races_on_the_installed_module_and_finds_equal_bits_with_the_patch(
+    plain, offload, folder, monkeypatch, capsys
+):  # fmt: skip
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    local = gpt_layer_specs.get_gpt_layer_local_spec
+    monkeypatch.setattr(gpt_layer_specs, "get_gpt_layer_with_transformer_engine_spec", local)
+    script = runpy.run_path(str(SCRIPT))["main"]
+    sizes = {"steps": 2, "runs": 1, "modules": ["core_attn", "attn_proj"], "hidden": 64, "length": 16}
+    with pytest.raises(Race, match="a read"):
+        script(**sizes)
+    patched = load(folder)
+    monkeypatch.setattr(plain, "OffloadTensorPool", patched.OffloadTensorPool)
+    monkeypatch.setattr(plain.ChunkOffloadHandler, "tensor_pop", patched.ChunkOffloadHandler.tensor_pop)
+    plain.PipelineOffloadManager.reset_instance()
+    assert script(**sizes) == 0
+    assert capsys.readouterr().out.endswith("with it, run 1: equal\nequal\n")
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "needed"), [(False, "a GPU: torch.cuda.is_available"), (True, "Transformer Engine: ")]
+)
+def test_the_script_names_what_it_needs_and_has_not(has_gpu, needed, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")  # which the script sets otherwise
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert capsys.readouterr().err.startswith(f"activation_offload.py needs {needed}")
