@@ -157,6 +157,12 @@ def test_a_flag_that_was_never_set_is_said_at_the_end(script, options, flag, sai
     assert ("nothing was offloaded" in outcome.stderr) == said
 
 
+@pytest.mark.slow
+def test_a_script_that_trains_nothing_is_not_told_to_give_the_offload_that_was_given(script):
+    said = start("run", "--offload", script("pass")).stderr
+    assert "trained with no config of Megatron-Bridge" in said and "give --offload" not in said
+
+
 AGAIN = """
 import json, os, sys
 import bridge_fgo
