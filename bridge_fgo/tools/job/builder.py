@@ -236,7 +236,10 @@ def model_of_stage(config: Any, parallel: Parallel, stage: int) -> Iterator[tupl
             if numbers is not model:  # `get_model` knows providers, which build themselves
                 build["provide"] = partial(model.get_builder_cls()(model).build_model, groups)
             # Nor does this, which needs Transformer Engine. What activations the job has depends on it.
-            with mock.patch.object(numbers, "cpu_offloading", False), mock.patch.dict(vars(model), build):
+            with (
+                mock.patch.object(numbers, "cpu_offloading", False),
+                mock.patch.dict(vars(model) if build else {}, build),
+            ):
                 chunks = get_model(
                     model,
                     config.ddp,
