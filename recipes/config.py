@@ -95,6 +95,7 @@ def main() -> None:
     """Print each recipe's `env_vars`, from Bridge's builders."""
     found = {}
     with contextlib.redirect_stdout(sys.stderr):  # Bridge logs to stdout as it is imported
+        import_bridge()
         for recipe in catalog.RECIPES.values():
             if recipe.hf_model and recipe.hf_model not in hf_config.kept_configs(planning=True):
                 found[recipe.name] = recipe.environment  # cannot be built here: stays as it is

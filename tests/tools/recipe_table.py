@@ -18,7 +18,7 @@ from bridge_fgo.tools.job import answers, table, target
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.systems import SYSTEMS, links
-from bridge_fgo.tools.plan.verdict import verdicts
+from bridge_fgo.tools.plan.verdict import Verdict, verdicts
 
 LONGEST = 100
 """Characters of a reason; what follows may be in another order each time (a set of mcore's)."""
@@ -59,8 +59,14 @@ def row_of(name: str) -> dict[str, Any]:
         "resident": estimate.resident_peak,
         "offloaded": estimate.offloaded_peak,
         "counted": estimate.knows_activations,
-        "cells": [table.WORDS.get(verdict.outcome, table.UNKNOWN) for verdict in verdicts(estimate)],
+        "cells": [cell_of(verdict) for verdict in verdicts(estimate)],
     }
+
+
+def cell_of(verdict: Verdict) -> str:
+    """Return a verdict in a word, with a question mark where it is a close call."""
+    word = table.WORDS.get(verdict.outcome, "")
+    return f"{word}{table.UNKNOWN}" if verdict.close or not word else word
 
 
 def short(name: str, why: str) -> str:

@@ -15,6 +15,8 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.bench.floor import floor_seconds
 from bridge_fgo.tools.bench.presets import PRESETS, SLAB_BYTES
 from bridge_fgo.tools.demo import missing_packages
+from bridge_fgo.tools.job.job import read_job
+from bridge_fgo.tools.plan.activations import activation_bytes
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.systems import links
 
@@ -87,6 +89,22 @@ def test_layers_that_are_recomputed_together_are_held_together():
 def test_recomputing_the_mlp_is_of_dense_layers_and_moe_of_those_with_experts(options, module, other):
     nothing = activations(options, recompute_modules=["none"])
     assert activations(options, recompute_modules=[other]) == nothing > activations(options, recompute_modules=[module])
+
+
+def test_each_module_that_is_recomputed_alone_spares_what_it_keeps_and_experts_are_not_spared_twice():
+    of_job = read_job("kimi_k2_256gpu_gb300", None, {})
+
+    def peak(*modules: str) -> int:
+        vars(of_job.config.model).update(recompute_granularity="selective", recompute_modules=list(modules))
+        found = activation_bytes(of_job, 1)
+        assert found is not None
+        return found
+
+    for module in ("layernorm", "mla_up_proj", "moe_act", "shared_experts", "moe"):
+        assert peak(module) < peak("core_attn"), f"{module}: of fused attention nothing is spared"
+    assert peak("moe", "moe_act", "shared_experts") == peak("moe")
+    tokens, layers = 2 * 4096, 17 * 4 - 1  # those of 17 chunks in flight, without the one whose backward runs
+    assert peak("core_attn") - peak("mla_up_proj") == layers * tokens * 2 * 64 * (2 * 192 + 256)
 
 
 def test_budget_leaves_as_much_as_fits():

@@ -13,6 +13,7 @@ Not counted: the transport buffers of token dispatchers, communication buffers, 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,9 @@ states, with one GPU and with two."""
 NO_GRADIENT = sys.maxsize
 """Number of a tensor that no stage has: no gradient is there yet."""
 
+WITHIN = {False: set[str](), True: {"moe_act", "shared_experts"}}
+"""Modules that a recomputed "moe" has within it, by whether it is recomputed."""
+
 NOT_COUNTED = (
     "hybrid_override_pattern",
     "hybrid_layer_pattern",
@@ -44,7 +48,8 @@ class LayerBytes:
     """Bytes that one layer keeps for its backward, of one microbatch.
 
     input: the layer's input; scores: of unfused attention; attention: the rest of it; mlp: the MLP or the experts;
-    attention_transient, mlp_transient: gradients that the backward of each needs beside what is kept.
+    attention_transient, mlp_transient: gradients that the backward of each needs beside what is kept; spared: what
+    selective recomputation of a module spares, by its name in `recompute_modules`.
     """
 
     input: int
@@ -53,6 +58,7 @@ class LayerBytes:
     mlp: int
     attention_transient: int
     mlp_transient: int
+    spared: Mapping[str, int]
 
     @property
     def kept(self) -> int:
@@ -104,14 +110,14 @@ def backward_of(job: Job, stage: int) -> Backward | None:
     # Layers that are recomputed at once, from the input of the first.
     group = min(number if granularity == "full" and not is_block else 1, per_chunk)
     kept = []
-    for index, (of_layer, layer) in enumerate(zip(whole, layers, strict=True)):
+    for index, of_layer in enumerate(whole):
         if granularity == "full" and not is_block:
             kept.append(of_layer.input // group)
         elif granularity == "full":
             kept.append(of_layer.input if index % per_chunk < number else of_layer.kept)
         else:
             again = recomputed_modules(model) if granularity == "selective" else []
-            kept.append(_without(of_layer, again, layer.has_experts))
+            kept.append(of_layer.kept - sum(of_layer.spared.get(name, 0) for name in {*again} - WITHIN["moe" in again]))
 
     def of_layers(start: int, stop: int, behind: int) -> Course:
         """Return what a chunk's layers have, beside the bytes of what runs backward after them."""
@@ -214,8 +220,14 @@ def _layer(job: Job, tokens: int, has_experts: bool) -> LayerBytes:
     model: Any = job.config.model
     ranks = job.parallel.tensor
     hidden = tokens * model.hidden_size * HALF // (ranks if model.sequence_parallel else 1)
-    attention, scores = _attention(model, tokens, ranks)
-    mlp, mlp_transient = _experts(job, tokens) if has_experts else _mlp(model, tokens, model.ffn_hidden_size, ranks)
+    attention, scores, projected = _attention(model, tokens, ranks)
+    spared = {"core_attn": scores, "layernorm": 2 * hidden, "mla_up_proj": projected}
+    if has_experts:
+        mlp, mlp_transient, of_act, of_shared = _experts(job, tokens)
+        spared |= {"moe": mlp, "moe_act": of_act, "shared_experts": of_shared}
+    else:
+        mlp, mlp_transient, _ = _mlp(model, tokens, model.ffn_hidden_size, ranks)
+        spared["mlp"] = mlp
     return LayerBytes(
         input=hidden,
         attention=hidden + attention,  # the norm's output
@@ -223,6 +235,7 @@ def _layer(job: Job, tokens: int, has_experts: bool) -> LayerBytes:
         mlp=2 * hidden + mlp,  # the residual and the norm's output
         attention_transient=attention + scores,
         mlp_transient=mlp_transient,
+        spared=spared,
     )
 
 
@@ -231,8 +244,11 @@ def is_unfused(model: Any) -> bool:
     return str(getattr(model, "attention_backend", "auto")).rpartition(".")[2] in ("unfused", "local")
 
 
-def _attention(model: Any, tokens: int, ranks: int) -> tuple[int, int]:
-    """Return the bytes of what attention keeps beside its scores, and of the matrix of scores where it makes one."""
+def _attention(model: Any, tokens: int, ranks: int) -> tuple[int, int, int]:
+    """Return the bytes of what attention keeps beside its scores, and of the matrix of scores where it makes one.
+
+    Third those of what latent attention projects up, which are among the first.
+    """
     heads = model.num_attention_heads // ranks
     unfused = is_unfused(model)
     scores = heads * tokens * model.seq_length * HALF if unfused else 0
@@ -240,46 +256,38 @@ def _attention(model: Any, tokens: int, ranks: int) -> tuple[int, int]:
         query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
         up = heads * (model.qk_head_dim + model.v_head_dim)
         compressed = 2 * ((model.q_lora_rank or 0) + model.kv_lora_rank) + model.qk_pos_emb_head_dim
-        return tokens * HALF * (2 * query + up + heads * model.v_head_dim + compressed), scores
+        projected = tokens * HALF * (2 * query + up)
+        return projected + tokens * HALF * (heads * model.v_head_dim + compressed), scores, projected
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     query = heads * head
     if unfused:
-        return tokens * HALF * 4 * query, scores  # queries, keys and values for every head, the output
+        return tokens * HALF * 4 * query, scores, 0  # queries, keys and values for every head, the output
     key = (model.num_query_groups or model.num_attention_heads) * head // ranks
     projected = query + 2 * key  # the values are a view of it
     softmax = 4 * heads * tokens
-    return tokens * HALF * (query + key + projected + query) + softmax, scores
+    return tokens * HALF * (query + key + projected + query) + softmax, scores, 0
 
 
-def _mlp(model: Any, tokens: int, size: int, ranks: int) -> tuple[int, int]:
-    """Return the bytes of what an MLP keeps, and of what its backward needs beside that."""
+def _mlp(model: Any, tokens: int, size: int, ranks: int) -> tuple[int, int, int]:
+    """Return the bytes of what an MLP keeps, and of what its backward needs beside that.
+
+    Third those of what its activation function makes, which are among the first.
+    """
     one = tokens * size * HALF // ranks
     if not model.gated_linear_unit:
-        return 2 * one, 2 * one
+        return 2 * one, 2 * one, one
     fused = getattr(model, "bias_activation_fusion", False) or getattr(model, "use_te_activation_func", False)
     # Not fused: the activation's output and the other half, shifted, are tensors of their own.
-    return (3 if fused else 5) * one, 3 * one
+    return (3 if fused else 5) * one, 3 * one, (1 if fused else 3) * one
 
 
-def _experts(job: Job, tokens: int) -> tuple[int, int]:
-    """Return the same for a layer of experts, with tokens spread evenly over them."""
+def _experts(job: Job, tokens: int) -> tuple[int, int, int, int]:
+    """Return the same for a layer of experts, with tokens spread evenly over them; last what shared experts keep."""
     model: Any = job.config.model
     routed, ranks = tokens * model.moe_router_topk, job.parallel.expert_tensor
-    kept, transient = _mlp(model, routed, model.moe_ffn_hidden_size or model.ffn_hidden_size, ranks)
+    kept, transient, of_act = _mlp(model, routed, model.moe_ffn_hidden_size or model.ffn_hidden_size, ranks)
     # Sequence parallelism gives each tensor-parallel rank its own tokens to route.
     share = max(1, job.parallel.tensor // ranks) if model.sequence_parallel else 1
     permuted = 2 * routed * model.hidden_size * HALF // share  # before and after the experts
-    of_shared, _ = _mlp(model, tokens, model.moe_shared_expert_intermediate_size or 0, job.parallel.tensor)
-    return kept // share + permuted + of_shared, transient // share
-
-
-def _without(layer: LayerBytes, modules: list[str], has_experts: bool) -> int:
-    """Return what a layer keeps where some of its modules are recomputed."""
-    left = layer.kept
-    if "core_attn" in modules:
-        left -= layer.scores
-    if ("moe" if has_experts else "mlp") in modules:
-        left -= layer.mlp - 2 * layer.input
-    if "layernorm" in modules:
-        left -= 2 * layer.input
-    return left
+    of_shared, _, _ = _mlp(model, tokens, model.moe_shared_expert_intermediate_size or 0, job.parallel.tensor)
+    return kept // share + permuted + of_shared, transient // share, of_act // share, of_shared
