@@ -93,6 +93,19 @@ def fsdp():
     return config(f"{SMALL} --fsdp optim_grads_params --experts 8 --ep 2")
 
 
+def dense_fsdp():
+    return config(f"{SMALL} --fsdp optim_grads_params")
+
+
+def quantized_fsdp():
+    from megatron.bridge.training.mixed_precision import bf16_with_fp8_current_scaling_mixed
+
+    result = dense_fsdp()
+    result.mixed_precision, result.ddp.nccl_ub = bf16_with_fp8_current_scaling_mixed(), True
+    result.mixed_precision.fp8_param_gather = True
+    return result
+
+
 def tensor_parallel_fsdp():
     return config(f"{SMALL} --fsdp optim_grads_params --tp 2")
 

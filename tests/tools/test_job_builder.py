@@ -85,6 +85,15 @@ def test_megatron_fsdp_is_laid_out_by_its_own_parameter_groups():
     assert any("Megatron-FSDP: `other` is an upper bound" in note for note in plan.notes)
 
 
+def test_megatron_fsdp_is_laid_out_with_fp8_weights_and_nccls_memory_too():
+    jobs = [built_jobs.job(name, 8) for name in ("dense_fsdp", "quantized_fsdp")]
+    assert [job.not_held for job in jobs] == ["", ""]
+    plain, quantized = (make_estimate(job, OffloadConfig(), [], None, None).stages[0] for job in jobs)
+    # FP8 weights are a parameter group of their own, so that the first rank's part ends at another parameter.
+    assert quantized.states.total == pytest.approx(plain.states.total, rel=0.01)
+    assert quantized.parameters < 0.8 * plain.parameters
+
+
 def test_megatron_fsdp_is_laid_out_with_tensor_parallelism_too():
     job = built_jobs.job("tensor_parallel_fsdp", 8)
     assert not job.not_held

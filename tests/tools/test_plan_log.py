@@ -133,6 +133,7 @@ def test_a_run_config_is_found_by_what_the_log_names_and_in_a_checkpoint(tmp_pat
         ("trained\n", (), "has no error of PyTorch's"),
         ("RuntimeError: CUDA error: out of memory\n", (), "it has 'RuntimeError: CUDA error: out of memory', which"),
         (f"[rank3]: {error()}", (), "It does not say which job it is of: add --job RECIPE"),
+        (f"--recipe no_such_config\n[rank3]: {error()}", (), "It names no_such_config, which the installed Megatron-B"),
         (f"[rank3]: {error(capacity='31.74 GiB')}", ("--job", JOB), "No known system has 31.74 GiB: add --system"),
         (f"[rank64]: {error()}", ("--job", JOB), "the log names rank 64, and the job has 64 GPUs: give --gpus"),
         (f"[rank3]: {error()}", ("--job", JOB, "--check", "--system", "H200"), "--check: "),

@@ -124,6 +124,8 @@ def _in_fsdp(config: Any, ddp: Any, settings: Any, chunks: list[Any], groups: An
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
     from megatron.core.utils import get_model_config
 
+    if ddp.nccl_ub:  # NCCL's own memory, of the same bytes, with which Megatron-FSDP has double buffers
+        ddp.nccl_ub, ddp.fsdp_double_buffer = False, True
     for chunk in chunks:
         get_model_config(chunk).init_model_with_meta_device = False  # its parameters have no values to be initialized
     with ExitStack() as stack:

@@ -159,9 +159,12 @@ def of_log(settings: Settings) -> tuple[Settings, Log | None]:
         notes.append("the log does not say which rank it was (torchrun's say [rank0]:): the fullest stage is taken")
     target = settings.job or _config_named(text, path.parent) or _recipe_named(text)
     if target is None:
+        said = "It does not say which job it is of"
+        if named := RECIPE.search(text):
+            said = f"It names {named[1]}, which the installed Megatron-Bridge lacks"
         raise ValueError(
-            f"{path}: {first.told}. It does not say which job it is of: add --job RECIPE or --job run_config.yaml "
-            "(Bridge writes one before training with logger.save_config_filepath=run_config.yaml)"
+            f"{path}: {first.told}. {said}: add --job RECIPE or --job run_config.yaml (Bridge writes one before "
+            "training with logger.save_config_filepath=run_config.yaml)"
         )
     system = settings.system or _system(first)
     gpus = settings.gpus or _gpus(text, max(error.rank or 0 for error in errors))

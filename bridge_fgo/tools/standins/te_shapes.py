@@ -26,7 +26,19 @@ _quantized = False
 
 
 class QuantizedWeight(torch.nn.Parameter):
-    """A parameter that Transformer Engine would keep in FP8; of its high-precision dtype, as the real ones say."""
+    """A parameter that Transformer Engine would keep in FP8; of its high-precision dtype, as the real ones say.
+
+    `_data` (uint8): its bytes, which Megatron-FSDP puts into a buffer of its own.
+    """
+
+    _data: torch.Tensor
+
+    def get_high_precision_init_val(self) -> torch.Tensor:
+        """Return what a master is made of."""
+        return torch.empty_like(self, dtype=self.dtype).detach()
+
+    def clear_high_precision_init_val(self) -> None:
+        """Free it; nothing is kept here."""
 
 
 @contextlib.contextmanager
@@ -42,8 +54,12 @@ def fp8_model_init(enabled: bool = True, recipe: Any = None, preserve_high_preci
 
 def parameter(*shape: int, dtype: torch.dtype, may_be_quantized: bool = False) -> torch.nn.Parameter:
     """Return a parameter without memory."""
-    cls = QuantizedWeight if _quantized and may_be_quantized else torch.nn.Parameter
-    return cls(torch.empty(shape, device="meta", dtype=dtype))
+    values = torch.empty(shape, device="meta", dtype=dtype)
+    if not (_quantized and may_be_quantized):
+        return torch.nn.Parameter(values)
+    weight = QuantizedWeight(values)
+    weight._data = torch.empty_like(values, dtype=torch.uint8)
+    return weight
 
 
 class Linear(torch.nn.Module):
