@@ -166,6 +166,14 @@ def test_what_bridge_refuses_and_what_cannot_be_found_are_told_apart(tmp_path):
         read_job("nowhere", None, {})
 
 
+def test_a_recipe_whose_experts_get_their_tokens_by_deepep_is_laid_out_without_a_gpu():
+    from bridge_fgo.tools.job.job import read_job
+
+    job = read_job("qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config", None, {})
+    assert job.config.model.moe_flex_dispatcher_backend == "deepep"
+    assert job.bridge_refuses is None and not job.not_held
+
+
 def test_where_bridge_refuses_megatron_fsdp_what_it_takes_is_named():
     from bridge_fgo.tools.job.job import read_job
 

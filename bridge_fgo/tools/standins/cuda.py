@@ -231,7 +231,8 @@ def without_gpu() -> Iterator[None]:
             mock.patch.multiple(
                 torch.cuda,
                 current_device=lambda: META,
-                get_device_properties=lambda device=None: SimpleNamespace(name="none", major=10, minor=0),
+                # One that every dispatcher of tokens takes: Bridge asks for DeepEP by the name.
+                get_device_properties=lambda device=None: SimpleNamespace(name="NVIDIA B200", major=10, minor=0),
                 get_device_capability=lambda device=None: (10, 0),
                 **dict.fromkeys(("current_stream", "stream", "Stream", "Event"), NoStream),
             )

@@ -181,7 +181,7 @@ class _Hollow(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Hollow(name, (), {})
+        return _Hollow(name, (_HollowLayer,), {})
 
 
 class _HollowLayer(torch.nn.Module):
