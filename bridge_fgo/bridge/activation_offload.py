@@ -25,13 +25,13 @@ MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 ON = "fine_grained_activation_offloading"
 """Its setting in Bridge's model config."""
 
-_is_wanted = False
+_are_added = False
 
 
-def want(is_wanted: bool) -> None:
-    """Set whether the training that begins gets the waits."""
-    global _is_wanted
-    _is_wanted = is_wanted
+def add_waits() -> None:
+    """Add the waits from now on: another training's config in this process must not take them from one that runs."""
+    global _are_added
+    _are_added = True
 
 
 def refuse_unwaited(model_config: Any) -> None:
@@ -56,7 +56,7 @@ def _where_wanted(act: Wrapper) -> Wrapper:
     def wrapper(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-        if not (_is_wanted or installed_config().activation_waits) or is_graph_capturing():
+        if not (_are_added or installed_config().activation_waits) or is_graph_capturing():
             return wrapped(*args, **kwargs)
         return act(wrapped, instance, args, kwargs)
 

@@ -47,7 +47,7 @@ def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     refuse_config(config, settings)
     if settings.activation_waits:
         activation_offload.refuse_unwaited(getattr(config, "model", None))
-    activation_offload.want(settings.activation_waits)
+        activation_offload.add_waits()
     if flag_is_set(optimizer):
         write_settings(optimizer)
     elif given := needing_offload(given_settings(optimizer)):

@@ -337,7 +337,7 @@ class Session:
         )
         if shortage := copy_queues.shortage():
             say(shortage)
-        activation_offload.want(True)
+        activation_offload.add_waits()
         if getattr(self.model_config, activation_offload.ON, False) is True:
             missing = ", ".join(activation_offload.missing_methods())
             say(

@@ -28,7 +28,7 @@ Digests = list[tuple[int, ...]]
 
 
 class HostParam(NamedTuple):
-    """What the host has of a parameter whose memory is away: this rank's shard of it, or all."""
+    """A parameter whose memory is away, as the host has it: this rank's shard, or all of it."""
 
     name: str
     """As `named_parameters` of its model chunk has it."""

@@ -10,6 +10,7 @@ from stream_order import Race, StreamOrder
 
 import bridge_fgo
 from bridge_fgo.bridge import activation_offload
+from bridge_fgo.bridge.before_training import validate_config
 
 MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 NAMES = ("qkv_linear", "core_attn", "moe_act")
@@ -19,7 +20,7 @@ ONE_STAGE = "F0 B0 F1 B1"
 """Microbatches' forwards and backwards in an iteration."""
 FIRST_OF_TWO = "F0 F1 B0 F2 B1 F3 B2 B3"
 INTERLEAVED = "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 B0.0 B1.0"
-"""Of two model chunks of a stage: `F1.0` is microbatch 1 in chunk 0."""
+"""The same of a stage with two model chunks: `F1.0` is microbatch 1 in chunk 0."""
 
 
 class Module(torch.autograd.Function):
@@ -191,6 +192,15 @@ def test_a_host_buffer_that_is_still_read_is_written(offload, waits):
 def test_with_the_waits_nothing_races(offload, waits, schedule, rows):
     with waits():
         train(offload, schedule, rows)
+
+
+def test_another_config_in_the_process_takes_no_waits_from_a_training_that_runs(offload, monkeypatch):
+    monkeypatch.setattr(activation_offload, "_are_added", False)
+    other = SimpleNamespace(optimizer=SimpleNamespace(offload_optimizer_states=False))
+    with bridge_fgo.install():
+        activation_offload.add_waits()  # as a session does
+        validate_config(lambda: None, other, (), {})
+        train(offload, ONE_STAGE)
 
 
 def test_an_mcore_without_one_of_the_methods_is_refused_where_the_waits_are_asked_for(offload, monkeypatch):

@@ -110,7 +110,7 @@ def trained(worker, steps):
 
 
 def life(worker, llamas, folder, lora, **split):
-    """What a trainer goes through; all of it asleep, where the worker sleeps at all."""
+    """Train, save, load and load new weights; the worker sleeps between the calls, if it can."""
     worker.init_model(llamas[0], lora, lr=1e-2, **PLAIN, **split)
     worker.offload()
     seen = [exact(exported(worker)), trained(worker, range(3))]

@@ -1,4 +1,4 @@
-"""What a job's log says of an error "CUDA out of memory", and which job it was of. Nothing here imports torch.
+"""Read a job's log: each rank's error "CUDA out of memory", and which job it was. Nothing here imports torch.
 
 The error's text is PyTorch's (`c10/cuda/CUDACachingAllocator.cpp`). The settings are those that Megatron-Bridge prints
 as "Configuration Summary".
@@ -85,12 +85,12 @@ class OutOfMemory:
 
     @property
     def needed(self) -> int:
-        """What the rank's tensors would have had together."""
+        """Bytes that the rank's tensors would have taken together."""
         return self.allocated + self.asked
 
     @property
     def usable(self) -> int:
-        """What they could have had: less than needed."""
+        """Bytes that they could take: less than needed."""
         free = min(self.free, self.asked - 1)
         limit = self.capacity if self.allowed is None else self.allowed
         return min(self.allocated + free, limit - self.unallocated)
@@ -107,7 +107,7 @@ class OutOfMemory:
 
     @property
     def hint(self) -> str:
-        """What to set where memory that PyTorch holds would have been enough; else ""."""
+        """Advise an allocator setting if memory that PyTorch held unused would have been enough; else ""."""
         if self.unallocated < self.asked - self.free:
             return ""
         return (
