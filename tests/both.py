@@ -1,7 +1,5 @@
 """A training with its states resident and the same with offload, compared bit for bit."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Bridge's whole training loop, its real `train()`, around a CPU training."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import dataclass, field
 

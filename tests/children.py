@@ -1,7 +1,5 @@
 """Processes of a test that have Bridge imported already: each is forked from one that has run nothing else."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -41,7 +41,7 @@ def pytest_unconfigure():
 @pytest.fixture(scope="session", autouse=True)
 def builder_is_forked():
     """Models that `plan`, `doctor` and the like have built come from a process that has Megatron imported."""
-    from forked_builder import ForkedBuilder
+    from forked import ForkedBuilder
 
     from bridge_fgo.tools.job import answers
 

@@ -1,7 +1,5 @@
 """A training in a process of its own that is killed or interrupted, or has an operation fail, at a chosen point."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -166,13 +164,7 @@ VERBS = {
 PACKED_TOO = ("offload", "reload", "reload of states and gradients")
 """Verbs that do something else where masters are packed."""
 
-FALLIBLE = (
-    "sleep",
-    "bridge/residency.py",
-    "memory/storage_slab.py",
-    "memory/transfers.py",
-    "memory/host_buffer.py",
-)
+FALLIBLE = ("sleep", "bridge/residency.py", "memory/storage_slab.py", "memory/transfers.py", "memory/host_buffer.py")
 """Where in the package the functions are that a verb calls, each of which may fail."""
 
 VERBS_OWN = {

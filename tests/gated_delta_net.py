@@ -1,7 +1,5 @@
 """A GPT of the CPU lane whose first layer has mcore's gated delta net in the place of attention."""
 
-from __future__ import annotations
-
 import rank_child
 import torch
 

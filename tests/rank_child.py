@@ -1,7 +1,5 @@
 """One rank of a training, in a process of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime

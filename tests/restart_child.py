@@ -1,7 +1,5 @@
 """A training that fails once and is restarted in its process by NVRx, as Bridge sets that up."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -1,7 +1,5 @@
 """One rank of the GRPO loop, in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

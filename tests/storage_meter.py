@@ -1,7 +1,5 @@
 """How much memory of the device a piece of code holds at once, on a CPU that is device and host alike."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

@@ -1,7 +1,5 @@
 """Bridge's own save and load around offloaded states, with each optimizer: a resident run's bytes, and its bits."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -12,6 +10,7 @@ import gated_delta_net
 import pytest
 import torch
 from both import OPTIMIZERS, PACKED, bits, both, release, session_of, steps, training
+from lanes import in_lanes
 from saving import FORMATS, assert_same_shards, background, finish, load, newest, save, send_all_away, skip_data_of
 from test_parity import BF16_MOMENTS, FP16_MASTERS, FP16_MOMENTS
 from torch.distributed.checkpoint import FileSystemReader
@@ -146,9 +145,7 @@ def test_a_resumed_run_is_bitwise_the_one_that_was_saved(saved, kind, format, wa
         *rows(with_formats("te's adam"), [(False,)]),
     ],
 )
-def test_a_load_in_the_middle_of_a_pass_over_states_that_are_there_is_bitwise_as_resident(
-    saved, kind, format, load_optim
-):
+def test_a_load_in_mid_pass_over_states_that_are_there_is_bitwise_as_resident(saved, kind, format, load_optim):
     # Without the gates the load writes into freed memory, and the next reload brings what was there before.
     before = saved(kind)
 
@@ -192,12 +189,9 @@ SITUATIONS = {
     "with states that stay": {},
     "after a whole step": {},
 }
-IN_THE_FAST_LANE = ("after found_inf", "with states that stay")
 
 
-@pytest.mark.parametrize(
-    "situation", [pytest.param(each, marks=() if each in IN_THE_FAST_LANE else pytest.mark.slow) for each in SITUATIONS]
-)
+@pytest.mark.parametrize("situation", in_lanes(SITUATIONS, ("after found_inf", "with states that stay")))
 def test_a_save_writes_the_right_bytes_in_both_formats(tmp_path, situation):
     stays = situation == "with states that stay"
     for offload in (False, True):
@@ -374,9 +368,7 @@ def assert_split(checkpoint):
         pytest.param("optim", [(True, False), (False, True)], marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_of_a_gated_delta_net_is_split_and_has_a_resident_runs_bytes_and_loads(
-    tmp_path, gdn, strategy, loads
-):
+def test_a_gated_delta_nets_checkpoint_is_split_and_has_a_resident_runs_bytes_and_loads(tmp_path, gdn, strategy, loads):
     options, ends = FSDP | {"swiglu": True, "fsdp": strategy}, []
 
     def saved_and_trained_on(run):
@@ -439,7 +431,7 @@ IN_THE_BACKGROUND = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("deadline")
 @pytest.mark.parametrize(("kind", "format", "worker"), IN_THE_BACKGROUND)
-def test_three_checkpoints_in_the_background_have_the_bytes_of_their_step(
+def test_three_background_checkpoints_have_the_bytes_of_their_step(
     request, tmp_path, monkeypatch, kind, format, worker
 ):
     how = IN_THE_BACKGROUND[kind, format, worker]

@@ -88,16 +88,13 @@ def test_a_flag_that_is_no_bool_is_refused(flag, value):
         compat.check_flag(config)
 
 
-def test_as_if_set_leaves_the_config_alone():
-    config = SimpleNamespace()
-    asked, like = compat.as_if_set(config)
-    assert not asked and getattr(like, compat.FLAG) is True and not hasattr(config, compat.FLAG)
-
-
-def test_a_version_is_told_without_its_local_part(monkeypatch):
+def test_a_version_is_told_without_its_local_part_and_as_if_set_leaves_the_config_alone(monkeypatch):
     package = SimpleNamespace(__version__="0.19.2+abc")
     monkeypatch.setitem(sys.modules, "megatron.core.package_info", package)
     assert compat.mcore_version() == "0.19.2"
+    config = SimpleNamespace()
+    asked, like = compat.as_if_set(config)
+    assert not asked and getattr(like, compat.FLAG) is True and not hasattr(config, compat.FLAG)
 
 
 def test_settings_of_a_model_that_a_builder_builds_are_found_and_named_where_they_are():

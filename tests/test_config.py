@@ -34,16 +34,10 @@ def test_a_bad_setting_is_refused_by_name(settings, named):
         OffloadConfig(**settings)
 
 
-def test_it_is_frozen():
+def test_it_is_frozen_lists_settings_that_only_native_honours_and_takes_gib_and_the_least_sizes():
     with pytest.raises(dataclasses.FrozenInstanceError):
         OffloadConfig().fraction = 0.5  # type: ignore[misc]
-
-
-def test_settings_that_only_native_honours_are_listed():
     assert OffloadConfig().native_only_settings() == []
     assert OffloadConfig(engine="mcore", fraction=0.5).native_only_settings() == ["fraction=0.5"]
-
-
-def test_a_budget_is_in_gib_and_the_least_sizes_are_taken():
     assert OffloadConfig(gpu_memory_budget_gib=1.5).gpu_memory_budget_bytes == 3 * 2**29
     assert OffloadConfig(slab_bytes=2**20, piece_bytes=2**16).slab_bytes == 2**20

@@ -1,7 +1,5 @@
 """An optimizer is built, and a checkpoint loaded, with no more of its states on the device than two parts."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -11,6 +9,7 @@ import both as both_module
 import pytest
 import torch
 from both import OPTIMIZERS, bits, session_of, steps
+from lanes import in_lanes
 from saving import FORMATS, load, save, send_all_away, skip_data_of
 from storage_meter import PART_BYTES, SMALL, StorageMeter, engine, masters, metered, two_parts, weights_and_gradients
 from test_parity import BF16_MOMENTS, FP16_MASTERS, FP16_MOMENTS
@@ -76,10 +75,9 @@ BUILT = {
     "frozen": {"frozen": True, "layers": 24},
     **WHOLE,
 }
-EVERY_KIND = [pytest.param(kind, marks=() if kind in ("dense", "dist_muon") else pytest.mark.slow) for kind in BUILT]
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("kind", in_lanes(BUILT, ("dense", "dist_muon")))
 def test_building_holds_no_more_of_the_states_than_two_parts_and_what_is_built_is_bitwise_a_resident_run(kind):
     def built(run):
         if run.options.offload:
@@ -107,12 +105,9 @@ def test_masters_that_stay_on_the_device_are_made_there(share):
     both(built, bridge_fgo.OffloadConfig(engine="native", **share))
 
 
-def test_masters_are_made_at_once_where_nothing_is_offloaded():
+def test_masters_are_made_at_once_where_nothing_is_offloaded_and_else_reach_readers_by_reload_states():
     with bridge_fgo.install(PARTS), training(False) as run:
         assert run.live_state_bytes() == sum(master.nbytes for master in masters(run)) > 0
-
-
-def test_whoever_reads_masters_past_the_package_before_training_gets_them_by_reload_states():
     with training(False) as run:
         expected = [master.clone() for master in masters(run)]
     with training(True) as run:
@@ -180,7 +175,6 @@ LOADED = {
 }
 FEW_PARTS = ("optim", "no_shard", "optim_grads")
 """A part is the whole model, or near it: gradients are not reduced layer by layer."""
-IN_THE_FAST_LANE = ("remainders",)
 
 
 def formats_of(kind):
@@ -222,15 +216,15 @@ def saved(cpu_standins, tmp_path_factory):
     return save_once
 
 
-@pytest.mark.parametrize(
-    ("kind", "format"),
-    [
-        pytest.param(kind, format, marks=() if kind in IN_THE_FAST_LANE else pytest.mark.slow)
-        for kind in LOADED
-        if kind not in ("fsdp", "fsdp, fp16 moments")  # the first is in others; of the second all states are there
-        for format in formats_of(kind)
-    ],
-)
+LOADS = [
+    (kind, format)
+    for kind in LOADED
+    if kind not in ("fsdp", "fsdp, fp16 moments")  # the first is in others; of the second all states are there
+    for format in formats_of(kind)
+]
+
+
+@pytest.mark.parametrize(("kind", "format"), in_lanes(LOADS, [("remainders", FORMATS[1])]))
 def test_loading_holds_no_more_of_the_states_than_two_parts_and_loads_every_bit(saved, kind, format):
     before, resident = saved(kind), None
     if kind == "fsdp of swiglu":
@@ -385,9 +379,7 @@ def break_the_reader_at(call, patch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", [1, 40])
-def test_nothing_uses_states_that_are_half_loaded_until_a_whole_checkpoint_is_loaded(
-    saved, tmp_path, monkeypatch, call
-):
+def test_nothing_uses_half_loaded_states_until_a_whole_checkpoint_is_loaded(saved, tmp_path, monkeypatch, call):
     from megatron.core.rerun_state_machine import RerunDataIterator
 
     before = saved("fsdp")

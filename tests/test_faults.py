@@ -3,8 +3,6 @@
 With BRIDGE_FGO_ALL_FAULTS=1 in the environment every point is tried in every way.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -15,6 +13,7 @@ import fault_child
 import pytest
 from both import WHOLE, bits, both, steps, training
 from bridge_loop import train
+from lanes import in_lanes
 from saving import assert_same_shards, configured, load, newest, save, send_all_away
 
 from bridge_fgo.memory import host_buffer
@@ -119,7 +118,7 @@ def test_a_torn_step_is_neither_saved_nor_gone_on_with(tmp_path, monkeypatch, br
         assert newest(tmp_path) == before
 
 
-def test_a_step_that_failed_after_every_update_may_be_saved_and_gone_on_with(tmp_path, monkeypatch):
+def test_a_step_that_failed_before_or_after_every_update_may_be_saved_and_gone_on_with(tmp_path, monkeypatch):
     def failed(run):
         steps(run)
         with monkeypatch.context() as patch:
@@ -132,8 +131,6 @@ def test_a_step_that_failed_after_every_update_may_be_saved_and_gone_on_with(tmp
     both(failed, experts=True)
     assert_same_shards(newest(tmp_path / "True"), newest(tmp_path / "False"))
 
-
-def test_a_step_that_failed_before_its_update_may_be_saved(tmp_path, monkeypatch):
     with training(True) as run, monkeypatch.context() as patch:
         run.step()
         fault_child.break_at("a forward", 1, "failed", patch.setattr)
@@ -153,9 +150,7 @@ def fourth_step(cpu_standins, tmp_path_factory):
     return newest(folder)
 
 
-@pytest.mark.parametrize(
-    "point", [pytest.param(point, marks=() if point in SIGNALLED else pytest.mark.slow) for point in fault_child.POINTS]
-)
+@pytest.mark.parametrize("point", in_lanes(fault_child.POINTS, SIGNALLED))
 def test_a_signal_ends_the_run_after_its_step_with_a_right_checkpoint(fourth_step, tmp_path, monkeypatch, point):
     # Bridge's handler of SIGTERM takes a note, and its loop saves and exits when the step is over.
     in_the_save = point == "a state is handed to a checkpoint"
@@ -248,9 +243,7 @@ def test_host_memory_gone_in_a_save_is_an_error_after_which_training_can_go_on(t
     both(failed)
 
 
-def test_a_save_under_fsdp_that_fails_in_its_write_leaves_the_last_checkpoint_and_training_goes_on(
-    tmp_path, monkeypatch
-):
+def test_a_save_under_fsdp_that_fails_in_its_write_leaves_the_last_and_training_goes_on(tmp_path, monkeypatch):
     def failed(run):
         folder = tmp_path / str(run.options.offload)
         steps(run)

@@ -1,7 +1,5 @@
 """One rank is killed in a save, or fails alone: what others do then, and what all train on from, bitwise."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import signal
@@ -194,9 +192,7 @@ def test_ranks_whose_blocks_have_raised_wake_and_train_on_bitwise(tmp_path, cont
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)
-def test_what_fails_on_one_rank_with_the_flag_fails_on_all_and_a_step_that_one_skips_alone_waits_for_none(
-    tmp_path, parallel
-):
+def test_what_fails_on_one_rank_with_the_flag_fails_on_all_and_a_step_skipped_alone_waits_for_none(tmp_path, parallel):
     jobs = [
         Job(tmp_path / str(offload), 2, offload, None, 3, PARALLEL[parallel], timeout=SOON) for offload in (False, True)
     ]

@@ -1,7 +1,5 @@
 """Bridge's features that change what is trained or when masters are read, in its real train_step: bit for bit."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks of a training whose gradients come and go: what they train is bitwise what resident ones do."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """A run that is uninstalled, interrupted or driven otherwise on its way goes on bitwise, or says what it cannot do."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref
@@ -52,8 +50,7 @@ def installed_anew_and_the_flag_unset(run):
 
 
 @pytest.mark.parametrize(
-    "event",
-    [uninstalled, uninstalled_and_the_wrapped_step_kept, the_flag_unset, installed_anew_and_the_flag_unset],
+    "event", [uninstalled, uninstalled_and_the_wrapped_step_kept, the_flag_unset, installed_anew_and_the_flag_unset]
 )
 def test_states_come_back_and_training_goes_on_bitwise_when(event):
     with as_resident(6) as run:

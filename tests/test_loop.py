@@ -1,7 +1,5 @@
 """The corners of Bridge's training loop, in its real `train()`: when it saves, skips, evaluates and ends."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc
@@ -13,6 +11,7 @@ import pytest
 import torch
 from both import bits, both, steps, training
 from bridge_loop import train
+from lanes import in_lanes
 from saving import assert_same_shards, background, configured, load, newest
 
 from bridge_fgo.tools.arms.cpu_model import microbatches
@@ -48,10 +47,7 @@ SAVES = {
     ),
 }  # fmt: skip
 """Settings, and the steps after which there are checkpoints."""
-FAST = [
-    ("foreground", "at an interval"),
-    *(("fork", when) for when in ("on a signal", "non-persistent")),
-]
+FAST = [("foreground", "at an interval"), *(("fork", when) for when in ("on a signal", "non-persistent"))]
 """Saves in the background that the fast lane has."""
 EXIT_STATUS = {"at exit_interval": 0, "at exit_duration": 0, "on a signal": 0, "at the rerun machine's exit": 16}
 """The last is mcore's `EXIT_CODE_RESUME_TO_DISAMBIGUATE`."""
@@ -92,12 +88,7 @@ def resident(cpu_standins, tmp_path_factory):
 
 @pytest.mark.usefixtures("deadline")
 @pytest.mark.parametrize(
-    ("writer", "when"),
-    [
-        pytest.param(writer, when, marks=() if (writer, when) in FAST else pytest.mark.slow)
-        for writer in ("foreground", "fork", "mcore")
-        for when in SAVES
-    ],
+    ("writer", "when"), in_lanes([(w, when) for w in ("foreground", "fork", "mcore") for when in SAVES], FAST)
 )
 def test_what_the_loop_saves_has_the_bytes_of_a_resident_run(resident, tmp_path, monkeypatch, when, writer):
     kind = "fully_reshardable" if writer == "foreground" else "dp_reshardable"  # which hands out the states themselves
@@ -177,10 +168,7 @@ LOOPS = {
 LONGEST = "overlapped parameter gathering, evaluations, hashes and the norm"
 
 
-@pytest.mark.parametrize(
-    "what",
-    [pytest.param(each, marks=() if each in ("iterations to skip", LONGEST) else pytest.mark.slow) for each in LOOPS],
-)
+@pytest.mark.parametrize("what", in_lanes(LOOPS, ("iterations to skip", LONGEST)))
 def test_the_loop_is_bitwise_equal_with(what):
     settings, options = LOOPS[what]
 

@@ -1,7 +1,5 @@
 """Every command line has the options of OffloadConfig, and what it was given is what OffloadConfig gets."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from typing import Any
@@ -31,12 +29,15 @@ GIVEN = {
 """A value for each option, and the setting's."""
 
 
-def test_every_setting_has_an_option_of_its_name_whose_help_is_a_sentence() -> None:
+def test_every_setting_has_an_option_whose_help_is_a_sentence_and_what_is_not_given_keeps_its_default():
     names = [field.name for field in dataclasses.fields(OffloadConfig)]
     assert [option.setting for option in options.OPTIONS] == names == list(GIVEN)
     assert [option.flag for option in options.OPTIONS] == [f"--{name.replace('_', '-')}" for name in names]
     for option in options.OPTIONS:
         assert 20 < len(option.help) < 140 and option.help.endswith(".")
+    assert options.settings(vars(options.OffloadOptions())) == {}
+    assert options.command_line(vars(options.OffloadOptions())) == []
+    assert seen_by_typer([]) == [(2, {})]
 
 
 def seen_by_typer(words: list[str]) -> Any:
@@ -59,12 +60,6 @@ def test_an_option_goes_from_a_job_over_its_command_line_to_the_setting(option: 
     job = options.OffloadOptions(**{option.setting: given})
     assert options.settings(vars(job)) == {option.setting: setting}
     assert seen_by_typer(options.command_line(vars(job))) == [(2, {option.setting: setting})]
-
-
-def test_what_is_not_given_keeps_its_default() -> None:
-    assert options.settings(vars(options.OffloadOptions())) == {}
-    assert options.command_line(vars(options.OffloadOptions())) == []
-    assert seen_by_typer([]) == [(2, {})]
 
 
 @pytest.mark.parametrize(

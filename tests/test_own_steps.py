@@ -1,7 +1,5 @@
 """Optimizers with a step of their own: it runs once a step, with every state there, bitwise as resident."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 from unittest import mock
@@ -10,6 +8,7 @@ import fused_adam
 import pytest
 import torch
 from both import OPTIMIZERS, PACKED, WHOLE, bits, both, steps, training
+from lanes import in_lanes
 from saving import load, save
 
 import bridge_fgo
@@ -128,9 +127,7 @@ IN_THE_FAST_LANE = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in IN_THE_FAST_LANE else pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.parametrize("name", in_lanes(CASES, IN_THE_FAST_LANE))
 def test_it_steps_once_a_step_bitwise_as_resident_and_is_named_with_the_memory_that_it_holds(name, monkeypatch, capsys):
     figures = []
 
@@ -202,9 +199,7 @@ class OfTheSameStep(torch.optim.AdamW):
         super().zero_grad(set_to_none)
 
 
-def test_a_subclass_with_the_known_step_is_divided_also_where_a_scheduler_of_torchs_counts_its_calls(
-    monkeypatch,
-):
+def test_a_subclass_with_the_known_step_is_divided_also_where_a_scheduler_counts_its_calls(monkeypatch):
     updates, update = [], InnerStep.update
     monkeypatch.setattr(InnerStep, "update", lambda inner, part: (updates.append(part), update(inner, part))[1])
 

@@ -1,23 +1,11 @@
 """Bridge's own train_step with each optimizer, resident and offloaded: 8 steps, bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
-from both import (
-    OPTIMIZERS,
-    PACKED,
-    WHOLE,
-    bits,
-    numbers,
-    resident,
-    same_steps,
-    session_of,
-    steps,
-    training,
-)
+from both import OPTIMIZERS, PACKED, WHOLE, bits, numbers, resident, same_steps, session_of, steps, training
+from lanes import in_lanes
 
 import bridge_fgo
 from bridge_fgo.offload.schedule import Schedule
@@ -80,11 +68,7 @@ for _strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         ROWS[f"{_strategy} of {_kind}"] = row(slow=_slow, fsdp=_strategy, **_options, **TROUBLE)
 
 
-def lanes(rows):
-    return [pytest.param(name, marks=pytest.mark.slow if rows[name][-1] else ()) for name in rows]
-
-
-@pytest.mark.parametrize("name", lanes(ROWS))
+@pytest.mark.parametrize("name", in_lanes(ROWS, [name for name, (*_, slow) in ROWS.items() if not slow]))
 def test_8_steps_are_bitwise_equal_to_resident_with_every_state_off_in_forward_and_backward(name):
     config, options, _ = ROWS[name]
     expected, record, stats = same_steps(config, STEPS, **options)
@@ -108,21 +92,12 @@ def test_installed_but_never_enabled_is_the_run_without_it():
 
 SHARED = {"distributed": {}, **OPTIMIZERS, "fsdp": FSDP}
 SHARES = [{"fraction": 0.5}, {"moments": False}, {"master_weights": False}, {"fraction": 0.25}]
-IN_THE_FAST_LANE = [
-    ("distributed", 1),
-    ("distributed", 2),
-    ("adam", 0),
-    ("dist_muon", 2),
-]
+IN_THE_FAST_LANE = [("distributed", 1), ("distributed", 2), ("adam", 0), ("dist_muon", 2)]
 
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    [
-        pytest.param(name, share, marks=() if (name, share) in IN_THE_FAST_LANE else pytest.mark.slow)
-        for name in SHARED
-        for share in range(4 if name == "distributed" else 3)
-    ],
+    in_lanes([(n, i) for n in SHARED for i in range(4 if n == "distributed" else 3)], IN_THE_FAST_LANE),
 )
 def test_a_share_of_the_states_is_bitwise_equal_and_keeps_the_rest(name, share):
     config = dataclasses.replace(WHOLE, **SHARES[share])

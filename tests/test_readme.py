@@ -30,9 +30,12 @@ def text_of(page):
     return (ROOT / page).read_text()
 
 
-def test_readme_is_read_in_one_sitting():
+def test_readme_is_read_in_one_sitting_and_names_the_test_command_that_ci_runs():
     """Words as a reader meets them: without code blocks, whose lines are copied and not read."""
     assert len(CODE.sub("", text_of("README.md")).split()) <= MOST_WORDS
+    command = "uv run pytest -n 2 --dist worksteal"
+    assert command in text_of("README.md")
+    assert f"{command} -m 'not gpu'" in (ROOT / ".ci/run").read_text().splitlines(), "with the slow lane"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -51,39 +54,27 @@ def description():
     return ProjectMetadata(str(ROOT), PluginManager()).core.readme
 
 
-def test_all_links_of_a_package_index_lead_somewhere(description):
+def test_a_package_indexs_links_lead_somewhere_and_it_names_the_files_of_readme_in_the_source_distribution(description):
     """The files beside README are not there."""
     targets = re.findall(r"\]\(([^)]+)\)", CODE.sub("", description))
     assert len(targets) >= 2 and all(target.startswith("https://") for target in targets)
-
-
-def test_a_package_index_names_the_files_of_readme_in_the_source_distribution(description):
     named = re.findall(r"`([^`]+)` in the source distribution", description)
     relative = [t for t in re.findall(r"\]\(([^)#]+)\)", CODE.sub("", text_of("README.md"))) if "://" not in t]
     assert named == relative and all((ROOT / path).exists() for path in named)
     assert CODE.findall(description) == CODE.findall(text_of("README.md")), "commands are as they were"
 
 
-def test_the_files_that_the_table_of_tests_names_are_there():
+def test_the_files_that_the_table_of_tests_names_and_the_functions_of_the_time_line_are_there():
     rows = [line for line in text_of("tests/README.md").splitlines() if not line.startswith("| upstream's own")]
     named = re.findall(r"`((?:[\w/]+/)?test_\w+\.py)`", "\n".join(rows))
     assert len(named) > 20
     assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []
-
-
-def test_the_functions_of_the_time_line_are_in_the_package():
     section = text_of("bridge_fgo/README.md").partition("\n## The time line")[2].partition("\n## ")[0]
     named = re.findall(r"(?<!\*)`(\w+(?:\.\w+)?)`(?!\*)", section)  # in italics: those of Bridge and mcore
     source = "\n".join(path.read_text() for path in (ROOT / "bridge_fgo").rglob("*.py"))
     defined = set(re.findall(r"^ *(?:def|class) (\w+)", source, re.MULTILINE))
     assert len(named) > 20
     assert [name for name in named if not defined.issuperset(name.split("."))] == []
-
-
-def test_the_test_command_is_the_one_that_ci_runs():
-    command = "uv run pytest -n 2 --dist worksteal"
-    assert command in text_of("README.md")
-    assert f"{command} -m 'not gpu'" in (ROOT / ".ci/run").read_text().splitlines(), "with the slow lane"
 
 
 def test_the_settings_of_the_table_are_settings_with_these_defaults():

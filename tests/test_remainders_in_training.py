@@ -1,7 +1,5 @@
 """Masters that are copied in part, in Bridge's own step: who may change the weights meanwhile, and who may not."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A training that fails and is begun again: by the rerun state machine from a checkpoint, or in the same process."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref

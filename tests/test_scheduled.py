@@ -9,6 +9,7 @@ import torch
 from both import PACKED, WHOLE, as_resident, both, resident, session_of, training
 from bridge_loop import train
 from fake_meter import FakeMeter, have_sessions_take_it
+from lanes import in_lanes
 
 import bridge_fgo
 from bridge_fgo.bridge import session
@@ -31,12 +32,7 @@ KINDS = {"plain": {}, "two chunks": {"chunks": 2}, "experts": {"experts": True}}
 
 
 @pytest.mark.parametrize(
-    ("name", "share"),
-    [
-        pytest.param(name, share, marks=() if (name, share) in (("plain", 0.3), ("experts", 3.0)) else pytest.mark.slow)
-        for name in KINDS
-        for share in (0.3, 1.0, 3.0)
-    ],
+    ("name", "share"), in_lanes([(n, s) for n in KINDS for s in (0.3, 1.0, 3.0)], [("plain", 0.3), ("experts", 3.0)])
 )
 def test_bits_are_equal_and_no_more_is_held_than_the_plan_has_room_for(meter, name, share):
     meter.forward_points = 5  # two layers with two children, and the norm after them
@@ -73,7 +69,7 @@ def test_bits_are_equal_and_no_more_is_held_than_the_plan_has_room_for(meter, na
         pytest.param(torch.float32, None, True, id="all leaves", marks=pytest.mark.slow),
     ],
 )
-def test_a_step_of_which_nothing_is_away_is_divided_only_where_it_needs_memory_of_its_own(
+def test_a_step_with_nothing_away_is_divided_only_where_it_needs_memory(
     meter, monkeypatch, moments, budget_gib, is_divided
 ):
     called, step = [], fused_adam.FusedAdam.step
@@ -101,9 +97,7 @@ class MeterOfMarks(FakeMeter):
         return self.beside(schedule) + schedule.ledger.nbytes
 
 
-def test_lengths_that_change_are_bitwise_equal_and_no_step_is_above_what_releasing_throughout_has_reached(
-    meter, monkeypatch
-):
+def test_lengths_that_change_are_bitwise_equal_and_need_no_more_than_releasing_throughout(meter, monkeypatch):
     options, count = {"sequence": 32, "lengths": (4, 32)}, 16
     expected, end = resident(count, **options)
     assert end != resident(count, sequence=32)[1]
@@ -159,18 +153,6 @@ def test_what_the_plan_predicted_is_said_once_beside_what_was_measured(meter, ca
     assert planned[:2] == [None, None] and peak is not None and peak <= planned[-1]
     said = [line for line in capsys.readouterr().out.splitlines() if " measured, " in line]
     assert said == [f"bridge_fgo: peak of step 4: {readable(peak)} measured, {readable(planned[3])} planned"]
-
-
-def test_host_memory_that_mcore_pins_for_activations_is_said_beside_the_peak(meter, capsys, monkeypatch):
-    monkeypatch.setattr(session.Session, "_offloads_activations", True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    counts = {"allocated_bytes": {"current": 5 * 2**30}}
-    monkeypatch.setattr(torch.cuda, "host_memory_stats_as_nested_dict", lambda: counts)
-    with training(True, WHOLE) as run:
-        for _ in range(4):
-            run.step()
-    said = [line for line in capsys.readouterr().out.splitlines() if " measured, " in line]
-    assert len(said) == 1 and said[0].endswith(" planned; mcore has pinned 5.00 GiB on the host for activations")
 
 
 class StandInGraphs:

@@ -1,7 +1,5 @@
 """Callbacks between Bridge's own steps that read and write states that are away: bit for bit as resident ones."""
 
-from __future__ import annotations
-
 import copy
 import io
 import sys
@@ -10,6 +8,7 @@ import types
 import pytest
 import torch
 from both import OPTIMIZERS, PACKED, WHOLE, bits, both, exact, release, session_of, steps, training
+from lanes import in_lanes
 from saving import send_all_away
 
 import bridge_fgo
@@ -98,12 +97,9 @@ CASES = {
     "muon": (PACKED, OPTIMIZERS["muon"]),
     "layer_wise_muon": (PACKED, OPTIMIZERS["dist_muon"]),
 }
-IN_THE_FAST_LANE = ("packed",)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name in IN_THE_FAST_LANE else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("case", in_lanes(CASES, ("packed",)))
 def test_what_callbacks_read_and_write_between_steps_is_bitwise_as_resident(case):
     def accessed(run):
         seen = [steps(run)]
@@ -171,12 +167,7 @@ def test_what_was_touched_is_said_once_with_its_line_and_counted(capsys):
 
 # By reload_states, and by upstream's own readers and writers.
 
-KINDS = {"distributed": {}, **OPTIMIZERS}
-
-
-def in_lanes(names):
-    """Return the names; Adam and Muon that are not distributed are for the slow lane."""
-    return [pytest.param(name, marks=pytest.mark.slow if name in ("adam", "muon") else ()) for name in names]
+KINDS, FAST = {"distributed": {}, **OPTIMIZERS}, ("distributed", "dist_muon")
 
 
 def states_to_save(run):
@@ -184,7 +175,7 @@ def states_to_save(run):
     return leaf.get_parameter_state_dp_zero() if run.options.distributed else copy.deepcopy(run.optimizer.state_dict())
 
 
-@pytest.mark.parametrize("name", in_lanes(KINDS))
+@pytest.mark.parametrize("name", in_lanes(KINDS, FAST))
 @pytest.mark.parametrize("config", [pytest.param(WHOLE, marks=pytest.mark.slow), PACKED], ids=["whole", "packed"])
 def test_what_is_written_after_reload_states_is_kept_saved_and_trained_on(name, config):
     # Slabs are on their way to the host then, with the bytes of before.
@@ -222,7 +213,7 @@ def test_weights_that_are_loaded_while_offloaded_stay(options):
         assert are_loaded(run)
 
 
-@pytest.mark.parametrize("name", in_lanes(OPTIMIZERS))
+@pytest.mark.parametrize("name", in_lanes(OPTIMIZERS, FAST))
 def test_states_that_mcores_own_offload_to_cpu_has_moved_are_trained_on(monkeypatch, name):
     def moved(run):
         seen = steps(run, 2)
@@ -306,7 +297,7 @@ def tensors(value):
             yield from tensors(item)
 
 
-@pytest.mark.parametrize("name", in_lanes(OPTIMIZERS))
+@pytest.mark.parametrize("name", in_lanes(OPTIMIZERS, FAST))
 def test_a_state_dictionary_shares_no_memory_with_states_and_equals_a_resident_runs(name):
     def taken(run):
         steps(run, 2)
@@ -329,13 +320,7 @@ def test_a_state_dictionary_shares_no_memory_with_states_and_equals_a_resident_r
 
 @pytest.mark.parametrize(
     ("fraction", "name"),
-    [
-        pytest.param(
-            fraction, name, marks=() if (fraction, name) in ((1, "dist_muon"), (0.5, "muon")) else pytest.mark.slow
-        )
-        for fraction in (1, 0.5)
-        for name in OPTIMIZERS
-    ],
+    in_lanes([(f, name) for f in (1, 0.5) for name in OPTIMIZERS], [(1, "dist_muon"), (0.5, "muon")]),
 )
 def test_torchs_state_dictionary_is_loaded_where_states_are_and_trained_on_from_there(name, fraction):
     def back_in_time(run):
@@ -352,7 +337,7 @@ def test_torchs_state_dictionary_is_loaded_where_states_are_and_trained_on_from_
 
 
 @pytest.mark.parametrize("steps_before_the_load", [pytest.param(0, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("name", in_lanes(OPTIMIZERS))
+@pytest.mark.parametrize("name", in_lanes(OPTIMIZERS, FAST))
 def test_a_state_dictionary_from_before_the_first_step_starts_the_states_anew(name, steps_before_the_load):
     def anew(run):
         kept = loadable(run.optimizer.state_dict())

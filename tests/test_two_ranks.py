@@ -1,7 +1,5 @@
 """Ranks of a training, each a process: what they train, save and load is bitwise what resident ones do."""
 
-from __future__ import annotations
-
 import children
 import gated_delta_net
 import pytest

@@ -1,7 +1,5 @@
 """A background writer that is killed or fails: what is named as the newest checkpoint is whole, and training right."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -168,9 +166,7 @@ def polls(workers, most):
 
 
 @pytest.mark.parametrize("fate", ["killed", "failed in a thread"])
-def test_a_persistent_worker_that_died_is_waited_for_without_end_resident_too(
-    resident, tmp_path, monkeypatch, copies, fate
-):
+def test_a_persistent_worker_that_died_is_waited_for_resident_too(resident, tmp_path, monkeypatch, copies, fate):
     # Upstream's own: `PersistentAsyncCaller.is_current_async_call_done` asks a queue every tenth of a second, and never
     # whether the process lives. On several ranks the others wait in a collective, which times out.
     from megatron.core.dist_checkpointing.strategies import async_utils

@@ -29,12 +29,9 @@ def numbers(record):
     return [(step.loss, step.grad_norm, step.skipped) for step in record.steps]
 
 
-def test_the_model_learns():
+def test_the_model_learns_another_seed_is_another_training_and_each_kind_of_state_has_its_digest():
     losses = [step.loss for step in run(CpuOptions(), 16).steps]
     assert sum(losses[-4:]) < 0.92 * sum(losses[:4])
-
-
-def test_another_seed_is_another_training_and_each_kind_of_state_has_its_digest():
     digests = run(CpuOptions(), 2).digests
     assert digests != run(CpuOptions(seed=1), 2).digests
     assert set(digests) == set(KINDS) and len(set(digests.values())) == len(KINDS)
@@ -60,15 +57,12 @@ def test_the_parts_are_bridges_and_mcores_own():
         assert training.cfg.optimizer.offload_optimizer_states is True
 
 
-def test_found_inf_step_is_skipped_and_the_loss_scale_changes_nothing_else():
+def test_a_found_inf_step_is_skipped_leaves_the_state_as_it_was_and_the_loss_scale_changes_nothing_else():
     disturbed, plain = run(CpuOptions(found_inf_steps=frozenset({2, 3})), 4), run(CpuOptions(), 4)
     assert skipped_steps(disturbed) == [2, 3]
     assert [step.grad_norm is None for step in disturbed.steps] == [False, True, True, False]
     assert numbers(disturbed)[0] == numbers(plain)[0]
     assert all(math.isfinite(step.loss) for step in disturbed.steps)
-
-
-def test_skipped_step_leaves_the_state_as_it_was():
     with CpuTraining(CpuOptions(found_inf_steps=frozenset({2}))) as training:
         training.step()
         before = training.digests()
@@ -76,12 +70,9 @@ def test_skipped_step_leaves_the_state_as_it_was():
         assert training.digests() == before
 
 
-def test_fp16_overflows_and_recovers():
+def test_fp16_overflows_and_recovers_and_a_gradient_norm_above_the_threshold_skips():
     skipped = skipped_steps(run(CpuOptions(precision="fp16"), 6))
     assert skipped[0] == 1 and len(skipped) < 6
-
-
-def test_grad_norm_threshold_skips():
     record = run(CpuOptions(grad_norm_skip_steps=frozenset({2})), 3)
     assert skipped_steps(record) == [2]
     assert record.steps[1].grad_norm is not None
@@ -141,7 +132,14 @@ def test_two_chunks_share_one_optimizer_step(monkeypatch):
         assert {name.split(".")[0] for name in moved} == {"0", "1"}
 
 
-def test_native_fp32_parameters_have_no_master_of_their_own():
+def test_live_bytes_count_masters_and_moments_and_native_fp32_parameters_have_no_master_of_their_own():
+    with CpuTraining(CpuOptions()) as training:
+        parameters = sum(parameter.numel() for parameter in training.model[0].parameters())
+        training.step()
+        assert training.live_bytes == [4 * parameters] * training.options.microbatches
+        training.step()
+        assert training.live_bytes == [12 * parameters] * training.options.microbatches
+
     with CpuTraining(CpuOptions(precision="fp32_params")) as training:
         training.step()
         (distributed,) = training.optimizer.chained_optimizers
@@ -152,24 +150,12 @@ def test_native_fp32_parameters_have_no_master_of_their_own():
         assert training.live_state_bytes() == masters + moments
 
 
-def test_live_bytes_count_masters_and_moments():
-    with CpuTraining(CpuOptions()) as training:
-        parameters = sum(parameter.numel() for parameter in training.model[0].parameters())
-        training.step()
-        assert training.live_bytes == [4 * parameters] * training.options.microbatches
-        training.step()
-        assert training.live_bytes == [12 * parameters] * training.options.microbatches
-
-
-def test_released_state_is_not_read():
+def test_released_state_is_not_read_and_a_second_training_is_refused_while_the_first_is_open():
     with CpuTraining(CpuOptions()) as training:
         training.step()
         training.state_tensors()["moments"][0][1].untyped_storage().resize_(0)
         with pytest.raises(RuntimeError, match="released"):
             training.digests()
-
-
-def test_a_second_training_is_refused_while_the_first_is_open():
     with CpuTraining(CpuOptions()), pytest.raises(RuntimeError, match="close"):
         CpuTraining(CpuOptions())
 
@@ -193,23 +179,18 @@ def test_wrong_options_are_refused_by_name(wrong: dict, message: str):
         CpuOptions(**wrong)
 
 
-def test_standins_compute_nothing():
+def test_standins_compute_nothing_and_can_be_removed_and_installed_again_with_one_thread_a_gloo_group():
     from transformer_engine.pytorch import Linear
 
     with pytest.raises(RuntimeError, match="stand-in"):
         Linear(1, 1)
     with pytest.raises(ModuleNotFoundError):
         import transformer_engine.pytorch.optimizers  # noqa: F401
-
-
-def test_a_gloo_group_has_one_thread_for_its_collectives():
     patience = timedelta(seconds=7)
     for settings in ({"timeout": patience}, {"options": patience}):
         options = cuda.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1, **settings).options
         assert (options._threads, options._timeout) == (1, patience)
 
-
-def test_standins_can_be_removed_and_installed_again():
     stream = torch.cuda.Stream
     assert torch.ones(1, device="cuda").type() == "torch.cuda.FloatTensor"
     cuda.remove_standins()

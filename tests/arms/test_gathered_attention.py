@@ -1,7 +1,5 @@
 """The arms' own attention with context parallelism: two ranks together do what one does, forward and backward."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,14 +40,10 @@ def together(folder: Path, ranks: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_two_ranks_attend_as_one_does(tmp_path: Path) -> None:
+def test_two_ranks_attend_as_one_does_and_one_as_torch_does(tmp_path):
     pytest.importorskip("megatron.core")
     for two, one in zip(together(tmp_path, 2), together(tmp_path, 1), strict=True):
         torch.testing.assert_close(two, one)
-
-
-@pytest.mark.slow
-def test_one_rank_attends_as_torch_does(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     output = together(tmp_path, 1)[0]
     torch.manual_seed(0)

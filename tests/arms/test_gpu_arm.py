@@ -65,7 +65,7 @@ def move(stream, traffic):
         stream.now += 0.25
 
 
-def test_a_move_alone_waits_for_the_gpu_first_and_does_not_count_that(stream):
+def test_a_move_alone_waits_for_the_gpu_first_and_moves_in_a_row_wait_once_which_does_not_count(stream):
     traffic = Traffic()
     alone = MovesAlone(stream)
     move(stream, traffic)
@@ -75,16 +75,12 @@ def test_a_move_alone_waits_for_the_gpu_first_and_does_not_count_that(stream):
     alone.end()
     move(stream, traffic)
     assert (stream.waits, traffic.seconds) == (2, 0.75)
-
-
-def test_moves_in_a_row_wait_once(stream):
-    traffic = Traffic()
-    alone = MovesAlone(stream)
+    traffic, alone = Traffic(), MovesAlone(stream)
     for _ in range(3):
         with traffic:
             stream.now += 0.0005
     alone.end()
-    assert stream.waits == 1
+    assert stream.waits == 3
     assert traffic.seconds == pytest.approx(0.0015)
 
 

@@ -1,7 +1,5 @@
 """The GPU lane on a machine without a GPU, and what of a failed arm's log a test shows."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -39,15 +37,12 @@ def test_an_arm_that_uses_what_is_away_runs_without_a_gpu_and_each_use_is_refuse
     assert not found["others"] and len(found["refused"]) > 15
 
 
-def test_a_failed_arm_shows_the_first_traceback_and_the_last_lines():
+def test_a_failed_arm_shows_the_first_traceback_and_the_last_lines_and_a_short_log_once():
     cause = ["Traceback (most recent call last):", '  File "one.py", line 1', "RuntimeError: first"]
     others = [f"rank {rank} was ended" for rank in range(100)]
     shown = telling_lines("\n".join(["iteration 1", *cause, *others])).splitlines()
     assert shown[:3] == cause
     assert shown[-30:] == others[-30:]
     assert "[...]" in shown and "iteration 1" not in shown
-
-
-def test_a_short_log_is_shown_once():
     log = ["iteration 1", "Traceback (most recent call last):", "RuntimeError: first"]
     assert telling_lines("\n".join(log)).splitlines() == log

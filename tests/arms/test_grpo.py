@@ -1,7 +1,5 @@
 """The parts of the GRPO loop that need no Megatron: task, advantages, loss, options, second process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,21 +8,18 @@ from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.arms.rl.task import Copying, advantages, grpo_loss
 
 
-def test_the_reward_is_the_share_of_letters_at_their_places() -> None:
+def test_prompts_are_those_of_their_seed_and_the_reward_is_the_share_of_letters_at_their_places():
+    task = Copying(symbols=4, length=4)
+    prompts = task.prompts(20, seed=3)
+    assert prompts == task.prompts(20, seed=3) != task.prompts(20, seed=4)
+    assert [task.detokenize(task.tokenize(prompt)) for prompt in prompts] == prompts
+    assert task.vocab_size % 8 == 0 and max(map(max, map(task.tokenize, prompts))) < task.vocab_size
     task = Copying(symbols=4, length=4)
     (prompt,) = task.prompts(1, seed=3)
     copy = prompt[:-1]
     assert task.reward(prompt, copy) == 1.0
     assert task.reward(prompt, "?" + copy[1:]) == 0.75
     assert task.reward(prompt, "????") == 0.0
-
-
-def test_prompts_are_those_of_their_seed_and_survive_the_tokenizer() -> None:
-    task = Copying(symbols=4, length=4)
-    prompts = task.prompts(20, seed=3)
-    assert prompts == task.prompts(20, seed=3) != task.prompts(20, seed=4)
-    assert [task.detokenize(task.tokenize(prompt)) for prompt in prompts] == prompts
-    assert task.vocab_size % 8 == 0 and max(map(max, map(task.tokenize, prompts))) < task.vocab_size
 
 
 def test_answers_are_judged_beside_those_to_the_same_prompt() -> None:
@@ -46,28 +41,22 @@ def gradient(losses: torch.Tensor, batch: dict[str, torch.Tensor], kl: float = 0
     return found
 
 
-def test_better_answers_become_likelier_and_what_is_no_answer_does_not_count() -> None:
+def test_better_answers_become_likelier_and_beyond_the_clip_only_what_goes_back_has_a_gradient():
     logp = torch.log(torch.tensor([[0.5, 0.5], [0.5, 0.5]]))
     answers = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
     found = gradient(-logp, batch(logp, answers=answers, advantages=torch.tensor([1.0, -2.0])))
     assert found.tolist() == [[0.0, 1.0], [0.0, -2.0]]  # of the cross entropy, which is minus the log-probability
-
-
-def test_beyond_the_clip_only_what_goes_back_has_a_gradient() -> None:
     logp = torch.log(torch.tensor([[0.9], [0.9], [0.1], [0.1]]))
     old = torch.log(torch.full((4, 1), 0.5))
     found = gradient(-logp, batch(logp, old=old, advantages=torch.tensor([1.0, -1.0, 1.0, -1.0])))
     assert [bool(value) for value in found[:, 0]] == [False, True, True, False]
 
 
-def test_the_distance_to_the_reference_model_pulls_towards_it() -> None:
+def test_the_distance_to_the_reference_pulls_towards_it_and_the_report_has_sums_that_ranks_can_add():
     logp = torch.log(torch.tensor([[0.5], [0.5]]))
     reference = torch.log(torch.tensor([[0.8], [0.2]]))
     found = gradient(-logp, batch(logp, reference=reference, advantages=torch.zeros(2)), kl=1.0)
     assert found[0] > 0 > found[1]
-
-
-def test_the_report_has_sums_and_counts_that_ranks_can_add() -> None:
     logp = torch.log(torch.tensor([[0.5, 0.5]]))
     loss, tokens, report = grpo_loss(-logp, batch(logp), clip=0.2, kl=0.1)
     assert tokens == 2 and report["grpo loss"].tolist() == [loss.item(), 2.0] and report["kl"].tolist() == [0.0, 2.0]
@@ -99,15 +88,11 @@ def test_the_second_process_finds_its_bytes_as_it_left_them_or_says_so() -> None
 
 
 @pytest.mark.slow
-def test_the_second_process_takes_what_it_is_asked_to_and_ends_with_its_context() -> None:
+def test_a_second_process_takes_what_it_is_asked_to_and_ends_with_its_context_and_one_that_dies_is_said():
     with Neighbour("cpu") as neighbour:
         assert neighbour.lend(OWN_BYTES + 12345) == 12345
         assert neighbour.lend(0) == 0
     assert neighbour._process.exitcode == 0
-
-
-@pytest.mark.slow
-def test_a_second_process_that_dies_is_said() -> None:
     with Neighbour("cpu") as neighbour:
         for _ in range(2):
             with pytest.raises(RuntimeError, match="asked to hold nonsense bytes: it has ended"):

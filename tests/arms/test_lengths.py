@@ -1,7 +1,5 @@
 """Batches that are cut to several lengths in turn."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +10,11 @@ from bridge_fgo.tools.arms.cpu_model import CpuOptions
 from bridge_fgo.tools.arms.lengths import cut, in_turn, length_of
 
 
-def test_steps_take_lengths_in_turn_and_then_their_microbatches_do() -> None:
+def test_steps_and_their_microbatches_take_lengths_in_turn_by_which_tokens_and_masks_are_cut_and_nothing_else():
     taken = [[length_of(step, microbatch, (512, 4096)) for microbatch in range(3)] for step in range(6)]
     assert taken[:2] == [[512, 512, 512], [4096, 4096, 4096]]
     assert taken[2:4] == [[512, 4096, 512], [4096, 512, 4096]]
     assert taken[4:] == taken[:2]
-
-
-def test_tokens_and_masks_are_cut_and_nothing_else() -> None:
     tokens, mask = torch.arange(12).view(2, 6), torch.ones(2, 1, 6, 6)
     batch = cut({"tokens": tokens, "attention_mask": mask, "labels": None}, 4)
     assert batch["tokens"].tolist() == [[0, 1, 2, 3], [6, 7, 8, 9]] and batch["tokens"].is_contiguous()

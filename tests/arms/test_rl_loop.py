@@ -1,7 +1,5 @@
 """The GRPO loop on the CPU: asleep between updates or not it trains the same, and each phase holds what it says."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -115,7 +113,13 @@ def test_the_engine_says_what_the_trained_weights_say(loop: Loop) -> None:
     assert len(set(map(tuple, found.tokens[:, -length:].tolist()))) > 1
 
 
-def test_rollouts_leave_training_as_it_was(loop: Loop) -> None:
+def test_old_probabilities_are_those_of_the_first_update_and_rollouts_leave_training_as_it_was(loop):
+    found = loop.sampler.generate(loop.task.prompts(16, seed=5))
+    old = loop.trainer.log_probs(loop.trainer.model, found)
+    near = loop.trainer.log_probs(loop.trainer.reference, found)
+    assert torch.equal(old, near), "the reference model is the policy as it was at first"
+    assert old.shape == found.answers.shape and bool((old <= 0).all())
+
     from megatron.core.inference.utils import InferenceMode
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -125,14 +129,6 @@ def test_rollouts_leave_training_as_it_was(loop: Loop) -> None:
     assert not InferenceMode.is_active() and not torch.is_inference_mode_enabled() and loop.trainer.inner.training
     assert RotaryEmbedding.forward.cache_info().currsize == 0, "autograd refuses what was made in inference mode"
     assert not loop.sampler._context.key_value_memory_dict and not loop.sampler._engine.scheduler.completed_request_pool
-
-
-def test_old_probabilities_are_those_of_the_first_update(loop: Loop) -> None:
-    found = loop.sampler.generate(loop.task.prompts(16, seed=5))
-    old = loop.trainer.log_probs(loop.trainer.model, found)
-    near = loop.trainer.log_probs(loop.trainer.reference, found)
-    assert torch.equal(old, near), "the reference model is the policy as it was at first"
-    assert old.shape == found.answers.shape and bool((old <= 0).all())
 
 
 def test_a_container_that_chose_an_attention_kernel_does_not_end_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:

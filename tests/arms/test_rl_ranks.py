@@ -1,7 +1,5 @@
 """The GRPO loop over several ranks, each a process: data, tensor and pipeline parallel."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

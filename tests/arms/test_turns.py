@@ -58,7 +58,7 @@ def test_no_rank_steps_before_all_ranks_of_its_arm_wait_and_they_get_their_turn_
     assert sorted(taken) == [(0, 3)] * 2 + [(1, 3)] * 2
 
 
-def test_a_rank_that_is_gone_does_not_wait_any_more(make):
+def test_a_rank_that_is_gone_waits_no_more_and_a_waiting_one_ends_with_an_error_as_the_turnstile_does(make):
     (turnstile, address), (other, of_other) = make(), make("other")
     start(of_other, 0, 1, [])
     taker = TurnTaker(address, 1)
@@ -68,10 +68,7 @@ def test_a_rank_that_is_gone_does_not_wait_any_more(make):
     taker._connection.close()
     until(turnstile, False)
     assert other.is_awaited
-
-
-def test_a_waiting_rank_ends_with_an_error_where_the_turnstile_ends(make):
-    (turnstile, address), taken = make(), []
+    (turnstile, address), taken = make("third"), []
     thread = start(address, 0, 1, taken)
     until(turnstile, True)
     turnstile.close()

@@ -79,10 +79,7 @@ def test_a_rank_with_a_refusal_of_its_own_tells_it_once_and_goes(loop, told):
 
 @pytest.mark.parametrize(
     ("others", "events"),
-    [
-        ([(True, "ValueError: theirs")], []),
-        ([None, None, (True, "ValueError: theirs")], ["pin"]),
-    ],
+    [([(True, "ValueError: theirs")], []), ([None, None, (True, "ValueError: theirs")], ["pin"])],
     ids=["making", "pinning"],
 )
 def test_what_fails_on_another_rank_fails_here_and_leaves_nothing_attached(loop, told, others, events):

@@ -114,7 +114,11 @@ def logged(cpu_standins, allocator, monkeypatch):
     return train
 
 
-def test_a_resident_run_that_is_measured_logs_its_peaks_by_phase_and_trains_the_same(logged):
+def test_a_resident_run_that_is_measured_logs_its_peaks_and_trains_the_same_else_resets_no_counter(logged, allocator):
+    with bridge_fgo.install():
+        assert logged(1)[1] == []
+    assert allocator.peaks[ALLOCATED] == 700
+
     losses, written = logged(2)
     assert written == []
     with bridge_fgo.install(OffloadConfig(measure=True)):
@@ -128,9 +132,3 @@ def test_a_resident_run_that_is_measured_logs_its_peaks_by_phase_and_trains_the_
         ])  # fmt: skip
         # Bridge's report of memory keeps the peak of the run.
         assert 700 in [peaks[ALLOCATED] for peaks in measured_peaks() if peaks]
-
-
-def test_without_the_setting_a_resident_run_resets_no_counter(logged, allocator):
-    with bridge_fgo.install():
-        assert logged(1)[1] == []
-    assert allocator.peaks[ALLOCATED] == 700

@@ -167,7 +167,7 @@ def test_a_config_is_compared_and_shown_with_the_flag(config_class):
     assert repr(off) == repr(on).replace(f"{FLAG}=True", f"{FLAG}=False")
 
 
-def test_the_flag_is_a_keyword_of_type_bool_that_is_false(field_is_ours, config_class):
+def test_the_flag_is_a_keyword_of_type_bool_that_is_false_in_a_subclass_too(field_is_ours, config_class):
     # What builds command lines from a config reads these.
     parameter = inspect.signature(config_class).parameters[FLAG]
     assert parameter == inspect.Parameter(FLAG, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
@@ -175,8 +175,15 @@ def test_the_flag_is_a_keyword_of_type_bool_that_is_false(field_is_ours, config_
     assert (field.default, field.type, field.kw_only) == (False, bool, True)
     assert typing.get_type_hints(config_class)[FLAG] is bool
 
+    @dataclasses.dataclass
+    class Mine(config_class):
+        extra: int = 3
 
-def test_subclasses_made_before_install_have_it_until_the_uninstall(field_is_ours):
+    assert Mine().offload_optimizer_states is False
+    assert FLAG not in Mine.__match_args__ and Mine.__match_args__[-1] == "extra"
+
+
+def test_a_subclass_made_before_install_has_the_flag_until_the_uninstall_and_keeps_what_is_its_own(field_is_ours):
     from megatron.bridge.training.config import OptimizerConfig
 
     class Plain(OptimizerConfig):
@@ -200,10 +207,6 @@ def test_subclasses_made_before_install_have_it_until_the_uninstall(field_is_our
         with pytest.raises(TypeError):
             cls(offload_optimizer_states=True)
 
-
-def test_a_subclass_with_a_constructor_and_a_repr_of_its_own_keeps_them(field_is_ours):
-    from megatron.bridge.training.config import OptimizerConfig
-
     @dataclasses.dataclass(repr=False)
     class Mine(OptimizerConfig):
         def __init__(self, extra=3, **kwargs):
@@ -225,21 +228,9 @@ def test_a_subclass_with_a_constructor_and_a_repr_of_its_own_keeps_them(field_is
         assert repr(Around(offload_optimizer_states=True)).count(FLAG) == 1
 
 
-def test_a_subclass_made_after_install_is_off_and_takes_its_arguments_in_order(field_is_ours, config_class):
-    @dataclasses.dataclass
-    class Mine(config_class):
-        extra: int = 3
-
-    assert Mine().offload_optimizer_states is False
-    assert FLAG not in Mine.__match_args__ and Mine.__match_args__[-1] == "extra"
-
-
-def test_a_config_that_is_no_dataclass_any_more_is_refused_by_name():
+def test_a_config_that_is_no_dataclass_is_refused_and_without_the_package_mcore_refuses_the_flag(cpu_standins):
     with pytest.raises(RuntimeError, match=rf"OptimizerConfig\.{FLAG}: OptimizerConfig is not a dataclass"):
         ConfigFieldsPatch().check(SimpleNamespace(OptimizerConfig=object))
-
-
-def test_without_the_package_released_mcore_refuses_it(cpu_standins):
     from megatron.bridge.training.config import OptimizerConfig
 
     with pytest.raises(TypeError):
@@ -345,7 +336,7 @@ def test_settings_in_force_are_saved_and_reproduce_the_run(cpu_standins, tmp_pat
         assert in_force(again) == expected
 
 
-def test_what_validation_wrote_goes_with_the_uninstall(cpu_standins):
+def test_what_validation_wrote_goes_with_the_uninstall_and_earlier_configs_have_settings_of_their_own(cpu_standins):
     with bridge_fgo.install(OffloadConfig(fraction=0.5)):
         import megatron.bridge.training.config  # noqa: F401
 
@@ -358,8 +349,6 @@ def test_what_validation_wrote_goes_with_the_uninstall(cpu_standins):
         config.validate()
         assert config.optimizer.offload["fraction"] == 0.25
 
-
-def test_configs_made_before_the_install_have_settings_of_their_own(cpu_standins):
     from megatron.bridge.training.config import OptimizerConfig
 
     one, other = OptimizerConfig(), OptimizerConfig()
@@ -388,15 +377,12 @@ def test_wrong_settings_are_refused_before_training(installed, given, said):
         config.validate()
 
 
-def test_a_mock_sets_nothing(installed):
-    assert settings.settings_of(mock.Mock()) == settings.installed_config()
-
-
-def test_settings_of_what_is_off_are_said_to_do_nothing(installed, caplog):
+def test_settings_of_what_is_off_are_said_to_do_nothing_and_a_mock_sets_nothing(installed, caplog):
     config = make_container(offload=False, fraction=0.5)
     with caplog.at_level(logging.WARNING):
         config.validate()
     assert "nothing is offloaded, in spite of optimizer.offload.fraction=0.5" in caplog.text
+    assert settings.settings_of(mock.Mock()) == settings.installed_config()
 
 
 def test_the_engine_takes_them_and_they_cannot_change_in_mid_run(cpu_standins, monkeypatch):

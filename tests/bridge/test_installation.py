@@ -63,8 +63,7 @@ transformer.moe.paged_stash.PagedStashRunner.prepare_for_rerun full_cuda_graph.F
 distributed.fsdp.src.megatron_fsdp.megatron_fsdp.MegatronFSDP.install_optimized_model_weights
 """
 ACTIVATIONS = """
-ChunkOffloadHandler.offload ChunkOffloadHandler.tensor_pop
-OffloadTensorPool.allocate OffloadTensorPool.free OffloadTensorPool.reset
+ChunkOffloadHandler.tensor_pop OffloadTensorPool.allocate OffloadTensorPool.free OffloadTensorPool.reset
 """
 DISTRIBUTED_OPTIMIZER = """
 step_with_ready_grads _copy_main_params_to_model_params _copy_main_params_to_param_buffer
@@ -150,7 +149,7 @@ def test_settings_that_are_none_are_refused_at_once(settings):
         bridge_fgo.install(settings)
 
 
-def test_a_block_takes_back_its_own_call_only(bridge_train):
+def test_a_block_takes_back_its_own_call_only_and_an_earlier_handle_leaves_a_later_install_alone(bridge_train):
     original = bridge_train.train_step
     with bridge_fgo.install() as handle:
         for _ in range(3):  # a fault adds up
@@ -169,8 +168,6 @@ def test_a_block_takes_back_its_own_call_only(bridge_train):
         bridge_fgo.uninstall()
         assert bridge_train.train_step is original
 
-
-def test_a_handle_of_an_earlier_installation_leaves_a_later_one_alone(bridge_train):
     with bridge_fgo.install() as earlier:
         earlier.uninstall()
         later = bridge_fgo.install(bridge_fgo.OffloadConfig(fraction=0.5))
@@ -193,9 +190,7 @@ def test_an_uninstall_that_fails_at_the_end_of_a_block_is_an_error_that_hides_no
 
 
 @pytest.mark.parametrize("place", ["train.train_step", "train.clip_qk", "config.OptimizerConfig.__init__"])
-def test_an_uninstall_that_finds_a_patch_on_top_of_its_own_undoes_nothing_and_ends_no_session(
-    monkeypatch, make_loop, place
-):
+def test_an_uninstall_that_finds_a_patch_on_its_own_undoes_nothing_and_ends_no_session(monkeypatch, make_loop, place):
     with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")):
         loop = make_loop()
         loop.step()
@@ -230,7 +225,7 @@ def test_an_older_bridge_and_an_mcore_that_was_not_read_are_refused(versions, cp
         bridge_fgo.install()
 
 
-def test_a_newer_bridge_whose_signatures_fit_is_patched_with_one_warning(versions, bridge_train):
+def test_a_newer_bridge_that_fits_is_patched_with_one_warning_and_a_checkout_by_its_signatures(versions, bridge_train):
     versions("0.7.0", "0.20.0")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -239,6 +234,13 @@ def test_a_newer_bridge_whose_signatures_fit_is_patched_with_one_warning(version
                 assert hasattr(bridge_train.train_step, "__wrapped__")
     said = [str(one.message) for one in caught if str(one.message).startswith("bridge_fgo:")]
     assert len(said) == 1 and "megatron-bridge 0.7.0" in said[0] and "below 0.7" in said[0]
+
+    versions("unknown", "unknown")
+    before = inspect.signature(bridge_train.train_step)
+    with bridge_fgo.install():
+        assert hasattr(bridge_train.train_step, "__wrapped__")
+        assert inspect.signature(bridge_train.train_step) == before
+        assert bridge_train.train_step.__name__ == "train_step"
 
 
 @pytest.mark.parametrize("newer", [False, True])
@@ -253,17 +255,6 @@ def test_a_changed_signature_is_refused_by_name_and_patches_nothing(monkeypatch,
             bridge_fgo.install()
     monkeypatch.undo()
     assert changed(before) == []
-
-
-def test_a_checkout_on_the_path_is_judged_by_its_signatures_alone_and_wrapped_functions_keep_them(
-    versions, bridge_train
-):
-    versions("unknown", "unknown")
-    before = inspect.signature(bridge_train.train_step)
-    with bridge_fgo.install():
-        assert hasattr(bridge_train.train_step, "__wrapped__")
-        assert inspect.signature(bridge_train.train_step) == before
-        assert bridge_train.train_step.__name__ == "train_step"
 
 
 @pytest.mark.parametrize("target", ["gone", "Gone.method"])

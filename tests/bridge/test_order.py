@@ -68,7 +68,7 @@ def test_a_failed_step_shows_its_error_reloads_nothing_and_puts_the_bound_finali
     assert loop.model_config.finalize_model_grads_func is loop.bound_finalize
 
 
-def test_hook_is_bound_again_after_an_in_process_restart(loop):
+def test_after_an_in_process_restart_the_hook_is_bound_again_and_only_the_new_optimizer_is_driven(loop, make_loop):
     loop.step()
     loop.model_config.finalize_model_grads_func = None  # what reset_for_restart does
     without = loop.step()
@@ -76,8 +76,6 @@ def test_hook_is_bound_again_after_an_in_process_restart(loop):
     loop.model_config.finalize_model_grads_func = loop.bound_finalize  # what setup does
     assert loop.step() == WHOLE_STEP
 
-
-def test_a_restart_with_a_new_optimizer_drives_only_the_new_one(loop, make_loop):
     loop.step()
     new = make_loop()
     new.model_config, new.model = loop.model_config, loop.model

@@ -54,7 +54,7 @@ def hooked(model, points=None):
         yield marks
 
 
-def test_layers_their_children_and_the_norm_after_them_report_forward_and_backward():
+def test_layers_their_children_and_the_norm_report_forward_and_backward_and_many_layers_without_their_children():
     """The end of the head's backward is a point too, before any layer's backward."""
     model, seen = Model(2), []
     with hooked([model]) as marks:
@@ -65,8 +65,6 @@ def test_layers_their_children_and_the_norm_after_them_report_forward_and_backwa
     assert len(marks) == 1 + 10  # the model's own input has no gradient
     assert seen == [1 + 5 + 1]
 
-
-def test_many_layers_report_without_their_children():
     assert len(layers(Model(2))) == 1 + 5
     assert len(layers(Model(ENOUGH_LAYERS - 1))) == 1 + 2 * (ENOUGH_LAYERS - 1) + 1
     assert len(layers(Model(ENOUGH_LAYERS))) == 1 + ENOUGH_LAYERS + 1
@@ -88,11 +86,19 @@ def test_nothing_is_hooked_that_mcore_captures_into_a_cuda_graph_of_its_own():
     assert len(marks) == 1 + 2 * (len(found) - 1)
 
 
-def test_forward_without_gradients_reports_no_backward():
+def test_without_gradients_no_backward_is_reported_and_without_a_point_or_in_a_capture_nothing():
     model = Model(1)
     with hooked(model) as marks, torch.no_grad():
         model(torch.ones(3, 4))
     assert len(marks) == 1 + 3
+    model = Model(1)
+    with ModelPoints().hooked([model], None):
+        assert all(not module._forward_pre_hooks for module in model.modules())
+    model, engine, marks = Model(2), object.__new__(NativeEngine), []
+    engine.schedule = SimpleNamespace(transfers=SimpleNamespace(capturing=lambda: True), point=marks.append)
+    with ModelPoints().hooked([model], engine.point):
+        model(torch.ones(3, 4)).sum().backward()
+    assert not marks
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -148,7 +154,7 @@ def test_a_weight_that_goes_into_a_layer_reports_each_backward_once_and_keeps_no
     assert seen == [[0, 1, ~1, 0, 1, ~1, 0, 1]] * 3
 
 
-def test_one_backward_is_reported_by_the_first_input_that_has_a_gradient():
+def test_a_backward_is_reported_by_the_first_input_that_has_a_gradient_and_none_of_what_will_be_recomputed():
     model = Model(1)
     mask, hidden, other = (torch.ones(3, 4, requires_grad=grad) for grad in (False, True, True))
     with hooked([model]) as marks:
@@ -157,8 +163,6 @@ def test_one_backward_is_reported_by_the_first_input_that_has_a_gradient():
         (mask + hidden + other).sum().backward()
     assert len(marks) == 2
 
-
-def test_a_forward_that_will_be_recomputed_has_no_backward_of_its_own():
     # Its input has a gradient, but the recomputed forward reports it.
     model = Model(1)
     hidden = torch.ones(3, 4, requires_grad=True)
@@ -177,20 +181,6 @@ def test_a_child_that_holds_its_parameters_further_within_is_a_layer_too_and_one
     first.attention._fused_impl = None  # mcore's TEFusedMLP warns of hooks other than DDP's, and keeps them
     found = [layer.module for layer in layers(model)]
     assert second.attention in found and first.attention not in found
-
-
-def test_without_a_point_nothing_is_hooked():
-    model = Model(1)
-    with ModelPoints().hooked([model], None):
-        assert all(not module._forward_pre_hooks for module in model.modules())
-
-
-def test_a_capture_into_a_cuda_graph_reports_nothing():
-    model, engine, marks = Model(2), object.__new__(NativeEngine), []
-    engine.schedule = SimpleNamespace(transfers=SimpleNamespace(capturing=lambda: True), point=marks.append)
-    with ModelPoints().hooked([model], engine.point):
-        model(torch.ones(3, 4)).sum().backward()
-    assert not marks
 
 
 def test_a_copied_hook_reports_nothing_after_the_step():

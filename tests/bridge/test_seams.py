@@ -82,7 +82,7 @@ def mimo_step(monkeypatch):
 
 @pytest.mark.parametrize("flag", [True, False])
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["", "wrapped without functools"])
-def test_a_mimo_step_makes_the_calls_of_a_step_and_none_with_the_flag_off(
+def test_a_mimo_step_makes_a_steps_calls_and_none_with_the_flag_off(
     monkeypatch, make_loop, mimo_step, flag, is_wrapped
 ):
     import megatron.bridge.training.train_megatron_mimo as mimo
@@ -98,7 +98,7 @@ def test_a_mimo_step_makes_the_calls_of_a_step_and_none_with_the_flag_off(
 
 
 @pytest.mark.parametrize("only_logged", [None, True, False], ids=["as Bridge calls it", "only logged", "clipped"])
-def test_qk_clip_gets_writable_masters_also_after_a_skipped_step_and_none_where_it_only_logs(
+def test_qk_clip_gets_writable_masters_after_a_skipped_step_too_and_none_where_it_only_logs(
     monkeypatch, loop, only_logged
 ):
     loop.cfg.model.qk_clip = True

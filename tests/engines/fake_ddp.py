@@ -1,7 +1,5 @@
 """mcore's DDP as `Gradients` sees it, without Megatron, with twins of its gradients that are never moved."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -331,12 +331,7 @@ def make_masters_anew(optimizer):
 
 @pytest.mark.parametrize(
     ("debug", "examples"),
-    [
-        ("", 20),
-        ("7", 20),
-        pytest.param("", 80, marks=pytest.mark.slow),
-        pytest.param("8", 50, marks=pytest.mark.slow),
-    ],
+    [("", 20), ("7", 20), pytest.param("", 80, marks=pytest.mark.slow), pytest.param("8", 50, marks=pytest.mark.slow)],
 )
 def test_any_order_leaves_bits_right_with_late_copies_and_poison_too(monkeypatch, debug, examples):
     monkeypatch.setenv(VARIABLE, debug)

@@ -330,7 +330,13 @@ def test_gradients_go_to_the_session_of_an_optimizer_that_is_built_anew():
         assert old.buckets == [] and session_of(run).gradients.traffic.out > 0
 
 
-def test_a_failure_after_gradients_were_taken_gives_them_back(monkeypatch):
+def test_host_memory_of_gradients_is_page_locked_with_that_of_states_and_a_failure_gives_them_back(monkeypatch):
+    asked = []
+    monkeypatch.setattr(session, "pin_on_every_rank", lambda engine: asked.append(engine.hosts_beside))
+    with training(True, OFF, **THREE) as run:
+        (hosts,) = asked
+        assert sum(host.tensor.numel() for host in hosts) == session_of(run).gradients.moving_bytes > 0
+
     def no_host_memory(gradients):
         raise RuntimeError("could not map 1 GiB")
 
@@ -339,14 +345,6 @@ def test_a_failure_after_gradients_were_taken_gives_them_back(monkeypatch):
         with pytest.raises(RuntimeError, match="could not map"):
             run.step()
         require_mcores_own(run)
-
-
-def test_host_memory_of_gradients_is_page_locked_with_that_of_states(monkeypatch):
-    asked = []
-    monkeypatch.setattr(session, "pin_on_every_rank", lambda engine: asked.append(engine.hosts_beside))
-    with training(True, OFF, **THREE) as run:
-        (hosts,) = asked
-        assert sum(host.tensor.numel() for host in hosts) == session_of(run).gradients.moving_bytes > 0
 
 
 def test_mcores_offload_of_a_buffer_between_steps_loses_nothing():

@@ -254,7 +254,7 @@ def test_at_the_end_of_a_forward_only_what_comes_early_has_memory():
         backward(ddp, gradients, 1.0)
 
 
-def test_a_bucket_leaves_once_all_its_gradients_were_added_to_and_not_before():
+def test_a_bucket_leaves_once_all_its_gradients_were_added_to_and_one_larger_than_its_share_stays():
     ddp = FakeDdp((5,))
     gradients = taken(ddp, Transfers())
     begin_microbatch(ddp)
@@ -270,8 +270,6 @@ def test_a_bucket_leaves_once_all_its_gradients_were_added_to_and_not_before():
         forward(ddp, gradients)
     assert ddp.different() == []
 
-
-def test_a_bucket_larger_than_its_share_stays():
     ddp = FakeDdp((3,))
     gradients = taken(ddp, Transfers())
     step(ddp, gradients)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from both import PACKED, SMALL, bits, both, exact, session_of, steps, training
 from fake_ddp import FakeDdp, layout_of, states, step, taken
+from lanes import in_lanes
 from quantized_weights import Float8BlockwiseQTensor, Float8Tensor, NVFP4Tensor, have_mcore_quantize
 
 import bridge_fgo
@@ -25,7 +26,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=[pytest.param(kind, marks=() if kind is Float8Tensor else pytest.mark.slow) for kind in KINDS])
+@pytest.fixture(params=in_lanes(KINDS, [Float8Tensor]))
 def quantized(request, monkeypatch):
     """Have trainings keep the matrices of their layers quantized; return the class and other options."""
     have_mcore_quantize(request.param, monkeypatch)
@@ -83,7 +84,7 @@ def ddp_of(kind):
     return FakeDdp((5,), make=lambda *shape: kind.of(torch.zeros(shape)))
 
 
-def test_a_class_has_the_property_while_any_bucket_needs_it_and_is_then_as_before():
+def test_a_class_is_as_before_once_no_bucket_needs_its_property_or_they_are_gone_and_another_closes():
     first, second = ddp_of(Float8Tensor), ddp_of(Float8Tensor)
     before, plain = layout_of(first), dict(vars(Float8Tensor))
     gradients = [taken(ddp, Transfers()) for ddp in (first, second)]
@@ -98,8 +99,6 @@ def test_a_class_has_the_property_while_any_bucket_needs_it_and_is_then_as_befor
     gradients[1].close()
     assert vars(Float8Tensor) == plain
 
-
-def test_a_class_whose_buckets_are_gone_is_as_before_once_another_closes():
     plain = dict(vars(Float8Tensor)), dict(vars(NVFP4Tensor))
     taken(ddp_of(Float8Tensor), Transfers())
     gc.collect()

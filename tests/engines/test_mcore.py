@@ -152,15 +152,13 @@ def test_a_generation_is_found_by_its_verbs(member, fake):
 # Generation 1.
 
 
-def test_a_second_pass_waits_before_it_copies_out(optimizer):
+def test_a_second_pass_waits_before_it_copies_out_and_bits_survive_reruns_skips_and_early_reads(optimizer):
     engine = engine_of(optimizer)
     for _ in range(2):
         away(engine)
         engine.reload()
     assert optimizer.events == ["offload", "release", "reload", "wait", "offload", "release", "reload"]
-
-
-def test_bits_survive_reruns_skips_and_early_reads(optimizer):
+    optimizer = FakeGeneration1()
     resident = make_distributed_optimizer(SIZES)
     engine = engine_of(optimizer)
     for seed in range(6):
@@ -303,13 +301,10 @@ def test_released_bytes_are_those_off_the_gpu():
     assert (engine.traffic.back, engine.traffic.released) == (3 * MASTERS, 0)
 
 
-def test_readers_get_the_masters_and_whole_moments(of_second):
+def test_readers_and_reload_states_get_masters_and_whole_moments_once_copies_out_are_done(of_second, monkeypatch):
     optimizer, engine = of_second
     engine.require_readable()
     assert optimizer.events == ["ensure masters", "stream waits for copies in", "wait for copies out"]
-
-
-def test_reload_states_waits_for_the_copies_out_too(of_second, monkeypatch):
     # Moments are bound to host memory while these go on: they would be torn, and what is written overwritten.
     optimizer, engine = of_second
     session = Session.__new__(Session)
@@ -335,16 +330,13 @@ def test_every_writer_waits_for_the_copies_in_also_where_no_update_came_and_the_
         assert optimizer.events == ["ensure masters", "stream waits for copies in"]
 
 
-def test_what_the_fraction_leaves_on_the_gpu_is_neither_planned_nor_kept_quiet():
+def test_what_the_fraction_leaves_is_said_and_pinned_memory_is_that_of_upstreams_buffers():
     optimizer, engine = second()
     assert engine.resident_note() == ""
     optimizer._optimizer_state_offloader.selected_params = masters_of(optimizer)[:1]
     engine = engine_of(optimizer, member=Generation2)
     assert (engine.planned_bytes, engine.state_bytes) == (3 * 4 * SIZES[0], 3 * MASTERS)
     assert engine.resident_note().endswith("MiB of state by optimizer.optimizer_state_offload_fraction")
-
-
-def test_pinned_memory_is_that_of_upstreams_buffers_rounded_as_pytorch_does():
     optimizer, engine = second()
     assert engine.pinned_bytes == 0
     master, offloader = masters_of(optimizer)[0], optimizer._optimizer_state_offloader

@@ -32,9 +32,7 @@ def most_released(training):
 
 
 @pytest.mark.parametrize("beside", [0, 100])
-def test_a_host_that_cannot_hold_the_states_and_gradients_of_all_optimizers_is_refused_before_anything_is_pinned(
-    monkeypatch, beside
-):
+def test_a_host_that_cannot_hold_states_and_gradients_is_refused_before_anything_is_pinned(monkeypatch, beside):
     nbytes = sum(slab.nbytes for slab in make()[0].slabs())
     locked = []
     monkeypatch.setattr(MegatronSource, "device", torch.device("cuda"))
@@ -61,19 +59,22 @@ def test_a_host_that_cannot_hold_the_states_and_gradients_of_all_optimizers_is_r
     assert locked == [nbytes + beside, 2 * nbytes + beside]
 
 
-def test_states_in_host_memory_are_not_pinned():
+def test_states_in_host_memory_are_not_pinned_and_a_step_ends_with_what_is_coming_here_and_the_rest_away():
     engine = make()[0].engine
     engine.pin()
     assert engine.bytes_to_pin == engine.pinned_bytes == engine.pin_seconds == 0
+    training, _ = make()
+    training.update()
+    training.begin()
+    first, *others = training.slabs()
+    first.reload()
+    training.engine.settle()
+    assert first.state is SlabState.RESIDENT and {slab.state for slab in others} == {SlabState.RELEASED}
 
 
 @pytest.mark.parametrize(
     ("settings", "before", "after"),
-    [
-        ({}, MASTERS, 3 * MASTERS),
-        ({"moments": False}, MASTERS, MASTERS),
-        ({"master_weights": False}, 0, 2 * MASTERS),
-    ],
+    [({}, MASTERS, 3 * MASTERS), ({"moments": False}, MASTERS, MASTERS), ({"master_weights": False}, 0, 2 * MASTERS)],
 )
 def test_what_is_asked_for_goes_masters_before_the_first_step_and_moments_after_it(settings, before, after):
     training, _ = make(**settings)
@@ -92,17 +93,7 @@ def test_fraction_releases_that_share_of_the_bytes(fraction):
     assert "fraction" in training.engine.resident_note()
 
 
-def test_at_the_end_of_a_training_step_what_is_coming_has_come_and_the_rest_stays_away():
-    training, _ = make()
-    training.update()
-    training.begin()
-    first, *others = training.slabs()
-    first.reload()
-    training.engine.settle()
-    assert first.state is SlabState.RESIDENT and {slab.state for slab in others} == {SlabState.RELEASED}
-
-
-def test_a_tensor_that_somebody_replaced_is_taken_in():
+def test_a_tensor_that_somebody_replaced_is_taken_in_and_one_of_another_dtype_an_error_that_loses_nothing():
     training, optimizer = make()
     training.update()
     most_released(training)
@@ -113,8 +104,6 @@ def test_a_tensor_that_somebody_replaced_is_taken_in():
     training.engine.require_readable()
     assert torch.equal(optimizer.optimizer.state[masters_of(optimizer)[2]]["exp_avg"], expected)
 
-
-def test_a_load_of_another_dtype_is_an_error_and_loses_nothing():
     training, optimizer = make()
     training.update()
     most_released(training)

@@ -1,7 +1,5 @@
 """What ranks do together: they fail alike, and a node is asked for what its ranks need together."""
 
-from __future__ import annotations
-
 import gc
 import json
 
@@ -88,13 +86,10 @@ def test_what_a_dropped_optimizer_pins_is_given_back_before_a_refusal(alone, mon
         gc.enable()
 
 
-def test_an_interrupted_rank_tells_nobody(alone, monkeypatch):
+def test_an_interrupted_rank_tells_nobody_and_one_whose_memory_cannot_be_read_tells_it(alone, monkeypatch):
     monkeypatch.setattr(ranks, "gather", lambda own: pytest.fail("nobody else may come"))
     with pytest.raises(KeyboardInterrupt):
         ranks.on_every_rank(lambda: fails(KeyboardInterrupt))
-
-
-def test_a_rank_whose_memory_cannot_be_read_tells_it(alone, monkeypatch):
     told = []
     monkeypatch.setattr(ranks, "gather", lambda own: told.append(own) or [own])
     monkeypatch.setattr(ranks, "pools", lambda: fails(RuntimeError))

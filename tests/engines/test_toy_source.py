@@ -111,7 +111,7 @@ def test_a_storage_that_others_hold_views_of_is_emptied_and_filled_in_place(devi
         assert views[1].data_ptr() == buffer.data_ptr() + 1200
 
 
-def test_a_storage_that_somebody_shares_stays_and_is_not_lost():
+def test_a_storage_that_somebody_shares_stays_and_a_view_of_a_larger_one_cannot_be_emptied():
     buffer = torch.randn(1000)
     engine = NativeEngine([BufferSource(torch.optim.AdamW([buffer]), buffer)], CONFIG, PeakMeter())
     shared = buffer.numpy()
@@ -121,8 +121,6 @@ def test_a_storage_that_somebody_shares_stays_and_is_not_lost():
     assert buffer.untyped_storage().nbytes() == shared.nbytes and not engine.is_lost
     engine.require_writable()
 
-
-def test_a_view_of_a_larger_storage_cannot_be_emptied_in_place():
     buffer = torch.randn(1000)[:500]
     engine = NativeEngine([BufferSource(torch.optim.AdamW([buffer]), buffer)], CONFIG, PeakMeter())
     with pytest.raises(RuntimeError, match="only a whole storage can be emptied in place"):

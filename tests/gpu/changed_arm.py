@@ -3,8 +3,6 @@
 ALLOWED_BYTES=20000000000 python -m changed_arm --steps 20 --offload on --events FILE
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Each worker of pytest-xdist has GPUs of its own; where there are none, arms are only checked for refusals."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Each arm is a process (under torchrun: several), so that neither of two inherits
 take about half a minute an arm.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

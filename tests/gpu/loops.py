@@ -6,8 +6,6 @@ Three arms are alive at once and train in turn: resident, with the flag, and by 
 step got longer by, over the time in which the states cross the link once: the median over rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

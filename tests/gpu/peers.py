@@ -15,8 +15,6 @@ or fp32 accumulation run at the same time: of those only bytes and bits are told
 ours failed, is not bitwise equal to one that never sleeps, or keeps memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

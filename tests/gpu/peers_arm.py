@@ -7,8 +7,6 @@ which), one by one, without what those files import; torch_memory_saver has to b
 a tiny one.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import gc
@@ -42,7 +40,7 @@ LINES = {
         "load_megatron_model_to_gpu": "buffer.reload_from_cpu(move_grads=load_grad)",
     },
     "nemo_rl": {
-        "move_optimizer": "self.optimizer.offload_to_cpu() if device == 'cpu' else self.optimizer.restore_from_cpu()",
+        "move_optimizer": "self.optimizer.offload_to_cpu() if device == 'cpu' else self.optimizer.restore_from_cpu()"
     },
 }
 """What `bridge_fgo/sleep/PEERS.md` changes in a peer's functions: the new body of the function, or of its loop over

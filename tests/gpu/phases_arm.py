@@ -5,8 +5,6 @@
 Prints one JSON object. Without a GPU the model is a tiny one, on the CPU: that the arm runs is all that this shows.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

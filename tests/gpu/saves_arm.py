@@ -7,8 +7,6 @@ sleep comes while the worker may still write. Prints one JSON object. Without a 
 and the worker is forked: that the arm runs is all that this shows.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Saves in the background and resumes on a GPU, through Bridge's own ``pretrain()``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

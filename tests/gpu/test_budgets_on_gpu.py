@@ -1,7 +1,5 @@
 """Budgets that PyTorch's settings narrow, through Bridge's own ``pretrain()``."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Bridge's own ``pretrain()`` builds, and loads, with no more of the states on the GPU than two parts."""
 
-from __future__ import annotations
-
 import shutil
 from math import isqrt
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rank of two that is killed, or has an operation fail, at any phase of a step: the run ends, and resumes bitwise."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

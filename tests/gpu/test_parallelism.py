@@ -1,7 +1,5 @@
 """Checkpoints from one kind of parallelism to another, and of Megatron-FSDP, through Bridge's own ``pretrain()``."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

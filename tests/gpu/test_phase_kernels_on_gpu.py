@@ -1,7 +1,5 @@
 """Kernels that sum over GPU memory, and that compare masters with weights: as their formulas have it, and how fast."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -8,8 +8,6 @@ and TE FusedAdam, or a smaller one; an arm is a process. What was measured is pr
 `python tests/gpu/phases_arm.py --sleep whole` runs an arm with a tiny model on the CPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from functools import cache

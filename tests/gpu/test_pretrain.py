@@ -4,8 +4,6 @@ Muon needs emerging-optimizers. AdaptiveMuon is on the CPU lane alone: that of m
 emerging-optimizers 0.3.0 does not set, and a resident run ends with an AttributeError too.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -168,7 +166,7 @@ SLACK = 64 * 2**20
 @pytest.mark.parametrize(
     "size", [SMALL, MANY_ACTIVATIONS, (*SMALL, *EXPERTS[:2])], ids=["small", "many_activations", "experts"]
 )
-def test_passes_replayed_from_a_full_iteration_graph_are_bitwise_resident_ones_and_it_keeps_no_more_memory(
+def test_passes_replayed_from_a_full_iteration_graph_are_bitwise_resident_in_no_more_memory(
     tmp_path: Path, size: tuple[str, ...]
 ) -> None:
     resident, offloaded = both_arms(tmp_path, *size, *NARROW, "--full-graphs", steps=30)

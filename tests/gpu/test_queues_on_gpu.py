@@ -1,7 +1,5 @@
 """Small copies pass between the offload's, also where `CUDA_DEVICE_MAX_CONNECTIONS=1` gives kernels one queue."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

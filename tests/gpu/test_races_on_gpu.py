@@ -1,7 +1,5 @@
 """The debug mode on a GPU: a wait that is missing changes bits there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels of masters' remainders against PyTorch's operators, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace

@@ -6,8 +6,6 @@ A policy of 0.27 billion parameters; some minutes. `-s` prints what was measured
 process crowds the GPU: nothing else can run on it meanwhile.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

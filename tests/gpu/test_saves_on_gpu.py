@@ -6,8 +6,6 @@ What was measured is printed (`-s`). Without a GPU `python tests/gpu/saves_arm.p
 tiny model on the CPU.
 """
 
-from __future__ import annotations
-
 import pytest
 from gpu_lane import LEAST_RETURNED, NEEDS_CUDA, printed
 

@@ -1,7 +1,5 @@
 """Sequences whose lengths change from step to step and within one, through Bridge's own ``pretrain()``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

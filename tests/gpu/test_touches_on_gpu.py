@@ -1,7 +1,5 @@
 """States that callbacks touch between the steps of Bridge's own ``pretrain()``: bitwise as resident."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

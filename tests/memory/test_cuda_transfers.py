@@ -4,7 +4,6 @@ import copy
 import ctypes
 import gc
 import weakref
-from collections import deque
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
@@ -168,7 +167,7 @@ def test_memory_of_states_that_were_replaced_goes_at_once(mocked):
     assert gpu() is None
 
 
-def test_streams_take_turns_after_at_most_a_piece_however_it_is_cut(mocked):
+def test_streams_take_turns_after_at_most_a_piece_of_copies_that_are_cut_without_a_gap(mocked):
     handles = []
     copier = mock.Mock(copy=lambda target, source, nbytes, stream: handles.append((stream, nbytes)))
     lane = Lane(CPU, 100, copier)
@@ -176,6 +175,9 @@ def test_streams_take_turns_after_at_most_a_piece_however_it_is_cut(mocked):
     for nbytes in (250, 50, 30, 20, 1, 100):
         lane.copy(0, 0, nbytes, Event())
     assert handles == [("a", 100), ("b", 100), ("a", 50), ("a", 50), ("b", 30), ("b", 20), ("b", 1), ("a", 100)]
+    slab = slab_at(1000, 5000, 250)
+    CudaTransfers(CPU, 100).copy_out(slab)
+    assert mocked == [(1000, 5000, 100), (1100, 5100, 100), (1200, 5200, 50)]
 
 
 class LoggingLane(Lane):
@@ -219,55 +221,6 @@ def test_a_lane_stays_one_sequence_where_the_driver_refuses_an_event_or_to_wait(
     assert lane.log[1:] == [*between, ("copy", 80, stream), ("record", "second", stream)]
 
 
-def served(log, others, after):
-    """Return the copies as (stream, bytes), in the order in which a copy engine serves them.
-
-    It serves a stream for as long as that has copies ready, and then the next one that has any (`Lane`).
-
-    Args:
-        log: of a `LoggingLane`, all of which is enqueued at the start.
-        others: bytes of copies that are enqueued on stream "activations" together.
-        after: how many copies are done, and one more has begun, when these are enqueued.
-    """
-    queues, newest, happened = {"a": deque(), "b": deque(), "activations": deque()}, {}, set()
-    for number, (kind, what, stream) in enumerate(log):
-        if kind == "record":
-            newest[what] = number
-        queues[stream].append((kind, what if kind == "copy" else newest[what]))
-
-    def has_copy(stream):
-        queue = queues[stream]
-        while queue and (queue[0][0] == "record" or (queue[0][0] == "block" and queue[0][1] in happened)):
-            kind, event = queue.popleft()
-            if kind == "record":
-                happened.add(event)
-        return queue and queue[0][0] == "copy"
-
-    done, order = [], deque(queues)
-    while turn := next((stream for stream in order if has_copy(stream)), None):
-        order.rotate(-order.index(turn))
-        done.append((turn, queues[turn].popleft()[1]))
-        if len(done) == after + 1:
-            queues["activations"] += [("copy", nbytes) for nbytes in others]
-    return done
-
-
-@pytest.mark.parametrize("sizes", [(1000,), (30,) * 40, (130, 250, 70, 100) * 4])
-def test_copies_of_activations_go_together_between_pieces_of_states_after_two_at_most(mocked, sizes):
-    lane = LoggingLane()
-    for number, nbytes in enumerate(sizes):
-        lane.copy(0, 0, nbytes, lane.event(number))
-    copies = sum(kind == "copy" for kind, *_ in lane.log)
-    for after in range(copies):
-        done = served(lane.log, (300, 20), after)
-        assert len(done) == copies + 2
-        first = next(i for i, (stream, _) in enumerate(done) if stream == "activations")
-        assert sum(nbytes for _, nbytes in done[after:first]) <= 2 * 100, "what is under way, and the next stream"
-        assert done[first : first + 2] == [("activations", 300), ("activations", 20)]
-    on_one = [(kind, what, "a") for kind, what, _ in lane.log]
-    assert served(on_one, (300,), 0)[-1] == ("activations", 300), "else states would go first, all of them"
-
-
 @pytest.mark.parametrize("tried_before", [False, True])
 def test_a_pass_on_another_stream_waits_for_what_the_one_before_has_waited_for(mocked, monkeypatch, tried_before):
     # Else a copy in would read a host buffer that a copy out between the steps still writes.
@@ -307,12 +260,6 @@ def test_the_training_stream_waits_once_for_copies_that_end_one_after_another(mo
     moves.begin_pass()  # it may be another stream now
     moves.wait_in(slabs[0])
     assert landed[0].waiting == [0]
-
-
-def test_a_copy_is_cut_into_pieces_without_a_gap(mocked):
-    slab = slab_at(1000, 5000, 250)
-    CudaTransfers(CPU, 100).copy_out(slab)
-    assert mocked == [(1000, 5000, 100), (1100, 5100, 100), (1200, 5200, 50)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -359,9 +306,7 @@ def test_copies_back_to_back_are_ordered_once_unless_something_is_enqueued_betwe
     assert copy(slabs[0]) == 1, "what is enqueued after a block is not known to it"
 
 
-def test_what_is_computed_for_a_reader_on_a_side_stream_runs_on_the_training_stream_between_its_work(
-    monkeypatch, mocked
-):
+def test_what_is_computed_for_a_side_streams_reader_runs_on_the_training_stream_in_between(monkeypatch, mocked):
     order = []
 
     class Ordering(Event):

@@ -24,13 +24,10 @@ class Device(PeakMeter):
         return DeviceMemory(140 * GIB, 140 * GIB - 2 * GIB - 51 * GIB, 51 * GIB, self.allowed)
 
 
-def test_the_budget_is_all_but_what_others_have_and_the_margin():
+def test_the_budget_is_all_but_what_others_have_and_the_margin_and_no_more_than_pytorch_may_take():
     assert DeviceRoom(Device()).budget_bytes() == 138 * GIB - 140 * GIB // LEAST_MARGIN
     assert DeviceRoom(Device(reserved=56 * GIB)).budget_bytes() == 138 * GIB - 6 * GIB
     assert DeviceRoom(Device(reserved=90 * GIB)).budget_bytes() == 138 * GIB - 140 * GIB // MOST_HOLES
-
-
-def test_the_budget_is_no_more_than_pytorch_may_take():
     meter = Device()
     meter.allowed = 42 * GIB
     assert DeviceRoom(meter).budget_bytes() == 42 * GIB - 140 * GIB // LEAST_MARGIN
@@ -94,26 +91,23 @@ def run(training, steps):
     return came
 
 
-def test_nothing_leaves_where_everything_fits(monkeypatch):
+def test_just_what_is_needed_leaves_or_what_pytorch_may_take_or_everything_and_nothing_where_all_fits(monkeypatch):
     training = automatic(monkeypatch, whole=4 * WHOLE)
     assert run(training, 6)[3:] == [0, 0, 0]
     assert training.residencies == {SlabState.RESIDENT}
-
-
-def test_just_what_is_needed_leaves_where_it_does_not(monkeypatch):
     # A tenth is not to be had, nor the margin; activations take as much as the states.
     training = automatic(monkeypatch, whole=2 * WHOLE, sizes=[340] * 20)
     run(training, 4)
     room = 2 * WHOLE - 2 * WHOLE // 10 - 2 * WHOLE // LEAST_MARGIN - WHOLE
     part = max(part.nbytes for part in training.parts())
     assert room - part < training.staying <= room
-
-
-def test_just_what_pytorch_may_take_is_used(monkeypatch):
     training = automatic(monkeypatch, whole=4 * WHOLE, sizes=[340] * 20)
     training.meter.allowed = 2 * WHOLE
     run(training, 4)
     assert 0 < training.staying <= 2 * WHOLE - 4 * WHOLE // LEAST_MARGIN - WHOLE
+    training = automatic(monkeypatch, whole=WHOLE)
+    run(training, 4)
+    assert not any(part.stays for part in training.parts())
 
 
 def test_more_leaves_where_the_allocator_ran_short(monkeypatch):
@@ -128,18 +122,9 @@ def test_more_leaves_where_the_allocator_ran_short(monkeypatch):
     assert len(training.said) == 1
 
 
-def test_a_device_that_has_not_enough_offloads_everything_and_refuses_nothing(monkeypatch):
-    training = automatic(monkeypatch, whole=WHOLE)
-    run(training, 4)
-    assert not any(part.stays for part in training.parts())
-
-
-def test_what_is_found_out_is_no_budget_of_the_user_s(monkeypatch):
+def test_what_is_found_out_is_no_budget_of_the_users_and_without_a_gpu_it_is_refused_as_a_number_is(monkeypatch):
     training = automatic(monkeypatch, whole=2 * WHOLE)
     run(training, 3)
     assert training.schedule.is_planned and training.engine.held_budget_bytes is None
-
-
-def test_without_a_gpu_it_is_refused_as_a_number_is():
     with pytest.raises(ValueError, match=r"gpu_memory_budget_gib='auto' needs a GPU"):
         Training(0, budget="auto", meter=PeakMeter())

@@ -1,7 +1,5 @@
 """What is away brings itself back when it is touched, or says what to call: states, storages, and views of them."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -196,7 +194,7 @@ def test_tensors_that_somebody_made_while_it_was_awake_are_found(how, monkeypatc
         kept = kept.detach()  # another one in its place
 
 
-def test_objects_are_looked_through_only_where_somebody_has_made_a_tensor_on_the_storage(monkeypatch):
+def test_objects_are_looked_through_once_a_tensor_was_made_on_the_storage_also_in_anothers_place(monkeypatch):
     looks = []
     objects = gc.get_objects
     monkeypatch.setattr(gc, "get_objects", lambda: looks.append(1) or objects())
@@ -209,8 +207,6 @@ def test_objects_are_looked_through_only_where_somebody_has_made_a_tensor_on_the
     asleep(slab)
     assert len(looks) == 2 and is_guarded(view)
 
-
-def test_two_tensors_that_take_turns_are_told_from_one():
     tensor, slab = storage()
     kept = tensor[:2]
     find_aliases([slab])

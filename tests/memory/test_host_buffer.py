@@ -36,7 +36,7 @@ def locked(monkeypatch):
     return locked
 
 
-def test_buffers_are_locked_to_the_byte_and_unlocked_when_they_go(locked):
+def test_buffers_are_locked_to_the_byte_unlocked_when_they_go_and_at_exit_left_to_the_driver(locked):
     buffers = [HostBuffer(10_000), HostBuffer(5_000)]
     page_lock(buffers)
     assert sorted(locked.values()) == [5_000, 10_000] == sorted(buffer.pinned_bytes for buffer in buffers)
@@ -45,6 +45,10 @@ def test_buffers_are_locked_to_the_byte_and_unlocked_when_they_go(locked):
     buffers.clear()
     gc.collect()
     assert locked == {}
+
+    buffer = HostBuffer(4096)
+    buffer.lock()
+    assert buffer._unlock.atexit is False
 
 
 @pytest.mark.parametrize(
@@ -57,7 +61,7 @@ def test_buffers_are_locked_to_the_byte_and_unlocked_when_they_go(locked):
         ),
     ],
 )
-def test_a_refusal_says_what_helps_and_how_much_was_asked_for_and_leaves_nothing_locked(
+def test_a_refusal_says_what_helps_and_the_bytes_asked_for_and_leaves_nothing_locked(
     locked, monkeypatch, release, said
 ):
     monkeypatch.setattr(host_buffer.platform, "release", lambda: release)
@@ -91,18 +95,6 @@ def test_a_host_that_runs_out_of_memory_meanwhile_is_an_error_before_a_page_is_t
     ):
         page_lock(buffers)
     assert touched == buffers[:2]
-
-
-def test_pages_are_unlocked_when_their_own_gpu_is_idle(locked, monkeypatch):
-    # Python may collect a buffer in a thread whose current GPU is another.
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    waited = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
-    buffer = HostBuffer(4096)
-    page_lock([buffer])
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    buffer.close()
-    assert waited == [3]
 
 
 @pytest.mark.parametrize("spare", [0, 1, 5])
@@ -141,7 +133,7 @@ def test_what_other_threads_are_about_to_touch_is_not_free(locked, monkeypatch):
     assert len(touched) == 1
 
 
-def test_threads_lock_for_the_gpu_of_the_caller_from_the_cpus_near_it(locked, monkeypatch):
+def test_threads_lock_for_the_callers_gpu_from_the_cpus_near_it_and_unlock_when_that_gpu_is_idle(locked, monkeypatch):
     set_to, cpus = [], []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", set_to.append)
@@ -149,8 +141,12 @@ def test_threads_lock_for_the_gpu_of_the_caller_from_the_cpus_near_it(locked, mo
     page_lock([HostBuffer(4096)])
     assert set(set_to) == {3} and set(map(str, cpus)) == {"(0, {5})"}
 
-
-def test_at_exit_pages_are_left_to_the_driver(locked):
+    # Python may collect a buffer in a thread whose current GPU is another.
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
     buffer = HostBuffer(4096)
-    buffer.lock()
-    assert buffer._unlock.atexit is False
+    page_lock([buffer])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    buffer.close()
+    assert waited == [3]

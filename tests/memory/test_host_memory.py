@@ -108,11 +108,14 @@ def test_ranks_of_a_node_are_asked_for_what_they_need_together(needs, rank, refu
         )
 
 
-def test_a_refusal_has_the_bytes_of_the_node_and_what_to_do():
+def test_a_refusal_has_the_bytes_of_the_node_and_what_to_do_and_clean_page_cache_is_no_reason(host, tmp_path):
     refusal = host_memory_refusal(on_one_host(81), 0)
     assert f"has {100 * GIB} bytes, {80 * GIB} of them free" in refusal
     assert "at most 0.98 times as many: lower" in refusal  # not rounded up, which would be refused again
     assert f"the node has {50 * GIB} bytes" in host_memory_refusal(in_containers(46, 20), 0)
+    (tmp_path / "meminfo").write_text(f"MemTotal: {2000 * 2**20} kB\nMemAvailable: {1900 * 2**20} kB\n")
+    host(1800 * GIB, current=1790 * GIB, inactive_file=10 * GIB, active_file=1550 * GIB)
+    assert host_memory_refusal([Need(100 * GIB, pools())], 0) == ""
 
 
 def test_a_host_is_known_by_its_boot_whatever_its_containers_are_called(host, tmp_path, monkeypatch):
@@ -153,12 +156,6 @@ def test_what_the_kernel_gives_back_of_a_cgroups_memory_counts_as_free(host, sta
     assert available_bytes() == (10 + comes_back) * GIB
 
 
-def test_a_cgroup_full_of_clean_page_cache_is_not_refused(host, tmp_path):
-    (tmp_path / "meminfo").write_text(f"MemTotal: {2000 * 2**20} kB\nMemAvailable: {1900 * 2**20} kB\n")
-    host(1800 * GIB, current=1790 * GIB, inactive_file=10 * GIB, active_file=1550 * GIB)
-    assert host_memory_refusal([Need(100 * GIB, pools())], 0) == ""
-
-
 NO_LIMIT = 2**63 - 4096  # as cgroup v1 writes it
 
 
@@ -184,8 +181,11 @@ def test_the_least_limit_counts_of_the_cgroups_that_the_process_is_in(host, tmp_
     assert f"the node has {50 * GIB} bytes, {15 * GIB} of them free" in refusal
 
 
-def test_a_process_that_is_bound_to_no_node_has_the_whole_host(numa):
+def test_what_a_process_has_is_of_the_nodes_that_it_is_bound_to_and_what_the_kernel_gives_back_is_free(numa):
     assert numa(30, 45) == numa(30, 45, policy="interleave:0") == numa(30, 45, policy="prefer:0") == pools()[:1]
+    assert numa(20, 15, 40, policy="bind:0-1")[1][1:3] == (100 * GIB, 35 * GIB)
+    clean = {"Active(file)": 8, "Inactive(file)": 4, "Dirty": 2, "Writeback": 1, "SReclaimable": 3}
+    assert numa(10, 20, policy="bind:0", **clean)[1].free == (10 + 8 + 4 - 2 - 1 + 3) * GIB
 
 
 @pytest.mark.parametrize("bound", [{"policy": "bind:0"}, {"policy": "bind=static:0"}, {"allowed": "0"}])
@@ -193,15 +193,6 @@ def test_a_process_that_is_bound_to_a_node_has_that_nodes_memory(numa, bound):
     host, node = numa(30, 45, **bound)
     assert (host.whole, host.free, node.whole, node.free) == (100 * GIB, 80 * GIB, 50 * GIB, 30 * GIB)
     assert (total_bytes(), available_bytes()) == (50 * GIB, 30 * GIB)
-
-
-def test_a_process_that_is_bound_to_some_nodes_has_theirs_together(numa):
-    assert numa(20, 15, 40, policy="bind:0-1")[1][1:3] == (100 * GIB, 35 * GIB)
-
-
-def test_what_the_kernel_gives_back_of_a_nodes_memory_counts_as_free(numa):
-    clean = {"Active(file)": 8, "Inactive(file)": 4, "Dirty": 2, "Writeback": 1, "SReclaimable": 3}
-    assert numa(10, 20, policy="bind:0", **clean)[1].free == (10 + 8 + 4 - 2 - 1 + 3) * GIB
 
 
 def test_ranks_of_a_node_are_counted_against_its_memory_and_those_of_another_are_not(numa):
@@ -234,17 +225,11 @@ def test_each_rank_has_its_part_of_what_it_shares_with_others(numa, monkeypatch,
     assert host_memory.free_for_each_rank() == each * GIB
 
 
-def test_this_machines_own_nodes_are_read():
+def test_this_machines_nodes_and_cpus_are_read_and_a_pinned_block_is_a_power_of_two():
     nodes = host_memory.numa_nodes()
     assert all((host_memory.NODES / f"node{node}").exists() for node in nodes)
     assert 0 < available_bytes() <= total_bytes()
-
-
-def test_a_pinned_block_of_pytorchs_is_a_power_of_two():
     assert [power_of_two_at_least(n) for n in (0, 1, 2, 3, 4096, 4097)] == [0, 1, 2, 4, 4096, 8192]
-
-
-def test_a_list_of_cpus_is_read():
     assert parse_cpulist("0-3,8\n") == {0, 1, 2, 3, 8}
     assert parse_cpulist("\n") == set()
 

@@ -40,16 +40,13 @@ def settings(monkeypatch):
     return found
 
 
-def test_blocks_are_of_the_next_division_between_powers_of_two(settings):
+def test_blocks_are_of_the_next_division_that_each_power_of_two_has_of_its_own(settings):
     settings["roundup_power2_divisions"] = {str(2**i): 4 for i in range(16)}
     rounded = block_rounding(GPU)
     assert [rounded(mib * MIB) for mib in (1024, 1025, 1280, 1281, 1900)] == [
         mib * MIB for mib in (1024, 1280, 1280, 1536, 2048)
     ]
     assert rounded(0) == 0 and rounded(1024) == 1024  # not what is smaller than the least blocks
-
-
-def test_each_power_of_two_has_divisions_of_its_own(settings):
     settings["roundup_power2_divisions"] = {"1": 1, "2": 2, "4": 8, "8": 0}
     rounded = block_rounding(GPU)
     sizes = {3 * MIB // 4: 3 * MIB // 4, 5 * MIB // 4: 5 * MIB // 4, 9 * MIB // 4: 3 * MIB, 9 * MIB // 2: 9 * MIB // 2}
@@ -57,11 +54,8 @@ def test_each_power_of_two_has_divisions_of_its_own(settings):
     assert rounded(9 * MIB) == 9 * MIB and rounded(100 * MIB) == 100 * MIB
 
 
-def test_without_the_setting_and_without_a_gpu_a_block_is_what_was_asked_for(settings):
+def test_a_block_is_what_was_asked_for_but_counts_with_what_may_be_left_where_it_must_not_be_split(settings):
     assert [block_rounding(device)(5 * MIB) for device in (GPU, torch.device("cpu"))] == [5 * MIB] * 2
-
-
-def test_a_block_that_must_not_be_split_counts_with_what_may_be_left_of_it(settings):
     settings["max_split_size"] = 64 * MIB
     assert [block_rounding(GPU)(mib * MIB) for mib in (63, 64, 100)] == [63 * MIB, 84 * MIB, 120 * MIB]
     settings["expandable_segments"] = True  # whose blocks may be split at any size

@@ -95,12 +95,6 @@ def test_any_bits_that_are_no_nans_come_back_from_less_than_all_of_them_whatever
     assert encoded and torch.equal(back, words)
 
 
-def test_a_nan_with_a_payload_is_no_rounding_and_is_copied_whole():
-    words = torch.full((1000,), 0x7F800123, dtype=torch.int32)
-    back, encoded = through(words)
-    assert not encoded and torch.equal(back, words)
-
-
 def test_a_sixth_less_is_copied():
     training, _ = updated()
     for _ in range(3):
@@ -125,20 +119,20 @@ def test_masters_are_copied_whole_or_in_part_as_asked_for_and_else_as_the_schedu
     assert (training.engine.traffic.out >= 4 * sum(SIZES)) is not encoded
 
 
-def test_masters_that_left_whole_and_weights_that_change_need_no_check():
-    training, weight = updated(master_remainders=None)
-    with changed(weight):
-        training.engine.require_readable()
-    training.check()
-
-
-def test_masters_that_are_not_what_the_weights_were_rounded_from_are_copied_whole():
+def test_what_the_weights_were_not_rounded_from_or_a_nan_with_a_payload_is_copied_whole_and_needs_no_check():
     training = make()
     for one in (*training.optimizers, *training.twins):
         weights_of(one)[0].mul_(1.5)
     training.away()
     assert not is_encoded(training)
     training.check()
+    training, weight = updated(master_remainders=None)
+    with changed(weight):
+        training.engine.require_readable()
+    training.check()
+    words = torch.full((1000,), 0x7F800123, dtype=torch.int32)
+    back, encoded = through(words)
+    assert not encoded and torch.equal(back, words)
 
 
 def save(training):
@@ -195,16 +189,13 @@ def test_changes_that_a_plain_sum_does_not_see_are_noticed(before, after):
         training.engine.require_readable()
 
 
-def test_weights_in_another_place_than_before_are_found():
+def test_weights_in_another_place_are_found_and_an_offload_given_up_leaves_no_memory_behind():
     training, weight = updated()
     bucket = training.optimizers[0].buffers[-1].buckets[0]
     bucket.param_data = bucket.param_data.clone()
     with changed(weight):  # the old place
         training.engine.require_readable()
     training.check()
-
-
-def test_an_offload_given_up_leaves_no_memory_behind():
     training = make()
     training.engine.begin_pass()
     assert any(slab.staging is not None for slab in training.slabs())
@@ -273,15 +264,13 @@ def test_a_copy_out_that_fails_can_be_tried_again(monkeypatch, of, failing):
     assert counts_what_there_is(training)
 
 
-def test_a_slab_is_copied_whole_where_there_is_no_memory_for_more(monkeypatch):
+def test_a_slab_is_copied_whole_without_memory_for_more_and_the_ledger_stays_right(monkeypatch):
     training = make()
-    monkeypatch.setattr(Slab, "_take_staging", fails(torch.cuda.OutOfMemoryError))
-    training.away()
+    with monkeypatch.context() as patch:
+        patch.setattr(Slab, "_take_staging", fails(torch.cuda.OutOfMemoryError))
+        training.away()
     assert not is_encoded(training)
     training.check()
-
-
-def test_the_ledger_stays_right_where_memory_runs_out_on_the_way_back(monkeypatch):
     training, _ = updated()
     with monkeypatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError):
         patch.setattr(Slab, "_take_staging", fails(torch.cuda.OutOfMemoryError))  # the slab's own is there by then

@@ -111,14 +111,12 @@ TestAnyOrderOfTheFiveVerbs = AnyOrderOfTheFiveVerbs.TestCase
 TestAnyOrderOfTheFiveVerbs.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
-def test_a_read_during_the_offload_does_not_give_it_up():
+def test_a_read_does_not_give_up_an_offload_and_a_start_handed_in_takes_the_place_of_the_slabs_own():
     machine = Recorder()
     for verb in (machine.offload, machine.require_readable, machine.release):
         verb()
     assert machine.calls == ["start_offload", "release"]
 
-
-def test_a_start_that_is_handed_in_takes_the_place_of_the_slabs_own_and_of_nothing_else():
     machine = Recorder()
     another = lambda: machine.calls.append("another start")  # noqa: E731
     machine.offload(another)
@@ -172,7 +170,7 @@ def test_an_action_that_fails_leaves_the_state_before_it_and_may_be_done_again(a
     assert machine.state is SlabState.RESIDENT
 
 
-def test_an_offload_that_could_not_be_given_up_is_still_under_way():
+def test_an_offload_that_was_not_given_up_goes_on_and_an_error_of_a_handler_is_no_failure_to_release():
     machine = Interrupted(2, torch.OutOfMemoryError())
     machine.offload()
     with pytest.raises(torch.OutOfMemoryError):
@@ -180,9 +178,6 @@ def test_an_offload_that_could_not_be_given_up_is_still_under_way():
     assert machine.state is SlabState.OFFLOADING
     machine.require_writable()
     assert machine.state is SlabState.RESIDENT
-
-
-def test_an_error_that_a_handler_raises_as_memory_goes_is_no_failure_to_release():
     # PyTorch raises it from SIGCHLD's handler, at any line, where a worker of a DataLoader has died.
     machine = Interrupted(2, RuntimeError("DataLoader worker is killed"))
     machine.offload()

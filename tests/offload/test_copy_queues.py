@@ -26,12 +26,6 @@ def use_cuda(monkeypatch, is_initialized):
     monkeypatch.setattr(copy_queues.ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
 
 
-def test_without_a_driver_nothing_has_begun(environment):
-    environment.undo()
-    environment.setattr(copy_queues.ctypes, "CDLL", mock.Mock(side_effect=OSError("libcuda.so.1: cannot open")))
-    assert not copy_queues.driver_has_begun()
-
-
 @pytest.mark.parametrize(("asked", "kept"), [(None, "8"), ("1", "8"), ("32", "32"), ("many", "8"), ("0", "8")])
 def test_copies_keep_as_many_queues_as_without_the_variable_of_kernels(environment, asked, kept):
     if asked is not None:
@@ -44,14 +38,12 @@ def test_copies_keep_as_many_queues_as_without_the_variable_of_kernels(environme
     assert OF_COPIES not in os.environ
 
 
-def test_a_number_that_the_user_set_stays_and_is_judged(environment):
+def test_a_number_of_the_users_stays_and_where_cuda_is_in_use_a_shortage_is_said_and_not_papered_over(environment):
     environment.setenv(OF_COPIES, "2")
     assert not copy_queues.keep_enough()
     assert os.environ[OF_COPIES] == "2"
     assert "CUDA_DEVICE_MAX_COPY_CONNECTIONS=2" in copy_queues.shortage()
-
-
-def test_where_cuda_is_in_use_already_a_shortage_is_said_and_not_papered_over(environment):
+    environment.delenv(OF_COPIES)
     environment.setenv(OF_ALL, "1")
     use_cuda(environment, is_initialized=True)
     assert not copy_queues.keep_enough()
@@ -59,16 +51,16 @@ def test_where_cuda_is_in_use_already_a_shortage_is_said_and_not_papered_over(en
     said = copy_queues.shortage()
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in said
     assert "export CUDA_DEVICE_MAX_COPY_CONNECTIONS=8" in said
+    environment.undo()
+    environment.setattr(copy_queues.ctypes, "CDLL", mock.Mock(side_effect=OSError("libcuda.so.1: cannot open")))
+    assert not copy_queues.driver_has_begun()
 
 
-def test_install_sets_it_and_uninstall_takes_it_back(monkeypatch, cpu_standins):
+def test_install_sets_it_and_uninstall_takes_it_back_but_for_a_number_that_the_user_set(monkeypatch, cpu_standins):
     monkeypatch.setenv(OF_ALL, "1")
     with bridge_fgo.install(), bridge_fgo.install():
         assert os.environ[OF_COPIES] == "8"
     assert OF_COPIES not in os.environ
-
-
-def test_uninstall_leaves_a_number_that_the_user_set(monkeypatch, cpu_standins):
     monkeypatch.setenv(OF_COPIES, "4")
     with bridge_fgo.install():
         assert os.environ[OF_COPIES] == "4"

@@ -73,14 +73,11 @@ def test_the_change_of_a_slab_itself_does_not_count(training):
     assert measured(training).step < BESIDE
 
 
-def test_a_step_that_was_skipped_says_nothing_of_what_an_update_needs(training):
+def test_a_skipped_step_says_nothing_of_what_an_update_needs_and_a_pass_given_up_leaves_the_next_to_its_plan(training):
     training.step(skip=True)
     assert not training.schedule.holding.plans
     training.step()
     assert training.schedule.holding.plans
-
-
-def test_a_measured_pass_that_was_given_up_leaves_the_next_to_its_plan(training):
     training.steps(2)
     training.schedule.signature = 2
     training.run_pass(points=3)

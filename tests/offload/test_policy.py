@@ -1,5 +1,7 @@
 """What may be held when, which parts stay under a budget, and which measured pass covers one that runs: arithmetic."""
 
+from contextlib import nullcontext
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,15 +23,11 @@ PARTS = st.lists(st.integers(1, 30), min_size=1, max_size=10)
 
 
 @given(PROFILES, st.integers(0, 200), PARTS)
-def test_what_is_held_and_what_is_there_stay_under_the_limit(profile, limit, parts):
+def test_what_is_held_stays_under_the_limit_and_what_comes_back_need_not_leave_again(profile, limit, parts):
     plan = plan_holding(profile, limit, staying=0, part_bytes=parts)
     for held, peak in zip(plan.leave, profile.intervals, strict=True):
         assert held == 0 or held + peak <= limit
     assert plan.step + profile.step <= max(limit, profile.step + 2 * max(parts))
-
-
-@given(PROFILES, st.integers(0, 200), PARTS)
-def test_what_comes_back_need_not_leave_again(profile, limit, parts):
     plan = plan_holding(profile, limit, staying=0, part_bytes=parts)
     for i, come in enumerate(plan.come):
         assert come == min([*plan.leave[i:], plan.step])
@@ -58,12 +56,6 @@ def test_parts_that_stay_fit_and_none_of_the_others_would_fit_beside_them(parts,
     assert all(size > left for i, size in enumerate(parts) if i not in staying)
 
 
-def test_the_least_budget_is_the_larger_of_the_passes_and_of_two_parts_in_the_step():
-    assert least_budget(MemoryProfile([100], step=10), [5, 7]) == 100
-    assert least_budget(MemoryProfile([20], step=10), [5, 7]) == 24
-    assert least_budget(MemoryProfile([20], step=10), [5, 7], masters_held=9) == 33
-
-
 @given(st.integers(1, 2**38))
 def test_the_budget_that_a_refusal_asks_for_is_enough(least):
     asked = float(budget_refusal(0, least).split("needs ")[1].split(" GiB")[0])
@@ -85,86 +77,59 @@ def add(policy, kind, profile, parts):
         part.stays = position in staying
 
 
-def planned(budget, parts, *profiles):
-    """A policy that has seen a pass of each kind, 0, 1 and so on."""
-    policy = HoldPolicy(budget)
-    policy.warn = lambda text: None
-    for kind, profile in enumerate(profiles):
-        add(policy, kind, profile, parts)
-    return policy
-
-
 def staying(parts):
     return sum(part.nbytes for part in parts if part.stays)
 
 
-def test_a_peak_counts_the_step():
+def test_a_peak_counts_the_step_and_the_least_budget_is_the_larger_of_passes_and_of_two_parts_in_the_step():
     assert MemoryProfile([3, 5], step=7).peak == 7
+    assert least_budget(MemoryProfile([100], step=10), [5, 7]) == 100
+    assert least_budget(MemoryProfile([20], step=10), [5, 7]) == 24
+    assert least_budget(MemoryProfile([20], step=10), [5, 7], masters_held=9) == 33
 
 
-def test_a_plan_has_room_for_masters_that_are_held(parts):
-    policy = HoldPolicy()
-    policy.margin_bytes, policy.held_through_step = 50, 30  # the margin leaves less than is held in any case
-    add(policy, 0, MemoryProfile([0], 100), parts)
-    assert policy.plans[0].step == 30 + 2 * 11
+TWO_PARTS = 2 * 11
+PLANNED = {
+    # Budget, attributes of the policy, (intervals, step) of each kind of pass; what stays; leave and step of each plan.
+    "masters that are held, whatever the margin leaves": (
+        None, {"margin_bytes": 50, "held_through_step": 30}, [([0], 100)], 0, [((102,), 30 + TWO_PARTS)]),
+    "the least margin is kept free": (None, {"margin_bytes": 30}, [([100, 50], 0)], 0, [((0, 20), 70)]),
+    "no more stays than the step has room for": (200, {}, [([100], 130)], 40, [((100,), 70)]),
+    "what stays is in the plan whatever the margin": (
+        200, {"margin_bytes": 50}, [([150], 100)], 50, [((50,), 50 + TWO_PARTS)]),
+    "a later kind that needs less changes nothing": (
+        200, {}, [([150], 100), ([20], 10)], 50, [((50,), 100), ((180,), 190)]),
+    "a later kind that needs more lets fewer stay": (
+        200, {}, [([150], 100), ([170], 10)], 30, [((50,), 100), ((30,), 190)]),
+    "a rank with room keeps to what ranks agreed on": (
+        200, {"agree": lambda room, least: (0, least)}, [([50], 50)], 0, [((150,), 150)]),
+    "room for masters that are held": (130 + TWO_PARTS, {"held_through_step": 30}, [([0], 100)], 0, None),
+    "no room for masters that are held": (129 + TWO_PARTS, {"held_through_step": 30}, [([0], 100)], None, None),
+    "another rank cannot meet it": (200, {"agree": lambda room, least: (room, 201)}, [([50], 50)], None, None),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("short", [0, 1])
-def test_a_budget_that_has_no_room_for_masters_that_are_held_is_refused(parts, short):
-    policy = HoldPolicy(100 + 30 + 2 * 11 - short)
-    policy.held_through_step = 30
-    if short:
-        with pytest.raises(ValueError, match="cannot be met"):
-            add(policy, 0, MemoryProfile([0], 100), parts)
-    else:
-        add(policy, 0, MemoryProfile([0], 100), parts)
+@pytest.mark.parametrize("name", PLANNED)
+def test_what_stays_what_is_planned_and_which_budget_is_refused(parts, name):
+    budget, attributes, passes, stays, plans = PLANNED[name]
+    policy = HoldPolicy(budget)
+    policy.warn = lambda text: None
+    vars(policy).update(attributes)
+    with pytest.raises(ValueError, match="cannot be met") if stays is None else nullcontext():
+        for kind, profile in enumerate(passes):
+            add(policy, kind, MemoryProfile(*profile), parts)
+    if plans is not None:
+        assert staying(parts) == stays
+        assert [(plan.leave, plan.step) for plan in policy.plans] == plans
 
 
-def test_no_more_stays_than_the_optimizer_step_has_room_for(parts):
-    planned(200, parts, MemoryProfile([100], 130))
-    assert staying(parts) == 40  # of 200 - 130 - 2 * 11
-
-
-def test_parts_that_stay_are_in_the_plan_though_the_margin_has_no_room_for_them(parts):
-    policy = HoldPolicy(200)
-    policy.margin_bytes = 50
-    add(policy, 0, MemoryProfile([150], 100), parts)
-    assert policy.plans[0].leave == policy.plans[0].come == (staying(parts),) == (50,)
-    assert policy.plans[0].step == 50 + 2 * 11
-
-
-def test_a_kind_of_pass_that_is_measured_later_and_needs_less_changes_nothing(parts):
-    planned(200, parts, MemoryProfile([150], 100), MemoryProfile([20], 10))
-    assert staying(parts) == 50
-
-
-def test_a_kind_of_pass_that_is_measured_later_and_needs_more_lets_fewer_stay(parts):
-    policy = planned(200, parts, MemoryProfile([150], 100), MemoryProfile([170], 10))
-    assert staying(parts) == 30
-    assert policy.plans[0].leave == (50,) and policy.plans[1].leave == (30,)
-
-
-def test_a_rank_with_room_keeps_to_what_ranks_agreed_on(parts):
+def test_ranks_agree_on_the_first_kind_only(parts):
     policy = HoldPolicy(200)
     policy.agree = lambda room, least: (0, least)
     add(policy, 0, MemoryProfile([50], 50), parts)
-    policy.agree = None  # ranks agree on the first kind only
+    policy.agree = None
     add(policy, 1, MemoryProfile([50], 50), parts)
     assert staying(parts) == 0
-
-
-def test_a_budget_that_another_rank_cannot_meet_is_refused(parts):
-    policy = HoldPolicy(200)
-    policy.agree = lambda room, least: (room, 201)
-    with pytest.raises(ValueError, match="cannot be met"):
-        add(policy, 0, MemoryProfile([50], 50), parts)
-
-
-def test_the_least_margin_is_kept_free(parts):
-    policy = HoldPolicy()
-    policy.margin_bytes = 30
-    add(policy, 0, MemoryProfile([100, 50], 0), parts)
-    assert policy.plans[0].leave == (0, 20)
 
 
 # Which measured pass covers one that runs.
@@ -229,13 +194,10 @@ def test_forwards_of_the_same_layers_that_get_no_more_are_covered_and_what_follo
     assert covered or watched(matcher, (0, 0)) is None
 
 
-def test_of_several_measured_passes_one_must_cover_all_of_it():
+def test_of_several_profiles_one_must_cover_a_whole_pass_and_passes_of_the_same_layers_are_their_maximum():
     one, other = measured((0, 5), (1, 3)), measured((0, 4), (1, 9))
     assert watched(matcher_of(one, other), (0, 4), (1, 9)) is other
     assert watched(matcher_of(one, other), (0, 5), (1, 9)) is None
-
-
-def test_passes_of_the_same_layers_are_one_profile_the_maximum_of_all():
     policy = HoldPolicy()
     for sizes in ((10, 30), (20, 10), (15, 40)):
         policy.add(marked(*sizes, kind=1))

@@ -146,13 +146,30 @@ def test_what_interrupts_a_save_comes_out_and_the_rest_of_what_was_borrowed_goes
     assert all(slab.state is SlabState.RELEASED for slab in engine.slabs if slab is not borrowed[2])
 
 
-def test_what_is_not_offloaded_is_handed_out_as_it_is():
+def test_what_is_not_offloaded_or_was_replaced_is_saved_as_it_is_and_what_a_load_does_not_write_is_kept():
     training = made(fraction=0.2)
     (source,) = training.sources
     offloaded = {i for part in training.parts() for i in part.ids}
     left = next(pair for pair in training.pairs(source) if id(pair[0]) not in offloaded)
     with training.engine.saving(source, copies=True):
         assert training.hand_out(source, *left)[0]["param"] is left[0]
+
+    training = made()
+    (source,) = training.sources
+    param, twin = training.pairs(source)[0]
+    new = torch.full_like(param, 3.0)
+    for one, of in ((source.optimizer, param), (training.twins[0], twin)):
+        one.optimizer.state[of]["exp_avg"] = new.clone()
+    mine = source.optimizer.optimizer.state[param]["exp_avg"]
+    assert not any(tensor.data_ptr() == mine.data_ptr() for tensor in save(training))
+
+    training = lending()
+    handed = save(training)
+    expected = clones(handed)
+    with training.engine.loading(*training.sources):
+        pass
+    training.check()
+    assert are_equal(handed, expected)
 
 
 def test_a_checkpoints_state_dict_does_not_have_te_read_states_that_mcore_drops():
@@ -179,17 +196,6 @@ def test_a_checkpoints_state_dict_does_not_have_te_read_states_that_mcore_drops(
     assert training.residencies == {SlabState.RESIDENT}
 
 
-def test_a_state_that_somebody_replaced_while_its_slab_was_away_is_saved_as_it_is():
-    training = made()
-    (source,) = training.sources
-    param, twin = training.pairs(source)[0]
-    new = torch.full_like(param, 3.0)
-    for one, of in ((source.optimizer, param), (training.twins[0], twin)):
-        one.optimizer.state[of]["exp_avg"] = new.clone()
-    mine = source.optimizer.optimizer.state[param]["exp_avg"]
-    assert not any(tensor.data_ptr() == mine.data_ptr() for tensor in save(training))
-
-
 def test_a_save_of_one_source_leaves_those_of_others_where_they_are():
     training = made(optimizers=2)
     saved, other = training.sources
@@ -205,16 +211,6 @@ def test_a_save_of_one_source_leaves_those_of_others_where_they_are():
     assert not training.engine.is_checkpointing(saved)
 
 
-def test_what_a_load_does_not_write_is_kept():
-    training = lending()
-    handed = save(training)
-    expected = clones(handed)
-    with training.engine.loading(*training.sources):
-        pass
-    training.check()
-    assert are_equal(handed, expected)
-
-
 # Lent buffers.
 
 
@@ -228,11 +224,16 @@ def test_a_shared_copy_has_the_bits_and_goes_to_another_process_as_it_is(dtype, 
         goes_as_it_is(copied)
 
 
-def test_a_lent_state_is_the_whole_of_a_shared_storage_and_goes_to_another_process_as_it_is():
+def test_a_lent_state_is_the_whole_of_a_shared_storage_and_a_copy_of_it_is_ordinary_memory():
     training = lending()
     for tensor in save(training):
         assert is_lent(training, tensor)
         goes_as_it_is(tensor)
+    state = save(training := lending())[0]
+    assert is_lent(training, state)
+    for other in (copy.deepcopy(state), state.clone(), state.to(torch.bfloat16)):
+        assert not isinstance(other.untyped_storage(), LentStorage)
+        assert torch.equal(pickle.loads(ForkingPickler.dumps(other)), state.to(other.dtype))
 
 
 def test_steps_write_no_byte_of_what_a_writer_reads_and_its_buffers_are_used_again_when_it_is_done():
@@ -267,7 +268,7 @@ def test_a_save_while_the_writer_before_is_busy_gets_copies_and_without_a_step_b
     assert are_lent(training, save(training))
 
 
-def test_states_on_the_gpu_are_lent_whole_and_stay_there():
+def test_states_on_the_gpu_are_lent_whole_and_masters_leave_whole_in_the_step_before_a_save():
     training = lending()
     training.engine.require_writable()
     handed = save(training)
@@ -275,6 +276,11 @@ def test_states_on_the_gpu_are_lent_whole_and_stay_there():
     assert training.residencies == {SlabState.RESIDENT} and are_lent(training, handed)
     training.update()
     assert are_equal(handed, expected)
+    training = lending(master_remainders=True)
+    for saved_next in (False, True):
+        training.step(is_saved_next=saved_next)
+        masters = [slab for slab in training.slabs() if slab.written_back and slab.state is SlabState.RELEASED]
+        assert masters and all(slab.is_encoded is not saved_next for slab in masters)
 
 
 @pytest.mark.parametrize("on_their_way", [False, True])
@@ -291,14 +297,6 @@ def test_masters_that_were_copied_in_part_come_back_once_and_are_lent_whole(on_t
         assert training.engine.traffic.back - moved == sum(slab.codec.link_bytes for slab in packed)
         assert training.residencies == {SlabState.RELEASED}
     assert packed and not any(slab.is_encoded for slab in packed) and are_lent(training, handed)
-
-
-def test_in_the_step_before_a_save_masters_leave_whole():
-    training = lending(master_remainders=True)
-    for saved_next in (False, True):
-        training.step(is_saved_next=saved_next)
-        masters = [slab for slab in training.slabs() if slab.written_back and slab.state is SlabState.RELEASED]
-        assert masters and all(slab.is_encoded is not saved_next for slab in masters)
 
 
 def test_what_interrupts_a_save_that_lends_comes_out(monkeypatch):
@@ -369,14 +367,6 @@ def test_however_torch_hands_memory_over_a_buffer_goes_as_one_file_and_the_other
     del received, theirs
     assert mappings() == mapped - len(lenders)
     training.made.clear()  # bits may be others: x + 1 - 1
-
-
-def test_a_copy_of_a_lent_state_is_ordinary_memory():
-    state = save(training := lending())[0]
-    assert is_lent(training, state)
-    for other in (copy.deepcopy(state), state.clone(), state.to(torch.bfloat16)):
-        assert not isinstance(other.untyped_storage(), LentStorage)
-        assert torch.equal(pickle.loads(ForkingPickler.dumps(other)), state.to(other.dtype))
 
 
 # How much host memory buffers take that may be lent, by what the kernel says that is resident.

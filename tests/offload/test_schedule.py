@@ -15,7 +15,7 @@ from bridge_fgo.offload import schedule
 TOGETHER = {"layer": WHOLE // 2, "together": WHOLE, "sizes": MANY_SIZES}
 
 
-def test_slabs_leave_late_and_come_early_once_peaks_are_known():
+def test_slabs_leave_late_and_come_early_once_peaks_are_known_and_come_without_a_copy_if_they_have_not_left():
     training = Training(layer=WHOLE // 4)
     for _ in range(2):
         training.step()
@@ -26,8 +26,6 @@ def test_slabs_leave_late_and_come_early_once_peaks_are_known():
         assert held[0] > held[2] > 0 == held[4]
     assert held[-1] > held[-3] > 0
 
-
-def test_states_that_have_not_left_yet_come_back_without_a_copy():
     # Activations need no more than states do: nothing has to leave at point 0.
     training = trained(4, layer=WHOLE)
     before = training.engine.traffic.back
@@ -80,9 +78,7 @@ def test_masters_that_leave_again_keep_the_memory_that_they_came_in(monkeypatch,
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("together", [True, False])
-def test_masters_whose_making_failed_are_lost_if_it_was_interrupted_or_others_were_made_with_them(
-    monkeypatch, error, together
-):
+def test_masters_whose_making_failed_are_lost_if_interrupted_or_made_with_others(monkeypatch, error, together):
     # The launch for several zeroes the weights' sums, with which the masters would be checked.
     training = trained(**TOGETHER if together else {"layer": WHOLE // 2})
     real = Remainders.decode
@@ -130,14 +126,12 @@ def test_masters_that_are_copied_in_one_go_do_not_leave_before(monkeypatch, opti
     assert [one.copied for one in training.optimizers] == [list(map(id, of_one)) for of_one in masters]
 
 
-def test_a_pass_that_ends_before_the_measured_one_is_planned_for_itself():
+def test_a_shorter_pass_and_another_number_of_microbatches_are_planned_for_themselves():
     training = trained(layer=WHOLE // 4)
     training.steps(3, points=POINTS - 2)
     assert training.held[0] > training.held[3] > training.held[4] == 0
     assert sorted(len(plan.leave) for plan in training.schedule.holding.plans) == [POINTS - 1, POINTS + 1]
 
-
-def test_another_number_of_microbatches_is_measured_for_itself():
     training = trained(layer=WHOLE // 4)
     training.schedule.signature = 2
     training.step()
@@ -162,7 +156,7 @@ def test_what_has_landed_steps_first_then_what_stays_then_what_is_on_its_way(mon
     assert order == [moving[0], *staying, *moving[1:]]
 
 
-def test_what_a_reader_brings_back_before_forward_leaves_again():
+def test_what_a_reader_brings_back_or_is_written_in_the_pass_leaves_again_and_a_late_point_moves_nothing():
     # MXFP8's copy to the parameter buffer reads the masters after the pass has begun, when they may be on the host.
     training = trained(4, layer=WHOLE)
     training.schedule.release_everything()
@@ -173,6 +167,19 @@ def test_what_a_reader_brings_back_before_forward_leaves_again():
         training.schedule.point(mark(i, WHOLE))
     assert training.schedule.ledger.nbytes == 0
     training.step()
+
+    training = trained(layer=WHOLE // 4)
+    training.run_pass()
+    held = training.schedule.ledger.nbytes
+    training.engine.point(mark(1, WHOLE))
+    assert training.schedule.ledger.nbytes == held > 0 and training.schedule.is_planned
+    training.finish()
+    # Given up and begun anew, a slab that was on its way is in the line twice, and its bytes go once.
+    training = Training(optimizers=2, sizes=[1000] * 20)
+    training.engine.begin_pass()
+    training.engine.require_writable()
+    training.engine.release()
+    assert training.schedule.ledger.nbytes == 0
 
 
 def test_masters_that_could_not_leave_are_checked_before_they_are_packed(monkeypatch):
@@ -210,21 +217,3 @@ def test_masters_of_a_group_whose_copy_out_is_refused_are_here_whole(monkeypatch
         training.update()
     assert len(encoded) > 1 and not any(slab.is_encoded for slab in encoded)
     training.made.clear()  # parts of the optimizer are a step ahead
-
-
-def test_a_point_after_the_last_backward_moves_nothing():
-    training = trained(layer=WHOLE // 4)
-    training.run_pass()
-    held = training.schedule.ledger.nbytes
-    training.engine.point(mark(1, WHOLE))
-    assert training.schedule.ledger.nbytes == held > 0 and training.schedule.is_planned
-    training.finish()
-
-
-def test_what_was_written_in_mid_pass_leaves_with_the_rest():
-    # Given up and begun anew, a slab that was on its way is in the line twice, and its bytes go once.
-    training = Training(optimizers=2, sizes=[1000] * 20)
-    training.engine.begin_pass()
-    training.engine.require_writable()
-    training.engine.release()
-    assert training.schedule.ledger.nbytes == 0

@@ -87,10 +87,15 @@ def test_the_step_in_which_masters_are_first_packed_holds_no_more_than_others(mo
         assert 0 < max(held) <= training.schedule._plan.step
 
 
-def test_masters_that_cannot_leave_in_the_step_are_counted():
+def test_masters_that_cannot_leave_are_counted_and_what_a_reader_brought_back_leaves_before_the_step():
     training = trained(4, layer=WHOLE // 4, step=WHOLE, quantized=True)
     assert not training.schedule.queue.to_come
     assert training.schedule.holding.held_through_step == 4 * sum(SIZES) <= training.schedule._plan.step
+    training = trained(step=WHOLE)
+    training.check()  # the pass has room for what it brings back
+    training.run_pass()
+    assert training.held[-1] > training.schedule.step_limit >= training.schedule.ledger.nbytes
+    training.finish()
 
 
 @pytest.mark.parametrize("held", ["masters of quantized weights", "parts that stay"])
@@ -107,14 +112,6 @@ def test_what_goes_together_leaves_room_for_what_is_held(monkeypatch, held):
     assert nbytes and asked and max(asked) <= (training.schedule._plan.step - nbytes) // schedule.GROUPS_HELD
 
 
-def test_what_a_reader_brought_back_leaves_before_the_step_where_that_has_no_room_for_it():
-    training = trained(step=WHOLE)
-    training.check()  # the pass has room for what it brings back
-    training.run_pass()
-    assert training.held[-1] > training.schedule.step_limit >= training.schedule.ledger.nbytes
-    training.finish()
-
-
 def test_a_few_slabs_at_a_time_are_on_their_way_packed(monkeypatch):
     training = trained(1, sizes=[1000] * 40)
     training.check()
@@ -129,14 +126,12 @@ def test_a_few_slabs_at_a_time_are_on_their_way_packed(monkeypatch):
 # Between steps, and at the begin and the end.
 
 
-def test_states_that_do_not_exist_take_no_memory():
+def test_states_that_do_not_exist_take_no_memory_and_parts_that_are_no_more_offloaded_are_forgotten():
     training = Training()
     training.run_pass()
     unmade = [slab for slab in training.schedule.queue.slabs if not slab.exists()]
     assert unmade and all(slab.gpu is None for slab in unmade)
 
-
-def test_parts_that_are_no_more_offloaded_are_forgotten():
     training = trained(layer=WHOLE)
     training.engine.begin_pass()
     queue = training.schedule.queue
@@ -215,10 +210,17 @@ def test_a_budget_holds_also_where_blocks_are_larger_than_slabs(monkeypatch, sha
     assert max(peaks) <= budget and training.staying
 
 
-def test_a_budget_that_cannot_be_met_is_an_error_with_the_least_one():
+def test_a_budget_that_cannot_be_met_is_an_error_and_one_that_holds_no_more_is_said_by_the_rank_it_concerns():
     training = trained(1, layer=WHOLE, budget=4 * WHOLE - 1)
     with pytest.raises(ValueError, match=r"gpu_memory_budget_gib=.*cannot be met.*needs 0\.01 GiB"):
         training.step()
+    # Another number of microbatches needs more, perhaps on another rank than 0: ranks agree on the first kind only.
+    training = trained(layer=WHOLE // 2, budget=3 * WHOLE)
+    assert not training.said
+    training.meter.layer, training.schedule.signature = WHOLE, 2
+    training.steps(3)
+    (said,) = training.said
+    assert "gpu_memory_budget_gib" in said and "holds no more" in said
 
 
 def test_the_first_step_with_a_budget_stays_under_it_while_what_stays_comes_back():
@@ -238,16 +240,6 @@ def test_the_step_in_which_many_parts_come_to_stay_keeps_to_the_budget_too(share
     peaks = [most_held_in(training, training.step) for _ in range(4)]
     assert 0 < sum(not part.stays for part in training.parts()) < (1 - share) * 40 + 4
     assert max(peaks[2:]) + beside <= budget
-
-
-def test_a_budget_that_holds_no_more_is_said_by_the_rank_that_it_concerns():
-    # Another number of microbatches needs more, perhaps on another rank than 0: ranks agree on the first kind only.
-    training = trained(layer=WHOLE // 2, budget=3 * WHOLE)
-    assert not training.said
-    training.meter.layer, training.schedule.signature = WHOLE, 2
-    training.steps(3)
-    (said,) = training.said
-    assert "gpu_memory_budget_gib" in said and "holds no more" in said
 
 
 @pytest.mark.parametrize("whole_step", [False, True])

@@ -319,15 +319,13 @@ def staying(monkeypatch):
     return training
 
 
-def test_passes_in_which_nothing_moves_are_watched_and_reported_otherwise(staying):
+def test_where_all_stays_passes_are_watched_and_one_that_is_larger_has_everything_leave_at_once(staying):
     schedule, before, reported = staying.schedule, staying.engine.traffic.back, []
     schedule.recorder.point = lambda: reported.append(1)
     staying.train(SHORT, SHORT)
     assert schedule.checks_inputs_only and schedule.is_planned and not reported
     assert staying.engine.traffic.back == before
 
-
-def test_a_larger_pass_has_everything_leave_at_once_and_the_next_one_is_measured(staying):
     forward, states = staying.engine.forward, []
     staying.engine.forward = lambda *of: (forward(*of), states.append(staying.residencies))
     staying.train(SHORT, LARGE)

@@ -344,11 +344,7 @@ FAULTS = [
     with_a_copy_that_counts_as_one_before,
     with_an_order_that_outlives_its_block,
     with_what_was_written_not_ordered,
-    replaced(
-        "with_a_readers_stream_alone",
-        "_streams",
-        lambda transfers: (torch.cuda.current_stream().cuda_stream,),
-    ),
+    replaced("with_a_readers_stream_alone", "_streams", lambda transfers: (torch.cuda.current_stream().cuda_stream,)),
     replaced("with_a_release_that_does_not_wait_for_who_asks_for_it", "computing", CudaTransfers.on_compute_stream),
     replaced("with_memory_of_the_readers_stream", "on_compute_stream", lambda transfers: nullcontext()),
     replaced("with_a_save_that_reads_at_once", "finish_out", lambda transfers: None),

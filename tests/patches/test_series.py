@@ -101,22 +101,18 @@ def site_packages(tmp_path_factory):
     return site
 
 
-def test_both_layouts_end_with_the_same_files(repository, site_packages):
+def test_both_layouts_end_alike_each_patch_is_a_commit_with_its_reason_and_none_is_applied_again(
+    repository, site_packages
+):
     changed = touched()
     assert changed
     for path in changed:
         assert (site_packages / path).read_bytes() != (wheel().parents[1] / path).read_bytes()
     for path in (*changed, "megatron/bridge/training/optimizer_state_offload.py"):
         assert (site_packages / path).read_bytes() == (repository / "src" / path).read_bytes()
-
-
-def test_each_patch_is_a_commit_with_its_reason(repository):
     messages = git(repository, "log", "--format=%b%x00", f"-{len(SERIES)}").split("\0")[: len(SERIES)]
     assert len(messages) == len(SERIES) == 6
     assert all(len(message.split()) > 30 for message in messages)
-
-
-def test_a_series_that_is_there_is_not_applied_again(repository, site_packages):
     for folder in (repository, site_packages):
         with pytest.raises(ValueError, match="applied already"):
             apply(folder)

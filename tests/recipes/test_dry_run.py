@@ -50,10 +50,7 @@ def plans_here(monkeypatch):
     ("settings", "why"),
     [
         ({"nodes": 3, "gpus_per_node": 2}, "--gpus 6: a pipeline stage has 6 ranks, not divisible by expert 8"),
-        (
-            {"overrides": "train.train_iterz=3"},
-            "there is no setting train.train_iterz; did you mean train.train_iters",
-        ),
+        ({"overrides": "train.train_iterz=3"}, "there is no setting train.train_iterz; did you mean train.train_iters"),
         ({"overrides": "optimizer.optimizer_cpu_offload=true"}, "optimizer_cpu_offload"),
         (
             {"gradients": "lazy", "overrides": "ddp.nccl_ub=true"},

@@ -75,20 +75,14 @@ def test_what_bridge_asks_of_hugging_face_is_passed_on(trust, monkeypatch):
     assert asked == [("some/model", {"trust_remote_code": trust, "revision": "main"})]
 
 
-def test_a_model_that_is_neither_kept_nor_in_the_cache_comes_from_hugging_face(no_network):
+def test_a_model_that_is_not_kept_comes_from_hugging_face_or_is_an_error(no_network, monkeypatch):
     assert hf_config.origin("gpt2", "auto") == "hub"
-
-
-def test_a_file_that_hugging_face_is_known_not_to_have_is_not_in_the_cache(monkeypatch):
+    with pytest.raises(ValueError, match=r"hf_config='kept': the numbers of gpt2 are not kept"):
+        hf_config.origin("gpt2", "kept")
     from huggingface_hub import _CACHED_NO_EXIST
 
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: _CACHED_NO_EXIST)
     assert not hf_config.in_cache("gpt2", "config.json")
-
-
-def test_a_model_that_is_not_kept_is_an_error():
-    with pytest.raises(ValueError, match=r"hf_config='kept': the numbers of gpt2 are not kept"):
-        hf_config.origin("gpt2", "kept")
 
 
 @pytest.mark.parametrize("model", sorted(PUBLISHED_PARAMETERS | ABOUT))
@@ -111,9 +105,7 @@ def test_what_is_kept_is_of_recipes_and_some_of_it_for_plan_alone():
 
 
 @pytest.mark.parametrize(("hf", "why"), [("kept", "for training, but for plan alone"), ("auto", "give hf_config=DIR")])
-def test_training_asks_for_the_releases_own_config_where_the_kept_one_was_put_together(
-    hf, why, monkeypatch, no_network
-):
+def test_training_asks_for_the_releases_config_where_the_kept_one_was_put_together(hf, why, monkeypatch, no_network):
     monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=OSError("offline")))
     recipe = catalog.find("gpt_oss_120b_64gpu")
     with pytest.raises(ValueError, match=why):

@@ -95,14 +95,11 @@ def test_this_machine_runs_a_process_a_gpu(recipe, given, processes, monkeypatch
     assert "CUDA_VISIBLE_DEVICES" not in executor.env_vars
 
 
-def test_this_machine_trains_in_the_recipes_environment(monkeypatch):
+def test_this_machine_trains_in_the_recipes_environment_and_sees_no_gpus_that_were_not_asked_for(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     recipe = catalog.find("qwen3_30b_a3b_8gpu")
     given = Job(recipe=recipe.name, scheduler="local").executor().env_vars
     assert recipe.environment and recipe.environment.items() <= given.items()
-
-
-def test_without_gpus_asked_for_the_one_process_sees_none():
     executor = Job(recipe="tiny", scheduler="local", gpus_per_node=0).executor()
     assert (executor.nproc_per_node(), executor.env_vars["CUDA_VISIBLE_DEVICES"]) == (1, "")
 

@@ -71,32 +71,23 @@ def check_golden(name, text):
     assert text.splitlines() == path.read_text().splitlines()
 
 
-def test_dry_run_of_v4_on_gb200_is_the_kept_one(launch, monkeypatch, tmp_path):
+def test_dry_runs_of_v4_on_gb200_and_of_tiny_without_gpus_and_here_are_the_kept_ones(launch, monkeypatch, tmp_path):
+    node = ("scheduler=slurm", "account=acct", "gpus_per_node=0", "segment=0")
+    check_golden("tiny_slurm.txt", launch("--factory", "tiny", *node, "offload=false", "--dryrun"))
+    check_golden("tiny_local.txt", launch("--factory", "tiny", "overrides=train.train_iters=3", "--dryrun"))
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
     text = launch(*DSV4, "overrides=train.train_iters=10 'dataset.path_to_cache=/my cache'", "--dryrun")
     check_golden("dsv4_flash_64gpu.txt", text)
     assert "hf_0123456789" not in text
 
 
-def test_dry_run_of_tiny_on_a_node_without_gpus_is_the_kept_one(launch):
-    node = ("scheduler=slurm", "account=acct", "gpus_per_node=0", "segment=0")
-    check_golden("tiny_slurm.txt", launch("--factory", "tiny", *node, "offload=false", "--dryrun"))
-
-
-def test_dry_run_of_tiny_on_this_machine_is_the_kept_one(launch):
-    check_golden("tiny_local.txt", launch("--factory", "tiny", "overrides=train.train_iters=3", "--dryrun"))
-
-
-def test_an_argument_with_a_space_is_one_argument_of_each_process(launch):
+def test_an_argument_with_a_space_is_one_of_each_process_and_overrides_stand_by_themselves(launch):
     node = ("scheduler=slurm", "account=acct", "gpus_per_node=0")
     text = launch("--factory", "tiny", *node, "overrides=a=1 'b=/my cache'", "--dryrun")
     (line,) = [line for line in text.splitlines() if line.startswith("srun ")]  # a line of shell
     assert shlex.split(line)[-4:] == ["tiny", "--offload", "a=1", "b=/my cache"]
     here = Job(recipe="tiny", scheduler="local", overrides="a=1 'b=/my cache'")
     assert here.task().args == ["tiny", "--offload", "a=1", "b=/my cache"]  # torchrun's arguments as they are
-
-
-def test_overrides_stand_by_themselves_as_they_do_for_plan_and_slurm(launch):
     node = ("scheduler=slurm", "account=acct", "gpus_per_node=0")
     own = ("train.train_iters=3", "optimizer.offload.fraction=0.5", "+model.x=/my cache")
     text = launch("--factory", "tiny", own[0], *node, *own[1:], "overrides=a=1 b=2", "--dryrun")

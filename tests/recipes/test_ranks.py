@@ -125,7 +125,7 @@ FOR_TRAINING = [recipe.name for recipe in RELEASED if recipe.hf_model in hf_conf
 
 
 @pytest.mark.parametrize("name", FOR_TRAINING)
-def test_a_launch_without_network_goes_through_upstreams_tokenizer_or_says_how_before_bridge_begins(
+def test_a_launch_without_network_takes_upstreams_tokenizer_or_says_how_before_bridge_begins(
     no_network, launched, name
 ):
     from megatron.bridge.training.setup import _validate_and_set_vocab_size
@@ -190,9 +190,7 @@ def test_a_tokenizer_that_is_on_this_machine_is_not_refused(launched, monkeypatc
 
 
 @pytest.mark.parametrize("name", sorted(OF_THE_HUB))
-def test_auto_trains_on_kept_numbers_and_says_what_to_give_where_the_tokenizer_cannot_be_had(
-    no_network, launched, capsys, name
-):
+def test_auto_trains_on_kept_numbers_and_says_what_to_give_without_the_tokenizer(no_network, launched, capsys, name):
     train.prepare_pretrain(catalog.find(name), OffloadConfig(), "auto", [])()
     printed = capsys.readouterr().out
     assert len(launched) == 1 and "as kept in this project" in printed

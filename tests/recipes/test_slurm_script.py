@@ -160,9 +160,7 @@ def job(folder, srun="exit 0", **environment):
     ("restarts", "status", "again"),
     [("0", 3, True), ("2", 3, True), ("3", 3, False), ("0", 0, False), ("0", 126, False), ("0", 127, False)],
 )
-def test_a_job_that_failed_is_queued_again_up_to_max_restarts_and_ends_with_its_status(
-    tmp_path, restarts, status, again
-):
+def test_a_job_that_failed_is_queued_again_up_to_max_restarts_with_its_status(tmp_path, restarts, status, again):
     ended, calls = job(tmp_path, f"exit {status}", SLURM_RESTART_COUNT=restarts, MAX_RESTARTS="3")
     assert ended == status
     assert ("scontrol requeue 7" in calls) == again
@@ -181,15 +179,12 @@ def test_a_job_that_numactl_cannot_bind_is_refused_by_the_preflight(tmp_path, no
     assert (ended, len(calls)) == ((0, 2) if training else (1, 1))
 
 
-def test_a_job_runs_what_the_dry_run_prints(tmp_path):
+def test_a_job_runs_what_the_dry_run_prints_and_slurm_is_asked_for_time_to_save_and_to_queue_it_again(tmp_path):
     given = {"CONTAINER_IMAGE": "/i.sqsh", "ENV_NAMES": "HF_TOKEN", "CONTAINER_MOUNTS": "/a:/b", "PREFLIGHT": "check"}
     _, calls = job(tmp_path, **given)
     lines = dry_run(**SETTINGS | given).splitlines()
     printed = [" ".join(shlex.split(line)) for line in lines if line.startswith("srun ")]
     assert calls == printed and len(printed) == 2
-
-
-def test_slurm_is_asked_for_time_to_save_and_to_queue_the_job_again():
     options = [line.split()[1] for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH ")]
     assert {"--requeue", "--signal=B:USR1@600", "--open-mode=append"} <= set(options)
 

@@ -5,8 +5,6 @@ GPU once, and then their key; the worker keeps them. All tensors here count as o
 that its tensor had when it was sent, also once the tensor has other memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import pickle
@@ -30,9 +28,9 @@ PACKAGE = "nvidia_resiliency_ext.checkpointing.async_ckpt"
 class Block:
     """The memory of a storage from when it was sent until it goes."""
 
-    of: ClassVar[MutableMapping[int, Block]] = weakref.WeakValueDictionary()
+    of: ClassVar[MutableMapping[int, "Block"]] = weakref.WeakValueDictionary()
     """By the storage; those that somebody has a handle of."""
-    gone: ClassVar[MutableSet[Block]] = weakref.WeakSet()
+    gone: ClassVar[MutableSet["Block"]] = weakref.WeakSet()
     """Those whose storage was emptied, and which cannot be freed."""
 
     def __init__(self, storage):

@@ -1,7 +1,5 @@
 """A CPU training that sleeps: its memory is overwritten before it goes, so that nothing can come back by chance."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 

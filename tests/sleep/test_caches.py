@@ -1,7 +1,5 @@
 """Caches and workspaces go with what needs them, and are made again; what somebody may still need stays."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import sys
@@ -55,9 +53,7 @@ def test_weights_in_fp8_go_with_the_parameters_and_stay_within_a_step(sleeper):
 
 
 @pytest.mark.parametrize("has_graph", [False, True])
-def test_what_a_backward_writes_to_goes_with_the_gradients_and_workspaces_once_nothing_can_run(
-    sleeper, te, monkeypatch, has_graph
-):
+def test_what_a_backward_writes_to_goes_with_gradients_and_workspaces_at_last(sleeper, te, monkeypatch, has_graph):
     """Workspaces stay where a CUDA graph may have their addresses."""
     from megatron.core.parallel_state import get_global_memory_buffer
 
@@ -84,7 +80,7 @@ def rotary():
     return torch.nn.Sequential(RotaryEmbedding(8, 1.0, use_cpu_initialization=True), torch.nn.Linear(2, 2))
 
 
-def test_rotary_embeddings_go_and_are_made_again_as_they_were():
+def test_rotary_embeddings_go_and_are_made_again_and_a_reference_model_that_was_slept_and_closed_is_freed():
     model = rotary()
     made = model[0](16)
     before, kept = made.clone(), weakref.ref(made)
@@ -97,9 +93,7 @@ def test_rotary_embeddings_go_and_are_made_again_as_they_were():
     assert torch.equal(model[0](16), before)
     res.close()
 
-
-def test_a_reference_model_that_was_slept_and_closed_is_freed():
-    """mcore's rotary cache refers to its module, and the Residency hangs on hooks of the model."""
+    # mcore's rotary cache refers to its module, and the Residency hangs on hooks of the model.
     model = rotary()
     res = bridge_fgo.Residency(model)
     res.offload()

@@ -1,7 +1,5 @@
 """Background checkpoints of a trainer that sleeps: the bytes of their step, from workers that let go of its memory."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Checkpoints that are saved and loaded while everything is off the GPU, by Bridge's own save and load."""
 
-from __future__ import annotations
-
 import contextlib
 
 import children
@@ -114,16 +112,9 @@ def test_awake_nothing_has_moved_after_a_save_or_a_load(sleeper, tmp_path, is_in
     assert ends[0] == ends[1]
 
 
-def test_outside_of_the_context_a_save_while_asleep_says_what_to_use(sleeper, tmp_path, is_installed):
-    me = sleeper(early=True)
-    me.res.offload()
-    with pytest.raises(RuntimeError, match=r"Residency\.checkpointing\(\)"):
-        save(me.training, tmp_path)
-    me.res.reload()
-    me.train()
-
-
-def test_a_save_that_fails_leaves_everything_asleep_and_whole(sleeper, saved, is_installed):
+def test_a_save_that_fails_or_is_outside_of_the_context_leaves_everything_asleep(
+    sleeper, saved, is_installed, tmp_path
+):
     _, *expected = saved[False]
     me = sleeper(3, early=True)
     me.res.offload()
@@ -132,6 +123,13 @@ def test_a_save_that_fails_leaves_everything_asleep_and_whole(sleeper, saved, is
     assert me.res.away == set(KINDS)
     me.res.reload()
     assert [*end(me)] == expected
+
+    me = sleeper(early=True)
+    me.res.offload()
+    with pytest.raises(RuntimeError, match=r"Residency\.checkpointing\(\)"):
+        save(me.training, tmp_path)
+    me.res.reload()
+    me.train()
 
 
 def test_states_that_were_written_between_two_sleeps_are_not_taken_for_what_the_host_has(sleeper):

@@ -1,7 +1,5 @@
 """Weights are read from the host while everything is asleep: bit for bit those that would wake, and nothing moves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from both import PACKED, exact

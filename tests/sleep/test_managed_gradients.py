@@ -1,13 +1,12 @@
 """Sleeps of a model whose gradients training manages (`OffloadConfig.gradients`): bits, cost, order, faults."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 
 import pytest
 import torch
 from both import PACKED, SMALL, WHOLE, both, exact, session_of, steps, training
+from lanes import in_lanes
 from sleeping import KINDS, buffers, configured, fail, poison
 
 import bridge_fgo
@@ -85,10 +84,8 @@ def require_asleep(run, res):
 
 
 @SETTINGS
-@pytest.mark.parametrize(
-    "model", [pytest.param(model, marks=pytest.mark.slow if MODELS[model] else ()) for model in MODELS]
-)
-def test_training_that_sleeps_after_each_step_is_bitwise_a_resident_one_and_its_gradients_cost_nothing(
+@pytest.mark.parametrize("model", in_lanes(MODELS, [model for model in MODELS if not MODELS[model]]))
+def test_training_that_sleeps_after_each_step_is_bitwise_equal_and_its_gradients_cost_nothing(
     monkeypatch, model, config
 ):
     if model == "fp32_local_accumulation":

@@ -1,7 +1,5 @@
 """mcore's six methods of sleep and wake, which RL frameworks call, with the package installed and no flag set."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sleeping import SEVERAL_SLABS, buffers, fail, note, precision_aware, residency, resident_now
@@ -82,7 +80,7 @@ def test_weights_move_after_the_states_of_precision_aware_adam_were_away(sleeper
     me.assert_as_resident(resident_now)
 
 
-def test_parameters_keep_their_storage_and_unchanged_ones_are_not_copied_again(sleeper, monkeypatch):
+def test_unchanged_parameters_are_copied_once_and_an_uninstall_in_between_loses_no_weight(sleeper, monkeypatch):
     copied = []
     note(monkeypatch, copied, StorageSlab, "copy_out", "copy")
     me = sleeper()
@@ -92,6 +90,16 @@ def test_parameters_keep_their_storage_and_unchanged_ones_are_not_copied_again(s
         buffers(me.training)[0].reload_from_cpu()
     assert copied == ["copy"]
     assert [(p, p.untyped_storage()._cdata) for p in me.ddp.parameters()] == before
+
+    me = sleeper()
+    before = [p.detach().clone() for p in me.ddp.parameters()]
+    me.training.optimizer.restore_from_cpu()
+    buffers(me.training)[0].reload_from_cpu()
+    assert STATES not in vars(me.leaf)
+    buffers(me.training)[0].offload_to_cpu()
+    bridge_fgo.uninstall()
+    buffers(me.training)[0].reload_from_cpu()  # mcore's own
+    assert all(torch.equal(p, was) for p, was in zip(me.ddp.parameters(), before, strict=True))
 
 
 def test_a_step_and_a_save_find_states_that_mcores_verb_has_sent_away(sleeper):
@@ -108,7 +116,7 @@ def test_a_step_and_a_save_find_states_that_mcores_verb_has_sent_away(sleeper):
 
 
 @pytest.mark.parametrize("where", ["copy_out", "release"])
-def test_a_step_after_a_verb_that_failed_half_way_finds_its_states_and_the_next_sleep_has_what_it_wrote(
+def test_after_a_verb_that_failed_half_way_a_step_finds_its_states_and_the_next_sleep_the_new(
     sleeper, monkeypatch, where
 ):
     me = sleeper(**SEVERAL_SLABS)
@@ -124,18 +132,6 @@ def test_a_step_after_a_verb_that_failed_half_way_finds_its_states_and_the_next_
         me.training.optimizer.offload_to_cpu()
         me.training.optimizer.restore_from_cpu()
     me.assert_as_resident()
-
-
-def test_restore_without_offload_changes_nothing_and_an_uninstall_in_between_loses_no_weight(sleeper):
-    me = sleeper()
-    before = [p.detach().clone() for p in me.ddp.parameters()]
-    me.training.optimizer.restore_from_cpu()
-    buffers(me.training)[0].reload_from_cpu()
-    assert STATES not in vars(me.leaf)
-    buffers(me.training)[0].offload_to_cpu()
-    bridge_fgo.uninstall()
-    buffers(me.training)[0].reload_from_cpu()  # mcore's own
-    assert all(torch.equal(p, was) for p, was in zip(me.ddp.parameters(), before, strict=True))
 
 
 def test_a_residency_and_mcores_verbs_share_one_engine(sleeper):
@@ -159,16 +155,7 @@ def test_a_residency_and_mcores_verbs_share_one_engine(sleeper):
     assert STATES not in vars(me.leaf)
 
 
-def test_refusals_name_the_buffer(sleeper, monkeypatch):
-    me = sleeper(0)
-    (buffer,) = buffers(me.training)
-    monkeypatch.setattr(buffer, "nccl_ub", True)
-    with pytest.raises(ValueError, match=r"ddp\.nccl_ub=True"):
-        buffer.offload_to_cpu()
-    assert live(me.training)[0] > 0
-
-
-def test_training_with_the_flag_does_not_attach_to_states_that_a_verb_has_moved_before(sleeper):
+def test_the_flag_does_not_attach_to_states_that_a_verb_has_moved_and_refusals_name_the_buffer(sleeper, monkeypatch):
     me = sleeper()
     before = me.training.digests()
     me.training.optimizer.offload_to_cpu()
@@ -176,3 +163,9 @@ def test_training_with_the_flag_does_not_attach_to_states_that_a_verb_has_moved_
         attach(me.training.optimizer, me.ddp.config, OffloadConfig())
     me.training.optimizer.restore_from_cpu()
     assert me.training.digests() == before
+    me = sleeper(0)
+    (buffer,) = buffers(me.training)
+    monkeypatch.setattr(buffer, "nccl_ub", True)
+    with pytest.raises(ValueError, match=r"ddp\.nccl_ub=True"):
+        buffer.offload_to_cpu()
+    assert live(me.training)[0] > 0

@@ -3,8 +3,6 @@
 Stand-ins for Transformer Engine's tensors have their names and verbs; mcore lays them out and the rest is real.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sleeping import options

@@ -1,7 +1,5 @@
 """What `Residency` is called with, when, and from which thread: each call does what it says, or says what to do."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -78,7 +76,7 @@ def test_after_close_every_verb_raises_and_moves_nothing(training):
 # One for a model.
 
 
-def test_of_finds_the_residency_of_a_model_until_it_is_closed(training):
+def test_of_finds_the_one_residency_of_a_model_until_it_is_closed_and_a_second_is_refused(training, model):
     (ddp,) = training.model
     reference = torch.nn.Linear(3, 2)
     res, other = residency(training), bridge_fgo.Residency(reference)
@@ -89,8 +87,6 @@ def test_of_finds_the_residency_of_a_model_until_it_is_closed(training):
         each.close()
     assert bridge_fgo.Residency.of(ddp) is None is bridge_fgo.Residency.of(reference)
 
-
-def test_a_second_residency_of_a_model_or_of_a_part_of_it_is_refused(model):
     for first, others in ((model[0], (model[0], model, torch.nn.Sequential(model[0]))), (model, (model[1],))):
         res = bridge_fgo.Residency(first)
         for second in others:
@@ -303,15 +299,13 @@ def test_what_cannot_be_offloaded_is_refused_by_name_and_nothing_is_hooked(train
     assert all(t.untyped_storage().nbytes() for t in training.model[0].parameters())
 
 
-def test_memory_that_somebody_shares_is_refused_before_anything_moves(training):
+def test_memory_that_cannot_be_emptied_or_moved_is_refused_before_anything_moves(training, model):
     res = residency(training)
     shared = buffer_of(training).grad_data.numpy()
     with pytest.raises(RuntimeError, match="gradient buffer cannot be emptied"):
         res.offload()
     assert res.away == set() and shared.size
 
-
-def test_a_frozen_parameter_with_tensors_inside_is_refused(model):
     class Quantized(torch.nn.Parameter):
         pass
 

@@ -1,7 +1,5 @@
 """Parameters, gradients and optimizer state are offloaded and reloaded apart, bitwise as if nothing had moved."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time
@@ -183,9 +181,7 @@ def test_any_order_of_sleeps_wakes_and_steps_is_bitwise_a_resident_run(moves, mi
 
 
 @MASTERS
-def test_no_call_of_a_sleep_in_parts_brings_back_what_another_has_sent_away_and_the_driver_gets_memory_last(
-    sleeper, monkeypatch, masters
-):
+def test_a_sleep_in_parts_brings_back_nothing_and_the_driver_gets_memory_last(sleeper, monkeypatch, masters):
     me, returns = sleeper(0, config=masters, early=True), []
     monkeypatch.setattr(residency, "return_to_driver", lambda device: returns.append(me.gone()))
     for order in itertools.permutations(KINDS):
@@ -199,7 +195,18 @@ def test_no_call_of_a_sleep_in_parts_brings_back_what_another_has_sent_away_and_
     assert returns[-1] == set(KINDS)
 
 
-def test_parameters_and_buffers_are_the_same_objects_after_a_wake(sleeper):
+# What is copied, and in which order.
+
+
+def test_gradients_cross_no_link_unchanged_memory_crosses_once_and_objects_stay_the_same(sleeper):
+    me = sleeper()
+    out, states = me.res.offload(), 6 * me.weights_bytes
+    assert out.copied_by_kind == {"optimizer": states, "params": 0}  # rounded from the masters
+    assert out.copied == states and out.freed == states * 9 // 6
+    assert me.res.reload().copied_by_kind == {"optimizer": states, "params": 0, "grads": 0}
+    assert me.res.offload().copied == 0
+    assert me.res.offload().seconds == 0  # away already
+
     me = sleeper()
     (ddp,) = me.training.model
 
@@ -218,19 +225,6 @@ def test_parameters_and_buffers_are_the_same_objects_after_a_wake(sleeper):
     assert all(torch.equal(one, other) for one, other in zip(before, ddp.parameters(), strict=True))
 
 
-# What is copied, and in which order.
-
-
-def test_gradients_cross_no_link_and_unchanged_memory_crosses_once(sleeper):
-    me = sleeper()
-    out, states = me.res.offload(), 6 * me.weights_bytes
-    assert out.copied_by_kind == {"optimizer": states, "params": 0}  # rounded from the masters
-    assert out.copied == states and out.freed == states * 9 // 6
-    assert me.res.reload().copied_by_kind == {"optimizer": states, "params": 0, "grads": 0}
-    assert me.res.offload().copied == 0
-    assert me.res.offload().seconds == 0  # away already
-
-
 @pytest.mark.parametrize("steps", [0, 1])
 @MASTERS
 def test_the_freed_bytes_of_states_are_those_of_their_storages(sleeper, masters, steps):
@@ -244,7 +238,7 @@ def test_the_freed_bytes_of_states_are_those_of_their_storages(sleeper, masters,
     me.assert_as_resident()
 
 
-def test_host_memory_is_taken_once_and_exactly(sleeper):
+def test_host_memory_is_taken_once_and_from_the_second_wake_of_parameters_alone_on_they_cross_in_16_bits(sleeper):
     with mock.patch.object(HostBuffer, "__init__", autospec=True, side_effect=HostBuffer.__init__) as make:
         me = sleeper()
         for _ in range(3):
@@ -255,6 +249,18 @@ def test_host_memory_is_taken_once_and_exactly(sleeper):
             me.res.reload()
     taken = sum(call.args[1] for call in make.call_args_list)
     assert taken == 7 * me.weights_bytes  # 12 bytes of states and 2 of weights to each weight of 2
+
+    me, copied = sleeper(0, early=True), []
+    for _ in range(3):
+        me.train()
+        out = me.res.offload()
+        copied.append(
+            (out.copied_by_kind["params"], me.res.reload("params").copied, me.res.offload("params").copied)
+        )  # fmt: skip
+        me.res.reload()
+    nbytes = me.weights_bytes
+    assert copied[0] == (0, 2 * nbytes, nbytes)  # whole masters came, one slab at a time
+    assert copied[1] == copied[2] == (nbytes, nbytes, 0)
 
 
 def test_gradients_and_weights_get_their_memory_while_states_are_copied(sleeper, monkeypatch):
@@ -272,9 +278,7 @@ def test_gradients_and_weights_get_their_memory_while_states_are_copied(sleeper,
 
 
 @pytest.mark.parametrize("write", [lambda words: words.mul_(2), lambda words: words[:8].bitwise_not_()])
-def test_after_a_step_states_are_copied_without_a_look_and_else_only_those_that_have_changed(
-    sleeper, monkeypatch, write
-):
+def test_after_a_step_states_are_copied_without_a_look_else_only_those_that_have_changed(sleeper, monkeypatch, write):
     """To sum over them before the first copy begins would take time for what is known."""
     me, looked = sleeper(), []
     note(monkeypatch, looked, type(me.res._states._copies), "unchanged", "look")
@@ -333,20 +337,6 @@ def most_in_transit(order, packed=False):
             leaving.difference_update(slab)
         most = max(most, len(leaving))
     return most
-
-
-def test_from_the_second_wake_of_parameters_alone_on_they_cross_in_16_bits(sleeper):
-    me, copied = sleeper(0, early=True), []
-    for _ in range(3):
-        me.train()
-        out = me.res.offload()
-        copied.append(
-            (out.copied_by_kind["params"], me.res.reload("params").copied, me.res.offload("params").copied)
-        )  # fmt: skip
-        me.res.reload()
-    nbytes = me.weights_bytes
-    assert copied[0] == (0, 2 * nbytes, nbytes)  # whole masters came, one slab at a time
-    assert copied[1] == copied[2] == (nbytes, nbytes, 0)
 
 
 def waken_alone(me):
@@ -475,7 +465,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("where", FAULTS)
 @MASTERS
-def test_after_a_sleep_or_a_wake_that_failed_half_way_training_goes_on_and_the_next_copies_what_it_wrote(
+def test_after_a_move_that_failed_half_way_training_goes_on_and_the_next_copies_it(
     sleeper, monkeypatch, where, masters
 ):
     """Else a slab whose copy was started before the update would be offloaded with the old values."""
@@ -498,9 +488,7 @@ def test_after_a_sleep_or_a_wake_that_failed_half_way_training_goes_on_and_the_n
 
 @MASTERS
 @pytest.mark.parametrize("away", [(), ("grads",), ("params", "optimizer"), KINDS])
-def test_after_an_error_in_a_block_what_was_away_is_away_again_and_what_has_left_waits_for_a_reload(
-    sleeper, away, masters
-):
+def test_after_an_error_in_a_block_what_was_away_is_again_and_what_has_left_waits_for_a_reload(sleeper, away, masters):
     me = sleeper(config=masters)
     for kinds in (("grads",), ("params",), ("params", "grads")):
         if away:
@@ -568,7 +556,7 @@ def test_weights_that_are_changed_while_their_masters_are_away_come_back_changed
     assert weight.view(-1)[3] == 45.0
 
 
-def test_gradients_of_a_backward_are_not_dropped_and_the_refusal_names_what_zeroes_them(sleeper):
+def test_gradients_may_go_once_ddp_has_zeroed_them_and_not_after_a_backward_by_a_refusal_that_says_so(sleeper):
     me, refused = sleeper(0), []
     res, step = me.res, me.training.optimizer.step
 
@@ -587,8 +575,6 @@ def test_gradients_of_a_backward_are_not_dropped_and_the_refusal_names_what_zero
     me.train()
     me.assert_as_resident()
 
-
-def test_gradients_may_go_once_ddp_has_zeroed_them_and_those_of_shards_go_with_their_buffer(sleeper):
     me = sleeper()
     me.res._backwards.pending.add(id(me.ddp))
     me.training.optimizer.zero_grad()  # those of shards; mcore leaves DDP's buffers

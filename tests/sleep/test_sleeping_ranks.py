@@ -1,7 +1,5 @@
 """Two data-parallel ranks, each a process, copy their own shards and all-gather the others'."""
 
-from __future__ import annotations
-
 import functools
 
 import children

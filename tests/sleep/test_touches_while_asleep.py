@@ -1,7 +1,5 @@
 """Whatever uses a tensor that is off the GPU raises an error that names it, and training goes on after the wake."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """`Residency.training_step`: a loop on mcore alone trains with its states away, bitwise as one without the context."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The worker that the page on sleeps prints, as it is there: a Llama's life asleep and awake, bit for bit."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import queue
@@ -153,9 +151,7 @@ def assert_lives_are_equal(make, llamas, folder, set_attribute, with_lora, **spl
 
 
 @pytest.mark.parametrize("with_lora", [False, True], ids=["all weights", "lora"])
-def test_the_worker_of_the_page_lives_asleep_as_one_that_never_sleeps(
-    printed, llamas, tmp_path, monkeypatch, with_lora
-):
+def test_the_pages_worker_lives_asleep_as_one_that_never_sleeps(printed, llamas, tmp_path, monkeypatch, with_lora):
     assert_lives_are_equal(printed, llamas, tmp_path, monkeypatch.setattr, with_lora)
 
 

@@ -36,7 +36,7 @@ def names_of(optimizer):
 # Its states.
 
 
-def test_it_gives_masters_with_the_weights_they_are_rounded_to_and_moments_that_the_first_step_makes():
+def test_masters_come_with_the_weights_they_are_rounded_to_and_a_moment_is_what_the_adam_holds_when_read():
     optimizer, source = made(fp32_views=1)
     assert source.device == optimizer.buffers[0].grad_data.device
     found = source.states()
@@ -50,8 +50,6 @@ def test_it_gives_masters_with_the_weights_they_are_rounded_to_and_moments_that_
         for moment in moments:
             assert moment.late and not moment.written_back and moment.rounds_to is moment.read() is None
 
-
-def test_a_moment_is_what_the_adam_holds_when_it_is_read_and_its_scalar_step_is_no_state():
     optimizer = make_distributed_optimizer([10, 0])
     (bundle,) = bundles(optimizer)  # a parameter of no elements has none
     for _ in range(2):
@@ -107,9 +105,7 @@ def precision_aware(exp_avg_dtype, store_param_remainders, master_weights=True):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("remainders", [True, False])
-def test_what_precision_aware_adam_keeps_is_known_before_the_first_step_and_none_of_it_is_written_back(
-    dtype, remainders
-):
+def test_what_precision_aware_adam_keeps_is_known_before_the_first_step_and_not_written_back(dtype, remainders):
     # TE writes the weights itself; a reader gets fp32 of what is in 16 bits.
     optimizer = precision_aware(dtype, remainders)
     nbytes = 2 * dtype.itemsize * 350 + (2 if remainders else 4) * 300 + 4 * 50
@@ -248,7 +244,7 @@ def test_what_is_not_copied_by_part_is_updated_and_left_for_the_copy_of_all(what
     assert copied_by_all(optimizer, source) == list(map(id, masters))
 
 
-def test_it_tells_while_it_copies_a_part_and_only_then():
+def test_it_tells_while_it_copies_a_part_and_a_copy_that_fails_leaves_the_lists_and_counts_as_none():
     optimizer, source = made()
     told = []
     copy = optimizer._copy_main_params_to_model_params
@@ -259,6 +255,20 @@ def test_it_tells_while_it_copies_a_part_and_only_then():
     assert (told, between) == ([None], [frozenset(), part.ids])
     optimizer._copy_main_params_to_model_params()
     assert told == [None, frozenset()]
+
+    optimizer, source = made()
+    lists = [optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups]
+    part = FakePart(masters_of(optimizer)[:2])
+
+    def fails():
+        raise RuntimeError("no memory")
+
+    optimizer._copy_main_params_to_model_params = fails
+    with pytest.raises(RuntimeError, match="no memory"):
+        stepped(optimizer, source, [part])
+    assert [optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups] == lists
+    assert (written(source), part.noted) == (frozenset(), 0)
+    assert "step" not in vars(optimizer.optimizer)
 
 
 def test_the_rest_is_what_was_not_copied_part_by_part_and_the_native_fp32_parameters_and_all_outside_of_a_step():
@@ -280,22 +290,6 @@ def test_the_rest_is_what_was_not_copied_part_by_part_and_the_native_fp32_parame
     assert {name: vars(optimizer)[name] for name in lists} == lists, "its own lists are back"
     assert written(source) == frozenset()
     assert copied_by_all(optimizer, source) == [*map(id, masters), id(native)]
-
-
-def test_a_copy_that_fails_leaves_the_lists_and_counts_as_none():
-    optimizer, source = made()
-    lists = [optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups]
-    part = FakePart(masters_of(optimizer)[:2])
-
-    def fails():
-        raise RuntimeError("no memory")
-
-    optimizer._copy_main_params_to_model_params = fails
-    with pytest.raises(RuntimeError, match="no memory"):
-        stepped(optimizer, source, [part])
-    assert [optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups] == lists
-    assert (written(source), part.noted) == (frozenset(), 0)
-    assert "step" not in vars(optimizer.optimizer)
 
 
 # The weights that masters are rounded to.

@@ -1,7 +1,5 @@
 """What Megatron-FSDP keeps of an optimizer's states, as a source; and that no memory of a moved state stays behind."""
 
-from __future__ import annotations
-
 import fused_adam
 import pytest
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -1,7 +1,5 @@
 """Jobs that Megatron's builder makes without a GPU, each once: of the functions here, or of the arms' own options."""
 
-from __future__ import annotations
-
 import json
 from functools import cache, partial
 

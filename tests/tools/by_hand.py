@@ -1,7 +1,5 @@
 """What ranks hold without mcore: 16-bit tensors under a DistributedOptimizer, in even shares with no padding."""
 
-from __future__ import annotations
-
 from bridge_fgo.tools.job.held import Held, OptimizerStates, Tensor
 
 MOMENTS = [("moment", name, "float32", True, False, False, False) for name in ("exp_avg", "exp_avg_sq")]

@@ -1,7 +1,5 @@
 """Counts the temporary buckets that a training under Megatron-FSDP has at a time, and asks for their bounds."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from unittest import mock

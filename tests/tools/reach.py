@@ -5,8 +5,6 @@
 Takes less than a minute, most of it to import Bridge. `reach.md` has the table, and what stands in.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib
@@ -151,7 +149,7 @@ def without_hugging_face() -> Iterator[None]:
     from megatron.bridge.training import mixed_precision
 
     class StandInProvider(GPTModelProvider):
-        def to_text_provider(self) -> StandInProvider:
+        def to_text_provider(self) -> "StandInProvider":
             """Return itself: it has no vision tower to leave out."""
             return self
 

@@ -3,8 +3,6 @@
 It asks the builder for every recipe, in processes that are forked from one that has Megatron imported.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -81,7 +79,7 @@ def short(name: str, why: str) -> str:
 def main() -> None:
     """Keep the table."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from forked_builder import ForkedBuilder
+    from forked import ForkedBuilder
 
     forked = ForkedBuilder()
     answers.subprocess = SimpleNamespace(run=forked.run, DEVNULL=subprocess.DEVNULL)

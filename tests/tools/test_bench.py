@@ -1,6 +1,7 @@
 """The bench without a GPU: arithmetic of its figures, reading of traces, and the whole command on made-up arms."""
 
 import gzip
+import html
 import json
 from dataclasses import replace
 from typing import get_args
@@ -102,7 +103,7 @@ def test_e_of_copies_leaves_out_how_fast_the_host_launched_the_other_forwards():
     assert figures.make_row(resident, mine, LINK, True).e_of_copies is None
 
 
-def test_the_floor_is_of_what_is_copied_each_way_into_the_room_of_activations(monkeypatch):
+def test_the_floor_is_of_what_is_copied_into_the_room_of_activations_and_what_two_directions_leave_over(monkeypatch):
     asked, mine = {}, native_arm()
     monkeypatch.setattr(figures, "floor_seconds", lambda **given: asked.update(given) or 0.0)
     mine.result["copied_bytes"] = 7 * GB
@@ -111,8 +112,6 @@ def test_the_floor_is_of_what_is_copied_each_way_into_the_room_of_activations(mo
     phases = {"backward": 0.1, "first_forward": 0.05, "between": pytest.approx(0.02)}
     assert asked == {"nbytes": 7 * GB, **rates, **phases, "room": 20 * GB}
 
-
-def test_the_floor_is_what_two_directions_at_once_leave_over():
     # 10 GB; 5 GB come in backward's 0.1 s. The other 5 GB need 0.1 s both ways at once, and then 5 GB more have to go:
     # 2.5 GB in the 0.05 s of the first forward, the rest before it ends.
     added = floor_seconds(
@@ -146,11 +145,8 @@ def test_a_trace_has_the_copies_of_the_offload_and_intervals_that_touch_are_one(
     assert plots.merge([(3, 4), (0, 1), (0.5, 2), (2.1, 2.2)], gap=0.2) == [(0, 2.2), (3, 4)]
 
 
-def test_the_half_arm_asks_for_half_of_the_saving():
+def test_the_half_arm_asks_for_half_of_the_saving_and_every_choice_of_the_command_is_there():
     assert command.budget_gib(resident_arm()) == 35 * GB / 2**30
-
-
-def test_every_choice_of_the_command_is_there():
     assert list(get_args(options.Preset)) == list(presets.PRESETS) == list(presets.MICROBATCHES)
     assert get_args(options.Sharding) == presets.STRATEGIES
 
@@ -198,11 +194,16 @@ def test_the_bench_prints_a_table_and_leaves_json_and_pictures(made_up, tmp_path
     saved = json.loads((tmp_path / "bench.json").read_text())
     assert names_of(saved) == ["resident", "native", "half"]
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "bench.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert "<td>native</td>" in page
+    for heading in figures.table_of([])[0]:
+        assert f"<p>{html.escape(heading)}: " in page, "each column is explained"
     assert "--layers 12 " in saved["size"] and "--gbs 16" in saved["size"]
-    assert saved["size"] in " ".join(result.stdout.split())
+    assert saved["size"] in " ".join(result.stdout.split()) and html.escape(saved["size"]) in page
 
 
-def test_the_terminal_has_five_figures_an_arm_and_with_verbose_all_with_a_legend(made_up, tmp_path):
+def test_the_terminal_has_five_figures_an_arm_with_verbose_all_and_a_legend_or_json_alone(made_up, tmp_path):
     short = bench(tmp_path, "--arms", "resident,native", "--no-traces").stdout
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in short.splitlines()]
     assert ["resident", "0.500", "-", "-", "-", "-"] in rows
@@ -212,8 +213,6 @@ def test_the_terminal_has_five_figures_an_arm_and_with_verbose_all_with_a_legend
     for heading in figures.table_of([])[0]:
         assert f"\n{heading}: " in long
 
-
-def test_json_is_the_only_thing_on_standard_output(made_up, tmp_path):
     result = bench(tmp_path, "--arms", "resident,native", "--json", "--no-traces")
     assert names_of(json.loads(result.stdout)) == ["resident", "native"]
 
@@ -266,9 +265,7 @@ def test_an_arm_that_is_not_bitwise_equal_is_status_1_unless_it_need_not_be(made
     ran(tmp_path, "--arms resident,native", status=1)
 
 
-def test_a_failing_peer_is_named_and_the_others_are_reported_but_without_the_resident_arm_there_is_no_table(
-    made_up, tmp_path
-):
+def test_a_failing_peer_is_named_and_others_reported_but_not_without_the_resident_arm(made_up, tmp_path):
     made_up[1].add("mcore")
     saved = ran(tmp_path, "--arms resident,mcore,native", status=2)
     assert list(saved["failed"]) == ["mcore"] and names_of(saved) == ["resident", "native"]

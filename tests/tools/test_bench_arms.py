@@ -90,7 +90,7 @@ def test_every_checkout_of_megatron_lm_is_an_arm_of_its_own_and_has_to_be_whole(
         presets.arms(["resident", "mcore"], [part], "short")
 
 
-def test_an_arm_is_compared_with_the_resident_one_of_its_kind_and_of_its_variables_where_there_is_one():
+def test_an_arm_is_compared_with_the_resident_one_of_its_kind_and_variables_whose_values_may_have_colons():
     names = ["native", "resident:A=1", "native:A=1", "native:A=2", *OF_FSDP[2:], "fsdp:A=1"]
     found = presets.arms(["resident", *names], [], "short", fsdp="optim")
     compared = {one.name: presets.resident_of(one, found).name for one in found}
@@ -100,8 +100,6 @@ def test_an_arm_is_compared_with_the_resident_one_of_its_kind_and_of_its_variabl
         **dict.fromkeys(("fsdp_resident", "fsdp", "fsdp:A=1"), "fsdp_resident"),
     }
 
-
-def test_a_value_of_a_variable_may_have_a_colon():
     variable = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     assert presets.read_name(f"native:{variable}") == ("native", dict([variable.split("=")]))
 
@@ -142,14 +140,11 @@ def test_with_saves_an_arm_saves_twice_the_second_time_in_a_step_that_counts(sta
     assert len(saves) == 2 and saves[1] >= FIRST_COUNTED_STEP
 
 
-def test_mcores_offloaders_which_cannot_save_in_the_background_train_without_saves(start):
-    assert "--save" not in start("mcore", saves=True)[0]
-
-
-def test_a_step_follows_the_one_that_saves_last_whose_seconds_would_else_hold_the_writing(start):
+def test_arms_that_save_take_a_step_after_the_last_save_and_mcores_offloaders_do_not_save(start):
     assert start("native", saves=True, alone_steps=0)[0]["--alone-steps"] == "1"
     assert start("native", saves=False, alone_steps=0)[0]["--alone-steps"] == "0"
     assert start("native", saves=True)[0]["--alone-steps"] == "3"
+    assert "--save" not in start("mcore", saves=True)[0]
 
 
 def test_the_preset_of_many_slabs_sets_their_size_for_this_packages_engine_alone():
@@ -181,14 +176,12 @@ def test_every_arm_trains_with_the_same_optimizer(optimizer):
     assert found["resident"].offload == "off" and found["native"].offload == "on"
 
 
-def test_mcores_own_muon_is_layer_wise_and_driven_by_a_patched_bridge():
+def test_mcores_own_muon_is_layer_wise_and_a_checkout_that_steps_in_chunks_does_so_in_its_arm(tmp_path):
     mcore = options_of(["resident", "mcore"], optimizer="dist_muon")["mcore"]
     assert (mcore.optimizer, mcore.distributed, mcore.layer_wise) == ("muon", True, True)
     assert mcore.no_install and mcore.offload == "on"
     assert not presets.arms(["resident", "mcore"], [], "short", "muon")[1].bitwise
 
-
-def test_a_checkout_whose_mcore_steps_in_chunks_does_so_in_its_arm_beside_those_that_do_not(tmp_path):
     paths = [checkout(tmp_path / name) for name in ("generation_1", "in_chunks", "generation_2")]
     config = tmp_path / "in_chunks/megatron/core/optimizer/optimizer_config.py"
     config.parent.mkdir()
@@ -242,14 +235,7 @@ def test_arms_are_comparable_bit_by_bit_and_only_experts_need_the_deterministic_
 
 
 @pytest.mark.usefixtures("cpu_standins")
-def test_the_config_of_an_arm_with_saves_is_of_background_saves_into_its_folder(tmp_path):
-    checkpoint = config_of(*presets.size_options("short", 1), *presets.save_options(16, str(tmp_path))).checkpoint
-    assert (checkpoint.save, checkpoint.save_interval, checkpoint.async_save) == (str(tmp_path), 8, True)
-    assert checkpoint.ckpt_format == "torch_dist"
-
-
-@pytest.mark.usefixtures("cpu_standins")
-def test_arms_with_and_without_megatron_fsdp_train_the_same_model_on_the_same_data():
+def test_arms_with_and_without_megatron_fsdp_train_the_same_and_those_with_saves_save_in_the_background(tmp_path):
     arms = presets.arms(OF_FSDP, [], "short", fsdp="optim")
     configs = {one.name: config_of(*presets.size_options("short", 1), *one.options) for one in arms}
     assert {name for name, config in configs.items() if config.ddp.use_megatron_fsdp} == {"fsdp_resident", "fsdp"}
@@ -260,6 +246,10 @@ def test_arms_with_and_without_megatron_fsdp_train_the_same_model_on_the_same_da
         for config in configs.values()
     }
     assert len(kinds) == 1
+
+    checkpoint = config_of(*presets.size_options("short", 1), *presets.save_options(16, str(tmp_path))).checkpoint
+    assert (checkpoint.save, checkpoint.save_interval, checkpoint.async_save) == (str(tmp_path), 8, True)
+    assert checkpoint.ckpt_format == "torch_dist"
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,22 @@ def in_turns(name, of_rounds, loops=None, first=9.0):
     return run
 
 
-def test_neither_the_warm_up_nor_the_first_step_of_a_turn_counts():
+def test_arms_are_compared_within_each_round_without_warm_up_and_first_steps_and_it_is_said_which_was_faster():
     one = in_turns("native", [[0.5, 0.6], [0.7, 0.8]])
     assert [step.seconds for step in steps.warm_steps(one)] == [0.5, 0.6, 0.7, 0.8]
+    # Both take twice the time in slow rounds: the difference of all steps' medians would be that of the host's speed.
+    resident, native = figures(native=([[0.6] * 3, [1.2] * 3, [1.1] * 3], [0.5e-3, 1e-3, 1e-3]))
+    assert resident.seconds == (0.5, 1.0, 1.0) and resident.e is None
+    assert native.ratio == pytest.approx((1.2, 1.2, 1.1))
+    assert native.host_loop_seconds == (0.5e-3, 1e-3, 1e-3)
+    assert native.added_seconds == pytest.approx(0.1)
+    assert native.e == pytest.approx(0.1 * 50 / 10)
+    arms = figures(native=([[0.6], [1.0], [1.2]],), mcore=([[0.7], [1.1], [1.1]],))
+    assert rounds.faster(arms, {"resident"}) == [
+        "native faster than mcore in 2 of 3 rounds",
+        "native faster than resident in 0 of 3 rounds",
+        "mcore faster than resident in 0 of 3 rounds",
+    ]
 
 
 SLOW, FAST = [0.8, 1.0, 1.2], [0.4, 0.5, 0.6]
@@ -125,34 +138,6 @@ def figures(**others):
     runs = {"resident": in_turns("resident", [FAST, SLOW, SLOW], [0.5e-3, 1e-3, 1e-3])}
     runs |= {name: in_turns(name, *of_rounds) for name, of_rounds in others.items()}
     return rounds.rounds_of(runs, {name: "resident" for name in runs}, LINK)
-
-
-def test_arms_are_compared_within_each_round():
-    # Both take twice the time in slow rounds: the difference of all steps' medians would be that of the host's speed.
-    resident, native = figures(native=([[0.6] * 3, [1.2] * 3, [1.1] * 3], [0.5e-3, 1e-3, 1e-3]))
-    assert resident.seconds == (0.5, 1.0, 1.0) and resident.e is None
-    assert native.ratio == pytest.approx((1.2, 1.2, 1.1))
-    assert native.host_loop_seconds == (0.5e-3, 1e-3, 1e-3)
-    assert native.added_seconds == pytest.approx(0.1)
-    assert native.e == pytest.approx(0.1 * 50 / 10)
-
-
-def test_it_is_said_in_how_many_rounds_which_arm_was_faster():
-    arms = figures(native=([[0.6], [1.0], [1.2]],), mcore=([[0.7], [1.1], [1.1]],))
-    assert rounds.faster(arms, {"resident"}) == [
-        "native faster than mcore in 2 of 3 rounds",
-        "native faster than resident in 0 of 3 rounds",
-        "mcore faster than resident in 0 of 3 rounds",
-    ]
-
-
-def test_another_resident_arm_is_shown_beside_the_first():
-    runs = {name: in_turns(name, [[seconds]]) for name, seconds in (("resident", 1.0), ("resident:A=1", 1.5))}
-    arms = rounds.rounds_of(runs, {name: name for name in runs}, LINK)
-    assert [(one.compared_with, one.ratio, one.e) for one in arms] == [
-        ("resident", (1.0,), None),
-        ("resident", (1.5,), None),
-    ]
 
 
 def test_each_figure_of_the_rounds_table_is_in_its_row_and_column():
@@ -179,7 +164,7 @@ def trained_in_turn(made_up, monkeypatch):  # noqa: F811
     return started
 
 
-def test_the_bench_in_turn_leaves_the_rounds_in_its_json(trained_in_turn, tmp_path):
+def test_the_bench_in_turn_leaves_the_rounds_in_its_json_and_half_takes_the_budget_given(trained_in_turn, tmp_path):
     names = "resident,native,resident:A=1,native:A=1"
     result = bench(tmp_path, "--in-turn", "--rounds", "3", "--arms", names, "--no-traces")
     assert result.exit_code == 0, result.output
@@ -191,14 +176,12 @@ def test_the_bench_in_turn_leaves_the_rounds_in_its_json(trained_in_turn, tmp_pa
     parsed = gpu.parse([*trained_in_turn["native"], "--events", "unused"])
     assert parsed.steps == in_turn.WARM_UP_STEPS + 3 * 5
 
-
-def test_the_half_arm_takes_the_budget_that_it_is_given(trained_in_turn, tmp_path):
     ran(tmp_path, "--in-turn --arms resident,half --half-budget-gib 20")
     assert gpu.parse([*trained_in_turn["half"], "--events", "unused"]).gpu_memory_budget_gib == 20
 
 
 @pytest.mark.parametrize(("released", "status"), [(0, 0), (3 * GB, 2)], ids=["all fits", "some left"])
-def test_auto_in_turn_counts_only_where_the_other_arms_took_no_memory_from_it(
+def test_auto_in_turn_counts_only_where_others_took_none_of_its_memory(
     trained_in_turn, monkeypatch, tmp_path, released, status
 ):
     run = command.run_in_turn

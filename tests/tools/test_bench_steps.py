@@ -38,13 +38,10 @@ def test_only_steps_at_the_host_speed_of_the_fastest_quartile_count():
     assert (first.step_seconds, first.steps_counted) == (0.5, "3 of 4")
 
 
-def test_one_slow_rank_makes_a_step_slow():
+def test_one_slow_rank_makes_a_step_slow_and_one_that_is_slow_throughout_leaves_all_steps():
     one = run("resident", [0.5, 0.9, 0.7, 0.5], [QUIET, QUIET, BUSY, QUIET], [QUIET, BUSY, QUIET, QUIET])
     reference = reference_loop([one])
     assert counted_steps(warm_steps(one), reference)[0] == [0.5, 0.5]
-
-
-def test_a_rank_that_is_slower_than_the_others_throughout_leaves_all_steps():
     one = run("resident", [0.5, 0.6, 0.7, 0.8], [QUIET] * 4, [BUSY] * 4)
     assert counted_steps(warm_steps(one), reference_loop([one]))[1] == "4 of 4"
 
@@ -87,7 +84,7 @@ SAVING = [0.5, 2.5, 0.1, 0.6, 0.6, 0.6, 1.5, 0.1]
 """Steps 7 to 14: 8 and 13 with a save, and each followed by a step into which no copies ran on."""
 
 
-def test_the_stall_of_a_save_is_what_its_step_takes_beyond_those_without_and_the_first_is_not_it():
+def test_the_stall_of_a_save_is_what_its_step_takes_beyond_those_without_and_the_median_over_saves_but_the_first():
     one = run("native", SAVING, released=10 * GB)
     one.result.update(save_steps=[8, 13], between_seconds=[0.1] * 14)
     row = figures.make_row(one, one, LINK, True)
@@ -95,9 +92,6 @@ def test_the_stall_of_a_save_is_what_its_step_takes_beyond_those_without_and_the
     assert (row.step_seconds, row.step_seconds_max, row.steps_counted) == (0.6, 0.6, "4 of 4")
     (kept,) = row.rounds
     assert (kept["save_steps"], kept["between_seconds"]) == ([8, 13], [0.1] * 14)
-
-
-def test_the_stall_is_the_median_over_saves():
     one = run("native", [0.9, 3.5, 1.0])
     one.result["save_steps"] = [4, 7, 8, 9]
     assert save_stall_seconds(one, 0.5) == 0.5

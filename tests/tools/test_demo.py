@@ -56,14 +56,11 @@ def test_arms_are_equal_but_for_the_parts_whose_bits_differ(what):
     assert same.bitwise_equal is not bool(different)
 
 
-def test_a_digest_that_neither_arm_has_is_no_equality():
+def test_a_digest_that_neither_arm_has_is_no_equality_and_bits_tell_nans_apart_and_a_number_from_none():
     runs = [arm(name, [step(1)]) for name in ("resident", "offloaded")]
     for run in runs:
         del run.result["digests"]["moments"]
     assert not comparator.compare(*runs).bitwise_equal
-
-
-def test_bits_tell_nans_apart_and_a_number_from_none():
     nan, other = (struct.unpack("<d", struct.pack("<Q", NAN_BITS | payload))[0] for payload in (1, 2))
     assert comparator.bits(nan) == comparator.bits(nan) != comparator.bits(other)
     assert comparator.bits(None) != comparator.bits(0.0)
@@ -164,14 +161,11 @@ def test_what_went_wrong_has_its_status_and_is_said(run_fake, trouble, words, st
     assert found == status and said in "".join(printed)
 
 
-def test_an_arm_that_fails_exits_with_2_and_shows_its_last_lines(run_fake):
+def test_an_arm_that_fails_shows_its_last_lines_and_json_has_null_for_a_loss_that_is_nan(run_fake):
     status, out, errors = run_fake("crash", "--json", steps=40)
     assert (status, out) == (2, "")
     assert "out of luck" in errors and "trained step 40" in errors
     assert "trained step 11\n" not in errors, "only the last 30 lines are shown"
-
-
-def test_json_has_null_for_a_loss_that_is_nan(run_fake):
     status, out, _ = run_fake("nan", "--json")
     printed = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert status == 1 and printed["loss_offloaded"] == [None] * 3
@@ -212,7 +206,7 @@ def report(resident, offloaded, cpu):
     return text, {row[0]: row[1:] for row in rows if row}
 
 
-def test_the_report_has_the_figures_of_each_arm_in_its_column():
+def test_the_report_has_each_arms_figures_in_its_column_and_on_the_cpu_its_peak_of_state_and_no_times():
     slow_at_first = [step(number, seconds=9.0 if number <= 3 else 0.25) for number in range(1, 6)]
     text, cells = report(gpu_arm("resident", 1, slow_at_first), gpu_arm("offloaded", 2, slow_at_first), cpu=False)
     assert (
@@ -229,8 +223,6 @@ def test_the_report_has_the_figures_of_each_arm_in_its_column():
     )
     assert "peak state" not in text and "not speed" not in text
 
-
-def test_the_report_of_the_cpu_has_the_peak_of_the_state_and_no_times():
     _, cells = report(gpu_arm("resident", 1, [step(1)]), gpu_arm("offloaded", 2, [step(1)]), cpu=True)
     assert cells["peak state in forward and backward"] == ["7 B", "14 B"]
     assert not {"peak allocated", "peak reserved", "median step"} & set(cells)
@@ -266,17 +258,14 @@ def test_what_is_not_installed_is_named_alone(monkeypatch, missing):
     assert status == 2 and f"bridge-fgo demo: {missing.replace('.', '-')} is not installed" in errors
 
 
-def test_the_cpu_is_taken_where_asked_for_without_a_look_for_a_gpu(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("looked for a GPU"))
-    assert demo.choose_device("cpu") == ("cpu", None)
-
-
-def test_without_a_gpu_the_cpu_is_taken_unless_cuda_was_asked_for(monkeypatch):
+def test_the_cpu_is_taken_where_asked_for_or_where_there_is_no_gpu_and_none_was_asked_for(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(demo, "run_arm", lambda *arguments: pytest.fail("ran an arm"))
     assert demo.choose_device("auto") == ("cpu", "torch sees no CUDA device")
     status, _, errors = run("--device", "cuda")
     assert status == 2 and "bridge-fgo demo: --device cuda: torch sees no CUDA device here" in errors
+    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("looked for a GPU"))
+    assert demo.choose_device("cpu") == ("cpu", None)
 
 
 @pytest.mark.parametrize("missing", [None, "transformer_engine/pytorch.py", "megatron/bridge.py"])
@@ -319,14 +308,11 @@ def run_without_arms(monkeypatch):
     return run_without_arms
 
 
-def test_on_a_gpu_both_arms_are_the_gpus_with_the_layers_that_were_given(run_without_arms):
+def test_arms_are_the_gpus_with_the_layers_given_or_the_cpus_and_the_user_is_told_why(run_without_arms):
     status, called, printed = run_without_arms("cuda", None, "--layers", "2")
     options = ["--steps", "5", "--layers", "2", "--offload"]
     assert status == 0 and called == [("bridge_fgo.tools.arms.gpu", [*options, on]) for on in ("off", "on")]
     assert "median step" in printed and "on the CPU" not in printed
-
-
-def test_on_the_cpu_the_user_is_told_why_and_a_size_is_refused(run_without_arms):
     status, called, printed = run_without_arms("cpu", "the test says so")
     assert status == 0 and {module for module, _ in called} == {"bridge_fgo.tools.arms.cpu"}
     assert "Running on the CPU: the test says so." in printed

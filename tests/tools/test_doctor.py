@@ -1,7 +1,5 @@
 """`bridge-fgo doctor` and `plan`: what they count, say and refuse of a job that the builder tells of."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json
@@ -133,16 +131,6 @@ def test_a_gpu_that_cannot_be_used_is_one_line_and_status_2(monkeypatch, config,
     assert run(name, config()) == (2, f"bridge-fgo {name}: the NVIDIA driver is too old")
 
 
-@pytest.mark.parametrize(
-    ("text", "why"), [("[1, 2]", "is not a saved run config"), ("model: {}", "is not a saved run config")]
-)
-def test_what_is_no_saved_config_is_refused_by_name(tmp_path, text, why):
-    path = tmp_path / "run_config.yaml"
-    path.write_text(text)
-    status, output = run("plan", str(path))
-    assert status == 2 and f"run_config.yaml: {why}" in output
-
-
 # --- mistakes: status 2, and what is wrong ---
 
 BUDGET = {"optimizer__offload": {"gpu_memory_budget_gib": 0.001}}
@@ -185,14 +173,10 @@ def test_a_users_mistake_is_named(config, names, changes, options, said):
         assert status == 2 and said in output
 
 
-def test_a_file_in_no_folder_is_an_error_before_the_work(tmp_path):
-    status, output = run("plan", "tiny", "--picture", str(tmp_path / "nosuch" / "file"))
-    assert status == 2 and "--picture" in output and "there is no folder" in output
-
-
-def test_settings_of_a_job_without_a_job_are_an_error(no_megatron):
-    status, output = run("doctor", "--gpus", "64", "--fraction", "0.5")
-    assert status == 2 and "gpus=64, fraction=0.5: of a job, and none is named" in output
+@pytest.mark.parametrize("arguments", [("plan", "tiny", "--picture"), ("report", "some.log", "--output")])
+def test_a_file_in_no_folder_is_an_error_before_the_work(tmp_path, arguments):
+    status, output = run(*arguments, str(tmp_path / "nosuch" / "file"))
+    assert status == 2 and arguments[-1] in output and "there is no folder" in output
 
 
 @of_both
@@ -281,15 +265,13 @@ def test_the_memory_that_is_pinned_is_of_all_that_may_leave(config, four_gpus):
 # --- this machine's memory ---
 
 
-def test_a_node_without_the_memory_is_refused(config, four_gpus):
+def test_a_node_without_the_memory_is_refused_unless_the_job_may_have_more_gpus(config, four_gpus):
     assert run("doctor", config(), *ON_NODE)[0] == 0
     four_gpus(2**20)
     for gpus, ranks in (("8", 4), ("2", 2)):  # a smaller job has fewer ranks than the machine GPUs
         status, found = told("doctor", config(), "--no-probe", "--gpus", gpus)
         assert status == 1 and f"{ranks} rank(s)" in found["refusals"][0]
 
-
-def test_nothing_is_refused_for_the_memory_of_fewer_gpus_than_the_job_may_have(config, four_gpus):
     four_gpus(2**20)
     status, found = told("doctor", config(), "--no-probe")
     assert status == 0 and found["refusals"] == []
@@ -313,9 +295,7 @@ def test_the_memory_of_mcores_offloader_is_warned_of_and_not_refused(config, fou
 @pytest.mark.parametrize(
     ("blocks", "files", "refused"), [(10**6, 10**6, None), (1, 10**6, "/dev/shm"), (10**6, 20, "ulimit -n")]
 )
-def test_what_a_background_save_has_not_the_room_for_is_refused_as_in_training(
-    config, four_gpus, monkeypatch, blocks, files, refused
-):
+def test_what_a_background_save_has_no_room_for_is_refused(config, four_gpus, monkeypatch, blocks, files, refused):
     from bridge_fgo.bridge import refusals
 
     path = config(checkpoint__save="somewhere", checkpoint__async_save=True)
@@ -377,11 +357,13 @@ def test_the_limit_on_page_locked_memory_is_judged(lockable, pinned, said):
 # --- what is installed, and whether this machine can train ---
 
 
-def test_doctor_works_without_megatron_and_without_a_config(no_megatron):
+def test_without_megatron_and_a_config_doctor_works_and_settings_of_a_job_are_an_error(no_megatron):
     status, found = told("doctor")
     assert status == 0 and found["refusals"] == []
     assert found["installed"]["torch"] == torch.__version__ and found["installed"]["mcore"] is None
     assert any("megatron-bridge" in note for note in found["notes"])
+    status, output = run("doctor", "--gpus", "64", "--fraction", "0.5")
+    assert status == 2 and "gpus=64, fraction=0.5: of a job, and none is named" in output
 
 
 @pytest.mark.parametrize(
@@ -446,16 +428,13 @@ def test_without_a_config_the_builder_is_asked_only_of_versions_that_no_answers_
     assert len(fresh) == 1
 
 
-def test_a_bridge_that_the_package_does_not_fit_is_refused_whatever_the_config(builder):
+def test_a_bridge_that_does_not_fit_is_refused_and_a_config_that_cannot_be_built_is_status_2(builder):
     builder.answer = {"install_refuses": "no such function"}
     status, found = told("doctor", "json:recipe")
     assert status == 1 and found["refusals"] == ["no such function"] and found["config"] is None
     assert any("the config was not looked at" in note for note in found["notes"])
     status, output = run("plan", "json:recipe")
     assert status == 2 and "no such function" in output
-
-
-def test_a_config_that_cannot_be_built_is_status_2_with_the_facts_of_the_machine(builder):
     builder.answer = {"mcore": "0.19.2", "error": "needs the dev branch"}
     done = CliRunner().invoke(app, ["doctor", "dsv4_flash_64gpu", "--no-probe", "--json"])
     found = json.loads(done.stdout)
@@ -487,12 +466,10 @@ def test_a_recipe_of_this_project_needs_no_megatron(no_megatron, name):
 # --- what is printed ---
 
 
-def test_the_words_are_of_what_is_there(config):
+def test_the_words_are_of_what_is_there_and_every_links_figures_have_their_source_and_a_mark_if_not_measured(config):
     assert "expert states" not in run("plan", config())[1]
     assert "Nothing is refused by the offload." in run("doctor", config())[1]
 
-
-def test_every_links_figures_are_printed_with_their_source_and_what_is_not_measured_is_marked(config):
     output = run("plan", config())[1]
     for link in (system.link for system in SYSTEMS.values()):
         assert f"- {link.title}, {link.figures} GB/s: {link.source}" in output

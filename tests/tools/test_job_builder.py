@@ -1,7 +1,5 @@
 """The model builder without a GPU."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -17,10 +15,7 @@ from bridge_fgo.tools.job import answers
 from bridge_fgo.tools.job.held import MXFP8_BYTES
 from bridge_fgo.tools.plan.estimate import make_estimate
 
-pytestmark = [
-    pytest.mark.skipif(bool(missing_packages()), reason="builds Megatron-Bridge's models"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(bool(missing_packages()), reason="builds Megatron-Bridge's models"), pytest.mark.slow]
 
 
 def test_the_builder_says_whether_the_number_of_gpus_was_given():

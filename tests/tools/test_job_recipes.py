@@ -1,7 +1,5 @@
 """The names that `plan` and `doctor` take for a job."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import types
@@ -18,13 +16,10 @@ from bridge_fgo.tools.job import builder, recipes
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
 
-def test_a_recipe_of_this_project_comes_with_the_offload_on_and_its_gpus():
+def test_a_recipe_comes_with_the_offload_on_and_its_gpus_and_overrides_come_last_as_in_training():
     config, gpus = recipes.load_config("llama3_70b_64gpu")
     assert config.optimizer.offload_optimizer_states is True
     assert gpus == 64
-
-
-def test_overrides_come_last_as_in_training():
     with bridge_fgo.install():
         config, _ = recipes.load_config(
             "tiny", ["train.micro_batch_size=3", "optimizer.offload_optimizer_states=false"]
@@ -101,15 +96,7 @@ def test_a_name_that_stands_for_no_config_to_plan_is_answered_with_why(name, ans
         recipes.load_config(name)
 
 
-def test_a_file_that_is_no_run_config_is_refused_by_name(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("_target_: nowhere.ConfigContainer\n")
-    with pytest.raises(ValueError, match=r"config\.yaml: no run config as Megatron-Bridge saves it") as refused:
-        recipes.load_config(str(path))
-    assert not str(refused.value).endswith(": ")  # Bridge's assertion has no text
-
-
-def test_a_saved_run_config_is_the_config_that_was_saved(tmp_path):
+def test_a_saved_run_config_is_the_config_that_was_saved_and_another_file_is_refused_by_name(tmp_path):
     path = str(tmp_path / "run_config.yaml")
     with bridge_fgo.install():
         saved = make_config(CpuOptions(offload=True))
@@ -118,6 +105,12 @@ def test_a_saved_run_config_is_the_config_that_was_saved(tmp_path):
         config, gpus = recipes.load_config(path)
     assert (config.optimizer.offload_optimizer_states, gpus) == (True, None)
     assert config.model.hidden_size == saved.model.hidden_size
+
+    path = tmp_path / "config.yaml"
+    path.write_text("_target_: nowhere.ConfigContainer\n")
+    with pytest.raises(ValueError, match=r"config\.yaml: no run config as Megatron-Bridge saves it") as refused:
+        recipes.load_config(str(path))
+    assert not str(refused.value).endswith(": ")  # Bridge's assertion has no text
 
 
 @pytest.mark.parametrize(

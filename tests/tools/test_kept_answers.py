@@ -1,7 +1,5 @@
 """The builder's answers that are kept for this project's recipes, and what is told of a name at once."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -37,25 +35,29 @@ def test_a_kept_answer_is_what_the_builder_says(name):
 
 @needs_megatron
 @pytest.mark.slow
-def test_a_builder_that_imports_megatron_itself_says_the_same(builder_is_forked, monkeypatch):
+def test_a_builder_of_its_own_or_with_an_attention_kernel_chosen_says_the_same(monkeypatch, builder_is_forked):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")  # tiny sets attention_backend=unfused, which mcore finds to differ
+    assert "error" not in ask_builder(target="tiny")
     forked = ask_builder(target="tiny"), builder_is_forked.answers
     monkeypatch.setattr(answers, "subprocess", subprocess)
     assert ask_builder(target="tiny") == forked[0]
     assert builder_is_forked.answers == forked[1] > 0
 
 
-@needs_megatron
-@pytest.mark.slow
-def test_a_container_that_chooses_an_attention_kernel_changes_no_answer(monkeypatch):
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")  # tiny sets attention_backend=unfused, which mcore finds to differ
-    assert "error" not in ask_builder(target="tiny")
-
-
-def test_a_recipe_as_it_is_is_read_without_megatron():
+def test_a_recipe_as_it_is_and_overrides_of_the_offload_are_read_and_gpus_refused_without_megatron():
     before = set(sys.modules)
     job = read_job("qwen3_30b_a3b_8gpu", None, {"fraction": 0.5})
     assert job.parallel.gpus == 8 and "kept with this package" in job.source
     assert not {name for name in set(sys.modules) - before if name.startswith("megatron.")}
+    overrides = ("optimizer.offload_optimizer_states=false", "optimizer.offload.gpu_memory_budget_gib=auto")
+    job = read_job("qwen3_30b_a3b_8gpu", None, {"slab_bytes": 2**24}, overrides=overrides)
+    assert (job.flag, job.offload.gpu_memory_budget_gib, job.offload.slab_bytes) == (False, "auto", 2**24)
+    with pytest.raises(ValueError, match="leave out one of them"):
+        read_job("tiny", None, {"fraction": 0.5}, overrides=("optimizer.offload.fraction=0.25",))
+    with pytest.raises(ValueError, match=r"--gpus 60: not divisible by tensor 2"):
+        read_job("llama3_70b_64gpu", 60, {})
+    assert "training reads the release's own" in read_job("gpt_oss_120b_64gpu", None, {}).source
+    assert "public sources" not in read_job("qwen3_30b_a3b_8gpu", None, {}).source
 
 
 @pytest.mark.parametrize(
@@ -67,14 +69,6 @@ def test_a_recipe_as_it_is_is_read_without_megatron():
 def test_what_differs_from_the_recipe_is_built(gpus, offload, vocab_size, overrides):
     assert answers.kept_answer("qwen3_30b_a3b_8gpu", gpus, offload, vocab_size, overrides) is None
     assert answers.kept_answer("qwen3_30b_a3b_8gpu", 8, {"fraction": 0.5}, None, ()) is not None
-
-
-def test_overrides_of_the_offload_alone_are_read_without_megatron():
-    overrides = ("optimizer.offload_optimizer_states=false", "optimizer.offload.gpu_memory_budget_gib=auto")
-    job = read_job("qwen3_30b_a3b_8gpu", None, {"slab_bytes": 2**24}, overrides=overrides)
-    assert (job.flag, job.offload.gpu_memory_budget_gib, job.offload.slab_bytes) == (False, "auto", 2**24)
-    with pytest.raises(ValueError, match="leave out one of them"):
-        read_job("tiny", None, {"fraction": 0.5}, overrides=("optimizer.offload.fraction=0.25",))
 
 
 @pytest.mark.parametrize("versions", [{"megatron-core": "0.18.0", "megatron-bridge": "0.6.2"}, {"megatron-core": "x"}])
@@ -103,16 +97,6 @@ def test_the_same_answer_is_the_same_bytes_wherever_it_was_made(monkeypatch, tmp
         answers.keep("tiny", {"gpus": 1, "save": str(Path.cwd() / "checkpoints")}, {})
         written.append((tmp_path / "tiny.json.gz").read_bytes())
     assert written[0] == written[1] and written[0][4:8] == bytes(4), "no time in it"
-
-
-def test_a_plan_of_numbers_that_were_put_together_says_so():
-    assert "training reads the release's own" in read_job("gpt_oss_120b_64gpu", None, {}).source
-    assert "public sources" not in read_job("qwen3_30b_a3b_8gpu", None, {}).source
-
-
-def test_gpus_that_a_kept_recipe_cannot_be_laid_out_on_are_refused_without_megatron():
-    with pytest.raises(ValueError, match=r"--gpus 60: not divisible by tensor 2"):
-        read_job("llama3_70b_64gpu", 60, {})
 
 
 @needs_megatron

@@ -1,7 +1,5 @@
 """The plan's least budget and the engine's own, on the same tensors and the same peaks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

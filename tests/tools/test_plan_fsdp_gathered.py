@@ -1,7 +1,5 @@
 """The plan's bounds of Megatron-FSDP's temporary buckets against mcore's allocators during training."""
 
-from __future__ import annotations
-
 import functools
 
 import children

@@ -1,7 +1,5 @@
 """What the plan says of `OffloadConfig.gradients`, on buckets of round sizes, and against DDP's own."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`plan LOG`: from an out-of-memory error to the settings with which the job fits."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

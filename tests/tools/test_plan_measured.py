@@ -4,8 +4,6 @@ Bytes are what `bridge-fgo bench` and the GPU tests printed; the configs are the
 were the optimizer step's in two of the small runs offloaded, which are left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -20,10 +18,7 @@ from bridge_fgo.tools.plan.activations import activation_bytes
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.systems import links
 
-pytestmark = [
-    pytest.mark.skipif(bool(missing_packages()), reason="builds Megatron-Bridge's models"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(bool(missing_packages()), reason="builds Megatron-Bridge's models"), pytest.mark.slow]
 
 SMALL = "--layers 4 --hidden 1024 --heads 16 --seq 1024 --mbs 2 --gbs 8"
 MANY_ACTIVATIONS = "--layers 4 --hidden 1024 --heads 16 --seq 2048 --mbs 4 --gbs 16"

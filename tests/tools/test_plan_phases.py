@@ -1,7 +1,5 @@
 """What the plan says of sleeps and wakes, against `Residency` itself and by the arithmetic of its bytes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`plan --recommend` against runs on H200s, and what it advises."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -22,10 +20,7 @@ from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.options import Settings
 from bridge_fgo.tools.plan.systems import links
 
-pytestmark = [
-    pytest.mark.skipif(bool(missing_packages()), reason="builds Megatron-Bridge's models"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(bool(missing_packages()), reason="builds Megatron-Bridge's models"), pytest.mark.slow]
 
 GB = 10**9
 REFUSED = dict.fromkeys(recommend.KINDS, "no")

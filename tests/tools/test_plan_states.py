@@ -1,7 +1,5 @@
 """What the plan says of states against what the engine measures in training."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from types import SimpleNamespace

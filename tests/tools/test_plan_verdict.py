@@ -1,7 +1,5 @@
 """What the plan says first, whether a job fits, and what its picture shows of that, read from the figure itself."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

@@ -44,18 +44,14 @@ def printed():
 
 
 @pytest.mark.slow
-def test_a_config_of_each_class_has_its_verdict_and_reason(printed):
+def test_the_listing_has_every_config_function_of_the_sources_and_each_class_its_verdict_and_reason(printed):
+    found = re.findall(r"^ {23}(megatron\.bridge\.\S+)$", printed, re.MULTILINE)
+    assert sorted(found) == sorted(functions_in_sources())
     rows = list(ROW.finditer(printed))
     ends = [row.start() for row in rows[1:]] + [len(printed)]
     of_class = {row.groups()[1:]: printed[row.end() : end] for row, end in zip(rows, ends, strict=True)}
     for module, name, outcome, reason in CONFIGS:
         assert f" megatron.bridge.{module}.{name}\n" in of_class[outcome, reason]
-
-
-@pytest.mark.slow
-def test_the_listing_finds_every_config_function_that_the_sources_define(printed):
-    found = re.findall(r"^ {23}(megatron\.bridge\.\S+)$", printed, re.MULTILINE)
-    assert sorted(found) == sorted(functions_in_sources())
 
 
 def functions_in_sources():
@@ -94,7 +90,7 @@ def test_the_class_of_a_refusal_is_the_setting_that_it_names_first(refusal, sett
     assert setting_of(refusal) == setting
 
 
-def test_classes_are_by_outcome_and_reason_and_nothing_is_left_out():
+def test_classes_are_by_outcome_and_reason_nothing_is_left_out_and_what_a_function_raises_is_its_verdict():
     verdicts = {
         "a": Verdict("refused", ("x.y=1 with",)),
         "b": Verdict("accepted"),
@@ -109,8 +105,6 @@ def test_classes_are_by_outcome_and_reason_and_nothing_is_left_out():
     assert "x.y=1 as well" not in brief and "x.y=1 as well" in verbose
     assert sorted(re.findall(r"^ {23}(\w)$", verbose, re.MULTILINE)) == sorted(verdicts)
 
-
-def test_what_a_function_raises_is_its_verdict():
     def recipe():
         raise FileNotFoundError("te_quant.cfg")
 

@@ -1,7 +1,5 @@
 """The kept table of recipes and systems is of every recipe, and is what `plan` says today."""
 
-from __future__ import annotations
-
 import pytest
 import recipe_table
 from typer.testing import CliRunner

@@ -1,7 +1,5 @@
 """`bridge-fgo run`: the script sees what it sees under `python script.py`, plus the package."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -84,19 +82,13 @@ def test_the_script_is_main_and_gets_its_own_words_and_the_package_those_before_
     }  # fmt: skip
 
 
-def test_a_linked_script_finds_the_neighbours_of_the_real_one(script, tmp_path):
+def test_a_linked_script_finds_its_neighbours_a_safe_path_stays_safe_and_a_module_runs(script, tmp_path):
     link = tmp_path / "link.py"
     link.symlink_to(script(SHOW))
     seen = shown(start("run", link))
     assert (seen["path"], seen["argv"]) == (str((tmp_path / "scripts").resolve()), [str(link)])
-
-
-def test_a_safe_path_stays_safe(script):
     path = script(SHOW)
     assert shown(start("run", path, python=("-P", "-c", DRIVER)))["path"] != str(path.parent)
-
-
-def test_a_module_is_run_as_python_dash_m_runs_it(script):
     path = script(SHOW, "trained.py")
     seen = shown(start("run", "--fraction", "0.5", "-m", "trained", "--help", cwd=path.parent))
     assert (seen["name"], seen["file"], seen["argv"][1:]) == ("__main__", str(path), ["--help"])

@@ -8,8 +8,6 @@ of sleep, and of configs as they are built; slow ones are among them. Exit statu
 test fails, 2 where a checkout is none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -8,8 +8,6 @@ RANKS; without GPUs CUDA stands in, and what needs the real one fails both times
 from the checkout. Exit status 1 where an outcome differs, 2 where there is nothing to run.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

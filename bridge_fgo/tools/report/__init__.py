@@ -1,0 +1,1 @@
+"""`bridge-fgo report`: one HTML page of runs that are over."""
