@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
-from bridge_fgo.bridge.installation import Installation, install, uninstall
+from bridge_fgo.bridge.framework_names import VARIABLE
+from bridge_fgo.bridge.installation import Installation, install, install_with_frameworks, uninstall
 from bridge_fgo.config import OffloadConfig
 
 if TYPE_CHECKING:
@@ -64,3 +66,7 @@ def stats() -> Stats | None:
     from bridge_fgo.bridge.session import newest_stats
 
     return newest_stats()
+
+
+if os.environ.get(VARIABLE):
+    install_with_frameworks()

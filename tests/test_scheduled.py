@@ -155,6 +155,18 @@ def test_what_the_plan_predicted_is_said_once_beside_what_was_measured(meter, ca
     assert said == [f"bridge_fgo: peak of step 4: {readable(peak)} measured, {readable(planned[3])} planned"]
 
 
+def test_host_memory_that_mcore_pins_for_activations_is_said_beside_the_peak(meter, capsys, monkeypatch):
+    monkeypatch.setattr(session.Session, "_offloads_activations", True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    counts = {"allocated_bytes": {"current": 5 * 2**30}}
+    monkeypatch.setattr(torch.cuda, "host_memory_stats_as_nested_dict", lambda: counts)
+    with training(True, WHOLE) as run:
+        for _ in range(4):
+            run.step()
+    said = [line for line in capsys.readouterr().out.splitlines() if " measured, " in line]
+    assert len(said) == 1 and said[0].endswith(" planned; mcore has pinned 5.00 GiB on the host for activations")
+
+
 class StandInGraphs:
     """Stands for mcore's helper that captures layers into graphs: a replayed layer is one that is called."""
 

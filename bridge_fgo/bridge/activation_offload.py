@@ -8,6 +8,7 @@ streams at their ends; nor do these wrappers.
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ import torch
 from bridge_fgo.bridge.compat import setting_of
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, Wrapper
 from bridge_fgo.bridge.settings import installed_config
+from bridge_fgo.config import readable
+from bridge_fgo.memory.host_memory import free_for_each_rank, power_of_two_at_least
 
 METHODS = {"ChunkOffloadHandler": ("tensor_pop",), "OffloadTensorPool": ("free", "allocate", "reset")}
-"""The wrapped methods, by class."""
+"""The methods that the waits are added to, by class."""
 READS = "_bridge_fgo_reads"
 """Attribute of a pool: for each of its free buffers, by `id`, the event of its newest copy to the GPU."""
 
@@ -26,12 +29,27 @@ ON = "fine_grained_activation_offloading"
 """Its setting in Bridge's model config."""
 
 _are_added = False
+_pinned_for_states = 0
 
 
-def add_waits() -> None:
-    """Add the waits from now on: another training's config in this process must not take them from one that runs."""
-    global _are_added
-    _are_added = True
+def add_waits(pinned_for_states: int = 0) -> None:
+    """Add the waits from now on: another training's config in this process must not take them from one that runs.
+
+    `pinned_for_states` are the bytes that are pinned beside the host copies of activations, for messages.
+    """
+    global _are_added, _pinned_for_states
+    _are_added, _pinned_for_states = True, pinned_for_states or _pinned_for_states
+
+
+def pinned_bytes() -> int:
+    """Return the bytes that PyTorch's own allocator has pinned: mcore's host copies of activations, and a few batches.
+
+    Its blocks have sizes of powers of two. 0 without a GPU, and with an older PyTorch that does not count them.
+    """
+    counts = getattr(torch.cuda, "host_memory_stats_as_nested_dict", None)
+    if counts is None or not torch.cuda.is_initialized():
+        return 0
+    return counts().get("allocated_bytes", {}).get("current", 0)
 
 
 def refuse_unwaited(model_config: Any) -> None:
@@ -77,6 +95,34 @@ def takes_tensor(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
         group = instance.offload_groups[tag[0] - 1]
         if isinstance(group._tensors.get(tag), tuple):  # it is on the host
             group.wait_offload_event(torch.cuda.current_stream())
+    return wrapped(*args, **kwargs)
+
+
+@_where_wanted
+def copies_out(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Refuse the host copy of a saved tensor for which this node has no memory, in mcore's first iteration.
+
+    That makes all of them: every microbatch in flight copies all its groups out. What the offload of states needs is
+    pinned by then. A rank may have what is free now, divided by the ranks of its node. Of experts each copy is counted
+    as one more, because mcore keeps none of theirs.
+
+    Raises:
+        ValueError: there is less than the block that PyTorch's allocator would pin, a power of two.
+    """
+    if not getattr(instance, "is_warmup", False):  # a static method before mcore had its pool
+        return wrapped(*args, **kwargs)
+    call = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    tensor = call["src_tensor"]
+    of_size = instance.cpu_tensor_pool._pools.get((tensor.shape, tensor.dtype), {})
+    is_there = call.get("use_cpu_pool", True) and of_size.get("free")
+    nbytes = power_of_two_at_least(tensor.nbytes)
+    if not is_there and nbytes > (free := free_for_each_rank()):
+        raise ValueError(
+            f"model.{ON}=True: mcore pins {readable(nbytes)} more of host memory for activations, but each rank of "
+            f"this node can have {readable(free)}; pinned are {readable(pinned_bytes())} for activations and "
+            f"{readable(_pinned_for_states)} for optimizer states: take modules out of model.offload_modules, lower "
+            "OffloadConfig.fraction, or give the job more host memory"
+        )
     return wrapped(*args, **kwargs)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
 import wrapt
 
+from bridge_fgo.bridge import framework_names
 from bridge_fgo.bridge.settings import set_installed_config
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.memory import copy_queues
@@ -33,9 +35,10 @@ class Installation:
         """Calls of `install` that are not taken back yet."""
         self._entered = 0
         self._waiting: dict[str, list[Patch]] = {}
-        for patch in patches():
-            self._waiting.setdefault(patch.module, []).append(patch)
         self._applied: list[Patch] = []
+        self._wait(patches())
+        self.frameworks: tuple[str, ...] = ()
+        """The frameworks whose functions it patches."""
         self.keeps_queues = False
         """Whether the number of CUDA's queues for copies in the environment is this installation's."""
 
@@ -68,6 +71,23 @@ class Installation:
         """The modules that the table patches."""
         return list({**self._waiting, **{patch.module: None for patch in self._applied}})
 
+    def _wait(self, patches: Iterable[Patch]) -> None:
+        for patch in patches:
+            self._waiting.setdefault(patch.module, []).append(patch)
+
+    def add_frameworks(self, names: Iterable[str]) -> None:
+        """Have the patches of frameworks wait for their modules too, of those that are not there yet."""
+        if new := tuple(name for name in names if name not in self.frameworks):
+            from bridge_fgo.bridge.frameworks import framework_patches
+
+            self.frameworks += new
+            self._wait(framework_patches(new))
+
+    def apply_loaded(self) -> None:
+        """Apply the patches of what is imported; a hook that is set already applies those of what still is being."""
+        found = [sys.modules[name] for name in self.modules if name in sys.modules]
+        self.apply([module for module in found if not (module.__name__ in _hooked and _is_half_imported(module))])
+
     def apply(self, modules: list[ModuleType]) -> None:
         """Apply the patches of some modules, once each of them fits.
 
@@ -83,7 +103,11 @@ class Installation:
             self._waiting.pop(module.__name__, None)
 
     def check_undo(self) -> None:
-        """Raise RuntimeError where someone patched on top of a binding."""
+        """Raise RuntimeError where someone patched on top of a binding, or a framework's model is offloaded."""
+        if "bridge_fgo.bridge.framework_moves" in sys.modules:
+            from bridge_fgo.bridge.framework_moves import require_all_here
+
+            require_all_here()
         for patch in self._applied:
             patch.check_undo()
 
@@ -99,7 +123,7 @@ class Installation:
             self.keeps_queues = False
 
 
-def install(config: OffloadConfig | None = None) -> Installation:
+def install(config: OffloadConfig | None = None, frameworks: str | Iterable[str] | None = None) -> Installation:
     """Make `cfg.optimizer.offload_optimizer_states = True` work in Megatron-Bridge.
 
     Call it before or after the import of Bridge, but before the first use of CUDA (`torch.cuda.is_available()` is one).
@@ -109,14 +133,19 @@ def install(config: OffloadConfig | None = None) -> Installation:
 
     Args:
         config: settings of the offload; None for the defaults.
+        frameworks: which frameworks of reinforcement learning move their models by `Residency`: "auto" for all that are
+            imported, or names ("verl", "skyrl", "nemo_rl"). None for those of the environment variable
+            `BRIDGE_FGO_FRAMEWORKS`. A later call may add some.
 
     Raises:
-        ValueError: other settings are installed already, or `config` is not an `OffloadConfig`.
+        ValueError: other settings are installed already, or `config` is not an `OffloadConfig`, or a framework is
+            unknown.
         RuntimeError: the patches do not fit this Bridge or mcore. Nothing is patched then.
     """
     global _installation
     if config is not None and not isinstance(config, OffloadConfig):
         raise ValueError(f"bridge_fgo.install({config!r}): give the settings as bridge_fgo.OffloadConfig(...)")
+    names = framework_names.framework_names(frameworks)
     if _installation is not None:
         if config is not None and config != _installation.config:
             raise ValueError(
@@ -124,10 +153,14 @@ def install(config: OffloadConfig | None = None) -> Installation:
                 "first to change the settings"
             )
         _installation.calls += 1
+        _installation.add_frameworks(names)
+        _installation.apply_loaded()
+        _hook(_installation.modules)
         return _installation
     installation = Installation(OffloadConfig() if config is None else config)
+    installation.add_frameworks(names)
     try:
-        installation.apply([sys.modules[name] for name in installation.modules if name in sys.modules])
+        installation.apply_loaded()
     except BaseException:
         installation.undo()
         raise
@@ -135,15 +168,32 @@ def install(config: OffloadConfig | None = None) -> Installation:
     installation.calls = 1
     _installation = installation
     set_installed_config(installation.config)
-    for name in installation.modules:
+    _hook(installation.modules)
+    return installation
+
+
+def install_with_frameworks() -> None:
+    """Install as soon as a framework is imported that the environment variable names; nothing is imported before."""
+    _hook(framework_names.MODULES)
+
+
+def _is_half_imported(module: ModuleType) -> bool:
+    return getattr(module.__spec__, "_initializing", False)
+
+
+def _hook(modules: Iterable[str]) -> None:
+    for name in modules:
         if name not in _hooked:
             _hooked.add(name)  # wrapt cannot take a hook back, so one is set at a time, and asks who is installed
             wrapt.register_post_import_hook(_module_imported, name)
-    return installation
 
 
 def _module_imported(module: ModuleType) -> None:
     _hooked.discard(module.__name__)  # wrapt calls it once
+    if _installation is None and module.__name__ in framework_names.MODULES:
+        if not framework_names.framework_names(None):
+            return
+        install()
     if _installation is None:
         return
     try:

@@ -159,6 +159,19 @@ class Residency:
         own += sum(bucket.pinned_bytes for bucket in self._gradients.buckets)
         return own + (self._states.engine.pinned_bytes if self._states is not None else 0)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has run whose gradients no step has used, and nobody has zeroed."""
+        return bool(self._backwards.pending)
+
+    def serve_states(self) -> None:
+        """Have installed patches serve states that are away to whoever reads or steps them: a save needs no reload.
+
+        Without, a use of them is an error outside of `checkpointing`.
+        """
+        if self._states is not None:
+            self._states.is_always_served = True
+
     @_verb
     def host_params(self) -> list[HostParam]:
         """Return this rank's shard of every parameter, from the host; parameters are away, and stay so.
@@ -272,28 +285,30 @@ class Residency:
         with tally.part("driver"):
             return_to_driver(self._device)
         with tally.part("caches"):
-            tally.moved.caches = self._caches.drop(self.away, is_mid_step=bool(self._backwards.pending))
+            tally.moved.caches = self._caches.drop(self.away, is_mid_step=self.has_gradients)
         if tally.moved.caches:
             with tally.part("driver"):
                 return_to_driver(self._device)
         tally.note_what_stays()
         return tally.end()
 
-    def reload(self, kinds: Kinds = "all", *more: Kind) -> Moved:
+    def reload(self, kinds: Kinds = "all", *more: Kind, frozen: bool = True) -> Moved:
         """Reload "params", "grads" or "optimizer" to the GPU, named as for `offload`.
 
         Packed masters need their weights: then "optimizer" reloads "params" too, and `Moved.woke` says so. Parameters
-        of several ranks are all-gathered, so that every rank has to ask for the same.
+        of several ranks are all-gathered, so that every rank has to ask for the same. With `frozen=False` parameters
+        outside of DDP's buffers, such as the base model under LoRA's adapters, stay away, and "params" with them, until
+        they are reloaded too.
 
         Raises:
             ValueError: a word is not one of these. Nothing has moved.
             torch.OutOfMemoryError: there is no memory. What was not reloaded is away as before.
             RuntimeError: another rank failed. Parameters are away as before, here too. Or the Residency is closed.
         """
-        return self._reload(lambda: self._asked(kinds, more))
+        return self._reload(lambda: self._asked(kinds, more), frozen)
 
     @_verb
-    def _reload(self, asked: Callable[[], frozenset[Kind]]) -> Moved:
+    def _reload(self, asked: Callable[[], frozenset[Kind]], frozen: bool = True) -> Moved:
         def look() -> tuple[tuple[frozenset[Kind], Tally], tuple[bool, bool, bool]]:
             kinds = asked() & self.away
             votes = bool(kinds), "params" in kinds, "optimizer" in kinds and self._lacks_weights
@@ -323,7 +338,7 @@ class Residency:
                 tally.copy("grads", copied)
 
         if wakes_params and not needs_weights:
-            self._weights.reload(tally, reload_others)
+            self._weights.reload(tally, reload_others, frozen)
 
         def finish() -> Moved:
             if needs_weights or not wakes_params:
@@ -526,7 +541,7 @@ class Residency:
     def _require_no_backward(self, kinds: frozenset[Kind], grads: str) -> None:
         if grads not in ("drop", "keep"):
             raise ValueError(f"grads={grads!r}: use 'drop' or 'keep'")
-        if grads == "drop" and "grads" in kinds and self._backwards.pending:
+        if grads == "drop" and "grads" in kinds and self.has_gradients:
             raise RuntimeError(
                 "a backward has run since the last optimizer step, and offload() would drop its gradients: step, or "
                 "zero them by each model chunk's zero_grad_buffer() (the optimizer's zero_grad() does not), or use "

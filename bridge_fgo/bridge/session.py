@@ -202,7 +202,16 @@ class Session:
             return
         self._planned_steps += 1
         if self._planned_steps == 2:
-            say(f"peak of step {self.figures.snapshot().steps}: {readable(peak)} measured, {readable(planned)} planned")
+            text = (
+                f"peak of step {self.figures.snapshot().steps}: {readable(peak)} measured, {readable(planned)} planned"
+            )
+            if self._offloads_activations and (pinned := activation_offload.pinned_bytes()):
+                text += f"; mcore has pinned {readable(pinned)} on the host for activations"
+            say(text)
+
+    @property
+    def _offloads_activations(self) -> bool:
+        return getattr(self.model_config, activation_offload.ON, False) is True
 
     def _require_released(self) -> None:
         """Raise RuntimeError where the flag is a silent no-op, in whole or in part.
@@ -337,8 +346,8 @@ class Session:
         )
         if shortage := copy_queues.shortage():
             say(shortage)
-        activation_offload.add_waits()
-        if getattr(self.model_config, activation_offload.ON, False) is True:
+        activation_offload.add_waits(self.figures.snapshot().pinned_bytes)
+        if self._offloads_activations:
             missing = ", ".join(activation_offload.missing_methods())
             say(
                 f"model.{activation_offload.ON}=True: "

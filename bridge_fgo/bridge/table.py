@@ -151,6 +151,8 @@ def _of_mcore() -> list[FunctionPatch]:
 OF_ACTIVATIONS: tuple[tuple[str, Wrapper, tuple[str, ...], str], ...] = (
     ("ChunkOffloadHandler.tensor_pop", activation_offload.takes_tensor, ("tensor_tag",),
         "every saved tensor that a backward takes; the only place that copies one back without a prefetch"),
+    ("ChunkOffloadHandler.offload", activation_offload.copies_out, ("src_tensor",),
+        "makes every host copy, in mcore's pool and, of experts, outside of it"),
     ("OffloadTensorPool.free", activation_offload.frees_buffer, ("tensor",),
         "called on the stream that reads the buffer, right after its copy was enqueued"),
     ("OffloadTensorPool.allocate", activation_offload.takes_buffer, ("shape", "dtype"),

@@ -31,5 +31,6 @@ weights, parameters are first.
 A tensor that is away guards itself (`memory.guard`); `checks` refuses what its guard cannot catch in time.
 
 The public class, `bridge.residency.Residency`, has these verbs, and checkpoints while asleep and training steps, for
-which installed patches serve the optimizer. `upstream` serves mcore's own verbs.
+which installed patches serve the optimizer. `upstream` serves mcore's own verbs, `bridge.frameworks` has other
+frameworks' functions call `Residency`.
 """

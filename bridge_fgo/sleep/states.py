@@ -78,6 +78,8 @@ class OptimizerStates:
         """Bytes of released slabs that the allocator has and the driver has not."""
         self.is_driven = False
         """Whether training steps drive an engine of its own too, which then stays attached."""
+        self.is_always_served = False
+        """Whether installed patches serve what is away, as frameworks save and load without a reload."""
         self._serves = 0
         together(lambda: self._finish(refuses=not alone))
         if self.is_owner:
@@ -102,7 +104,7 @@ class OptimizerStates:
     @property
     def is_served(self) -> bool:
         """Whether installed patches bring states to whoever reads or steps the optimizer."""
-        return not self.is_owner or self.is_driven or self._serves > 0
+        return not self.is_owner or self.is_driven or self.is_always_served or self._serves > 0
 
     @property
     def is_away(self) -> bool:
@@ -164,6 +166,8 @@ class OptimizerStates:
         """Release all slabs, on the engine's training stream; the driver gets most of their memory meanwhile."""
         while self._offloading:
             self._release_first()
+        if self.is_always_served:
+            self.attach()
 
     def _release_first(self) -> None:
         gone = self._offloading.popleft()

@@ -133,8 +133,11 @@ class Weights(Storages):
             for param in buffer.params
         }
         """For each parameter of DDP's buffers its `id`, and the `_cdata` of its storage."""
+        self._outside: WeightGroup | None = None
+        """The weights that have storages of their own; None where there are none."""
         if others := self._make_others():
-            self.groups.append(WeightGroup(others))
+            self._outside = WeightGroup(others)
+            self.groups.append(self._outside)
         self.columnwise = ColumnwiseCopies(param for _, buffer in with_weights for param in buffer.params)
         self._beside = SideStream(device)
         self._wakes_alone = False
@@ -269,12 +272,13 @@ class Weights(Storages):
 
     # Reload.
 
-    def reload(self, tally: Tally, first: Callable[[], None] = lambda: None) -> None:
+    def reload(self, tally: Tally, first: Callable[[], None] = lambda: None, frozen: bool = True) -> None:
         """Reload the weights that are away, but for columnwise copies; a collective, also where none are away.
 
         first: is called before. Where it fails on one rank, all raise: they would wait for that rank in the all-gather.
+        frozen: whether those outside of DDP's buffers too.
         """
-        groups = [group for group in self.groups if group.is_away]
+        groups = [group for group in self.groups if group.is_away and (frozen or group is not self._outside)]
         filled: list[WeightGroup] = []
 
         def fill_and_write() -> None:

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from bridge_fgo.options import takes_offload_options
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.tools import demo as demo_command
-from bridge_fgo.tools import rl_demo, run_script
+from bridge_fgo.tools import report, rl_demo, run_script
 from bridge_fgo.tools.bench import command as bench_command
 from bridge_fgo.tools.bench.options import Settings as BenchSettings
 from bridge_fgo.tools.demo import Settings as DemoSettings
@@ -24,8 +24,6 @@ from bridge_fgo.tools.job.answers import refuse_gpus_at_once
 from bridge_fgo.tools.job.target import refuse_at_once
 from bridge_fgo.tools.plan.log import of_log
 from bridge_fgo.tools.plan.options import Settings as PlanSettings
-from bridge_fgo.tools.report import command as report_command
-from bridge_fgo.tools.report.command import Settings as ReportSettings
 from bridge_fgo.tools.settings import DoctorSettings, takes_settings
 from bridge_fgo.tools.show import spinner
 
@@ -192,8 +190,8 @@ for name, settings, run, short_help, example in (
     ("demo", DemoSettings, demo, "Train twice, resident and offloaded, and compare bit by bit.", "--steps 10"),
     ("bench", BenchSettings, bench_command.run, "Measure resident training, this package and its peers on GPUs here.",
         "--arms resident,native --preset long"),
-    ("report", ReportSettings, report_command.run, "Compare runs that are over: memory saved, step time, bits.",
-        "resident/tb_logs offloaded/tb_logs --output compared.html"),
+    ("report", report.Settings, report.run, "Compare runs that are over: memory saved, step time, bits.",
+        "resident/tb_logs offloaded/tb_logs"),
     ("plan", PlanSettings, plan, "Compute a job's memory and copies, with and without the offload. No GPU needed.",
         "llama3_70b_64gpu --system GB200 --recommend"),
     ("doctor", DoctorSettings, doctor, "Say what is installed, what a config will do here, and what is refused.",

@@ -11,6 +11,7 @@ from stream_order import Race, StreamOrder
 import bridge_fgo
 from bridge_fgo.bridge import activation_offload
 from bridge_fgo.bridge.before_training import validate_config
+from bridge_fgo.memory.host_memory import power_of_two_at_least
 
 MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 NAMES = ("qkv_linear", "core_attn", "moe_act")
@@ -211,3 +212,44 @@ def test_an_mcore_without_one_of_the_methods_is_refused_where_the_waits_are_aske
         activation_offload.refuse_unwaited(model)
     model.fine_grained_activation_offloading = False
     activation_offload.refuse_unwaited(model)
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A host with so many bytes for each rank that new host copies take them: PyTorch's blocks are powers of two."""
+    host = SimpleNamespace(free=0, taken=[])
+    monkeypatch.setattr(activation_offload, "free_for_each_rank", lambda: host.free)
+    empty = torch.empty
+
+    def takes(*args, pin_memory=False, **kwargs):
+        tensor = empty(*args, **kwargs)
+        if pin_memory:
+            host.taken.append(power_of_two_at_least(tensor.nbytes))
+            host.free -= host.taken[-1]
+            assert host.free >= 0, "the kernel would kill the job"
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", takes)
+    return host
+
+
+@EVERY
+def test_host_memory_for_activations_that_a_node_has_not_is_refused_as_the_first_iteration_asks_for_it(
+    offload, waits, host, monkeypatch, schedule
+):
+    of_pool = [NAMES[:2]] * LAYERS
+    host.free = 10**6
+    with waits():
+        train(offload, schedule, layers=of_pool)
+        host.free = needed = sum(host.taken)
+        train(offload, schedule, layers=of_pool)
+        assert host.free == 0, "what is there for a copy is used again"
+        host.free = needed - 1
+        monkeypatch.setattr(activation_offload, "_pinned_for_states", 3 * 2**30)
+        with pytest.raises(ValueError, match=r"3\.00 GiB for optimizer states: take modules out of model\.offload"):
+            train(offload, schedule, layers=of_pool)
+
+
+def test_host_memory_for_activations_of_experts_is_refused_too(offload, waits, host):
+    with waits(), pytest.raises(ValueError, match=r"mcore pins .* each rank of this node can have 0\.00 GiB"):
+        train(offload, ONE_STAGE, layers=[("moe_act",)])

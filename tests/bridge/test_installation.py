@@ -63,7 +63,8 @@ transformer.moe.paged_stash.PagedStashRunner.prepare_for_rerun full_cuda_graph.F
 distributed.fsdp.src.megatron_fsdp.megatron_fsdp.MegatronFSDP.install_optimized_model_weights
 """
 ACTIVATIONS = """
-ChunkOffloadHandler.tensor_pop OffloadTensorPool.allocate OffloadTensorPool.free OffloadTensorPool.reset
+ChunkOffloadHandler.offload ChunkOffloadHandler.tensor_pop
+OffloadTensorPool.allocate OffloadTensorPool.free OffloadTensorPool.reset
 """
 DISTRIBUTED_OPTIMIZER = """
 step_with_ready_grads _copy_main_params_to_model_params _copy_main_params_to_param_buffer

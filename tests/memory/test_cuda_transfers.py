@@ -4,6 +4,7 @@ import copy
 import ctypes
 import gc
 import weakref
+from collections import deque
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
@@ -219,6 +220,55 @@ def test_a_lane_stays_one_sequence_where_the_driver_refuses_an_event_or_to_wait(
     between = [] if left + 80 <= 100 else [("record", "end of a", "a"), ("block", "end of a", "b")]
     stream = "b" if between else "a"
     assert lane.log[1:] == [*between, ("copy", 80, stream), ("record", "second", stream)]
+
+
+def served(log, others, after):
+    """Return the copies as (stream, bytes), in the order in which a copy engine serves them.
+
+    It serves a stream for as long as that has copies ready, and then the next one that has any (`Lane`).
+
+    Args:
+        log: of a `LoggingLane`, all of which is enqueued at the start.
+        others: bytes of copies that are enqueued on stream "activations" together.
+        after: how many copies are done, and one more has begun, when these are enqueued.
+    """
+    queues, newest, happened = {"a": deque(), "b": deque(), "activations": deque()}, {}, set()
+    for number, (kind, what, stream) in enumerate(log):
+        if kind == "record":
+            newest[what] = number
+        queues[stream].append((kind, what if kind == "copy" else newest[what]))
+
+    def has_copy(stream):
+        queue = queues[stream]
+        while queue and (queue[0][0] == "record" or (queue[0][0] == "block" and queue[0][1] in happened)):
+            kind, event = queue.popleft()
+            if kind == "record":
+                happened.add(event)
+        return queue and queue[0][0] == "copy"
+
+    done, order = [], deque(queues)
+    while turn := next((stream for stream in order if has_copy(stream)), None):
+        order.rotate(-order.index(turn))
+        done.append((turn, queues[turn].popleft()[1]))
+        if len(done) == after + 1:
+            queues["activations"] += [("copy", nbytes) for nbytes in others]
+    return done
+
+
+@pytest.mark.parametrize("sizes", [(1000,), (30,) * 40, (130, 250, 70, 100) * 4])
+def test_copies_of_activations_go_together_between_pieces_of_states_after_two_at_most(mocked, sizes):
+    lane = LoggingLane()
+    for number, nbytes in enumerate(sizes):
+        lane.copy(0, 0, nbytes, lane.event(number))
+    copies = sum(kind == "copy" for kind, *_ in lane.log)
+    for after in range(copies):
+        done = served(lane.log, (300, 20), after)
+        assert len(done) == copies + 2
+        first = next(i for i, (stream, _) in enumerate(done) if stream == "activations")
+        assert sum(nbytes for _, nbytes in done[after:first]) <= 2 * 100, "what is under way, and the next stream"
+        assert done[first : first + 2] == [("activations", 300), ("activations", 20)]
+    on_one = [(kind, what, "a") for kind, what, _ in lane.log]
+    assert served(on_one, (300,), 0)[-1] == ("activations", 300), "else states would go first, all of them"
 
 
 @pytest.mark.parametrize("tried_before", [False, True])

@@ -1,7 +1,6 @@
 """The bench without a GPU: arithmetic of its figures, reading of traces, and the whole command on made-up arms."""
 
 import gzip
-import html
 import json
 from dataclasses import replace
 from typing import get_args
@@ -194,13 +193,8 @@ def test_the_bench_prints_a_table_and_leaves_json_and_pictures(made_up, tmp_path
     saved = json.loads((tmp_path / "bench.json").read_text())
     assert names_of(saved) == ["resident", "native", "half"]
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-    page = (tmp_path / "bench.html").read_text()
-    assert page.count("data:image/png;base64,") == 2
-    assert "<td>native</td>" in page
-    for heading in figures.table_of([])[0]:
-        assert f"<p>{html.escape(heading)}: " in page, "each column is explained"
     assert "--layers 12 " in saved["size"] and "--gbs 16" in saved["size"]
-    assert saved["size"] in " ".join(result.stdout.split()) and html.escape(saved["size"]) in page
+    assert saved["size"] in " ".join(result.stdout.split())
 
 
 def test_the_terminal_has_five_figures_an_arm_with_verbose_all_and_a_legend_or_json_alone(made_up, tmp_path):

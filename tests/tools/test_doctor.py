@@ -173,10 +173,9 @@ def test_a_users_mistake_is_named(config, names, changes, options, said):
         assert status == 2 and said in output
 
 
-@pytest.mark.parametrize("arguments", [("plan", "tiny", "--picture"), ("report", "some.log", "--output")])
-def test_a_file_in_no_folder_is_an_error_before_the_work(tmp_path, arguments):
-    status, output = run(*arguments, str(tmp_path / "nosuch" / "file"))
-    assert status == 2 and arguments[-1] in output and "there is no folder" in output
+def test_a_file_in_no_folder_is_an_error_before_the_work(tmp_path):
+    status, output = run("plan", "tiny", "--picture", str(tmp_path / "nosuch" / "file"))
+    assert status == 2 and "--picture" in output and "there is no folder" in output
 
 
 @of_both

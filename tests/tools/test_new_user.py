@@ -120,7 +120,7 @@ OF_THE_SECOND_HOUR = [
     ("run --offload ok.py", 0, "trained", TORCH),
     ("run --fraction half ok.py", 2, "Usage: bridge-fgo run", LIGHT),
     ("run --gpu-memory-budget-gib lots ok.py", 2, "Usage: bridge-fgo run", LIGHT),
-    ("report run", 2, "bridge-fgo report: run: neither TensorBoard events", LIGHT),
+    ("report run", 2, "bridge-fgo report: run: no TensorBoard events", LIGHT),
     ("report broken.log", 2, "bridge-fgo report: broken.log: broken, or no TensorBoard log", LIGHT),
     ("demo --layers 0", 2, "Usage: bridge-fgo demo", LIGHT),
     ("recipes lst", 2, "Usage: bridge-fgo recipes", LIGHT),

@@ -1,23 +1,18 @@
-"""`bridge-fgo report`: what it reads, what it finds equal, and the page."""
+"""`bridge-fgo report`: what it reads, what it finds equal, and what it prints."""
 
-import json
 import math
-import re
 import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from test_bench import write_trace
 from torch.utils.tensorboard import SummaryWriter
 from typer.testing import CliRunner
 
 from bridge_fgo.figures import Stats
-from bridge_fgo.tools.arms.record import EventWriter
 from bridge_fgo.tools.main import app
-from bridge_fgo.tools.report.command import compare_runs, is_bitwise_equal
-from bridge_fgo.tools.report.runs import GRAD_NORM, LOSS, OURS, SECONDS, Run, load
+from bridge_fgo.tools.report import GRAD_NORM, LOSS, OURS, SECONDS, Run, compare_runs, is_bitwise_equal, load
 
 GB = 10**9
 LOSSES = [3.0, 2.0, 1.5, 1.25, 1.0]
@@ -55,74 +50,43 @@ def tensorboard(folder, losses, offloaded=False):
     )
 
 
-def arm(folder, name, losses, digest="a", device=None, **result):
-    """Write the events of an arm as the bench does."""
-    folder.mkdir(exist_ok=True)
-    writer = EventWriter(folder / f"{name}.events.jsonl")
-    if device is not None:
-        writer.start(device)
-    for step, loss in enumerate(losses, start=1):
-        writer.step(step=step, loss=loss, grad_norm=1.0, skipped=False, passes=1, seconds=0.1 * step)
-    digests = dict.fromkeys(("params", "masters", "moments"), digest)
-    figures = dict.fromkeys(("state_bytes", "released_bytes", "pinned_bytes"), 20 * GB) | PEAKS
-    figures = {**figures, "peak_allocated_bytes": 30 * GB, "engine": "native", "step_seconds": []} | result
-    writer.result(digests=digests, **figures)
-    writer.close()
-
-
-def bench_table(folder, **arms):
-    """Write a bench's `bench.json`: whether each arm was found bitwise equal."""
-    rows = [
-        {"arm": name, "bitwise_equal": equal, "step_seconds": 0.5, "step_seconds_min": 0.4, "step_seconds_max": 0.6}
-        for name, equal in arms.items()
-    ]
-    table = {"arms": [{**row, "pinned_bytes": GB} for row in rows], "state_bytes": 20 * GB, "where": {"device": "H200"}}
-    (folder / "bench.json").write_text(json.dumps(table))
-
-
 @pytest.fixture
-def report(tmp_path):
-    """Run `bridge-fgo report`; returns its status, what it printed, in one line, and the page or ""."""
+def report(monkeypatch):
+    """Run `bridge-fgo report`; returns its status, what it printed, in one line, and the rows of its tables."""
+    monkeypatch.setenv("COLUMNS", "300")
 
-    def run(*arguments, output=tmp_path / "page.html"):
-        done = CliRunner().invoke(app, ["report", *map(str, arguments), "--output", str(output)])
+    def run(*arguments):
+        done = CliRunner().invoke(app, ["report", *map(str, arguments)])
         assert done.exit_code in (0, 1, 2), done.output
-        return done.exit_code, " ".join(done.output.split()), output.read_text() if output.is_file() else ""
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.output.splitlines()]
+        return done.exit_code, " ".join(done.output.split()), {row[0]: row[1:] for row in rows if row}
 
     return run
-
-
-def cells(page, label):
-    """Return the cells of a row of the page's tables."""
-    row = re.search(rf"<tr><td>{re.escape(label)}</td>(.*?)</tr>", page)
-    assert row is not None, label
-    return re.findall(r"<td>(.*?)</td>", row[1])
 
 
 # --- runs with logs ---
 
 
-def test_equal_logs_are_one_page_that_needs_no_network_with_a_column_and_a_sentence_each(report, tmp_path):
+def test_equal_logs_have_a_column_and_a_sentence_each(report, tmp_path):
     resident = tensorboard(tmp_path / "resident", LOSSES)
     offloaded = tensorboard(tmp_path / "offloaded", LOSSES, offloaded=True)
     recomputed = tensorboard(tmp_path / "recomputed", LOSSES)
-    status, printed, page = report(resident, offloaded)
+    status, printed, rows = report(resident, offloaded)
     assert status == 0 and printed.startswith(
         "offloaded against resident: 19.70 GB less GPU memory (41%, 48.20 GB to 28.50 GB); steps 20.0% slower "
         "(0.500 to 0.600 s); bitwise equal over 5 steps: lm loss, grad-norm. "
     )
     assert "cross_entropy" not in printed
-    status, printed, page = report(resident, offloaded, recomputed)
+    status, printed, rows = report(resident, offloaded, recomputed)
     assert status == 0 and "recomputed against resident: 0 B less GPU memory" in printed
     assert "steps 0.0% slower" in printed
-    assert not re.findall(r'(?:src|href)="', page) and page.index("steps 20.0% slower") < page.index("<table")
-    assert cells(page, "saved against resident") == ["-", "19.70 GB", "0 B"]
-    assert cells(page, "steps slower") == ["-", "+20.0%", "+0.0%"]
-    assert cells(page, "bitwise equal") == ["-", "yes", "yes"]
-    assert cells(page, "peak allocated") == ["48.20 GB", "28.50 GB", "48.20 GB"]
-    assert cells(page, "peak in forward and backward") == ["-", "28.00 GB", "-"]
-    assert cells(page, "copied to the host in a step") == ["-", "19.00 GB", "-"]
-    assert cells(page, STEP_TIME)[1] == "0.600 s (0.600-0.600)"
+    assert rows["saved against resident"] == ["-", "19.70 GB", "0 B"]
+    assert rows["steps slower"] == ["-", "+20.0%", "+0.0%"]
+    assert rows["bitwise equal"] == ["-", "yes", "yes"]
+    assert rows["peak allocated"] == ["48.20 GB", "28.50 GB", "48.20 GB"]
+    assert rows["peak in forward and backward"] == ["-", "28.00 GB", "-"]
+    assert rows["copied to the host in a step"] == ["-", "19.00 GB", "-"]
+    assert rows[STEP_TIME][1] == "0.600 s (0.600-0.600)"
 
 
 def test_a_resident_run_that_is_measured_is_compared_by_its_peaks_alone(report, tmp_path):
@@ -134,8 +98,8 @@ def test_a_resident_run_that_is_measured_is_compared_by_its_peaks_alone(report, 
             "offloaded": {"peak_forward_backward_bytes": 28, "planned_peak_bytes": 29, "released_bytes": 20},
         }.items()
     ]
-    status, printed, page = report(*runs)
-    assert status == 0 and cells(page, "peak after the first steps, planned / measured") == ["-", "29.00 GB / 28.00 GB"]
+    status, printed, rows = report(*runs)
+    assert status == 0 and rows["peak after the first steps, planned / measured"] == ["-", "29.00 GB / 28.00 GB"]
     assert "20.00 GB less GPU memory in forward and backward (42%, 48.00 GB to 28.00 GB)" in printed
 
 
@@ -143,35 +107,18 @@ def test_the_first_different_step_is_named(report, tmp_path):
     first = tensorboard(tmp_path / "first", [3.0, 2.0, 1.5])
     second = tensorboard(tmp_path / "second", [3.0, 2.0 + 2**-21, 1.0])
     log(second, {GRAD_NORM: [2.0, 2.0, 7.0]}, filename_suffix=".second")
-    status, printed, page = report(first, second)
+    status, printed, _ = report(first, second)
     assert status == 1 and "NOT bitwise equal, first at step 2 in lm loss." in printed
-    assert "step 2: 2 / 2.00000048" in page
-    for text in (page, printed):
-        assert "model.cross_entropy_loss_fusion=False" in text, "two runs alike may differ so"
+    assert "step 2: 2 / 2.00000048" in printed
+    assert "model.cross_entropy_loss_fusion=False" in printed, "two runs alike may differ so"
 
 
-def test_a_run_beside_and_one_that_the_bench_lets_differ_are_shown_and_need_not_be_equal(report, tmp_path):
+def test_a_run_beside_is_shown_and_need_not_be_equal(report, tmp_path):
     resident, hybrid = (tensorboard(tmp_path / name, [loss]) for name, loss in (("resident", 2.0), ("hybrid", 2.5)))
     assert report(resident, hybrid)[0] == 1
-    status, printed, page = report(resident, "--beside", hybrid)
+    status, printed, rows = report(resident, "--beside", hybrid)
     assert status == 0 and "not meant to be bitwise equal" in printed
-    assert cells(page, "saved against resident") == ["-", "0 B"]
-    arm(tmp_path, "resident.0", [2.0])
-    arm(tmp_path, "hybrid.0", [2.5])
-    bench_table(tmp_path, resident=None, hybrid=None)
-    status, printed, _ = report(tmp_path)
-    assert status == 0 and "not meant to be bitwise equal" in printed
-
-
-def test_runs_on_a_cpu_tell_nothing_of_speed(report, tmp_path):
-    for name, released in (("resident.0", 0), ("offloaded.0", 20 * GB)):
-        peak = 20 * GB - released
-        arm(tmp_path, name, [2.0] * 6, device="cpu", released_bytes=released, peak_forward_backward_bytes=peak)
-    status, printed, page = report(tmp_path)
-    assert status == 0
-    assert "20.00 GB less optimizer state in forward and backward (100%, 20.00 GB to 0 B)" in printed
-    assert "CPU: no speed" in printed and "slower" not in printed
-    assert "steps slower" not in page and STEP_TIME not in page
+    assert rows["saved against resident"] == ["-", "0 B"]
 
 
 def test_a_log_of_this_package_without_a_gpus_peaks_is_of_a_cpu():
@@ -181,17 +128,24 @@ def test_a_log_of_this_package_without_a_gpus_peaks_is_of_a_cpu():
     assert not Run(name="a", is_fp32=True, scalars={LOSS: {1: 1.0}}).on_cpu, "that is not known"
 
 
-def test_runs_of_one_name_are_called_by_their_paths_and_one_run_is_a_page_too(report, tmp_path):
-    _, printed, page = report(*(tensorboard(tmp_path / name, [1.0]) for name in ("resident/tb", "offloaded/tb")))
-    assert printed.startswith("offloaded/tb against resident/tb: ") and str(tmp_path) not in page
-    for folder in ("old", "old/new"):
-        arm(tmp_path / folder, "resident", [1.0])
-    _, printed, _ = report(tmp_path / "old", tmp_path / "old/new")
-    assert printed.startswith("old/new: resident against old: resident: ")
-    run = tensorboard(tmp_path / "run", [1.0])
-    assert report(run)[0] == 0
-    status, printed, _ = report(run, output=tmp_path / "run")
-    assert status == 2 and str(tmp_path / "run") in printed
+def test_runs_of_one_name_are_called_by_their_paths_from_the_folder_in_common(report, tmp_path):
+    _, printed, _ = report(*(tensorboard(tmp_path / name, [1.0]) for name in ("resident/tb", "offloaded/tb")))
+    assert printed.startswith("offloaded/tb against resident/tb: ") and str(tmp_path) not in printed
+
+
+def test_one_run_is_shown_too(report, tmp_path):
+    status, _, rows = report(tensorboard(tmp_path / "run", [1.0]))
+    assert status == 0 and rows["peak allocated"] == ["48.20 GB"]
+
+
+def test_runs_on_a_cpu_tell_nothing_of_speed(report, tmp_path):
+    runs = (
+        log(tmp_path / name, {LOSS: LOSSES, SECONDS: [1.0] * 5, f"{OURS}released_bytes": [released] * 5})
+        for name, released in (("resident", 0), ("offloaded", 20 * GB))
+    )
+    status, printed, rows = report(*runs)
+    assert status == 0 and "CPU: no speed" in printed and "slower (" not in printed
+    assert "steps slower" not in rows and STEP_TIME not in rows
 
 
 @pytest.mark.parametrize("name", ["events.out.tfevents", "events.out.tfevents-1"])
@@ -199,30 +153,27 @@ def test_a_log_may_have_another_name(tmp_path, name):
     log(tmp_path, {LOSS: [2.0, 1.0]})
     (file,) = tmp_path.iterdir()
     file.rename(tmp_path / name)
-    assert load(tmp_path)[0].scalars[LOSS] == {1: 2.0, 2: 1.0}
+    assert load(tmp_path).scalars[LOSS] == {1: 2.0, 2: 1.0}
 
 
-def test_after_a_resume_the_last_value_counts_and_a_loss_that_json_has_no_word_for_is_read_back(tmp_path):
+def test_of_a_step_that_was_run_again_after_a_resume_the_last_value_counts(tmp_path):
     tensorboard(tmp_path, [3.0, 2.0, 1.0])
     with SummaryWriter(str(tmp_path), filename_suffix=".then") as writer:
         writer.add_scalar(LOSS, 7.0, 3)
-    (run,) = load(tmp_path)
+    run = load(tmp_path)
     assert run.scalars[LOSS] == {1: 3.0, 2: 2.0, 3: 7.0}
     assert not any("samples" in tag for tag in run.scalars), "their steps are samples"
-    arm(tmp_path, "run", [float("inf")])
-    assert load(tmp_path)[0].scalars[LOSS] == {1: float("inf")}
 
 
 def test_steps_of_an_earlier_file_that_the_newest_did_not_reach_are_left_out(report, tmp_path):
     # A new job in an old job's folder, which died at step 2: it is not equal over four.
     first, again = (log(tmp_path / name, {LOSS: [4.0, 3.0, 2.0, 1.0]}) for name in ("first", "again"))
     log(again, {LOSS: [4.0, 3.0]}, filename_suffix=".new")
-    (run,) = load(again)
+    run = load(again)
     assert all(max(steps) == 2 for steps in run.scalars.values())
-    status, printed, page = report(first, again)
+    status, printed, _ = report(first, again)
     assert status == 0
-    for text in (printed, page):
-        assert "again: steps 3 to 4 are of an earlier file" in " ".join(text.split())
+    assert "again: steps 3 to 4 are of an earlier file" in printed
     assert "bitwise equal over 2 steps (they logged 4 and 2)" in printed
 
 
@@ -258,54 +209,11 @@ def test_what_bridge_and_this_package_log_is_read(monkeypatch, cpu_standins, tmp
         state.train_state = SimpleNamespace(step=step + 1, consumed_train_samples=step + 1, skipped_train_samples=0)
         train_utils.training_log(loss, {}, 1e-4, None, 1.0, False, 0, 1.5, None, None, cfg, state, None, model)
     state.tensorboard_logger.close()
-    (run,) = load(tmp_path)
+    run = load(tmp_path)
     assert run.scalars[LOSS] == dict.fromkeys((1, 2, 3), 2.0)
     assert run.scalars[GRAD_NORM] == dict.fromkeys((1, 2, 3), 1.5)
     assert run.scalars[SECONDS] == dict.fromkeys((1, 2, 3), 0.5)
     assert run.totals == pytest.approx({**STATS, **PEAKS, "peak_allocated_bytes": 30 * GB})
-
-
-# --- a bench's folder ---
-
-
-def test_a_bench_folder_is_its_arms_in_the_tables_order_with_pictures_and_no_section_without_content(report, tmp_path):
-    for name in ("half", "native", "resident"):
-        arm(tmp_path, f"{name}.0", [2.0, 1.0], released_bytes=0 if name == "resident" else 20 * GB)
-        write_trace(tmp_path / f"{name}.0.trace.gz", [(0.0, 0.2)])
-    bench_table(tmp_path, resident=None, native=True, half=True)
-    assert [run.name for run in load(tmp_path / "bench.json")] == ["resident", "native", "half"]
-    status, _, page = report(tmp_path)
-    assert status == 0 and cells(page, "released") == ["0 B", "20.00 GB", "20.00 GB"]
-    assert set(re.findall(r'(?:src|href)="([^,"]*)', page)) == {"data:image/png;base64"}
-    assert 'alt="gantt"' in page and 'alt="memory"' in page
-    (alone := tmp_path / "alone").mkdir()
-    bench_table(alone, resident=None, hybrid=None)
-    status, _, page = report(alone)
-    assert status == 0 and page.count("<table>") == 1 and "compared with the first run" not in page
-
-
-@pytest.mark.parametrize("equal", [True, False])
-def test_a_table_with_no_events_beside_it_is_enough(report, tmp_path, equal):
-    bench_table(tmp_path, resident=None, native=equal)
-    status, printed, page = report(tmp_path / "bench.json")
-    assert status == (not equal)
-    assert ("bitwise equal: all that the bench compared" in printed) is equal
-    assert cells(page, STEP_TIME)[1] == "0.500 s (0.400-0.600)"
-    assert cells(page, "where") == ["H200", "H200"]
-
-
-def test_without_a_table_the_offloaded_arm_is_second(tmp_path):
-    for name in ("hybrid.0", "native.0", "resident.0"):
-        arm(tmp_path, name, [2.0])
-    assert [run.name for run in load(tmp_path)] == ["resident", "native", "hybrid"]
-
-
-def test_a_final_state_that_differs_is_not_equal(report, tmp_path):
-    arm(tmp_path, "resident", [1.0])
-    arm(tmp_path, "offloaded", [1.0], digest="b")
-    status, printed, _ = report(tmp_path)
-    assert status == 1 and "NOT bitwise equal in final params, final masters, final moments" in printed
-    assert "cross_entropy" not in printed, "arms are set so"
 
 
 # --- what is equal ---
@@ -330,37 +238,12 @@ def test_it_is_the_bits_that_count(first, second, is_fp32, equal):
     assert is_bitwise_equal(compare_runs(*runs)) is equal
 
 
-def test_a_digest_that_neither_run_left_is_not_equal_and_validation_losses_are_not_compared():
-    of_run = {"is_fp32": False, "digests": {"params": "a", "masters": "b"}}
-    runs = [
-        Run(name=name, scalars={LOSS: {1: 1.0}, "validation loss": {1: float(name)}}, **of_run) for name in ("1", "2")
-    ]
-    parity = compare_runs(*runs)
-    assert not is_bitwise_equal(parity)
-    assert [part.part for part in parity if not part.equal] == ["final moments"]
-
-
 # --- mistakes, and runs of W&B ---
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        *(("bench.json", content) for content in ("{}", "[]", "{", '{"arms": [{"arm": "a"}]}', '{"arms": []}', "\x80")),
-        *(("broken.events.jsonl", line) for line in ('{"event": \n', '{"event": "step"}\n', "[1]\n", "\x80\n")),
-        *(("resident.trace.gz", content) for content in ("", "not gzip", "\x1f\x8b\x08")),
-    ],
-)
-def test_a_broken_file_is_named(report, tmp_path, name, content):
-    arm(tmp_path, "resident", [1.0])
-    (tmp_path / name).write_bytes(content.encode("latin1"))
-    status, printed, _ = report(tmp_path)
-    assert status == 2 and f"bridge-fgo report: {tmp_path / name}: broken, or not what " in printed
 
 
 def test_what_is_no_run_is_an_error_that_says_what_would_be(report, tmp_path):
     assert "no such file" in report(tmp_path / "nothing")[1]
-    assert "neither TensorBoard events" in report(tmp_path)[1]
+    assert "no TensorBoard events" in report(tmp_path)[1]
     one, _ = (log(tmp_path / name, {LOSS: [1.0]}) for name in "ab")
     assert "holds 2 TensorBoard logs" in report(tmp_path)[1]
     status, printed, _ = report(one, one)
@@ -398,7 +281,7 @@ def wandb(monkeypatch):
 
 
 def test_a_run_of_wandb_has_the_numbers_that_it_logged_to_the_last_bit(wandb):
-    (run,) = load("wandb:me/project/abc")
+    run = load("wandb:me/project/abc")
     loss = run.scalars.pop("lm loss")
     assert run.scalars == {"bridge_fgo/released_bytes": {1: 1000.0, 2: 2000.0}}, "without W&B's own and over samples"
     assert (loss[1], loss[3]) == (1.0, 0.1) and math.isnan(loss[2])

@@ -45,11 +45,6 @@ class ArmRun:
         """Return the number called `name` of every step; None where JSON has no word for it."""
         return [event.get(name) for event in self.steps]
 
-    def numbers(self, name: str) -> dict[int, float]:
-        """Return the number called `name` of the steps that have it, to the last bit, by step."""
-        found = ((event["step"], exact_number(event, name)) for event in self.steps)
-        return {step: value for step, value in found if value is not None}
-
 
 class ArmFailed(RuntimeError):
     """An arm ended with an error, or without a result; `log_tail`, its note, is what `telling_lines` returns."""
@@ -97,14 +92,6 @@ class EventTail:
             self._offset += len(line) + 1
             if line.strip():
                 yield json.loads(line)
-
-
-def read_arm(events: Path) -> ArmRun:
-    """Return what an arm has written into `NAME.events.jsonl`."""
-    arm = ArmRun(events.name.removesuffix(".events.jsonl"))
-    for event in EventTail(events).new_events():
-        arm.add(event)
-    return arm
 
 
 def file_name(name: str) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 
 from rich.console import Console
 
-from bridge_fgo.tools import show
 from bridge_fgo.tools.arms.runner import ArmFailed, ArmRun, file_name, launcher, run_arm
 from bridge_fgo.tools.bench.figures import legend, make_row, summary_of, table_of
 from bridge_fgo.tools.bench.in_turn import InTurn, order_of, squeezed_arms
@@ -24,6 +23,7 @@ from bridge_fgo.tools.bench.plots import draw_step
 from bridge_fgo.tools.bench.presets import BenchArm, resident_of, save_options
 from bridge_fgo.tools.bench.rounds import faster, rounds_of, table_of_rounds
 from bridge_fgo.tools.bench.steps import reference_loop
+from bridge_fgo.tools.show import print_table
 
 NOT_EQUAL = 1
 FAILED = 2
@@ -86,18 +86,14 @@ def run(settings: Settings) -> int:
         tables.append(table_of_rounds(rounds))
     (settings.keep / "bench.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if settings.traces:
-        traces = {arm.name: trace_path(settings, arm) for arm in chosen if arm.name in runs}
-        title = f"bridge-fgo bench: {settings.preset}, {settings.gpus} x {result['where']['device']}"
-        parts = [*map(show.table, tables), *map(show.picture, draw_step(traces, settings.keep))]
-        parts += [show.heading("Every figure"), show.table(table_of(rows)), *map(show.paragraph, legend())]
-        show.write_page(settings.keep / "bench.html", title, [*parts, show.paragraph(f"Trained with {size}")])
+        draw_step({arm.name: trace_path(settings, arm) for arm in chosen if arm.name in runs}, settings.keep)
     if settings.json_output:
         print(json.dumps(result))
     else:
         if settings.verbose:
             tables.append([list(cells) for cells in zip(*table_of(rows), strict=True)])  # an arm a column
         for table in tables:
-            show.print_table(console, table)
+            print_table(console, table)
         for line in legend() if settings.verbose else ():
             console.print(line, markup=False, highlight=False)
         trained = f"S = {state_bytes / 1e9:.2f} GB of {size}"

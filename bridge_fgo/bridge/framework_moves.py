@@ -1,0 +1,222 @@
+"""What the patched functions of frameworks do: move a trainer's memory by its one `Residency`, made at its first sleep.
+
+Frameworks have functions for a model and others for its optimizer. Where one is called without the other, they are
+found again by identity. Gradients of a backward that no step has used yet are kept, and not dropped. States that are
+away are served: a checkpoint saves and loads them on the host.
+
+What a `Residency` refuses with a ValueError as it is made stays with the framework's own functions, for good, and a
+line on rank 0 says why. Later errors are errors: of what is away the framework's functions know nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, Wrapper
+from bridge_fgo.bridge.reporting import say
+from bridge_fgo.bridge.residency import Residency
+from bridge_fgo.sleep.moved import Kind
+
+_first_chunks = weakref.WeakKeyDictionary[Any, weakref.ref[torch.nn.Module]]()
+"""For each optimizer the first chunk of its model."""
+
+_made = weakref.WeakSet[Residency]()
+
+_refused = weakref.WeakSet[torch.nn.Module]()
+"""First chunks of models that no Residency takes."""
+
+_moved = weakref.WeakSet[Residency]()
+"""Those of which a function has moved all that it will ask of the functions that it calls."""
+
+
+class Move(NamedTuple):
+    """What a call asks for: what of which model, and its optimizer where that is known, and which way."""
+
+    offloads: bool
+    kinds: Sequence[Kind]
+    model: Any
+    optimizer: Any = None
+    frozen: bool = True
+    """Whether frozen parameters are reloaded too."""
+    result: Any = None
+    """What the call returns."""
+
+
+Plan = Callable[..., Move | None]
+"""Tells from the object and all arguments of a call what it asks for; None where that is left to the framework."""
+
+
+def moving(plan: Plan, then: bool = False) -> Wrapper:
+    """Return the wrapper that does what a plan tells.
+
+    then: whether it calls the framework's own function afterwards, which has other work too and finds all moved.
+    """
+
+    def wrapper(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        bound = inspect.signature(wrapped).bind(*args, **kwargs)
+        bound.apply_defaults()
+        move = plan(instance, *bound.arguments.values())
+        res = _residency(move, make=move.offloads) if move is not None and move.kinds else None
+        if move is None or res is None:
+            return wrapped(*args, **kwargs)
+        is_outermost = res not in _moved
+        if is_outermost and move.offloads:
+            res.offload(move.kinds, grads="keep" if res.has_gradients else "drop")
+        elif is_outermost:
+            res.reload(move.kinds, frozen=move.frozen)
+        if not then:
+            return move.result
+        _moved.add(res)
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            if is_outermost:
+                _moved.discard(res)
+
+    return wrapper
+
+
+def _residency(move: Move, make: bool) -> Residency | None:
+    """Return the Residency of a model; None where it has none, and none is made.
+
+    Whether one is made depends on what all ranks know alike: its constructor is a collective.
+    """
+    chunks = _chunks(move.model)
+    if not chunks or chunks[0] in _refused:
+        return None
+    optimizer, found = move.optimizer, Residency.of(chunks)
+    if optimizer is None:
+        optimizer = next((key for key, first in _first_chunks.items() if first() is chunks[0]), None)
+    else:
+        _first_chunks[optimizer] = weakref.ref(chunks[0])
+    if found is not None or not make:
+        return found
+    try:
+        made = Residency(chunks, optimizer)
+    except ValueError as error:
+        _refused.add(chunks[0])
+        say(f"a {type(chunks[0]).__name__} stays with the framework's own functions: {error}")
+        return None
+    made.serve_states()
+    _made.add(made)
+    return made
+
+
+def _chunks(model: Any) -> list[torch.nn.Module]:
+    return list(model) if isinstance(model, Sequence) else [model]
+
+
+def require_all_here() -> None:
+    """Raise RuntimeError where something is away that the frameworks' own functions could not bring back."""
+    for away in [res.away for res in _made if res.away]:
+        raise RuntimeError(
+            f"bridge_fgo cannot uninstall: {', '.join(map(repr, sorted(away)))} of a model are offloaded, and a "
+            "framework's own functions would not bring them back: have it load them first"
+        )
+
+
+def _kinds(params: bool = False, grads: bool = False, states: bool = False) -> list[Kind]:
+    flags: dict[Kind, bool] = {"params": params, "grads": grads, "optimizer": states}
+    return [kind for kind, is_asked in flags.items() if is_asked]
+
+
+# verl: parameters are offloaded with their gradients.
+
+
+def _verl_offload_model(_: Any, models: Any) -> Move:
+    return Move(True, _kinds(params=True, grads=True), models)
+
+
+def _verl_load_model(_: Any, models: Any, load_grad: bool, load_frozen_params: bool) -> Move:
+    return Move(False, _kinds(params=True, grads=load_grad), models, frozen=load_frozen_params)
+
+
+def _verl_move_optimizer(offloads: bool) -> Plan:
+    def plan(_: Any, optimizer: Any) -> Move | None:
+        # Where its model is not known, a Residency of it, if there is one, has no optimizer.
+        first = _first_chunks[optimizer]() if optimizer in _first_chunks else None
+        return None if first is None else Move(offloads, _kinds(states=True), first, optimizer)
+
+    return plan
+
+
+def _verl_to(engine: Any, device: str, model: bool, optimizer: bool, grad: bool) -> Move:
+    kinds = _kinds(model, model and (grad or device == "cpu"), optimizer and engine.optimizer is not None)
+    return Move(device == "cpu", kinds, engine.module, engine.optimizer)
+
+
+verl_offload_model = moving(_verl_offload_model)
+verl_load_model = moving(_verl_load_model)
+verl_offload_optimizer = moving(_verl_move_optimizer(offloads=True))
+verl_load_optimizer = moving(_verl_move_optimizer(offloads=False))
+verl_to = moving(_verl_to, then=True)
+
+
+def verl_with_parameters(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have verl's own read or write parameters on the GPU; afterwards they are where they were."""
+    chunks = _chunks(args[0] if args else kwargs["models"])
+    res = Residency.of(chunks) if chunks else None
+    if res is None:
+        return wrapped(*args, **kwargs)
+    with res.checkpointing():
+        return wrapped(*args, **kwargs)
+
+
+# SkyRL: gradients are offloaded with the optimizer's states, also where there is no optimizer.
+
+
+def _skyrl(offloads: bool) -> Plan:
+    def plan(_: Any, model: Any, optimizer: Any, states: bool, params: bool) -> Move:
+        return Move(offloads, _kinds(params, states, states and optimizer is not None), model, optimizer)
+
+    return plan
+
+
+skyrl_offload, skyrl_backload = moving(_skyrl(offloads=True)), moving(_skyrl(offloads=False))
+
+
+# NeMo-RL: masters are offloaded with the moments, which its own functions move alone.
+
+
+def _of_worker(worker: Any, model: Any, device: str, kinds: list[Kind], result: Any = None) -> Move | None:
+    """Return the move of a worker's model, which has its optimizer, or of another model."""
+    optimizer = getattr(worker, "optimizer", None) if model is worker.model else None
+    if device not in ("cpu", "cuda"):
+        return None
+    return Move(device == "cpu", kinds, model, optimizer, result=result)
+
+
+def _moves_states(worker: Any) -> bool:
+    return getattr(worker, "optimizer", None) is not None and not worker.optimizer_cpu_offload
+
+
+def _nemo_rl_move_model(worker: Any, model: Any, device: str, params: bool, grads: bool) -> Move | None:
+    return _of_worker(worker, model, device, _kinds(params, grads), result=model)
+
+
+def _nemo_rl_move_optimizer(worker: Any, device: str) -> Move | None:
+    return _of_worker(worker, worker.model, device, _kinds(states=True))
+
+
+def _nemo_rl_sleep(params: bool) -> Plan:
+    def plan(worker: Any) -> Move | None:
+        worker.finalize_async_save()  # as its own does first: a background save may hold handles of what moves
+        states = _moves_states(worker) and worker.offload_optimizer_for_refit
+        return _of_worker(worker, worker.model, "cpu", _kinds(params, True, states))
+
+    return plan
+
+
+def _nemo_rl_wake(worker: Any, *_: Any) -> Move | None:
+    return _of_worker(worker, worker.model, "cuda", _kinds(True, True, _moves_states(worker)))
+
+
+nemo_rl_move_model, nemo_rl_move_optimizer = moving(_nemo_rl_move_model), moving(_nemo_rl_move_optimizer)
+nemo_rl_offload_before_refit = moving(_nemo_rl_sleep(params=False), then=True)
+nemo_rl_offload_after_refit = moving(_nemo_rl_sleep(params=True), then=True)
+nemo_rl_prepare_for_training = moving(_nemo_rl_wake, then=True)

@@ -1,0 +1,40 @@
+"""The frameworks whose functions `install(frameworks=...)` patches, by name. No torch here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+VARIABLE = "BRIDGE_FGO_FRAMEWORKS"
+"""Environment variable that stands for the argument `frameworks` of `install`, in processes that others start."""
+
+VERL = ("verl.utils.megatron_utils", "verl.workers.engine.megatron.transformer_impl")
+SKYRL = ("skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy",)
+NEMO_RL = (
+    "nemo_rl.models.policy.workers.megatron_policy_worker",
+    "nemo_rl.models.value.workers.megatron_value_worker",
+)
+MEMORY_SAVED = {name: (f"{name}.backends.megatron_utils.actor",) for name in ("slime", "miles")}
+"""Those that sleep by torch_memory_saver alone."""
+
+FRAMEWORKS: dict[str, tuple[str, ...]] = {"verl": VERL, "skyrl": SKYRL, "nemo_rl": NEMO_RL, **MEMORY_SAVED}
+"""The modules of each framework that patches wait for."""
+MODULES = tuple(module for modules in FRAMEWORKS.values() for module in modules)
+
+
+def framework_names(asked: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Return the names that are asked for: by "auto" all, by None those of the environment variable.
+
+    Raises:
+        ValueError: a name is none of these.
+    """
+    setting = "install(frameworks=...)" if asked is not None else f"the environment variable {VARIABLE}"
+    given = os.environ.get(VARIABLE, "") if asked is None else asked
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)
+    names = [name for name in names if name]
+    for name in names:
+        if name != "auto" and name not in FRAMEWORKS:
+            raise ValueError(
+                f"{setting}: there is no framework {name!r}; use 'auto' or any of {', '.join(map(repr, FRAMEWORKS))}"
+            )
+    return tuple(FRAMEWORKS) if "auto" in names else tuple(dict.fromkeys(names))

@@ -1,0 +1,174 @@
+"""The table of patches of reinforcement learning's frameworks: what moves memory in them moves it by a `Residency`.
+
+A framework calls its own functions as before, from its own loop. Each patch replaces the bindings of one module, all of
+them or none: where one has parameters that its wrapper does not know, a call could ask for something that is not done.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any, NamedTuple, override
+
+import torch
+import wrapt
+
+from bridge_fgo.bridge import framework_moves as moves
+from bridge_fgo.bridge.compat import version_of
+from bridge_fgo.bridge.framework_names import MEMORY_SAVED, NEMO_RL, SKYRL, VERL
+from bridge_fgo.bridge.patch import Patch, Wrapper
+from bridge_fgo.bridge.settings import is_installed
+
+
+class Target(NamedTuple):
+    """A function that is replaced, and why this binding."""
+
+    name: str
+    """Of the function, or "Class.method"."""
+    parameters: tuple[str, ...]
+    """All that it has, without `self`."""
+    wrapper: Wrapper
+    why: str
+
+
+class FrameworkPatch(Patch):
+    """Wraps functions of one module of a framework. What does not fit is left alone, and a line on rank 0 says so.
+
+    Args:
+        framework: its name.
+        module: the module whose import the patch waits for.
+        targets: the functions.
+        left_alone: why nothing is patched; empty where something is.
+    """
+
+    def __init__(self, framework: str, module: str, targets: tuple[Target, ...] = (), left_alone: str = "") -> None:
+        super().__init__()
+        self.framework, self.module, self.name = framework, module, module
+        self._targets, self._left_alone = targets, left_alone
+
+    @override
+    def check(self, module: ModuleType) -> None:
+        """Note why the module does not fit; never raises, as the framework works without."""
+        for target in self._targets:
+            owner, attribute = _owner_of(module, target.name)
+            function = getattr(owner, attribute, None)
+            if not callable(function):
+                self._left_alone = f"it has no {target.name}"
+                return
+            own = tuple(name for name in inspect.signature(function).parameters if name != "self")
+            if own != target.parameters:
+                self._left_alone = (
+                    f"{target.name} has the parameters ({', '.join(own)}), and not ({', '.join(target.parameters)})"
+                )
+                return
+
+    @override
+    def apply(self, module: ModuleType) -> None:
+        version = version_of(self.framework.replace("_", "-"))
+        if self._left_alone:
+            _say(f"{self.framework} {version}: {self.module} is left alone: {self._left_alone}")
+            return
+        for target in self._targets:
+            owner, attribute = _owner_of(module, target.name)
+            wrapped = vars(owner).get(attribute, getattr(owner, attribute))
+            ours = wrapt.FunctionWrapper(wrapped, target.wrapper, enabled=is_installed)
+            self.replace(owner, attribute, ours)
+            if owner is module:
+                for other in _importers(module, attribute, wrapped):
+                    self.replace(other, attribute, ours)
+        names = ", ".join(target.name for target in self._targets)
+        _say(f"{self.framework} {version}: Residency moves the memory of {self.module}: {names}")
+
+
+def _owner_of(module: ModuleType, name: str) -> tuple[Any, str]:
+    *path, attribute = name.split(".")
+    owner: Any = module
+    for part in path:
+        owner = getattr(owner, part, None)
+    return owner, attribute
+
+
+def _importers(module: ModuleType, name: str, function: Any) -> list[ModuleType]:
+    """Return other modules of the same package that have imported a function by name, before it was patched."""
+    package = module.__name__.partition(".")[0]
+    loaded = [(key, each) for key, each in list(sys.modules.items()) if key.partition(".")[0] == package]
+    return [each for _, each in loaded if each is not module and vars(each).get(name) is function]
+
+
+def _say(text: str) -> None:
+    # Modules are imported before torch.distributed is there; launchers set RANK.
+    is_there = torch.distributed.is_initialized()
+    if (torch.distributed.get_rank() if is_there else int(os.environ.get("RANK", "0"))) == 0:
+        print(f"bridge_fgo: {text}", flush=True)
+
+
+_MODELS = ("models",)
+_OPTIMIZERS = ("optimizers",)
+
+_OF_VERL_FUNCTIONS = (
+    Target("offload_megatron_model_to_cpu", _MODELS, moves.verl_offload_model,
+        "its engine, and whoever offloads a model by itself, ends in it"),
+    Target("load_megatron_model_to_gpu", ("models", "load_grad", "load_frozen_params"), moves.verl_load_model,
+        "the one way back, also before a weight sync and a checkpoint"),
+    Target("offload_megatron_optimizer", _OPTIMIZERS, moves.verl_offload_optimizer,
+        "replaces each state by a copy on the CPU, of which a Residency would know nothing"),
+    Target("load_megatron_optimizer", _OPTIMIZERS, moves.verl_load_optimizer, "the one way back"),
+    Target("copy_megatron_model_to_cpu", _MODELS, moves.verl_with_parameters,
+        "reads `param_data.cpu_data` of offloaded buffers, which a Residency does not make"),
+    Target("restore_megatron_model_from_cpu", ("models", "cpu_state"), moves.verl_with_parameters,
+        "writes `param_data.cpu_data` of offloaded buffers"),
+)  # fmt: skip
+
+_OF_VERL_ENGINE = (
+    Target("MegatronEngine.to", ("device", "model", "optimizer", "grad"), moves.verl_to,
+        "knows the model and its optimizer, and what is asked of both: all of it moves in one call"),
+)  # fmt: skip
+
+_OF_SKYRL = (
+    Target("MegatronStrategy.offload_to_cpu", ("model", "optimizer", "offload_optimizer", "offload_model"),
+        moves.skyrl_offload, "every sleep of a policy, a critic and a reference model ends in it, with its optimizer"),
+    Target("MegatronStrategy.backload_to_gpu", ("model", "optimizer", "backload_optimizer", "backload_model"),
+        moves.skyrl_backload, "the one way back"),
+)  # fmt: skip
+
+
+def _of_nemo_rl(cls: str) -> tuple[Target, ...]:
+    parameters = "model", "device", "move_params", "move_grads"
+    return (
+        Target(f"{cls}.move_model", parameters, moves.nemo_rl_move_model,
+            "every move of parameters and gradients ends in it"),
+        Target(f"{cls}.move_optimizer", ("device",), moves.nemo_rl_move_optimizer,
+            "every move of optimizer states ends in it; its own moves no masters"),
+    )  # fmt: skip
+
+
+_OF_NEMO_RL_POLICY = (
+    *_of_nemo_rl("MegatronPolicyWorkerImpl"),
+    Target("MegatronPolicyWorkerImpl.offload_after_refit", (), moves.nemo_rl_offload_after_refit,
+        "moves all there is, by several of these: here in one call"),
+    Target("MegatronPolicyWorkerImpl.offload_before_refit", (), moves.nemo_rl_offload_before_refit,
+        "moves gradients and states, each by itself: here in one call"),
+    Target("MegatronPolicyWorkerImpl.prepare_for_training", ("args", "kwargs"), moves.nemo_rl_prepare_for_training,
+        "moves all back: in one call parameters are recomputed from their masters, and are not copied"),
+)  # fmt: skip
+
+_BY_MEMORY_SAVER = (
+    "its sleep() is torch_memory_saver's pause(), which is preloaded and moves all memory of the process; there is no "
+    "function of its own that moves a model"
+)
+
+
+def framework_patches(names: Iterable[str]) -> list[FrameworkPatch]:
+    """Return the patches of frameworks, freshly made: a patch remembers what it replaced."""
+    table = [
+        FrameworkPatch("verl", VERL[0], _OF_VERL_FUNCTIONS),
+        FrameworkPatch("verl", VERL[1], _OF_VERL_ENGINE),
+        FrameworkPatch("skyrl", SKYRL[0], _OF_SKYRL),
+        FrameworkPatch("nemo_rl", NEMO_RL[0], _OF_NEMO_RL_POLICY),
+        FrameworkPatch("nemo_rl", NEMO_RL[1], _of_nemo_rl("MegatronValueWorkerImpl")),
+        *(FrameworkPatch(name, module, left_alone=_BY_MEMORY_SAVER) for name, (module,) in MEMORY_SAVED.items()),
+    ]
+    return [patch for patch in table if patch.framework in set(names)]

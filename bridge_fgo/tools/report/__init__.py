@@ -1,1 +1,0 @@
-"""`bridge-fgo report`: one HTML page of runs that are over."""

@@ -1,0 +1,407 @@
+"""`install(frameworks=...)`: the functions of verl, SkyRL and NeMo-RL that move memory do it by a Residency.
+
+The frameworks are modules with their functions' names and parameters, which note that they were called.
+"""
+
+import importlib
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import both
+import pytest
+import torch
+from sleeping import buffers, gone
+
+import bridge_fgo
+from bridge_fgo.bridge import framework_moves, framework_names, installation
+
+pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
+
+UTILS, ENGINE = framework_names.VERL
+(STRATEGY,) = framework_names.SKYRL
+POLICY, VALUE = framework_names.NEMO_RL
+
+MOVES = """
+    def move_model(self, model, device, move_params=True, move_grads=True):
+        CALLS.append("move_model")
+        return model
+
+    def move_optimizer(self, device):
+        CALLS.append("move_optimizer")
+"""
+SOURCES = {
+    UTILS: """
+CALLS = []
+def offload_megatron_model_to_cpu(models):
+    CALLS.append("offload_model")
+def load_megatron_model_to_gpu(models, load_grad=True, load_frozen_params=True):
+    CALLS.append("load_model")
+def offload_megatron_optimizer(optimizers):
+    CALLS.append("offload_optimizer")
+def load_megatron_optimizer(optimizers):
+    CALLS.append("load_optimizer")
+def copy_megatron_model_to_cpu(models):
+    CALLS.append("copy")
+    return [p.detach().clone() for model in models for p in model.parameters()]
+def restore_megatron_model_from_cpu(models, cpu_state):
+    CALLS.append("restore")
+    for p, kept in zip((p for model in models for p in model.parameters()), cpu_state):
+        p.data.copy_(kept)
+""",
+    ENGINE: f"""
+from {UTILS} import *
+from {UTILS} import CALLS
+class MegatronEngine:
+    def to(self, device, model=True, optimizer=True, grad=True):
+        CALLS.append("to")
+        if model:
+            offload_megatron_model_to_cpu(self.module) if device == "cpu" else load_megatron_model_to_gpu(self.module)
+        if optimizer:
+            move = offload_megatron_optimizer if device == "cpu" else load_megatron_optimizer
+            move(self.optimizer)
+""",
+    STRATEGY: """
+CALLS = []
+class MegatronStrategy:
+    def offload_to_cpu(self, model, optimizer, offload_optimizer=True, offload_model=True):
+        CALLS.append("offload_to_cpu")
+    def backload_to_gpu(self, model, optimizer, backload_optimizer=True, backload_model=True):
+        CALLS.append("backload_to_gpu")
+""",
+    POLICY: f"""
+CALLS = []
+class MegatronPolicyWorkerImpl:
+    optimizer_cpu_offload, offload_optimizer_for_refit = False, True
+    def finalize_async_save(self):
+        pass
+    def offload_before_refit(self):
+        CALLS.append("offload_before_refit")
+        self.model = self.move_model(self.model, "cpu", move_params=False)
+        self.move_optimizer("cpu")
+    def offload_after_refit(self):
+        CALLS.append("offload_after_refit")
+        self.model = self.move_model(self.model, "cpu")
+        self.offload_before_refit()
+    def prepare_for_training(self, *args, **kwargs):
+        CALLS.append("prepare_for_training")
+        self.model = self.move_model(self.model, "cuda", move_grads=True, move_params=True)
+        self.move_optimizer("cuda")
+{MOVES}""",
+    VALUE: f"CALLS = []\nclass MegatronValueWorkerImpl:\n{MOVES}",
+}  # fmt: skip
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """A function that writes the stand-ins, with texts replaced in them; they are imported on use."""
+
+    def forget():
+        for name in [each for each in sys.modules if each.partition(".")[0] in framework_names.FRAMEWORKS]:
+            del sys.modules[name]
+        installation._hooked.difference_update(framework_names.MODULES)
+
+    def write(*replaced):
+        for name, source in SOURCES.items():
+            for old, new in replaced:
+                source = source.replace(old, new)
+            path = tmp_path.joinpath(*name.split("."))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".py").write_text(source)
+        importlib.invalidate_caches()
+
+    forget()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write()
+    yield write
+    if installation._installation is not None:
+        bridge_fgo.uninstall()
+    forget()
+
+
+def verl(training):
+    module = importlib.import_module(ENGINE)
+    engine = module.MegatronEngine()
+    engine.module, engine.optimizer = training.model, training.optimizer
+    return module, lambda: engine.to("cpu"), lambda: engine.to("cuda")
+
+
+def verl_functions(training):
+    """The functions without the engine's `to`, which has been called once."""
+    module, sleep, wake = verl(training)
+    sleep()
+    wake()
+    utils = importlib.import_module(UTILS)
+
+    def off():
+        utils.offload_megatron_model_to_cpu(training.model)
+        utils.offload_megatron_optimizer(training.optimizer)
+
+    def on():
+        utils.load_megatron_model_to_gpu(models=training.model, load_grad=True)
+        utils.load_megatron_optimizer(training.optimizer)
+
+    module.CALLS.clear()
+    return module, off, on
+
+
+def skyrl(training):
+    module = importlib.import_module(STRATEGY)
+    strategy, of = module.MegatronStrategy(), (training.model, training.optimizer)
+    return module, lambda: strategy.offload_to_cpu(*of), lambda: strategy.backload_to_gpu(*of)
+
+
+def nemo_rl(training):
+    module = importlib.import_module(POLICY)
+    worker = module.MegatronPolicyWorkerImpl()
+    worker.model, worker.optimizer = training.model[0], training.optimizer
+    return module, worker.offload_after_refit, worker.prepare_for_training
+
+
+def nemo_rl_value(training):
+    module = importlib.import_module(VALUE)
+    worker = module.MegatronValueWorkerImpl()
+    worker.model, worker.optimizer = training.model[0], training.optimizer
+
+    def move(device):
+        assert worker.move_model(worker.model, device) is worker.model
+        worker.move_optimizer(device)
+
+    return module, lambda: move("cpu"), lambda: move("cuda")
+
+
+CYCLES = {
+    verl: ["to", "to"],
+    verl_functions: [],
+    skyrl: [],
+    nemo_rl: ["offload_after_refit", "offload_before_refit", "prepare_for_training"],
+    nemo_rl_value: [],
+}
+"""What makes a sleep and a wake, and the framework's own functions that still run in them."""
+ALL = pytest.mark.parametrize("cycle", CYCLES, ids=lambda cycle: cycle.__name__)
+
+
+@ALL
+@pytest.mark.parametrize("changes", [{}, {"frozen": True}], ids=["all trained", "most frozen"])
+def test_a_training_that_sleeps_by_a_frameworks_functions_is_bitwise_a_resident_one(modules, sleeper, cycle, changes):
+    bridge_fgo.install(frameworks="auto")
+    me = sleeper(1, **changes)
+    module, sleep, wake = cycle(me.training)
+    for _ in range(3):
+        module.CALLS.clear()
+        sleep()
+        res = bridge_fgo.Residency.of(me.training.model)
+        assert gone(res) == {"params", "grads", "optimizer"}
+        wake()
+        assert not res.away
+        assert CYCLES[cycle] == module.CALLS
+        me.train()
+    me.assert_as_resident()
+
+
+@ALL
+def test_an_uninstall_gives_back_the_frameworks_own_functions(modules, sleeper, cycle):
+    me = sleeper()
+    with bridge_fgo.install(frameworks=["verl", "skyrl", "nemo_rl"]):
+        _, sleep, wake = cycle(me.training)
+        sleep()
+        with pytest.raises(RuntimeError, match=r"cannot uninstall.*have it load them first"):
+            bridge_fgo.uninstall()
+        wake()
+    module, sleep, wake = cycle(me.training)
+    sleep()
+    assert {"offload_model", "offload_to_cpu", "move_model"} & set(module.CALLS)
+    assert not bridge_fgo.Residency.of(me.training.model).away
+    patched = importlib.import_module(UTILS).offload_megatron_model_to_cpu
+    assert not hasattr(patched, "__wrapped__")
+
+
+def test_functions_that_were_imported_by_name_before_are_replaced_too_and_once(modules, capsys):
+    engine, utils = importlib.import_module(ENGINE), importlib.import_module(UTILS)
+    before = engine.load_megatron_model_to_gpu
+    with bridge_fgo.install(frameworks="verl"):
+        patched = engine.load_megatron_model_to_gpu
+        assert patched is utils.load_megatron_model_to_gpu and patched.__wrapped__ is before
+        with bridge_fgo.install(frameworks="auto"):
+            assert engine.load_megatron_model_to_gpu is patched
+    assert engine.load_megatron_model_to_gpu is utils.load_megatron_model_to_gpu is before
+    said = capsys.readouterr().out
+    assert said.count("bridge_fgo: verl") == 2 and "offload_megatron_optimizer" in said
+
+
+@pytest.mark.parametrize(
+    "old, new, why",
+    [
+        ("load_frozen_params=True", "load_frozen_params=True, only=None", r"parameters \(models, load_grad, load_fro"),
+        ("def load_megatron_optimizer", "def load_optimizer", "it has no load_megatron_optimizer"),
+    ],
+)
+def test_a_module_that_does_not_fit_is_left_alone_as_a_whole_and_a_line_says_why(modules, capsys, old, new, why):
+    modules((old, new))
+    utils = importlib.import_module(UTILS)
+    before = dict(vars(utils))
+    bridge_fgo.install(frameworks="auto")
+    assert vars(utils) == before
+    capsys.readouterr()
+    bridge_fgo.uninstall()
+    bridge_fgo.install(frameworks="verl")
+    said = capsys.readouterr().out
+    assert said.count(f"{UTILS} is left alone") == 1
+    assert re.search(why, said), said
+
+
+def test_slime_and_miles_are_left_alone_and_a_line_says_why(modules, tmp_path, capsys):
+    path = tmp_path / "slime" / "backends" / "megatron_utils" / "actor.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    bridge_fgo.install(frameworks="auto")
+    importlib.import_module("slime.backends.megatron_utils.actor")
+    assert "torch_memory_saver" in capsys.readouterr().out
+
+
+def test_the_environment_variable_installs_as_a_framework_is_imported(modules, monkeypatch):
+    monkeypatch.setenv(framework_names.VARIABLE, "verl")
+    installation.install_with_frameworks()
+    importlib.import_module(STRATEGY)
+    assert installation._installation.frameworks == ("verl",)
+    engine = importlib.import_module(ENGINE)  # which imports the other module of the table as it is imported itself
+    assert hasattr(engine.MegatronEngine.to, "__wrapped__") and hasattr(engine.load_megatron_optimizer, "__wrapped__")
+    assert not hasattr(sys.modules[STRATEGY].MegatronStrategy.offload_to_cpu, "__wrapped__")
+
+
+def test_without_the_variable_an_import_does_nothing_and_with_it_needs_no_torch():
+    code = (
+        "import sys, bridge_fgo; assert 'torch' not in sys.modules; print(len(bridge_fgo.bridge.installation._hooked))"
+    )
+    for value, hooks in (("", 0), ("auto", len(framework_names.MODULES))):
+        environment = {framework_names.VARIABLE: value, "PATH": ""}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert int(done.stdout) == hooks
+
+
+def test_an_unknown_framework_is_an_error_that_names_the_setting(modules, monkeypatch):
+    with pytest.raises(ValueError, match=r"install\(frameworks=...\): there is no framework 'vrl'; use 'auto' or any"):
+        bridge_fgo.install(frameworks="vrl")
+    monkeypatch.setenv(framework_names.VARIABLE, "verl,nemo")
+    installation.install_with_frameworks()
+    with pytest.raises(ValueError, match="environment variable BRIDGE_FGO_FRAMEWORKS: there is no framework 'nemo'"):
+        importlib.import_module(UTILS)
+
+
+@ALL
+def test_what_a_residency_refuses_stays_with_the_framework_and_a_line_says_why(modules, sleeper, capsys, cycle):
+    bridge_fgo.install(frameworks="auto")
+    me = sleeper(0)
+    me.training.model[0].config.cuda_graph_impl = "local"
+    module, sleep, wake = cycle(me.training)
+    capsys.readouterr()
+    for _ in range(2):
+        sleep()
+        wake()
+    assert bridge_fgo.Residency.of(me.training.model) is None
+    assert module.CALLS.count("offload_model") + module.CALLS.count("move_model") + module.CALLS.count("offload_to_cpu")
+    me.training.model[0].config.cuda_graph_impl = "none"
+    said = capsys.readouterr().out
+    assert said.count("cuda_graph_impl='local'") == (cycle is not verl_functions)
+
+
+# What callers expect of verl's functions.
+
+
+@pytest.fixture
+def asleep(modules, sleeper):
+    """A function that makes a training whose verl engine has slept and woken; returns the sleeper and verl's module."""
+
+    def make(**changes):
+        bridge_fgo.install(frameworks="verl")
+        me = sleeper(1, **changes)
+        verl_functions(me.training)
+        return me, importlib.import_module(UTILS), bridge_fgo.Residency.of(me.training.model)
+
+    return make
+
+
+def test_parameters_are_loaded_without_gradients_for_inference(asleep):
+    me, utils, res = asleep()
+    utils.offload_megatron_model_to_cpu(me.training.model)
+    assert res.away == {"params", "grads"}
+    utils.load_megatron_model_to_gpu(me.training.model, False)
+    assert res.away == {"grads"}
+    utils.load_megatron_model_to_gpu(me.training.model)
+    assert not res.away
+    me.train()
+    me.assert_as_resident()
+
+
+def test_frozen_parameters_stay_away_where_the_adapters_alone_are_synced(asleep):
+    me, utils, res = asleep(frozen=True)
+    before = [p.detach().clone() for p in me.ddp.parameters()]
+    utils.offload_megatron_model_to_cpu(me.training.model)
+    utils.load_megatron_model_to_gpu(me.training.model, load_grad=False, load_frozen_params=False)
+    here = [bool(p.untyped_storage().nbytes()) for p in me.ddp.parameters()]
+    assert here == [p.requires_grad for p in me.ddp.parameters()] and len(set(here)) == 2
+    assert "params" in res.away
+    utils.load_megatron_model_to_gpu(me.training.model)
+    assert all(torch.equal(p, was) for p, was in zip(me.ddp.parameters(), before, strict=True))
+    me.train()
+    me.assert_as_resident()
+
+
+def test_a_copy_of_a_sleeping_model_is_its_parameters_and_may_be_restored_asleep(asleep):
+    me, utils, res = asleep()
+    awake = [p.detach().clone() for p in me.ddp.parameters()]
+    utils.offload_megatron_model_to_cpu(me.training.model)
+    kept = utils.copy_megatron_model_to_cpu(me.training.model)
+    assert all(torch.equal(p, was) for p, was in zip(kept, awake, strict=True))
+    utils.restore_megatron_model_from_cpu(me.training.model, cpu_state=[p + 1 for p in kept])
+    assert res.away == {"params", "grads"}
+    utils.load_megatron_model_to_gpu(me.training.model)
+    assert all(torch.equal(p, was + 1) for p, was in zip(me.ddp.parameters(), awake, strict=True))
+
+
+def test_states_that_are_away_are_saved_from_the_host(asleep):
+    me, utils, _ = asleep()
+    awake = both.exact(me.leaf.state_dict()["optimizer"])
+    utils.offload_megatron_optimizer(me.training.optimizer)
+    assert both.exact(me.leaf.state_dict()["optimizer"]) == awake
+    utils.offload_megatron_optimizer(me.training.optimizer)
+    utils.load_megatron_optimizer(me.training.optimizer)
+    me.train()
+    me.assert_as_resident()
+
+
+def test_gradients_that_no_step_has_used_survive_a_sleep(asleep):
+    me, utils, res = asleep()
+    me.ddp.zero_grad_buffer()
+    (buffer,) = buffers(me.training)
+    sum(p.sum() * (i + 1) for i, p in enumerate(me.ddp.parameters())).backward()
+    before = buffer.grad_data.clone()
+    assert before.any() and res.has_gradients
+    utils.offload_megatron_model_to_cpu(me.training.model)
+    assert not buffer.grad_data.untyped_storage().nbytes()
+    utils.load_megatron_model_to_gpu(me.training.model)
+    assert torch.equal(buffer.grad_data, before)
+
+
+def test_a_reference_model_without_ddp_sleeps_too(modules):
+    bridge_fgo.install(frameworks="auto")
+    utils, strategy = importlib.import_module(UTILS), importlib.import_module(STRATEGY).MegatronStrategy()
+    for off, on in (
+        (utils.offload_megatron_model_to_cpu, utils.load_megatron_model_to_gpu),
+        (lambda model: strategy.offload_to_cpu(model, None), lambda model: strategy.backload_to_gpu(model, None)),
+    ):
+        model = [torch.nn.Linear(3, 2)]
+        before = model[0].weight.detach().clone()
+        off(model)
+        assert not model[0].weight.untyped_storage().nbytes()
+        on(model)
+        assert torch.equal(model[0].weight, before)
+
+
+def test_an_optimizer_whose_model_is_not_known_stays_with_the_framework(modules):
+    bridge_fgo.install(frameworks="verl")
+    utils = importlib.import_module(UTILS)
+    utils.offload_megatron_optimizer(SimpleNamespace())
+    assert utils.CALLS == ["offload_optimizer"]
+    assert not framework_moves._moved
