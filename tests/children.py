@@ -3,9 +3,12 @@
 import json
 import multiprocessing
 import os
+import subprocess
+import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
 
+import forked
 import pytest
 
 from bridge_fgo.tools.arms.process_setup import ATTENTION_VARIABLES
@@ -34,6 +37,35 @@ def start(target, *args) -> multiprocessing.Process:
     child = context().Process(target=target, args=args)
     child.start()
     return child
+
+
+class Program:
+    """A Python program in a child, as `subprocess.Popen` of a command that begins with this Python."""
+
+    def __init__(self, command, stdout, stderr=None, env=None, cwd=None, **_) -> None:
+        files = [stdout.name, (stderr if hasattr(stderr, "name") else stdout).name]
+        environment = dict(os.environ if env is None else env)
+        asked = {"program": [str(word) for word in command[1:]], "environment": environment, "files": files}
+        self._child = start(forked.end_as, asked | {"folder": str(cwd or Path.cwd())})
+
+    returncode = property(lambda self: self._child.exitcode)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._child.join(timeout)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        return self.wait(0)
+
+    def terminate(self) -> None:
+        self._child.terminate()
+
+
+def run_python(command, cwd=None, env=None, **_) -> subprocess.CompletedProcess:
+    """Do as `subprocess.run` does with a command that begins with this Python, in a child; capture what it prints."""
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        status = join(Program(command, out, err, env, cwd)._child, f"as {command}")
+        return subprocess.CompletedProcess(command, status, out.read(), err.read())
 
 
 def run_ranks(target, job) -> list:

@@ -88,11 +88,12 @@ def answer(asked: dict) -> None:
     os.environ.update(asked["environment"])
     os.chdir(asked["folder"])
     for number, file in enumerate(asked["files"][:2], start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     is_module = asked["program"][0] == "-m"
     sys.argv = asked["program"][is_module:]
-    sys.path[0] = asked["folder"] if is_module else str(Path(sys.argv[0]).parent)
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [asked["folder"] if is_module else str(Path(sys.argv[0]).parent), *filter(None, given)]
     run = runpy.run_module if is_module else runpy.run_path
     run(sys.argv[0], run_name="__main__")
 
@@ -109,6 +110,14 @@ def status_of(asked: dict) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def end_as(asked: dict) -> None:
+    """Answer, and end this process as the program ends."""
+    status = status_of(asked)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def main(te_shapes: bool, *modules: str) -> None:

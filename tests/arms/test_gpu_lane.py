@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from children import PATIENCE
+from children import run_python
 
 from bridge_fgo.tools.arms.runner import telling_lines
 
@@ -19,9 +18,7 @@ def test_no_arm_of_the_gpu_lane_is_refused():
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     lane = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        lane, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    done = run_python(lane, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout
     assert "no CUDA device; its arms would not be refused" in done.stdout
     assert not set(done.stdout.splitlines()[-1].split()) & {"failed", "passed", "error", "errors"}
@@ -31,7 +28,7 @@ def test_no_arm_of_the_gpu_lane_is_refused():
 def test_an_arm_that_uses_what_is_away_runs_without_a_gpu_and_each_use_is_refused_by_name():
     touched = [sys.executable, "tests/gpu/phases_arm.py", "--sleep", "touched"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(touched, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = run_python(touched, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert not found["others"] and len(found["refused"]) > 15

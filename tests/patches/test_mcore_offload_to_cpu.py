@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from apply import SERIES
+from children import run_python
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
@@ -44,15 +45,13 @@ def patched(tmp_path_factory):
 def run(patched):
     """Run the unit test and the script by stand-ins: with the installed mcore, and with the patched one before it."""
 
-    def run(first):
-        path = [str(first), str(PROJECT), str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-        return subprocess.run(
-            [sys.executable, HERE / "mcore_child.py", patched / UNIT_TEST, SCRIPT],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(part for part in path if part)},
-            cwd=HERE, capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
+    def run(run, *first):
+        path = [*map(str, (*first, PROJECT, HERE, HERE.parent)), os.environ.get("PYTHONPATH", "")]
+        command = [sys.executable, HERE / "mcore_child.py", patched / UNIT_TEST, SCRIPT]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+        return run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=300, check=False)
 
-    return {"as it is": run(""), "patched": run(patched)}
+    return {"as it is": run(run_python), "patched": run(subprocess.run, patched)}
 
 
 def weights(done):

@@ -275,17 +275,3 @@ def test_a_training_that_fails_on_this_machine_ends_the_launch_with_status_1_and
     *_, last = done.stderr.splitlines()
     folder = Path(last.partition("recipe tiny failed; its logs are in ")[2])
     assert any("optimizer.lr=1: on the CPU tiny takes no override" in log.read_text() for log in folder.rglob("*.log"))
-
-
-@pytest.mark.slow
-def test_recipes_launch_is_a_module_of_a_checkout(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "recipes.launch", "--factory", "dsv4_flash_64gpu", "--dryrun"],
-        cwd=ROOT,
-        env=os.environ | {"NEMORUN_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 1, "an error must not look like a submission"
-    assert "account=None: Slurm needs an account; give account=NAME, or scheduler=local" in done.stderr

@@ -1,8 +1,11 @@
 """`bridge-fgo demo --rl`: what it asks of its arms, and what it reports of them."""
 
 import json
+import subprocess
 import textwrap
+from types import SimpleNamespace
 
+import children
 import pytest
 from typer.testing import CliRunner
 
@@ -146,6 +149,8 @@ def test_what_is_of_this_demo_alone_is_refused_by_the_other():
 
 @pytest.mark.slow
 def test_the_reward_rises_and_the_run_that_sleeps_ends_bitwise_the_same(monkeypatch, tmp_path):
+    names = {name: getattr(subprocess, name) for name in ("STDOUT", "DEVNULL")}
+    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=children.Program, **names))
     monkeypatch.setitem(rl_demo.DEFAULTS, "cpu", {"length": 2, "lr": 2e-3})
     status, out, errors = run("--steps", 60, "--json", "--device", "cpu", "--keep", tmp_path)
     assert status == 0, errors
