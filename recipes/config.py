@@ -30,13 +30,18 @@ class Built(NamedTuple):
 
 
 def build(
-    recipe: catalog.Recipe, *, offload: bool, hf: hf_config.Choice | Path = "auto", overrides: Sequence[str] = ()
+    recipe: catalog.Recipe,
+    *,
+    offload: bool,
+    hf: hf_config.Choice | Path = "auto",
+    overrides: Sequence[str] = (),
+    on_cpu: bool = False,
 ) -> Built:
     """Return the configuration of a recipe. Without offload it is upstream's, bit by bit.
 
     With offload it differs in `optimizer.offload_optimizer_states` alone. `overrides` are `section.field=value`, in
     Bridge's own syntax (Hydra's), and come last: one that cannot be combined with the offload is refused when training
-    begins.
+    begins. on_cpu: see `bridge_fgo.recipes.tiny.tiny_config`; no other recipe knows it.
 
     Raises:
         ValueError: a Hugging Face config that is not there, see `hf_config.origin`; or an override is wrong.
@@ -44,9 +49,9 @@ def build(
     import_bridge()
     notes: list[str] = []
     if not recipe.builder:
-        from bridge_fgo.recipes.tiny import gpu_config
+        from bridge_fgo.recipes.tiny import tiny_config
 
-        config = gpu_config()
+        config = tiny_config(on_cpu)
     else:
         module, function = recipe.builder.split(":")
         with hf_config.served(hf):

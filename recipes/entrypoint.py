@@ -25,7 +25,7 @@ from torchx.specs import AppState
 
 from bridge_fgo.config import OffloadConfig, needing_offload
 from bridge_fgo.options import OffloadOptions, command_line, settings
-from bridge_fgo.recipes import catalog, dry_run, executors, hf_config, tiny
+from bridge_fgo.recipes import catalog, dry_run, executors, hf_config
 from bridge_fgo.recipes.overrides import refuse_without_value
 
 SCHEDULERS = ("slurm", "local")
@@ -168,8 +168,7 @@ class Job(OffloadOptions):
     def check(self) -> list[str]:
         """Raise ValueError where training would refuse the job; return what could not be checked here, a line each."""
         overrides, gpus = shlex.split(self.overrides), self.node_count * self.node_gpus
-        if not gpus:
-            tiny.cpu_overrides(overrides)
+        if not gpus:  # tiny's, of which nothing is laid out
             return []
         if (Path(self.hf_config) / "config.json").is_file():
             overrides.append(f"hf_config={self.hf_config}")

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, cast, get_args
 
 import typer
@@ -77,16 +76,14 @@ def prepare(
         copy_queues.keep_enough()  # `install` is too late: `is_available` has CUDA read it
     import torch
 
-    if torch.cuda.is_available():
-        return prepare_pretrain(recipe, config, source, overrides, offload)
-    if recipe.builder:
-        raise ValueError(f"recipe={name!r} needs GPUs and torch sees none: run it in a job, or try recipe='tiny'")
-    from bridge_fgo.bridge.settings import settings_of
-    from bridge_fgo.recipes.tiny import cpu_overrides, train_on_cpu
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        if recipe.builder:
+            raise ValueError(f"recipe={name!r} needs GPUs and torch sees none: run it in a job, or try recipe='tiny'")
+        from bridge_fgo.tools.standins.cuda import install_standins
 
-    steps, of_config = cpu_overrides(overrides)
-    in_force = settings_of(SimpleNamespace(offload=of_config), config) if config is not None else None
-    return partial(train_on_cpu, in_force if offload else None, steps)
+        install_standins()
+    return prepare_pretrain(recipe, config, source, overrides, offload, on_cpu)
 
 
 def prepare_pretrain(
@@ -95,6 +92,7 @@ def prepare_pretrain(
     hf: Choice | Path,
     overrides: Sequence[str],
     offload: bool = True,
+    on_cpu: bool = False,
 ) -> Callable[[], None]:
     """Build the recipe's configuration for Bridge's `pretrain()`, and return that.
 
@@ -114,7 +112,7 @@ def prepare_pretrain(
 
     if settings is not None:
         bridge_fgo.install(settings)
-    built = build(recipe, offload=offload and settings is not None, hf=hf, overrides=overrides)
+    built = build(recipe, offload=offload and settings is not None, hf=hf, overrides=overrides, on_cpu=on_cpu)
     for note in built.notes:
         print_rank_0(f"recipe {recipe.name}: {note}")
     if hf == "kept" and (model := hf_config.tokenizer_to_fetch(built.config)) is not None:

@@ -5,18 +5,17 @@ import dataclasses
 import hashlib
 import os
 
+import cpu_training
 import fused_adam
 import pytest
 import torch
+from cpu_training import CpuOptions, CpuTraining, RunRecord
 from torch.distributed.tensor import DTensor
 
 import bridge_fgo
 from bridge_fgo.bridge.session import SESSION
 from bridge_fgo.memory import layout
-from bridge_fgo.tools.arms import cpu_training
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 from bridge_fgo.tools.arms.final_state import mcore_optimizers
-from bridge_fgo.tools.arms.record import RunRecord
 
 WHOLE = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, piece_bytes=2**16)
 PACKED = dataclasses.replace(WHOLE, master_remainders=True)

@@ -21,6 +21,7 @@ from bridge_fgo.tools.standins.cuda import install_standins
 
 install_standins()
 
+from cpu_training import CpuOptions, CpuTraining  # noqa: E402
 from megatron.bridge.training import checkpointing  # noqa: E402
 from megatron.bridge.training.config import ConfigContainer  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
@@ -40,7 +41,6 @@ from bridge_fgo.offload.snapshot import Snapshot  # noqa: E402
 from bridge_fgo.sleep.moved import KINDS  # noqa: E402
 from bridge_fgo.states.inner_step import InnerStep  # noqa: E402
 from bridge_fgo.states.masters import MasterCopy  # noqa: E402
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 
 POINTS = {
     "the offload begins": (Session, "begin_pass"),

@@ -1,9 +1,8 @@
 """A GPT of the CPU lane whose first layer has mcore's gated delta net in the place of attention."""
 
+import cpu_model
 import rank_child
 import torch
-
-from bridge_fgo.tools.arms import cpu_model
 
 PARTS = {"in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"), "conv1d.weight": ("query", "key", "value")}
 """Into what `fsdp_dtensor` checkpoints split its fused parameters."""

@@ -18,13 +18,13 @@ from bridge_fgo.tools.standins.cuda import install_standins
 install_standins()
 
 import torch  # noqa: E402
+from cpu_model import microbatches  # noqa: E402
+from cpu_training import CpuOptions, CpuTraining  # noqa: E402
 
 import bridge_fgo  # noqa: E402
 from bridge_fgo.bridge.session import SESSION  # noqa: E402
 from bridge_fgo.memory import layout  # noqa: E402
 from bridge_fgo.memory.storage_slab import StorageSlab  # noqa: E402
-from bridge_fgo.tools.arms.cpu_model import microbatches  # noqa: E402
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 
 CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
 PACKED = dataclasses.replace(CONFIG, master_remainders=True)

@@ -16,9 +16,10 @@ from bridge_fgo.tools.standins.cuda import install_standins
 
 install_standins()
 
+from cpu_training import CpuOptions, CpuTraining  # noqa: E402
+
 import bridge_fgo  # noqa: E402
 from bridge_fgo.bridge.session import SESSION  # noqa: E402
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining  # noqa: E402
 
 SAVED_AFTER, BREAKS_IN, STEPS = 2, 4, 6
 

@@ -9,6 +9,7 @@ import both as both_module
 import pytest
 import torch
 from both import OPTIMIZERS, bits, session_of, steps
+from cpu_model import microbatches
 from lanes import in_lanes
 from saving import FORMATS, load, save, send_all_away, skip_data_of
 from storage_meter import PART_BYTES, SMALL, StorageMeter, engine, masters, metered, two_parts, weights_and_gradients
@@ -17,7 +18,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import bridge_fgo
 from bridge_fgo.states.fsdp import GroupCopy
-from bridge_fgo.tools.arms.cpu_model import microbatches
 from bridge_fgo.tools.arms.final_state import mcore_optimizers
 
 pytestmark = pytest.mark.usefixtures("small_parts", "cpu_standins")

@@ -2,11 +2,11 @@
 
 from functools import partial
 
+import cpu_model
+import cpu_training
 import pytest
 from both import both, steps
-
-from bridge_fgo.tools.arms import cpu_model, cpu_training
-from bridge_fgo.tools.arms.cpu_training import CpuTraining
+from cpu_training import CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

@@ -8,12 +8,12 @@ from unittest import mock
 import pytest
 import torch
 from both import PACKED, SMALL, as_resident, bits, both, release, resident, session_of, steps, training
+from cpu_training import CpuOptions, CpuTraining
 
 import bridge_fgo
 from bridge_fgo.bridge.session import SESSION
 from bridge_fgo.memory.slab import Slab
 from bridge_fgo.sleep import upstream
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

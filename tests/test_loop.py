@@ -11,10 +11,9 @@ import pytest
 import torch
 from both import bits, both, steps, training
 from bridge_loop import train
+from cpu_model import microbatches
 from lanes import in_lanes
 from saving import assert_same_shards, background, configured, load, newest
-
-from bridge_fgo.tools.arms.cpu_model import microbatches
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

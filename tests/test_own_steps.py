@@ -4,6 +4,7 @@ import contextlib
 from functools import partial
 from unittest import mock
 
+import cpu_training
 import fused_adam
 import pytest
 import torch
@@ -14,7 +15,6 @@ from saving import load, save
 import bridge_fgo
 from bridge_fgo.config import MIB
 from bridge_fgo.states.inner_step import InnerStep
-from bridge_fgo.tools.arms import cpu_training
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

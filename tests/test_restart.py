@@ -5,16 +5,16 @@ import json
 import weakref
 
 import children
+import cpu_training
 import pytest
 import restart_child
 from both import PACKED, SMALL, bits, both, resident, session_of, steps, training
 from both import numbers as exact_numbers
 from bridge_loop import train
+from cpu_training import CpuOptions, CpuTraining
 from saving import assert_same_shards, configured, load, skip_data_of
 
 import bridge_fgo
-from bridge_fgo.tools.arms import cpu_training
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 RESUME_TO_DISAMBIGUATE, FAILED_ON_RESULT_VALIDATION = 16, 17
 """Exit codes of mcore's rerun state machine."""

@@ -56,7 +56,7 @@ class Settings:
     ranks: Annotated[int | None, option("--rl: processes of an arm, a GPU each.", min=1)] = None
     tp: Annotated[int | None, option("--rl: tensor-parallel ranks.", min=1)] = None
     pp: Annotated[int | None, option("--rl: pipeline stages.", min=1)] = None
-    layers: Annotated[int | None, option("GPU, --rl: layers; fewer take less memory.", min=1)] = None
+    layers: Annotated[int | None, option("Layers; fewer take less memory.", min=1)] = None
     crowd: Annotated[
         bool, option("--rl on a GPU of one's own: a second process holds all but what training needs.", "--crowd")
     ] = False
@@ -230,8 +230,6 @@ def run(settings: Settings) -> int:
     device = find_device(settings.device, errors)
     steps = settings.steps or DEFAULT_STEPS
     size = [] if settings.layers is None else ["--layers", str(settings.layers)]
-    if device == "cpu" and size:
-        raise ValueError(f"{' '.join(size)}: only the GPU's demo takes a size; leave it out")
     arms = {
         name: ["--steps", str(steps), *size, "--offload", offload]
         for name, offload in (("resident", "off"), ("offloaded", "on"))

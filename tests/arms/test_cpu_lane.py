@@ -11,8 +11,9 @@ from bridge_fgo.tools.arms.record import EventWriter, digest
 
 pytest.importorskip("megatron.core")
 
-from bridge_fgo.tools.arms import cpu
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining, run
+import cpu_arm
+from cpu_training import CpuOptions, CpuTraining, run
+
 from bridge_fgo.tools.standins import cuda
 
 KINDS = ("params", "masters", "moments")
@@ -224,7 +225,7 @@ def test_the_arm_writes_the_same_training(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that what the arm sets there is undone
     events = tmp_path / "events.jsonl"
     scenario = ["--rerun-steps", "2", "--grad-norm-skip-steps", "3"]
-    cpu.main(["--steps", "3", "--events", str(events), *scenario])
+    cpu_arm.main(["--steps", "3", "--events", str(events), *scenario])
     start, *steps, result = map(json.loads, events.read_text().splitlines())
     here = run(CpuOptions(rerun_steps=frozenset({2}), grad_norm_skip_steps=frozenset({3})), 3)
     assert start["event"] == "start" and start["device"] == "cpu"

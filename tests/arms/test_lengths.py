@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_model import CpuOptions
 
-from bridge_fgo.tools.arms.cpu_model import CpuOptions
 from bridge_fgo.tools.arms.lengths import cut, in_turn, length_of
 
 

@@ -96,7 +96,7 @@ def logged(cpu_standins, allocator, monkeypatch):
 
     That returns losses and what was logged.
     """
-    from bridge_fgo.tools.arms import cpu_training
+    import cpu_training
 
     def train(steps):
         written, losses = [], []

@@ -49,9 +49,8 @@ class Recipe:
 
 def make_container(offload=True, **given):
     """A whole config of Bridge's, of the CPU lane's model."""
+    from cpu_model import CpuOptions, make_config
     from megatron.bridge.models import gpt_provider
-
-    from bridge_fgo.tools.arms.cpu_model import CpuOptions, make_config
 
     config = make_config(CpuOptions(offload=offload))
     config.model.transformer_layer_spec = gpt_provider.default_layer_spec  # ours is not on Bridge's list of targets
@@ -386,7 +385,7 @@ def test_settings_of_what_is_off_are_said_to_do_nothing_and_a_mock_sets_nothing(
 
 
 def test_the_engine_takes_them_and_they_cannot_change_in_mid_run(cpu_standins, monkeypatch):
-    from bridge_fgo.tools.arms import cpu_training
+    import cpu_training
 
     make_config = cpu_training.make_config
 

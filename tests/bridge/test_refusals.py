@@ -18,7 +18,7 @@ NATIVE = bridge_fgo.OffloadConfig(engine="native")
 
 def offloading():
     """Returns a config with the flag set; to be called with the package installed."""
-    from bridge_fgo.tools.arms.cpu_model import CpuOptions, make_config
+    from cpu_model import CpuOptions, make_config
 
     return make_config(CpuOptions(offload=True))
 
@@ -419,7 +419,7 @@ def test_a_worker_that_cannot_be_handed_the_states_is_refused(monkeypatch, backg
 
 
 def test_a_worker_that_cannot_be_handed_the_states_is_refused_before_the_first_step(background, monkeypatch, cfg):
-    from bridge_fgo.tools.arms import cpu_training
+    import cpu_training
 
     monkeypatch.setattr(cpu_training, "make_config", lambda options: cfg)
     with cpu_training.CpuTraining(cpu_training.CpuOptions(offload=True)) as training:

@@ -1,11 +1,11 @@
 """What this package and a patched Bridge are to each other. Run by `test_series.py`, on a patched copy of the wheel."""
 
 import pytest
+from cpu_model import CpuOptions, make_config
 from loop import Loop
 from test_order import ONE_PASS
 
 import bridge_fgo
-from bridge_fgo.tools.arms.cpu_model import CpuOptions, make_config
 
 
 @pytest.fixture

@@ -94,10 +94,3 @@ def test_without_megatron_the_dry_run_says_what_it_did_not_check(monkeypatch, as
     dsv4 = next(recipe for recipe in catalog.RECIPES.values() if recipe.mcore_module)
     assert f"megatron.bridge and {dsv4.mcore_module}" in dry_run.check(dsv4, dsv4.gpus, (), ())
     assert not asked.commands
-
-
-def test_on_a_node_without_gpus_tiny_says_which_overrides_it_takes():
-    here = {"recipe": "tiny", "scheduler": "local", "gpus_per_node": 0}
-    assert Job(**here, overrides="train.train_iters=3").check() == []
-    with pytest.raises(ValueError, match="on the CPU tiny takes no override but"):
-        Job(**here, overrides="train.micro_batch_size=3").check()

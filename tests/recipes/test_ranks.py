@@ -3,6 +3,8 @@
 import dataclasses
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,7 +14,6 @@ import bridge_fgo
 from bridge_fgo.bridge import installation
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes import catalog, config, hf_config, train
-from bridge_fgo.recipes.tiny import cpu_overrides, train_on_cpu
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -32,20 +33,18 @@ def test_an_mcore_too_old_for_v4_s_packages_is_the_same_error():
 
 def test_tiny_trains_ten_steps_where_nothing_else_is_asked_for():
     assert config.build(catalog.find("tiny"), offload=True).config.train.train_iters == 10
-    assert (cpu_overrides([]), cpu_overrides(["train.train_iters=3"])) == ((10, {}), (3, {}))
-    words = ["optimizer.offload.fraction=0.5", "optimizer.offload.moments=false", "optimizer.offload.engine=native"]
-    assert cpu_overrides(words) == (10, {"fraction": 0.5, "moments": False, "engine": "native"})
 
 
-def test_tiny_on_the_cpu_offloads_as_the_settings_say_and_has_the_same_losses(capsys):
-    steps, released = [], []
-    for offload in (None, OffloadConfig(fraction=0.5), OffloadConfig()):
-        train_on_cpu(offload, 3)
-        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-        steps.append([line.split(",")[0] for line in lines])
-        released.append(int(re.search(r", ([\d,]+) bytes released$", lines[-1])[1].replace(",", "")))
-    assert steps[0] == steps[1] == steps[2] and steps[0][-1].startswith("step 3/3: loss ")
-    assert 0 == released[0] < released[1] < released[2]
+@pytest.mark.slow
+def test_tiny_on_the_cpu_takes_settings_and_overrides_and_has_the_same_losses():
+    words = ["--no-offload"], ["--fraction", "0.5", "optimizer.offload.moments=false"]
+    runs = []
+    for given in words:
+        command = [sys.executable, "-m", "bridge_fgo.recipes.train", "tiny", "train.train_iters=3", *given]
+        runs.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    losses = [re.findall(r"lm loss: \S+", printed) for printed in runs]
+    assert len(losses[0]) == 3 and losses[0] == losses[1]
+    assert ["bridge_fgo: optimizer-state offload on" in printed for printed in runs] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -55,8 +54,6 @@ def test_tiny_on_the_cpu_offloads_as_the_settings_say_and_has_the_same_losses(ca
         (["tiny", "--no-offload", "--fraction", "0.5"], "--no-offload with fraction: leave out one or the other"),
         (["tiny", "--fraction", "2"], "OffloadConfig.fraction=2.0"),
         (["tiny", "--hf-config", "mine"], "--hf-config mine: use auto, hub, kept, or the folder of"),
-        (["tiny", "optimizer.lr=1"], "optimizer.lr=1: on the CPU tiny takes no override but train.train_iters"),
-        (["tiny", "train.train_iters=x"], "train.train_iters=x: on the CPU tiny takes no override but train.train_it"),
         (["llama3_70b_64gpu"], "recipe='llama3_70b_64gpu' needs GPUs and torch sees none"),
     ],
 )
@@ -71,11 +68,12 @@ def test_a_mistake_on_a_ranks_command_line_is_one_line_and_status_2(arguments, m
 @pytest.mark.parametrize("options", [(), ("--no-offload",), ("--fraction", "0.5")])
 def test_a_rank_without_a_gpu_trains_tiny_as_the_options_say(options, monkeypatch):
     called = []
-    monkeypatch.setattr("bridge_fgo.recipes.tiny.train_on_cpu", lambda *arguments: called.append(arguments))
+    monkeypatch.setattr(train, "prepare_pretrain", lambda *arguments: lambda: called.append(arguments))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert CliRunner().invoke(train.app, ["tiny", *options, "train.train_iters=4"]).exit_code == 0
     expected = {(): OffloadConfig(), ("--no-offload",): None}.get(options, OffloadConfig(fraction=0.5))
-    assert called == [(expected, 4)]
+    is_on = "--no-offload" not in options
+    assert called == [(catalog.find("tiny"), expected, "auto", ["train.train_iters=4"], is_on, True)]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +92,7 @@ def test_a_rank_with_a_gpu_trains_the_recipe_as_the_options_say(options, monkeyp
     }
     settings, hf = expected.get(options, (OffloadConfig(engine="native"), "kept"))
     flag = "--no-offload" not in options
-    assert called == [(catalog.find("llama3_70b_64gpu"), settings, hf, ["train.train_iters=4"], flag)]
+    assert called == [(catalog.find("llama3_70b_64gpu"), settings, hf, ["train.train_iters=4"], flag, False)]
 
 
 def test_a_rank_has_the_recipes_environment_but_where_the_user_has_set_it(monkeypatch):

@@ -4,15 +4,15 @@ import contextlib
 import dataclasses
 
 import both
+import cpu_training
 import fused_adam
 import pytest
+from cpu_training import CpuOptions, CpuTraining
 
 import bridge_fgo
 from bridge_fgo.memory.slab import StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.states.distributed import live_bytes
-from bridge_fgo.tools.arms import cpu_training
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 SEVERAL_SLABS = {"hidden": 128, "sequence": 32, "vocab": 128}
 KINDS = ("params", "grads", "optimizer")

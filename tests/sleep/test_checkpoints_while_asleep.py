@@ -7,11 +7,11 @@ import pytest
 import rank_child
 import torch
 from both import PACKED, numbers
+from cpu_training import CpuTraining
 from saving import FORMATS, assert_same_shards, load, save, skip_data_of
 from sleeping import KINDS, WHOLE, options
 
 import bridge_fgo
-from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "fused_adam_in_mcore", "poisoned")
 

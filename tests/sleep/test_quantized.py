@@ -5,10 +5,10 @@ Stand-ins for Transformer Engine's tensors have their names and verbs; mcore lay
 
 import pytest
 import torch
+from cpu_training import CpuTraining
 from sleeping import options
 
 import bridge_fgo
-from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 

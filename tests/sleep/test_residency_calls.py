@@ -8,12 +8,12 @@ import weakref
 
 import pytest
 import torch
+from cpu_training import CpuTraining
 from sleeping import KINDS, gone, options, residency
 
 import bridge_fgo
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep.checks import Checks
-from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 

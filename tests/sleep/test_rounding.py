@@ -5,13 +5,13 @@ import ctypes
 import numpy as np
 import pytest
 import torch
+from cpu_training import CpuTraining
 from kernel_on_cpu import address, compiled
 from sleeping import options, residency
 
 from bridge_fgo.memory import strided_sums
 from bridge_fgo.memory.strided_sums import StridedSum
 from bridge_fgo.sleep import rounding
-from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
 TIES_AND_ENDS = [0x00000000, 0x80000000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x7F7FFFFF, 0x7F800000,
                  0xFF800000, 0x00000001, 0x00008000, 0x00018000, 0x807FFFFF]  # fmt: skip

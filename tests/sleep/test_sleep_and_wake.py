@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from both import PACKED
+from cpu_training import CpuTraining
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sleeping import (
@@ -36,7 +37,6 @@ from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep import moved, states
 from bridge_fgo.sleep.rounding import Rounding
 from bridge_fgo.sleep.weights import Weights
-from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 MASTERS = pytest.mark.parametrize("masters", [WHOLE, PACKED], ids=["whole masters", "packed masters"])

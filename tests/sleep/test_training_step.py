@@ -5,13 +5,13 @@ from functools import partial
 
 import pytest
 from both import PACKED
+from cpu_training import CpuTraining
 from sleeping import KINDS, WHOLE, options, residency
 
 import bridge_fgo
 from bridge_fgo.bridge.session import active_session
 from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.sleep.states import STATES
-from bridge_fgo.tools.arms.cpu_training import CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 

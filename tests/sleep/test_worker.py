@@ -13,11 +13,11 @@ import pytest
 import rank_child
 import torch
 from both import exact
+from cpu_model import layer_spec
 from saving import assert_same_shards
 from sleeping import KINDS, gone, poison
 
 import bridge_fgo
-from bridge_fgo.tools.arms.cpu_model import layer_spec
 from bridge_fgo.tools.arms.shared_config import ON_THE_CPU
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "fused_adam_in_mcore", "poisoned")

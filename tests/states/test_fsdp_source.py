@@ -2,12 +2,12 @@
 
 import fused_adam
 import pytest
+from cpu_training import CpuOptions, CpuTraining
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import bridge_fgo
 from bridge_fgo.memory.layout import lay_out, offloaded_bundles
 from bridge_fgo.states.fsdp import FsdpSource, parameter_groups
-from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

@@ -4,12 +4,12 @@ import dataclasses
 import json
 from unittest import mock
 
+import cpu_training
 import torch
+from cpu_model import make_config, microbatches
+from cpu_training import CpuOptions
 from rank_child import Job, Rank
 
-from bridge_fgo.tools.arms import cpu_training
-from bridge_fgo.tools.arms.cpu_model import make_config, microbatches
-from bridge_fgo.tools.arms.cpu_training import CpuOptions
 from bridge_fgo.tools.job.layout import buckets_of, temporary_bytes
 from bridge_fgo.tools.job.parallel import Parallel
 

@@ -316,8 +316,6 @@ def test_arms_are_the_gpus_with_the_layers_given_or_the_cpus_and_the_user_is_tol
     status, called, printed = run_without_arms("cpu", "the test says so")
     assert status == 0 and {module for module, _ in called} == {"bridge_fgo.tools.arms.cpu"}
     assert "Running on the CPU: the test says so." in printed
-    status, called, printed = run_without_arms("cpu", "", "--layers", "2")
-    assert (status, called) == (2, []) and "demo: --layers 2: only the GPU's demo takes a size" in printed
 
 
 @pytest.mark.slow

@@ -6,11 +6,11 @@ import types
 from unittest.mock import Mock
 
 import pytest
+from cpu_model import CpuOptions, make_config
 
 import bridge_fgo
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.hf_config import kept_configs
-from bridge_fgo.tools.arms.cpu_model import CpuOptions, make_config
 from bridge_fgo.tools.job import builder, recipes
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")

@@ -129,9 +129,10 @@ def test_lazy_gradients_are_recommended_where_a_step_has_one_microbatch_and_noth
 def test_buckets_and_what_moves_of_them_are_those_of_the_engine(cpu_standins, options):
     from types import SimpleNamespace
 
+    from cpu_training import CpuOptions, CpuTraining
+
     import bridge_fgo
     from bridge_fgo.sleep.refusals import ddp_of
-    from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
     from bridge_fgo.tools.job.layout import held_of
 
     config = replace(OFF, engine="native")

@@ -103,7 +103,7 @@ def planned(training):
 @needs_megatron
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_what_is_planned_is_what_residency_copies_and_frees(cpu_standins, kind):
-    from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
+    from cpu_training import CpuOptions, CpuTraining
 
     def crossed(moved):
         return tuple((moved.copied_by_kind or {}).get(name, 0) for name in ("params", "grads", "optimizer"))

@@ -41,8 +41,9 @@ def planned(training, config):
 @needs_megatron
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_states_are_to_the_byte_what_the_engine_measures(cpu_standins, options):
+    from cpu_training import CpuOptions, CpuTraining
+
     import bridge_fgo
-    from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
     if "muon" in options.get("optimizer", ""):
         pytest.importorskip("emerging_optimizers")
@@ -65,8 +66,9 @@ def test_states_are_to_the_byte_what_the_engine_measures(cpu_standins, options):
     "asked", [{"moments": False}, {"master_weights": False}, {"fraction": 0.5}], ids=lambda asked: next(iter(asked))
 )
 def test_what_stays_by_the_settings_stays_in_the_plan(cpu_standins, asked):
+    from cpu_training import CpuOptions, CpuTraining
+
     import bridge_fgo
-    from bridge_fgo.tools.arms.cpu_training import CpuOptions, CpuTraining
 
     config = OffloadConfig(engine="native", **asked)
     with bridge_fgo.install(config), CpuTraining(CpuOptions(offload=True)) as run:

@@ -1,6 +1,6 @@
 """A CPU arm with an Adam that mcore takes for Transformer Engine's, on a checkout's mcore with an offloader of its own.
 
-    python fused_child.py CHUNK_NUMEL [OPTIONS OF bridge_fgo.tools.arms.cpu]
+    python fused_child.py CHUNK_NUMEL [OPTIONS OF cpu_arm.py]
 
 CHUNK_NUMEL: `optimizer.offload_optimizer_states_chunk_numel` of Megatron-LM #6544; 0 leaves it unset. What upstream
 asks of a tensor's device before it moves or checks its memory is answered as on a GPU; the rest is upstream's code.
@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import cpu_arm
+import cpu_training
 import fused_adam
 import pytest
 import torch
 
-from bridge_fgo.tools.arms import cpu, cpu_training
 from bridge_fgo.tools.standins.cuda import install_standins
 
 
@@ -60,7 +61,7 @@ def main():
         patch.setitem(sys.modules, FusedAdam.__module__, SimpleNamespace(FusedAdam=FusedAdam))
         patch.setattr(cpu_training, "make_config", with_chunks)
         as_on_a_gpu(patch)
-        cpu.main(arguments)
+        cpu_arm.main(arguments)
 
 
 if __name__ == "__main__":

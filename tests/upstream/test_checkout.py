@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = os.environ.get("BRIDGE_FGO_MEGATRON_LM")
+TESTS = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.skipif(not CHECKOUT, reason="BRIDGE_FGO_MEGATRON_LM names no Megatron-LM checkout")
 
 
 def run_arm(tmp_path, offload, *options):
     events = tmp_path / f"{offload}.jsonl"
-    arm = [sys.executable, "-m", "bridge_fgo.tools.arms.cpu", "--steps", "6", "--offload", offload]
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    arm = [sys.executable, str(TESTS / "cpu_arm.py"), "--steps", "6", "--offload", offload]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(TESTS.parent)])}
     subprocess.run([*arm, "--events", str(events), *options], check=True, env=environment, timeout=300)
     return [json.loads(line) for line in events.read_text().splitlines()]
 
@@ -43,8 +44,7 @@ def test_mcores_own_offloader_of_generation_1_is_bitwise_equal_to_resident_with_
         pytest.skip("this mcore has no offloader of generation 1")
     if chunk_numel and "offload_optimizer_states_chunk_numel" not in (here / CONFIG).read_text():
         pytest.skip("this mcore does not step in chunks")
-    tests = Path(__file__).parents[1]
-    path = os.pathsep.join([str(CHECKOUT), str(tests.parent), str(tests)])
+    path = os.pathsep.join([str(CHECKOUT), str(TESTS.parent), str(TESTS)])
     child = [sys.executable, Path(__file__).with_name("fused_child.py"), str(chunk_numel)]
 
     def train(name, *options):

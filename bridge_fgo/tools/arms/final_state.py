@@ -119,6 +119,18 @@ def state_tensors(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, t
     return found
 
 
+def live_state_bytes(model: Sequence[Any], optimizer: Any) -> int:
+    """Return the bytes of memory behind master weights and moments now; released tensors count nothing.
+
+    Masters that are views of DDP's buffers (native fp32 parameters) are weights, and do not count.
+    """
+    of_weights, of_states = {}, {}
+    for kind, _, tensor in states(model, optimizer):
+        storage = tensor.untyped_storage()
+        (of_weights if kind == "params" else of_states)[storage._cdata] = storage.nbytes()
+    return sum(nbytes for storage, nbytes in of_states.items() if storage not in of_weights)
+
+
 def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Return the `state_tensors` after training.
 

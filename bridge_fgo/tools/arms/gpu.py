@@ -25,6 +25,7 @@ from bridge_fgo.tools.arms.process_setup import (
     skip_building_what_is_built,
     use_one_rank_by_default,
 )
+from bridge_fgo.tools.arms.shared_config import put_on_cpu
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -176,7 +177,11 @@ def _contradiction(options: argparse.Namespace) -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one arm. What goes wrong ends the process with a traceback and a status other than 0."""
-    options = parse(arguments)
+    train(parse(arguments))
+
+
+def train(options: argparse.Namespace, on_cpu: bool = False) -> None:
+    """Train as the options say, with the package installed where they say so; on the CPU stand-ins are in place."""
     use_one_rank_by_default()
     if options.deterministic:
         make_deterministic()
@@ -187,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    from bridge_fgo.tools.arms.gpu_recorder import ArmRecorder
+    from bridge_fgo.tools.arms.gpu_recorder import ArmRecorder, CpuRecorder
     from bridge_fgo.tools.arms.lengths import in_turn
 
     if options.lengths:
@@ -199,10 +204,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     skip_building_what_is_built()
     forget_attention_backend()
     clock = PhaseClock(options.steps)
-    config, recorder = build_config(options), ArmRecorder(options, clock)
+    config, recorder = build_config(options), (CpuRecorder if on_cpu else ArmRecorder)(options, clock)
+    if on_cpu:
+        put_on_cpu(config)
     config.model.register_post_wrap_hook(recorder.model_is_built)
     # Events that are captured tell no time, and a replay calls no forward step.
-    pretrain(config, forward_step if options.full_graphs else clock.timed(forward_step), callbacks=[recorder])
+    pretrain(config, forward_step if options.full_graphs else recorder.timed(forward_step), callbacks=[recorder])
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import time
+from collections.abc import Callable
 from typing import Any, override
 
 import torch
@@ -20,6 +22,7 @@ from bridge_fgo.tools.arms.final_state import (
     digests_of_ranks,
     final_state,
     joined_digests,
+    live_state_bytes,
     of_ranks,
 )
 from bridge_fgo.tools.arms.record import EventWriter
@@ -75,6 +78,10 @@ class ArmRecorder(Callback):
                 if hasattr(module, "fuse_wgrad_accumulation"):
                     module.fuse_wgrad_accumulation = True
         return model
+
+    def timed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward step with what is measured around it."""
+        return self._clock.timed(forward_step)
 
     @override
     def on_train_start(self, context: Any) -> None:
@@ -200,7 +207,7 @@ class ArmRecorder(Callback):
         newest = {
             "allocated": max(torch.cuda.max_memory_allocated(), *phases.values()),
             "reserved": max(torch.cuda.max_memory_reserved(), figure(stats, "peak_reserved_bytes")),
-            **phases,
+            **(phases if stats is not None else {}),  # else nobody told the phases of a step apart
         }
         self.peaks = {name: max(self.peaks.get(name, 0), value) for name, value in newest.items()}
         if self.step == self._options.steps:
@@ -223,9 +230,7 @@ class ArmRecorder(Callback):
         if self.writer is None:
             return
         stats = bridge_fgo.stats()
-        peaks: dict[str, int | None] = {**self.peaks}
-        if stats is None:  # nobody told the phases of a step apart
-            peaks |= dict.fromkeys(PHASES)
+        peaks: dict[str, int | None] = dict.fromkeys(PHASES) | self.peaks
         self.writer.result(
             digests=digests,
             engine=self.engine(None if stats is None else stats.engine),
@@ -258,3 +263,29 @@ class ArmRecorder(Callback):
         state = final_state(context.model, context.optimizer)
         tensors = [tensor for part in ("masters", "moments") for tensor in state[part].values()]
         return joined_digests(state), sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class CpuRecorder(ArmRecorder):
+    """Samples the bytes of live states, in the place of an allocator's peaks: as a forward begins, and after a step."""
+
+    @override
+    def on_train_step_start(self, context: Any) -> None:
+        super().on_train_step_start(context)
+        self._context: Any = context
+
+    @override
+    def timed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._sample("forward_backward")
+            return forward_step(*args, **kwargs)
+
+        return super().timed(step)
+
+    @override
+    def sample_peaks(self, stats: Stats | None) -> None:
+        self._sample("step")
+
+    def _sample(self, phase: str) -> None:
+        live = live_state_bytes(self._context.model, self._context.optimizer)
+        self.peaks |= {name: max(self.peaks.get(name, 0), live) for name in (phase, "allocated")} | {"reserved": 0}

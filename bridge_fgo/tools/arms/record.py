@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,38 +16,6 @@ if TYPE_CHECKING:
 
 
 DIGEST_THREADS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """One training step, counted from 1. `loss` and `grad_norm` are None where Bridge gave none."""
-
-    step: int
-    loss: float | None
-    grad_norm: float | None
-    skipped: bool
-    passes: int
-    """Forward-backward passes: 2 where the rerun state machine asked for another."""
-    seconds: float = 0.0
-    exit_code: int | None = None
-    """Status with which Bridge's loop would end the process after this step; None where it would go on."""
-    should_checkpoint: bool = False
-    """Whether Bridge's loop would save a checkpoint before it ends the process."""
-
-
-@dataclass
-class RunRecord:
-    """A whole run: its steps, the sha256 of its final state by kind, and bytes of live optimizer state.
-
-    `peak_forward_backward_bytes` is the largest sample taken as a microbatch's forward begins,
-    `peak_step_bytes` the largest taken after a step.
-    """
-
-    steps: list[StepRecord] = field(default_factory=list)
-    digests: dict[str, str] = field(default_factory=dict)
-    state_bytes: int = 0
-    peak_forward_backward_bytes: int = 0
-    peak_step_bytes: int = 0
 
 
 class EventWriter:

@@ -18,6 +18,28 @@ ON_THE_CPU: dict[str, Any] = {
 """Fields of a model of plain torch."""
 
 
+def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Return mcore's layers of plain torch for one model chunk."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    stage = config._pg_collection.pp.rank()
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, pp_rank=stage)
+
+
+def put_on_cpu(config: Any) -> Any:
+    """Return a config for a GPU, changed so that it trains where `bridge_fgo.tools.standins.cuda` is installed."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    model = config.model
+    for name, value in ON_THE_CPU.items():
+        setattr(model, name, value)
+    model.transformer_layer_spec, model.attention_backend = layer_spec, AttnBackend.local
+    model.normalization = "LayerNorm"  # mcore's own has no RMSNorm
+    config.dist.distributed_backend = "gloo"
+    config.logger.log_interval = 1
+    return config
+
+
 def gpt(**fields: Any) -> Any:
     """Return the provider of a GPT with rotary embeddings and an output layer of its own."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -163,6 +163,7 @@ def _itself(module_or_tensor: Any, *args: object, **kwargs: object) -> Any:
 
 def _replacements() -> list[tuple[object, str, object]]:
     """Return (owner, attribute, stand-in) of each CUDA entry point that a training step reaches."""
+    from megatron.bridge.training import setup
     from megatron.core.inference import communication_utils
     from megatron.core.tensor_parallel import random as mcore_random
 
@@ -171,6 +172,10 @@ def _replacements() -> list[tuple[object, str, object]]:
         *_cuda_as(CPU),
         (cuda, "current_device", lambda: CPU),
         (cuda, "device_count", lambda: 1),
+        (cuda, "get_device_name", lambda device=None: "cpu"),
+        (cuda, "memory_snapshot", lambda: []),
+        # Each a function of its own: torch.compile keeps a rule for a function by its name, and these have other rules.
+        *((cuda, name, lambda *args: None) for name in ("set_device", "reset_peak_memory_stats")),
         *((cuda, name, NoStream) for name in ("current_stream", "stream", "Stream", "Event")),
         *((cuda, name, _nothing) for name in ("synchronize", "empty_cache")),
         *((cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop")),
@@ -184,6 +189,8 @@ def _replacements() -> list[tuple[object, str, object]]:
         (torch.Tensor, "cuda", _itself),
         (torch.nn.Module, "cuda", _itself),
         (ProcessGroupGloo, "__init__", _make_gloo_with_one_worker),
+        (setup, "initialize_megatron", partial(setup.initialize_megatron, allow_no_cuda=True)),
+        (setup, "set_jit_fusion_options", _nothing),  # compiles fused functions, which a model of plain torch has not
         (communication_utils, "_is_cuda", _nothing),  # an assertion, before pipeline stages of inference talk
     ]
 

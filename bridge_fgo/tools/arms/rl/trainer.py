@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bridge_fgo.tools.arms.cpu_model import layer_spec
 from bridge_fgo.tools.arms.process_setup import forget_attention_backend, skip_building_what_is_built
 from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.arms.rl.task import Rollouts, grpo_loss
-from bridge_fgo.tools.arms.shared_config import ON_THE_CPU, container, gpt
+from bridge_fgo.tools.arms.shared_config import ON_THE_CPU, container, gpt, layer_spec
 
 Batch = dict[str, torch.Tensor]
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from bridge_fgo.tools.arms.lengths import cut, length_of
-from bridge_fgo.tools.arms.shared_config import ON_THE_CPU, container, gpt
+from bridge_fgo.tools.arms.shared_config import ON_THE_CPU, container, gpt, layer_spec
 
 Precision = Literal["bf16", "fp16", "fp32_params"]
 Optimizer = Literal["adam", "muon", "adaptive_muon", "dist_muon"]
@@ -202,14 +202,6 @@ def make_config(options: CpuOptions) -> Any:
         rerun_state_machine=bridge.RerunStateMachineConfig(rerun_mode=rerun_mode),
         checkpoint=bridge.CheckpointConfig(ckpt_format="torch_dist" if options.fsdp is None else "fsdp_dtensor"),
     )
-
-
-def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Return mcore's layers of plain torch for one model chunk."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    stage = config._pg_collection.pp.rank()
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, pp_rank=stage)
 
 
 def make_model(options: CpuOptions, cfg: Any, groups: Any) -> list[torch.nn.Module]:

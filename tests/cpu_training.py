@@ -7,27 +7,60 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-
-import bridge_fgo
-from bridge_fgo.tools.arms import final_state
-from bridge_fgo.tools.arms.cpu_model import (
+from cpu_model import (
     CpuOptions,
     forward_backward_chunks,
     make_config,
     make_model,
     microbatches,
 )
-from bridge_fgo.tools.arms.record import RunRecord, StepRecord, digest
+
+import bridge_fgo
+from bridge_fgo.tools.arms import final_state
+from bridge_fgo.tools.arms.record import digest
 from bridge_fgo.tools.standins.cuda import install_standins
 from bridge_fgo.tools.standins.fsdp import fsdp_on_cpu
 
 FAULT = 64.0
 """Factor by which an injected fault raises the loss: far above what validation accepts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One training step, counted from 1. `loss` and `grad_norm` are None where Bridge gave none."""
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    skipped: bool
+    passes: int
+    """Forward-backward passes: 2 where the rerun state machine asked for another."""
+    seconds: float = 0.0
+    exit_code: int | None = None
+    """Status with which Bridge's loop would end the process after this step; None where it would go on."""
+    should_checkpoint: bool = False
+    """Whether Bridge's loop would save a checkpoint before it ends the process."""
+
+
+@dataclass
+class RunRecord:
+    """A whole run: its steps, the sha256 of its final state by kind, and bytes of live optimizer state.
+
+    `peak_forward_backward_bytes` is the largest sample taken as a microbatch's forward begins,
+    `peak_step_bytes` the largest taken after a step.
+    """
+
+    steps: list[StepRecord] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    state_bytes: int = 0
+    peak_forward_backward_bytes: int = 0
+    peak_step_bytes: int = 0
 
 
 class CpuTraining:
@@ -219,15 +252,8 @@ class CpuTraining:
         return {kind: digest(tensors) for kind, tensors in found.items()}
 
     def live_state_bytes(self) -> int:
-        """Return the bytes of memory behind master weights and moments now; released tensors count nothing.
-
-        Masters that are views of DDP's buffers (native fp32 parameters) are weights, and do not count.
-        """
-        weights, states = {}, {}
-        for kind, _, tensor in final_state.states(self.model, self.optimizer):
-            storage = tensor.untyped_storage()
-            (weights if kind == "params" else states)[storage._cdata] = storage.nbytes()
-        return sum(nbytes for storage, nbytes in states.items() if storage not in weights)
+        """Return `final_state.live_state_bytes`."""
+        return final_state.live_state_bytes(self.model, self.optimizer)
 
     def close(self) -> None:
         """Tear down process groups and Bridge's global state. Idempotent."""
