@@ -148,7 +148,8 @@ def folder(tmp_path):
     (tmp_path / "broken.log").write_text("no figures")
     (tmp_path / "run").mkdir()
     (tmp_path / "mycfg.py").write_text(
-        "from bridge_fgo.recipes.tiny import gpu_config as ok\n\ndef fails():\n    return {}['hidden_size']\n"
+        "from bridge_fgo.recipes.tiny import tiny_config\n\ndef ok():\n    return tiny_config(on_cpu=False)\n\n"
+        "def fails():\n    return {}['hidden_size']\n"
     )
     (tmp_path / "job.log").write_text("trained")
     return tmp_path

@@ -2,11 +2,11 @@
 
 import ast
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import children
 import pytest
 from reach import Verdict, setting_of, table, verdict_of
 
@@ -39,8 +39,9 @@ def printed():
     """What `just reach --verbose` prints."""
     if missing_packages():
         pytest.skip("Megatron is not installed")
-    command = [sys.executable, "tests/tools/reach.py", "--verbose"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True).stdout
+    done = children.run_python([sys.executable, "tests/tools/reach.py", "--verbose"], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
