@@ -15,6 +15,11 @@ test-gpu PYTHON="python3" *ARGS="":
 test-gpu-debug PYTHON="python3" *ARGS="":
     BRIDGE_FGO_DEBUG=1 {{PYTHON}} -m pytest -m gpu tests/gpu {{ARGS}}
 
+# Sleeps and wakes by a framework's own functions (NAME: verl, skyrl or nemo_rl; PATH: a checkout), before and after
+# `install(frameworks=...)`: seconds, bytes, bits. Without a GPU a tiny model.
+framework NAME PATH PYTHON="uv run python" *ARGS="":
+    {{PYTHON}} tests/gpu/peers.py --peers {{PATH}} --arms {{NAME}} --sync {{ARGS}}
+
 # Lint, format, types and the direction of imports.
 check:
     uv run ruff check .

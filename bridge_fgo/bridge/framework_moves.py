@@ -60,7 +60,7 @@ def moving(plan: Plan, then: bool = False) -> Wrapper:
     def wrapper(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         bound = inspect.signature(wrapped).bind(*args, **kwargs)
         bound.apply_defaults()
-        move = plan(instance, *bound.arguments.values())
+        move = plan(instance, *(value for name, value in bound.arguments.items() if not name.startswith("_")))
         res = _residency(move, make=move.offloads) if move is not None and move.kinds else None
         if move is None or res is None:
             return wrapped(*args, **kwargs)

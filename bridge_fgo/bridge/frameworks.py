@@ -6,6 +6,7 @@ them or none: where one has parameters that its wrapper does not know, a call co
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -14,13 +15,14 @@ from types import ModuleType
 from typing import Any, NamedTuple, override
 
 import torch
-import wrapt
 
 from bridge_fgo.bridge import framework_moves as moves
-from bridge_fgo.bridge.compat import version_of
 from bridge_fgo.bridge.framework_names import MEMORY_SAVED, NEMO_RL, SKYRL, VERL
 from bridge_fgo.bridge.patch import Patch, Wrapper
 from bridge_fgo.bridge.settings import is_installed
+
+RAYS_OWN = "_ray_trace_ctx"
+"""Parameter that Ray adds to the methods of actors, for its tracing."""
 
 
 class Target(NamedTuple):
@@ -48,6 +50,8 @@ class FrameworkPatch(Patch):
         super().__init__()
         self.framework, self.module, self.name = framework, module, module
         self._targets, self._left_alone = targets, left_alone
+        self._bypasses: list[tuple[type, str, Any]] = []
+        """What `_take_bypasses` has taken out of classes."""
 
     @override
     def check(self, module: ModuleType) -> None:
@@ -58,7 +62,7 @@ class FrameworkPatch(Patch):
             if not callable(function):
                 self._left_alone = f"it has no {target.name}"
                 return
-            own = tuple(name for name in inspect.signature(function).parameters if name != "self")
+            own = tuple(name for name in inspect.signature(function).parameters if name not in ("self", RAYS_OWN))
             if own != target.parameters:
                 self._left_alone = (
                     f"{target.name} has the parameters ({', '.join(own)}), and not ({', '.join(target.parameters)})"
@@ -67,20 +71,50 @@ class FrameworkPatch(Patch):
 
     @override
     def apply(self, module: ModuleType) -> None:
-        version = version_of(self.framework.replace("_", "-"))
         if self._left_alone:
-            _say(f"{self.framework} {version}: {self.module} is left alone: {self._left_alone}")
+            _say(f"{self.framework}: {self.module} is left alone: {self._left_alone}")
             return
         for target in self._targets:
             owner, attribute = _owner_of(module, target.name)
             wrapped = vars(owner).get(attribute, getattr(owner, attribute))
-            ours = wrapt.FunctionWrapper(wrapped, target.wrapper, enabled=is_installed)
+            ours = _patched(wrapped, target.wrapper, is_method=owner is not module)
             self.replace(owner, attribute, ours)
-            if owner is module:
-                for other in _importers(module, attribute, wrapped):
-                    self.replace(other, attribute, ours)
+            if owner is not module:
+                self._take_bypasses(module, owner, attribute)
+                continue
+            for other in _importers(module, attribute, wrapped):
+                self.replace(other, attribute, ours)
         names = ", ".join(target.name for target in self._targets)
-        _say(f"{self.framework} {version}: Residency moves the memory of {self.module}: {names}")
+        _say(f"{self.framework}: Residency moves the memory of {self.module}: {names}")
+
+    def _take_bypasses(self, module: ModuleType, owner: type, attribute: str) -> None:
+        """Have the classes that Ray made of subclasses inherit a method again, of which it has put copies into them."""
+        for value in list(vars(module).values()):
+            made = getattr(getattr(value, "__ray_metadata__", None), "modified_class", None)
+            if inspect.isclass(made) and issubclass(made, owner) and attribute in vars(made):
+                self._bypasses.append((made, attribute, vars(made)[attribute]))
+                delattr(made, attribute)
+
+    @override
+    def undo(self) -> None:
+        super().undo()
+        while self._bypasses:
+            setattr(*self._bypasses.pop())
+
+
+def _patched(function: Any, wrapper: Wrapper, is_method: bool) -> Any:
+    """Return the function that calls a wrapper: a plain one of the same name, as Ray pickles it by its name."""
+
+    @functools.wraps(function)
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        if not is_installed():
+            return function(*args, **kwargs)
+        kwargs.pop(RAYS_OWN, None)
+        if not is_method:
+            return wrapper(function, None, args, kwargs)
+        return wrapper(functools.partial(function, args[0]), args[0], args[1:], kwargs)
+
+    return ours
 
 
 def _owner_of(module: ModuleType, name: str) -> tuple[Any, str]:

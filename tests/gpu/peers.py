@@ -1,6 +1,14 @@
 """Compares sleeps and wakes: this package's, mcore's, SkyRL's, verl's, NeMo-RL's and torch_memory_saver's, in one run.
 
     python tests/gpu/peers.py --peers .peers
+    python tests/gpu/peers.py --peers CHECKOUT --arms verl --kinds plain --sync
+
+An arm is a process, and has the GPU by itself. The peers' own files are read from a folder, and are no part of this
+repository. It is a checkout of one framework, or has several and the wheel:
+
+    .peers/skyrl, .peers/verl, .peers/nemo_rl   checkouts of NovaSky-AI/SkyRL, verl-project/verl, NVIDIA-NeMo/RL, or the
+                                                files of them that `peers_arm.FILES` names
+    .peers/torch_memory_saver-*.whl             from PyPI
 
 An arm is a process, and has the GPU by itself. The peers' own functions are read
 from a folder, and are no part of this repository:
@@ -10,9 +18,10 @@ from a folder, and are no part of this repository:
     .peers/nemo_rl/megatron_policy_worker.py   nemo_rl/models/policy/workers/ of NVIDIA-NeMo/RL
     .peers/torch_memory_saver-*.whl            from PyPI
 
-A cycle is a training step, a sleep and a wake. "left" is what is on the GPU in a sleep. Arms with precision-aware Adam
-or fp32 accumulation run at the same time: of those only bytes and bits are told. Ends with status 1 where an arm of
-ours failed, is not bitwise equal to one that never sleeps, or keeps memory.
+A cycle is a training step, a sleep and a wake. With `--sync` parameters alone wake in between, as for a weight sync,
+and sleep again. "left" is what is on the GPU in a sleep. Arms with precision-aware Adam, fp32 accumulation or frozen
+parameters run at the same time: of those only bytes and bits are told. Ends with status 1 where an arm of ours failed,
+is not bitwise equal to one that never sleeps, or keeps memory.
 """
 
 import argparse
@@ -22,26 +31,30 @@ import statistics
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from peers_arm import FILES
 
 HERE = Path(__file__).parent
 ARM = HERE / "peers_arm.py"
 ARM_SECONDS = 330
 """Of which imports and the making of the model take most."""
 
-OF_ADAM = ("never", "ours", "mcore+ours", "mcore", "skyrl", "verl", "nemo_rl")
-PLAIN = (*OF_ADAM, "memory_saver", "memory_saver+retained", "skyrl+ours", "verl+ours", "nemo_rl+ours")
+OF_ADAM = ("never", "ours", "mcore+ours", "mcore", *(f"{by}{ours}" for by in FILES for ours in ("", "+ours")))
+PLAIN = (*OF_ADAM, "memory_saver", "memory_saver+retained")
 OURS = tuple(by for by in PLAIN if by.endswith("ours"))
-"""With "+ours": a peer's functions with the lines changed that `bridge_fgo/sleep/PEERS.md` names."""
-VARIANTS = {"precision_aware": "--precision-aware", "fp32_accumulation": "--fp32-accumulation"}
+"""With "+ours": a peer's own functions after `install(frameworks=...)`."""
+VARIANTS = {"precision_aware": "--precision-aware", "fp32_accumulation": "--fp32-accumulation", "frozen": "--frozen"}
 """Options of trainings in which `OF_ADAM` are told apart by bytes and bits."""
 LEAST_RETURNED, MOST_DRIFT = 0.98, 0.01
 HEAD = (
     "by",
     "sleep s",
+    "sync s",
     "wake s",
     "cycle / ours",
     "GB out",
@@ -81,7 +94,7 @@ def run_arm(kind: str, name: str, options: argparse.Namespace, folder: Path) -> 
     """Returns what an arm prints last; {"error": ...} where it failed."""
     by, _, how = name.partition("+")
     command = [sys.executable, str(ARM), "--by", by, "--peers", str(options.peers)]
-    command += ["--with-ours"] * (how == "ours")
+    command += ["--with-ours"] * (how == "ours") + ["--sync"] * options.sync
     if kind == "plain":
         command += ["--layers", str(options.layers), "--cycles", str(options.cycles), "--seconds", str(options.seconds)]
     else:
@@ -95,7 +108,8 @@ def run_arm(kind: str, name: str, options: argparse.Namespace, folder: Path) -> 
         lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
         print(f"--- {kind}, {name}", *lines[-40:], sep="\n", flush=True)
         return {"error": lines[-1][:300]}
-    print(f"{kind}, {name}: done", flush=True)
+    said = [line for line in done.stdout.splitlines() if line.startswith(("bridge_fgo:", "stand-ins:"))]
+    print(f"{kind}, {name}: done", *said, sep="\n  ", flush=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -107,10 +121,10 @@ def bits(run: dict[str, Any], never: dict[str, Any]) -> str:
 
 
 def seconds(run: dict[str, Any]) -> list[float]:
-    """Returns the median seconds of a sleep and of a wake."""
+    """Returns the median seconds of a sleep, of a wake of parameters (0 where there is none), and of a wake."""
     timed = [cycle for cycle in run["cycles"] if "sleep" in cycle and "wake" in cycle]
     timed = timed[1:] if len(timed) > 1 else timed  # the first takes host memory
-    return [statistics.median(cycle[move] for cycle in timed) for move in ("sleep", "wake")]
+    return [statistics.median(cycle.get(move, 0) for cycle in timed) for move in ("sleep", "sync", "wake")]
 
 
 def gigabytes(nbytes: float) -> str:
@@ -148,17 +162,29 @@ def tell(kind: str, runs: dict[str, dict[str, Any]]) -> bool:
         left = {what: nbytes for what, nbytes in cycles[-1]["left"].items() if nbytes and run["by"] != "memory_saver"}
         equal = bits(run, never)
         cells = [
-            by, *([f"{each:.3f}" for each in took] or ["-", "-"]), cycle,
+            by, *([f"{each:.3f}" for each in took] or ["-", "-", "-"]), cycle,
             gigabytes(counted["out"]), gigabytes(counted["back"]), f"{returned:.3f}", f"{drift:.4f} ({len(cycles)})",
             gigabytes(max(run["pinned"])), ", ".join(f"{what} {gigabytes(left[what])}" for what in left) or "0", equal,
         ]  # fmt: skip
         print(f"| {' | '.join(cells)} |")
         if by in OURS:
-            good &= equal == "equal" and not (left and by == "ours")
-            good &= kind != "plain" or (
+            good &= equal == "equal" and not (left and by != "mcore+ours")
+            has_gpu = cycles[0]["before"]["free"] > 0
+            good &= not (has_gpu and kind == "plain") or (
                 returned >= LEAST_RETURNED and drift <= MOST_DRIFT and run["pinned"][-1] == run["pinned"][1]
             )
     return good
+
+
+def names_of(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    """Returns what reads names with commas between them, for an option."""
+
+    def read(text: str) -> tuple[str, ...]:
+        if unknown := set(text.split(",")) - set(known):
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: use some of {','.join(known)}")
+        return tuple(text.split(","))
+
+    return read
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -170,11 +196,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=6.0, help="after which an arm begins no cycle from the fourth on"
     )
-    parser.add_argument("--arms", type=lambda text: text.split(","), default=PLAIN, help=f"of {','.join(PLAIN)}")
-    parser.add_argument("--no-variants", action="store_true")
+    peers = tuple(dict.fromkeys(by.partition("+")[0] for by in PLAIN))
+    parser.add_argument("--arms", type=names_of(peers), default=peers, help="whose, each with ours and without")
+    parser.add_argument("--kinds", type=names_of(("plain", *VARIANTS)), default=("plain", *VARIANTS))
+    parser.add_argument("--sync", action="store_true", help="wake the parameters alone in each sleep, and sleep again")
     options = parser.parse_args(arguments)
-    kinds = {"plain": [by for by in PLAIN if by in (*options.arms, "never", *OURS)]}
-    kinds |= dict.fromkeys(() if options.no_variants else VARIANTS, OF_ADAM)
+    wanted = [by for by in PLAIN if by.partition("+")[0] in (*options.arms, "never", "ours")]
+    kinds = {kind: [by for by in wanted if kind == "plain" or by in OF_ADAM] for kind in options.kinds}
     good = []
     with TemporaryDirectory() as folder:
         for kind, names in kinds.items():

@@ -2,62 +2,49 @@
 
     python tests/gpu/peers_arm.py --by skyrl --peers .peers --cycles 20 --seconds 12
 
-Prints one JSON object. The functions of SkyRL, verl and NeMo-RL are read from files that `--peers` has (`peers.py` says
-which), one by one, without what those files import; torch_memory_saver has to be preloaded. Without a GPU the model is
-a tiny one.
+Prints one JSON object last. SkyRL, verl and NeMo-RL are their own files, which `--peers` has; `real_files.py` stands in
+for the rest of them. torch_memory_saver has to be preloaded. Without a GPU the model is a tiny one.
 """
 
 import argparse
-import ast
 import gc
 import json
-import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import phases_arm
+from real_files import import_real
 
 FILES = {
-    "skyrl": "skyrl/megatron_utils.py",
-    "verl": "verl/megatron_utils.py",
-    "nemo_rl": "nemo_rl/megatron_policy_worker.py",
+    "skyrl": (
+        "skyrl/backends/skyrl_train/distributed/megatron/megatron_utils.py",
+        "skyrl/backends/skyrl_train/distributed/strategy.py",
+        "skyrl/backends/skyrl_train/distributed/megatron/megatron_strategy.py",
+    ),
+    "verl": (
+        "verl/utils/megatron_utils.py",
+        "verl/workers/engine/base.py",
+        "verl/workers/engine/megatron/transformer_impl.py",
+    ),
+    "nemo_rl": ("nemo_rl/models/policy/workers/megatron_policy_worker.py",),
 }
-"""Where `--peers` has the file with a peer's functions."""
+"""The files of a framework that are loaded, the one whose class is called last."""
 
-OF_OPTIMIZERS = {
-    "offload_megatron_optimizer": "optimizers.offload_to_cpu()",
-    "load_megatron_optimizer": "optimizers.restore_from_cpu()",
-}
-LINES = {
-    "skyrl": OF_OPTIMIZERS,
-    "verl": OF_OPTIMIZERS
-    | {
-        "offload_megatron_model_to_cpu": "buffer.offload_to_cpu()",
-        "load_megatron_model_to_gpu": "buffer.reload_from_cpu(move_grads=load_grad)",
-    },
-    "nemo_rl": {
-        "move_optimizer": "self.optimizer.offload_to_cpu() if device == 'cpu' else self.optimizer.restore_from_cpu()"
-    },
-}
-"""What `bridge_fgo/sleep/PEERS.md` changes in a peer's functions: the new body of the function, or of its loop over
-`buffer` where it has one."""
-
-Verb = Callable[[], int | None]
-"""Sleeps or wakes; returns the bytes that crossed the link where it counts them."""
+Verb = Callable[[], Any]
+"""Sleeps, wakes, or wakes the parameters and sleeps again; returns the bytes that crossed the link where it counts."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Returns the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--by", choices=tuple(VERBS), default="ours")
-    parser.add_argument(
-        "--with-ours", action="store_true", help="with this package installed, and a peer's lines changed"
-    )
-    parser.add_argument("--peers", type=Path, help="folder with the peers' files")
+    parser.add_argument("--with-ours", action="store_true", help="with this package installed for the peer")
+    parser.add_argument("--peers", type=Path, help="folder with a checkout of each peer, or of one")
+    parser.add_argument("--sync", action="store_true", help="wake the parameters alone in each sleep, and sleep again")
     parser.add_argument("--cycles", type=int, default=20, help="at most")
     parser.add_argument("--seconds", type=float, default=12.0, help="after which no cycle from the fourth on begins")
     parser.add_argument("--after", type=int, default=2, help="steps after the last cycle")
@@ -65,54 +52,28 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def functions(options: argparse.Namespace, *names: str) -> SimpleNamespace:
-    """Returns a peer's functions, by their own source; methods as plain functions of `self`."""
-    import torch
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer import ChainedOptimizer
-    from megatron.core.parallel_state import get_global_memory_buffer
-
-    file = options.peers / FILES[options.by]
-    tree = ast.parse(file.read_text())
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
-    missing = set(names) - {node.name for node in found}
-    assert not missing, f"{file}: no {', '.join(sorted(missing))}"
-    for node in found:
-        if options.with_ours and (line := LINES[options.by].get(node.name)):
-            inside = [each for each in ast.walk(node) if isinstance(each, ast.For)]
-            loops = [each for each in inside if isinstance(each.target, ast.Name) and each.target.id == "buffer"]
-            (loops[0] if loops else node).body = ast.parse(line).body
-    scope: dict[str, Any] = {
-        "torch": torch,
-        "gc": gc,
-        "logger": logging.getLogger(file.stem),
-        "DDP": DistributedDataParallel,
-        "DistributedDataParallel": DistributedDataParallel,
-        "FullyShardedDataParallelV1": type("V1", (), {}),
-        "FullyShardedDataParallelV2": type("V2", (), {}),
-        "ChainedOptimizer": ChainedOptimizer,
-        "get_global_memory_buffer": get_global_memory_buffer,
-        "get_device_id": torch.cuda.current_device,  # verl's own ask for a GPU or an NPU
-        "get_torch_device": lambda: torch.cuda,
-    }
-    # Their annotations name types that are not here.
-    body = [*ast.parse("from __future__ import annotations").body, *found]
-    exec(compile(ast.Module(body=body, type_ignores=[]), str(file), "exec", dont_inherit=True), scope)
-    return SimpleNamespace(**{name: scope[name] for name in names})
+def framework(options: argparse.Namespace, **given: dict[str, Any]) -> ModuleType:
+    """Returns a framework's module, imported as it is in `--peers`."""
+    folder = options.peers / options.by
+    return import_real(folder if folder.is_dir() else options.peers, FILES[options.by], given)[-1]
 
 
-# Each returns what sleeps and what wakes a trainer.
+# Each returns what sleeps and what wakes a trainer, and where it can what wakes the parameters alone and sleeps again.
 
 
-def ours(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, Verb]:
+def ours(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, ...]:
     """By `bridge_fgo.Residency`."""
     import bridge_fgo
 
     trainer.res = res = bridge_fgo.Residency(trainer.ddp, trainer.optimizer)
-    return lambda: res.offload().copied, lambda: res.reload().copied
+
+    def sync() -> int:
+        return res.reload("params").copied + res.offload("params").copied
+
+    return lambda: res.offload().copied, lambda: res.reload().copied, sync
 
 
-def mcore(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, Verb]:
+def mcore(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, ...]:
     """By mcore's six methods."""
     import torch
 
@@ -137,77 +98,56 @@ def mcore(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Ver
     return sleep, wake
 
 
-def by_functions(
-    options: argparse.Namespace, off: list[tuple[str, Any]], on: list[tuple[str, Any]], *helpers: str, empties: bool
-) -> tuple[Verb, Verb]:
-    """Returns verbs that call a peer's functions one after another.
+def skyrl(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, ...]:
+    """By SkyRL's MegatronStrategy, as its workers call it."""
+    strategy, of = object.__new__(framework(options).MegatronStrategy), ([trainer.ddp], trainer.optimizer)
 
-    Args:
-        options: of the arm.
-        off: the functions that sleep, each with its argument.
-        on: those that wake.
-        helpers: what those call.
-        empties: whether the peer empties PyTorch's cache after a sleep.
-    """
+    def sync() -> None:
+        strategy.backload_to_gpu(*of, backload_optimizer=False)
+        strategy.offload_to_cpu(*of, offload_optimizer=False)
+
+    return lambda: strategy.offload_to_cpu(*of), lambda: strategy.backload_to_gpu(*of), sync
+
+
+def verl(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, ...]:
+    """By verl's Megatron engine: `to`, and what it calls before it exports weights."""
     import torch
 
-    helpers = ("offload_megatron_copy_params", "load_megatron_copy_params", *helpers)
-    by = functions(options, *(name for name, _ in (*off, *on)), *helpers)
+    device = {
+        "get_device_id": torch.cuda.current_device,  # verl's own ask for a GPU or an NPU
+        "get_device_name": lambda: "cuda",
+        "get_torch_device": lambda: torch.cuda,
+    }
+    module = framework(options, **{"verl.utils.device": device})
+    engine = object.__new__(module.MegatronEngine)
+    engine.module, engine.optimizer = [trainer.ddp], trainer.optimizer
 
-    def verb(calls: list[tuple[str, Any]]) -> None:
-        for name, argument in calls:
-            getattr(by, name)(argument)
-        torch.cuda.synchronize()
-        if empties and calls is off:
-            torch.cuda.empty_cache()
+    def sync() -> None:
+        module.load_megatron_model_to_gpu(engine.module, load_grad=False)
+        engine.to("cpu", model=True, optimizer=False, grad=False)
 
-    return lambda: verb(off), lambda: verb(on)
-
-
-def skyrl(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, Verb]:
-    """By SkyRL's functions, in the order of its MegatronStrategy."""
-    model, optimizer = [trainer.ddp], trainer.optimizer
-    off, on = (
-        [(f"{verb}_megatron_{what}_to_{to}", model) for what in ("model", "grads")]
-        + [(f"{verb}_megatron_optimizer", optimizer)]
-        for verb, to in (("offload", "cpu"), ("load", "gpu"))
-    )
-    return by_functions(options, off, on, empties=True)
+    return lambda: engine.to("cpu"), lambda: engine.to("cuda"), sync
 
 
-def verl(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, Verb]:
-    """By verl's functions, in the order of its Megatron engine's `to`."""
-    model, optimizer = [trainer.ddp], trainer.optimizer
-    off = [("offload_megatron_model_to_cpu", model), ("offload_megatron_optimizer", optimizer)]
-    on = [("load_megatron_model_to_gpu", model), ("load_megatron_optimizer", optimizer)]  # gradients too, by default
-    helpers = ("_can_safely_resize_storage", "_clear_te_fp8_weight_workspaces")
-    return by_functions(options, off, on, *helpers, empties=False)
+def nemo_rl(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, ...]:
+    """By NeMo-RL's Megatron policy worker."""
+    of_ray = {"get_runtime_env_for_policy_worker": lambda *of: {}}
+    module = framework(options, **{"nemo_rl.models.policy.utils": of_ray})
+    worker = object.__new__(module.MegatronPolicyWorkerImpl)
+    worker.model, worker.optimizer, worker.rank, worker.fp8_cfg = trainer.ddp, trainer.optimizer, 0, None
+    worker.optimizer_cpu_offload, worker.offload_optimizer_for_refit = False, True
+    worker.cfg = {"megatron_cfg": {"empty_unused_memory_level": 0}}
+    worker._async_checkpoint_cuda_cache_active = False
+    worker.mcore_state = SimpleNamespace(cfg=SimpleNamespace(checkpoint=SimpleNamespace(async_save=False)))
+
+    def sync() -> None:
+        worker.move_model(worker.model, "cuda", move_params=True, move_grads=False)
+        worker.move_model(worker.model, "cpu", move_params=True, move_grads=False)
+
+    return worker.offload_after_refit, worker.prepare_for_training, sync
 
 
-def nemo_rl(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, Verb]:
-    """By NeMo-RL's two methods, as its worker's `offload_after_refit` and `prepare_for_training` call them."""
-    import torch
-
-    by = functions(options, "move_model", "move_optimizer")
-    worker = SimpleNamespace(model=trainer.ddp, optimizer=trainer.optimizer)
-
-    def sleep() -> None:
-        with torch.no_grad():
-            by.move_model(worker, worker.model, "cpu")
-            by.move_optimizer(worker, "cpu")
-            gc.collect()
-            torch.cuda.empty_cache()
-        torch.cuda.synchronize()
-
-    def wake() -> None:
-        by.move_model(worker, worker.model, "cuda", move_grads=True, move_params=True)
-        by.move_optimizer(worker, "cuda")
-        torch.cuda.synchronize()
-
-    return sleep, wake
-
-
-def memory_saver(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, Verb]:
+def memory_saver(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, ...]:
     """By torch_memory_saver, preloaded: everything that is allocated, as slime and AReaL have it."""
     import torch
     from torch_memory_saver import torch_memory_saver as saver  # pyright: ignore[reportMissingImports]
@@ -227,7 +167,7 @@ def memory_saver(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tu
     return sleep, wake
 
 
-def never(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, Verb]:
+def never(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Verb, ...]:
     """Not at all: what the others' bits are compared with."""
     return lambda: 0, lambda: 0
 
@@ -334,8 +274,9 @@ def main(arguments: list[str] | None = None) -> None:
     result["sums_by_step"] = [trainer.sums()]
     result["managed"] = held(trainer)
     if options.with_ours:
-        bridge_fgo.install()
-    sleep, wake = VERBS[options.by](trainer, options)
+        bridge_fgo.install(frameworks=[options.by] if options.by in FILES else [])
+    sleep, wake, *others = VERBS[options.by](trainer, options)
+    syncs = others if options.sync else []
     if options.by == "ours" and trainer.is_cuda:
         result["link"] = phases_arm.link()
     result["pinned"] = [pinned(trainer)]
@@ -352,12 +293,15 @@ def main(arguments: list[str] | None = None) -> None:
             torch.cuda.empty_cache()
         cycle: dict[str, Any] = {"before": phases_arm.memory()}
         is_counted = number == 1 and options.by not in ("ours", "memory_saver")
-        for move, name, way in ((sleep, "sleep", "out"), (wake, "wake", "back")):
+        moves = [(sleep, "sleep", "out"), *((sync, "sync", "synced") for sync in syncs), (wake, "wake", "back")]
+        for move, name, way in moves:
             if is_counted:
                 cycle[way] = crossing(move)
             else:
                 start = time.perf_counter()
                 cycle[way] = move()
+                if trainer.is_cuda:
+                    torch.cuda.synchronize()
                 cycle[name] = time.perf_counter() - start
             if move is sleep:
                 cycle["after"], cycle["left"] = phases_arm.memory(), held(trainer)

@@ -47,6 +47,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fp8", choices=("delayed", "tensorwise", "blockwise"), help="scaling, in Hopper's FP8")
     parser.add_argument("--fp8-param", action="store_true", help="parameters in FP8; else each is cached in it")
     parser.add_argument("--fp32-accumulation", action="store_true", help="fp32 main_grads beside 16-bit buffers")
+    parser.add_argument("--frozen", action="store_true", help="train no MLP: outside of DDP's buffers")
 
 
 class Trainer:
@@ -118,6 +119,9 @@ class Trainer:
             param_name_patterns_for_fp32_local_accumulation=patterns,
             fp8_param_gather=options.fp8_param,
         )
+        if options.frozen:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad = ".mlp." not in name
         self.ddp = DistributedDataParallel(config, ddp_config, Float16Module(config, model.cuda()))
         settings = OptimizerConfig(
             optimizer="adam", lr=3e-4, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True,
@@ -153,6 +157,7 @@ class Trainer:
     def sums(self) -> dict[str, int]:
         """Returns sums over the bits of all weights, and of all masters and moments; by no code of the package's."""
         weights = [buffer.param_data for buffer in self.ddp.buffers + self.ddp.expert_parallel_buffers]
+        weights += [parameter.data for parameter in self.ddp.parameters() if not parameter.requires_grad]
         inner = self.optimizer.chained_optimizers[0].optimizer
         states = [tensor for state in inner.state.values() for tensor in state.values()]
         masters = [param for group in inner.param_groups for param in group["params"]]

@@ -251,6 +251,35 @@ def test_a_module_that_does_not_fit_is_left_alone_as_a_whole_and_a_line_says_why
     assert re.search(why, said), said
 
 
+def test_actors_that_ray_made_before_and_after_inherit_what_is_patched_also_by_pickle(modules, sleeper, tmp_path):
+    """Ray copies methods into the class of an actor, and sends that by value."""
+    ray = pytest.importorskip("ray")
+    modules(("CALLS = []", "import ray\nCALLS = []"))
+    name = "MegatronPolicyWorkerImpl"
+    path = tmp_path.joinpath(*POLICY.split(".")).with_suffix(".py")
+    path.write_text(path.read_text() + f"@ray.remote(runtime_env={{}})\nclass Actor({name}):\n    pass\n")
+    bridge_fgo.install(frameworks="nemo_rl")
+    me, module = sleeper(), importlib.import_module(POLICY)
+    before = module.Actor.__ray_metadata__.modified_class
+
+    @ray.remote(runtime_env={})
+    class Later(module.MegatronPolicyWorkerImpl):
+        pass
+
+    for made in (before, Later.__ray_metadata__.modified_class):
+        sent = ray.cloudpickle.loads(ray.cloudpickle.dumps(made))
+        worker = object.__new__(sent)
+        worker.model, worker.optimizer = me.ddp, me.training.optimizer
+        worker.move_model(worker.model, "cpu", _ray_trace_ctx=None)
+        worker.move_optimizer("cpu")
+        assert gone(bridge_fgo.Residency.of(me.ddp)) == {"params", "grads", "optimizer"}
+        worker.prepare_for_training()
+    assert module.CALLS == ["prepare_for_training"] * 2
+    assert "move_model" not in vars(before)
+    bridge_fgo.uninstall()
+    assert "move_model" in vars(before)
+
+
 def test_slime_and_miles_are_left_alone_and_a_line_says_why(modules, tmp_path, capsys):
     path = tmp_path / "slime" / "backends" / "megatron_utils" / "actor.py"
     path.parent.mkdir(parents=True)
