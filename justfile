@@ -11,7 +11,7 @@ test *ARGS:
 test-gpu PYTHON="python3" *ARGS="":
     {{PYTHON}} -m pytest -m gpu tests/gpu {{ARGS}}
 
-# The same with late copies and poisoned memory; see bridge_fgo/offload/debug.py.
+# The same with late copies and poisoned memory; see tests/debug_transfers.py.
 test-gpu-debug PYTHON="python3" *ARGS="":
     BRIDGE_FGO_DEBUG=1 {{PYTHON}} -m pytest -m gpu tests/gpu {{ARGS}}
 

@@ -14,6 +14,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # as images set it: each process would compile Megatron, in 20 s
     sys.dont_write_bytecode = False
 
+import debug_transfers  # noqa: F401  (whoever sets its variable has the mode)
+
 import bridge_fgo
 
 

@@ -9,13 +9,14 @@ import itertools
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import debug_transfers as debug
 import torch
 
 from bridge_fgo.memory import transfers
 from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import Slab, SlabState
-from bridge_fgo.offload import debug, snapshot
+from bridge_fgo.offload import snapshot
 
 TRAINING, SIDE, HOST = 1000, 2000, 3000
 

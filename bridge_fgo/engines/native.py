@@ -21,7 +21,6 @@ from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, Traffic, block_round
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import Slab, require_readable, send_off
 from bridge_fgo.memory.transfers import CudaTransfers, Transfers
-from bridge_fgo.offload.debug import debugged
 from bridge_fgo.offload.profile import Mark
 from bridge_fgo.offload.schedule import Schedule
 from bridge_fgo.states.source import Source
@@ -364,5 +363,5 @@ def _refuse_in_capture(transfers: Transfers) -> str:
 
 
 def make_transfers(device: torch.device, config: OffloadConfig) -> Transfers:
-    """Return the transfers for states on `device`, in debug mode where the environment asks for it."""
-    return debugged(CudaTransfers(device, config.piece_bytes) if device.type == "cuda" else Transfers())
+    """Return the transfers for states on `device`."""
+    return CudaTransfers(device, config.piece_bytes) if device.type == "cuda" else Transfers()

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from accesses import ACCESSES, READS, assert_same
+from debug_transfers import VARIABLE
 from fake_training import POINTS, WHOLE, Meter, Training, mark, masters_of, use_small_parts, weights_of
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,7 +21,6 @@ from hypothesis.stateful import (
 )
 
 from bridge_fgo.memory.slab import SlabState
-from bridge_fgo.offload.debug import VARIABLE
 from bridge_fgo.states.distributed import bundles, home_device, live_bytes
 
 VERBS = ["begin_pass", "release", "point", "reload", "settle", "offload_now"]

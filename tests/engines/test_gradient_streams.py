@@ -5,13 +5,13 @@ from contextlib import nullcontext, suppress
 
 import pytest
 import torch
+from debug_transfers import DebugTransfers
 from fake_ddp import FakeDdp, begin_microbatch, taken
 from stream_order import Race, install
 
 from bridge_fgo.engines.gradients import Gradients
 from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
 from bridge_fgo.memory.transfers import CudaTransfers
-from bridge_fgo.offload.debug import DebugTransfers
 from bridge_fgo.offload.profile import Mark
 
 COLLECTIVES = 4000

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from debug_transfers import DebugTransfers
 from fake_ddp import FakeDdp, backward, begin_microbatch, forward, layout_of, states, step, taken, with_memory
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from bridge_fgo.engines import gradients as gradients_module
 from bridge_fgo.engines.gradients import MANAGED
 from bridge_fgo.memory.gradient_bucket import BUCKET, BucketState, GradientBucket
 from bridge_fgo.memory.transfers import Transfers
-from bridge_fgo.offload.debug import DebugTransfers
 from bridge_fgo.offload.profile import Mark
 from bridge_fgo.sleep.gradients import Gradients as SleepingGradients
 

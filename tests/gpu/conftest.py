@@ -41,7 +41,7 @@ class SaysAtOnce:
 @pytest.fixture(autouse=True)
 def arm_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has arms find the modules of this folder, and each worker of pytest-xdist begin with another GPU."""
-    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    path = [*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     import torch
 

@@ -49,7 +49,13 @@ def arm(
 ) -> runner.ArmRun:
     """Runs an arm; ends it long before NCCL's ten minutes are over where it hangs."""
     how = {"environment": environment, "launcher": runner.launcher(ranks), "timeout": timeout}
-    return runner.run_arm(name, module, list(options), folder, **how)
+    first, *others = in_debug_mode(module)
+    return runner.run_arm(name, first, [*others, *options], folder, **how)
+
+
+def in_debug_mode(program: str) -> list[str]:
+    """Returns a module or a script and, where the environment asks for the debug mode, what runs it in that."""
+    return ["debug_transfers", program] if os.environ.get("BRIDGE_FGO_DEBUG") else [program]
 
 
 def side_by_side[T](run: Callable[[T], runner.ArmRun], arms: Sequence[T] = ("off", "on")) -> list[runner.ArmRun]:
@@ -110,7 +116,8 @@ def printed(module: str, *options: str, allocator: str = "", timeout: float = 60
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     if allocator:
         environment["PYTORCH_CUDA_ALLOC_CONF"] = allocator
-    command = [sys.executable, str(HERE / f"{module}.py"), *options]
+    program = in_debug_mode(str(HERE / f"{module}.py"))
+    command = [sys.executable, *(["-m"] if len(program) > 1 else []), *program, *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     steps = WARM_UP_STEPS + options.rounds * options.turn_steps
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+        filter(None, [str(HERE), str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     )
     size = ["--layers", str(options.layers), *SIZE.split(), "--steps", str(steps)]
     with TemporaryDirectory() as folder:

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from debug_transfers import POISON, VARIABLE, DebugTransfers, debugged
 from fake_optimizer import state_bytes
 from fake_training import Meter, Training
 
 from bridge_fgo.memory.slab import Slab, SlabState, SlabStateMachine
 from bridge_fgo.memory.transfers import Transfers
-from bridge_fgo.offload.debug import POISON, VARIABLE, DebugTransfers, debugged
 
 
 @pytest.fixture(autouse=True)

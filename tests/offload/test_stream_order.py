@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from debug_transfers import DebugTransfers
 from fake_training import MANY_SIZES, POINTS, SIZES, WHOLE, Training, mark
 from stream_order import HOST, Race, install
 
@@ -13,7 +14,6 @@ from bridge_fgo.memory import transfers as transfers_module
 from bridge_fgo.memory.slab import decode_together, encode_together
 from bridge_fgo.memory.transfers import CudaTransfers, Lane
 from bridge_fgo.offload import schedule
-from bridge_fgo.offload.debug import DebugTransfers
 from bridge_fgo.states.inner_step import InnerStep
 
 PIECE_BYTES = 3000

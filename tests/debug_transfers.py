@@ -1,16 +1,23 @@
 """A debug mode that makes races visible: late copies, and poison wherever nobody may read.
 
+    BRIDGE_FGO_DEBUG=1 python -m debug_transfers MODULE|SCRIPT.py [ARGUMENTS]
+
 Set BRIDGE_FGO_DEBUG to a seed (an integer) in the environment of every rank. Training is slower and, where the
 patches and the schedule are right, bitwise the same; a read before its copy has ended, or after a release, gets NaNs.
+Whoever imports this has the engines made from then on ask for it.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import runpy
+import sys
 import weakref
 from typing import override
 
+from bridge_fgo.bridge import session
+from bridge_fgo.engines import native
 from bridge_fgo.memory.transfers import CudaTransfers, Movable, Transfers
 
 VARIABLE = "BRIDGE_FGO_DEBUG"
@@ -156,3 +163,29 @@ def _poison(slab: Movable) -> None:
     for memory in (slab.gpu, slab.staging):
         if memory is not None:
             memory.fill_(POISON)
+
+
+def put_in_place() -> None:
+    """Have engines ask the environment for the debug mode."""
+    make = native.make_transfers
+
+    def make_debugged(*of: object) -> Transfers:
+        return debugged(make(*of))  # type: ignore[reportArgumentType]
+
+    native.make_transfers = session.make_transfers = make_debugged
+
+
+put_in_place()
+
+
+def main() -> None:
+    """Run a module, or a script, with the mode in place."""
+    sys.argv = sys.argv[1:]
+    if sys.argv[0].endswith(".py"):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
