@@ -147,7 +147,8 @@ class Lane:
     bytes by the training loop (`.item()`, a NaN check) would wait for all of them. So the copies go to two streams in
     turn, `piece_bytes` at most to each at a time, and that waits for the other by an event. Measured on an H200 with 2
     GiB queued in pieces of 64 MiB: the longest `.item()` took 38 ms with one stream and 0.7 ms with two, at 53.8 GB/s
-    both. Two events between the pieces of one stream do not do it (38 ms).
+    both. Two events between the pieces of one stream do not do it (38 ms). In training, 2.4 ms: the piece under way and
+    one of the other stream; 1.2 ms in pieces of 32 MiB, 0.6 ms of 16 MiB.
     """
 
     def __init__(self, device: torch.device, piece_bytes: int, copier: Copier) -> None:
