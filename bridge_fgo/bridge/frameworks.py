@@ -44,10 +44,19 @@ class FrameworkPatch(Patch):
         module: the module whose import the patch waits for.
         targets: the functions.
         left_alone: why nothing is patched; empty where something is.
+        needs: the patch of a module that is imported before, without which this one would be wrong.
     """
 
-    def __init__(self, framework: str, module: str, targets: tuple[Target, ...] = (), left_alone: str = "") -> None:
+    def __init__(
+        self,
+        framework: str,
+        module: str,
+        targets: tuple[Target, ...] = (),
+        left_alone: str = "",
+        needs: FrameworkPatch | None = None,
+    ) -> None:
         super().__init__()
+        self._needs = needs
         self.framework, self.module, self.name = framework, module, module
         self._targets, self._left_alone = targets, left_alone
         self._bypasses: list[tuple[type, str, Any]] = []
@@ -56,6 +65,8 @@ class FrameworkPatch(Patch):
     @override
     def check(self, module: ModuleType) -> None:
         """Note why the module does not fit; never raises, as the framework works without."""
+        if self._needs is not None and self._needs._left_alone:
+            self._left_alone = f"{self._needs.module} is"
         for target in self._targets:
             owner, attribute = _owner_of(module, target.name)
             function = getattr(owner, attribute, None)
@@ -197,9 +208,10 @@ _BY_MEMORY_SAVER = (
 
 def framework_patches(names: Iterable[str]) -> list[FrameworkPatch]:
     """Return the patches of frameworks, freshly made: a patch remembers what it replaced."""
+    verl = FrameworkPatch("verl", VERL[0], _OF_VERL_FUNCTIONS)
     table = [
-        FrameworkPatch("verl", VERL[0], _OF_VERL_FUNCTIONS),
-        FrameworkPatch("verl", VERL[1], _OF_VERL_ENGINE),
+        verl,
+        FrameworkPatch("verl", VERL[1], _OF_VERL_ENGINE, needs=verl),
         FrameworkPatch("skyrl", SKYRL[0], _OF_SKYRL),
         FrameworkPatch("nemo_rl", NEMO_RL[0], _OF_NEMO_RL_POLICY),
         FrameworkPatch("nemo_rl", NEMO_RL[1], _of_nemo_rl("MegatronValueWorkerImpl")),

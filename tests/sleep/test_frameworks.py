@@ -237,17 +237,20 @@ def test_functions_that_were_imported_by_name_before_are_replaced_too_and_once(m
         ("def load_megatron_optimizer", "def load_optimizer", "it has no load_megatron_optimizer"),
     ],
 )
-def test_a_module_that_does_not_fit_is_left_alone_as_a_whole_and_a_line_says_why(modules, capsys, old, new, why):
+def test_a_module_that_does_not_fit_is_left_alone_with_what_needs_it_and_a_line_says_why(
+    modules, monkeypatch, capsys, old, new, why
+):
+    monkeypatch.setitem(SOURCES, ENGINE, SOURCES[ENGINE].replace(f"from {UTILS} import *", ""))
     modules((old, new))
-    utils = importlib.import_module(UTILS)
-    before = dict(vars(utils))
+    utils, engine = importlib.import_module(UTILS), importlib.import_module(ENGINE).MegatronEngine
+    before = dict(vars(utils)), engine.to
     bridge_fgo.install(frameworks="auto")
-    assert vars(utils) == before
+    assert (dict(vars(utils)), engine.to) == before
     capsys.readouterr()
     bridge_fgo.uninstall()
     bridge_fgo.install(frameworks="verl")
     said = capsys.readouterr().out
-    assert said.count(f"{UTILS} is left alone") == 1
+    assert said.count(f"{UTILS} is left alone") == said.count(f"{ENGINE} is left alone: {UTILS} is") == 1
     assert re.search(why, said), said
 
 
