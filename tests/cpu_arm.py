@@ -32,9 +32,7 @@ def step_numbers(text: str) -> frozenset[int]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options; what cannot be parsed ends the process with status 2."""
     parser = argparse.ArgumentParser(
-        prog="python tests/cpu_arm.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python tests/cpu_arm.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")

@@ -235,11 +235,7 @@ def make_model(options: CpuOptions, cfg: Any, groups: Any) -> list[torch.nn.Modu
             wrapper = partial(FullyShardedDataParallel, device=torch.device("cpu"))
         model.append(
             wrapper(
-                config=provider,
-                ddp_config=cfg.ddp,
-                module=module,
-                disable_bucketing=chunk > 0,
-                pg_collection=groups,
+                config=provider, ddp_config=cfg.ddp, module=module, disable_bucketing=chunk > 0, pg_collection=groups
             )
         )
     return model

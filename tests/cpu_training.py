@@ -13,13 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cpu_model import (
-    CpuOptions,
-    forward_backward_chunks,
-    make_config,
-    make_model,
-    microbatches,
-)
+from cpu_model import CpuOptions, forward_backward_chunks, make_config, make_model, microbatches
 
 import bridge_fgo
 from bridge_fgo.tools.arms import final_state
@@ -134,10 +128,7 @@ class CpuTraining:
         # Through the module, here and below, as Bridge's own setup does, so that whoever replaced it is called.
         self.optimizer: Any
         self.optimizer, self.scheduler = bridge_setup.setup_optimizer(
-            self.cfg.optimizer,
-            self.cfg.scheduler,
-            self.model,
-            use_gloo_process_groups=True,
+            self.cfg.optimizer, self.cfg.scheduler, self.model, use_gloo_process_groups=True
         )
         bridge_setup._update_model_config_funcs(
             self.model, self.cfg.model, self.cfg.ddp, self.optimizer, pg_collection=self.groups

@@ -70,7 +70,7 @@ def test_layers_their_children_and_the_norm_report_forward_and_backward_and_many
     assert len(layers(Model(ENOUGH_LAYERS))) == 1 + ENOUGH_LAYERS + 1
 
 
-def test_nothing_is_hooked_that_mcore_captures_into_a_cuda_graph_of_its_own():
+def test_nothing_is_hooked_that_mcore_captures_and_a_child_of_many_layers_is_a_layer_if_it_keeps_no_hooks():
     # Its CudaGraphManager allows no pre-forward hooks but DDP's on a layer that it replays, nor on what that holds.
     model = Model(3)
     graphed = model.decoder.layers[:2]
@@ -84,6 +84,13 @@ def test_nothing_is_hooked_that_mcore_captures_into_a_cuda_graph_of_its_own():
         assert not any(module._forward_pre_hooks for layer in graphed for module in layer.modules())
         model(torch.ones(3, 4)).sum().backward()
     assert len(marks) == 1 + 2 * (len(found) - 1)
+
+    model = Model(2)
+    first, second = model.decoder.layers
+    second.attention = torch.nn.Sequential(second.attention)  # as mcore's SelfAttention holds its linear layers
+    first.attention._fused_impl = None  # mcore's TEFusedMLP warns of hooks other than DDP's, and keeps them
+    found = [layer.module for layer in layers(model)]
+    assert second.attention in found and first.attention not in found
 
 
 def test_without_gradients_no_backward_is_reported_and_without_a_point_or_in_a_capture_nothing():
@@ -115,13 +122,23 @@ def test_hooks_are_gone_after_the_step_or_its_error_and_gradients_are_the_same(f
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
-def test_every_chunk_of_the_model_reports():
+def test_every_chunk_of_the_model_reports_and_a_pass_that_is_run_again_begins_with_nothing_live():
     chunks = [Model(2), Model(2)]
     with hooked(chunks) as marks:
         for chunk in chunks:
             chunk(torch.ones(3, 4))
     assert len(marks) == 2 * (1 + 5)
     assert len({mark.layer for mark in marks}) == len(marks), "no two of them have the same number"
+
+    model, points = Model(ENOUGH_LAYERS), ModelPoints()
+    with hooked([model], points) as marks:
+        passes = []
+        for _ in range(2):
+            points.begin_pass()
+            model(torch.ones(3, 4)).sum().backward()
+            passes.append(marks[:])
+            marks.clear()
+    assert passes[0] == passes[1]
 
 
 class Shared(torch.nn.Module):
@@ -174,15 +191,6 @@ def test_a_backward_is_reported_by_the_first_input_that_has_a_gradient_and_none_
     assert len(marks) == forward == 3
 
 
-def test_a_child_that_holds_its_parameters_further_within_is_a_layer_too_and_one_that_copies_hooks_is_none():
-    model = Model(2)
-    first, second = model.decoder.layers
-    second.attention = torch.nn.Sequential(second.attention)  # as mcore's SelfAttention holds its linear layers
-    first.attention._fused_impl = None  # mcore's TEFusedMLP warns of hooks other than DDP's, and keeps them
-    found = [layer.module for layer in layers(model)]
-    assert second.attention in found and first.attention not in found
-
-
 def test_a_copied_hook_reports_nothing_after_the_step():
     model = Model(2)
     with hooked(model) as marks:
@@ -196,7 +204,7 @@ def test_a_copied_hook_reports_nothing_after_the_step():
     assert hook.func.__self__._point is None, "nothing of the training lives as long as the model"
 
 
-def test_marks_say_which_layer_what_goes_in_and_what_has_not_come_back():
+def test_marks_say_which_layer_what_goes_in_and_what_has_not_come_back_and_a_recomputed_layer_is_live_once():
     model = Model(ENOUGH_LAYERS)
     nbytes = 3 * 4 * 4
     with hooked([model]) as marks:
@@ -214,8 +222,6 @@ def test_marks_say_which_layer_what_goes_in_and_what_has_not_come_back():
     assert backwards[0] == Mark(~(ENOUGH_LAYERS + 1), nbytes, in_flight - nbytes) and backwards[-1].live == batch
     assert [mark[:2] for mark in second] == [mark[:2] for mark in first]
 
-
-def test_a_layer_that_is_recomputed_is_live_once():
     model = Model(ENOUGH_LAYERS)
 
     def forward(x):
@@ -247,19 +253,7 @@ def test_what_is_routed_to_an_expert_is_no_shape_of_the_step():
     assert [(mark.nbytes, mark.live) for mark in marks] == [(0, 0), (0, 0)]
 
 
-def test_a_pass_that_is_run_again_begins_with_nothing_live():
-    model, points = Model(ENOUGH_LAYERS), ModelPoints()
-    with hooked([model], points) as marks:
-        passes = []
-        for _ in range(2):
-            points.begin_pass()
-            model(torch.ones(3, 4)).sum().backward()
-            passes.append(marks[:])
-            marks.clear()
-    assert passes[0] == passes[1]
-
-
-def test_where_forwards_are_enough_nothing_is_hung_on_tensors_and_no_point_is_passed():
+def test_hooks_of_a_watched_pass_are_on_no_child_nor_tensor_and_what_it_reports_is_what_was_measured():
     model, forwards = Model(2), []
     points, hidden = ModelPoints(), torch.ones(3, 4, requires_grad=True)
     numbers = [number for number, layer in enumerate(layers(model)) if layer.is_watched]
@@ -273,8 +267,6 @@ def test_where_forwards_are_enough_nothing_is_hung_on_tensors_and_no_point_is_pa
         model(hidden).sum().backward()
     assert len(marks) == 2 * len(layers(model)), "an attempt that is not watched reports its points again"
 
-
-def test_a_watched_pass_hooks_neither_children_nor_experts_and_reports_what_was_measured_of_the_others():
     model, points, forwards = Model(2), ModelPoints(), []
     for layer in model.decoder.layers:
         layer.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4)])

@@ -328,13 +328,18 @@ def test_what_was_changed_after_the_validation_is_refused_when_training_attaches
         Session(optimizer, SimpleNamespace(), NATIVE)
 
 
-def test_nested_chains_and_mimo_are_walked_and_stubs_skipped(cpu_standins):
+def test_stubs_and_float16_optimizers_are_served_and_nested_chains_and_mimo_are_walked(cpu_standins):
     from megatron.core.models.mimo.optimizer import MimoOptimizer
 
     a, b, c = leaf(), leaf(), leaf()
     mimo = bare(MimoOptimizer, _active_optimizers=[chain(a, chain(b, leaf(stub=True))), c])
     assert list(leaves(mimo))[:2] == [a, b]
     assert eligible(mimo) == [a, b, c]
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+
+    assert eligible(chain(leaf(stub=True), leaf(stub=True))) == []
+    accepted = [torch.optim.AdamW([torch.zeros(1)]), TensorParallelMuon([torch.zeros(1, 1)])]
+    assert len(eligible(chain(*map(float16_leaf, accepted)))) == 2
 
 
 BUILT = {
@@ -354,14 +359,6 @@ BUILT = {
 def test_a_built_optimizer_that_cannot_be_offloaded_is_refused_by_name(cpu_standins, match):
     with pytest.raises(ValueError, match=match):
         eligible(BUILT[match]())
-
-
-def test_stubs_alone_and_float16_optimizers_over_adam_and_muon_are_served(cpu_standins):
-    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
-
-    assert eligible(chain(leaf(stub=True), leaf(stub=True))) == []
-    accepted = [torch.optim.AdamW([torch.zeros(1)]), TensorParallelMuon([torch.zeros(1, 1)])]
-    assert len(eligible(chain(*map(float16_leaf, accepted)))) == 2
 
 
 def test_engines_of_mcores_are_refused_by_name_for_what_they_do_not_serve(cpu_standins):

@@ -63,14 +63,10 @@ def test_a_recipe_has_the_gpus_the_precision_and_the_environment_that_it_stands_
 
 
 @pytest.mark.parametrize("name", WITH_VARIANTS)
-def test_without_offload_a_recipe_is_upstreams_config(name):
+def test_a_recipe_is_upstreams_config_and_with_offload_the_flag_and_nothing_else_and_is_not_refused(name):
     ours = built(name, offload=False)
     assert len(flat(ours)) > 400  # the comparison sees the whole of it
     assert difference(ours, upstream(name)) == set()
-
-
-@pytest.mark.parametrize("name", WITH_VARIANTS)
-def test_offload_adds_the_flag_and_nothing_else_and_is_not_refused(name):
     ours = built(name, offload=True)
     assert difference(ours, upstream(name)) == {"optimizer.offload_optimizer_states"}
     assert ours.optimizer.offload_optimizer_states is True

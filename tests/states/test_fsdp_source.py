@@ -19,7 +19,7 @@ def run():
         yield training
 
 
-def test_masters_are_one_slab_for_each_parameter_group_and_never_rebound(run):
+def test_masters_are_one_slab_for_each_parameter_group_and_half_of_the_bytes_is_whole_groups(run):
     source = FsdpSource(run.optimizer)
     everything = source.states()
     groups = parameter_groups(run.optimizer)
@@ -35,8 +35,6 @@ def test_masters_are_one_slab_for_each_parameter_group_and_never_rebound(run):
         read = [state.read().storage_offset() * 4 for state in slab.states]
         assert slab.layout.offsets == read and len(set(read)) == len(read)
 
-
-def test_half_of_the_bytes_is_whole_parameter_groups(run):
     everything = FsdpSource(run.optimizer).states()
     chosen = offloaded_bundles(everything, bridge_fgo.OffloadConfig(fraction=0.5))
     assert 0 < len(chosen) < len(everything)

@@ -103,7 +103,7 @@ def test_a_resident_run_that_is_measured_is_compared_by_its_peaks_alone(report, 
     assert "20.00 GB less GPU memory in forward and backward (42%, 48.00 GB to 28.00 GB)" in printed
 
 
-def test_the_first_different_step_is_named(report, tmp_path):
+def test_the_first_different_step_is_named_and_a_run_beside_is_shown_and_need_not_be_equal(report, tmp_path):
     first = tensorboard(tmp_path / "first", [3.0, 2.0, 1.5])
     second = tensorboard(tmp_path / "second", [3.0, 2.0 + 2**-21, 1.0])
     log(second, {GRAD_NORM: [2.0, 2.0, 7.0]}, filename_suffix=".second")
@@ -111,9 +111,6 @@ def test_the_first_different_step_is_named(report, tmp_path):
     assert status == 1 and "NOT bitwise equal, first at step 2 in lm loss." in printed
     assert "step 2: 2 / 2.00000048" in printed
     assert "model.cross_entropy_loss_fusion=False" in printed, "two runs alike may differ so"
-
-
-def test_a_run_beside_is_shown_and_need_not_be_equal(report, tmp_path):
     resident, hybrid = (tensorboard(tmp_path / name, [loss]) for name, loss in (("resident", 2.0), ("hybrid", 2.5)))
     assert report(resident, hybrid)[0] == 1
     status, printed, rows = report(resident, "--beside", hybrid)
@@ -128,12 +125,9 @@ def test_a_log_of_this_package_without_a_gpus_peaks_is_of_a_cpu():
     assert not Run(name="a", is_fp32=True, scalars={LOSS: {1: 1.0}}).on_cpu, "that is not known"
 
 
-def test_runs_of_one_name_are_called_by_their_paths_from_the_folder_in_common(report, tmp_path):
+def test_runs_of_one_name_are_called_by_their_paths_from_the_folder_in_common_and_one_run_is_shown(report, tmp_path):
     _, printed, _ = report(*(tensorboard(tmp_path / name, [1.0]) for name in ("resident/tb", "offloaded/tb")))
     assert printed.startswith("offloaded/tb against resident/tb: ") and str(tmp_path) not in printed
-
-
-def test_one_run_is_shown_too(report, tmp_path):
     status, _, rows = report(tensorboard(tmp_path / "run", [1.0]))
     assert status == 0 and rows["peak allocated"] == ["48.20 GB"]
 
@@ -156,7 +150,7 @@ def test_a_log_may_have_another_name(tmp_path, name):
     assert load(tmp_path).scalars[LOSS] == {1: 2.0, 2: 1.0}
 
 
-def test_of_a_step_that_was_run_again_after_a_resume_the_last_value_counts(tmp_path):
+def test_of_a_step_that_was_run_again_the_last_value_counts_and_steps_that_the_newest_lacks_are_out(tmp_path, report):
     tensorboard(tmp_path, [3.0, 2.0, 1.0])
     with SummaryWriter(str(tmp_path), filename_suffix=".then") as writer:
         writer.add_scalar(LOSS, 7.0, 3)
@@ -164,8 +158,6 @@ def test_of_a_step_that_was_run_again_after_a_resume_the_last_value_counts(tmp_p
     assert run.scalars[LOSS] == {1: 3.0, 2: 2.0, 3: 7.0}
     assert not any("samples" in tag for tag in run.scalars), "their steps are samples"
 
-
-def test_steps_of_an_earlier_file_that_the_newest_did_not_reach_are_left_out(report, tmp_path):
     # A new job in an old job's folder, which died at step 2: it is not equal over four.
     first, again = (log(tmp_path / name, {LOSS: [4.0, 3.0, 2.0, 1.0]}) for name in ("first", "again"))
     log(again, {LOSS: [4.0, 3.0]}, filename_suffix=".new")
