@@ -40,6 +40,7 @@ def train(steps: int, modules: list[str], hidden: int = 2048, length: int = 2048
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnBackend
 
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
@@ -47,6 +48,7 @@ def train(steps: int, modules: list[str], hidden: int = 2048, length: int = 2048
         num_layers=4, hidden_size=hidden, num_attention_heads=16, hidden_dropout=0.0, attention_dropout=0.0, bf16=True,
         params_dtype=torch.bfloat16, cross_entropy_loss_fusion=False, min_offloaded_tensor_size=hidden * length,
         fine_grained_activation_offloading=bool(modules), offload_modules=modules,
+        attention_backend=AttnBackend.unfused,  # deterministic, and needs no cuDNN
     )  # fmt: skip
     spec = get_gpt_layer_with_transformer_engine_spec()
     model = GPTModel(config, spec, VOCABULARY, length, position_embedding_type="rope").cuda()
