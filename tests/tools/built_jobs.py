@@ -63,10 +63,10 @@ def moe():
     return config(f"{SMALL} --experts 8 --ep 4 --pp 2", transformer_layer_spec=block_spec(), **model)
 
 
-def latent():
+def latent(result=None, q_lora_rank=96, kv_lora_rank=64, **model):
     from megatron.bridge.models.mla_provider import MLAModelProvider
 
-    result = config(SMALL)
+    result = result or config(SMALL)
     fields = {name: value for name, value in vars(result.model).items() if not name.startswith("_")}
     names = MLAModelProvider.__dataclass_fields__
     result.model = MLAModelProvider(
@@ -74,9 +74,15 @@ def latent():
     )
     result.model.multi_latent_attention = True  # the fields above say that it is not
     result.model.transformer_layer_spec = block_spec()  # Bridge's default spec has no latent attention
-    result.model.q_lora_rank, result.model.kv_lora_rank = 96, 64
-    result.model.qk_layernorm = True
+    settings = {"q_lora_rank": q_lora_rank, "kv_lora_rank": kv_lora_rank, "qk_layernorm": True, **model}
+    vars(result.model).update(settings)
     return result
+
+
+def latent_experts():
+    options = "--layers 4 --hidden 1024 --heads 16 --seq 1024 --mbs 2 --gbs 4 --experts 4 --topk 2 --grouped-experts"
+    heads = {"num_query_groups": 16, "qk_head_dim": 64, "qk_pos_emb_head_dim": 32, "v_head_dim": 64}
+    return latent(_config(options), q_lora_rank=384, kv_lora_rank=256, **heads)
 
 
 def mxfp8():

@@ -50,6 +50,44 @@ def test_states_are_exact_and_peaks_within_two_percent(name):
         assert stage.peak(states) == pytest.approx(offloaded, rel=0.02)
 
 
+EXPERTS = "--layers 4 --hidden 1024 --heads 16 --seq 1024 --mbs 2 --gbs 4 --experts 4 --topk 2"
+GROUPED = f"{EXPERTS} --grouped-experts"
+SHARED = ("model.moe_shared_expert_intermediate_size=1024", "model.moe_router_dtype=fp32")
+FUSED = {"bias_activation_fusion": True, "moe_permute_fusion": True}
+
+
+def recomputed(*modules: str) -> dict[str, object]:
+    return {**FUSED, "recompute_granularity": "selective", "recompute_modules": [*modules]}
+
+
+# job, overrides, settings that change no tensor of the model, peak allocated resident; unfused attention
+RUNS_OF_EXPERTS = {
+    "each fused into none": (GROUPED, (), {}, 6_945_398_272),
+    "each by itself, activation fused": (EXPERTS, (), {"bias_activation_fusion": True}, 6_408_523_264),
+    "activation and permutation fused": (GROUPED, (), FUSED, 6_509_227_520),
+    "attention, norms and activation recomputed": (
+        GROUPED, (), recomputed("core_attn", "layernorm", "moe_act"), 6_098_152_960
+    ),
+    "shared experts": (GROUPED, SHARED, FUSED, 6_786_149_888),
+    "shared experts, activation recomputed": (GROUPED, SHARED, recomputed("moe_act"), 6_651_932_160),
+    "shared experts, all experts recomputed": (GROUPED, SHARED, recomputed("moe"), 6_299_151_872),
+    "8 experts, 4 a token, permutation not fused": (
+        "--layers 4 --hidden 1024 --heads 16 --seq 1024 --mbs 2 --gbs 4 --experts 8 --topk 4 --grouped-experts",
+        SHARED, {"bias_activation_fusion": True}, 10_914_422_272,
+    ),
+    "latent attention, projections recomputed": ("latent_experts", SHARED, recomputed("mla_up_proj"), 6_725_908_480),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS_OF_EXPERTS)
+def test_peaks_of_experts_are_within_one_percent(name):
+    options, overrides, model, measured = RUNS_OF_EXPERTS[name]
+    of_job = job(options, 1, *overrides)
+    vars(of_job.config.model).update(model)
+    (stage,) = make_estimate(of_job, OffloadConfig(), [], None, None).stages
+    assert stage.peak(0) == pytest.approx(measured, rel=0.01)
+
+
 def test_the_preset_of_many_slabs_has_more_than_400():
     config = OffloadConfig(slab_bytes=SLAB_BYTES["slabs"])
     stage = make_estimate(job(f"{PRESETS['slabs']} --gbs 8", 1), config, [], None, None).stages[0]

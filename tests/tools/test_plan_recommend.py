@@ -147,9 +147,8 @@ def test_the_fewest_gpus_are_found_with_and_without_the_offload():
     found = recommend.Recommender(of_job, link).recommend()
     assert (found.fewest.gpus, found.fewest.name) == (64, "as configured, least offload")
     resident = found.choices[-1]
-    assert (resident.gpus, resident.fits, resident.offloaded) == (256, True, 0)
-    fewer = recommend.Recommender(recommend.on_gpus(of_job, 128), link).recommend()
-    assert not fewer.choices[0].fits  # so there are none between that would do
+    assert (resident.gpus, resident.fits, resident.offloaded) == (128, True, 0)
+    assert not found.choices[0].fits  # and there are none between that would do
     tokens = of_job.config.train.global_batch_size * of_job.config.model.seq_length
     assert found.choices[0].rate == pytest.approx(tokens / found.choices[0].step / 64)
 
@@ -158,7 +157,7 @@ def test_more_gpus_are_advised_where_nothing_fits_on_those_that_there_are():
     (link,) = links("H200", None, None)
     of_job = replace(read_job("qwen3_235b_a22b_64gpu", None, {}), recomputations=REFUSED, refusals=["no"])
     found = recommend.Recommender(of_job, link).recommend()
-    assert found.advised is None and found.fewest.gpus == 256
+    assert found.advised is None and found.fewest.gpus == 128
     assert found.sentence == f"Recommended: {found.fewest.name}; nothing fits on 64"
 
 
@@ -179,15 +178,15 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_the_command_prints_what_is_advised_and_as_json(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     status, output = run("qwen3_30b_a3b_8gpu", "--system", "H200", "--recommend")
-    assert status == 0 and "Recommended: experts recomputed (" in output and "HybridDeviceOptimizer" in output
+    assert status == 0 and "Recommended: as configured, least offload (" in output and "HybridDeviceOptimizer" in output
     status, output = run("qwen3_30b_a3b_8gpu", "--system", "H200", "--recommend", "--json")
     found = json.loads(output)["recommendation"]
-    assert "model.recompute_modules=[moe]" in found["advised"]["overrides"]
+    assert found["advised"]["overrides"] == ["optimizer.offload.gpu_memory_budget_gib=auto"]
     assert {"name", "overrides", "peak", "offloaded", "step", "fits", "gpus", "rate", "close"} == found["choices"][
         0
     ].keys()
     status, output = run(*shlex.split(found["command"])[2:])
-    assert status == 0 and output.startswith("Fits on 8 GPUs of H200")
+    assert status == 0 and output.startswith("Fits only with the offload on 8 GPUs of H200")
 
 
 def test_what_cannot_be_told_is_refused_by_name():

@@ -40,7 +40,7 @@ def test_the_command_prints_the_recipes_that_have_each_word():
     done = CliRunner().invoke(app, ["recipes", "table", "qwen3", "64gpu", "235b"])
     head, own, *others = done.stdout.splitlines()
     assert head.split() == ["recipe", "GPUs", "resident", "offload", *SYSTEMS]
-    assert own.split()[1:] == ["64", "165.9", "123.9", "fits", "fits", "fits", "fits", "no", "offload", "no"]
+    assert own.split()[1:] == ["64", "142.4", "100.4", "fits", "fits", "fits", "fits", "no?", "offload", "no"]
     assert all(name in line for line in others[:-2] for name in ("qwen3", "64gpu", "235b"))
     done = CliRunner().invoke(app, ["recipes", "table", "llama3_8b"])
     assert "needs config.json of meta-llama/Meta-Llama-3-8B" in done.stdout

@@ -51,8 +51,8 @@ def lines(words: Sequence[str] = ()) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
     yield (
         f"\nGB on the fullest GPU at peak, resident and all offloaded (> without activations, which are not counted); "
-        f"{UNKNOWN}: it depends on them, or is a close call. Activations of experts, and in FP8, are not held against "
-        f"runs. By `bridge-fgo plan` of {versions}; what a recipe's name says of a GPU is not binding."
+        f"{UNKNOWN}: it depends on them, or is a close call. Activations of experts on several ranks, and in FP8, are "
+        f"not held against runs. By `bridge-fgo plan` of {versions}; what a recipe's name says of a GPU is not binding."
     )
 
 

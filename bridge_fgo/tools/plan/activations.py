@@ -4,7 +4,8 @@ The tensors that each part of a layer saves (mcore 0.19 with Transformer Engine 
 al., "Reducing Activation Recomputation in Large Transformer Models" (2022), but for grouped-query and latent
 attention, gated MLPs and experts. The dense count was taken from the allocator's trace of a step on an H200 (24
 layers, hidden 2048: 8 tensors of the hidden size, one score matrix, one fc1 output and three more of the MLP's size
-in each layer); the tests hold it against the peaks of seven measured runs.
+in each layer), that of experts and latent attention from traces of twelve more (4 layers, hidden 1024); the tests
+hold it against the peaks of sixteen measured runs.
 
 Not counted: the transport buffers of token dispatchers, communication buffers, quantized copies of FP8 training
 (its activations are counted as 16-bit), CUDA graphs.
@@ -26,6 +27,8 @@ LOGIT_BYTES = {True: 4, False: 6}
 WORKSPACES = 97 * 2**20
 """Bytes that cuBLAS and Transformer Engine keep; measured on H200, torch 2.11: 101.7 MB beside weights, gradients and
 states, with one GPU and with two."""
+GROUPED_WORKSPACES = 4 * 32 * 2**20
+"""Bytes that Transformer Engine keeps beside those for the grouped products of experts, which run on four streams."""
 
 NO_GRADIENT = sys.maxsize
 """Number of a tensor that no stage has: no gradient is there yet."""
@@ -82,6 +85,13 @@ class Backward:
     def peak(self) -> int:
         """The most bytes of them."""
         return max(nbytes for nbytes, _ in self.most)
+
+
+def workspace_bytes(job: Job) -> int:
+    """Return the bytes of workspaces on a rank."""
+    model: Any = job.config.model
+    is_grouped = getattr(model, "num_moe_experts", None) and getattr(model, "moe_grouped_gemm", False)
+    return WORKSPACES + (GROUPED_WORKSPACES if is_grouped else 0)
 
 
 def activation_bytes(job: Job, stage: int) -> int | None:
@@ -276,18 +286,27 @@ def _mlp(model: Any, tokens: int, size: int, ranks: int) -> tuple[int, int, int]
     one = tokens * size * HALF // ranks
     if not model.gated_linear_unit:
         return 2 * one, 2 * one, one
-    fused = getattr(model, "bias_activation_fusion", False) or getattr(model, "use_te_activation_func", False)
     # Not fused: the activation's output and the other half, shifted, are tensors of their own.
-    return (3 if fused else 5) * one, 3 * one, (1 if fused else 3) * one
+    return (3 if _is_fused(model) else 5) * one, 3 * one, (1 if _is_fused(model) else 3) * one
+
+
+def _is_fused(model: Any) -> bool:
+    """Return whether one kernel makes the activation function and what follows it."""
+    return getattr(model, "bias_activation_fusion", False) or getattr(model, "use_te_activation_func", False)
 
 
 def _experts(job: Job, tokens: int) -> tuple[int, int, int, int]:
     """Return the same for a layer of experts, with tokens spread evenly over them; last what shared experts keep."""
     model: Any = job.config.model
     routed, ranks = tokens * model.moe_router_topk, job.parallel.expert_tensor
-    kept, transient, of_act = _mlp(model, routed, model.moe_ffn_hidden_size or model.ffn_hidden_size, ranks)
+    size = model.moe_ffn_hidden_size or model.ffn_hidden_size
+    kept, transient, of_act = _mlp(model, routed, size, ranks)
+    if not _is_fused(model):  # the product with the router's probabilities is a tensor of its own
+        weighted = routed * size * HALF // ranks
+        kept, of_act = kept + weighted, of_act + weighted
     # Sequence parallelism gives each tensor-parallel rank its own tokens to route.
     share = max(1, job.parallel.tensor // ranks) if model.sequence_parallel else 1
-    permuted = 2 * routed * model.hidden_size * HALF // share  # before and after the experts
+    # The experts' input; their output too, where PyTorch's own indexing puts tokens back in order.
+    permuted = (1 if model.moe_permute_fusion else 2) * routed * model.hidden_size * HALF // share
     of_shared, _, _ = _mlp(model, tokens, model.moe_shared_expert_intermediate_size or 0, job.parallel.tensor)
     return kept // share + permuted + of_shared, transient // share, of_act // share, of_shared

@@ -11,7 +11,7 @@ from bridge_fgo.offload.policy import MemoryProfile, budget_refusal, choose_stay
 from bridge_fgo.tools.bench.floor import floor_seconds
 from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
-from bridge_fgo.tools.plan.activations import WORKSPACES, activation_bytes
+from bridge_fgo.tools.plan.activations import activation_bytes, workspace_bytes
 from bridge_fgo.tools.plan.gradients import moving_bytes, spared_bytes
 from bridge_fgo.tools.plan.state import StateBytes, is_upstreams, states_of_ranks
 from bridge_fgo.tools.plan.systems import SYSTEMS, Link
@@ -226,8 +226,9 @@ def _stage_estimate(
 ) -> tuple[StageEstimate, list[int]]:
     """Return the estimate of a stage, and what of each of its ranks' states leaves."""
     # In the optimizer step there are no activations, and of gathered weights those that lie in no layer.
-    other = WORKSPACES + max(held.gathered, held.in_step - (activations or 0))
-    throughout = held.parameters + held.gradients + WORKSPACES
+    workspaces = workspace_bytes(job)
+    other = workspaces + max(held.gathered, held.in_step - (activations or 0))
+    throughout = held.parameters + held.gradients + workspaces
     spared = spared_bytes(job, stage, held, offload, activations)
     budgets = []
     for of_rank in set(states):
@@ -334,7 +335,8 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
     elif any(stage.activations is None for stage in stages):
         yield "activations of this kind of model are not counted: peaks are lower bounds; give --activations-gb"
     elif getattr(config.model, "num_moe_experts", None):
-        yield f"activations: tokens spread evenly over experts, no dispatcher's buffers; {UNTRIED}"
+        tried = "" if job.parallel.expert == 1 else f", no dispatcher's buffers; of experts on several ranks {UNTRIED}"
+        yield f"activations: tokens spread evenly over experts{tried}"
     if activations is None and getattr(config.model, "fp8", None):
         yield f"activations: counted as 16-bit, without the FP8 copies of weights; {UNTRIED}"
     if uses_fsdp(config):

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from bridge_fgo.tools.iteration_picture import NAMES, State
 from bridge_fgo.tools.job.job import Job
-from bridge_fgo.tools.plan.activations import WORKSPACES
+from bridge_fgo.tools.plan.activations import workspace_bytes
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.tools.plan.report import gigabytes, print_lines, table
 from bridge_fgo.tools.plan.report import seconds as in_seconds
@@ -240,7 +240,7 @@ def states_of_plan(phases: Phases, estimate: Estimate) -> list[State]:
     none = {"params": 0, "grads": 0, "optimizer": 0, "reference": 0, "others": stage.stays}
     alone = none | {"params": stage.params}
     trained = alone | {"grads": stage.grads, "optimizer": stage.optimizer}
-    awake = trained | {"others": stage.stays + activations + WORKSPACES}
+    awake = trained | {"others": stage.stays + activations + workspace_bytes(estimate.job)}
     moves = (
         ("asleep", none, SLEEP),
         ("params wake", alone, ALONE),
