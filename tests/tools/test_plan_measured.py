@@ -88,6 +88,33 @@ def test_peaks_of_experts_are_within_one_percent(name):
     assert stage.peak(0) == pytest.approx(measured, rel=0.01)
 
 
+ATTENTION = ["core_attn", "attn_proj", "mlp_norm", "qkv_linear"]
+LARGE = "--layers 4 --hidden 2048 --ffn 8192 --heads 16 --seq 2048 --mbs 2 --gbs 8"
+LONG = "--layers 16 --hidden 2048 --ffn 8192 --heads 16 --seq 8192 --mbs 3 --gbs 3 --recompute attention --vocab 8192"
+
+# options, modules whose activations mcore offloads, peak allocated with the states resident
+RUNS_WITH_ACTIVATION_OFFLOAD = {
+    "dense": (LARGE, ATTENTION, 9_680_000_000),
+    "experts": (GROUPED, [*ATTENTION, "expert_fc1", "moe_act"], 6_130_000_000),
+    "attention recomputed": (LONG, ["qkv_linear"], 73_141_000_000),
+}
+
+
+@pytest.mark.parametrize("name", RUNS_WITH_ACTIVATION_OFFLOAD)
+def test_peaks_with_mcores_activation_offload_are_within_two_percent(name):
+    options, modules, measured = RUNS_WITH_ACTIVATION_OFFLOAD[name]
+    of_job = job(options, 1)
+    settings = {"fine_grained_activation_offloading": True, "offload_modules": modules}
+    without = activation_bytes(of_job, 0)
+    vars(of_job.config.model).update(settings)
+    assert activation_bytes(of_job, 0) < without
+    (stage,) = make_estimate(of_job, OffloadConfig(), [], None, None).stages
+    assert stage.peak(0) == pytest.approx(measured, rel=0.02)
+    for unknown in ({"offload_modules": ["attn_norm"]}, {"activation_offload_fraction": 0.5}):
+        vars(of_job.config.model).update(settings | unknown)
+        assert activation_bytes(of_job, 0) is None
+
+
 def test_the_preset_of_many_slabs_has_more_than_400():
     config = OffloadConfig(slab_bytes=SLAB_BYTES["slabs"])
     stage = make_estimate(job(f"{PRESETS['slabs']} --gbs 8", 1), config, [], None, None).stages[0]

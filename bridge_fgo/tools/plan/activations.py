@@ -7,6 +7,9 @@ layers, hidden 2048: 8 tensors of the hidden size, one score matrix, one fc1 out
 in each layer), that of experts and latent attention from traces of twelve more (4 layers, hidden 1024); the tests
 hold it against the peaks of sixteen measured runs.
 
+mcore's activation offload is counted for the modules that were measured: tensors that its contexts save, but for the
+last layer of the first backward, and with the group that is prefetched beside the one whose backward runs.
+
 Not counted: the transport buffers of token dispatchers, communication buffers, quantized copies of FP8 training
 (its activations are counted as 16-bit), CUDA graphs.
 """
@@ -42,7 +45,6 @@ NOT_COUNTED = (
     "mtp_num_layers",
     "experimental_attention_variant",
     "cpu_offloading",
-    "fine_grained_activation_offloading",
 )
 
 
@@ -52,7 +54,8 @@ class LayerBytes:
 
     input: the layer's input; scores: of unfused attention; attention: the rest of it; mlp: the MLP or the experts;
     attention_transient, mlp_transient: gradients that the backward of each needs beside what is kept; spared: what
-    selective recomputation of a module spares, by its name in `recompute_modules`.
+    selective recomputation of a module spares, by its name in `recompute_modules`; offloaded: what mcore's activation
+    offload of a module copies to the host, by its name in `offload_modules`.
     """
 
     input: int
@@ -62,6 +65,7 @@ class LayerBytes:
     attention_transient: int
     mlp_transient: int
     spared: Mapping[str, int]
+    offloaded: Mapping[str, int]
 
     @property
     def kept(self) -> int:
@@ -110,16 +114,16 @@ def backward_of(job: Job, stage: int) -> Backward | None:
     if any(getattr(model, name, None) for name in NOT_COUNTED) or getattr(model, "num_layers", None) is None:
         return None
     layers = layers_of_stage(job, stage)
-    if not layers:
+    granularity, is_block, number = recomputation(model)
+    if not layers or (offload_modules(model) and not _offload_is_counted(model)):
         return None
     tokens = tokens_of(job)
     whole = [_layer(job, tokens, layer.has_experts) for layer in layers]
     chunks = chunks_of(model)
     per_chunk = max(1, len(whole) // chunks)
-    granularity, is_block, number = recomputation(model)
     # Layers that are recomputed at once, from the input of the first.
     group = min(number if granularity == "full" and not is_block else 1, per_chunk)
-    kept = []
+    kept, away = [], [0] * len(whole)
     for index, of_layer in enumerate(whole):
         if granularity == "full" and not is_block:
             kept.append(of_layer.input // group)
@@ -128,6 +132,9 @@ def backward_of(job: Job, stage: int) -> Backward | None:
         else:
             again = recomputed_modules(model) if granularity == "selective" else []
             kept.append(of_layer.kept - sum(of_layer.spared.get(name, 0) for name in {*again} - WITHIN["moe" in again]))
+            # mcore does not offload what is recomputed: neither is on the GPU.
+            away[index] = sum(of_layer.offloaded.get(name, 0) for name in {*offload_modules(model)} - {*again})
+            kept[index] -= away[index]
 
     def of_layers(start: int, stop: int, behind: int) -> Course:
         """Return what a chunk's layers have, beside the bytes of what runs backward after them."""
@@ -136,6 +143,7 @@ def backward_of(job: Job, stage: int) -> Backward | None:
             first = max(start, end - group)
             # Those that are recomputed together, whole again, as their backward begins.
             again = sum(layer.kept for layer in whole[first:end]) - sum(kept[first:end])
+            again += away[first - 1] if first > start else 0  # prefetched for the next backward
             transient = max(whole[end - 1].mlp_transient, whole[end - 1].attention_transient - whole[end - 1].mlp)
             found.append((behind + sum(kept[start:end]) + again + transient, layers[first].first))
         return found
@@ -151,8 +159,9 @@ def backward_of(job: Job, stage: int) -> Backward | None:
         at_loss = logits * LOGIT_BYTES[bool(model.cross_entropy_loss_fusion)]
         return [(beside + at_loss, NO_GRADIENT), (beside + logits * HALF, after)]
 
-    in_flight = sum(kept) * _microbatches_in_flight(job, stage) // chunks
-    most = of_loss(in_flight) + of_layers(starts[-1], len(whole), in_flight - sum(kept[starts[-1] :]))
+    # mcore keeps the last layer of the first backward on the GPU.
+    in_flight = sum(kept) * _microbatches_in_flight(job, stage) // chunks + away[-1]
+    most = of_loss(in_flight) + of_layers(starts[-1], len(whole), in_flight - sum(kept[starts[-1] :]) - away[-1])
     # As a chunk's last backward runs, those before it hold a group of microbatches.
     behind = [sum(kept[:start]) * min(job.parallel.pipeline, job.microbatches) for start in starts]
     last = of_loss(behind[-1] + sum(kept[starts[-1] :]))
@@ -183,6 +192,19 @@ def recomputation(model: Any) -> tuple[str | None, bool, int]:
     """Return a config's granularity of recomputation, whether it is of the first layers alone, and of how many."""
     is_block = getattr(model, "recompute_method", None) == "block"
     return getattr(model, "recompute_granularity", None), is_block, getattr(model, "recompute_num_layers", None) or 1
+
+
+def offload_modules(model: Any) -> list[str]:
+    """Return the modules whose activations mcore offloads."""
+    return model.offload_modules if getattr(model, "fine_grained_activation_offloading", False) else []
+
+
+def _offload_is_counted(model: Any) -> bool:
+    """Return whether what mcore offloads is known: of the modules that have been measured, and everything of them."""
+    known = {"core_attn", "attn_proj", "mlp_norm", "qkv_linear", "expert_fc1", "moe_act"}
+    is_whole = model.activation_offload_fraction == 1.0 and not model.delta_offload_bytes_across_pp_ranks
+    of_latent = getattr(model, "multi_latent_attention", False) and "qkv_linear" in model.offload_modules
+    return {*model.offload_modules} <= known and is_whole and not of_latent and recomputation(model)[0] != "full"
 
 
 def recomputed_modules(model: Any) -> list[str]:
@@ -230,11 +252,13 @@ def _layer(job: Job, tokens: int, has_experts: bool) -> LayerBytes:
     model: Any = job.config.model
     ranks = job.parallel.tensor
     hidden = tokens * model.hidden_size * HALF // (ranks if model.sequence_parallel else 1)
-    attention, scores, projected = _attention(model, tokens, ranks)
+    attention, scores, projected, output = _attention(model, tokens, ranks)
+    offloaded = {"core_attn": scores + attention - output, "attn_proj": output, "qkv_linear": 2 * hidden}
     spared = {"core_attn": scores, "layernorm": 2 * hidden, "mla_up_proj": projected}
     if has_experts:
-        mlp, mlp_transient, of_act, of_shared = _experts(job, tokens)
+        mlp, mlp_transient, of_act, of_shared, routed = _experts(job, tokens)
         spared |= {"moe": mlp, "moe_act": of_act, "shared_experts": of_shared}
+        offloaded |= {"mlp_norm": hidden, **routed}
     else:
         mlp, mlp_transient, _ = _mlp(model, tokens, model.ffn_hidden_size, ranks)
         spared["mlp"] = mlp
@@ -246,6 +270,7 @@ def _layer(job: Job, tokens: int, has_experts: bool) -> LayerBytes:
         attention_transient=attention + scores,
         mlp_transient=mlp_transient,
         spared=spared,
+        offloaded=offloaded,
     )
 
 
@@ -254,10 +279,10 @@ def is_unfused(model: Any) -> bool:
     return str(getattr(model, "attention_backend", "auto")).rpartition(".")[2] in ("unfused", "local")
 
 
-def _attention(model: Any, tokens: int, ranks: int) -> tuple[int, int, int]:
+def _attention(model: Any, tokens: int, ranks: int) -> tuple[int, int, int, int]:
     """Return the bytes of what attention keeps beside its scores, and of the matrix of scores where it makes one.
 
-    Third those of what latent attention projects up, which are among the first.
+    Third those of what latent attention projects up, fourth those of the output; both are among the first.
     """
     heads = model.num_attention_heads // ranks
     unfused = is_unfused(model)
@@ -267,15 +292,17 @@ def _attention(model: Any, tokens: int, ranks: int) -> tuple[int, int, int]:
         up = heads * (model.qk_head_dim + model.v_head_dim)
         compressed = 2 * ((model.q_lora_rank or 0) + model.kv_lora_rank) + model.qk_pos_emb_head_dim
         projected = tokens * HALF * (2 * query + up)
-        return projected + tokens * HALF * (heads * model.v_head_dim + compressed), scores, projected
+        output = tokens * HALF * heads * model.v_head_dim
+        return projected + output + tokens * HALF * compressed, scores, projected, output
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     query = heads * head
+    output = tokens * HALF * query
     if unfused:
-        return tokens * HALF * 4 * query, scores, 0  # queries, keys and values for every head, the output
+        return 4 * output, scores, 0, output  # queries, keys and values for every head, the output
     key = (model.num_query_groups or model.num_attention_heads) * head // ranks
     projected = query + 2 * key  # the values are a view of it
     softmax = 4 * heads * tokens
-    return tokens * HALF * (query + key + projected + query) + softmax, scores, 0
+    return tokens * HALF * (query + key + projected) + output + softmax, scores, 0, output
 
 
 def _mlp(model: Any, tokens: int, size: int, ranks: int) -> tuple[int, int, int]:
@@ -295,18 +322,23 @@ def _is_fused(model: Any) -> bool:
     return getattr(model, "bias_activation_fusion", False) or getattr(model, "use_te_activation_func", False)
 
 
-def _experts(job: Job, tokens: int) -> tuple[int, int, int, int]:
-    """Return the same for a layer of experts, with tokens spread evenly over them; last what shared experts keep."""
+def _experts(job: Job, tokens: int) -> tuple[int, int, int, int, dict[str, int]]:
+    """Return the same for a layer of experts, with tokens spread evenly over them.
+
+    Fourth what shared experts keep, last what mcore offloads, by the name of the module.
+    """
     model: Any = job.config.model
     routed, ranks = tokens * model.moe_router_topk, job.parallel.expert_tensor
     size = model.moe_ffn_hidden_size or model.ffn_hidden_size
     kept, transient, of_act = _mlp(model, routed, size, ranks)
+    one = routed * size * HALF // ranks
     if not _is_fused(model):  # the product with the router's probabilities is a tensor of its own
-        weighted = routed * size * HALF // ranks
-        kept, of_act = kept + weighted, of_act + weighted
+        kept, of_act = kept + one, of_act + one
     # Sequence parallelism gives each tensor-parallel rank its own tokens to route.
     share = max(1, job.parallel.tensor // ranks) if model.sequence_parallel else 1
     # The experts' input; their output too, where PyTorch's own indexing puts tokens back in order.
     permuted = (1 if model.moe_permute_fusion else 2) * routed * model.hidden_size * HALF // share
     of_shared, _, _ = _mlp(model, tokens, model.moe_shared_expert_intermediate_size or 0, job.parallel.tensor)
-    return kept // share + permuted + of_shared, transient // share, of_act // share, of_shared
+    # The activation's input, and all that it makes but its output.
+    of_modules = {"expert_fc1": routed * model.hidden_size * HALF // share, "moe_act": (kept - one) // share}
+    return kept // share + permuted + of_shared, transient // share, of_act // share, of_shared, of_modules

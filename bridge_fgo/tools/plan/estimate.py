@@ -11,7 +11,7 @@ from bridge_fgo.offload.policy import MemoryProfile, budget_refusal, choose_stay
 from bridge_fgo.tools.bench.floor import floor_seconds
 from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
-from bridge_fgo.tools.plan.activations import activation_bytes, workspace_bytes
+from bridge_fgo.tools.plan.activations import activation_bytes, offload_modules, workspace_bytes
 from bridge_fgo.tools.plan.gradients import moving_bytes, spared_bytes
 from bridge_fgo.tools.plan.state import StateBytes, is_upstreams, states_of_ranks
 from bridge_fgo.tools.plan.systems import SYSTEMS, Link
@@ -337,6 +337,8 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
     elif getattr(config.model, "num_moe_experts", None):
         tried = "" if job.parallel.expert == 1 else f", no dispatcher's buffers; of experts on several ranks {UNTRIED}"
         yield f"activations: tokens spread evenly over experts{tried}"
+    if activations is None and offload_modules(config.model):
+        yield "activations: what mcore offloads of them is on the host; its pinned bytes are not in the host's figures"
     if activations is None and getattr(config.model, "fp8", None):
         yield f"activations: counted as 16-bit, without the FP8 copies of weights; {UNTRIED}"
     if uses_fsdp(config):
