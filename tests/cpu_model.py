@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+from lengths import cut, length_of
 
-from bridge_fgo.tools.arms.lengths import cut, length_of
 from bridge_fgo.tools.arms.shared_config import ON_THE_CPU, container, gpt, layer_spec
 
 Precision = Literal["bf16", "fp16", "fp32_params"]
@@ -86,7 +86,7 @@ class CpuOptions:
     vocab: int = 256
     sequence: int = 32
     lengths: tuple[int, ...] = ()
-    """Lengths up to `sequence` that sequences take in turn, in steps and within them; see `tools.arms.lengths`."""
+    """Lengths up to `sequence` that sequences take in turn, in steps and within them; see `lengths`."""
     microbatches: int = 2
     micro_batch_size: int = 2
     seed: int = 1234

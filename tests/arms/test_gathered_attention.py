@@ -12,7 +12,7 @@ TOKENS, BATCH, HEADS, GROUPS, WIDTH = 16, 2, 4, 2, 8
 
 def attend(rank: int, ranks: int, folder: Path) -> None:
     """Run as one rank; leave its places in the sequence, its output and its gradients in `folder`."""
-    from bridge_fgo.tools.arms.gathered_attention import GatheredAttention, own_chunks
+    from gathered_attention import GatheredAttention, own_chunks
 
     store = torch.distributed.FileStore(str(folder / f"store{ranks}"), ranks)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)

@@ -22,9 +22,6 @@ CONTEXT = SimpleNamespace(loss_dict={"lm loss": 1.0}, grad_norm=1.0, skipped_ite
     ("options", "named"),
     [
         ("--fused-loss", "--no-deterministic"),
-        ("--lengths 4096 --seq 1024", "--lengths"),
-        ("--lengths 8,16 --pp 2", "--lengths"),
-        ("--lengths 8,16 --cp 2", "--lengths"),
         ("--moments-dtype bf16", "--precision-aware"),
         ("--optimizer muon", "--no-distributed"),
         ("--fsdp optim --no-distributed", "--fsdp"),

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_model import CpuOptions
-
-from bridge_fgo.tools.arms.lengths import cut, in_turn, length_of
+from lengths import cut, in_turn, length_of
 
 
 def test_steps_and_their_microbatches_take_lengths_in_turn_by_which_tokens_and_masks_are_cut_and_nothing_else():

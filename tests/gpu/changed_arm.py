@@ -16,6 +16,7 @@ import torch
 import bridge_fgo
 from bridge_fgo.bridge.session import Session
 from bridge_fgo.memory.transfers import CudaTransfers, Lane
+from bridge_fgo.offload.policy import HoldPolicy
 from bridge_fgo.offload.snapshot import Snapshot
 from bridge_fgo.states.inner_step import InnerStep
 from bridge_fgo.states.masters import MasterCopy
@@ -167,6 +168,35 @@ def sleep(first: str) -> None:
     gpu_recorder.ArmRecorder = Sleeper  # type: ignore[misc]
 
 
+def turn(lengths: str) -> None:
+    """Have sequences take these lengths in turn, in steps and within them."""
+    from lengths import in_turn
+
+    from bridge_fgo.tools.arms import gpu_recorder
+
+    timed, each = gpu_recorder.ArmRecorder.timed, [int(length) for length in lengths.split(",")]
+    gpu_recorder.ArmRecorder.timed = lambda recorder, step: timed(recorder, in_turn(step, each))  # type: ignore[method-assign]
+
+
+def release_throughout(_: str) -> None:
+    """Have the engine measure, but go by no plan."""
+    HoldPolicy.plans_for = lambda policy, kind: []  # type: ignore[method-assign]
+
+
+def spread_sequences(ranks: str) -> None:
+    """Train with context parallelism, by an attention that needs no cuDNN."""
+    from gathered_attention import gathered_attention_spec
+
+    build = gpu.build_config
+
+    def spread(options: Any) -> Any:
+        config = build(options)
+        config.model.context_parallel_size, config.model.transformer_layer_spec = int(ranks), gathered_attention_spec
+        return config
+
+    gpu.build_config = spread
+
+
 CHANGES = {
     "FAULT": plant,
     "RACE": take_out_a_wait,
@@ -174,6 +204,9 @@ CHANGES = {
     "TOUCHED": touch,
     "OWN_LOOP": drive,
     "SLEEP_FROM_STEP": sleep,
+    "LENGTHS": turn,
+    "RELEASED_THROUGHOUT": release_throughout,
+    "CONTEXT_PARALLEL": spread_sequences,
 }
 """The change that each environment variable asks for; it is called with the variable's value."""
 

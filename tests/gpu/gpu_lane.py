@@ -6,6 +6,7 @@ take about half a minute an arm.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +48,14 @@ def arm(
     timeout: float = 300,
     environment: Mapping[str, str] | None = None,
 ) -> runner.ArmRun:
-    """Runs an arm; ends it long before NCCL's ten minutes are over where it hangs."""
+    """Runs an arm; ends it long before NCCL's ten minutes are over where it hangs.
+
+    Options like "NAME=VALUE" are changes of ``changed_arm``.
+    """
+    changes = dict(option.split("=", 1) for option in options if re.fullmatch(r"[A-Z_]+=.*", option))
+    if changes:
+        module, environment = "changed_arm", {**(environment or {}), **changes}
+        options = tuple(option for option in options if "=" not in option)
     how = {"environment": environment, "launcher": runner.launcher(ranks), "timeout": timeout}
     first, *others = in_debug_mode(module)
     return runner.run_arm(name, first, [*others, *options], folder, **how)

@@ -9,7 +9,7 @@ from bridge_fgo.tools.arms import comparator
 
 STEPS = 24
 # Attention scores of 4096 tokens hold many times what the states do; those of 512 a fraction of them.
-LENGTHS = (*SMALL[:6], "--seq", "4096", "--lengths", "512,4096", "--mbs", "1", "--gbs", "4", "--steps", str(STEPS))
+LENGTHS = (*SMALL[:6], "--seq", "4096", "LENGTHS=512,4096", "--mbs", "1", "--gbs", "4", "--steps", str(STEPS))
 VOCABULARY, HIDDEN = 32000, 1024
 
 
@@ -17,7 +17,7 @@ VOCABULARY, HIDDEN = 32000, 1024
 def test_lengths_in_turn_are_bitwise_equal_and_no_step_needs_more_than_releasing_throughout(tmp_path: Path) -> None:
     resident = arm("resident", tmp_path, *LENGTHS, "--offload", "off")
     planned = arm("planned", tmp_path, *LENGTHS, "--offload", "on")
-    released = arm("released", tmp_path, *LENGTHS, "--offload", "on", "--released-throughout")
+    released = arm("released", tmp_path, *LENGTHS, "--offload", "on", "RELEASED_THROUGHOUT=1")
     assert resident.result["released_bytes"] == 0 < planned.result["released_bytes"]
     for offloaded in (planned, released):
         same = comparator.compare(resident, offloaded)

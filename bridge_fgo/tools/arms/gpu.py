@@ -44,11 +44,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         size.add_argument(f"--{name}", type=int, default=default)
     size.add_argument("--ffn", type=int, help="default: 4 times hidden")
     size.add_argument("--groups", type=int, help="of heads that share keys and values; default: half of the heads")
-    size.add_argument(
-        "--lengths",
-        type=lambda text: [int(length) for length in text.split(",")],
-        help="comma-separated lengths, no longer than --seq, that sequences take in turn, in steps and within them",
-    )
     size.add_argument("--mbs", type=int, default=2, help="sequences of a microbatch")
     size.add_argument("--gbs", type=int, default=8, help="sequences of a step, over all ranks")
     size.add_argument("--experts", type=int, help="of a mixture of experts in every layer; default: none")
@@ -56,7 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     switch(size, "grouped-experts", False, "multiply all experts of a rank at once; else one after another")
     size.add_argument("--steps", type=int, default=20)
     spread = parser.add_argument_group("parallelism")
-    for name in ("tp", "pp", "cp", "ep"):
+    for name in ("tp", "pp", "ep"):
         spread.add_argument(f"--{name}", type=int, default=1)
     spread.add_argument("--vpp", type=int, help="model chunks of a pipeline stage; default: one, not interleaved")
     spread.add_argument("--instances", type=int, default=1, help="distributed optimizer instances")
@@ -94,7 +89,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     offload = parser.add_argument_group("offload")
     offload.add_argument("--offload", choices=("on", "off"), default="off")
     offload.add_argument("--no-install", action="store_true", help="set the flag, leave this package out")
-    offload.add_argument("--released-throughout", action="store_true", help="measure, but go by no plan")
     offload.add_argument(
         "--chunk-numel", type=int, default=0, help="elements of a chunk of the step of Megatron-LM #6544; default: none"
     )
@@ -154,10 +148,6 @@ def _contradiction(options: argparse.Namespace) -> str | None:
     )
     if options.fused_loss and options.deterministic:
         return "--fused-loss is not deterministic: give --no-deterministic too"
-    if any(length > options.seq for length in options.lengths or ()):
-        return f"--lengths {options.lengths}: none may be above --seq {options.seq}"
-    if options.lengths and (options.pp > 1 or options.cp > 1):
-        return "--lengths goes without --pp and --cp: their ranks agree on one length for the run"
     if options.moments_dtype != "fp32" and not options.precision_aware:
         return "--moments-dtype bf16 needs --precision-aware"
     if options.layer_wise and not is_layer_wise:
@@ -193,14 +183,7 @@ def train(options: argparse.Namespace, on_cpu: bool = False) -> None:
     from megatron.bridge.training.pretrain import pretrain
 
     from bridge_fgo.tools.arms.gpu_recorder import ArmRecorder, CpuRecorder
-    from bridge_fgo.tools.arms.lengths import in_turn
 
-    if options.lengths:
-        forward_step = in_turn(forward_step, options.lengths)
-    if options.released_throughout:
-        from bridge_fgo.offload.policy import HoldPolicy
-
-        HoldPolicy.plans_for = lambda policy, kind: []  # type: ignore[method-assign]
     skip_building_what_is_built()
     forget_attention_backend()
     clock = PhaseClock(options.steps)

@@ -10,20 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bridge_fgo.tools.arms.shared_config import container, gpt
 
 if TYPE_CHECKING:
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training.config import ConfigContainer
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-
-def gathered_attention_spec(config: GPTModelProvider) -> ModuleSpec:
-    """Return Bridge's own layers, with an attention that knows context parallelism without cuDNN."""
-    from megatron.bridge.models.gpt_provider import default_layer_spec
-
-    from bridge_fgo.tools.arms.gathered_attention import GatheredAttention
-
-    spec: Any = default_layer_spec(config)
-    spec.submodules.self_attention.submodules.core_attention = GatheredAttention
-    return spec
 
 
 LAYER_WISE_CHUNK_MIB = 512
@@ -76,7 +63,6 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         # Two interleaved stages would send to each other twice in one batch of calls, which mcore rules out.
         overlap_p2p_comm=options.vpp is not None,
         batch_p2p_comm=options.vpp is None,
-        context_parallel_size=options.cp,
         sequence_parallel=options.tp > 1,
         pipeline_dtype=torch.bfloat16,
         bf16=True,
@@ -88,8 +74,6 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         # Compiled by torch it ends in one of two results, in one run of an arm and the next.
         cross_entropy_loss_fusion=options.fused_loss,
     )
-    if options.cp > 1:
-        model.transformer_layer_spec = gathered_attention_spec
     if options.te_graphs:
         model.cuda_graph_impl, model.cuda_graph_modules = "transformer_engine", ["mlp"]
         model.use_te_rng_tracker = True

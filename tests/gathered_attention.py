@@ -1,6 +1,6 @@
 """Causal attention with context parallelism that needs no fused kernel: every rank gathers all keys and values.
 
-For the arms alone. Transformer Engine has context parallelism in its fused and flash kernels only, which not every
+For the GPU lane alone. Transformer Engine has context parallelism in its fused and flash kernels only, which not every
 machine can run; this one is slow, deterministic, and runs wherever torch.distributed does.
 """
 
@@ -61,3 +61,12 @@ class GatheredAttention(torch.nn.Module):
         later = places > own_chunks(places, self._group)[:, None]
         weights = scores.float().masked_fill(later, float("-inf")).softmax(dim=-1).to(value.dtype)
         return torch.einsum("bhqk,kbhd->qbhd", weights, value).reshape(tokens, batch, -1)
+
+
+def gathered_attention_spec(config: Any) -> Any:
+    """Return Bridge's own layers, with an attention that knows context parallelism without cuDNN."""
+    from megatron.bridge.models.gpt_provider import default_layer_spec
+
+    spec: Any = default_layer_spec(config)
+    spec.submodules.self_attention.submodules.core_attention = GatheredAttention
+    return spec
