@@ -150,7 +150,34 @@ def test_a_job_is_named_for_a_log_alone():
 def test_settings_of_a_saved_builders_model_are_advised_where_they_are(tmp_path):
     path = tmp_path / "run_config.yaml"
     path.write_text("_target_: ConfigContainer\nmodel: {seq_length: 8, transformer: {tensor_model_parallel_size: 2}}\n")
-    advised = log._different({"model": {"tensor_model_parallel_size": 4}}, str(path))
+    advised = log._different({"model": {"tensor_model_parallel_size": 4}}, str(path), set())
     assert "model.transformer.tensor_model_parallel_size=4" in advised
-    same = log._different({"model": {"tensor_model_parallel_size": 2}}, str(path))
+    same = log._different({"model": {"tensor_model_parallel_size": 2}}, str(path), set())
     assert not any("tensor_model_parallel_size=" in override for override in same)
+
+
+OF_ANOTHER = SUMMARY.replace("{0}  expert_model", "{0}  num_layers: 48  (Mcore default: 0)\n{0}  expert_model")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "told"),
+    [
+        (OF_ANOTHER, (), f"the log's job has num_layers=48, and {JOB} has 94: give its own recipe"),
+        (SUMMARY, ("--system", "GB200"), "--system GB200: the log's GPU has 139.81 GiB, that of H200"),
+    ],
+)
+def test_what_contradicts_the_log_is_refused(tmp_path, text, options, told):
+    done = planned(tmp_path, text.format("", 1024) + error(), "--job", JOB, *options)
+    assert done.exit_code == 2 and told in done.stderr
+
+
+def test_the_offload_that_a_recipe_asks_for_and_steps_that_were_over_are_read_from_the_log(tmp_path):
+    def of(text: str) -> log.Log:
+        settings, found = of_log(Settings(log_of(tmp_path, text + error()), job=JOB))
+        assert found is not None and found.lacks_offload == any(log.FLAG in one for one in settings.overrides or ())
+        return found
+
+    ran = "[default0]:bridge_fgo: optimizer-state offload on, engine native\n"
+    step = " [2026-11-27 09:00:00] iteration        1/      50 | elapsed time per iteration (ms): 9.0 |\n"
+    assert (of("torchrun -m bridge_fgo.recipes.train\n").lacks_offload, of(ran).lacks_offload) == (True, False)
+    assert (of(ran).has_steps, of(step).has_steps) == (False, True)

@@ -65,6 +65,11 @@ MODEL: dict[str, Any] = {
     "recompute_num_layers": None,
 }
 """Settings that decide memory, with mcore's defaults, which Bridge does not print."""
+SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "num_moe_experts")
+"""Settings that tell a model from another."""
+RAN = "bridge_fgo: optimizer-state offload on"
+"""How rank 0's line begins where states are offloaded."""
+STEP = re.compile(r"\biteration +\d+/ *\d+ \|.*elapsed time", re.MULTILINE)
 LIKE = 0.02
 """By what share a system's memory may exceed what PyTorch reports: an H200's 140.4 GiB are 139.8 to CUDA."""
 
@@ -118,10 +123,16 @@ class OutOfMemory:
 
 @dataclass(frozen=True)
 class Log:
-    """The errors of a log, the one that needed the most first; notes: what it does not say, and what it says."""
+    """The errors of a log, the one that needed the most first.
+
+    notes: what it does not say, and what it says. lacks_offload: the recipe asks for the offload, and it did not run.
+    has_steps: a step was over before the error.
+    """
 
     errors: list[OutOfMemory]
     notes: list[str]
+    lacks_offload: bool
+    has_steps: bool
 
 
 def is_log(target: str) -> bool:
@@ -166,21 +177,22 @@ def of_log(settings: Settings) -> tuple[Settings, Log | None]:
             f"{path}: {first.told}. {said}: add --job RECIPE or --job run_config.yaml (Bridge writes one before "
             "training with logger.save_config_filepath=run_config.yaml)"
         )
-    system = settings.system or _system(first)
+    system = _system(first, settings.system)
     gpus = settings.gpus or _gpus(text, max(error.rank or 0 for error in errors))
     given = {override.partition("=")[0] for override in settings.overrides or ()}
     printed = _printed(text)
     if not printed:
         notes.append(f"the log has no Configuration Summary of Bridge's (of rank 0): settings are those of {target}")
-    overrides = _different(printed, target)
-    if target in RECIPES and "bridge_fgo" not in text:
+    overrides = _different(printed, target, given)
+    lacks_offload = target in RECIPES and RAN not in text
+    if lacks_offload:
         overrides.append(f"optimizer.{FLAG}=false")  # the recipe sets it, and the log is of a run without this package
     overrides = [one for one in overrides if one.partition("=")[0] not in given]
     if overrides:
         notes.append(f"it ran otherwise than {target}, by the log: {' '.join(overrides)}")
     overrides += settings.overrides or ()
     of_job = {"target": target, "job": None, "system": system, "gpus": gpus, "overrides": overrides}
-    return replace(settings, **of_job, recommend=True), Log(errors, notes)
+    return replace(settings, **of_job, recommend=True), Log(errors, notes, lacks_offload, bool(STEP.search(text)))
 
 
 def _text(path: Path) -> str:
@@ -235,13 +247,20 @@ def _recipe_named(text: str) -> str | None:
     return next((name for name in known if name in RECIPES or name in config_functions()), None)
 
 
-def _system(error: OutOfMemory) -> str:
-    """Return the system of the GPU, by its memory."""
+def _system(error: OutOfMemory, given: str | None) -> str:
+    """Return the system of the GPU, by its memory, or the given one."""
     near = {
         name: system.gpu_bytes - error.capacity
         for name, system in SYSTEMS.items()
         if 0 <= system.gpu_bytes - error.capacity <= LIKE * system.gpu_bytes
     }
+    if given is not None:
+        if near and given not in near:
+            raise ValueError(
+                f"--system {given}: the log's GPU has {readable(error.capacity)}, that of {' or '.join(near)}: leave "
+                "--system out here, and change it in the command that is printed"
+            )
+        return given
     if not near:
         raise ValueError(
             f"{error.told}. No known system has {readable(error.capacity)}: add --system, for its speed and its host, "
@@ -275,14 +294,25 @@ def _printed(text: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _different(printed: dict[str, dict[str, Any]], target: str) -> list[str]:
-    """Return as overrides what was printed of the settings that decide memory, but for what the target says alike."""
+def _different(printed: dict[str, dict[str, Any]], target: str, given: set[str]) -> list[str]:
+    """Return as overrides what was printed of the settings that decide memory, but for what the target says alike.
+
+    Raises:
+        ValueError: the target's model has another shape; `given` names the settings that the user gave.
+    """
     if not printed:
         return []
     model = MODEL | {name: value for name, value in printed.get("model", {}).items() if name in MODEL}
     train = {name: value for name, value in printed.get("train", {}).items() if name in TRAIN}
     there = config_at_once(target)
     known = {section: settings_in(there.get(section, {})) for section in ("model", "train")}
+    for name in SHAPE:
+        ran, of_target = printed.get("model", {}).get(name), known["model"].get(name)
+        if ran is not None and of_target is not None and ran != of_target and f"model.{name}" not in given:
+            raise ValueError(
+                f"the log's job has {name}={ran}, and {target} has {of_target}: give its own recipe or "
+                f"run_config.yaml with --job, or model.{name}={ran} too"
+            )
     return [
         as_named_in(SimpleNamespace(**known["model"]), f"{section}.{name}={'null' if value is None else value}")
         for section, settings in (("model", model), ("train", train))

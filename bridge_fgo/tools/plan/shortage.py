@@ -61,8 +61,12 @@ class Shortage:
             yield first.hint
         how = "with the offload as it is set" if job.flag else "resident"
         yield f"The plan's peak there: {readable(self._stage(first).most(job.flag))} {how}"
+        if self.log.lacks_offload:
+            yield "The recipe asks for the offload, which did not run: the log lacks bridge_fgo's line"
         if self.uncounted:
-            yield f"The log shows {readable(self.uncounted)} that the plan does not count; the room is that much less"
+            yield f"The log shows {readable(self.uncounted)} that the plan does not count"
+        room = f"By the log a peak may have {readable(self.room)}"
+        yield f"{room}, with the plan's margin {readable(found.room)}" if found.room < self.room else room
         if found.advised is not None:
             added, step = found.advised.step - found.choices[0].step, found.choices[0].step
             yield f"What is advised adds {added:.2f} s to a step of {step:.2f} s, by the plan"
@@ -70,6 +74,12 @@ class Shortage:
     def notes(self) -> Iterator[str]:
         """Yield what the log does not say, and how to give it."""
         yield from self.log.notes
+        if not self.log.has_steps and self.log.errors[0].phase in ("in forward", "in backward"):
+            moments = max(stage.states.moments for stage in self.estimate.stages)
+            yield (
+                f"the log has no step that was over: if this was the first, Adam's moments ({readable(moments)}) were "
+                "not there yet, and up to as much is not counted"
+            )
         if not self.estimate.job.gpus_given:
             yield "the log does not say on how many GPUs: add --gpus"
 
