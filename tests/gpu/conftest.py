@@ -81,7 +81,8 @@ def check_arm(name: str, module: str, options: list[str], folder: Path, **how: A
     from bridge_fgo.tools.arms import gpu
     from bridge_fgo.tools.arms.gpu_config import build_config
 
-    arm = gpu.parse([*options, "--events", str(folder / name)])
+    own = options[1:] if module == "debug_transfers" else options  # which is told what to run first
+    arm = gpu.parse([*own, "--events", str(folder / name)])
     if arm.offload == "off":
         return runner.ArmRun(name)
     config = build_config(arm)
