@@ -360,7 +360,7 @@ class CudaTransfers(Transfers):
         self._memory.pop(host_address, None)
 
     def finish_in(self) -> None:
-        """Return when every copy in that was started is over; this and the next two are for `offload.debug`."""
+        """Return when every copy in that was started is over; the tests' debug mode calls this and the next two."""
         self._in.synchronize()
 
     def order_anew(self) -> None:
