@@ -10,7 +10,10 @@ line on rank 0 says why. Later errors are errors: of what is away the framework'
 
 from __future__ import annotations
 
+import gc
 import inspect
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,8 +25,8 @@ from bridge_fgo.bridge.reporting import say
 from bridge_fgo.bridge.residency import Residency
 from bridge_fgo.sleep.moved import Kind
 
-_first_chunks = weakref.WeakKeyDictionary[Any, weakref.ref[torch.nn.Module]]()
-"""For each optimizer the first chunk of its model."""
+_models = weakref.WeakKeyDictionary[Any, tuple[weakref.ref[torch.nn.Module], ...]]()
+"""For each optimizer the chunks of its model."""
 
 _made = weakref.WeakSet[Residency]()
 
@@ -65,7 +68,10 @@ def moving(plan: Plan, then: bool = False) -> Wrapper:
         if move is None or res is None:
             return wrapped(*args, **kwargs)
         is_outermost = res not in _moved
-        if is_outermost and move.offloads:
+        if is_outermost and (error := sys.exc_info()[1]) is not None:
+            # Moves are collectives, and the other ranks, which have no error, do not come to this one.
+            warnings.warn(f"bridge_fgo moves nothing while this is handled: {error!r}", stacklevel=2)
+        elif is_outermost and move.offloads:
             res.offload(move.kinds, grads="keep" if res.has_gradients else "drop")
         elif is_outermost:
             res.reload(move.kinds, frozen=move.frozen)
@@ -91,9 +97,13 @@ def _residency(move: Move, make: bool) -> Residency | None:
         return None
     optimizer, found = move.optimizer, Residency.of(chunks)
     if optimizer is None:
-        optimizer = next((key for key, first in _first_chunks.items() if first() is chunks[0]), None)
+        optimizer = next((key for key, of in _models.items() if of[0]() is chunks[0]), None)
     else:
-        _first_chunks[optimizer] = weakref.ref(chunks[0])
+        _models[optimizer] = tuple(map(weakref.ref, chunks))
+    lacks = found is not None and found in _made and optimizer is not None and not found.has_optimizer
+    if found is not None and lacks and not found.away:
+        found.close()  # of a call for the model alone, before its optimizer was known
+        found = None
     if found is not None or not make:
         return found
     try:
@@ -113,11 +123,20 @@ def _chunks(model: Any) -> list[torch.nn.Module]:
 
 def require_all_here() -> None:
     """Raise RuntimeError where something is away that the frameworks' own functions could not bring back."""
+    if any(res.away for res in _made):
+        gc.collect()  # a model that is gone is in a circle with its hooks
     for away in [res.away for res in _made if res.away]:
         raise RuntimeError(
             f"bridge_fgo cannot uninstall: {', '.join(map(repr, sorted(away)))} of a model are offloaded, and a "
             "framework's own functions would not bring them back: have it load them first"
         )
+
+
+def close_all() -> None:
+    """End what was made for frameworks, whose own functions may move everything from then on."""
+    for res in list(_made):
+        res.close()
+    _made.clear()
 
 
 def _kinds(params: bool = False, grads: bool = False, states: bool = False) -> list[Kind]:
@@ -133,14 +152,17 @@ def _verl_offload_model(_: Any, models: Any) -> Move:
 
 
 def _verl_load_model(_: Any, models: Any, load_grad: bool, load_frozen_params: bool) -> Move:
-    return Move(False, _kinds(params=True, grads=load_grad), models, frozen=load_frozen_params)
+    # verl's own leaves frozen parameters of DDP's models alone, and loads other models whole.
+    frozen = load_frozen_params or not any(hasattr(chunk, "expert_parallel_buffers") for chunk in _chunks(models))
+    return Move(False, _kinds(params=True, grads=load_grad), models, frozen=frozen)
 
 
 def _verl_move_optimizer(offloads: bool) -> Plan:
     def plan(_: Any, optimizer: Any) -> Move | None:
         # Where its model is not known, a Residency of it, if there is one, has no optimizer.
-        first = _first_chunks[optimizer]() if optimizer in _first_chunks else None
-        return None if first is None else Move(offloads, _kinds(states=True), first, optimizer)
+        known = _models[optimizer] if optimizer in _models else ()  # noqa: SIM401 - some objects have no weak references
+        chunks = [chunk() for chunk in known]
+        return Move(offloads, _kinds(states=True), chunks, optimizer) if chunks and None not in chunks else None
 
     return plan
 
@@ -204,7 +226,7 @@ def _nemo_rl_move_optimizer(worker: Any, device: str) -> Move | None:
 
 
 def _nemo_rl_sleep(params: bool) -> Plan:
-    def plan(worker: Any) -> Move | None:
+    def plan(worker: Any, *_: Any) -> Move | None:
         worker.finalize_async_save()  # as its own does first: a background save may hold handles of what moves
         states = _moves_states(worker) and worker.offload_optimizer_for_refit
         return _of_worker(worker, worker.model, "cpu", _kinds(params, True, states))

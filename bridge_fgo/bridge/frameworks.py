@@ -24,6 +24,9 @@ from bridge_fgo.bridge.settings import is_installed
 RAYS_OWN = "_ray_trace_ctx"
 """Parameter that Ray adds to the methods of actors, for its tracing."""
 
+PASSED_ON = ("args", "kwargs")
+"""Parameters of a decorator that passes all on, and does not say what; for a function without any they are as good."""
+
 
 class Target(NamedTuple):
     """A function that is replaced, and why this binding."""
@@ -74,7 +77,7 @@ class FrameworkPatch(Patch):
                 self._left_alone = f"it has no {target.name}"
                 return
             own = tuple(name for name in inspect.signature(function).parameters if name not in ("self", RAYS_OWN))
-            if own != target.parameters:
+            if own != target.parameters and (target.parameters or own != PASSED_ON):
                 self._left_alone = (
                     f"{target.name} has the parameters ({', '.join(own)}), and not ({', '.join(target.parameters)})"
                 )

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _installation: Installation | None = None
 _hooked: set[str] = set()
+_ended: set[str] = set()
+"""Modules of which a hook has seen the end of the import."""
 
 
 class Installation:
@@ -80,8 +82,11 @@ class Installation:
         if new := tuple(name for name in names if name not in self.frameworks):
             from bridge_fgo.bridge.frameworks import framework_patches
 
+            patches = framework_patches(new)
+            for patch in patches:
+                _require_whole(patch.module)
             self.frameworks += new
-            self._wait(framework_patches(new))
+            self._wait(patches)
 
     def apply_loaded(self) -> None:
         """Apply the patches of what is imported; a hook that is set already applies those of what still is being."""
@@ -113,6 +118,10 @@ class Installation:
 
     def undo(self) -> None:
         """Undo every patch in reverse."""
+        if "bridge_fgo.bridge.framework_moves" in sys.modules:
+            from bridge_fgo.bridge.framework_moves import close_all
+
+            close_all()
         for patch in reversed(self._applied):
             patch.undo()
         self._applied.clear()
@@ -181,15 +190,28 @@ def _is_half_imported(module: ModuleType) -> bool:
     return getattr(module.__spec__, "_initializing", False)
 
 
+def _require_whole(name: str) -> None:
+    """Raise RuntimeError where a framework's module is half imported, and no hook will tell of the end."""
+    module = sys.modules.get(name)
+    if module is not None and name not in _hooked | _ended and _is_half_imported(module):
+        raise RuntimeError(
+            f"bridge_fgo was imported or installed amid the import of {name}, whose functions are not there yet: "
+            f"import bridge_fgo before {name}"
+        )
+
+
 def _hook(modules: Iterable[str]) -> None:
     for name in modules:
         if name not in _hooked:
+            if name in framework_names.MODULES:
+                _require_whole(name)
             _hooked.add(name)  # wrapt cannot take a hook back, so one is set at a time, and asks who is installed
             wrapt.register_post_import_hook(_module_imported, name)
 
 
 def _module_imported(module: ModuleType) -> None:
     _hooked.discard(module.__name__)  # wrapt calls it once
+    _ended.add(module.__name__)
     if _installation is None and module.__name__ in framework_names.MODULES:
         if not framework_names.framework_names(None):
             return

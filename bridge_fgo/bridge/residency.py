@@ -160,6 +160,11 @@ class Residency:
         return own + (self._states.engine.pinned_bytes if self._states is not None else 0)
 
     @property
+    def has_optimizer(self) -> bool:
+        """Whether it was made with an optimizer."""
+        return self._states is not None
+
+    @property
     def has_gradients(self) -> bool:
         """Whether a backward has run whose gradients no step has used, and nobody has zeroed."""
         return bool(self._backwards.pending)

@@ -100,7 +100,8 @@ def modules(tmp_path, monkeypatch):
     def forget():
         for name in [each for each in sys.modules if each.partition(".")[0] in framework_names.FRAMEWORKS]:
             del sys.modules[name]
-        installation._hooked.difference_update(framework_names.MODULES)
+        for seen in (installation._hooked, installation._ended):
+            seen.difference_update(framework_names.MODULES)
 
     def write(*replaced):
         for name, source in SOURCES.items():
@@ -212,7 +213,7 @@ def test_an_uninstall_gives_back_the_frameworks_own_functions(modules, sleeper, 
     module, sleep, wake = cycle(me.training)
     sleep()
     assert {"offload_model", "offload_to_cpu", "move_model"} & set(module.CALLS)
-    assert not bridge_fgo.Residency.of(me.training.model).away
+    assert bridge_fgo.Residency.of(me.training.model) is None, "its slabs would hold what the framework's own free"
     patched = importlib.import_module(UTILS).offload_megatron_model_to_cpu
     assert not hasattr(patched, "__wrapped__")
 
@@ -437,3 +438,50 @@ def test_an_optimizer_whose_model_is_not_known_stays_with_the_framework(modules)
     utils.offload_megatron_optimizer(SimpleNamespace())
     assert utils.CALLS == ["offload_optimizer"]
     assert not framework_moves._moved
+
+
+def test_functions_behind_a_decorator_that_passes_all_on_are_patched(modules, sleeper):
+    plain, passed_on = "def offload_{}_refit(self):", "def offload_{}_refit(self, *args, **kwargs):"
+    modules(*((plain.format(when), passed_on.format(when)) for when in ("before", "after")))
+    me = sleeper()
+    with bridge_fgo.install(frameworks="nemo_rl"):
+        _, sleep, wake = nemo_rl(me.training)
+        sleep()
+        assert bridge_fgo.Residency.of(me.training.model).away
+        wake()
+
+
+def test_nothing_moves_while_a_rank_handles_an_error(modules, sleeper):
+    """verl's contexts offload as they end, by an error too; the other ranks would wait for this one in a collective."""
+    me = sleeper()
+    with bridge_fgo.install(frameworks="verl"):
+        _, sleep, wake = verl(me.training)
+        sleep()
+        wake()
+        try:
+            raise torch.cuda.OutOfMemoryError("in forward")
+        except torch.cuda.OutOfMemoryError:
+            with pytest.warns(UserWarning, match="moves nothing while this is handled: .*in forward"):
+                sleep()
+        assert not bridge_fgo.Residency.of(me.training.model).away
+
+
+def test_an_import_amid_a_frameworks_own_is_refused(modules):
+    modules(
+        (
+            "CALLS = []\nclass MegatronStrategy",
+            "import bridge_fgo\nbridge_fgo.install(frameworks='skyrl')\nclass MegatronStrategy",
+        )
+    )
+    with pytest.raises(RuntimeError, match=f"amid the import of {STRATEGY}.*import bridge_fgo before"):
+        importlib.import_module(STRATEGY)
+
+
+def test_frozen_parameters_of_a_model_without_ddp_are_loaded_with_the_others(modules):
+    model = torch.nn.Linear(4, 4)
+    with bridge_fgo.install(frameworks="verl"):
+        utils = importlib.import_module(UTILS)
+        utils.offload_megatron_model_to_cpu([model])
+        assert bridge_fgo.Residency.of(model).away
+        utils.load_megatron_model_to_gpu([model], load_grad=False, load_frozen_params=False)
+        assert not bridge_fgo.Residency.of(model).away
