@@ -230,9 +230,11 @@ def test_tiny_trains_by_sbatch(submit, slurm):
     job, printed = submit("train.train_iters=3", CHECKPOINTS="", PREFLIGHT=None)
     wait_for_job(job, slurm)
     text = printed.read_text()
-    assert "Nothing is refused by the offload." in text.split("step 1/3")[0]  # the preflight, before training
-    assert "step 3/3: loss " in text
-    assert "5,548,032 bytes released" in text
+    assert (
+        "Nothing is refused by the offload." in text.split("iteration        1/       3")[0]
+    )  # the preflight, before training
+    assert "iteration        3/       3 |" in text
+    assert re.search(r"optimizer-state offload on, engine native.*: (\S+ MiB) of \1 a rank offloaded", text)
 
 
 @pytest.fixture
@@ -261,7 +263,7 @@ def launch(slurm, tmp_path):
 
 @needs_slurm
 def test_tiny_trains_by_nemo_run(launch):
-    assert "step 3/3: loss " in launch("tiny", "overrides=train.train_iters=3")
+    assert "iteration        3/       3 |" in launch("tiny", "overrides=train.train_iters=3")
 
 
 @needs_slurm
