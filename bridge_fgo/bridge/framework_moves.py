@@ -4,8 +4,9 @@ Frameworks have functions for a model and others for its optimizer. Where one is
 found again by identity. Gradients of a backward that no step has used yet are kept, and not dropped. States that are
 away are served: a checkpoint saves and loads them on the host.
 
-What a `Residency` refuses with a ValueError as it is made stays with the framework's own functions, for good, and a
-line on rank 0 says why. Later errors are errors: of what is away the framework's functions know nothing.
+What a `Residency` refuses with a ValueError as it is made stays with the framework's own functions, until a later sleep
+finds no reason any more, and a line on rank 0 says why. Later errors are errors: of what is away the framework's
+functions know nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _models = weakref.WeakKeyDictionary[Any, tuple[weakref.ref[torch.nn.Module], ...
 
 _made = weakref.WeakSet[Residency]()
 
-_refused = weakref.WeakSet[torch.nn.Module]()
-"""First chunks of models that no Residency takes."""
+_refused = weakref.WeakKeyDictionary[torch.nn.Module, str]()
+"""For first chunks of models that no Residency has taken yet, why."""
 
 _moved = weakref.WeakSet[Residency]()
 """Those of which a function has moved all that it will ask of the functions that it calls."""
@@ -93,7 +94,7 @@ def _residency(move: Move, make: bool) -> Residency | None:
     Whether one is made depends on what all ranks know alike: its constructor is a collective.
     """
     chunks = _chunks(move.model)
-    if not chunks or chunks[0] in _refused:
+    if not chunks:
         return None
     optimizer, found = move.optimizer, Residency.of(chunks)
     if optimizer is None:
@@ -109,8 +110,9 @@ def _residency(move: Move, make: bool) -> Residency | None:
     try:
         made = Residency(chunks, optimizer)
     except ValueError as error:
-        _refused.add(chunks[0])
-        say(f"a {type(chunks[0]).__name__} stays with the framework's own functions: {error}")
+        if _refused.get(chunks[0]) != str(error):
+            say(f"a {type(chunks[0]).__name__} stays with the framework's own functions: {error}")
+        _refused[chunks[0]] = str(error)
         return None
     made.serve_states()
     _made.add(made)

@@ -334,9 +334,12 @@ def test_what_a_residency_refuses_stays_with_the_framework_and_a_line_says_why(m
         wake()
     assert bridge_fgo.Residency.of(me.training.model) is None
     assert module.CALLS.count("offload_model") + module.CALLS.count("move_model") + module.CALLS.count("offload_to_cpu")
-    me.training.model[0].config.cuda_graph_impl = "none"
     said = capsys.readouterr().out
     assert said.count("cuda_graph_impl='local'") == (cycle is not verl_functions)
+    me.training.model[0].config.cuda_graph_impl = "none"
+    sleep()
+    assert bridge_fgo.Residency.of(me.training.model).away, "there is no reason any more"
+    wake()
 
 
 # What callers expect of verl's functions.
