@@ -230,6 +230,11 @@ class Weights(Storages):
         for group, agrees in zip(compared, agree, strict=True):
             group.rounded_digests, group.is_rounded = None, agrees
         staying = [group for group in compared if group.is_rounded and group not in groups]
+        if self._states is not None and self._states.is_always_served:
+            # A checkpoint may load other masters on the host meanwhile, and the weights' sums would not tell.
+            for group in staying:
+                group.forget_masters()
+            return
         for group, digests in zip(staying, digests_of(staying), strict=True):
             group.rounded_digests = digests
 

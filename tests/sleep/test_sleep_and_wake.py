@@ -198,6 +198,16 @@ def test_a_sleep_in_parts_brings_back_nothing_and_the_driver_gets_memory_last(sl
 # What is copied, and in which order.
 
 
+def test_weights_are_copied_where_a_checkpoint_may_load_other_masters_meanwhile(sleeper):
+    me = sleeper(1)
+    for is_served in (False, True):
+        if is_served:
+            me.res.serve_states()
+        me.res.offload("optimizer")
+        assert (me.res.offload("params").copied > 0) == is_served
+        me.res.reload()
+
+
 def test_gradients_cross_no_link_unchanged_memory_crosses_once_and_objects_stay_the_same(sleeper):
     me = sleeper()
     out, states = me.res.offload(), 6 * me.weights_bytes
