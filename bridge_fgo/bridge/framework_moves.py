@@ -1,4 +1,4 @@
-"""What the patched functions of frameworks do: move a trainer's memory by its one `Residency`, made at its first sleep.
+"""Move a trainer's memory by one `Residency`, made at its first sleep, as a framework calls its own functions.
 
 Frameworks have functions for a model and others for its optimizer. Where one is called without the other, they are
 found again by identity. Gradients of a backward that no step has used yet are kept, and not dropped. States that are
@@ -39,7 +39,7 @@ _moved = weakref.WeakSet[Residency]()
 
 
 class Move(NamedTuple):
-    """What a call asks for: what of which model, and its optimizer where that is known, and which way."""
+    """A call asks for this: offload or reload these kinds of a model, with its optimizer where that is known."""
 
     offloads: bool
     kinds: Sequence[Kind]
@@ -48,7 +48,7 @@ class Move(NamedTuple):
     frozen: bool = True
     """Whether frozen parameters are reloaded too."""
     result: Any = None
-    """What the call returns."""
+    """The call returns this."""
 
 
 Plan = Callable[..., Move | None]
@@ -65,12 +65,13 @@ def moving(plan: Plan, then: bool = False) -> Wrapper:
         bound = inspect.signature(wrapped).bind(*args, **kwargs)
         bound.apply_defaults()
         move = plan(instance, *(value for name, value in bound.arguments.items() if not name.startswith("_")))
-        res = _residency(move, make=move.offloads) if move is not None and move.kinds else None
+        # Moves are collectives, as is the making of a Residency: the other ranks, which have no error, do not join.
+        error = sys.exc_info()[1]
+        res = _residency(move, make=move.offloads and error is None) if move is not None and move.kinds else None
         if move is None or res is None:
             return wrapped(*args, **kwargs)
         is_outermost = res not in _moved
-        if is_outermost and (error := sys.exc_info()[1]) is not None:
-            # Moves are collectives, and the other ranks, which have no error, do not come to this one.
+        if is_outermost and error is not None:
             warnings.warn(f"bridge_fgo moves nothing while this is handled: {error!r}", stacklevel=2)
         elif is_outermost and move.offloads:
             res.offload(move.kinds, grads="keep" if res.has_gradients else "drop")
@@ -102,7 +103,7 @@ def _residency(move: Move, make: bool) -> Residency | None:
     else:
         _models[optimizer] = tuple(map(weakref.ref, chunks))
     lacks = found is not None and found in _made and optimizer is not None and not found.has_optimizer
-    if found is not None and lacks and not found.away:
+    if found is not None and lacks and make and not found.away:
         found.close()  # of a call for the model alone, before its optimizer was known
         found = None
     if found is not None or not make:
@@ -161,7 +162,7 @@ def _verl_load_model(_: Any, models: Any, load_grad: bool, load_frozen_params: b
 
 def _verl_move_optimizer(offloads: bool) -> Plan:
     def plan(_: Any, optimizer: Any) -> Move | None:
-        # Where its model is not known, a Residency of it, if there is one, has no optimizer.
+        # No Residency has been made with an optimizer whose model is not known.
         known = _models[optimizer] if optimizer in _models else ()  # noqa: SIM401 - some objects have no weak references
         chunks = [chunk() for chunk in known]
         return Move(offloads, _kinds(states=True), chunks, optimizer) if chunks and None not in chunks else None

@@ -179,7 +179,7 @@ CYCLES = {
     nemo_rl: ["offload_after_refit", "offload_before_refit", "prepare_for_training"],
     nemo_rl_value: [],
 }
-"""What makes a sleep and a wake, and the framework's own functions that still run in them."""
+"""For each way to sleep and wake: the framework's own functions that still run in it."""
 ALL = pytest.mark.parametrize("cycle", CYCLES, ids=lambda cycle: cycle.__name__)
 
 
@@ -342,7 +342,7 @@ def test_what_a_residency_refuses_stays_with_the_framework_and_a_line_says_why(m
     wake()
 
 
-# What callers expect of verl's functions.
+# verl's functions keep what their callers rely on.
 
 
 @pytest.fixture
@@ -458,14 +458,20 @@ def test_nothing_moves_while_a_rank_handles_an_error(modules, sleeper):
     """verl's contexts offload as they end, by an error too; the other ranks would wait for this one in a collective."""
     me = sleeper()
     with bridge_fgo.install(frameworks="verl"):
-        _, sleep, wake = verl(me.training)
+        module, sleep, wake = verl(me.training)
+
+        def sleep_by_an_error():
+            try:
+                raise torch.cuda.OutOfMemoryError("in forward")
+            except torch.cuda.OutOfMemoryError:
+                sleep()
+
+        sleep_by_an_error()
+        assert bridge_fgo.Residency.of(me.training.model) is None and "offload_model" in module.CALLS
         sleep()
         wake()
-        try:
-            raise torch.cuda.OutOfMemoryError("in forward")
-        except torch.cuda.OutOfMemoryError:
-            with pytest.warns(UserWarning, match="moves nothing while this is handled: .*in forward"):
-                sleep()
+        with pytest.warns(UserWarning, match="moves nothing while this is handled: .*in forward"):
+            sleep_by_an_error()
         assert not bridge_fgo.Residency.of(me.training.model).away
 
 
