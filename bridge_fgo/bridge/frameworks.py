@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, NamedTuple, override
 
-import torch
-
 from bridge_fgo.bridge import framework_moves as moves
 from bridge_fgo.bridge.framework_names import MEMORY_SAVED, NEMO_RL, SKYRL, VERL
 from bridge_fgo.bridge.patch import Patch, Wrapper
+from bridge_fgo.bridge.reporting import say
 from bridge_fgo.bridge.settings import is_installed
 
 RAYS_OWN = "_ray_trace_ctx"
@@ -32,7 +30,7 @@ class Target(NamedTuple):
     """A function that is replaced, and why this binding."""
 
     name: str
-    """Of the function, or "Class.method"."""
+    """The function's name, or "Class.method"."""
     parameters: tuple[str, ...]
     """All that it has, without `self`."""
     wrapper: Wrapper
@@ -63,7 +61,7 @@ class FrameworkPatch(Patch):
         self.framework, self.module, self.name = framework, module, module
         self._targets, self._left_alone = targets, left_alone
         self._bypasses: list[tuple[type, str, Any]] = []
-        """What `_take_bypasses` has taken out of classes."""
+        """Methods that `_take_bypasses` has deleted from classes, to be set again."""
 
     @override
     def check(self, module: ModuleType) -> None:
@@ -86,7 +84,7 @@ class FrameworkPatch(Patch):
     @override
     def apply(self, module: ModuleType) -> None:
         if self._left_alone:
-            _say(f"{self.framework}: {self.module} is left alone: {self._left_alone}")
+            say(f"{self.framework}: {self.module} is left alone: {self._left_alone}")
             return
         for target in self._targets:
             owner, attribute = _owner_of(module, target.name)
@@ -99,7 +97,7 @@ class FrameworkPatch(Patch):
             for other in _importers(module, attribute, wrapped):
                 self.replace(other, attribute, ours)
         names = ", ".join(target.name for target in self._targets)
-        _say(f"{self.framework}: Residency moves the memory of {self.module}: {names}")
+        say(f"{self.framework}: Residency moves the memory of {self.module}: {names}")
 
     def _take_bypasses(self, module: ModuleType, owner: type, attribute: str) -> None:
         """Have the classes that Ray made of subclasses inherit a method again, of which it has put copies into them."""
@@ -144,13 +142,6 @@ def _importers(module: ModuleType, name: str, function: Any) -> list[ModuleType]
     package = module.__name__.partition(".")[0]
     loaded = [(key, each) for key, each in list(sys.modules.items()) if key.partition(".")[0] == package]
     return [each for _, each in loaded if each is not module and vars(each).get(name) is function]
-
-
-def _say(text: str) -> None:
-    # Modules are imported before torch.distributed is there; launchers set RANK.
-    is_there = torch.distributed.is_initialized()
-    if (torch.distributed.get_rank() if is_there else int(os.environ.get("RANK", "0"))) == 0:
-        print(f"bridge_fgo: {text}", flush=True)
 
 
 _MODELS = ("models",)

@@ -183,6 +183,8 @@ def install(config: OffloadConfig | None = None, frameworks: str | Iterable[str]
 
 def install_with_frameworks() -> None:
     """Install as soon as a framework is imported that the environment variable names; nothing is imported before."""
+    for name in framework_names.MODULES:
+        _require_whole(name)
     _hook(framework_names.MODULES)
 
 
@@ -203,8 +205,6 @@ def _require_whole(name: str) -> None:
 def _hook(modules: Iterable[str]) -> None:
     for name in modules:
         if name not in _hooked:
-            if name in framework_names.MODULES:
-                _require_whole(name)
             _hooked.add(name)  # wrapt cannot take a hook back, so one is set at a time, and asks who is installed
             wrapt.register_post_import_hook(_module_imported, name)
 

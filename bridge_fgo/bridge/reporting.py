@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +16,9 @@ from bridge_fgo.memory.meters import PeakMeter
 
 
 def say(text: str) -> None:
-    """Print a line on rank 0."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+    """Print a line on rank 0, as launchers set RANK until torch.distributed is initialized."""
+    is_initialized = torch.distributed.is_initialized()
+    if (torch.distributed.get_rank() if is_initialized else int(os.environ.get("RANK", "0"))) == 0:
         print(f"bridge_fgo: {text}", flush=True)
 
 

@@ -57,8 +57,8 @@ FUSED_LOSS = (
     " Two runs alike may differ, too: the fused cross-entropy, compiled by torch, ends in one of two results. To "
     "compare bits set model.cross_entropy_loss_fusion=False in both, or TORCH_COMPILE_DISABLE=1 in their environment."
 )
-"""What to know of two jobs that differ. Measured on H200: without it two runs of one job differed from the gradients of
-step 1 on, with either of the two settings none did."""
+"""A line for two jobs that differ. Measured on H200: without these settings two runs of one job differed from the
+gradients of step 1 on, with either of the two none did."""
 
 Scalars = dict[str, dict[int, float]]
 

@@ -1,4 +1,4 @@
-"""What commands share: figures as text, and tables."""
+"""Print figures as text, and tables, for all commands."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ def test_host_memory_for_activations_that_a_node_has_not_is_refused_as_the_first
         train(offload, schedule, layers=of_pool)
         host.free = needed = sum(host.taken)
         train(offload, schedule, layers=of_pool)
-        assert host.free == 0, "what is there for a copy is used again"
+        assert host.free == 0, "a buffer that a copy has left free is taken again"
         host.free = needed - 1
         monkeypatch.setattr(activation_offload, "_pinned_for_states", 3 * 2**30)
         with pytest.raises(ValueError, match=r"3\.00 GiB for optimizer states: take modules out of model\.offload"):

@@ -59,8 +59,8 @@ class _Module(ModuleType):
 class _Finder:
     """Finds a framework's modules, or all that nobody else has found of what those import.
 
-    package: the framework's. root: the folder that holds it; None for the finder that comes last. files: of those that
-    are real, their paths below `root`.
+    package: the framework's package. root: the folder that contains it; None for the last finder. files: paths below
+    `root` of the files that are imported as they are.
     """
 
     def __init__(self, package: str, root: Path | None = None, files: tuple[str, ...] = ()) -> None:

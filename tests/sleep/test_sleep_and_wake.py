@@ -195,7 +195,7 @@ def test_a_sleep_in_parts_brings_back_nothing_and_the_driver_gets_memory_last(sl
     assert returns[-1] == set(KINDS)
 
 
-# What is copied, and in which order.
+# Copies, and their order.
 
 
 def test_weights_are_copied_where_a_checkpoint_may_load_other_masters_meanwhile(sleeper):
