@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bridge_fgo.tools.job.job import Job
 
@@ -252,23 +252,24 @@ def _layer(job: Job, tokens: int, has_experts: bool) -> LayerBytes:
     model: Any = job.config.model
     ranks = job.parallel.tensor
     hidden = tokens * model.hidden_size * HALF // (ranks if model.sequence_parallel else 1)
-    attention, scores, projected, output = _attention(model, tokens, ranks)
-    offloaded = {"core_attn": scores + attention - output, "attn_proj": output, "qkv_linear": 2 * hidden}
-    spared = {"core_attn": scores, "layernorm": 2 * hidden, "mla_up_proj": projected}
+    attention = _attention(model, tokens, ranks)
+    core = attention.scores + attention.rest - attention.output
+    offloaded = {"core_attn": core, "attn_proj": attention.output, "qkv_linear": 2 * hidden}
+    spared = {"core_attn": attention.scores, "layernorm": 2 * hidden, "mla_up_proj": attention.projected_up}
     if has_experts:
-        mlp, mlp_transient, of_act, of_shared, routed = _experts(job, tokens)
-        spared |= {"moe": mlp, "moe_act": of_act, "shared_experts": of_shared}
+        mlp, of_shared, routed = _experts(job, tokens)
+        spared |= {"moe": mlp.kept, "moe_act": mlp.activation, "shared_experts": of_shared}
         offloaded |= {"mlp_norm": hidden, **routed}
     else:
-        mlp, mlp_transient, _ = _mlp(model, tokens, model.ffn_hidden_size, ranks)
-        spared["mlp"] = mlp
+        mlp = _mlp(model, tokens, model.ffn_hidden_size, ranks)
+        spared["mlp"] = mlp.kept
     return LayerBytes(
         input=hidden,
-        attention=hidden + attention,  # the norm's output
-        scores=scores,
-        mlp=2 * hidden + mlp,  # the residual and the norm's output
-        attention_transient=attention + scores,
-        mlp_transient=mlp_transient,
+        attention=hidden + attention.rest,  # the norm's output
+        scores=attention.scores,
+        mlp=2 * hidden + mlp.kept,  # the residual and the norm's output
+        attention_transient=attention.rest + attention.scores,
+        mlp_transient=mlp.transient,
         spared=spared,
         offloaded=offloaded,
     )
@@ -279,11 +280,20 @@ def is_unfused(model: Any) -> bool:
     return str(getattr(model, "attention_backend", "auto")).rpartition(".")[2] in ("unfused", "local")
 
 
-def _attention(model: Any, tokens: int, ranks: int) -> tuple[int, int, int, int]:
-    """Return the bytes of what attention keeps beside its scores, and of the matrix of scores where it makes one.
+class AttentionBytes(NamedTuple):
+    """Bytes that attention keeps.
 
-    Third those of what latent attention projects up, fourth those of the output; both are among the first.
+    scores: the matrix of scores, where it makes one; rest: all beside. Within the rest are projected_up: what latent
+    attention projects up; output: what attention puts out.
     """
+
+    rest: int
+    scores: int
+    projected_up: int
+    output: int
+
+
+def _attention(model: Any, tokens: int, ranks: int) -> AttentionBytes:
     heads = model.num_attention_heads // ranks
     unfused = is_unfused(model)
     scores = heads * tokens * model.seq_length * HALF if unfused else 0
@@ -293,28 +303,36 @@ def _attention(model: Any, tokens: int, ranks: int) -> tuple[int, int, int, int]
         compressed = 2 * ((model.q_lora_rank or 0) + model.kv_lora_rank) + model.qk_pos_emb_head_dim
         projected = tokens * HALF * (2 * query + up)
         output = tokens * HALF * heads * model.v_head_dim
-        return projected + output + tokens * HALF * compressed, scores, projected, output
+        return AttentionBytes(projected + output + tokens * HALF * compressed, scores, projected, output)
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     query = heads * head
     output = tokens * HALF * query
     if unfused:
-        return 4 * output, scores, 0, output  # queries, keys and values for every head, the output
+        return AttentionBytes(4 * output, scores, 0, output)  # queries, keys and values for every head, the output
     key = (model.num_query_groups or model.num_attention_heads) * head // ranks
     projected = query + 2 * key  # the values are a view of it
     softmax = 4 * heads * tokens
-    return tokens * HALF * (query + key + projected) + output + softmax, scores, 0, output
+    return AttentionBytes(tokens * HALF * (query + key + projected) + output + softmax, scores, 0, output)
 
 
-def _mlp(model: Any, tokens: int, size: int, ranks: int) -> tuple[int, int, int]:
-    """Return the bytes of what an MLP keeps, and of what its backward needs beside that.
+class MLPBytes(NamedTuple):
+    """Bytes of an MLP, or of a layer's experts.
 
-    Third those of what its activation function makes, which are among the first.
+    kept: for the backward; transient: what the backward needs beside; activation: of what is kept, what the activation
+    function makes.
     """
+
+    kept: int
+    transient: int
+    activation: int
+
+
+def _mlp(model: Any, tokens: int, size: int, ranks: int) -> MLPBytes:
     one = tokens * size * HALF // ranks
     if not model.gated_linear_unit:
-        return 2 * one, 2 * one, one
+        return MLPBytes(2 * one, 2 * one, one)
     # Not fused: the activation's output and the other half, shifted, are tensors of their own.
-    return (3 if _is_fused(model) else 5) * one, 3 * one, (1 if _is_fused(model) else 3) * one
+    return MLPBytes((3 if _is_fused(model) else 5) * one, 3 * one, (1 if _is_fused(model) else 3) * one)
 
 
 def _is_fused(model: Any) -> bool:
@@ -322,23 +340,24 @@ def _is_fused(model: Any) -> bool:
     return getattr(model, "bias_activation_fusion", False) or getattr(model, "use_te_activation_func", False)
 
 
-def _experts(job: Job, tokens: int) -> tuple[int, int, int, int, dict[str, int]]:
-    """Return the same for a layer of experts, with tokens spread evenly over them.
+def _experts(job: Job, tokens: int) -> tuple[MLPBytes, int, dict[str, int]]:
+    """Return the bytes of a layer of experts, with tokens spread evenly over them.
 
-    Fourth what shared experts keep, last what mcore offloads, by the name of the module.
+    Also those of them that shared experts keep, and what mcore's activation offload copies, by the name of the module.
     """
     model: Any = job.config.model
     routed, ranks = tokens * model.moe_router_topk, job.parallel.expert_tensor
     size = model.moe_ffn_hidden_size or model.ffn_hidden_size
-    kept, transient, of_act = _mlp(model, routed, size, ranks)
+    kept, transient, activation = _mlp(model, routed, size, ranks)
     one = routed * size * HALF // ranks
     if not _is_fused(model):  # the product with the router's probabilities is a tensor of its own
-        kept, of_act = kept + one, of_act + one
+        kept, activation = kept + one, activation + one
     # Sequence parallelism gives each tensor-parallel rank its own tokens to route.
     share = max(1, job.parallel.tensor // ranks) if model.sequence_parallel else 1
     # The experts' input; their output too, where PyTorch's own indexing puts tokens back in order.
     permuted = (1 if model.moe_permute_fusion else 2) * routed * model.hidden_size * HALF // share
-    of_shared, _, _ = _mlp(model, tokens, model.moe_shared_expert_intermediate_size or 0, job.parallel.tensor)
+    of_shared = _mlp(model, tokens, model.moe_shared_expert_intermediate_size or 0, job.parallel.tensor).kept
     # The activation's input, and all that it makes but its output.
     of_modules = {"expert_fc1": routed * model.hidden_size * HALF // share, "moe_act": (kept - one) // share}
-    return kept // share + permuted + of_shared, transient // share, of_act // share, of_shared, of_modules
+    of_all = MLPBytes(kept // share + permuted + of_shared, transient // share, activation // share)
+    return of_all, of_shared, of_modules
