@@ -212,3 +212,34 @@ def test_training_with_mcores_activation_offload_is_bitwise_equal_to_training_wi
     assert comparator.compare(resident, activations).bitwise_equal
     for name in ("activations", "both"):
         assert "Activation Offload Summary" in (tmp_path / f"{name}.log").read_text()
+
+
+LAYERS = ("--cpu-offloading-layers", "2")
+"""Of four: as the fourth's backward begins, neither of the two is on the GPU."""
+BESIDE_LAYERS = {
+    "dense": ("0", MANY_ACTIVATIONS),
+    "experts": ("0", (*MANY_ACTIVATIONS, *EXPERTS, "--grouped-experts")),
+    "fp8_current": ("0", (*MANY_ACTIVATIONS, FP8, "tensorwise")),
+    "dense-v1": ("1", MANY_ACTIVATIONS),
+}
+"""Which of its two implementations Transformer Engine takes (`NVTE_CPU_OFFLOAD_V1`), options."""
+SCORES = 16 * (4 * 2048) * 2048 * 2
+"""Bytes that one layer's attention keeps of its scores, at least: heads, tokens, tokens of a sequence, bf16."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BESIDE_LAYERS)
+def test_training_with_cpu_offloading_is_bitwise_equal_to_training_without_and_peaks_fall_by_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    version, options = BESIDE_LAYERS[case]
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", version)
+    arms = {"resident": options, "layers": (*options, *LAYERS), "both": (*options, *LAYERS, "--offload", "on")}
+    resident, layers, both = side_by_side(lambda name: arm(name, tmp_path, "--steps", "30", *arms[name]), list(arms))
+    peaks = [run.result["peak_allocated_bytes"] for run in (resident, layers, both)]
+    released = both.result["released_bytes"]
+    print(f"\n{case}: {peaks}, released {released} of {both.result['state_bytes']}")
+    assert_bitwise_equal(resident, both, steps=30)
+    assert comparator.compare(resident, layers).bitwise_equal
+    assert peaks[0] - peaks[1] >= SCORES
+    assert peaks[1] - peaks[2] >= 0.95 * released > 0.9 * both.result["state_bytes"]

@@ -115,6 +115,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=lambda text: text.split(","),
         help="comma-separated modules whose activations mcore offloads; needs NVTE_CPU_OFFLOAD_V1=1 in the environment",
     )
+    parser.add_argument(
+        "--cpu-offloading-layers",
+        type=int,
+        help="so many first layers, whose activations Transformer Engine offloads; not with --offload-activations",
+    )
     graphs = parser.add_mutually_exclusive_group()
     graphs.add_argument("--te-graphs", action="store_true", help="capture the MLP of each layer into CUDA graphs")
     graphs.add_argument("--full-graphs", action="store_true", help="capture forward and backward of a step into one")

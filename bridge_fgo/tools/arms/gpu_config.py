@@ -90,6 +90,8 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
             model.moe_expert_capacity_factor, model.moe_pad_expert_input_to_capacity = 2.0, True
     if options.offload_activations is not None:
         model.fine_grained_activation_offloading, model.offload_modules = True, options.offload_activations
+    if options.cpu_offloading_layers is not None:
+        model.cpu_offloading, model.cpu_offloading_num_layers = True, options.cpu_offloading_layers
     if options.recompute == "attention":
         model.recompute_granularity, model.recompute_modules = "selective", ["core_attn"]
     elif options.recompute == "full":
