@@ -37,11 +37,7 @@ MODULES = {"cuda": "bridge_fgo.tools.arms.gpu", "cpu": "bridge_fgo.tools.arms.cp
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of either demo; what is None is up to it.
-
-    Raises:
-        ValueError: an option is of --rl alone.
-    """
+    """Settings of either demo; what is None is up to it. ValueError for an option of --rl alone."""
 
     rl: Annotated[bool, option("Train by GRPO, once asleep between updates, and compare with one awake.", "--rl")] = (
         False
@@ -78,13 +74,10 @@ def missing_packages() -> list[str]:
 
 
 def choose_device(requested: str) -> tuple[str, str | None]:
-    """Return ("cuda" or "cpu", why not the GPU).
+    """Return ("cuda" or "cpu", why not the GPU); ValueError where `requested` is cuda and there is no GPU.
 
-    Transformer Engine is tried in a process of its own: it may be there and yet not
-    import, and this process should not hold a CUDA context beside the arms.
-
-    Raises:
-        ValueError: `requested` is cuda and there is no GPU.
+    Transformer Engine is tried in a process of its own: it may be there and yet not import, and this process should not
+    hold a CUDA context beside the arms.
     """
     if requested == "cpu":
         return "cpu", None
@@ -104,11 +97,7 @@ def choose_device(requested: str) -> tuple[str, str | None]:
 
 
 def find_device(requested: str, errors: Console) -> str:
-    """Return "cuda" or "cpu", and say why where it is not the GPU that was to be looked for.
-
-    Raises:
-        ValueError: a package or the GPU that was asked for is missing.
-    """
+    """Return "cuda" or "cpu", and say why not the GPU; ValueError where it, or a package, is missing."""
     if missing := missing_packages():
         raise ValueError(
             f"{', '.join(missing)} is not installed in this environment: install megatron-bridge 0.6 and "
@@ -130,16 +119,9 @@ def run_arms(
     ranks: int = 1,
     told: Callable[[Event], str] = lambda event: "",
 ) -> list[ArmRun]:
-    """Run arms one after another, and show how far each is; return their events.
+    """Run arms of a module one after another, with their options by name; return their events.
 
-    Args:
-        module: what is run as an arm.
-        options: of each arm, by its name.
-        steps: of each.
-        keep: where their files stay; None for nowhere.
-        errors: where the progress is shown.
-        ranks: processes of each arm.
-        told: what to show of a step's event.
+    Files stay in `keep`, where there is one; `errors` shows how far each is, and what `told` says of a step's event.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     found = []
@@ -217,14 +199,10 @@ def json_report(resident: ArmRun, offloaded: ArmRun, same: Comparison) -> Event:
 
 
 def run(settings: Settings) -> int:
-    """Run both arms, one after the other, and report.
-
-    Returns:
-        The exit status: 0; NOT_EQUAL where the arms differ or nothing was released.
+    """Run both arms, one after the other, and report; return 0, or NOT_EQUAL where they differ or nothing was released.
 
     Raises:
-        ArmFailed: an arm failed.
-        ValueError: an arm cannot start.
+        ArmFailed, ValueError: an arm failed, or cannot start.
     """
     errors = Console(stderr=True, soft_wrap=True)
     device = find_device(settings.device, errors)

@@ -71,11 +71,7 @@ def states_of_run(arm: ArmRun) -> list[State]:
 
 
 def draw_iteration(states: list[State], path: Path, title: str) -> None:
-    """Draw the phases of an iteration into a picture, its format by the file's name.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """Draw the phases of an iteration into a picture, its format by the file's name; ValueError without matplotlib."""
     save_picture(path, lambda pyplot: figure_of(states, pyplot, title))
 
 

@@ -129,13 +129,10 @@ def run(settings: Settings) -> int:
 
 
 def load(given: str) -> Run:
-    """Return the run that an argument of `bridge-fgo report` names.
-
-    Args:
-        given: a folder or file of TensorBoard events, or `wandb:ENTITY/PROJECT/RUN`.
+    """Return the run of TensorBoard events, in a folder or a file, or of `wandb:ENTITY/PROJECT/RUN`.
 
     Raises:
-        ValueError: it names none, or more than one.
+        ValueError: there is none, or more than one.
     """
     if str(given).startswith(WANDB):
         return _wandb(str(given).removeprefix(WANDB))
@@ -190,10 +187,7 @@ def is_bitwise_equal(parts: list[Parity]) -> bool:
 
 
 def step_seconds(run: Run) -> tuple[float, float, float] | None:
-    """Return median, least and most seconds of the steps that count; None where they tell nothing of speed.
-
-    Steps count from the fourth on: the first ones allocate, compile and measure.
-    """
+    """Return median, least and most seconds of the steps from the fourth on; None where they tell nothing."""
     logged = {} if run.on_cpu else run.scalars.get(SECONDS, {})
     seconds = [value for step, value in logged.items() if step >= min(logged) + 3]
     return (statistics.median(seconds), min(seconds), max(seconds)) if seconds else None

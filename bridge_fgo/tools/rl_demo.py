@@ -1,8 +1,4 @@
-"""`bridge-fgo demo --rl`: GRPO twice, once with a trainer that sleeps between updates, compared bit by bit.
-
-Each run (an *arm*) is a process of its own, or one for each rank, as in `bridge_fgo.tools.demo`. Nothing here imports
-torch, except to look for a GPU.
-"""
+"""`bridge-fgo demo --rl`: GRPO twice, once with a trainer that sleeps between updates, compared bit by bit."""
 
 from __future__ import annotations
 
@@ -46,15 +42,7 @@ ENDS = 10
 
 
 def run(settings: Settings) -> int:
-    """Run both arms, one after the other, and report.
-
-    Returns:
-        The exit status: 0; NOT_EQUAL where the arms differ.
-
-    Raises:
-        ArmFailed: an arm failed.
-        ValueError: an arm cannot start.
-    """
+    """Run both arms, one after the other, and report; return 0, or NOT_EQUAL where they differ; raise as `demo.run`."""
     errors = Console(stderr=True, soft_wrap=True)
     device, ranks = find_device(settings.device, errors), settings.ranks or 1
     given = settings.given("steps", "tp", "pp", "crowd", "layers")
@@ -77,10 +65,7 @@ def run(settings: Settings) -> int:
 
 
 def after_the_first(arm: ArmRun) -> list[Event]:
-    """Return an arm's iterations but the first, which takes tensors into slabs, and before whose update are no moments.
-
-    Of an arm with one iteration that one is returned.
-    """
+    """Return an arm's iterations, where there are several without the first, in which tensors are taken into slabs."""
     return arm.steps[1:] or arm.steps
 
 

@@ -40,11 +40,7 @@ class Request:
 
 
 def prepare(request: Request) -> None:
-    """Check a request, so that a user's mistake shows before anything is imported or patched.
-
-    Raises:
-        ValueError: the script is missing, or OffloadConfig refuses the options.
-    """
+    """Check a request before anything is imported or patched; ValueError for no script, or options that are refused."""
     if request.module:
         top = str(request.script).partition(".")[0]
         if not top or not _can_be_found(top):
@@ -124,12 +120,8 @@ def keep_in_front(script: Path, is_module: bool, options: Sequence[str]) -> None
 
     Megatron-Bridge's own `scripts/training/run_recipe.py` sets its recipe's environment and calls
     `os.execvpe(sys.executable, [sys.executable, SCRIPT, ...])`: in the new process the package would not be installed,
-    and the flag would be an unknown override, or on an mcore that has it a silent no-op.
-
-    Args:
-        script: a file, or the dotted name of a module.
-        is_module: whether it is a module.
-        options: of `bridge-fgo run`.
+    and the flag would be an unknown override, or on an mcore that has it a silent no-op. `options` are of `bridge-fgo
+    run`.
     """
 
     def through(original: Callable[..., Any]) -> Callable[..., Any]:

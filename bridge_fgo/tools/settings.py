@@ -36,13 +36,10 @@ def takes_settings(cls: type[Any], run: Callable[[Any], int], name: str) -> Call
 
     A mistake that `run` or the dataclass tells by a ValueError or an OSError is one line, and status 2. So is a
     RuntimeError where a job is examined: PyTorch raises it for a GPU that cannot be used. Of an arm that failed the
-    lines of its log that tell why are shown too.
+    lines of its log that tell why are shown too. The help is the docstring of `run`.
 
-    Args:
-        cls: its fields are annotated by `option`; one of several strings is a Literal. A field `offload` gets the
-            arguments of OffloadConfig, from options of their own.
-        run: what the command does; it gets the dataclass, and its docstring is the command's help.
-        name: of the command.
+    The fields of `cls` are annotated by `option`; one of several strings is a Literal. A field `offload` gets the
+    arguments of OffloadConfig, from options of their own.
     """
     mistakes = (ValueError, OSError, RuntimeError) if issubclass(cls, JobSettings) else (ValueError, OSError)
 
@@ -86,8 +83,7 @@ def _with_enum(name: str, hint: Any) -> Any:
 class JobSettings:
     """Which job `plan` and `doctor` are about; `offload` holds arguments of OffloadConfig.
 
-    Raises:
-        ValueError: a setting is wrong by itself, which is said before torch is imported.
+    ValueError for a setting that is wrong by itself, before torch is imported.
     """
 
     target: Annotated[

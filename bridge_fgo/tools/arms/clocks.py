@@ -1,7 +1,4 @@
-"""What a GPU arm times: phases of a step on the GPU, the host's speed, and the host's work for copies by itself.
-
-Nothing here imports torch before it is used.
-"""
+"""What a GPU arm times: phases of a step on the GPU, the host's speed, and the host's work for copies by itself."""
 
 from __future__ import annotations
 
@@ -28,9 +25,8 @@ the engine alone on an H200's host, where nothing fills the queue."""
 
 
 def host_loop_seconds() -> float:
-    """Return how fast the host runs Python just now: the seconds of a loop that does the same work each time.
+    """Return the seconds of a loop of Python that does the same each time: the speed of a host that others use, too.
 
-    A host that others use, too, launches kernels at another speed within seconds, and in several processes at once.
     The loop allocates nothing that the garbage collector counts.
     """
     started = time.perf_counter()
@@ -45,11 +41,7 @@ class MovesAlone:
 
     So the steps tell what the host's work for copies takes by itself. Where the host runs ahead of the GPU until the
     driver's queue of launches is full, whoever enqueues next waits for the GPU, and the clock counts that as theirs; in
-    these steps the queue never fills. The wait is not among what `Traffic` counts. It makes the step longer, and
-    changes no bit.
-
-    Args:
-        stream: the training stream.
+    these steps the queue never fills. The wait is not among what `Traffic` counts, and changes no bit.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -71,13 +63,10 @@ class MovesAlone:
 
 
 class PhaseClock:
-    """Times phases by CUDA events around the calls of the forward step; no pipeline parallelism.
+    """Times phases by CUDA events around the calls of the forward step, up to step `last`; no pipeline parallelism.
 
-    What lies between the end of a forward and the begin of the next one is a backward. After the last forward of
-    a step there are its backward, the gradients' reduction and the optimizer step.
-
-    Args:
-        last: the last step that counts.
+    What lies between the end of a forward and the begin of the next one is a backward. After the last forward of a step
+    there are its backward, the gradients' reduction and the optimizer step.
     """
 
     def __init__(self, last: int) -> None:
@@ -108,12 +97,11 @@ class PhaseClock:
         return step
 
     def medians(self) -> dict[str, float | None]:
-        """Return the medians, in seconds, of `forward`, `backward` and `rest` of all whole steps.
+        """Return the medians over all whole steps in seconds; None where there is nothing to tell a phase by.
 
-        `rest` is the time from the end of a step's last forward to the first forward of the next step. All
-        but the first forward and all but the last backward of a step count: those may wait for copies.
-        `first_forward` is that first one. None where there is nothing to tell a phase by. In turns, the first turn
-        does not count, nor does the first step of a turn, nor the wait for it.
+        `rest` is the time from the end of a step's last forward to the first forward of the next step. Of `forward` all
+        but the step's first count, which is `first_forward`, and of `backward` all but the last: those may wait for
+        copies. The first turn does not count, nor the first step of a turn, nor the wait for it.
         """
         begin = self._turns[1] if len(self._turns) > 1 else FIRST_COUNTED_STEP
         last = min(self.last, len(self._steps))

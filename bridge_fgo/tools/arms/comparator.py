@@ -1,7 +1,4 @@
-"""The bitwise comparator: whether the numbers and the final states of two runs are the same to the last bit.
-
-Nothing here imports torch.
-"""
+"""The bitwise comparator: whether the numbers and the final states of two runs are the same to the last bit."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ class Parity:
 
 
 def bits(value: float | None, as_fp32: bool = False) -> bytes:
-    """Return bytes that are equal for two numbers exactly when their bits are; none for None.
-
-    `==` would not do: it holds 0.0 and -0.0 for equal, and a NaN for different from itself.
-    """
+    """Return the bits of a number, none for None: by `==` 0.0 would equal -0.0, and a NaN would differ from itself."""
     if value is None:
         return b""
     return struct.pack("<d", ctypes.c_float(value).value if as_fp32 else value)
@@ -46,10 +40,7 @@ def bits(value: float | None, as_fp32: bool = False) -> bytes:
 def compare_scalar(
     part: str, first: Mapping[int, float | None], second: Mapping[int, float | None], as_fp32: bool = False
 ) -> Parity:
-    """Compare a scalar of two runs, by step, in the steps that both have.
-
-    With `as_fp32` 32 bits of each are compared, because one of the runs kept no more.
-    """
+    """Compare a scalar of two runs in the steps that both have; `as_fp32`: 32 bits, as one of them kept no more."""
     steps = sorted(first.keys() & second.keys())
     different = [step for step in steps if bits(first[step], as_fp32) != bits(second[step], as_fp32)]
     pairs = [(first[step], second[step]) for step in different]
@@ -66,10 +57,7 @@ def compare_scalar(
 
 
 def compare_digests(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, bool]:
-    """Compare the digests of two final states, by name.
-
-    One that is missing on either side counts as different: equality has to be shown.
-    """
+    """Compare the digests of two final states, by name; one that is missing counts as different."""
     return {name: bool(first.get(name)) and first.get(name) == second.get(name) for name in DIGESTS}
 
 

@@ -88,8 +88,8 @@ def states(model: Sequence[Any], optimizer: Any) -> Iterator[tuple[str, str, tor
     """Yield (kind, name, tensor) of this rank's parameters, and of the masters and moments that exist.
 
     Masters are the inner optimizer's parameters, or their `master_param` states (fp32, or int16 remainders) where the
-    precision-aware optimizer holds them. Looks for them itself instead of asking the package: what is compared should
-    not depend on what is being tested.
+    precision-aware optimizer holds them. The package is not asked: what is compared should not depend on what is
+    tested.
     """
     leaves = list(mcore_optimizers(optimizer))
     if any(is_fsdp(leaf) for leaf in leaves):
@@ -105,11 +105,7 @@ def states(model: Sequence[Any], optimizer: Any) -> Iterator[tuple[str, str, tor
 
 
 def state_tensors(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """Return what `states` yields, by kind and name.
-
-    Raises:
-        RuntimeError: a tensor's memory is released, so that it cannot be read.
-    """
+    """Return what `states` yields, by kind and name; RuntimeError where the memory of a tensor is released."""
     found: dict[str, dict[str, torch.Tensor]] = {"params": {}, "masters": {}, "moments": {}}
     for kind, name, tensor in states(model, optimizer):
         end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
@@ -149,10 +145,7 @@ def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, tor
 
 @contextmanager
 def _handed_out(leaf: Any) -> Iterator[Callable[[Any, Callable[[], dict[str, Any]]], dict[str, Any]]]:
-    """Context in which states are to be had, a parameter at a time, without bringing those that are away to the GPU.
-
-    It gives a function of a parameter and of what reads its states.
-    """
+    """Context that gives a function of a parameter and of what reads its states, which are not brought to the GPU."""
     to = attachment_of(leaf)
     if to is None:
         yield lambda parameter, read: read()
@@ -162,13 +155,10 @@ def _handed_out(leaf: Any) -> Iterator[Callable[[Any, Callable[[], dict[str, Any
 
 
 def digests_by_parameter(model: Sequence[Any], optimizer: Any) -> tuple[dict[str, str], int]:
-    """Return the digests of what `final_state` returns, and the bytes of masters and moments.
+    """Return the digests of what `final_state` returns, and the bytes of masters and moments; raise as it does.
 
     States are read where they are, on the GPU or the host, and those of one parameter at a time: they need not fit the
     GPU together, nor the host twice. With an engine of mcore's all of them come to the GPU.
-
-    Raises:
-        RuntimeError: as `final_state`, for masters or moments that there are none of.
     """
     found: dict[str, list[bytes]] = {"masters": [], "moments": []}
     nbytes = 0

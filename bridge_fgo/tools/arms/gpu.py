@@ -3,10 +3,9 @@
     python -m bridge_fgo.tools.arms.gpu --steps 50 --offload on --events events.jsonl
     torchrun --nproc-per-node 2 -m bridge_fgo.tools.arms.gpu --tp 2 ...
 
-Rank 0 writes the events that `bridge_fgo.tools.demo` and the tests read. Digests cover
-every rank; bytes and times are rank 0's. Two runs with the same options are bitwise
-equal, but with `--fused-loss`, and experts with `--no-deterministic`; so whatever else differs between two arms comes
-from what sets them apart.
+Rank 0 writes the events that `bridge_fgo.tools.demo` and the tests read. Digests cover every rank; bytes and times are
+rank 0's. Two runs with the same options are bitwise equal, but with `--fused-loss`, and experts with
+`--no-deterministic`.
 """
 
 from __future__ import annotations

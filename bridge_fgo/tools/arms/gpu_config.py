@@ -18,11 +18,7 @@ LAYER_WISE_CHUNK_MIB = 512
 
 
 def ask_for_offload(optimizer: Any, options: argparse.Namespace) -> None:
-    """Set what asks for the offload in an OptimizerConfig.
-
-    Raises:
-        ValueError: the Bridge that is installed does not drive mcore's offload of Muon.
-    """
+    """Set what asks for the offload in an OptimizerConfig; ValueError where this Bridge drives no offload of Muon."""
     if options.chunk_numel:
         optimizer.offload_optimizer_states_chunk_numel = options.chunk_numel
     if not options.layer_wise:

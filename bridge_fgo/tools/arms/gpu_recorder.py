@@ -42,12 +42,7 @@ def figure(stats: Stats | None, name: str) -> Any:
 
 
 class ArmRecorder(Callback):
-    """Measures the run and, on rank 0, writes its events.
-
-    Args:
-        options: the arm's.
-        clock: of the phases of a step.
-    """
+    """Measures the run and, on rank 0, writes its events; `clock` times the phases of a step."""
 
     def __init__(self, options: argparse.Namespace, clock: PhaseClock) -> None:
         self._options = options
@@ -193,11 +188,7 @@ class ArmRecorder(Callback):
         self.newest = {}
 
     def sample_peaks(self, stats: Stats | None) -> None:
-        """Take the newest step's peaks into account.
-
-        The package resets the allocator's peaks between the phases of a step, to tell
-        them apart. So its own figures, where it is at work, complete the allocator's.
-        """
+        """Take the newest step's peaks into account: the allocator's, and ours, which reset these by phase."""
         phases = {name: figure(stats, f"peak_{name}_bytes") for name in PHASES}
         if self.step == 1 and stats is not None:
             self.figures["first_step_peak_bytes"] = phases["step"]

@@ -41,8 +41,7 @@ def make_deterministic() -> None:
 def skip_building_what_is_built() -> None:
     """Keep Bridge from building mcore's dataset helpers where the wheel has them built.
 
-    Bridge runs `make` in `megatron/core/datasets` at every start. The published wheel
-    holds the built extension but no Makefile, so that `pretrain()` would end the process.
+    Bridge runs `make` at every start, which would end the process: the published wheel has no Makefile.
     """
     from megatron.bridge.training import initialize
     from megatron.core import datasets

@@ -38,10 +38,9 @@ class EventWriter:
         self._write("step", **_number("loss", loss), **_number("grad_norm", grad_norm), **figures)
 
     def result(self, *, digests: Mapping[str, str], **figures: Any) -> None:
-        """Write the last event: the final state and the figures of the run, in bytes and seconds.
+        """Write the last event: the final state and the figures of the run, in bytes and seconds; None: not measured.
 
-        Every arm has `engine`, `state_bytes`, `released_bytes`, `pinned_bytes` and `peak_allocated_bytes`; None stands
-        for what it could not measure.
+        Every arm has `engine`, `state_bytes`, `released_bytes`, `pinned_bytes` and `peak_allocated_bytes`.
         """
         self._write("result", digests=dict(digests), **figures)
 
@@ -59,10 +58,7 @@ def _number(name: str, value: float | None) -> dict[str, float | str | None]:
 
 
 def digest(tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor]) -> str:
-    """Return a sha256 (hex) that tells the raw bytes of tensors of any dtype apart, in the order given.
-
-    Of a mapping the values count, not the names.
-    """
+    """Return a sha256 (hex) that tells the raw bytes of tensors, or of a mapping's values, apart, in their order."""
     return joined(digest_each(tensors.values() if isinstance(tensors, Mapping) else tensors))
 
 

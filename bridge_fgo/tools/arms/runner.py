@@ -1,7 +1,4 @@
-"""The runner of arms: starts each as a process of its own and follows its events.
-
-Nothing here imports torch.
-"""
+"""The runner of arms: starts each as a process of its own and follows its events."""
 
 from __future__ import annotations
 
@@ -56,10 +53,7 @@ class ArmFailed(RuntimeError):
 
 
 def telling_lines(log: str) -> str:
-    """Return the first traceback of a log and its last lines.
-
-    Of several ranks, the first to fail has others fail after it, and torchrun ends the log with a table of its own.
-    """
+    """Return a log's first traceback, of the rank that failed first, and its last lines: torchrun's table, say."""
     lines = log.splitlines()
     end = max(0, len(lines) - LOG_LINES_SHOWN)
     first = next((i for i, line in enumerate(lines[:end]) if "Traceback (most recent call last)" in line), end)
@@ -102,16 +96,8 @@ def file_name(name: str) -> str:
 class ArmProcess:
     """A running arm: the process of `python LAUNCHER... -m module options... --events FILE` and its events so far.
 
-    Leaves `NAME.events.jsonl` and `NAME.log` in the folder; see `file_name`.
-
-    Args:
-        name: what to call the arm.
-        module: what runs it.
-        options: the module's.
-        folder: where its files go.
-        on_event: called with each event as it comes in.
-        launcher: for arms of several ranks: `("-m", "torch.distributed.run", ...)`.
-        environment: variables beside this process's.
+    Leaves `NAME.events.jsonl` and `NAME.log` in the folder; see `file_name`. `on_event` is called with each event as it
+    comes in, `launcher` is what `launcher(ranks)` returns, `environment` has variables beside this process's.
     """
 
     def __init__(
@@ -159,14 +145,7 @@ class ArmProcess:
             self._process.wait()
 
     def result(self, late: str = "") -> ArmRun:
-        """Return the events of an arm that has ended.
-
-        Args:
-            late: why the arm was ended before its time; "" where it was not.
-
-        Raises:
-            ArmFailed: the process failed, was ended, or left no result.
-        """
+        """Return the events of an arm that has ended; ArmFailed where it was ended (`late`: why) or left no result."""
         assert not self.is_running(), self._arm.name
         status = self._process.returncode
         if status != 0 or not self._arm.result:
@@ -181,15 +160,9 @@ def launcher(ranks: int) -> tuple[str, ...]:
 
 
 def run_arm(*process: Any, timeout: float = math.inf, **others: Any) -> ArmRun:
-    """Run an arm to its end and return its events.
+    """Run an arm, with the arguments of `ArmProcess`, to its end and return its events.
 
-    Args:
-        *process: arguments of `ArmProcess`.
-        timeout: in seconds.
-        **others: of `ArmProcess`, by name.
-
-    Raises:
-        ArmFailed: the process failed, took too long, or left no result.
+    ArmFailed where the process failed, took longer than `timeout` seconds, or left no result.
     """
     arm = ArmProcess(*process, **others)
     deadline = time.monotonic() + timeout

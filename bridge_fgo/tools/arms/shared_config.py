@@ -66,19 +66,10 @@ def container(
     dataset: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Any:
-    """Return Bridge's ConfigContainer, not validated yet.
+    """Return Bridge's ConfigContainer, not validated yet; `sections` are those that are not made here, by name.
 
-    Args:
-        model: provider of the model.
-        optimizer: section of the config.
-        ddp: section of the config.
-        iterations: of the run.
-        batch: sequences of a microbatch, and of a step over all ranks.
-        vocab: tokens that there are.
-        seed: of the data.
-        scheduler: fields of the learning rate's schedule.
-        dataset: fields of the mock dataset beside its sizes.
-        **sections: other sections, by name.
+    `batch` is the sequences of a microbatch, and of a step over all ranks; `vocab` the tokens; `seed` the data's.
+    `scheduler` has fields of the learning rate's schedule, `dataset` those of the mock dataset beside its sizes.
     """
     from megatron.bridge.training import config as bridge
 

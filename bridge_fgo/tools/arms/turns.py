@@ -1,11 +1,9 @@
 """Turns: arms of which all processes are alive at once train one after another on the same GPUs.
 
-A turnstile for each arm is in the process that started the arms. Every rank of an arm connects to its Unix socket,
-asks for a turn before its first step, and blocks until it gets one. It asks again when the steps of its turn are done
-and its GPU has come to rest, so that one message says both: the turn is over, and the next is awaited. All ranks of an
-arm get their turn together, since a rank may wait in a collective for another one.
-
-Nothing here imports torch.
+A turnstile for each arm is in the process that started the arms. Every rank of an arm connects to its Unix socket, asks
+for a turn before its first step, and blocks until it gets one. It asks again when the steps of its turn are done and
+its GPU has come to rest, so that one message says both: the turn is over, and the next is awaited. All ranks of an arm
+get their turn together, since a rank may wait in a collective for another one.
 """
 
 from __future__ import annotations
@@ -20,11 +18,7 @@ WARM_UP = 0
 
 
 class TurnTaker:
-    """A rank's side of the turnstile at `address`; `ranks`: how many the arm has.
-
-    Raises:
-        OSError: nobody listens there.
-    """
+    """A rank's side of the turnstile at `address`, of an arm with so many ranks; OSError where nobody listens there."""
 
     def __init__(self, address: Path, ranks: int) -> None:
         self._ranks = ranks

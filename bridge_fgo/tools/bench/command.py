@@ -181,11 +181,7 @@ def run_one(settings: Settings, arm: BenchArm, resident: ArmRun | None) -> ArmRu
 
 
 def run_in_turn(settings: Settings, chosen: list[BenchArm], console: Console) -> Runs:
-    """Run all arms at once, see `bridge_fgo.tools.bench.in_turn`.
-
-    Raises:
-        ArmFailed: the first arm has failed, which is resident.
-    """
+    """Run all arms at once, see `bridge_fgo.tools.bench.in_turn`; ArmFailed where the first, resident one failed."""
     return InTurn(
         {arm.name: _process_of(settings, arm, arm_options(settings, arm)) for arm in chosen},
         settings.rounds,
@@ -197,11 +193,7 @@ def run_in_turn(settings: Settings, chosen: list[BenchArm], console: Console) ->
 
 
 def run_one_by_one(settings: Settings, chosen: list[BenchArm], console: Console) -> Runs:
-    """Run the arms one after another.
-
-    Raises:
-        ArmFailed: the first arm has failed, which is resident.
-    """
+    """Run the arms one after another; ArmFailed where the first, resident one failed."""
     runs: dict[str, ArmRun] = {}
     failures: dict[str, str] = {}
     for arm in chosen:

@@ -18,12 +18,9 @@ from the end of `train_step()` to the next step, a loop time of each rank, and w
 
 
 def _column(heading: str, tells: str, show: str | Callable[[Any], str] = "{:.2f}") -> Any:
-    """Return a field that is a column of the whole table.
+    """Return a field that is a column of the whole table: its heading, and what it tells, for the legend.
 
-    Args:
-        heading: of the column.
-        tells: what the figure is, for the legend.
-        show: format of the field's value, or what makes the cell from the row.
+    `show` is the format of the field's value, or what makes the cell from the row.
     """
     return field(metadata={"heading": heading, "tells": tells, "show": show})
 
@@ -151,14 +148,10 @@ def summary_of(rows: list[Row], state_bytes: int) -> list[list[str]]:
 def make_row(
     resident: ArmRun, run: ArmRun, link: dict[str, float], bitwise: bool, reference: float | None = None
 ) -> Row:
-    """Return the row of one arm.
+    """Return the row of one arm, compared with the resident one bit by bit where `bitwise`.
 
-    Args:
-        resident: the resident arm.
-        run: this arm.
-        link: what `bridge_fgo.tools.bench.probe` measured.
-        bitwise: whether to compare with the resident arm.
-        reference: what `reference_loop` returned; None has every step count.
+    `link` is what `bridge_fgo.tools.bench.probe` measured, `reference` what `reference_loop` returned; with None every
+    step counts.
     """
     base, mine = resident.result, run.result
     is_resident = run is resident
@@ -207,7 +200,7 @@ def make_row(
 
 
 def beside_copies(result: dict[str, Any]) -> float | None:
-    """Return how long the phases of a step are in which copies run, less one forward, in seconds.
+    """Return the seconds of the phases of a step in which copies run, less one forward.
 
     Of the rank for which that is shortest: in these phases the others wait for the slowest's gradients and weights.
     """

@@ -15,20 +15,13 @@ def floor_seconds(
 ) -> float:
     """Return the least time in seconds that a step can get longer by when `nbytes` are copied out and come back.
 
-    States may come back in the last microbatch's backward, and leave in the next first forward, at the full
-    bandwidth of one direction. They are updated only when the gradients are final; from then on what is left
-    goes both ways at once, until the last is updated and forward begins. A resident run does its update in that
-    time too, so its own time between backward and forward is not lost.
+    States may come back in the last microbatch's backward, and leave in the next first forward, at the full bandwidth
+    of one direction. They are updated only when the gradients are final; from then on what is left goes both ways at
+    once, until the last is updated and forward begins. A resident run does its update in that time too, so its own time
+    `between` backward and forward is not lost.
 
-    Args:
-        nbytes: bytes copied each way.
-        d2h: bytes a second out, in that direction alone.
-        h2d: the same in.
-        duplex: bytes a second each way with both directions busy.
-        backward: seconds of the last microbatch's backward.
-        first_forward: seconds of the first microbatch's forward.
-        between: seconds from the end of that backward to the begin of that forward, in a resident run.
-        room: bytes that activations take and give back; no more may be on the way during forward or backward.
+    Bandwidths are bytes a second: `d2h` and `h2d` in one direction alone, `duplex` each way with both busy. `room` is
+    the bytes that activations take and give back; no more may be on the way during forward or backward.
     """
     early = min(nbytes, h2d * backward, room)
     both_ways = (nbytes - early) / duplex

@@ -6,8 +6,6 @@
     end       one arm after another takes what is left of its steps, and writes its result
 
 Where time runs out before all rounds are done, the end begins earlier, and arms leave out what steps they have left.
-
-Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -42,10 +40,7 @@ def order_of(names: list[str], number: int) -> list[str]:
 
 
 def squeezed_arms(runs: Mapping[str, ArmRun]) -> dict[str, str]:
-    """Return why arms with a budget of "auto" tell nothing, by name: others held memory that would have been theirs.
-
-    Where all of an arm's states stay on the GPU, the others took nothing from it.
-    """
+    """Return, by name, why arms with a budget of "auto" tell nothing: others held memory that would be theirs."""
     left = {name: run.result["released_bytes"] for name, run in runs.items()}
     return {
         name: f"{name}: {nbytes / 1e9:.2f} GB of states left the GPU, whose memory the other arms shared; run it "
@@ -57,15 +52,11 @@ def squeezed_arms(runs: Mapping[str, ArmRun]) -> dict[str, str]:
 
 @dataclass
 class InTurn:
-    """Arms that take turns.
+    """Arms that take turns; `arms` has the arguments of `ArmProcess` by name, those of the resident arm first.
 
-    Args:
-        arms: arguments of `ArmProcess` for each arm, by its name. Without the first the others are not worth running.
-        rounds: how many turns of each arm count.
-        turn_steps: steps of such a turn.
-        timeout: seconds after which an arm is given up that does not come up, or does not end its turn.
-        tell: called with a line to show whenever something has happened.
-        time_limit: seconds from the start of `run`, after which it should have ended; None for no limit.
+    Each has `rounds` turns that count, of `turn_steps` steps. One that takes `timeout` seconds to come up, or to end
+    its turn, is given up. `tell` gets a line whenever something has happened. `run` should end within `time_limit`
+    seconds.
     """
 
     arms: dict[str, dict[str, Any]]
@@ -80,11 +71,7 @@ class InTurn:
     _processes: dict[str, ArmProcess] = field(default_factory=dict, init=False)
 
     def run(self) -> tuple[dict[str, ArmRun], dict[str, str]]:
-        """Run all arms to their end; return those that ended well, and why the others did not, by name.
-
-        Raises:
-            ArmFailed: the first arm has failed.
-        """
+        """Run all arms; return those that ended well, and why others did not; ArmFailed where the first did not."""
         started, names = time.monotonic(), list(self.arms)
         with ExitStack() as stack:
             # Its permissions keep others out; and the path of a socket has to be short.

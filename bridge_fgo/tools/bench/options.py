@@ -17,11 +17,7 @@ Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of one bench.
-
-    Raises:
-        ValueError: settings that do not go together, or arms that there are not.
-    """
+    """Settings of one bench; ValueError where some do not go together, or there is no such arm."""
 
     arms: Annotated[
         str | None,
@@ -138,9 +134,5 @@ class Settings:
         return arms(self.names, checkouts, self.preset, self.optimizer, self.fsdp)
 
     def size(self) -> list[str]:
-        """Return the options of `bridge_fgo.tools.arms.gpu` that say what every arm trains.
-
-        Raises:
-            ValueError: as many GPUs cannot train that.
-        """
+        """Return the arms' options that say what each trains; ValueError where as many GPUs cannot train that."""
         return size_options(self.preset, self.gpus or 1, self.tp, self.microbatches, self.layers)

@@ -96,7 +96,7 @@ def _gantt(traces: Mapping[str, Trace], pyplot: Any) -> Any:
 
 
 def save_picture(path: Path, make: Callable[[Any], Any]) -> None:
-    """Write the figure that `make` returns, given pyplot, to a file; its name says in which format.
+    """Write the figure that `make` returns, given pyplot, to a file, whose name says in which format.
 
     Raises:
         ValueError: matplotlib is not installed.

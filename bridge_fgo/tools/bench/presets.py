@@ -83,10 +83,8 @@ def size_options(
 ) -> list[str]:
     """Return the arm's options for the sizes of a preset, of which `microbatches` and `layers` may be others.
 
-    Of the GPUs `tp` are tensor-parallel, with sequence parallelism, and the rest is data-parallel.
-
-    Raises:
-        ValueError: the GPUs are no whole number of tensor-parallel groups.
+    `tp` GPUs are tensor-parallel, with sequence parallelism, and their groups data-parallel; ValueError where one is
+    left.
     """
     if gpus % tp:
         raise ValueError(f"--tp {tp}: --gpus {gpus} is not a multiple of it")
@@ -128,15 +126,11 @@ def resident_of(arm: BenchArm, among: list[BenchArm]) -> BenchArm:
 def arms(
     names: list[str], megatron_lm: list[str], preset: str, optimizer: str = "adam", fsdp: str | None = None
 ) -> list[BenchArm]:
-    """Return the arms of the given names, in that order.
+    """Return the arms of the given names, each of `NAMES` and its variables (`native:A=1:B=2`), in that order.
 
-    Args:
-        names: of `NAMES`, each with variables of its environment where it has some: `native:A=1:B=2`.
-        megatron_lm: checkouts of Megatron-LM's `dev` branch; each gives an `mcore` arm of its own. With none the
-            installed mcore is taken.
-        preset: of `PRESETS`.
-        optimizer: of every arm but `hybrid`.
-        fsdp: of `STRATEGIES`, of the arms with Megatron-FSDP; None where there are none.
+    Each checkout of Megatron-LM's `dev` branch in `megatron_lm` gives an `mcore` arm of its own; with none the
+    installed mcore is taken. `optimizer` is of every arm but `hybrid`, `fsdp` (of `STRATEGIES`) of the arms with
+    Megatron-FSDP.
 
     Raises:
         ValueError: a name is unknown or given twice, or the resident arm, which all others are compared with, is not

@@ -50,10 +50,9 @@ def medians(run: ArmRun) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def rounds_of(
     runs: Mapping[str, ArmRun], compared_with: Mapping[str, str], link: Mapping[str, float]
 ) -> list[ArmRounds]:
-    """Return what each arm took in each round; the resident arm comes first.
+    """Return what each arm took in each round, the resident one first; `link` is what the bench's probe measured.
 
-    A resident arm that is compared with itself is compared with the first, to tell what its variables do. `link` is
-    what `bridge_fgo.tools.bench.probe` measured.
+    A resident arm that is compared with itself is compared with the first, to tell what its variables do.
     """
     of_arms = {name: medians(run) for name, run in runs.items()}
     found: list[ArmRounds] = []

@@ -53,12 +53,10 @@ def warm_steps(run: ArmRun) -> list[Step]:
 
 
 def save_stall_seconds(run: ArmRun, step_seconds: float) -> float | None:
-    """Return how long a background save stalls `train()`: what a step with a save takes beyond one without.
+    """Return the median seconds by which a step with a background save is longer; None where there is no such save.
 
-    The median over all saves but the first, which also plans the files, and may wait for the writer's process to start.
-    A step lasts until the next one begins, so nothing of the stall is missed but the end of the writing, which is
-    waited for outside of all steps. None where there is no such save. `step_seconds` is the median of the arm's steps
-    that count.
+    The first save does not count: it also plans the files, and may wait for the writer's process to start. A step lasts
+    until the next begins, so only the end of the writing is missed, which is waited for outside of all steps.
     """
     saves = run.result.get("save_steps", [])[1:]
     stalls = [event["seconds"] - step_seconds for event in run.steps if event["step"] in saves]

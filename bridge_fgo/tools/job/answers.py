@@ -44,11 +44,7 @@ def ask_builder(
     patches: bool = False,
     overrides: Sequence[str] | None = (),
 ) -> dict[str, Any]:
-    """Return the answer of `bridge_fgo.tools.job.builder`.
-
-    Raises:
-        ValueError: its process died; shows the end of what it printed.
-    """
+    """Return the answer of `bridge_fgo.tools.job.builder`; ValueError, with the end of its log, where it died."""
     request = {"target": target, "gpus": gpus, "offload": offload or {}, "vocab_size": vocab_size, "patches": patches}
     request["overrides"] = list(overrides or ())
     command = [sys.executable, "-m", "bridge_fgo.tools.job.builder", json.dumps(request)]
@@ -66,11 +62,8 @@ def kept_answer(
     """Return what the builder answers to the same request; None where it has to be asked.
 
     That is for what is no recipe of this project, for a job that differs from the recipe by more than the offload's
-    flag or settings that change no answer, and where another Megatron is installed than the answer is of. Where none
-    is installed, the kept one is as good as any.
-
-    Raises:
-        ValueError: two values for one setting, or one that is refused.
+    flag or settings that change no answer, and where another Megatron is installed than the answer is of. Where none is
+    installed, the kept one is as good as any. ValueError for two values of one setting, or one that is refused.
     """
     written = _read_overrides(overrides or ())
     if written is None or vocab_size is not None:
@@ -140,10 +133,7 @@ def keep(name: str, answer: dict[str, Any], versions: dict[str, str]) -> None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of the Megatron that a job would import; {} for none.
-
-    A checkout on PYTHONPATH comes before the wheel, and has no version that could be looked up without importing it.
-    """
+    """Return the versions of the Megatron that a job would import, or "checkout" on PYTHONPATH; {} for none."""
     spec = find_spec("megatron")
     tops = [] if spec is None else [Path(top).parent for top in spec.submodule_search_locations or ()]
     found = {}

@@ -64,11 +64,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def begin(stack: contextlib.ExitStack, request: dict[str, Any]) -> dict[str, Any]:
-    """Install the package, with no GPU, until the stack is left; return what mcore is here.
-
-    Raises:
-        RuntimeError: a patch does not fit the Bridge that is here.
-    """
+    """Install the package, without a GPU, until the stack is left; return what mcore is here; raise as `install`."""
     import bridge_fgo
     from bridge_fgo.bridge.compat import mcore_version, upstream_generation
 
@@ -84,11 +80,7 @@ def begin(stack: contextlib.ExitStack, request: dict[str, Any]) -> dict[str, Any
 
 
 def examine(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what is known of the job.
-
-    Raises:
-        ValueError: there is no such job, its settings are wrong, or its model cannot be built.
-    """
+    """Return what is known of the job; ValueError where there is none, or it cannot be built."""
     config, gpus = load_config(request["target"], request["overrides"])
     gpus_given = request["gpus"] or gpus
     gpus = parallel_of(config, gpus_given).gpus
@@ -122,10 +114,7 @@ def world(gpus: int, rank: int) -> Iterator[None]:
 
 
 def prepare(config: Any, gpus: int) -> str | None:
-    """Finish the config as `pretrain()` does; return why Bridge refuses it, or None.
-
-    The last part of Bridge's validation is this package's check, whose refusals `offload_of` lists.
-    """
+    """Finish the config as `pretrain()` does; return why Bridge refuses it, or None. Of ours `offload_of` tells."""
     from megatron.bridge.training.config import runtime_config_update
 
     from bridge_fgo.bridge.settings import caller
@@ -142,10 +131,7 @@ def prepare(config: Any, gpus: int) -> str | None:
 
 
 def recomputations(config: Any, gpus: int) -> Iterator[tuple[str, list[str] | str]]:
-    """Yield the kinds that Bridge does not take as they are, each with what has to be turned off, or why it is refused.
-
-    A kind is tried as a user would write it, by overrides.
-    """
+    """Yield the kinds that Bridge does not take as they are, each with what to turn off, or why it is refused."""
 
     def refusal(overrides: tuple[str, ...]) -> str:
         try:
@@ -164,8 +150,7 @@ def recomputations(config: Any, gpus: int) -> Iterator[tuple[str, list[str] | st
 def offload_of(config: Any, offload: dict[str, Any]) -> dict[str, Any]:
     """Return whether the config asks for the offload, its refusals with the flag set, the engine and the settings.
 
-    Raises:
-        ValueError: the config's settings are refused, or are others than those of `offload`.
+    ValueError where the config's settings are refused, or are others than those of `offload`.
     """
     from bridge_fgo import OffloadConfig
     from bridge_fgo.bridge.compat import as_if_set, choose_engine
@@ -254,11 +239,7 @@ def model_of_stage(config: Any, parallel: Parallel, stage: int) -> Iterator[tupl
 
 
 def set_vocabulary(config: Any, vocab_size: int | None) -> None:
-    """Give the model the vocabulary that Bridge takes from the tokenizer, which is not loaded here.
-
-    Raises:
-        ValueError: nobody says how large it is.
-    """
+    """Give the model the tokenizer's vocabulary, which is not loaded here; ValueError where nobody says its size."""
     if config.model.vocab_size is not None:
         return
     size = getattr(config.tokenizer, "vocab_size", None) or vocab_size
@@ -298,11 +279,7 @@ def plain_section(section: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON takes it: dtypes as "torch.bfloat16", enum members and functions by name.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Return a value as JSON takes it: dtypes as "torch.bfloat16", enum members and functions by name; or TypeError."""
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, Enum):

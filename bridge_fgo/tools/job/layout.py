@@ -114,10 +114,7 @@ def as_shards(groups: Any, dense: int, expert: int) -> Iterator[None]:
 
 
 def _in_fsdp(config: Any, ddp: Any, settings: Any, chunks: list[Any], groups: Any, parallel: Parallel) -> Held:
-    """Return what ranks hold under Megatron-FSDP, by its own parameter groups.
-
-    Every rank is taken to hold what the first one does. It has no less than others: padding ends a buffer.
-    """
+    """Return what ranks hold under Megatron-FSDP: what the first does, as padding ends a buffer."""
     from megatron.bridge.models.model_provider import _ddp_wrap
     from megatron.bridge.training.optim import setup_optimizer
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
@@ -227,10 +224,7 @@ def temporary_bytes(buckets: list[Bucket], module: Any, ddp: Any) -> tuple[int, 
 
 
 def _in_layers(sizes: list[tuple[int | None, int]]) -> tuple[int, int]:
-    """Return the bytes of all buckets, and no less than those of any layer: of pools, which hold the largest of each.
-
-    What lies in no layer counts as a layer of its own.
-    """
+    """Return the bytes of all buckets, and the least of a pool that holds any layer; a bucket in none is one itself."""
     layers: dict[int | tuple[int], list[int]] = {}
     for place, (unit, nbytes) in enumerate(sizes):
         layers.setdefault((place,) if unit is None else unit, []).append(nbytes)

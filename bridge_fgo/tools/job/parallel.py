@@ -9,11 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Parallel:
-    """The parallelism of a job.
-
-    Raises:
-        ValueError: the ranks cannot be shared like that.
-    """
+    """The parallelism of a job; ValueError where the ranks cannot be shared like that."""
 
     gpus: int
     tensor: int
@@ -58,10 +54,7 @@ class Parallel:
 
 
 def parallel_of(config: Any, gpus: int | None) -> Parallel:
-    """Return the parallelism of a config on `gpus` ranks.
-
-    A config does not say on how many it runs, because data parallelism fills what there is: with None, the fewest.
-    """
+    """Return the parallelism of a config on `gpus` ranks; None: the fewest, as data parallelism fills what there is."""
 
     def size(name: str, default: int | None = None) -> int:
         value = getattr(config.model, f"{name}_parallel_size", None)

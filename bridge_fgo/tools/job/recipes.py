@@ -36,8 +36,7 @@ def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | 
     Bridge's own syntax (Hydra's), as training takes them; `hf_config=DIR` is a folder whose config.json is the model's.
 
     Raises:
-        ValueError: nothing of that name, or the recipe could not be built, or the model's config.json is missing, an
-            override is wrong, or it trains adapters.
+        ValueError: there is no such recipe or config.json, it cannot be built or trains adapters, an override is wrong.
     """
     overrides, folder = without_folder(overrides)
     gpus = None

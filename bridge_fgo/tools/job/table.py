@@ -33,11 +33,7 @@ def keep(table: dict[str, Any]) -> None:
 
 
 def lines(words: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the table's lines: of the recipes whose names have each of the words.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Yield the table's lines, of the recipes whose names have each of the words; ValueError where there are none."""
     table = read()
     rows = {name: row for name, row in table["rows"].items() if all(word in name for word in words)}
     if not rows:

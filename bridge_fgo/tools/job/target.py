@@ -29,10 +29,7 @@ def is_saved_config(target: str) -> bool:
 
 
 def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
-    """Raise ValueError where nothing of the name `target` can be there, or it cannot be built here.
-
-    What passes may still not be there: only importing it tells.
-    """
+    """Raise ValueError where importing `target` need not be tried: there is none, or it cannot be built here."""
     _, folder = without_folder(overrides or ())
     module, _, function = target.rpartition(":")
     package = module.partition(".")[0]
@@ -81,10 +78,7 @@ def config_functions() -> dict[str, str]:
 
 
 def _model_read_by(name: str) -> str | None:
-    """Return the model whose Hugging Face config a function of Bridge's reads; None for none, or if only a call tells.
-
-    It is the only one that is named in the function and in what that calls.
-    """
+    """Return the one model that a function of Bridge's, and what it calls, names to read its config; None for none."""
     seen: dict[tuple[str, str], str] = {}
     names = [(name, config_functions().get(name))]
     while names:
@@ -106,11 +100,7 @@ def gpus_of(name: str) -> int | None:
 
 
 def without_folder(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Return overrides without `hf_config=DIR`, and that folder.
-
-    Raises:
-        ValueError: it has no config.json.
-    """
+    """Return overrides without `hf_config=DIR`, and that folder; ValueError where it has no config.json."""
     given = [override for override in overrides if override.startswith("hf_config=")]
     folders = [Path(one.removeprefix("hf_config=")) for one in given]
     for one, folder in zip(given, folders, strict=True):

@@ -45,8 +45,7 @@ PLACED = (
 def _multiplying(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a product of matrices as a GPU computes it: 16-bit factors add up in fp32, and the sum is rounded once.
 
-    PyTorch's own 16-bit products take 10 to 30 times as long on a CPU without AVX-512; they were a third of a training
-    by Adam in the tests, and two thirds of one by Muon. What autograd records stays as it is.
+    PyTorch's own 16-bit products take 10 to 30 times as long on a CPU without AVX-512. Autograd records the same.
     """
 
     @wraps(func)
@@ -138,9 +137,8 @@ def _make_gloo_with_one_worker(
     """Make a gloo group whose collectives are done one after another, as a CUDA stream's are.
 
     By default it has two threads for them. Both note the name of what they have done in one string of the group,
-    without a lock (PyTorch 2.15, `ProcessGroupGloo::runLoop`). The name of a coalesced all-gather is too long for the
-    string itself, so that both free its memory, or write where the other has freed: with several such gathers under
-    way a rank died in one of some fifty short trainings.
+    without a lock (PyTorch 2.15, `ProcessGroupGloo::runLoop`), and may free its memory twice: with several coalesced
+    all-gathers under way, whose name is long, a rank died in one of some fifty short trainings.
     """
     make_options: Any = ProcessGroupGloo._Options  # type: ignore[reportAttributeAccessIssue]
     if not isinstance(options, make_options):
@@ -201,10 +199,7 @@ _installed: ExitStack | None = None
 def install_standins() -> None:
     """Make Bridge's real train_step run on the CPU in this process, until `remove_standins`. Idempotent.
 
-    Imports Bridge, with Transformer Engine hollow, before CUDA is replaced: its imports look at the real `torch.cuda`.
-
-    Raises:
-        RuntimeError: mcore was imported with Transformer Engine, whose Adam steps only CUDA tensors.
+    Imports Bridge before CUDA is replaced, as its imports look at the real `torch.cuda`; raises as `import_bridge`.
     """
     global _installed
     if _installed is not None:

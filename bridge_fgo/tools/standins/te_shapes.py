@@ -26,10 +26,7 @@ _quantized = False
 
 
 class QuantizedWeight(torch.nn.Parameter):
-    """A parameter that Transformer Engine would keep in FP8; of its high-precision dtype, as the real ones say.
-
-    `_data` (uint8): its bytes, which Megatron-FSDP puts into a buffer of its own.
-    """
+    """A parameter, of its high-precision dtype, that Transformer Engine would keep in FP8: in `_data`, uint8."""
 
     _data: torch.Tensor
 
@@ -239,11 +236,7 @@ class ShapesFinder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Put the shapes in the place of Transformer Engine, from now on in this process.
-
-    Raises:
-        RuntimeError: Megatron is imported already.
-    """
+    """Put the shapes in Transformer Engine's place from now on; RuntimeError where Megatron is imported already."""
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already: shapes need a process of their own")
     sys.meta_path.insert(0, ShapesFinder())

@@ -15,7 +15,7 @@ from bridge_fgo.tools.arms.final_state import states
 class Diary:
     """Phases of an iteration, and the bytes that a policy, its optimizer and the reference model take in them.
 
-    Looks for the memory itself: what is shown should not depend on what has moved it.
+    The package is not asked: what is shown should not depend on what has moved it.
     """
 
     def __init__(self, model: Any, optimizer: Any, reference: Any) -> None:

@@ -46,12 +46,7 @@ class Iteration:
 
 
 class Loop:
-    """GRPO on the copying task.
-
-    Args:
-        options: what to train.
-        neighbour: a second process that takes the memory while the trainer sleeps; None for none.
-    """
+    """GRPO on the copying task; `neighbour` is a second process that takes the memory while the trainer sleeps."""
 
     def __init__(self, options: RlOptions, neighbour: Neighbour | None = None) -> None:
         self.options, self.neighbour = options, neighbour

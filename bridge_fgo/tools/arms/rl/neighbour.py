@@ -19,13 +19,10 @@ OWN_BYTES = 4 * 2**20
 
 
 class Neighbour:
-    """The second process as seen by the trainer. A context: the process ends with it.
+    """The second process on a device ("cuda:0", "cpu") as seen by the trainer. A context: the process ends with it.
 
     It fills what it takes with a number of its own each time, and finds that number in all of it before it gives the
     memory back.
-
-    Args:
-        device: "cuda:0" or another GPU, or "cpu".
     """
 
     def __init__(self, device: str) -> None:

@@ -8,11 +8,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RlOptions:
-    """Options of a run. The defaults are those of the CPU.
-
-    Raises:
-        ValueError: an option that cannot be had; the message names it.
-    """
+    """Options of a run. The defaults are those of the CPU. ValueError, which names it, for one that cannot be had."""
 
     device: str = "cpu"
     """"cpu", by the stand-ins of CUDA and Transformer Engine, or "cuda"."""

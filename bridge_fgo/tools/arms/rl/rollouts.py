@@ -12,13 +12,7 @@ from bridge_fgo.tools.arms.rl.task import Copying, Rollouts
 
 
 class Sampler:
-    """An inference engine over the policy's own modules: after an update there are no weights to bring over.
-
-    Args:
-        model: the policy without DDP.
-        options: sizes.
-        task: prompts, rewards and letters.
-    """
+    """An inference engine over the modules of the policy without DDP: an update leaves no weights to bring over."""
 
     def __init__(self, model: Any, options: RlOptions, task: Copying) -> None:
         from megatron.core.inference.contexts import StaticInferenceContext
@@ -44,10 +38,7 @@ class Sampler:
         self._sampling.add_attributes({"no_early_termination": True})  # all answers are of one length
 
     def generate(self, prompts: list[str]) -> Rollouts:
-        """Return an answer for each prompt, and its reward.
-
-        The same on all tensor- and pipeline-parallel ranks of a model.
-        """
+        """Return an answer for each prompt, and its reward: the same on all tensor- and pipeline-parallel ranks."""
         # The engine seeds torch's default generators anew in each call, which are training's.
         devices = [torch.cuda.current_device()] if self._options.device == "cuda" else []
         _forget_positions(self._model)

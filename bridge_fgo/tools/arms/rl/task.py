@@ -14,11 +14,8 @@ END = "|"
 class Copying:
     """Prompts such as "caab|", to be answered with "caab"; the reward is the share of letters that are right.
 
-    Serves mcore's engine as its tokenizer: a token is a letter.
-
-    Args:
-        symbols: letters that prompts are made of.
-        length: of a prompt without its end.
+    Serves mcore's engine as its tokenizer: a token is a letter. `symbols`: letters that prompts are made of; `length`:
+    of a prompt without its end.
     """
 
     def __init__(self, symbols: int, length: int) -> None:
@@ -71,9 +68,7 @@ class Rollouts:
 def advantages(rewards: torch.Tensor, group: int) -> torch.Tensor:
     """Return how much better each answer is than the others to its prompt, in their standard deviation.
 
-    Args:
-        rewards: fp32 (sequences,), answers to one prompt after another.
-        group: answers to a prompt.
+    `rewards` are fp32 (sequences,), those of `group` answers to one prompt after another.
     """
     grouped = rewards.view(-1, group)
     spread = grouped.std(dim=1, keepdim=True)

@@ -18,13 +18,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def build_config(options: RlOptions, vocab_size: int, ranks: int) -> Any:
-    """Return Bridge's ConfigContainer of the policy, not validated yet.
-
-    Args:
-        options: sizes and parallelism.
-        vocab_size: tokens, with padding.
-        ranks: of the job.
-    """
+    """Return Bridge's ConfigContainer of the policy on so many ranks, not validated; `vocab_size` is with padding."""
     from megatron.bridge.training import config as bridge
     from megatron.core.transformer.enums import AttnBackend
 
@@ -139,8 +133,7 @@ class Trainer:
     def log_probs(self, model: list[Any], rollouts: Rollouts) -> torch.Tensor:
         """Return log-probabilities of all tokens but the first by the policy or the reference model.
 
-        Returns:
-            fp32 (sequences, length of prompt and answer - 1); zeros on pipeline stages that are not the last.
+        They are fp32 (sequences, length of prompt and answer - 1); zeros on pipeline stages that are not the last.
         """
         inputs = rollouts.inputs()
         with torch.no_grad():
@@ -159,7 +152,7 @@ class Trainer:
         return -torch.cat(found) if found else torch.zeros(inputs["labels"].shape, device=self.device)
 
     def update(self, batch: Batch) -> dict[str, Any]:
-        """Run one of Bridge's training steps; return "loss", "kl", "grad_norm" and "skipped".
+        """Run one of Bridge's training steps; return "loss" and "kl", "grad_norm" and "skipped".
 
         The first two are zeros on pipeline stages that are not the last.
         """
