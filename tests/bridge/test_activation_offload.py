@@ -173,6 +173,8 @@ def waits():
 
 
 EVERY = pytest.mark.parametrize("schedule", [ONE_STAGE, FIRST_OF_TWO, INTERLEAVED])
+IN_FLIGHT = {ONE_STAGE: 1, FIRST_OF_TWO: 2, INTERLEAVED: 3}
+"""Forwards of a model chunk before their backwards, at most."""
 LENGTHS = ((2, 2, 2, 2), (4, 4, 4, 4), (2, 2, 2, 2))
 """With these a pool has no spare buffer of a length, which else hides that it gives one back too early."""
 
@@ -242,6 +244,9 @@ def test_host_memory_for_activations_that_a_node_has_not_is_refused_as_the_first
     with waits():
         train(offload, schedule, layers=of_pool)
         host.free = needed = sum(host.taken)
+        assert needed == IN_FLIGHT[schedule] * LAYERS * 2 * 2 * 32, (
+            "as `plan` counts it: groups, tensors, bytes of each"
+        )
         train(offload, schedule, layers=of_pool)
         assert host.free == 0, "a buffer that a copy has left free is taken again"
         host.free = needed - 1

@@ -110,9 +110,26 @@ def test_peaks_with_mcores_activation_offload_are_within_two_percent(name):
     assert activation_bytes(of_job, 0) < without
     (stage,) = make_estimate(of_job, OffloadConfig(), [], None, None).stages
     assert stage.peak(0) == pytest.approx(measured, rel=0.02)
-    for unknown in ({"offload_modules": ["attn_norm"]}, {"activation_offload_fraction": 0.5}):
+    for unknown in (
+        {"offload_modules": ["attn_norm"]},
+        {"activation_offload_fraction": 0.5},
+        {"min_offloaded_tensor_size": 2**26},
+    ):
         vars(of_job.config.model).update(settings | unknown)
         assert activation_bytes(of_job, 0) is None
+
+
+FOUR = "--layers 4 --hidden 2048 --ffn 4096 --heads 16 --seq 2048 --mbs 4 --gbs 16 --recompute attention --vocab 8192"
+
+
+def test_the_host_memory_that_mcore_pins_for_activations_is_what_a_run_pinned():
+    of_job = job(f"{FOUR} --experts 8 --topk 2 --grouped-experts", 1)
+    vars(of_job.config.model).update(fine_grained_activation_offloading=True, offload_modules=["expert_fc1", "moe_act"])
+    plan = make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None)
+    (stage,) = plan.stages
+    batches = 2 * 4 * 2048**2  # the masks of two, which the loader pins
+    assert stage.copies + batches == pytest.approx(2.28 * 2**30, abs=0.005 * 2**30)
+    assert plan.most_pinned == plan.links[0].pinned == stage.states.offloaded + stage.copies
 
 
 def test_the_preset_of_many_slabs_has_more_than_400():

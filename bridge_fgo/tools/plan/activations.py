@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from bridge_fgo.memory.host_memory import power_of_two_at_least
 from bridge_fgo.tools.job.job import Job
 
 HALF = 2
@@ -32,6 +33,9 @@ WORKSPACES = 97 * 2**20
 states, with one GPU and with two."""
 GROUPED_WORKSPACES = 4 * 32 * 2**20
 """Bytes that Transformer Engine keeps beside those for the grouped products of experts, which run on four streams."""
+
+DEFAULT_LEAST_NUMEL = 2**20
+"""Elements of the least tensor that mcore offloads by default (`min_offloaded_tensor_size`)."""
 
 NO_GRADIENT = sys.maxsize
 """Number of a tensor that no stage has: no gradient is there yet."""
@@ -55,7 +59,8 @@ class LayerBytes:
     input: the layer's input; scores: of unfused attention; attention: the rest of it; mlp: the MLP or the experts;
     attention_transient, mlp_transient: gradients that the backward of each needs beside what is kept; spared: what
     selective recomputation of a module spares, by its name in `recompute_modules`; offloaded: what mcore's activation
-    offload of a module copies to the host, by its name in `offload_modules`.
+    offload of a module has on the host in place of the GPU, by its name in `offload_modules`; copies: each host tensor
+    of it, of which one that two operations save has two.
     """
 
     input: int
@@ -66,6 +71,7 @@ class LayerBytes:
     mlp_transient: int
     spared: Mapping[str, int]
     offloaded: Mapping[str, int]
+    copies: Mapping[str, tuple[int, ...]]
 
     @property
     def kept(self) -> int:
@@ -117,10 +123,10 @@ def backward_of(job: Job, stage: int) -> Backward | None:
     granularity, is_block, number = recomputation(model)
     if not layers or (offload_modules(model) and not _offload_is_counted(model)):
         return None
-    tokens = tokens_of(job)
-    whole = [_layer(job, tokens, layer.has_experts) for layer in layers]
+    whole = [_layer(job, layer.has_experts) for layer in layers]
     chunks = chunks_of(model)
     per_chunk = max(1, len(whole) // chunks)
+    again = recomputed_modules(model)
     # Layers that are recomputed at once, from the input of the first.
     group = min(number if granularity == "full" and not is_block else 1, per_chunk)
     kept, away = [], [0] * len(whole)
@@ -130,10 +136,9 @@ def backward_of(job: Job, stage: int) -> Backward | None:
         elif granularity == "full":
             kept.append(of_layer.input if index % per_chunk < number else of_layer.kept)
         else:
-            again = recomputed_modules(model) if granularity == "selective" else []
-            kept.append(of_layer.kept - sum(of_layer.spared.get(name, 0) for name in {*again} - WITHIN["moe" in again]))
+            kept.append(of_layer.kept - sum(of_layer.spared.get(name, 0) for name in again - WITHIN["moe" in again]))
             # mcore does not offload what is recomputed: neither is on the GPU.
-            away[index] = sum(of_layer.offloaded.get(name, 0) for name in {*offload_modules(model)} - {*again})
+            away[index] = sum(of_layer.offloaded.get(name, 0) for name in {*offload_modules(model)} - again)
             kept[index] -= away[index]
 
     def of_layers(start: int, stop: int, behind: int) -> Course:
@@ -142,17 +147,17 @@ def backward_of(job: Job, stage: int) -> Backward | None:
         for end in range(stop, start, -group):
             first = max(start, end - group)
             # Those that are recomputed together, whole again, as their backward begins.
-            again = sum(layer.kept for layer in whole[first:end]) - sum(kept[first:end])
-            again += away[first - 1] if first > start else 0  # prefetched for the next backward
+            back = sum(layer.kept for layer in whole[first:end]) - sum(kept[first:end])
+            back += away[first - 1] if first > start else 0  # prefetched for the next backward
             transient = max(whole[end - 1].mlp_transient, whole[end - 1].attention_transient - whole[end - 1].mlp)
-            found.append((behind + sum(kept[start:end]) + again + transient, layers[first].first))
+            found.append((behind + sum(kept[start:end]) + back + transient, layers[first].first))
         return found
 
     starts = [min(chunk * per_chunk, len(whole) - 1) for chunk in range(chunks)]
     stops = [*starts[1:], len(whole)]
     logits = 0
     if stage == job.parallel.pipeline - 1:
-        logits = tokens * _vocabulary(job, stage)
+        logits = tokens_of(job) * _vocabulary(job, stage)
 
     def of_loss(beside: int) -> Course:
         after = max(layer.last for layer in layers) + 1
@@ -168,6 +173,24 @@ def backward_of(job: Job, stage: int) -> Backward | None:
     for chunk in reversed(range(chunks)):
         last += of_layers(starts[chunk], stops[chunk], behind[chunk])
     return Backward(most, [*last, (whole[0].input, 0)])
+
+
+def pinned_bytes(job: Job, stage: int) -> int | None:
+    """Return the host bytes that mcore pins for activations on a rank of a pipeline stage; None where not known.
+
+    In its first iteration mcore offloads every layer, the last too, of all microbatches in flight. It copies each saved
+    tensor by itself, into a block of PyTorch's allocator, whose sizes are powers of two.
+    """
+    model: Any = job.config.model
+    if not offload_modules(model):
+        return 0
+    if activation_bytes(job, stage) is None:
+        return None
+    away = {*offload_modules(model)} - recomputed_modules(model)
+    of_layers = [_layer(job, layer.has_experts).copies for layer in layers_of_stage(job, stage)]
+    sizes = [nbytes for copies in of_layers for name in away for nbytes in copies.get(name, ())]
+    blocks = sum(power_of_two_at_least(size) for size in sizes if size >= model.min_offloaded_tensor_size * HALF)
+    return blocks * _microbatches_in_flight(job, stage) // chunks_of(model)
 
 
 def _vocabulary(job: Job, stage: int) -> int:
@@ -203,13 +226,18 @@ def _offload_is_counted(model: Any) -> bool:
     """Return whether what mcore offloads is known: of the modules that have been measured, and everything of them."""
     known = {"core_attn", "attn_proj", "mlp_norm", "qkv_linear", "expert_fc1", "moe_act"}
     is_whole = model.activation_offload_fraction == 1.0 and not model.delta_offload_bytes_across_pp_ranks
+    is_whole = is_whole and model.min_offloaded_tensor_size <= DEFAULT_LEAST_NUMEL
     of_latent = getattr(model, "multi_latent_attention", False) and "qkv_linear" in model.offload_modules
     return {*model.offload_modules} <= known and is_whole and not of_latent and recomputation(model)[0] != "full"
 
 
-def recomputed_modules(model: Any) -> list[str]:
-    """Return what selective recomputation does again."""
-    return getattr(model, "recompute_modules", None) or ["core_attn"]
+def recomputed_modules(model: Any) -> set[str]:
+    """Return what selective recomputation does again; nothing where there is none."""
+    return (
+        {*(getattr(model, "recompute_modules", None) or ["core_attn"])}
+        if recomputation(model)[0] == "selective"
+        else set()
+    )
 
 
 @dataclass(frozen=True)
@@ -248,18 +276,20 @@ def _microbatches_in_flight(job: Job, stage: int) -> int:
     return min((stages - stage - 1) * 2 + (chunks - 1) * stages + 1, job.microbatches * chunks)
 
 
-def _layer(job: Job, tokens: int, has_experts: bool) -> LayerBytes:
+def _layer(job: Job, has_experts: bool) -> LayerBytes:
     model: Any = job.config.model
-    ranks = job.parallel.tensor
+    tokens, ranks = tokens_of(job), job.parallel.tensor
     hidden = tokens * model.hidden_size * HALF // (ranks if model.sequence_parallel else 1)
     attention = _attention(model, tokens, ranks)
     core = attention.scores + attention.rest - attention.output
     offloaded = {"core_attn": core, "attn_proj": attention.output, "qkv_linear": 2 * hidden}
+    copies = {"core_attn": attention.core, "attn_proj": (attention.output,), "qkv_linear": (hidden, hidden)}
     spared = {"core_attn": attention.scores, "layernorm": 2 * hidden, "mla_up_proj": attention.projected_up}
     if has_experts:
-        mlp, of_shared, routed = _experts(job, tokens)
+        mlp, of_shared, routed, of_routed = _experts(job, tokens)
         spared |= {"moe": mlp.kept, "moe_act": mlp.activation, "shared_experts": of_shared}
         offloaded |= {"mlp_norm": hidden, **routed}
+        copies |= {"mlp_norm": (hidden,), **of_routed}
     else:
         mlp = _mlp(model, tokens, model.ffn_hidden_size, ranks)
         spared["mlp"] = mlp.kept
@@ -272,6 +302,7 @@ def _layer(job: Job, tokens: int, has_experts: bool) -> LayerBytes:
         mlp_transient=mlp.transient,
         spared=spared,
         offloaded=offloaded,
+        copies=copies,
     )
 
 
@@ -284,13 +315,14 @@ class AttentionBytes(NamedTuple):
     """Bytes that attention keeps.
 
     scores: the matrix of scores, where it makes one; rest: all beside. Within the rest are projected_up: what latent
-    attention projects up; output: what attention puts out.
+    attention projects up; output: what attention puts out. core: of each tensor that core attention saves.
     """
 
     rest: int
     scores: int
     projected_up: int
     output: int
+    core: tuple[int, ...]
 
 
 def _attention(model: Any, tokens: int, ranks: int) -> AttentionBytes:
@@ -303,16 +335,19 @@ def _attention(model: Any, tokens: int, ranks: int) -> AttentionBytes:
         compressed = 2 * ((model.q_lora_rank or 0) + model.kv_lora_rank) + model.qk_pos_emb_head_dim
         projected = tokens * HALF * (2 * query + up)
         output = tokens * HALF * heads * model.v_head_dim
-        return AttentionBytes(projected + output + tokens * HALF * compressed, scores, projected, output)
+        core = (tokens * HALF * query, tokens * HALF * query, output, *(2 * (scores,) if unfused else (output,)))
+        return AttentionBytes(projected + output + tokens * HALF * compressed, scores, projected, output, core)
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     query = heads * head
     output = tokens * HALF * query
     if unfused:
-        return AttentionBytes(4 * output, scores, 0, output)  # queries, keys and values for every head, the output
+        # Queries, keys and values for every head, the output. The softmax and the product after it save the scores.
+        return AttentionBytes(4 * output, scores, 0, output, (output, output, output, scores, scores))
     key = (model.num_query_groups or model.num_attention_heads) * head // ranks
     projected = query + 2 * key  # the values are a view of it
     softmax = 4 * heads * tokens
-    return AttentionBytes(tokens * HALF * (query + key + projected) + output + softmax, scores, 0, output)
+    core = (output, tokens * HALF * key, tokens * HALF * key, output, softmax)
+    return AttentionBytes(tokens * HALF * (query + key + projected) + output + softmax, scores, 0, output, core)
 
 
 class MLPBytes(NamedTuple):
@@ -340,10 +375,11 @@ def _is_fused(model: Any) -> bool:
     return getattr(model, "bias_activation_fusion", False) or getattr(model, "use_te_activation_func", False)
 
 
-def _experts(job: Job, tokens: int) -> tuple[MLPBytes, int, dict[str, int]]:
+def _experts(job: Job, tokens: int) -> tuple[MLPBytes, int, dict[str, int], dict[str, tuple[int, ...]]]:
     """Return the bytes of a layer of experts, with tokens spread evenly over them.
 
-    Also those of them that shared experts keep, and what mcore's activation offload copies, by the name of the module.
+    Also those of them that shared experts keep, and by the name of the module what mcore's activation offload frees and
+    copies.
     """
     model: Any = job.config.model
     routed, ranks = tokens * model.moe_router_topk, job.parallel.expert_tensor
@@ -358,6 +394,10 @@ def _experts(job: Job, tokens: int) -> tuple[MLPBytes, int, dict[str, int]]:
     permuted = (1 if model.moe_permute_fusion else 2) * routed * model.hidden_size * HALF // share
     of_shared = _mlp(model, tokens, model.moe_shared_expert_intermediate_size or 0, job.parallel.tensor).kept
     # The activation's input, and all that it makes but its output.
-    of_modules = {"expert_fc1": routed * model.hidden_size * HALF // share, "moe_act": (kept - one) // share}
+    fc1, act = routed * model.hidden_size * HALF // share, (kept - one) // share
+    of_modules = {"expert_fc1": fc1, "moe_act": act}
+    # Fused, the activation saves its input alone; else each of its operations saves a tensor, of a gate's input a half.
+    each = (act,) if _is_fused(model) else (one // share,) * (4 if model.gated_linear_unit else 2)
+    copies = {"expert_fc1": (fc1,), "moe_act": each}
     of_all = MLPBytes(kept // share + permuted + of_shared, transient // share, activation // share)
-    return of_all, of_shared, of_modules
+    return of_all, of_shared, of_modules, copies

@@ -108,8 +108,6 @@ def _recomputed(model: Any, seconds: dict[str, float], attention: float, layers:
     if granularity == "full":
         in_layers = sum(value for name, value in seconds.items() if ".layers." in name) + attention
         return in_layers * min(1.0, number / max(1, layers)) if is_block else in_layers
-    if granularity != "selective":
-        return 0.0
     modules = recomputed_modules(model)
     parts = [RECOMPUTED_PARTS[name] for name in modules if name in RECOMPUTED_PARTS]
     again = sum(value for name, value in seconds.items() if any(part in name for part in parts))

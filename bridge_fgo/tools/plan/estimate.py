@@ -11,7 +11,7 @@ from bridge_fgo.offload.policy import MemoryProfile, budget_refusal, choose_stay
 from bridge_fgo.tools.bench.floor import floor_seconds
 from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
-from bridge_fgo.tools.plan.activations import activation_bytes, offload_modules, workspace_bytes
+from bridge_fgo.tools.plan.activations import activation_bytes, offload_modules, pinned_bytes, workspace_bytes
 from bridge_fgo.tools.plan.gradients import moving_bytes, spared_bytes
 from bridge_fgo.tools.plan.state import StateBytes, is_upstreams, states_of_ranks
 from bridge_fgo.tools.plan.systems import SYSTEMS, Link
@@ -25,7 +25,7 @@ class StageEstimate:
     """The rank of a pipeline stage that needs the most memory, in bytes.
 
     parameters, gradients: with the padding of their buffers. other: workspaces, and what Megatron-FSDP gathers.
-    activations: None where not known.
+    activations: None where not known. copies: host memory that mcore pins for those that it offloads.
     away: of the states, what the settings offload. spared: by how much less gradients and activations are together with
     `OffloadConfig.gradients` than the sum of both; moving: bytes of gradients that leave between microbatches.
     count: trainable parameters that the rank computes with.
@@ -41,6 +41,7 @@ class StageEstimate:
     states: StateBytes
     least_state: int
     activations: int | None
+    copies: int
     least_budget: int
     away: int
     spared: int
@@ -202,7 +203,7 @@ def make_estimate(
         loads.append((max(copied), of_job))
     upstream = is_upstreams(job, offload)
     pinned = [
-        stage.moving + (of_rank.pinned_upstream if upstream else of_rank.offloaded)
+        stage.copies + stage.moving + (of_rank.pinned_upstream if upstream else of_rank.offloaded)
         for stage, of_stage in zip(stages, states, strict=True)
         for of_rank in of_stage
     ]
@@ -248,6 +249,7 @@ def _stage_estimate(
         states=fullest,
         least_state=min(of_rank.total for of_rank in states),
         activations=activations,
+        copies=pinned_bytes(job, stage) or 0,
         least_budget=least,
         away=leaving[fullest],
         spared=spared,
@@ -337,8 +339,10 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
     elif getattr(config.model, "num_moe_experts", None):
         tried = "" if job.parallel.expert == 1 else f", no dispatcher's buffers; of experts on several ranks {UNTRIED}"
         yield f"activations: tokens spread evenly over experts{tried}"
-    if activations is None and offload_modules(config.model):
-        yield "activations: what mcore offloads of them is on the host; its pinned bytes are not in the host's figures"
+    if offload_modules(config.model):
+        pinned = max(stage.copies for stage in stages) / 1e9
+        figure = f"{pinned:.2f} GB a rank" if pinned else "bytes that are not known"
+        yield f"activations: mcore offloads some, and pins {figure} for them in its first iteration"
     if activations is None and getattr(config.model, "fp8", None):
         yield f"activations: counted as 16-bit, without the FP8 copies of weights; {UNTRIED}"
     if uses_fsdp(config):

@@ -53,6 +53,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
                 "state_bytes": stage.states.total,
                 "least_state_bytes": stage.least_state,
                 "offloaded": stage.away,
+                "activations_pinned": stage.copies,
                 "peak_resident": stage.peak(0),
                 "gradients_spared": stage.spared,
                 "gradients_moving": stage.moving,
@@ -148,11 +149,12 @@ def _row(stage: StageEstimate) -> list[str]:
     A peak without activations that are not known is a lower bound.
     """
     parts = [None if part is None else round(part / GRID) * GRID for part in stage.components.values()]
-    away, spared, moving = (round(nbytes / GRID) * GRID for nbytes in (stage.away, stage.spared, stage.moving))
+    away, spared = (round(nbytes / GRID) * GRID for nbytes in (stage.away, stage.spared))
+    on_host = sum(round(nbytes / GRID) * GRID for nbytes in (stage.away, stage.moving, stage.copies))
     peak = sum(part or 0 for part in parts)
     bound = ">" if stage.activations is None else ""
     peaks = (bound + gigabytes(peak), bound + gigabytes(peak - away - spared))
-    return [str(stage.stage), *map(gigabytes, parts), *peaks, gigabytes(away + moving)]
+    return [str(stage.stage), *map(gigabytes, parts), *peaks, gigabytes(on_host)]
 
 
 def _print_links(console: Console, estimate: Estimate) -> None:
