@@ -9,7 +9,7 @@ import cpu_training
 import fused_adam
 import pytest
 import torch
-from cpu_training import CpuOptions, CpuTraining, RunRecord
+from cpu_training import CpuOptions, CpuTraining, StepRecord
 from torch.distributed.tensor import DTensor
 
 import bridge_fgo
@@ -152,6 +152,15 @@ def both(script, config=PACKED, **options):
     assert exact(returned[1]) == exact(returned[0])
     assert ends[1] == ends[0]
     return returned
+
+
+@dataclasses.dataclass
+class RunRecord:
+    """Steps of a run, the bytes of state that are on the GPU after them, and the most as a forward began."""
+
+    steps: list[StepRecord] = dataclasses.field(default_factory=list)
+    state_bytes: int = 0
+    peak_forward_backward_bytes: int = 0
 
 
 @dataclasses.dataclass

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,26 +34,10 @@ class StepRecord:
     skipped: bool
     passes: int
     """Forward-backward passes: 2 where the rerun state machine asked for another."""
-    seconds: float = 0.0
     exit_code: int | None = None
     """Status with which Bridge's loop would end the process after this step; None where it would go on."""
     should_checkpoint: bool = False
     """Whether Bridge's loop would save a checkpoint before it ends the process."""
-
-
-@dataclass
-class RunRecord:
-    """A whole run: its steps, the sha256 of its final state by kind, and bytes of live optimizer state.
-
-    `peak_forward_backward_bytes` is the largest sample taken as a microbatch's forward begins,
-    `peak_step_bytes` the largest taken after a step.
-    """
-
-    steps: list[StepRecord] = field(default_factory=list)
-    digests: dict[str, str] = field(default_factory=dict)
-    state_bytes: int = 0
-    peak_forward_backward_bytes: int = 0
-    peak_step_bytes: int = 0
 
 
 class CpuTraining:
@@ -154,7 +137,6 @@ class CpuTraining:
         self._forwards = 0
         self.live_bytes = []
         with self._grad_norm_threshold():
-            began = time.perf_counter()
             outcome = bridge_train.train_step(
                 self._forward_step,  # type: ignore[reportArgumentType]
                 self._batches,
@@ -166,7 +148,6 @@ class CpuTraining:
                 self._schedule,
                 self._p2p,
             )
-            seconds = time.perf_counter() - began
         losses, skipped, should_checkpoint, self.exited, exit_code, grad_norm, *_ = outcome
         self.state.train_state.step += 1
         return StepRecord(
@@ -175,7 +156,6 @@ class CpuTraining:
             grad_norm=None if grad_norm is None else float(grad_norm),
             skipped=bool(skipped),
             passes=self._forwards // self._forwards_a_pass,
-            seconds=seconds,
             exit_code=exit_code if self.exited else None,
             should_checkpoint=should_checkpoint,
         )
@@ -260,22 +240,3 @@ class CpuTraining:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def run(options: CpuOptions, steps: int, on_step: Callable[[StepRecord], None] = lambda record: None) -> RunRecord:
-    """Train for `steps` steps, or until Bridge asks to exit; return what happened. Tears everything down.
-
-    `on_step` is called after each step, while the optimizer is alive.
-    """
-    record = RunRecord()
-    with CpuTraining(options) as training:
-        for _ in range(steps):
-            record.steps.append(training.step())
-            record.peak_forward_backward_bytes = max(record.peak_forward_backward_bytes, *training.live_bytes)
-            record.peak_step_bytes = max(record.peak_step_bytes, training.live_state_bytes())
-            on_step(record.steps[-1])
-            if training.exited:
-                break
-        record.digests = training.digests()
-        record.state_bytes = training.live_state_bytes()
-    return record

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_model import CpuOptions
 from lengths import cut, in_turn, length_of
 
 
@@ -28,9 +27,3 @@ def test_a_forward_step_gets_one_cut_batch_a_call(monkeypatch: pytest.MonkeyPatc
     for _ in range(8):
         step(SimpleNamespace(), data, None)
     assert seen == [3, 3, 5, 5, 3, 5, 5, 3] and len(list(data)) == 1
-
-
-@pytest.mark.parametrize("lengths", [(0,), (8, 64)])
-def test_lengths_above_the_sequence_are_refused_on_the_cpu(lengths: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="lengths="):
-        CpuOptions(lengths=lengths)
