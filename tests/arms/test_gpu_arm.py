@@ -94,7 +94,7 @@ def recorder(tmp_path, monkeypatch, stream):
 
     monkeypatch.setattr(gpu_recorder, "final_state", lambda *args: {"masters": {}, "moments": {}})
     monkeypatch.setattr(gpu_recorder, "joined_digests", lambda state: {})
-    monkeypatch.setattr(gpu_recorder, "of_ranks", lambda mine: [mine])
+    monkeypatch.setattr(gpu_recorder, "gather", lambda mine: [mine])
     monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
     options = ["--steps", "5", "--alone-steps", "2", "--trace", str(tmp_path / "trace.gz")]
     options = gpu.parse([*options, "--events", str(tmp_path / "events")])
@@ -208,7 +208,7 @@ def test_the_loop_of_each_rank_is_timed_once_a_step_and_is_in_no_steps_seconds(r
 
     monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.host_loop_seconds", loop)
     other = [7.0] * 5
-    monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.of_ranks", lambda mine: [mine, other])
+    monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.gather", lambda mine: [mine, other])
     train(recorder, stream)
     _, result = written(events)
     assert result["host_loop_seconds_of_ranks"] == [[0.125, 0.25, 0.375, 0.5, 0.625], other]

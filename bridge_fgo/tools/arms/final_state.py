@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bridge_fgo.engines.engine import attachment_of
+from bridge_fgo.engines.ranks import gather
 from bridge_fgo.states.fsdp import is_fsdp
 from bridge_fgo.tools.arms.record import digest, digest_each, joined
 
@@ -176,15 +177,6 @@ def digests_by_parameter(model: Sequence[Any], optimizer: Any) -> tuple[dict[str
     return {"params": digest(_weights(model)), **{part: joined(digests) for part, digests in found.items()}}, nbytes
 
 
-def of_ranks(mine: Any) -> list[Any]:
-    """Gather an object of each rank; return them in the order of ranks. Collective; all ranks get them."""
-    import torch
-
-    every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, mine)
-    return every
-
-
 def joined_digests(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, str]:
     """Return one digest for each part of the state, over all ranks. Collective; all ranks get it."""
     return digests_of_ranks({part: digest(tensors) for part, tensors in state.items()})
@@ -192,7 +184,7 @@ def joined_digests(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, str]:
 
 def digests_of_ranks(mine: dict[str, str]) -> dict[str, str]:
     """Return one digest for each part, over those of all ranks. Collective; all ranks get it."""
-    every = of_ranks(mine)
+    every = gather(mine)
     if len(every) == 1:
         return mine
     return {part: hashlib.sha256("".join(rank[part] for rank in every).encode()).hexdigest() for part in mine}

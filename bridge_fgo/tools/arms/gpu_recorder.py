@@ -14,6 +14,7 @@ from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.checkpointing import maybe_finalize_async_save
 
 import bridge_fgo
+from bridge_fgo.engines.ranks import gather
 from bridge_fgo.figures import GRADIENT_FIGURES, Stats
 from bridge_fgo.memory.meters import COMMON_POOL
 from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP, MovesAlone, PhaseClock, host_loop_seconds
@@ -23,7 +24,6 @@ from bridge_fgo.tools.arms.final_state import (
     final_state,
     joined_digests,
     live_state_bytes,
-    of_ranks,
 )
 from bridge_fgo.tools.arms.record import EventWriter
 from bridge_fgo.tools.arms.step_trace import StepTrace
@@ -142,7 +142,7 @@ class ArmRecorder(Callback):
         loss = (context.loss_dict or {}).get("lm loss")
         loss = None if loss is None else float(loss)
         if self._options.pp > 1:  # only the last pipeline stage has it, and rank 0 is in the first
-            loss = next((value for value in of_ranks(loss) if value is not None), None)
+            loss = next((value for value in gather(loss) if value is not None), None)
         peaks = max(figure(stats, f"peak_{phase}_bytes") for phase in PHASES)
         self.newest = dict(
             step=self.step,
@@ -216,8 +216,8 @@ class ArmRecorder(Callback):
         if self.trace is not None:
             self.trace.end(self._options.trace if self.writer is not None else None)
         digests, state_bytes = self.final_digests(context)
-        phases = of_ranks(self._clock.medians())
-        host_loops = of_ranks(self.host_loops)
+        phases = gather(self._clock.medians())
+        host_loops = gather(self.host_loops)
         if self.writer is None:
             return
         stats = bridge_fgo.stats()

@@ -7,13 +7,13 @@ import platform
 import re
 import resource
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import bridge_fgo
+from bridge_fgo.bridge.compat import version_of
 from bridge_fgo.memory.host_memory import available_bytes, local_cpus, numa_nodes, total_bytes
 from bridge_fgo.tools.show import readable_bytes
 
@@ -28,19 +28,14 @@ def installed(answer: dict[str, Any]) -> dict[str, Any]:
     "offloader", the optimizer-state offloader that this mcore brings, and "install", why `bridge_fgo.install` refuses
     this Bridge, or why Megatron does not import, or None; all three by the builder's answer.
     """
-    distributions: dict[str, str | None] = dict.fromkeys(DISTRIBUTIONS)
-    for name in DISTRIBUTIONS:
-        try:
-            distributions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    versions = {name: version_of(name) for name in DISTRIBUTIONS}
     return {
         "bridge_fgo": bridge_fgo.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda,
         "driver": driver_version(),
-        **distributions,
+        **{name: None if version == "unknown" else version for name, version in versions.items()},
         "mcore": answer.get("mcore"),
         "offloader": answer.get("offloader"),
         "install": answer.get("install_refuses"),

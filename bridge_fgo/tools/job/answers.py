@@ -11,9 +11,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,19 +134,14 @@ def keep(name: str, answer: dict[str, Any], versions: dict[str, str]) -> None:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of the Megatron that a job would import, or "checkout" on PYTHONPATH; {} for none."""
-    spec = find_spec("megatron")
-    tops = [] if spec is None else [Path(top).parent for top in spec.submodule_search_locations or ()]
     found = {}
     for name in DISTRIBUTIONS:
-        part = name.replace("-", "/")
-        first = next((top / part for top in tops if (top / part / "__init__.py").is_file()), None)
-        if first is not None:
-            try:
-                distribution = metadata.distribution(name)
-                is_wheel = Path(str(distribution.locate_file(part))).resolve() == first.resolve()
-                found[name] = distribution.version if is_wheel else "checkout"
-            except metadata.PackageNotFoundError:
-                found[name] = "checkout"
+        if (file := source_of(name.replace("-", "."))) is not None:
+            found[name] = "checkout"
+            with suppress(metadata.PackageNotFoundError):
+                wheel = metadata.distribution(name)
+                if Path(str(wheel.locate_file(name.replace("-", "/")))).resolve() == file.parent.resolve():
+                    found[name] = wheel.version
     return found
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import bridge_fgo
+from bridge_fgo.engines.ranks import gather
 from bridge_fgo.sleep.moved import Moved
-from bridge_fgo.tools.arms.final_state import of_ranks
 from bridge_fgo.tools.arms.rl.diary import Diary
 from bridge_fgo.tools.arms.rl.neighbour import Neighbour
 from bridge_fgo.tools.arms.rl.options import RlOptions
@@ -98,7 +98,7 @@ class Loop:
         diary.note("trained")
         if self.neighbour is not None and options.crowd and number == 1:  # the allocator has what training needs
             self.neighbour.crowd()
-        ranks = of_ranks((float(rollouts.rewards.mean()), figures))
+        ranks = gather((float(rollouts.rewards.mean()), figures))
         reward = sum(reward for reward, _ in ranks) / len(ranks)
         # The last rank's pipeline stage has the loss.
         return Iteration(number, reward, **ranks[-1][1], held=held, phases=diary.phases)
