@@ -29,10 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Refuse what cannot be combined, once Bridge has validated and finalized the config.
-
-    Have the config hold the settings in force, with which it is saved.
-    """
+    """Refuse what cannot be combined, once Bridge has finalized the config; have it hold the settings in force."""
     # MIMO's function, whose road does not go through the container's own validation, is given the config.
     config = arguments_of(wrapped, args, kwargs)["cfg"] if instance is None else instance
     optimizer = config.optimizer
@@ -90,8 +87,7 @@ def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 def _optimizer_of(result: Any, config: Any) -> Any:
     """Return the optimizer of what was built; the empty chain of a rank that trains nothing gets the config.
 
-    By that `after_model_hooks` knows that the flag is set: else the rank would miss what all ranks do together, and
-    they would wait for it.
+    By that `after_model_hooks` knows that the flag is set: else the rank would miss what all ranks do together.
     """
     optimizer = result[0] if isinstance(result, tuple) else result
     if getattr(optimizer, "chained_optimizers", None) == []:
@@ -122,10 +118,7 @@ def builds_float16_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: 
 
 
 def after_model_hooks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Attach where `build_optimizer` has not, as soon as the optimizer exists and finalize is bound.
-
-    So a refusal comes, and host memory is pinned, before the first collective of training.
-    """
+    """Attach where `build_optimizer` has not, so that host memory is pinned before the first collective of training."""
     result = wrapped(*args, **kwargs)
     arguments = arguments_of(wrapped, args, kwargs)
     optimizer = arguments.get("optimizer")
@@ -135,10 +128,7 @@ def after_model_hooks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
 
 
 def compile_helpers(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Let Bridge go on where `make` fails but the compiled dataset helper is there.
-
-    mcore's wheel ships the helper built and no Makefile, so Bridge would exit.
-    """
+    """Let Bridge go on where `make` fails, as in mcore's wheel without a Makefile, but the compiled helper is there."""
     try:
         return wrapped(*args, **kwargs)
     except (SystemExit, FileNotFoundError) as error:

@@ -126,11 +126,7 @@ def flag_is_set(optimizer_config: Any) -> bool:
 
 
 def check_flag(optimizer_config: Any) -> None:
-    """Refuse a flag that would otherwise be taken for unset.
-
-    Raises:
-        ValueError: a flag is "true" or 1 instead of True, or generation 2's own fraction is 0.
-    """
+    """Raise ValueError for a flag that would be taken for unset ("true", 1), or generation 2's own fraction of 0."""
     for name in (FLAG, CHUNKED_FLAG):
         value = getattr(optimizer_config, name, False)
         if not isinstance(value, bool) and (value is None or isinstance(value, str | int | float)):
@@ -186,8 +182,7 @@ def native_only_refusal(config: OffloadConfig) -> str:
 def _in_chunks(optimizer_config: Any) -> Choice | None:
     """Return the engine that steps in mcore's chunks (Megatron-LM #6544), where they are asked for and there are any.
 
-    Raises:
-        ValueError: the number is below 0, or the setting is given with one that mcore refuses beside it.
+    ValueError where the number is below 0, or the setting is given with one that mcore refuses beside it.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -208,11 +203,7 @@ def _in_chunks(optimizer_config: Any) -> Choice | None:
 
 
 def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
-    """Return the engine that serves this run.
-
-    Raises:
-        ValueError: the engine asked for is not there, or does not honour a setting.
-    """
+    """Return the engine that serves this run; ValueError where the one asked for is missing, or ignores a setting."""
     engine, native_only = upstream_generation(), config.native_only_settings()
     # mcore's own offloader is driven for Adam under a DistributedOptimizer alone.
     is_adam = getattr(optimizer_config, "optimizer", "adam") == "adam"

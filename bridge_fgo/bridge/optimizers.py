@@ -13,10 +13,8 @@ from bridge_fgo.states.fsdp import BUFFER, is_fsdp
 def eligible(optimizer: Any) -> list[Any]:
     """Return the optimizers under `optimizer` whose states can be offloaded, of the classes that `source_of` takes.
 
-    Stub optimizers of frozen sub-models are skipped; a rank on which all are stubs gives an empty list.
-
-    Raises:
-        ValueError: an optimizer cannot be offloaded, or there is none at all; says which setting to change.
+    Stub optimizers of frozen sub-models are skipped; a rank on which all are stubs gives an empty list. ValueError
+    where one cannot be offloaded, or there is none at all; it says which setting to change.
     """
     found, all_leaves = [], list(leaves(optimizer))
     for leaf in all_leaves:

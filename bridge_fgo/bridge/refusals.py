@@ -310,10 +310,7 @@ OF_SETTINGS_UNDER_FSDP = [
 
 
 def refuse_config(cfg: Any, settings: OffloadConfig | None = None) -> None:
-    """Raise ValueError where a Bridge ConfigContainer that Bridge has validated cannot be combined with the offload.
-
-    settings: what `install` was given; None leaves out what depends on the engine.
-    """
+    """Raise ValueError where a config that Bridge has validated cannot be combined with these settings."""
     refuse(config_refusals(cfg) if settings is None else all_refusals(cfg, settings))
 
 
@@ -377,15 +374,10 @@ def captures_full_iteration(model_config: Any) -> bool:
 def refuse_small_shared_memory(checkpoint: Any, copies: list[int], ranks: int | None = None) -> None:
     """Raise ValueError where a persistent checkpoint worker could not be handed the copies of the states.
 
-    It is a process of its own and gets each host tensor as an open file under PyTorch's sharing strategy
-    "file_descriptor", and as a file in /dev/shm under "file_system". Where either runs out, the thread that sends
-    them prints an error, and training waits for the worker without end. (On the GPU states go as CUDA handles. In the
-    formats that mcore gathers on the host it is the same without offload.)
-
-    Args:
-        checkpoint: Bridge's CheckpointConfig.
-        copies: bytes of each host tensor that this rank's checkpoint gets.
-        ranks: of this node; `ranks_of_this_node` when None.
+    It is a process of its own and gets each host tensor, of so many bytes in `copies` a rank, as an open file under
+    PyTorch's sharing strategy "file_descriptor", and as a file in /dev/shm under "file_system". Where either runs out,
+    the thread that sends them prints an error, and training waits for the worker without end. (On the GPU states go as
+    CUDA handles. In the formats that mcore gathers on the host it is the same without offload.)
     """
     if not (copies and copies_go_to_a_worker(checkpoint)):
         return

@@ -29,11 +29,9 @@ def warn(text: str) -> None:
 
 
 def log_scalars(scalars: dict[str, float], state: Any) -> None:
-    """Write figures to TensorBoard and W&B, at the steps at which Bridge writes its own.
+    """Write figures of the step that has just ended to TensorBoard and W&B, where Bridge writes its own.
 
-    Args:
-        scalars: figures of the step that has just ended, by tag.
-        state: Bridge's GlobalState; its step counter is advanced after the training step.
+    The step counter of `state`, Bridge's GlobalState, is advanced after the training step.
     """
     logger_config = getattr(state.cfg, "logger", None)
     interval = getattr(logger_config, "tensorboard_log_interval", None)

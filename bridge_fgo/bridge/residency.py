@@ -46,10 +46,7 @@ _open = weakref.WeakSet["Residency"]()
 def _verb[**P, R](
     method: Callable[Concatenate[Residency, P], R],
 ) -> Callable[Concatenate[Residency, P], R]:
-    """Have calls of several threads wait for each other, outside of autograd and of inference mode.
-
-    An inference engine may have left inference mode on.
-    """
+    """Have calls of threads wait for each other, outside of autograd and of an inference mode that is on."""
 
     @wraps(method)
     def run(self: Residency, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -566,10 +563,7 @@ class Residency:
             self._lock(self._gradients.map_hosts())
 
     def _wait_for_collectives(self) -> None:
-        """Have the current stream wait for gathers and reductions that DDP has in flight.
-
-        DDP keeps their handles, and waits once more: its own notes are as they were.
-        """
+        """Have the current stream wait for gathers and reductions in flight; DDP keeps the handles, and waits too."""
         for ddp in self._ddps:
             for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
                 for handle in (group.param_gather_handle, group.grad_reduce_handle):

@@ -1,7 +1,6 @@
 """One session for each top-level optimizer: translates Bridge's events into verbs of the rank's engine.
 
-It is made at the first training step with the flag, or as the optimizer is built, and closed when the flag or the
-package goes.
+It is made as the optimizer is built, or at the first step with the flag, and closed when the flag or the package goes.
 """
 
 from __future__ import annotations
@@ -59,16 +58,14 @@ class Session:
     they tell each other whether it can be made, and what host memory it takes.
 
     Args:
-        optimizer: what Bridge hands to `train_step`: a chain of optimizers, a MimoOptimizer, a DistributedOptimizer or
-            a Float16OptimizerWithFloat16Params.
+        optimizer: what Bridge hands to `train_step`: a chain of optimizers, a MimoOptimizer, or what `source_of` takes.
         model_config: the model config that holds `finalize_model_grads_func`.
         config: the settings in force.
         model: its model, or a list of its chunks, whose gradients may be moved too.
         owner: what has made the engine and closes it, attached; None where the session does.
 
     Raises:
-        ValueError: the optimizer or a setting is refused, on this rank or another.
-        RuntimeError: host memory could not be had, on this rank or another.
+        ValueError, RuntimeError: the optimizer or a setting is refused, or there is no host memory, on any rank.
     """
 
     def __init__(
@@ -139,14 +136,10 @@ class Session:
 
     @contextmanager
     def training_step(self, model: Any, microbatches: int, is_saved_next: bool = False) -> Iterator[None]:
-        """Context of a training step, in which this session is the active one.
+        """Context of a training step of a model, or a list of chunks, in which this session is the active one.
 
-        Afterwards no reload is in flight, on every way out but an exception.
-
-        Args:
-            model: the model chunk, or a list of them.
-            microbatches: how many the step runs.
-            is_saved_next: whether a checkpoint is to be saved when the step is done.
+        Afterwards no reload is in flight, on every way out but an exception. `is_saved_next`: a checkpoint is saved
+        then.
         """
         engine = self.engine
         self._is_captured = is_captured = captures_full_iteration(self.model_config)
@@ -232,10 +225,7 @@ class Session:
         self._is_proven = has_all
 
     def begin_pass(self, is_replayed: bool = False) -> None:
-        """Start the copies out: a forward-backward pass begins.
-
-        is_replayed: whether it replays a CUDA graph, where the model has its passes captured.
-        """
+        """Start the copies out: a pass begins, or a CUDA graph that has captured passes replays one."""
         if not self._is_proven:
             self._had_states = self._had_states or self.engine.has_states()
         if news := self.engine.traffic.touches.news():
@@ -276,11 +266,7 @@ class Session:
         self.engine.reload()
 
     def updating(self) -> None:
-        """Note that an optimizer is about to step, so that every state will exist.
-
-        Raises:
-            RuntimeError: an error ended an earlier step half-way, or states cannot be brought back.
-        """
+        """Note that an optimizer is about to step, so that every state will exist; raise as `Engine.updating`."""
         self.updates += 1
         self.engine.updating()
 
@@ -303,8 +289,7 @@ class Session:
     def close(self) -> None:
         """Make the states resident for good and undo what the session hung on the optimizers.
 
-        Raises:
-            RuntimeError: states cannot be brought back; the session stays open, and may be closed once they can.
+        RuntimeError where states cannot be brought back; the session stays open, and may be closed once they can.
         """
         if self.closed and not self.is_lost:  # by an uninstall
             return
@@ -430,9 +415,7 @@ def all_sessions() -> list[Session]:
 def attach(optimizer: Any, model_config: Any, config: OffloadConfig, model: Any = None) -> Session:
     """Return the session of a top-level optimizer and its model, made and announced on the first call.
 
-    Raises:
-        ValueError: as `Session`; or the settings are others than at the first call.
-        RuntimeError: as `Session`.
+    Raises as `Session`, and ValueError where the settings are others than at the first call.
     """
     session: Session | None = vars(optimizer).get(SESSION)
     if session is not None and session.is_lost:
@@ -455,9 +438,7 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig, model: Any 
 
 
 def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: OffloadConfig, model: Any) -> Session | None:
-    """Return the session that drives a training step, or None where the flag is not set.
-
-    A flag that was unset in mid-run makes the states resident and closes the session.
+    """Return the session that drives a training step, or None without the flag, which if unset in mid-run closes it.
 
     Raises:
         ValueError, RuntimeError: as `Session`, or as `refuse_small_shared_memory`.
@@ -484,11 +465,7 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
 
 
 def close_all() -> None:
-    """End every session, and forget the figures.
-
-    Raises:
-        RuntimeError: as `Session.close`; every session that can be closed is.
-    """
+    """End every session that can be closed, and forget the figures; raise as `Session.close`."""
     global _newest_stats
     if _close_sessions():
         gc.collect()  # of a training that is over only a cycle of references may be left

@@ -93,10 +93,7 @@ class CheckpointingEngine(Engine):
         return self._lends
 
     def _shared_hosts(self, slabs: Sequence[Slab]) -> list[SharedHostBuffer]:
-        """Return a host buffer for each slab that it can lend, page-locked; none where that cannot be.
-
-        From then on saves get copies, which takes longer; it is said.
-        """
+        """Return a page-locked host buffer to lend for each slab; none, and say so, where saves will get copies."""
         needed = sum(slab.nbytes for slab in slabs)
         try:
             if needed > (free := free_for_each_rank()):

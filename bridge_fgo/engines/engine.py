@@ -75,18 +75,12 @@ class Engine(ABC):
 
     @contextmanager
     def training_step(self, kind: object, is_saved_next: bool = False) -> Iterator[None]:
-        """Context of a training step; `is_saved_next`: a checkpoint is to be saved when it is done.
-
-        Passes of one `kind` (the number of microbatches) need as much memory.
-        """
+        """Context of a training step, then saved if `is_saved_next`; passes of one `kind` need as much memory."""
         yield
 
     @abstractmethod
     def begin_pass(self, is_like_others: bool = True) -> None:
-        """Start the copies to the host: a forward-backward pass begins.
-
-        Nothing is learned from one that does not need as much memory as others of its kind (`is_like_others`).
-        """
+        """Start the copies to the host: a pass begins, from which nothing is learned if it is unlike others."""
 
     @abstractmethod
     def release(self) -> None:
@@ -128,10 +122,7 @@ class Engine(ABC):
         """End the training step's moves: what reads the masters on the current stream may, from now on."""
 
     def end_step(self, updated: bool) -> None:  # noqa: B027
-        """End the training step, in which the optimizers of all ranks have stepped (`updated`) or not.
-
-        ValueError, with the least budget that can be met, where the budget cannot.
-        """
+        """End a step in which all ranks have `updated` or none; ValueError, with the least, for too low a budget."""
 
     # Readers and writers, on the current stream; of one source, or of all.
 
@@ -181,10 +172,7 @@ class Engine(ABC):
 
     @contextmanager
     def saving(self, source: Source, copies: bool) -> Iterator[None]:
-        """Context in which a checkpoint's state dictionary is made; inside, `hand_out` gives the states.
-
-        With `copies` what is handed out is safe to keep; else it is to be copied at once.
-        """
+        """Context of a save: `hand_out` gives states, with `copies` safe to keep, else to be copied at once."""
         self.require_readable(source)
         yield
 
@@ -235,10 +223,7 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Make the states resident for good and let go of host memory, streams and hooks.
-
-        RuntimeError where states cannot be brought back. They stay as they are, and it may be called again.
-        """
+        """Make states resident for good and let go of all else; RuntimeError, to call again, where some cannot be."""
 
 
 ATTACHED = "_bridge_fgo_attached"

@@ -58,12 +58,9 @@ WHOLE = (
 class Gradients:
     """The gradients of some DDP models, bucket by bucket; `offloads` says whether they leave between microbatches.
 
-    What the buffers hold now is dropped: a training step zeroes it before anything else.
-
-    Other `Gradients` that have them, of an optimizer that was built before, are closed first.
-
-    Raises:
-        ValueError: gradients are off the GPU, or weights are of an unknown class: MXFP8's, say.
+    What the buffers hold now is dropped: a training step zeroes it before anything else. Other `Gradients` that have
+    them, of an optimizer that was built before, are closed first. ValueError where gradients are off the GPU, or
+    weights are of an unknown class: MXFP8's, say.
     """
 
     def __init__(self, ddps: Iterable[Any], transfers: Transfers, offloads: bool) -> None:
@@ -289,9 +286,8 @@ class Gradients:
     def close(self) -> None:
         """Give each buffer its gradients back, in one storage as before.
 
-        Raises:
-            torch.OutOfMemoryError: there is no memory for a buffer beside its buckets; that one and those after it stay
-                as they are.
+        torch.OutOfMemoryError where there is no memory for one beside its buckets, which with those after it stays as
+        it is.
         """
         # Race: the memory of the buckets is the training stream's, which would reuse it before others have read it.
         with self._transfers.computing(), torch.no_grad():

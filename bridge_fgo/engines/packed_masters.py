@@ -29,15 +29,8 @@ class PackedMasters:
     """Decides whether masters leave packed, and knows whose masters are lost.
 
     Each rank decides for itself; no bit depends on it. The host waits where it is decided or verified, and nowhere
-    else.
-
-    Args:
-        remainders: of all masters that may be packed.
-        offloaded: what is offloaded of each source.
-        transfers: that move it.
-        decides: whether it is decided in training; else masters leave as `remainders.wanted` says.
-        announce: gets a line when masters begin to be packed.
-        warn: gets a line when they never will be, because weights have changed.
+    else. Where it `decides` it does so in training, else masters leave as `remainders.wanted` says. `announce` gets a
+    line when masters begin to be packed, `warn` when they never will be, because weights have changed.
     """
 
     def __init__(
@@ -144,10 +137,7 @@ class PackedMasters:
     # Whether they can be brought back.
 
     def _verify(self, sources: Sequence[Source]) -> None:
-        """Raise RuntimeError where weights are not what they were when masters that were copied in part left.
-
-        Of masters that left whole that is noted, where weights are watched.
-        """
+        """Raise RuntimeError where weights are not as when masters left in part; note it of whole, watched ones."""
         watched = [source for source in sources if source in self._then] if self.checks_weights else []
         encoded = self._encoded(sources)
         if not encoded and not watched:

@@ -71,10 +71,7 @@ def _needs(nbytes: int) -> list[Need]:
 
 
 def pin_on_every_rank(engine: Engine) -> None:
-    """Page-lock the host memory of every rank's engine, or of none where a node has not enough for its ranks.
-
-    A collective. Whatever its optimizers and its engine, every rank of the job comes here.
-    """
+    """Page-lock the host memory of every rank's engine, or of none where a node has not enough; a collective of all."""
     require_host_memory(engine.bytes_to_pin)
     on_every_rank(engine.pin)
 

@@ -150,10 +150,7 @@ class Kernel:
         """The grid's third dimension, the block's three, and bytes of shared memory."""
 
     def launch(self, grid: Grid, stream: Handle, *words: int) -> None:
-        """Enqueue the kernel on a `cudaStream_t`.
-
-        `words` of its arguments go one after another; what the kernel does not look at may be missing at the end.
-        """
+        """Enqueue the kernel on a `cudaStream_t`; `words` that it does not look at may be missing at the end."""
         self._values[: len(words)] = words
         if error := self._library.cuLaunchKernel(self._handle, *grid, *self._block, stream, self._arguments, _NULL):
             _check(error, "launch a kernel")

@@ -100,10 +100,7 @@ class GradientBucket:
         return len(self.read) == len(self._classes)
 
     def _watch(self, watches: bool) -> None:
-        """Have each read of a gradient go through the property, which takes the host 0.3 us, or not.
-
-        Those of quantized weights always do.
-        """
+        """Have reads of a gradient go through the property, for 0.3 us of the host; quantized weights' always do."""
         for ref, plain, watched in self._classes:
             if (param := ref()) is not None:
                 set_class(param, watched if watches else plain)
@@ -161,11 +158,9 @@ class GradientBucket:
     # Verbs, in the order of a step: require, offload, release, reload, zero.
 
     def require(self) -> None:
-        """Have the gradients on the GPU, for the current stream to read and write.
+        """Have the gradients on the GPU, for the current stream to read and write; RuntimeError while they are asleep.
 
-        Raises:
-            torch.OutOfMemoryError: there is no memory for them; they stay where they are.
-            RuntimeError: they are asleep.
+        torch.OutOfMemoryError where there is no memory for them; they stay where they are.
         """
         if self.state is BucketState.HERE:
             return
@@ -262,8 +257,7 @@ def _add_property(cls: type[torch.Tensor], bucket: GradientBucket) -> type[torch
     """Return the class of a bucket's parameters whose `main_grad` has memory as soon as it is read.
 
     For `torch.nn.Parameter` it is a subclass. A quantized class gets the property itself, until the last bucket is
-    closed: Transformer Engine, in C++ too, knows its tensors by their exact class. Tensors without a bucket are as
-    before.
+    closed: Transformer Engine, in C++ too, knows its tensors by their exact class.
     """
     if cls is torch.nn.Parameter:
         return _subclass()

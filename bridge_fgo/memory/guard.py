@@ -215,10 +215,7 @@ def empty(storage: torch.UntypedStorage, why: str) -> None:
 
 
 def fill(storage: torch.UntypedStorage, nbytes: int, why: str) -> None:
-    """Take memory of undefined content for a storage that `empty` has emptied, on the current stream.
-
-    Where there is none, it stays empty and refuses its address as before.
-    """
+    """Take memory of undefined content for an emptied storage, which stays so where there is none."""
     if not _CAN_REFUSE:
         storage.resize_(nbytes)
         return

@@ -150,8 +150,7 @@ def has_files_for_buffers(slabs: int) -> bool:
 def shared_storage(nbytes: int) -> torch.UntypedStorage:
     """Return shared memory that `torch.multiprocessing` hands to another process without copying it, or raise OSError.
 
-    Where an open file is handed over, the memory is of no file system: /dev/shm, which containers keep small, does not
-    limit it.
+    Handed over as an open file it is in no file system: /dev/shm, which containers keep small, does not limit it.
     """
     if not hands_out_descriptors():
         return torch.UntypedStorage._new_shared(nbytes)
@@ -182,10 +181,7 @@ class MemoryFile:
 
 
 class Loan:
-    """Lives as long as anything in this process refers to memory that a buffer has lent.
-
-    mcore does so until its writer is done on all ranks (`AsyncCallsQueue.maybe_finalize_async_calls`).
-    """
+    """Lives while anything in this process, as mcore until its writer is done on all ranks, refers to lent memory."""
 
     def __init__(self, file: MemoryFile) -> None:
         self.file = file

@@ -60,10 +60,7 @@ class Codec:
 
 
 def select(bundle_bytes: Sequence[int], fraction: float) -> list[int]:
-    """Return the positions of the bundles to offload: in order, until their bytes reach `fraction` of all bytes.
-
-    So at least that share goes, and less than one bundle more. Bundles of no bytes are never taken.
-    """
+    """Return the positions of the bundles to offload: in order, until they have at least `fraction` of all bytes."""
     wanted = fraction * sum(bundle_bytes)
     before = accumulate(bundle_bytes, initial=0)
     each = enumerate(zip(bundle_bytes, before, strict=False))
@@ -71,10 +68,7 @@ def select(bundle_bytes: Sequence[int], fraction: float) -> list[int]:
 
 
 def pack(sizes: Sequence[int], slab_bytes: int) -> list[SlabLayout]:
-    """Pack tensors of these sizes (bytes, all positive) in order into slabs of `slab_bytes` at most.
-
-    A tensor is never split: one that is larger gets a slab of its own size.
-    """
+    """Pack tensors of these sizes (bytes, positive) in order into slabs of `slab_bytes`, or of one larger tensor."""
     layouts: list[SlabLayout] = []
     start = 0
     for position, nbytes in enumerate(sizes):

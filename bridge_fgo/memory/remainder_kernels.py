@@ -179,8 +179,7 @@ class RemainderKernels:
     def look_up(self, required: bool = True) -> bool:
         """Write the table anew where weights are elsewhere now: a buffer may be let go of, and taken again.
 
-        Where weights have no memory they are left for later, and it returns False; if `required`, because masters are
-        packed or about to be, that raises RuntimeError.
+        Where weights have no memory it returns False, or raises RuntimeError if they are `required` for packed masters.
         """
         buffers = [buffer() for buffer in self._buffers]
         # Without memory the start of a view is its offset, not 0.

@@ -169,10 +169,7 @@ class Remainders:
         return ""
 
     def sums_now(self, slabs: Sequence[SlabRemainders]) -> torch.Tensor:
-        """Return the sums over the bits of the weights as they are now, int64 [rows]; those of other slabs say nothing.
-
-        The next call may overwrite what it returns.
-        """
+        """Return the sums over the bits of these slabs' weights now, int64 [rows], valid until the next call."""
         if self._kernels is not None:
             return self._kernels.weight_sums()
         now = torch.zeros_like(self.sums[:, 0])  # tensors wrap around, Python's integers do not

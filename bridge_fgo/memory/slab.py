@@ -455,10 +455,7 @@ class Slab(SlabStateMachine):
         return self.transit_bytes if self.codec.encodes else self.block_bytes
 
     def reserve(self) -> bool:
-        """Allocate the staging memory that `_encode` needs, and return whether there was as much.
-
-        For a slab that was copied whole it is done before the step: after it there may be no room.
-        """
+        """Allocate the staging memory of `_encode`, before a step that may take it; return if there was as much."""
         with suppress(torch.cuda.OutOfMemoryError):
             self._take_staging()
         return self.staging is not None
@@ -558,10 +555,7 @@ class Part(PartBytes):
         self.written_back = any(slab.written_back for slab in slabs)
 
     def mark_just_rounded(self) -> None:
-        """Note that its states were just updated and copied to the weights that they round to.
-
-        Slabs that leave now are encoded without a check; of a part that stays nothing is encoded.
-        """
+        """Note that its states were just copied to the weights that they round to: to encode them needs no check."""
         for slab in self.slabs:
             if self.stays:
                 slab.drop_staging()
@@ -626,10 +620,7 @@ def decode_together(slabs: Sequence[Slab]) -> None:
 
 
 def encode_together(slabs: Iterable[Slab]) -> set[Slab]:
-    """Encode those of some slabs that were just rounded by one launch, and return them.
-
-    Their copies out are to start, by `Slab.start_encoded`, before anything else happens to them.
-    """
+    """Encode slabs that were just rounded by one launch; return them, to be sent by `start_encoded` next."""
     ready = [
         slab for slab in slabs if slab.codec.just_rounded and slab.codec.encodes and slab.state is SlabState.RESIDENT
     ]
@@ -650,8 +641,8 @@ def encode_together(slabs: Iterable[Slab]) -> set[Slab]:
 def _encode(slabs: Sequence[Slab]) -> bool:
     """Encode slabs on the current stream, where wanted and possible; return if any was enqueued.
 
-    A slab is left whole where its encoding would lose something (a master is not what its weight was rounded from), and
-    where there is no memory for more than the slab.
+    A slab is left whole where its encoding would lose something (a master is not what its weight was rounded from), or
+    there is no memory for it.
     """
     encoding = []
     for slab in slabs:

@@ -61,9 +61,6 @@ class StridedSum:
 
 
 def compile_sum(source: str, name: str, arrays: int, device: torch.device) -> StridedSum | None:
-    """Return the kernel `name` over so many arrays; None without a GPU, or an NVRTC that compiles.
-
-    `source`, what comes after `SOURCE`, is compiled once in a process.
-    """
+    """Return the kernel `name` in `source`, which follows `SOURCE`; None without a GPU, or an NVRTC that compiles."""
     module = compile_for(SOURCE + source, device) if device.type == "cuda" else None
     return None if module is None else StridedSum(Kernel(module, name, (1,) * (arrays + 2), THREADS))

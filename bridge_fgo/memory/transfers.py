@@ -408,8 +408,7 @@ class CudaTransfers(Transfers):
     def _streams(self) -> tuple[int, ...]:
         """Return the current stream and the training stream; the same, but for a reader on a side stream.
 
-        What such a reader waits for, the training stream has to wait for too: to it the slab counts as readable, or its
-        memory as free, from then on.
+        The training stream waits for what the reader waits for: to it the slab is readable, or its memory free, then.
         """
         current = current_stream(self._index)
         return self._alone if current == self._handle else (current, self._handle)

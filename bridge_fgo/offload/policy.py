@@ -126,10 +126,7 @@ class HoldPolicy:
         return self._lost <= MOST_LOST or self._lost % MOST_LOST == 0
 
     def add(self, profile: MemoryProfile) -> None:
-        """Keep what was measured of a pass, as the maximum of that and of what passes like it have needed.
-
-        Where there are too many profiles that cannot merge, the least recently used goes.
-        """
+        """Keep what was measured of a pass, as the maximum with passes like it; drop the least recently used."""
         for one in list(self._profiles):
             if one.can_merge(profile):
                 self._profiles.remove(one)
@@ -177,8 +174,8 @@ class HoldPolicy:
     def plan(self, parts: Sequence[PartBytes], expands: bool) -> set[int]:
         """Plan anew for all measured passes; return the positions of the parts that stay on the GPU for good.
 
-        `expands` says whether the allocator's segments can grow. ValueError, with the least budget that can be met,
-        where this one cannot.
+        `expands`: whether the allocator's segments can grow. ValueError, with the least budget that does, for one that
+        is less.
         """
         profiles = self._profiles
         sizes = [part.transit_bytes for part in parts]
@@ -219,12 +216,11 @@ class HoldPolicy:
         return margin if expands else 3 * margin
 
     def _choose(self, parts: Sequence[PartBytes], budget: int, least: int, wanted: int) -> set[int]:
-        """Choose the parts that stay under the budget (bytes).
+        """Choose the parts that stay under the budget (bytes); the ranks agree when the first choice is made.
 
-        The ranks agree when the first choice is made. Later, when another kind of pass has been measured, each rank
-        looks after itself: it lets fewer parts stay, or says that the budget does not hold. `least` is the least
-        possible budget by what was measured; `wanted` is that and what steps went above their plans, which is kept free
-        too.
+        Later, when another kind of pass has been measured, each rank looks after itself: it lets fewer parts stay, or
+        says that the budget does not hold. `least` is the least possible budget by what was measured; `wanted` is that
+        and what steps went above their plans, which is kept free too.
         """
         sizes = [part.nbytes for part in parts]
         if not self._chosen:

@@ -100,10 +100,7 @@ class Schedule:
     # The pass.
 
     def begin_pass(self, is_like_others: bool = True) -> None:
-        """Begin a forward-backward pass; every slab that is to leave is on its way, or gone.
-
-        One that is not like others of its signature is not measured, and goes by no plan.
-        """
+        """Begin a pass, without a plan if it is unlike others; every slab that is to leave is on its way."""
         self._is_like_others = is_like_others
         self.transfers.begin_pass()
         self.recorder.begin_pass()

@@ -27,12 +27,10 @@ class Snapshot:
     to wait for a writer, no later step can tear what it reads, and a released slab is gone (NeMo-RL #3312 and #4183,
     MLM #6544 tell what happens otherwise).
 
-    Args:
-        owners: the part that offloads a parameter's states, by the `id` of the parameter as the optimizer has it.
-        copies: whether every tensor that is handed out is a copy, or lent. Without, a state that is on the host already
-            may be handed out as a view of its page-locked buffer, for a reader that copies it at once.
-        shares: whether copies are made in memory that a process that saves gets as it is.
-        lends: whether a slab that can lend its host buffer does. What is offloaded meanwhile is copied whole then.
+    `owners` has the part that offloads a parameter's states, by the `id` that the optimizer's has. Without `copies` a
+    state that is on the host may be handed out as a view of its page-locked buffer, for a reader that copies it at
+    once. With `shares` copies are in memory that a process that saves gets as it is. With `lends` a slab that can lends
+    its host buffer; what is offloaded meanwhile is copied whole then.
     """
 
     most_borrowed = 4
@@ -144,8 +142,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 class Loading(Snapshot):
     """Hands out host memory to load the states of one optimizer into, and puts there what was loaded elsewhere.
 
-    Where a slab is on the GPU, or a state is loaded in another dtype than it has, the parameter's states are written
-    there by their owner. Two parts at most are there at a time for that.
+    Where a slab is on the GPU, or a state is loaded in another dtype, their owner writes them there, two parts at most.
     """
 
     most_borrowed = 2

@@ -20,10 +20,7 @@ def source_of(leaf: Any) -> McoreSource:
 
 
 def leaves(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers that step parameters, through chains of any depth and MIMO's active optimizers.
-
-    mcore's own loop looks at direct children only and misses nested chains (LayerWise among them).
-    """
+    """Yield the optimizers that step parameters, through chains of any depth and MIMO's active ones."""
     if optimizer is None:
         return
     children = vars(optimizer).get("chained_optimizers", vars(optimizer).get("_active_optimizers"))

@@ -42,12 +42,7 @@ def is_adam(inner: Any) -> bool:
 
 
 class McoreSource(Source):
-    """The states of an optimizer of mcore's that copies fp32 masters to the model's weights after its step.
-
-    Args:
-        optimizer: no stub.
-        master_copy: divides that copy.
-    """
+    """The states of an optimizer of mcore's that copies masters to weights, which `master_copy` divides."""
 
     def __init__(self, optimizer: Any, master_copy: MasterCopy) -> None:
         self.optimizer = optimizer
@@ -196,10 +191,7 @@ def load_groups(adam: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> N
 
 
 def as_they_are(adam: Any) -> dict[str, Callable[..., Any]]:
-    """Return methods for an Adam by which its `state_dict` takes states as they are, be they readable or not.
-
-    TE's makes fp32 of moments in 16 bits, all of them at once, which mcore drops.
-    """
+    """Return methods for an Adam whose `state_dict` takes states as they are; TE's makes fp32 of 16 bits."""
     mine = {"get_unscaled_state": lambda param, name: adam.state[param][name]}
     return mine if hasattr(adam, "get_unscaled_state") else {}
 
@@ -235,20 +227,14 @@ def ddp_storages(optimizer: Any) -> set[int]:
 
 
 def live_bytes(states: Iterable[Bundle], home: torch.device) -> int:
-    """Return the bytes of memory on the device `home` that states hold now.
-
-    Released states count as nothing; states that an upstream offloader turned into host tensors neither.
-    """
+    """Return the bytes of memory on the device `home` that states hold now: none of released ones, or on the host."""
     tensors = (state.read() for bundle in states for state in bundle.states)
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None and tensor.device == home]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def home_device(optimizer: Any) -> torch.device:
-    """Return the device on which the states of a DistributedOptimizer are when resident: its DDP buffers'.
-
-    The model's under Megatron-FSDP, and of a pipeline stage in which nothing trains: these have no such buffers.
-    """
+    """Return the device of a DistributedOptimizer's states: its DDP buffers', or without any the model's."""
     for buffer in getattr(optimizer, "buffers", ()):
         return buffer.grad_data.device
     return next(param.device for chunk in optimizer.model_chunks for param in chunk.parameters())

@@ -33,8 +33,8 @@ _DYNAMO = "torch._dynamo.eval_frame"
 class KnownStep:
     """What the step of a class of optimizers runs, and which of it is not known.
 
-    A method that a subclass overrides, or that somebody has replaced, may count its calls or look at all parameters.
-    One that no step calls (it loads, say) does not matter.
+    A method that is overridden or replaced may count its calls or look at all parameters; one that no step calls may
+    not.
     """
 
     def __init__(self, cls: type) -> None:
@@ -166,10 +166,7 @@ class InnerStep:
 
     @contextmanager
     def divided(self, call: Callable[[], Any], owners: Mapping[int, Any]) -> Iterator[None]:
-        """Context in which `update` calls `call`, which steps Adam once for the parameters that it finds.
-
-        `owners` is as for `replaced`.
-        """
+        """Context in which `update` calls `call`, which steps Adam once for what it finds; see `replaced`."""
         before, self._step = self._step, call
         self._divide(owners)
         try:

@@ -38,10 +38,10 @@ class MasterCopy:
         self._pairs: dict[int, tuple[Any, Any]] = {}
 
     def divides(self) -> bool:
-        """Return whether the copy may be divided.
+        """Return whether the copy may be divided: not where quantizing is one collective over all weights (FP8, FP4).
 
-        Not for FP8 and FP4 weights: quantizing is one collective over all of them. And not where masters are
-        staged in the gradient buffer (`reuse_grad_buf_for_mxfp8_param_ag`), which later parts still need.
+        Nor where masters are staged in the gradient buffer (`reuse_grad_buf_for_mxfp8_param_ag`), which later parts
+        need.
         """
         config, ddp = (getattr(self._optimizer, name, None) for name in ("config", "ddp_config"))
         quantized = any(getattr(ddp, name, False) for name in ("fp8_param_gather", "fp4_param_gather"))
@@ -113,10 +113,7 @@ class MasterCopy:
             yield from zip(*groups, strict=True)
 
     def _only(self, pairs: list[tuple[Any, Any]], native: bool) -> AbstractContextManager[None]:
-        """Return a context in which the optimizer's lists hold these masters and their parameters only.
-
-        The lists of native fp32 parameters stay as they are (`native`), or are empty.
-        """
+        """Return a context in which the lists hold these masters alone, and `native` fp32 parameters or none."""
         of_masters, of_weights = self.masters
         lists: dict[str, Any] = {of_masters: [[main for main, _ in pairs]], of_weights: [[model for _, model in pairs]]}
         if not native:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,8 +84,8 @@ def test_an_answer_of_another_megatron_is_not_taken(monkeypatch, versions):
 def test_a_checkout_before_the_wheel_is_another_megatron(monkeypatch, tmp_path):
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     (tmp_path / "megatron" / "core" / "__init__.py").touch()
-    locations = [str(tmp_path / "megatron"), *answers.find_spec("megatron").submodule_search_locations]
-    monkeypatch.setattr(answers, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=locations))
+    locations = [str(tmp_path / "megatron"), *find_spec("megatron").submodule_search_locations]
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: SimpleNamespace(submodule_search_locations=locations))
     assert answers.installed_versions()["megatron-core"] == "checkout"
 
 
