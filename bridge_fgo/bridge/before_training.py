@@ -95,8 +95,7 @@ def _optimizer_of(result: Any, config: Any) -> Any:
     return optimizer
 
 
-GROUPS = "opt_group_ranges"
-"""The parameter with mcore's param groups."""
+GROUPS = "opt_group_ranges"  # the parameter with mcore's param groups
 
 
 def builds_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -51,11 +51,9 @@ _loaded_into: list[Attachment] | None = None
 """The sources whose states a checkpoint is being loaded into; None while none is."""
 
 
-STATE_DICT = "raw_state_dict"
-"""The parameter of `hands_out_states` with the state dictionary."""
+STATE_DICT = "raw_state_dict"  # the parameter of `hands_out_states` with the state dictionary
 
-MAKING = "_init_optimizer_states_with_dummy_values"
-"""The method by which mcore makes the moments before a load."""
+MAKING = "_init_optimizer_states_with_dummy_values"  # the method by which mcore makes the moments before a load
 
 
 @contextlib.contextmanager

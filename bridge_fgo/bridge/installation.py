@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 _installation: Installation | None = None
 _hooked: set[str] = set()
-_ended: set[str] = set()
-"""Modules of which a hook has seen the end of the import."""
+_ended: set[str] = set()  # modules of which a hook has seen the end of the import
 
 
 class Installation:
@@ -33,14 +32,12 @@ class Installation:
         from bridge_fgo.bridge.table import patches
 
         self.config = config
-        self.calls = 0
-        """Calls of `install` that are not taken back yet."""
+        self.calls = 0  # calls of `install` that are not taken back yet
         self._entered = 0
         self._waiting: dict[str, list[Patch]] = {}
         self._applied: list[Patch] = []
         self._wait(patches())
-        self.frameworks: tuple[str, ...] = ()
-        """The frameworks whose functions it patches."""
+        self.frameworks: tuple[str, ...] = ()  # the frameworks whose functions it patches
         self.keeps_queues = False
         """Whether the number of CUDA's queues for copies in the environment is this installation's."""
 

@@ -23,8 +23,7 @@ from bridge_fgo.states.source import Source
 Wrapped = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-Wrapper = Callable[[Wrapped, Any, Args, Kwargs], Any]
-"""A wrapt wrapper: (wrapped, instance, args, kwargs) -> result."""
+Wrapper = Callable[[Wrapped, Any, Args, Kwargs], Any]  # a wrapt wrapper: (wrapped, instance, args, kwargs) -> result
 
 _TAKE_ANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
@@ -35,10 +34,8 @@ _warned: set[tuple[str, str]] = set()
 class Patch(ABC):
     """One entry of the table: the bindings that it replaces, and puts back as they were."""
 
-    module: str
-    """Module whose import the patch waits for."""
-    name: str
-    """The binding, for messages."""
+    module: str  # module whose import the patch waits for
+    name: str  # the binding, for messages
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []

@@ -63,8 +63,7 @@ class PointHook:
         self._point = point
         self._every = every
         self._handles: list[RemovableHandle] = []
-        self.is_watching = is_watching
-        """Whether the newest pass has only the forwards of some layers reported."""
+        self.is_watching = is_watching  # whether the newest pass has only the forwards of some layers reported
         self._start()
         self._hang()
 

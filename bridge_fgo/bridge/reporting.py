@@ -47,8 +47,7 @@ def log_scalars(scalars: dict[str, float], state: Any) -> None:
         state.wandb_logger.log(scalars, iteration)
 
 
-_measurements: weakref.WeakKeyDictionary[Any, Measurement] = weakref.WeakKeyDictionary()
-"""By the optimizer."""
+_measurements: weakref.WeakKeyDictionary[Any, Measurement] = weakref.WeakKeyDictionary()  # by the optimizer
 
 
 class Measurement:

@@ -81,8 +81,7 @@ class Residency:
         config: OffloadConfig | None = None,
     ) -> None:
         self._turn = threading.RLock()
-        self._session: Session | None = None
-        """The session that drives training steps; None before the first."""
+        self._session: Session | None = None  # the session that drives training steps; None before the first
         self._chunks = on_every_rank(lambda: _accepted(model, config))
         with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
             self._states = None if optimizer is None else OptimizerStates(optimizer, config)

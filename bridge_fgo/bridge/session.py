@@ -43,12 +43,10 @@ from bridge_fgo.states.source import Source
 SESSION = "_bridge_fgo_session"
 _active: list[Session] = []
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-_taken: weakref.WeakSet[Gradients] = weakref.WeakSet()
-"""Those of every session: a model outlives its optimizer."""
+_taken: weakref.WeakSet[Gradients] = weakref.WeakSet()  # those of every session: a model outlives its optimizer
 _newest_stats: Stats | None = None  # a snapshot, so that it holds no state of a training that is over
 
-ENOUGH_RELEASED = 0.95
-"""Share of the planned bytes whose release proves that the flag is no silent no-op."""
+ENOUGH_RELEASED = 0.95  # share of the planned bytes whose release proves that the flag is no silent no-op
 
 
 class Session:
@@ -113,23 +111,16 @@ class Session:
         self.figures = Figures(engine, mcore_version(), meter, self.gradients)
         self._points = ModelPoints()
         self.closed = False
-        self._is_captured = False
-        """Whether the model has its passes captured into a full-iteration CUDA graph."""
-        self.began = False
-        """Whether a training step has begun."""
-        self.updates = 0
-        """Steps of optimizers so far; one that is skipped is none."""
-        self._updates_before = 0
-        """Those before the newest training step."""
+        self._is_captured = False  # whether the model has its passes captured into a full-iteration CUDA graph
+        self.began = False  # whether a training step has begun
+        self.updates = 0  # steps of optimizers so far; one that is skipped is none
+        self._updates_before = 0  # those before the newest training step
         self.updated = False
         """Whether the optimizer stepped in the newest training step; the wrapper of the step sets it."""
         self._over_budget = False
-        self._planned_steps = 0
-        """Those with a plan so far."""
-        self._is_proven = False
-        """Whether a step has released what was planned."""
-        self._had_states = False
-        """Whether there was anything to release in a step that proves nothing yet."""
+        self._planned_steps = 0  # those with a plan so far
+        self._is_proven = False  # whether a step has released what was planned
+        self._had_states = False  # whether there was anything to release in a step that proves nothing yet
         _sessions.add(self)
 
     # What the wrappers call, in the order of one training step.

@@ -18,8 +18,7 @@ from typing import Any
 from bridge_fgo.config import OffloadConfig
 
 DEFAULTS = OffloadConfig()
-SETTINGS = "offload"
-"""The field of OptimizerConfig."""
+SETTINGS = "offload"  # the field of OptimizerConfig
 NAMES = tuple(field.name for field in dataclasses.fields(OffloadConfig))
 
 _installed: OffloadConfig | None = None
@@ -118,10 +117,8 @@ def write_settings(optimizer_config: Any) -> None:
 class Caller:
     """Changes how each config is validated, for a command of this package, which learns whether the flag was set."""
 
-    sets_flag: bool = False
-    """Whether the flag is set first; for `bridge-fgo run`."""
-    saw_flag: bool = False
-    """Whether the flag was set in any config so far."""
+    sets_flag: bool = False  # whether the flag is set first; for `bridge-fgo run`
+    saw_flag: bool = False  # whether the flag was set in any config so far
     refuses: bool = False
     """Whether the command lists the refusals, so that validation refuses nothing in this package's name."""
 

@@ -293,8 +293,7 @@ MASTER = "fp32_param"
 MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 """Where a state dictionary has the masters, param group by param group; the latter in old checkpoints."""
 
-GROUPS = "fp32_from_float16_groups"
-"""Where the optimizer has them."""
+GROUPS = "fp32_from_float16_groups"  # where the optimizer has them
 
 
 def _where_any(call: Call) -> Callable[[], Any]:

@@ -226,8 +226,7 @@ class Engine(ABC):
         """Make states resident for good and let go of all else; RuntimeError, to call again, where some cannot be."""
 
 
-ATTACHED = "_bridge_fgo_attached"
-"""Attribute of an optimizer of mcore's that holds its `Attachment`."""
+ATTACHED = "_bridge_fgo_attached"  # attribute of an optimizer of mcore's that holds its `Attachment`
 
 
 class Attachment(NamedTuple):

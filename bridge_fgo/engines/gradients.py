@@ -81,27 +81,20 @@ class Gradients:
                         "set OffloadConfig.gradients=False"
                     )
         self.traffic = Traffic()
-        self.interrupted = False
-        """Whether an error has ended the newest pass."""
+        self.interrupted = False  # whether an error has ended the newest pass
         self._transfers = transfers
         self._guard = Guard(self._whole_is_used)
         self._buffers: dict[int, tuple[Any, list[GradientBucket]]] = {}
         """mcore's buffers by their `id`, with their buckets."""
-        self._bucket_of: dict[int, GradientBucket] = {}
-        """By the `id` of mcore's bucket."""
-        self._group_of: dict[GradientBucket, Any] = {}
-        """mcore's bucket group of each."""
-        self._in_use: list[GradientBucket] = []
-        """Those that a backward has brought, and that are to leave."""
+        self._bucket_of: dict[int, GradientBucket] = {}  # by the `id` of mcore's bucket
+        self._group_of: dict[GradientBucket, Any] = {}  # mcore's bucket group of each
+        self._in_use: list[GradientBucket] = []  # those that a backward has brought, and that are to leave
         self._leaving: deque[GradientBucket] = deque()
-        self._forwards: deque[int] = deque([-1], maxlen=AHEAD + 1)
-        """The layers whose forward began last."""
+        self._forwards: deque[int] = deque([-1], maxlen=AHEAD + 1)  # the layers whose forward began last
         self._lead = -1
         """The first of them when the present backward began: there the next such backward has its first prefetched."""
-        self._orders: dict[int, list[GradientBucket]] = {}
-        """The buckets that a backward needed, in order, by its lead."""
-        self._needed: list[GradientBucket] = []
-        """Those that the present backward has needed; none before it begins."""
+        self._orders: dict[int, list[GradientBucket]] = {}  # the buckets that a backward needed, in order, by its lead
+        self._needed: list[GradientBucket] = []  # those that the present backward has needed; none before it begins
         for ddp in ddps:
             for buffer in _buffers(ddp):
                 self._take(buffer)

@@ -51,8 +51,7 @@ class PackedMasters:
         self._then: dict[Source, torch.Tensor] = {}
         """The sums of the weights when the masters of a source left; without those whose masters are here."""
         self._differ: torch.Tensor | None = None  # whether weights have changed in a step that was watched
-        self._checked: set[Source] = set()
-        """Sources whose weights were compared for the next optimizer step."""
+        self._checked: set[Source] = set()  # sources whose weights were compared for the next optimizer step
         # those whose masters were brought back though the weights had changed, and were not written since
         self._lost: set[Source] = set()
 

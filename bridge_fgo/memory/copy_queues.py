@@ -20,10 +20,8 @@ import os
 
 OF_COPIES = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
 OF_ALL = "CUDA_DEVICE_MAX_CONNECTIONS"
-NOT_INITIALIZED = 3
-"""CUDA_ERROR_NOT_INITIALIZED."""
-DEFAULT = 8
-"""Queues that CUDA gives to kernels, and as many to copies, where neither variable is set."""
+NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+DEFAULT = 8  # queues that CUDA gives to kernels, and as many to copies, where neither variable is set
 
 
 def keep_enough() -> bool:

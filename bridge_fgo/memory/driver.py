@@ -20,8 +20,7 @@ import torch
 
 EVENT_DISABLE_TIMING = 2
 STREAM_NON_BLOCKING = 1
-NOT_READY = 600
-"""CUDA_ERROR_NOT_READY."""
+NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 
 @cache
@@ -50,11 +49,9 @@ def current_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
-Handle = int | ctypes.c_void_p
-"""A `cudaStream_t`."""
+Handle = int | ctypes.c_void_p  # a `cudaStream_t`
 
-Grid = tuple[ctypes.c_uint, ctypes.c_uint]
-"""How many blocks a launch has, in two dimensions; see `make_grid`."""
+Grid = tuple[ctypes.c_uint, ctypes.c_uint]  # how many blocks a launch has, in two dimensions; see `make_grid`
 
 _NO_FLAGS = ctypes.c_uint(0)
 _NULL = ctypes.c_void_p()

@@ -15,8 +15,7 @@ from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.memory.transfers import Transfers
 
-BUCKET = "_bridge_fgo_bucket"
-"""Attribute of a parameter that holds the bucket of its gradient."""
+BUCKET = "_bridge_fgo_bucket"  # attribute of a parameter that holds the bucket of its gradient
 
 _WHY = "gradients of a DDP bucket were used past `param.main_grad` and `bucket.grad_data`, and have no memory now"
 
@@ -24,11 +23,9 @@ _WHY = "gradients of a DDP bucket were used past `param.main_grad` and `bucket.g
 class BucketState(Enum):
     """Whether the gradients of a bucket have GPU memory, and in which direction they are copied."""
 
-    ABSENT = auto()
-    """Nowhere: all are zero."""
+    ABSENT = auto()  # nowhere: all are zero
     HERE = auto()
-    OFFLOADING = auto()
-    """On the GPU, and being copied to the host."""
+    OFFLOADING = auto()  # on the GPU, and being copied to the host
     OFFLOADED = auto()
     RELOADING = auto()
 
@@ -61,12 +58,9 @@ class GradientBucket:
     ) -> None:
         self.nbytes = data.nbytes
         self.state = BucketState.ABSENT
-        self.moves = False
-        """Whether it leaves between microbatches, so that reads are counted."""
-        self.read: set[int] = set()
-        """Parameters, by `id`, whose gradient was read since the bucket came."""
-        self._streams: set[int] = set()
-        """Those on which it was."""
+        self.moves = False  # whether it leaves between microbatches, so that reads are counted
+        self.read: set[int] = set()  # parameters, by `id`, whose gradient was read since the bucket came
+        self._streams: set[int] = set()  # those on which it was
         self.asleep = ""
         """The call that brings the gradients back from a sleep, which errors name; empty while they are awake."""
         self._transfers, self._needed, self._traffic = transfers, weakref.WeakMethod(needed), traffic

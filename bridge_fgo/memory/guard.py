@@ -28,8 +28,7 @@ from bridge_fgo.config import readable
 own = torch._C.DisableTorchFunctionSubclass
 """Context of code that knows where the memory is: nothing that it does on this thread counts as a touch."""
 
-GUARD = "_bridge_fgo_guard"
-"""Attribute of a tensor whose memory is away: what its `Guard` calls, weakly."""
+GUARD = "_bridge_fgo_guard"  # attribute of a tensor whose memory is away: what its `Guard` calls, weakly
 
 _T = torch.Tensor
 _PROPERTIES = (

@@ -133,8 +133,7 @@ def _unlock(lock: PageLock, device: int) -> None:
     lock.close()
 
 
-OTHER_FILES = 256
-"""Open files that a process has beside those of memory that it shares, and some to spare."""
+OTHER_FILES = 256  # open files that a process has beside those of memory that it shares, and some to spare
 
 
 def hands_out_descriptors() -> bool:

@@ -25,8 +25,7 @@ LEAST_PARTS = 16
 """Parts that an optimizer's states make at least, where its tensors are small enough: the optimizer step holds two at
 least, and the pipeline should not fill and drain for a larger share of it (states below 2 GiB)."""
 
-LEAST_PART_BYTES = MIB
-"""Parts are no smaller than this for the sake of the pipeline."""
+LEAST_PART_BYTES = MIB  # parts are no smaller than this for the sake of the pipeline
 
 MERGED_SLAB_BYTES = 128 * MIB
 """Up to this size the states of one kind of a part are one slab, also where its only tensor is larger than a part
@@ -121,8 +120,7 @@ class PartLayout:
     slabs: list[SlabPlace]
 
 
-ChooseCodec = Callable[[Sequence[State], SlabLayout], Codec]
-"""Returns the codec of a slab with these states."""
+ChooseCodec = Callable[[Sequence[State], SlabLayout], Codec]  # returns the codec of a slab with these states
 
 
 def copied_whole(states: Sequence[State], layout: SlabLayout) -> Codec:

@@ -15,8 +15,7 @@ from bridge_fgo.memory.guard import Touches
 ALLOCATED = "allocated_bytes.all.peak"
 RESERVED = "reserved_bytes.all.peak"
 
-COMMON_POOL = (0, 0)
-"""The allocator's pool of whatever no graph has for itself."""
+COMMON_POOL = (0, 0)  # the allocator's pool of whatever no graph has for itself
 
 
 class DeviceMemory(NamedTuple):
@@ -189,10 +188,8 @@ class Traffic:
 
 
 MIB_BITS = 20
-LEAST_DIVISION = 512
-"""Smaller divisions are not made."""
-MOST_UNSPLIT = 20 * 2**20
-"""By which a block that must not be split may be larger than what was asked for."""
+LEAST_DIVISION = 512  # smaller divisions are not made
+MOST_UNSPLIT = 20 * 2**20  # by which a block that must not be split may be larger than what was asked for
 
 
 def block_rounding(device: torch.device) -> Callable[[int], int]:
@@ -229,8 +226,7 @@ MOST_HOLES = 16
 """Of the holes of the first steps no more than a 16th of the memory counts: what a load has reserved is
 used again."""
 
-GROWTH = 1.25
-"""Factor by which the margin grows, at least, each time that it was too small."""
+GROWTH = 1.25  # factor by which the margin grows, at least, each time that it was too small
 
 
 class DeviceRoom:

@@ -18,8 +18,7 @@ from bridge_fgo.memory.driver import Grid, Kernel, Module, current_stream, make_
 from bridge_fgo.memory.state import WeightShard
 from bridge_fgo.memory.strided_sums import THREADS, TYPES, blocks_over
 
-EACH = 8
-"""Elements that a thread takes at once: 16 bytes of weights, the widest load, and one whole byte of the bits."""
+EACH = 8  # elements that a thread takes at once: 16 bytes of weights, the widest load, and one whole byte of the bits
 
 HASH_FACTORS = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)
 """Odd, of 64 bits with the highest set. Two rounds of them, so that changes do not cancel in a sum of hashes."""
@@ -150,8 +149,7 @@ RowMove = tuple[int, torch.Tensor, torch.Tensor, int]
 
 WORDS_OF_PLACE = 3
 SEGMENT_BYTES = 32
-MOST_SEGMENTS = 65535
-"""Segments of one launch at most: the grid's second dimension."""
+MOST_SEGMENTS = 65535  # segments of one launch at most: the grid's second dimension
 
 
 class RemainderKernels:

@@ -12,11 +12,9 @@ from bridge_fgo.memory.guard import Guard, empty, fill, own
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.slab import StillShared
 
-Range = tuple[int, int]
-"""First byte of a storage, and the one after the last."""
+Range = tuple[int, int]  # first byte of a storage, and the one after the last
 
-Named = tuple[str, torch.Tensor]
-"""A tensor, and what to call it in a message."""
+Named = tuple[str, torch.Tensor]  # a tensor, and what to call it in a message
 
 
 class StorageSlab:
@@ -43,8 +41,7 @@ class StorageSlab:
         self._named = [*named, (name, tensor)]
         self._aliases: list[weakref.ref[torch.Tensor]] = []
         """The tensors on the storage, whoever holds them, that `find_aliases` found."""
-        self._users = 0
-        """How many users the storage had then."""
+        self._users = 0  # how many users the storage had then
         self._guard = Guard(self._touched)
         self._advice = f"used, and its memory is away: call {comes_by} first"
         self.storage = storage = tensor.untyped_storage()

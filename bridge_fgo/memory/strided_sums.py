@@ -7,10 +7,8 @@ import torch
 from bridge_fgo.memory.driver import Kernel, compile_for, current_stream, make_grid
 
 THREADS = 256
-MOST_BLOCKS = 1024
-"""For one array; each goes on at its stride. An H200 has 132 multiprocessors of 2048 threads."""
-EACH = 4
-"""Places that a thread of `add_up` has under way at once."""
+MOST_BLOCKS = 1024  # For one array; each goes on at its stride. An H200 has 132 multiprocessors of 2048 threads.
+EACH = 4  # places that a thread of `add_up` has under way at once
 
 TYPES = r"""
 typedef unsigned long long u64;

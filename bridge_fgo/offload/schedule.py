@@ -69,8 +69,7 @@ class Schedule:
         self._matcher = PassMatcher()
         # whether passes report their points though nothing moves: one was larger than any measured one
         self._wants_points = False
-        self.reports_points = False
-        """Whether every pass is to report its points, for others to go by."""
+        self.reports_points = False  # whether every pass is to report its points, for others to go by
         self.queue = SlabQueue(transfers, self.ledger, lambda text: holding.warn(text))
         self._newest = 0  # `PeakRecorder.newest_others` at the end of a pass that went by a plan
         self._start()

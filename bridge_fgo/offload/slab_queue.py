@@ -12,8 +12,7 @@ from bridge_fgo.memory.meters import Ledger
 from bridge_fgo.memory.slab import Slab, SlabState, decode_together
 from bridge_fgo.memory.transfers import Transfers
 
-LOOKAHEAD = 2
-"""Groups of parts that are brought back before the one in hand, where room has to be made for them first."""
+LOOKAHEAD = 2  # groups of parts that are brought back before the one in hand, where room has to be made for them first
 
 
 class SlabQueue:

@@ -15,8 +15,7 @@ from bridge_fgo.memory.slab import Part, Slab, SlabState, require_readable
 from bridge_fgo.memory.state import State
 from bridge_fgo.memory.transfers import Transfers
 
-Place = tuple[State, Slab, int]
-"""Where a tensor is: its state, the slab, and the offset in it in bytes."""
+Place = tuple[State, Slab, int]  # where a tensor is: its state, the slab, and the offset in it in bytes
 
 
 class Snapshot:

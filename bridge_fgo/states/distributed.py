@@ -20,11 +20,9 @@ from bridge_fgo.states.inner_step import InnerStep
 from bridge_fgo.states.masters import PLAIN, MasterCopy, take_first
 from bridge_fgo.states.source import Source
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What Adam calls its moments."""
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam calls its moments
 
-MASTER = "master_param"
-"""What TE's FusedAdam calls a master weight that it keeps itself."""
+MASTER = "master_param"  # what TE's FusedAdam calls a master weight that it keeps itself
 
 UPSTREAM_OFFLOADERS = ("_state_offloader", "_optimizer_state_offloader")
 """Attributes in which generation 1 and 2 of mcore keep their offloader."""

@@ -23,8 +23,7 @@ from bridge_fgo.states.masters import Buffers, MasterCopy
 MUON_CLASSES = ("TensorParallelMuon", "TensorParallelAdaptiveMuon")
 """mcore's Muons, by the names of their classes: each steps a parameter by that parameter's states alone."""
 
-MOMENTUM = "momentum_buffer"
-"""What they call the momentum, of the parameter's shape."""
+MOMENTUM = "momentum_buffer"  # what they call the momentum, of the parameter's shape
 
 SECOND_MOMENT = "moment2_buffer"
 """What AdaptiveMuon calls the second moment: of the parameter's shape, of a row's or a column's, or one number."""

@@ -25,8 +25,7 @@ from bridge_fgo.states.distributed import MOMENTS, McoreSource, adam_states, of_
 from bridge_fgo.states.masters import MasterCopy
 from bridge_fgo.states.shadowed import shadowed
 
-BUFFER = "param_and_grad_buffer"
-"""Attribute of a model chunk with what Megatron-FSDP keeps of it."""
+BUFFER = "param_and_grad_buffer"  # attribute of a model chunk with what Megatron-FSDP keeps of it
 
 
 def is_fsdp(optimizer: Any) -> bool:
@@ -159,8 +158,7 @@ class FsdpSource(McoreSource):
         return {PARAM: local(param), **{name: moment for name, moment in moments.items() if moment is not None}}
 
 
-PARAM = "param"
-"""What `FsdpSource.of_param` calls the parameter: no state of Adam's has that name."""
+PARAM = "param"  # what `FsdpSource.of_param` calls the parameter: no state of Adam's has that name
 
 
 def place(shard: torch.Tensor) -> tuple[int, int]:

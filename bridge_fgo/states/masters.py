@@ -127,11 +127,9 @@ class MasterCopy:
 # there together. Inside `masters_made_late` mcore itself makes each, it is emptied at once, and its slab writes it anew
 # from its weights (`State.take_first`).
 
-FIRST = "_bridge_fgo_first_value"
-"""Attribute of a master without memory: the shard of weights that it is to be made of."""
+FIRST = "_bridge_fgo_first_value"  # attribute of a master without memory: the shard of weights that it is to be made of
 
-Groups = tuple[list[list[Any]], ...]
-"""Lists of tensors, one for each param group, by what they are to mcore."""
+Groups = tuple[list[list[Any]], ...]  # lists of tensors, one for each param group, by what they are to mcore
 
 KINDS = 5
 """How many such lists there are. Megatron-LM #6544 returns one more, of masters that it made in host memory; with

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-ABSENT = object()
-"""In the place of an attribute that an object has not itself."""
+ABSENT = object()  # in the place of an attribute that an object has not itself
 
 
 @contextmanager

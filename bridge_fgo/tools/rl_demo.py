@@ -37,8 +37,7 @@ MOVES = {
 }
 """Phases of an iteration in which something moves, and what to call that."""
 FIGURES = ("seconds", "copied", "freed", "returned")
-ENDS = 10
-"""Iterations at either end whose mean reward is shown: that of one is noisy."""
+ENDS = 10  # iterations at either end whose mean reward is shown: that of one is noisy
 
 
 def run(settings: Settings) -> int:

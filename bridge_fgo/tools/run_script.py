@@ -16,10 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-EXECS = ("execv", "execve")
-"""Functions of `os` that all others of `exec*` end in."""
-WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
-"""Options of Python that the next word belongs to."""
+EXECS = ("execv", "execve")  # functions of `os` that all others of `exec*` end in
+WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # options of Python that the next word belongs to
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from bridge_fgo.tools.arms.runner import ArmRun, Event, exact_number
 
-DIGESTS = ("params", "masters", "moments")
-"""Parts of the final state of which an arm leaves a digest."""
+DIGESTS = ("params", "masters", "moments")  # parts of the final state of which an arm leaves a digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +19,10 @@ class Parity:
 
     part: str
     equal: bool
-    steps: int | None = None
-    """How many steps both logged; None for a digest."""
-    first_different: int | None = None
-    """The first step that differs."""
-    values: tuple[float | None, float | None] | None = None
-    """Both values there."""
-    largest: float | None = None
-    """Largest absolute difference; NaN where one of the two is, or is missing."""
+    steps: int | None = None  # how many steps both logged; None for a digest
+    first_different: int | None = None  # the first step that differs
+    values: tuple[float | None, float | None] | None = None  # both values there
+    largest: float | None = None  # largest absolute difference; NaN where one of the two is, or is missing
 
 
 def bits(value: float | None, as_fp32: bool = False) -> bytes:

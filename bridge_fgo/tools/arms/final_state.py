@@ -16,8 +16,7 @@ from bridge_fgo.tools.arms.record import digest, digest_each, joined
 if TYPE_CHECKING:
     import torch
 
-EVERY_MOMENT = ("exp_avg", "exp_avg_sq", "momentum_buffer", "moment2_buffer")
-"""What Adam and Muon call theirs."""
+EVERY_MOMENT = ("exp_avg", "exp_avg_sq", "momentum_buffer", "moment2_buffer")  # what Adam and Muon call theirs
 
 
 def mcore_optimizers(optimizer: Any) -> Iterator[Any]:

@@ -29,11 +29,9 @@ from bridge_fgo.tools.arms.record import EventWriter
 from bridge_fgo.tools.arms.step_trace import StepTrace
 from bridge_fgo.tools.arms.turns import TurnTaker
 
-FIRST_MEASURED_STEP = 4
-"""From this step on moments exist and buffers are warm: peaks are those of all steps that come."""
+FIRST_MEASURED_STEP = 4  # from this step on moments exist and buffers are warm: peaks are those of all steps that come
 SERIES = ("step_seconds", "between_seconds", "enqueue_seconds", "enqueue_alone_seconds", "save_steps")
-PHASES = ("forward_backward", "step")
-"""What the package tells the peaks of apart."""
+PHASES = ("forward_backward", "step")  # what the package tells the peaks of apart
 
 
 def figure(stats: Stats | None, name: str) -> Any:
@@ -50,13 +48,11 @@ class ArmRecorder(Callback):
         self.writer: EventWriter | None = None
         self.step = 0
         self.started = self.trained = 0.0
-        self.newest: dict[str, Any] = {}
-        """The event of the step that is not over yet."""
+        self.newest: dict[str, Any] = {}  # the event of the step that is not over yet
         self.peaks: dict[str, int] = {}
         self.figures: dict[str, Any] = {"first_step_peak_bytes": None, "base_bytes": 0, "graph_pool_bytes": 0}
         """Of the result, in bytes; `graph_pool_bytes` is what CUDA graphs have for themselves in the last step."""
-        self.series: dict[str, list[Any]] = {name: [] for name in SERIES}
-        """Of the result, a value a step."""
+        self.series: dict[str, list[Any]] = {name: [] for name in SERIES}  # of the result, a value a step
         self.host_loops: list[float] = []
         self.alone: MovesAlone | None = None
         self.trace: StepTrace | None = None

@@ -13,8 +13,7 @@ import socket
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 
-WARM_UP = 0
-"""Number of the turn that does not count."""
+WARM_UP = 0  # number of the turn that does not count
 
 
 class TurnTaker:
@@ -24,10 +23,8 @@ class TurnTaker:
         self._ranks = ranks
         self._connection = Client(str(address), "AF_UNIX")
         self._left: float = 0
-        self.turn: int | None = None
-        """Number of the current turn; None before the first."""
-        self.ends_early = False
-        """Whether the arm is to leave out what steps it has left, but for one."""
+        self.turn: int | None = None  # number of the current turn; None before the first
+        self.ends_early = False  # whether the arm is to leave out what steps it has left, but for one
 
     def has_another_step(self) -> bool:
         """Count one step of the current turn; False where the turn is over, or none has begun."""
@@ -59,8 +56,7 @@ class Turnstile:
         self._listener.listen()
         self._ranks: int | None = None
         self._connected: list[Connection] = []
-        self._waiting: set[Connection] = set()
-        """Ranks that wait for a turn, by their connections."""
+        self._waiting: set[Connection] = set()  # ranks that wait for a turn, by their connections
 
     def close(self) -> None:
         """Close the socket: ranks that wait end with an error."""

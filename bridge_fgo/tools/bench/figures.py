@@ -107,8 +107,7 @@ class Row:
     save_stall_seconds: float | None = _column(
         "save stall, s", "time that a background save adds to the step in which it starts"
     )
-    rounds: tuple[dict[str, Any]]
-    """The raw values: a list with one value a step for each field of `RAW`."""
+    rounds: tuple[dict[str, Any]]  # the raw values: a list with one value a step for each field of `RAW`
 
 
 COLUMNS = [each for each in fields(Row) if each.metadata]

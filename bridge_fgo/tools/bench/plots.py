@@ -11,10 +11,8 @@ from typing import Any
 
 from bridge_fgo.tools.show import reading
 
-BIG_COPY_BYTES = 2**20
-"""Copies above this are taken for the offload's; the training loop's own are smaller."""
-GAP_SECONDS = 2e-4
-"""Kernels less apart than this are drawn as one bar."""
+BIG_COPY_BYTES = 2**20  # copies above this are taken for the offload's; the training loop's own are smaller
+GAP_SECONDS = 2e-4  # kernels less apart than this are drawn as one bar
 ROWS = (("kernels", "tab:blue"), ("d2h", "tab:orange"), ("h2d", "tab:green"))
 
 Interval = tuple[float, float]
@@ -28,8 +26,7 @@ class Trace:
     kernels: list[Interval]
     d2h: list[Interval]
     h2d: list[Interval]
-    memory: list[tuple[float, int]]
-    """(time, allocated bytes)."""
+    memory: list[tuple[float, int]]  # (time, allocated bytes)
 
 
 def read_trace(path: Path) -> Trace:

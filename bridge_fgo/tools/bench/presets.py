@@ -29,8 +29,7 @@ RESIDENT = {"tight": ("--recompute", "attention")}
 RECOMPUTED = ("--recompute", "full", "--mbs", "4")
 """Options of the arm that recomputes every layer. That saves the most memory without offload, which larger microbatches
 then use."""
-SLAB_BYTES = {"slabs": 4 * 2**20}
-"""Size of a slab of this package's engine, in MiB; where there is none, the default."""
+SLAB_BYTES = {"slabs": 4 * 2**20}  # of this package's engine, by preset; elsewhere the default
 CHUNK_NUMEL = 2**25
 """Elements of a chunk of the step of Megatron-LM #6544, whose states are 0.4 GB: about as much as a part of this
 package's step has."""
@@ -45,12 +44,9 @@ NAMES = (
 class BenchArm:
     """One arm."""
 
-    name: str
-    """With variables of its own it is `native:CUDA_DEVICE_MAX_CONNECTIONS=1`."""
-    options: tuple[str, ...]
-    """Of `bridge_fgo.tools.arms.gpu`."""
-    python_path: str = ""
-    """Comes first in PYTHONPATH."""
+    name: str  # with variables of its own it is `native:CUDA_DEVICE_MAX_CONNECTIONS=1`
+    options: tuple[str, ...]  # of `bridge_fgo.tools.arms.gpu`
+    python_path: str = ""  # comes first in PYTHONPATH
     bitwise: bool = True
     """Whether it has to be bitwise equal to the resident arm: Adam on the CPU rounds otherwise, and so do microbatches
     of another size."""

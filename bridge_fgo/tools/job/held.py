@@ -35,8 +35,7 @@ class Tensor:
     trainable: bool = True
 
 
-Chunk = list[Tensor]
-"""The parameters of one model chunk, in the model's order."""
+Chunk = list[Tensor]  # the parameters of one model chunk, in the model's order
 
 StateKind = tuple[str, str, str, bool, bool, bool, bool]
 """Of a state its `kind`, `name`, dtype ("float32"), `late`, `written_back`, whether it rounds to bf16 weights, and

@@ -28,8 +28,7 @@ from bridge_fgo.tools.standins import te_shapes
 from bridge_fgo.tools.standins.fsdp import fsdp_on_meta
 
 FSDP = "FullyShardedDataParallel"
-POOL_BUFFERS = 2
-"""Buffers of each size in a pool of double buffers of Megatron-FSDP."""
+POOL_BUFFERS = 2  # buffers of each size in a pool of double buffers of Megatron-FSDP
 
 
 def held_by_ranks(config: Any, chunks: list[Any], groups: Any, parallel: Parallel) -> Held:

@@ -14,8 +14,7 @@ from typing import Any
 
 FILE = Path(__file__).with_name("recipe_table.json.gz")
 WORDS = {"fits": "fits", "fits only with the offload": "offload", "does not fit": "no", "refused": "refused"}
-UNKNOWN = "?"
-"""How a cell tells a verdict of `bridge_fgo.tools.plan.verdict.Outcome`; any other one is unknown."""
+UNKNOWN = "?"  # how a cell tells a verdict of `bridge_fgo.tools.plan.verdict.Outcome`; any other one is unknown
 
 
 def read() -> dict[str, Any]:

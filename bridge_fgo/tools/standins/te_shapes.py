@@ -62,8 +62,7 @@ def parameter(*shape: int, dtype: torch.dtype, may_be_quantized: bool = False) -
 class Linear(torch.nn.Module):
     """`weight` (out, in) and `bias` (out) of this rank; several of each with a number behind their names."""
 
-    save_original_input = False
-    """mcore sets it, where the real layer has it."""
+    save_original_input = False  # mcore sets it, where the real layer has it
     has_norm = False
 
     def __init__(

@@ -40,8 +40,7 @@ class Iteration:
     kl: float
     grad_norm: float
     skipped: bool
-    held: int
-    """Bytes that the second process held while the trainer slept; 0 where there is none."""
+    held: int  # bytes that the second process held while the trainer slept; 0 where there is none
     phases: list[dict[str, Any]] = field(default_factory=list)
 
 

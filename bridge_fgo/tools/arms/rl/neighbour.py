@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 ROOM = 2 * 2**30
 """Bytes that are left free for the trainer where the GPU is crowded: for what its allocator has not cached."""
-LARGEST = 2**30
-"""Bytes of a tensor: what is taken need not lie in one piece."""
+LARGEST = 2**30  # bytes of a tensor: what is taken need not lie in one piece
 OWN_BYTES = 4 * 2**20
 """Bytes that are not asked for: the driver gives memory in pages of 2 MiB, and some of a sleep's are shared."""
 

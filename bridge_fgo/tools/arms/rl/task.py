@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-END = "|"
-"""Ends a prompt; the answer follows."""
+END = "|"  # ends a prompt; the answer follows
 
 
 class Copying:
